@@ -1,0 +1,32 @@
+"""The one exception a user is meant to see: what is wrong, why, and what to write instead.
+
+    raise UserError("unknown rung 'flsh'", "the ladder has no rung of that name", "use one of: tf32, bf16, ...")
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class UserError(Exception):
+    """A mistake the user can mend. The CLI prints three lines and leaves with exit code 2."""
+
+    def __init__(self, problem: str, why: str, fix: str) -> None:
+        super().__init__(f"{problem}: {why}. {fix}")
+        self.problem, self.why, self.fix = problem, why, fix
+
+    def lines(self) -> tuple[tuple[str, str], ...]:
+        return (("problem", self.problem), ("why", self.why), ("fix", self.fix))
+
+
+def unknown_name(kind: str, name: str, known: Iterable[str]) -> UserError:
+    """An unknown name is answered with the nearest known one and the whole list."""
+    known = list(known)
+    near = difflib.get_close_matches(name, known, n=1)
+    meant = f"did you mean {near[0]!r}? " if near else ""
+    return UserError(
+        f"unknown {kind} {name!r}",
+        f"there is no {kind} of that name",
+        f"{meant}known: {', '.join(known)}",
+    )

@@ -1,0 +1,154 @@
+"""A job is one question to one worker process; a run directory keeps the questions and their answers.
+
+    run.json        what was asked, where, with which versions
+    results.jsonl   one line per finished job, appended and flushed: an interrupted run loses nothing
+    jobs/NAME/      job.json, measurement.json or failure.json, log.txt
+    report.html     drawn from the two files above, at any time, anywhere
+
+Results are found again by the job's key, so resuming is asking the same questions and finding most answered.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from redline.core.errors import UserError
+from redline.core.measurement import Failure, Measurement
+from redline.core.recipe import Recipe
+from redline.core.values import from_json, to_json
+from redline.core.workload import Workload
+
+RUN_FILE, RESULTS_FILE, REPORT_FILE, BEST_FILE = "run.json", "results.jsonl", "report.html", "best.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """Everything a worker needs to know. Two jobs with equal fields have equal answers, up to noise."""
+
+    workload: Workload
+    recipe: Recipe
+    device: str
+    """'cuda' or 'cpu'."""
+    tokens: str
+    """Path of the token file, relative to the run directory."""
+    kind: str = "measure"
+    """'measure', or 'reference': the loss curve alone, in plain fp32, in chunks small enough to fit."""
+    check_steps: int = 20
+    """Length of the loss curve that is compared."""
+    timed_steps: int | None = None
+    """None: as many as fill `timed_seconds`, between 10 and 100."""
+    timed_seconds: float = 4.0
+    bit_exact_rung: str | None = None
+    """Also prove that this rung changes no bit: deterministic steps with and without it."""
+    repeat: int = 0
+
+    @property
+    def key(self) -> str:
+        text = json.dumps(to_json(self), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    @property
+    def folder_name(self) -> str:
+        last = self.recipe.rungs[-1] if self.recipe.rungs else "baseline"
+        return f"{self.kind}-{last}-{self.key[:8]}"
+
+
+Result = Measurement | Failure
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    path: Path
+
+    def job_folder(self, job: Job) -> Path:
+        return self.path / "jobs" / job.folder_name
+
+    def read_run(self) -> dict[str, Any]:
+        return json.loads((self.path / RUN_FILE).read_text(encoding="utf-8"))
+
+    def write(self, name: str, text: str) -> Path:
+        return write_atomically(self.path / name, text)
+
+    def append(self, job: Job, result: Result) -> None:
+        """One line, flushed to the disk before anything else starts."""
+        ok = isinstance(result, Measurement)
+        record = {"key": job.key, "ok": ok, "job": to_json(job), "result": to_json(result)}
+        with open(self.path / RESULTS_FILE, "ab") as file:
+            if file.tell() and not _ends_with_newline(self.path / RESULTS_FILE):
+                file.write(b"\n")  # a killed writer left half a line: close it, so that ours stays whole
+            file.write(json.dumps(record).encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    def results(self) -> dict[str, Result]:
+        """Every finished job by its key. A half-written line (the machine died) is no result."""
+        return {record["key"]: _result_of(record) for record in self._records()}
+
+    def _records(self) -> Iterator[dict[str, Any]]:
+        path = self.path / RESULTS_FILE
+        if not path.exists():
+            return
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            try:
+                record = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(record, dict) and {"key", "ok", "result"} <= record.keys():
+                yield record
+
+
+def _result_of(record: dict[str, Any]) -> Result:
+    return from_json(Measurement if record["ok"] else Failure, record["result"])
+
+
+def _ends_with_newline(path: Path) -> bool:
+    with open(path, "rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) == b"\n"
+
+
+def write_atomically(path: Path, text: str) -> Path:
+    """Readers see the old file or the new one, never half of it."""
+    draft = path.with_name(path.name + ".draft")
+    draft.write_text(text, encoding="utf-8")
+    os.replace(draft, path)
+    return path
+
+
+def create_run_directory(path: Path) -> RunDirectory:
+    """A new, empty, writable directory, or a UserError before anything is written."""
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise UserError(
+            f"{path} is already in use", "a run never overwrites another", f"choose another --out, or continue it with --resume {path}"
+        )
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        probe = path / ".writable"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise UserError(
+            f"cannot write the run directory {path}", error.strerror or str(error), "choose a folder you may write to with --out DIR"
+        ) from error
+    return RunDirectory(path)
+
+
+def open_run_directory(path: Path) -> RunDirectory:
+    """An existing run, with a run.json that parses."""
+    try:
+        json.loads((path / RUN_FILE).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(
+            f"{path} is not a run directory",
+            f"its {RUN_FILE} cannot be read ({error.strerror})",
+            "give the directory a ladder printed at its end, such as runs/ladder-tiny-20261115-101500",
+        ) from error
+    except ValueError as error:
+        raise UserError(f"{path / RUN_FILE} is damaged", str(error), "start a new run; results.jsonl still holds every finished row") from error
+    return RunDirectory(path)

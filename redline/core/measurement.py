@@ -1,0 +1,90 @@
+"""How fast, and whether it is still right: what one worker process brings back.
+
+Times are seconds, sizes are bytes. A field is None when it could not be known, never when it was zero.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spread:
+    median: float
+    p10: float
+    p90: float
+    n: int
+
+
+def spread_of(values: Sequence[float]) -> Spread:
+    ordered = sorted(values)
+    return Spread(median=statistics.median(ordered), p10=quantile(ordered, 0.1), p90=quantile(ordered, 0.9), n=len(ordered))
+
+
+def quantile(ordered: Sequence[float], share: float) -> float:
+    """Linear interpolation between the two nearest of the sorted values."""
+    position = share * (len(ordered) - 1)
+    below = int(position)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (position - below) * (ordered[above] - ordered[below])
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientCheck:
+    """Step 0 against the plain fp32 model: same weights, same batch. Errors are relative L2 norms."""
+
+    loss: float
+    reference_loss: float
+    error: float
+    """All gradients taken as one vector."""
+    yardstick: float
+    """The same error of plain eager code at the row's precision: what that precision costs by itself."""
+    worst_tensor: str
+    """The tensor furthest over its bound; the next two belong to it."""
+    worst_error: float
+    worst_bound: float
+    bitwise: bool
+
+    @property
+    def passed(self) -> bool:
+        return self.worst_error <= self.worst_bound
+
+
+@dataclass(frozen=True, kw_only=True)
+class Proof:
+    """What really ran, read off a profile, the compiler's counters and torch's sync debug mode."""
+
+    attention: str | None = None
+    matmul_dtypes: tuple[str, ...] = ()
+    graph_breaks: int | None = None
+    syncs_per_step: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    loss_curve: tuple[float, ...]
+    """The first K steps from the initial weights, on the batches every rung sees."""
+    step_seconds: tuple[float, ...] = ()
+    """Every timed step; empty for a reference job, which is not timed."""
+    compile_seconds: float | None = None
+    warmup_steps: int = 0
+    peak_bytes: int | None = None
+    """The allocator's peak during the timed steps (resident set on a CPU)."""
+    outside_bytes: int | None = None
+    """Device memory in use that the allocator did not hand out: context, libraries, other processes."""
+    gradients: GradientCheck | None = None
+    pair_bitwise: bool | None = None
+    """Bit-exact rungs only: deterministic steps with and without the rung gave the same bits."""
+    skipped_updates: int = 0
+    """Optimizer steps the loss scaler refused during the curve."""
+    proof: Proof = field(default_factory=Proof)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """A job that ended without a measurement. `kind` is one of oom, compile, timeout, killed, error."""
+
+    kind: str
+    reason: str

@@ -1,0 +1,46 @@
+"""How a step is run, field by field. The defaults are the plain, slow baseline; each rung changes a field or two.
+
+The plan holds no torch object, so prediction, reports and tests read it anywhere. `rungs.plan_of` folds a recipe into
+a plan; `engine/build.py` is the one place that turns a plan into running code.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    # process switches
+    matmul_precision: str = "highest"
+    """float32 matmuls: 'highest' is true fp32, 'high' is TF32."""
+    # the model
+    attention: str = "naive"
+    """'naive' (four lines), or 'flash' / 'cudnn': SDPA with that backend pinned and all others off."""
+    tied: bool = False
+    """The head shares the token embedding, as published; the baseline unties to show what tying does."""
+    vocab_multiple: int = 1
+    """Rows of embedding and head are padded to a multiple of this; the padding never reaches the loss."""
+    # compilation
+    compile: bool = False
+    # the step
+    autocast: str | None = None
+    """None, 'bf16' or 'fp16': around forward and loss only, parameters stay fp32."""
+    loss_scaling: bool = False
+    optimizer: str = "adamw-loop"
+    """A name in optim.OPTIMIZERS."""
+    read_loss_every: int = 1
+    """Steps between two reads of the loss by the host; 1 waits for the device at every step."""
+    # the loader
+    loader_workers: int = 0
+    """Processes that make batches; above 0 also pins memory and copies one batch ahead."""
+
+    @property
+    def precision(self) -> str:
+        """The coarsest arithmetic of the step: 'fp16', 'bf16', 'tf32' or 'fp32'."""
+        if self.autocast:
+            return self.autocast
+        return "tf32" if self.matmul_precision == "high" else "fp32"
+
+    def vocab_rows(self, vocab: int) -> int:
+        return -(-vocab // self.vocab_multiple) * self.vocab_multiple

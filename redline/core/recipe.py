@@ -1,0 +1,40 @@
+"""How to run a workload, as a user would say it: rung names and a micro batch, in a JSON file people can share.
+
+    Recipe(rungs=("tf32", "bf16"), micro_batch=16)
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from redline.core.errors import UserError
+from redline.core.values import from_json, to_json
+from redline.core.workload import check_positive
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    rungs: tuple[str, ...] = ()
+    micro_batch: int
+
+    def __post_init__(self) -> None:
+        check_positive("micro batch", self.micro_batch)
+
+    def adding(self, rung: str, without: str | None = None) -> Recipe:
+        kept = tuple(name for name in self.rungs if name != without)
+        return replace(self, rungs=(*kept, rung))
+
+
+def load_recipe(path: Path) -> Recipe:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        return from_json(Recipe, data)
+    except OSError as error:
+        raise UserError(
+            f"cannot read the recipe {path}", error.strerror or str(error), "give the path of a recipe file, such as best.json of a run"
+        ) from error
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        example = json.dumps(to_json(Recipe(rungs=("tf32", "bf16"), micro_batch=16)))
+        raise UserError(f"{path} is not a recipe", str(error), f"a recipe looks like {example}") from error

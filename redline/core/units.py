@@ -1,0 +1,46 @@
+"""Numbers as people read them. None is always shown as an em dash: unknown is not zero."""
+
+from __future__ import annotations
+
+UNKNOWN = "—"
+GIB = 1024**3
+
+
+def human_rate(tokens_per_second: float | None) -> str:
+    """178,432 -> '178,432'; small rates keep one decimal."""
+    if tokens_per_second is None:
+        return UNKNOWN
+    return f"{tokens_per_second:,.0f}" if tokens_per_second >= 100 else f"{tokens_per_second:,.1f}"
+
+
+def human_seconds(seconds: float | None) -> str:
+    """Three significant digits with the unit that suits them."""
+    if seconds is None:
+        return UNKNOWN
+    for factor, unit in ((1.0, "s"), (1e-3, "ms")):
+        if seconds >= factor:
+            return f"{_three(seconds / factor)} {unit}"
+    return f"{_three(seconds / 1e-6)} us"
+
+
+def human_bytes(count: float | None) -> str:
+    if count is None:
+        return UNKNOWN
+    for factor, unit in ((GIB, "GiB"), (1024**2, "MiB"), (1024, "KiB")):
+        if count >= factor:
+            return f"{_three(count / factor)} {unit}"
+    return f"{count:.0f} B"
+
+
+def human_percent(share: float | None, digits: int = 1) -> str:
+    return UNKNOWN if share is None else f"{100 * share:.{digits}f} %"
+
+
+def human_ratio(ratio: float | None) -> str:
+    return UNKNOWN if ratio is None else f"{ratio:.2f}x"
+
+
+def _three(value: float) -> str:
+    if value >= 100:
+        return f"{value:.0f}"
+    return f"{value:.1f}" if value >= 10 else f"{value:.2f}"

@@ -1,0 +1,276 @@
+"""Every rung, slowest first. To add one: write the class, put it into LADDER where it belongs. Nothing else changes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from redline.core.errors import unknown_name
+from redline.core.hardware import Hardware
+from redline.core.plan import Plan
+from redline.core.workload import Workload
+from redline.rungs.rung import Maths, Rung, missing
+
+
+class Baseline(Rung):
+    """The plain way, which every speed-up is counted from.
+
+    True fp32 matmuls, attention written as four lines, a for-loop AdamW, an untied head, the published vocabulary,
+    batches made in the training process and the loss read back after every step. Nothing here is wrong: it is what
+    one writes first, and it is also the reference that every other rung must agree with.
+    """
+
+    name = "baseline"
+    title = "fp32, naive attention, loop AdamW"
+    maths = Maths.BIT_EXACT
+
+    def apply(self, plan: Plan) -> Plan:
+        return plan
+
+
+class Tf32(Rung):
+    """Let float32 matmuls use the tensor cores with TF32 inputs.
+
+    TF32 keeps fp32's range and rounds the inputs of a matmul to 10 bits of mantissa; sums stay fp32. One line,
+    `torch.set_float32_matmul_precision("high")`, and the matmul units of Ampere and later run about eight times
+    faster. The whole step gains less, because everything else still moves 4-byte numbers.
+    """
+
+    name = "tf32"
+    title = "TF32 tensor-core matmuls"
+    maths = Maths.ROUNDING
+
+    def needs(self, workload: Workload, hardware: Hardware, plan: Plan) -> str | None:
+        return missing(hardware, "tf32")
+
+    def apply(self, plan: Plan) -> Plan:
+        return replace(plan, matmul_precision="high")
+
+
+class NoSync(Rung):
+    """Leave the loss on the device and read it once per cycle.
+
+    `loss.item()` makes the host wait until the device has finished the step, so the next one is not queued in time
+    and the device idles between them. The larger the step, the smaller the gap: expect little on a big eager step,
+    more once the step is short.
+    """
+
+    name = "no-sync"
+    title = "loss read once per cycle"
+    maths = Maths.BIT_EXACT
+
+    def needs(self, workload: Workload, hardware: Hardware, plan: Plan) -> str | None:
+        return None if hardware.kind == "cuda" else "a CPU runs each operation before the next: there is no queue to keep full"
+
+    def apply(self, plan: Plan) -> Plan:
+        return replace(plan, read_loss_every=10)
+
+
+class Bf16(Rung):
+    """bf16 autocast around forward and loss; parameters, gradients and optimizer stay fp32.
+
+    Matmuls take 16-bit inputs and accumulate in fp32: twice TF32's rate and half the bytes. bf16 has fp32's range, so
+    no loss scaling is needed. The backward pass follows the dtypes of the forward and must stay outside autocast.
+    """
+
+    name = "bf16"
+    title = "bf16 autocast"
+    maths = Maths.ROUNDING
+
+    def needs(self, workload: Workload, hardware: Hardware, plan: Plan) -> str | None:
+        return missing(hardware, "bf16")
+
+    def apply(self, plan: Plan) -> Plan:
+        return replace(plan, autocast="bf16", loss_scaling=False)
+
+
+class Fp16(Rung):
+    """fp16 autocast with a gradient scaler: the alternative where bf16 does not exist.
+
+    fp16 has three more bits of mantissa than bf16 and a far smaller range: small gradients vanish, so the loss is
+    multiplied before the backward pass and the gradients divided after it. Steps whose gradients overflow are
+    skipped. Measured beside bf16 on the same base, and kept only where bf16 does not apply.
+    """
+
+    name = "fp16"
+    title = "fp16 autocast + GradScaler"
+    maths = Maths.ROUNDING
+    instead_of = "bf16"
+    stand_in = True
+
+    def needs(self, workload: Workload, hardware: Hardware, plan: Plan) -> str | None:
+        return missing(hardware, "fp16")
+
+    def apply(self, plan: Plan) -> Plan:
+        return replace(plan, autocast="fp16", loss_scaling=True)
+
+
+class Compile(Rung):
+    """torch.compile over forward and loss.
+
+    Inductor fuses the element-wise work, normalisations and the loss into few kernels, so the same numbers cross the
+    memory bus fewer times, and the host launches less. The first step pays for compiling; that time is reported apart.
+    Each measurement has its own compile cache: a shared one has served graphs of another backend.
+    """
+
+    name = "compile"
+    title = "torch.compile"
+    maths = Maths.ROUNDING
+
+    def needs(self, workload: Workload, hardware: Hardware, plan: Plan) -> str | None:
+        return missing(hardware, "compile")
+
+    def apply(self, plan: Plan) -> Plan:
+        return replace(plan, compile=True)
+
+
+def _attention_needs(hardware: Hardware, plan: Plan, feature: str) -> str | None:
+    lacks = missing(hardware, feature)
+    if lacks is None and hardware.kind == "cuda" and plan.autocast is None:
+        return "the kernel takes 16-bit inputs only: add bf16 or fp16"
+    return lacks
+
+
+class Flash(Rung):
+    """Scaled-dot-product attention with the flash kernel pinned.
+
+    The T x T scores never reach memory: the kernel walks over them in tiles and keeps a running softmax. All other
+    backends are switched off, because an unpinned call may pick another kernel and the row would measure that one.
+    The name of the kernel that ran is read off a profile.
+    """
+
+    name = "flash"
+    title = "flash attention, pinned"
+    maths = Maths.ROUNDING
+
+    def needs(self, workload: Workload, hardware: Hardware, plan: Plan) -> str | None:
+        return _attention_needs(hardware, plan, "flash")
+
+    def apply(self, plan: Plan) -> Plan:
+        return replace(plan, attention="flash")
+
+
+class CudnnAttention(Rung):
+    """The same attention through cuDNN's fused kernels, pinned.
+
+    On Hopper and later cuDNN's kernels use instructions the flash kernel in torch does not. Measured on the same base
+    as `flash`; the faster of the two stays in the recipe.
+    """
+
+    name = "cudnn-attention"
+    title = "cuDNN attention, pinned"
+    maths = Maths.ROUNDING
+    instead_of = "flash"
+
+    def needs(self, workload: Workload, hardware: Hardware, plan: Plan) -> str | None:
+        return _attention_needs(hardware, plan, "cudnn-attention")
+
+    def apply(self, plan: Plan) -> Plan:
+        return replace(plan, attention="cudnn")
+
+
+class PaddedVocab(Rung):
+    """Pad the vocabulary to the next multiple of 128: 50257 becomes 50304.
+
+    The head is the largest matmul of a small GPT, and rows of 50257 numbers start at unaligned addresses. The padded
+    rows are never indexed, the loss and the sampler see only the real vocabulary (so the maths is unchanged), and
+    exported weights have the published number of rows again.
+    """
+
+    name = "padded-vocab"
+    title = "vocabulary padded to 128"
+    maths = Maths.ROUNDING
+
+    def needs(self, workload: Workload, hardware: Hardware, plan: Plan) -> str | None:
+        vocab = workload.shape.vocab
+        return f"the vocabulary, {vocab}, is a multiple of 128 already" if vocab % 128 == 0 else None
+
+    def apply(self, plan: Plan) -> Plan:
+        return replace(plan, vocab_multiple=128)
+
+
+class TiedWeights(Rung):
+    """The head shares the token embedding, as GPT-2 was published.
+
+    Saves vocabulary x width parameters, their gradients and their optimizer state; the matmuls stay. The model is
+    another one, so the check asks that it starts at ln V and learns as the untied one does: tying an embedding that
+    was drawn from N(0, 1) starts at a loss of 37 and is caught here.
+    """
+
+    name = "tied-weights"
+    title = "head tied to the embedding"
+    maths = Maths.CHANGES
+
+    def apply(self, plan: Plan) -> Plan:
+        return replace(plan, tied=True)
+
+
+class FusedAdamW(Rung):
+    """AdamW as one fused kernel over all parameters.
+
+    The loop launches a dozen small kernels per tensor, about two thousand per step for GPT-2; the fused kernel reads
+    and writes every number once.
+    """
+
+    name = "fused-adamw"
+    title = "fused AdamW"
+    maths = Maths.ROUNDING
+
+    def apply(self, plan: Plan) -> Plan:
+        return replace(plan, optimizer="adamw-fused")
+
+
+class LoaderWorkers(Rung):
+    """Batches made by worker processes, in pinned memory, copied to the device one step ahead.
+
+    The host then only hands over batches that are already there. The order of the batches is a function of the seed
+    and the step, whatever the number of workers.
+    """
+
+    name = "loader-workers"
+    title = "loader workers, pinned, prefetched"
+    maths = Maths.BIT_EXACT
+
+    def needs(self, workload: Workload, hardware: Hardware, plan: Plan) -> str | None:
+        return None if hardware.cpu_cores > 1 else "one core only: a worker process would take it from the training process"
+
+    def apply(self, plan: Plan) -> Plan:
+        return replace(plan, loader_workers=2)
+
+
+LADDER: tuple[Rung, ...] = (
+    Baseline(),
+    Tf32(),
+    NoSync(),
+    Bf16(),
+    Fp16(),
+    Compile(),
+    Flash(),
+    CudnnAttention(),
+    PaddedVocab(),
+    TiedWeights(),
+    FusedAdamW(),
+    LoaderWorkers(),
+)
+
+
+def find_rung(name: str) -> Rung:
+    for rung in LADDER:
+        if rung.name == name:
+            return rung
+    raise unknown_name("rung", name, (rung.name for rung in LADDER))
+
+
+def plan_of(names: Iterable[str]) -> Plan:
+    """The plan of a recipe's rungs, folded in the order of LADDER so that a recipe's own order cannot matter."""
+    wanted = {find_rung(name).name for name in names}
+    plan = Plan()
+    for rung in LADDER:
+        if rung.name in wanted:
+            plan = rung.apply(plan)
+    return plan
+
+
+def reference_plan(names: Iterable[str]) -> Plan:
+    """The plain fp32 plan with the same maths as the recipe: only rungs that declare a change are applied."""
+    return plan_of(name for name in names if find_rung(name).maths is Maths.CHANGES)
