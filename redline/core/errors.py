@@ -1,6 +1,6 @@
 """The one exception a user is meant to see: what is wrong, why, and what to write instead.
 
-    raise UserError("unknown rung 'flsh'", "the ladder has no rung of that name", "use one of: tf32, bf16, ...")
+raise UserError("unknown rung 'flsh'", "the ladder has no rung of that name", "use one of: tf32, bf16, ...")
 """
 
 from __future__ import annotations

@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,7 +69,8 @@ class RunDirectory:
         return self.path / "jobs" / job.folder_name
 
     def read_run(self) -> dict[str, Any]:
-        return json.loads((self.path / RUN_FILE).read_text(encoding="utf-8"))
+        document: dict[str, Any] = json.loads((self.path / RUN_FILE).read_text(encoding="utf-8"))
+        return document
 
     def write(self, name: str, text: str) -> Path:
         return write_atomically(self.path / name, text)
@@ -87,24 +87,20 @@ class RunDirectory:
             os.fsync(file.fileno())
 
     def results(self) -> dict[str, Result]:
-        """Every finished job by its key. A half-written line (the machine died) is no result."""
-        return {record["key"]: _result_of(record) for record in self._records()}
-
-    def _records(self) -> Iterator[dict[str, Any]]:
+        """Every finished job by its key. A line cut short (the machine died) or of another version is no result: that
+        job is asked again."""
         path = self.path / RESULTS_FILE
-        if not path.exists():
-            return
-        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-            try:
-                record = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(record, dict) and {"key", "ok", "result"} <= record.keys():
-                yield record
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
+        return dict(filter(None, map(_result_in, lines)))
 
 
-def _result_of(record: dict[str, Any]) -> Result:
-    return from_json(Measurement if record["ok"] else Failure, record["result"])
+def _result_in(line: str) -> tuple[str, Result] | None:
+    try:
+        record = json.loads(line)
+        kind: type[Measurement] | type[Failure] = Measurement if record["ok"] else Failure
+        return record["key"], from_json(kind, record["result"])
+    except (ValueError, KeyError, TypeError):
+        return None
 
 
 def _ends_with_newline(path: Path) -> bool:
@@ -123,18 +119,22 @@ def write_atomically(path: Path, text: str) -> Path:
 
 def create_run_directory(path: Path) -> RunDirectory:
     """A new, empty, writable directory, or a UserError before anything is written."""
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise UserError(
-            f"{path} is already in use", "a run never overwrites another", f"choose another --out, or continue it with --resume {path}"
-        )
     try:
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise UserError(
+                f"{path} is already in use",
+                "a run never overwrites another",
+                f"choose another --out, or continue it with --resume {path}",
+            )
         path.mkdir(parents=True, exist_ok=True)
         probe = path / ".writable"
         probe.touch()
         probe.unlink()
     except OSError as error:
         raise UserError(
-            f"cannot write the run directory {path}", error.strerror or str(error), "choose a folder you may write to with --out DIR"
+            f"cannot write the run directory {path}",
+            error.strerror or str(error),
+            "choose a folder you may write to with --out DIR",
         ) from error
     return RunDirectory(path)
 
@@ -150,5 +150,7 @@ def open_run_directory(path: Path) -> RunDirectory:
             "give the directory a ladder printed at its end, such as runs/ladder-tiny-20261115-101500",
         ) from error
     except ValueError as error:
-        raise UserError(f"{path / RUN_FILE} is damaged", str(error), "start a new run; results.jsonl still holds every finished row") from error
+        raise UserError(
+            f"{path / RUN_FILE} is damaged", str(error), "start a new run; results.jsonl still holds every finished row"
+        ) from error
     return RunDirectory(path)

@@ -20,7 +20,9 @@ class Spread:
 
 def spread_of(values: Sequence[float]) -> Spread:
     ordered = sorted(values)
-    return Spread(median=statistics.median(ordered), p10=quantile(ordered, 0.1), p90=quantile(ordered, 0.9), n=len(ordered))
+    return Spread(
+        median=statistics.median(ordered), p10=quantile(ordered, 0.1), p90=quantile(ordered, 0.9), n=len(ordered)
+    )
 
 
 def quantile(ordered: Sequence[float], share: float) -> float:
@@ -41,15 +43,9 @@ class GradientCheck:
     """All gradients taken as one vector."""
     yardstick: float
     """The same error of plain eager code at the row's precision: what that precision costs by itself."""
-    worst_tensor: str
-    """The tensor furthest over its bound; the next two belong to it."""
-    worst_error: float
-    worst_bound: float
-    bitwise: bool
-
-    @property
-    def passed(self) -> bool:
-        return self.worst_error <= self.worst_bound
+    tensor_errors: dict[str, float]
+    """Tensor by tensor, under its published name."""
+    tensor_yardsticks: dict[str, float]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,6 @@
 """How to run a workload, as a user would say it: rung names and a micro batch, in a JSON file people can share.
 
-    Recipe(rungs=("tf32", "bf16"), micro_batch=16)
+Recipe(rungs=("tf32", "bf16"), micro_batch=16)
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ def load_recipe(path: Path) -> Recipe:
         return from_json(Recipe, data)
     except OSError as error:
         raise UserError(
-            f"cannot read the recipe {path}", error.strerror or str(error), "give the path of a recipe file, such as best.json of a run"
+            f"cannot read the recipe {path}",
+            error.strerror or str(error),
+            "give the path of a recipe file, such as best.json of a run",
         ) from error
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         example = json.dumps(to_json(Recipe(rungs=("tf32", "bf16"), micro_batch=16)))

@@ -43,7 +43,11 @@ def _convert(hint: Any, item: Any) -> Any:
             return None
         return _convert(next(arg for arg in args if arg is not type(None)), item)
     if origin is tuple:
+        if not isinstance(item, (list, tuple)):
+            raise ValueError(f"{item!r} is not a list")  # a string would come apart into letters
         return tuple(_convert(args[0], element) for element in item)
     if dataclasses.is_dataclass(hint):
         return from_json(typing.cast(type, hint), item)
+    if hint is str and not isinstance(item, str):
+        raise ValueError(f"{item!r} is not text")
     return item

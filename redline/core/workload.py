@@ -1,6 +1,6 @@
 """What must be computed: the model's shape, the text it reads, how it is trained. Nothing about how fast.
 
-    Workload(name="tiny", shape=Shape(...), tokenizer="bytes", micro_batch=16, learning_rate=3e-3)
+Workload(name="tiny", shape=Shape(...), tokenizer="bytes", micro_batch=16, learning_rate=3e-3)
 """
 
 from __future__ import annotations
@@ -61,4 +61,6 @@ class Workload:
 
 def check_positive(name: str, value: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise UserError(f"{name} is {value!r}", f"{name} counts things, so it is a whole number from 1", f"set {name} to 1 or more")
+        raise UserError(
+            f"{name} is {value!r}", f"{name} counts things, so it is a whole number from 1", f"set {name} to 1 or more"
+        )

@@ -1,6 +1,6 @@
 """The optimisations, one class each, in the one table everything reads. Importing it needs no torch.
 
-    plan_of(Recipe(rungs=("tf32", "bf16"), micro_batch=16).rungs) -> Plan(matmul_precision="high", autocast="bf16", ...)
+plan_of(Recipe(rungs=("tf32", "bf16"), micro_batch=16).rungs) -> Plan(matmul_precision="high", autocast="bf16", ...)
 """
 
 from redline.rungs.ladder import LADDER, find_rung, plan_of, reference_plan

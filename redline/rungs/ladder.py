@@ -60,7 +60,11 @@ class NoSync(Rung):
     maths = Maths.BIT_EXACT
 
     def needs(self, workload: Workload, hardware: Hardware, plan: Plan) -> str | None:
-        return None if hardware.kind == "cuda" else "a CPU runs each operation before the next: there is no queue to keep full"
+        return (
+            None
+            if hardware.kind == "cuda"
+            else "a CPU runs each operation before the next: there is no queue to keep full"
+        )
 
     def apply(self, plan: Plan) -> Plan:
         return replace(plan, read_loss_every=10)
@@ -232,7 +236,11 @@ class LoaderWorkers(Rung):
     maths = Maths.BIT_EXACT
 
     def needs(self, workload: Workload, hardware: Hardware, plan: Plan) -> str | None:
-        return None if hardware.cpu_cores > 1 else "one core only: a worker process would take it from the training process"
+        return (
+            None
+            if hardware.cpu_cores > 1
+            else "one core only: a worker process would take it from the training process"
+        )
 
     def apply(self, plan: Plan) -> Plan:
         return replace(plan, loader_workers=2)

@@ -1,0 +1,142 @@
+"""Batches of token windows, in this process or made ahead by others.
+
+    for batch in stream_batches(TokenBatches(path=path, seed=1337, micro_batch=16, sequence=1024), device, workers=2):
+        inputs, targets = batch                                             # [2, B, T] on the device
+
+Batch i is a pure function of (tokens, seed, i): any number of workers gives the same batches in the same order, and to
+resume is to start at another i. The stream never ends; the caller stops, and closes it to end the workers.
+"""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import multiprocessing.forkserver
+import warnings
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from multiprocessing.context import BaseContext
+from pathlib import Path
+from typing import Any, final
+
+import numpy
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from redline.data.tokens import open_tokens
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class TokenBatches(Dataset[torch.Tensor]):
+    """A map from i to the i-th batch. It has no length: there is a batch for every i from 0."""
+
+    path: Path
+    seed: int
+    micro_batch: int
+    sequence: int
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        # One generator per batch, not one that runs on: no state to save, and no order among workers to keep.
+        starts = numpy.random.default_rng((self.seed, index)).integers(len(self.windows), size=self.micro_batch)
+        windows = self.windows[starts]  # [B, T + 1]
+        batch = torch.empty((2, self.micro_batch, self.sequence), dtype=torch.int64)  # embedding and loss take int64
+        into = batch.numpy()
+        into[0], into[1] = windows[:, :-1], windows[:, 1:]
+        return batch  # [2, B, T]
+
+    @cached_property
+    def windows(self) -> numpy.ndarray:
+        """Every window of T + 1 tokens as a view of the memory map, [tokens - T, T + 1]; opened at first use."""
+        return numpy.lib.stride_tricks.sliding_window_view(open_tokens(self.path), self.sequence + 1)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Pickling a memory map writes out the array itself. A worker gets the path and maps the file again, so that
+        # all processes share the pages of one file.
+        return {name: value for name, value in self.__dict__.items() if name != "windows"}
+
+
+def stream_batches(
+    batches: TokenBatches, device: torch.device, workers: int, start: int = 0
+) -> Generator[torch.Tensor, None, None]:
+    """Batches start, start + 1, ... on the device, each [2, B, T]. Close the generator to end the workers."""
+    _ = batches.windows  # a missing or damaged file is told here, as itself, and not by a worker as a crash
+    if workers == 0:
+        return (batches[index].to(device) for index in itertools.count(start))
+    context = _worker_context()  # here and not at the first batch: it gets ready while the caller builds its model
+    return _stream_from_workers(batches, device, workers, start, context)
+
+
+def _stream_from_workers(
+    batches: TokenBatches, device: torch.device, workers: int, start: int, context: BaseContext
+) -> Generator[torch.Tensor, None, None]:
+    host_batches = _start_workers(batches, device, workers, start, context)
+    try:
+        if device.type == "cuda":
+            yield from _copy_ahead(host_batches, device)
+        else:
+            for batch in host_batches:
+                yield batch.to(device)
+    finally:
+        # torch ends and joins the workers when the last reference to their iterator goes, so none may stay behind in
+        # this frame, which an exception's traceback can keep alive.
+        del host_batches
+
+
+def _start_workers(
+    batches: TokenBatches, device: torch.device, workers: int, start: int, context: BaseContext
+) -> Iterator[torch.Tensor]:
+    with warnings.catch_warnings():
+        # More workers than cores may be slow. That is a result to measure here, not something to warn about.
+        warnings.filterwarnings("ignore", message="This DataLoader will create")
+        loader = DataLoader(
+            batches,
+            batch_size=None,  # an item is a batch already
+            sampler=itertools.count(start),
+            num_workers=workers,
+            prefetch_factor=2,
+            pin_memory=device.type == "cuda",  # only page-locked memory can be copied while the host goes on
+            multiprocessing_context=context,
+            # The loader draws a seed for its workers. From the global generator it would shift every random number
+            # the model draws afterwards, and a run with workers would differ from one without.
+            generator=torch.Generator(),
+        )
+        return iter(loader)
+
+
+def _copy_ahead(host_batches: Iterator[torch.Tensor], device: torch.device) -> Iterator[torch.Tensor]:
+    """Keep one batch ahead on a CUDA device, copied on a stream of its own while the step computes on the caller's."""
+    copies = torch.cuda.Stream(device)
+
+    def send(host_batch: torch.Tensor) -> torch.Tensor:
+        # torch's host allocator notes which stream reads a pinned block and does not hand the block out again before
+        # the copy is done, so `host_batch` may be dropped at once.
+        with torch.cuda.stream(copies):
+            return host_batch.to(device, non_blocking=True)
+
+    ahead = send(next(host_batches))
+    for host_batch in host_batches:
+        batch = ahead
+        compute = torch.cuda.current_stream(device)  # asked each time: the caller may have changed streams
+        # The step's kernels start after this copy. Before the next copy is queued, or they would wait for that too.
+        compute.wait_stream(copies)
+        # The block belongs to the copy stream's pool. Without this note, freeing `batch` on the host would let the
+        # next copy overwrite it while queued kernels of the step have yet to read it.
+        batch.record_stream(compute)
+        ahead = send(host_batch)
+        yield batch
+
+
+def _worker_context() -> BaseContext:
+    """Workers are forked from a small server process that has imported torch and done nothing else.
+
+    Forking this process would be quickest, but it has threads (autograd, OpenMP, CUDA): a lock that one of them holds
+    stays locked in the child for ever, and Python 3.12 warns of it. Spawning imports torch once per worker, seconds
+    each. The server imports it once for all, in the background, and forks in milliseconds. It has no thread at that
+    moment: numpy's OpenBLAS ends its own before a fork.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch.utils.data"])
+    multiprocessing.forkserver.ensure_running()
+    return context

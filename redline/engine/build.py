@@ -1,0 +1,96 @@
+"""From a plan to something that trains. The order in which optimisations are applied is written here and nowhere else.
+
+training = build(workload, plan, micro_batch=16, tokens=path, device=torch.device("cuda"))
+loss = training.step(next(training.batches))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from redline.core.plan import Plan
+from redline.core.workload import Workload
+from redline.data.batches import TokenBatches, stream_batches
+from redline.engine.step import LossOf, TrainStep
+from redline.model.gpt import GPT, initialise
+from redline.model.loss import next_token_loss
+from redline.optim import build_optimizer, reset_optimizer
+
+
+@dataclass
+class Training:
+    """A model on its way: everything a loop needs, and the way back to step 0."""
+
+    workload: Workload
+    model: GPT
+    step: TrainStep
+    batches: Generator[torch.Tensor, None, None]
+
+    def restore(self) -> None:
+        """Initial weights and an empty optimizer, in place: compiled code and fused kernels keep their tensors."""
+        initialise(self.model, self.workload.seed)
+        reset_optimizer(self.step.optimizer)
+        self.step.optimizer.zero_grad(set_to_none=True)
+        self.step.reset()
+
+    def close(self) -> None:
+        self.batches.close()
+
+
+def build(
+    workload: Workload, plan: Plan, *, micro_batch: int, tokens: Path, device: torch.device, chunk: int | None = None
+) -> Training:
+    # 1. Process switches first: they decide which kernels everything after them picks.
+    switch_process(plan)
+    # 2. The model at its final shape, on the device, before anything holds on to its parameters.
+    model = build_model(workload, plan, device)
+    # 3. Compile wraps forward and loss together, so that the loss is fused into the head's epilogue.
+    loss_of = compile_loss(model) if plan.compile else plain_loss(model)
+    # 4. The optimizer gets the parameters themselves, not the compiled wrapper.
+    optimizer = build_optimizer(
+        plan.optimizer, model, learning_rate=workload.learning_rate, weight_decay=workload.weight_decay
+    )
+    # 5. The step reads precision, scaling and synchronisation off the plan.
+    step = TrainStep(
+        model=model, loss_of=loss_of, optimizer=optimizer, plan=plan, clip_norm=workload.clip_norm, chunk=chunk
+    )
+    # 6. The loader comes last: its workers start when the first batch is asked for.
+    batches = TokenBatches(path=tokens, micro_batch=micro_batch, sequence=workload.shape.sequence, seed=workload.seed)
+    return Training(workload, model, step, stream_batches(batches, device, plan.loader_workers))
+
+
+def switch_process(plan: Plan) -> None:
+    """Flags that belong to the process. One measurement, one process: nothing leaks into another row."""
+    torch.set_float32_matmul_precision(plan.matmul_precision)
+    if plan.attention != "naive":
+        pin_attention(plan.attention)
+
+
+def pin_attention(backend: str) -> None:
+    """Exactly one SDPA backend stays on: an unpinned call may pick another kernel than the row is named after."""
+    torch.backends.cuda.enable_flash_sdp(backend == "flash")
+    torch.backends.cuda.enable_cudnn_sdp(backend == "cudnn")
+    torch.backends.cuda.enable_mem_efficient_sdp(False)
+    torch.backends.cuda.enable_math_sdp(False)
+
+
+def build_model(workload: Workload, plan: Plan, device: torch.device) -> GPT:
+    with device:
+        model = GPT(
+            workload.shape, attention=plan.attention, tied=plan.tied, vocab_rows=plan.vocab_rows(workload.shape.vocab)
+        )
+    initialise(model, workload.seed)
+    return model
+
+
+def plain_loss(model: GPT) -> LossOf:
+    return lambda inputs, targets: next_token_loss(model(inputs), targets)
+
+
+def compile_loss(model: GPT) -> LossOf:
+    # One shape per process, so dynamic shapes would only cost speed.
+    return torch.compile(plain_loss(model), dynamic=False)

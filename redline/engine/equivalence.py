@@ -1,0 +1,118 @@
+"""Is it still right? Step 0 of a recipe against the plain fp32 model, tensor by tensor, in the worker that is timed.
+
+The loss alone proves little: AdamW forgives gradients that are twice too large, and a model without its causal mask
+starts at ln V like any other. Gradients forgive neither. The reference is the plain model in true fp32 on the same
+batch; the yardstick is the plain model at the row's own precision: what that precision costs by itself. This file
+measures; `predict/verdict.py` judges.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from redline.core.job import Job
+from redline.core.measurement import GradientCheck
+from redline.core.plan import Plan
+from redline.core.workload import Workload
+from redline.engine.build import Training, build
+from redline.model.gpt import unpadded
+from redline.rungs import find_rung, reference_plan
+
+REFERENCE_CHUNK = 4  # sequences at a time: plain attention in fp32 must fit where the optimised recipe does
+PAIR_STEPS, PAIR_BATCH = 3, 4
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Reference gradients, on the host, and the yardstick's error for each of them."""
+
+    loss: float
+    gradients: dict[str, torch.Tensor]
+    yardstick_errors: dict[str, float]
+    yardstick_error: float
+
+
+def reference_gradients(
+    workload: Workload, reference: Plan, plan: Plan, *, micro_batch: int, tokens: Path, device: torch.device
+) -> Expected:
+    where: dict[str, Any] = {"micro_batch": micro_batch, "tokens": tokens, "device": device, "chunk": REFERENCE_CHUNK}
+    loss, gradients = _plain_gradients(workload, reference, **where)
+    host = {name: gradient.cpu() for name, gradient in gradients.items()}
+    errors, overall = dict.fromkeys(host, 0.0), 0.0
+    if plan.precision != "fp32":
+        plain_at_precision = replace(
+            reference, matmul_precision=plan.matmul_precision, autocast=plan.autocast, loss_scaling=plan.loss_scaling
+        )
+        _, rounded = _plain_gradients(workload, plain_at_precision, **where)
+        errors, overall = relative_errors(rounded, host)
+    return Expected(loss=loss, gradients=host, yardstick_errors=errors, yardstick_error=overall)
+
+
+def check_gradients(training: Training, batch: torch.Tensor, expected: Expected) -> GradientCheck:
+    loss = training.step.compute_gradients(batch).item()
+    errors, overall = relative_errors(gradients_of(training), expected.gradients)
+    return GradientCheck(
+        loss=loss,
+        reference_loss=expected.loss,
+        error=overall,
+        yardstick=expected.yardstick_error,
+        tensor_errors=errors,
+        tensor_yardsticks=expected.yardstick_errors,
+    )
+
+
+def gradients_of(training: Training) -> dict[str, torch.Tensor]:
+    """By published name and without padding, so that padded and plain variants can be compared."""
+    return {
+        name: unpadded(training.model, name, parameter.grad)
+        for name, parameter in training.model.named_parameters()
+        if parameter.grad is not None
+    }
+
+
+def relative_errors(
+    gradients: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]
+) -> tuple[dict[str, float], float]:
+    """Relative L2 error of each tensor, and of all as one vector."""
+    errors, squared_error, squared_norm = {}, 0.0, 0.0
+    for name, expected in reference.items():
+        if name not in gradients:  # a parameter that gets no gradient is as wrong as can be
+            gradients = {**gradients, name: torch.full_like(expected, torch.inf)}
+        expected = expected.to(gradients[name].device)
+        difference = (gradients[name].double() - expected.double()).norm().item()
+        norm = expected.double().norm().item()
+        errors[name] = difference / norm if norm else (0.0 if difference == 0 else float("inf"))
+        squared_error, squared_norm = squared_error + difference**2, squared_norm + norm**2
+    return errors, (squared_error / squared_norm) ** 0.5 if squared_norm else 0.0
+
+
+def pair_is_bitwise(job: Job, tokens: Path, device: torch.device) -> bool:
+    """A few plain fp32 steps with and without the rung. Plain eager steps repeat bit for bit, which compiled ones and
+    flash backward do not, so this can prove what a loss curve of the whole recipe cannot."""
+    plain = reference_plan(job.recipe.rungs)
+    without, with_it = (_short_run(job.workload, plan, tokens, device) for plan in (plain, _with_rung(job, plain)))
+    return all(torch.equal(mine, theirs) for mine, theirs in zip(without, with_it, strict=True))
+
+
+def _with_rung(job: Job, plan: Plan) -> Plan:
+    assert job.bit_exact_rung is not None
+    return find_rung(job.bit_exact_rung).apply(plan)
+
+
+def _short_run(workload: Workload, plan: Plan, tokens: Path, device: torch.device) -> list[torch.Tensor]:
+    """Losses and final weights, on the host."""
+    training = build(workload, plan, micro_batch=PAIR_BATCH, tokens=tokens, device=device)
+    losses = [training.step(next(training.batches)).cpu() for _ in range(PAIR_STEPS)]
+    training.close()
+    return losses + [parameter.detach().cpu() for parameter in training.model.parameters()]
+
+
+def _plain_gradients(workload: Workload, plan: Plan, **where: Any) -> tuple[float, dict[str, torch.Tensor]]:
+    training = build(workload, plan, **where)
+    loss = training.step.compute_gradients(next(training.batches)).item()
+    training.close()
+    return loss, gradients_of(training)

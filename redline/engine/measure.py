@@ -1,0 +1,170 @@
+"""Times one recipe: check, warm up, restore, time. Returns a Measurement; failures are the worker's business.
+
+The loss curve that proves equivalence is also the warm-up, so the check costs no extra steps.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from redline.core.job import Job
+from redline.core.measurement import Measurement
+from redline.engine import memory
+from redline.engine.build import Training, build
+from redline.engine.clock import Clock
+from redline.engine.equivalence import check_gradients, pair_is_bitwise, reference_gradients
+from redline.engine.proof import prove
+from redline.rungs import plan_of, reference_plan
+
+STEADY = 0.02  # two neighbouring blocks of steps whose medians differ by less are steady
+BLOCK_STEPS = 5
+WARMUP_SECONDS = {"cuda": 2.0, "cpu": 0.5}  # the first seconds of a GPU run up to 20 % slow
+WARMUP_LIMIT_SECONDS = 15.0
+TIMED_STEPS_BETWEEN = (10, 100)
+
+Report = Callable[..., None]
+"""report(phase, done=None, total=None, seconds=None)"""
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What every phase of a measurement needs."""
+
+    job: Job
+    tokens: Path
+    device: torch.device
+    report: Report
+
+
+def measure(bench: Bench) -> Measurement:
+    job, device = bench.job, bench.device
+    plan = plan_of(job.recipe.rungs)
+
+    bench.report("reference")
+    expected = reference_gradients(job.workload, reference_plan(job.recipe.rungs), plan, **_batch_of(bench))
+    free_memory(device)
+
+    bench.report("building")
+    training = build(job.workload, plan, **_batch_of(bench))
+    batch = next(training.batches)
+
+    bench.report("compiling" if plan.compile else "building")
+    started = time.perf_counter()
+    gradients = check_gradients(training, batch, expected)
+    first_seconds = time.perf_counter() - started
+    del expected
+    training.restore()
+
+    curve, warm_seconds = train_curve(bench, training, first=batch)
+    skipped = training.step.skipped_updates()
+    warm_seconds = warm_until_steady(bench, training, warm_seconds)
+
+    training.restore()
+    step_seconds = time_steps(bench, training, statistics.median(warm_seconds[-BLOCK_STEPS:]))
+    peak, outside = memory.peak_bytes(device), memory.outside_bytes(device)
+
+    bench.report("proving")
+    proof = prove(training, plan, device)
+    training.close()
+    del training
+    free_memory(device)
+    return Measurement(
+        loss_curve=tuple(curve),
+        step_seconds=tuple(step_seconds),
+        compile_seconds=max(first_seconds - statistics.median(step_seconds), 0.0) if plan.compile else None,
+        warmup_steps=len(warm_seconds),
+        peak_bytes=peak,
+        outside_bytes=outside,
+        gradients=gradients,
+        pair_bitwise=pair_is_bitwise(job, bench.tokens, device) if job.bit_exact_rung else None,
+        skipped_updates=skipped,
+        proof=proof,
+    )
+
+
+def measure_reference(bench: Bench) -> Measurement:
+    """The loss curve in plain fp32. Takes the batch in halves, quarters, ... until it fits: memory must not decide
+    whether a fast recipe at a large micro batch can be checked."""
+    chunk = bench.job.recipe.micro_batch
+    while True:
+        try:
+            bench.report("reference", done=0, total=bench.job.check_steps)
+            plan = reference_plan(bench.job.recipe.rungs)
+            training = build(bench.job.workload, plan, **_batch_of(bench), chunk=chunk)
+            curve, _ = train_curve(bench, training, first=next(training.batches), phase="reference")
+            return Measurement(loss_curve=tuple(curve))
+        except torch.OutOfMemoryError:
+            if chunk == 1:
+                raise
+            training = None  # type: ignore[assignment]
+            chunk = -(-chunk // 2)
+            free_memory(bench.device)
+
+
+def train_curve(
+    bench: Bench, training: Training, first: torch.Tensor, phase: str = "warming up"
+) -> tuple[list[float], list[float]]:
+    """The first K steps: their losses, left on the device until the end, and their times."""
+    clock, losses = Clock(bench.device), []
+    clock.mark()
+    for done in range(bench.job.check_steps):
+        losses.append(training.step(first if done == 0 else next(training.batches)))
+        clock.mark()
+        bench.report(phase, done=done + 1, total=bench.job.check_steps)
+    return torch.stack(losses).tolist(), clock.seconds()
+
+
+def warm_until_steady(bench: Bench, training: Training, seconds: list[float]) -> list[float]:
+    """Go on until two neighbouring blocks agree, or until the limit: noise must not warm up for ever."""
+    started = time.perf_counter()
+    while not is_steady(seconds, WARMUP_SECONDS[bench.device.type]):
+        if time.perf_counter() - started > WARMUP_LIMIT_SECONDS:
+            break
+        clock = Clock(bench.device)
+        clock.mark()
+        for _ in range(BLOCK_STEPS):
+            training.step(next(training.batches))
+            clock.mark()
+        seconds = seconds + clock.seconds()
+        bench.report("warming up", done=len(seconds), total=None)
+    return seconds
+
+
+def is_steady(seconds: list[float], least_seconds: float) -> bool:
+    if len(seconds) < 2 * BLOCK_STEPS or sum(seconds) < least_seconds:
+        return False
+    before = statistics.median(seconds[-2 * BLOCK_STEPS : -BLOCK_STEPS])
+    last = statistics.median(seconds[-BLOCK_STEPS:])
+    return abs(last - before) <= STEADY * before
+
+
+def time_steps(bench: Bench, training: Training, expected_step_seconds: float) -> list[float]:
+    """The clock's two marks fence each step; the worker says nothing until the last is done."""
+    fewest, most = TIMED_STEPS_BETWEEN
+    count = bench.job.timed_steps or min(max(round(bench.job.timed_seconds / expected_step_seconds), fewest), most)
+    bench.report("timing", total=count, seconds=count * expected_step_seconds)
+    memory.reset_peak(bench.device)
+    clock = Clock(bench.device)
+    clock.mark()
+    for _ in range(count):
+        training.step(next(training.batches))
+        clock.mark()
+    return clock.seconds()
+
+
+def free_memory(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _batch_of(bench: Bench) -> dict[str, Any]:
+    return {"micro_batch": bench.job.recipe.micro_batch, "tokens": bench.tokens, "device": bench.device}

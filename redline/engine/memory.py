@@ -1,0 +1,33 @@
+"""Peak memory of a stretch of work: the allocator's on a GPU, the resident set on a CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+_STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
+
+def reset_peak(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    elif _CLEAR.exists():
+        _CLEAR.write_text("5")  # Linux: 5 sets the high-water mark of the resident set back to now
+
+
+def peak_bytes(device: torch.device) -> int | None:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated()
+    if not _STATUS.exists():
+        return None  # not Linux: the peak since the start would count compiling, so it is left unknown
+    line = next(line for line in _STATUS.read_text().splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024
+
+
+def outside_bytes(device: torch.device) -> int | None:
+    """Device memory in use that torch's allocator did not reserve: context, libraries, other processes."""
+    if device.type != "cuda":
+        return None
+    free, total = torch.cuda.mem_get_info()
+    return total - free - torch.cuda.memory_reserved()

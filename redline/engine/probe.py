@@ -1,0 +1,157 @@
+"""What this machine is, seen through torch: `python -m redline.engine.probe [cuda|cpu]` prints one JSON object.
+
+Runs as a process of its own: the parent must not hold a CUDA context, which takes memory from what it measures.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+from redline import __version__
+from redline.core.hardware import Hardware
+from redline.core.values import to_json
+
+
+def probe(wanted: str | None = None) -> Hardware:
+    kind = wanted or ("cuda" if torch.cuda.is_available() else "cpu")
+    return _cuda() if kind == "cuda" else _cpu()
+
+
+def versions() -> dict[str, str | None]:
+    return {
+        "redline": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "cudnn": _cudnn_version(),
+        "triton": _installed("triton"),
+        "numpy": _installed("numpy"),
+    }
+
+
+def _cuda() -> Hardware:
+    if not torch.cuda.is_available():
+        raise SystemExit("torch sees no CUDA device")
+    device = torch.cuda.get_device_properties(0)
+    missing = _cuda_missing((device.major, device.minor))
+    return Hardware(
+        kind="cuda",
+        name=device.name,
+        count=torch.cuda.device_count(),
+        memory_bytes=device.total_memory,
+        capability=(device.major, device.minor),
+        multiprocessors=device.multi_processor_count,
+        driver=_driver_version(),
+        cpu_name=_cpu_name(),
+        cpu_cores=_cores(),
+        features=_features(missing),
+        missing=missing,
+    )
+
+
+def _cpu() -> Hardware:
+    missing = _cpu_missing()
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else None
+    return Hardware(
+        kind="cpu",
+        name=_cpu_name(),
+        memory_bytes=memory,
+        cpu_name=_cpu_name(),
+        cpu_cores=_cores(),
+        features=_features(missing),
+        missing=missing,
+    )
+
+
+FEATURES = ("tf32", "bf16", "fp16", "compile", "flash", "cudnn-attention")
+
+
+def _features(missing: dict[str, str]) -> tuple[str, ...]:
+    return tuple(feature for feature in FEATURES if feature not in missing)
+
+
+def _cuda_missing(capability: tuple[int, int]) -> dict[str, str]:
+    missing, generation = {}, f"compute capability {capability[0]}.{capability[1]}"
+    if torch.version.hip:
+        missing["tf32"] = "TF32 is NVIDIA's"
+        missing["cudnn-attention"] = "cuDNN is NVIDIA's"
+    elif capability < (8, 0):
+        missing["tf32"] = f"TF32 needs compute capability 8.0 or later, this device has {generation}"
+        missing["bf16"] = f"bf16 tensor cores need compute capability 8.0 or later, this device has {generation}"
+        missing["flash"] = f"the flash kernel needs compute capability 8.0 or later, this device has {generation}"
+        missing["cudnn-attention"] = (
+            f"cuDNN attention needs compute capability 8.0 or later, this device has {generation}"
+        )
+    if capability < (7, 0) and not torch.version.hip:
+        missing["fp16"] = f"fp16 tensor cores need compute capability 7.0 or later, this device has {generation}"
+        missing["compile"] = f"Triton needs compute capability 7.0 or later, this device has {generation}"
+    if not _installed("triton"):
+        missing["compile"] = "torch.compile on a GPU needs Triton, which is not installed"
+    if not torch.backends.cudnn.is_available():
+        missing.setdefault("cudnn-attention", "this torch was built without cuDNN")
+    if not torch.backends.cuda.is_flash_attention_available():
+        missing.setdefault("flash", "this torch was built without the flash kernel")
+    return missing
+
+
+def _cpu_missing() -> dict[str, str]:
+    missing = {
+        "tf32": "TF32 is a tensor-core format of NVIDIA GPUs",
+        "fp16": "CPUs have no fp16 matmul units to gain from",
+        "cudnn-attention": "cuDNN runs on NVIDIA GPUs only",
+    }
+    if not _cpu_flags() & {"avx512_bf16", "amx_bf16", "bf16"}:
+        missing["bf16"] = "this CPU has no bf16 instructions: autocast would convert and run slower"
+    if not any(shutil.which(compiler) for compiler in (os.environ.get("CXX", ""), "g++", "clang++", "c++") if compiler):
+        missing["compile"] = "torch.compile on a CPU needs a C++ compiler, and none was found (install g++ or set CXX)"
+    return missing
+
+
+def _cpu_flags() -> set[str]:
+    return {flag for line in _cpuinfo() if line.lower().startswith(("flags", "features")) for flag in line.split()}
+
+
+def _cpu_name() -> str:
+    names = (line.split(":", 1)[1].strip() for line in _cpuinfo() if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
+
+
+def _cpuinfo() -> list[str]:
+    path = Path("/proc/cpuinfo")
+    return path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
+
+
+def _cores() -> int:
+    """Cores this process may use, which a container often limits."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _cudnn_version() -> str | None:
+    number = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
+    return None if number is None else f"{number // 10000}.{number // 100 % 100}.{number % 100}"
+
+
+def _driver_version() -> str | None:
+    path = Path("/proc/driver/nvidia/version")
+    words = path.read_text().split() if path.exists() else []
+    return next((word for word in words if word.count(".") >= 1 and word.replace(".", "").isdigit()), None)
+
+
+def _installed(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+if __name__ == "__main__":
+    found = probe(sys.argv[1] if len(sys.argv) > 1 else None)
+    print(json.dumps({"hardware": to_json(found), "versions": versions()}))

@@ -1,0 +1,111 @@
+"""Proof of what ran, after the timing: kernel names and matmul dtypes off a short profile, graph breaks off the
+compiler's counters, synchronisations off torch's sync debug mode. A row that says "flash" must show a flash kernel.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from redline.core.measurement import Proof
+from redline.core.plan import Plan
+from redline.engine.build import Training
+
+PROFILED_STEPS = 2
+SYNC_STEPS = 10  # a whole cycle of the no-sync rung, so that its one read counts as a tenth
+MATMUL_LEAVES = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
+SHORT_DTYPES = {"float": "fp32", "c10::BFloat16": "bf16", "c10::Half": "fp16", "double": "fp64"}
+# Parts of the names of fused attention kernels: torch's flash, cuDNN's and the memory-efficient ones.
+ATTENTION_WORDS = ("attention", "sdpa", "flash_fwd", "fmha", "flash::")
+
+
+def prove(training: Training, plan: Plan, device: torch.device) -> Proof:
+    syncs = count_syncs(training) if device.type == "cuda" else None
+    events = profile_steps(training, device)
+    return Proof(
+        attention=attention_kernel(events),
+        matmul_dtypes=matmul_dtypes(events),
+        graph_breaks=graph_breaks() if plan.compile else None,
+        syncs_per_step=syncs,
+    )
+
+
+def profile_steps(training: Training, device: torch.device) -> list[dict[str, Any]]:
+    """The events of a Chrome trace: the one public form that carries kernel names and input dtypes both."""
+    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device.type == "cuda" else [])
+    with profile(activities=activities, record_shapes=True) as profiler:
+        for _ in range(PROFILED_STEPS):
+            training.step(next(training.batches))
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        return json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+
+
+def attention_kernel(events: list[dict[str, Any]]) -> str | None:
+    """The kernel that computed attention: a fused one by its name, else plain batched matmuls and a softmax."""
+    names = Counter(_short(name) for name in _names(events, "kernel") if _is_attention(name))
+    if not names:  # no GPU kernels: on a CPU the operator is the kernel
+        names = Counter(
+            name for name in _names(events, "cpu_op") if "scaled_dot_product" in name and "backward" not in name
+        )
+        names = Counter({name: count for name, count in names.items() if name != "aten::scaled_dot_product_attention"})
+    if names:
+        return names.most_common(1)[0][0]
+    return "bmm + softmax" if any(name in ("aten::bmm", "aten::baddbmm") for name in _names(events, "cpu_op")) else None
+
+
+def matmul_dtypes(events: list[dict[str, Any]]) -> tuple[str, ...]:
+    """Input dtypes of all matmuls that ran, most frequent first."""
+    found: Counter[str] = Counter()
+    for event in events:
+        types = event.get("args", {}).get("Input type") or []
+        if event.get("cat") == "cpu_op" and event.get("name") in MATMUL_LEAVES and types:
+            first = next((str(kind) for kind in types if kind), "?")
+            found[SHORT_DTYPES.get(first, first)] += 1
+    return tuple(name for name, _ in found.most_common())
+
+
+def count_syncs(training: Training) -> float:
+    """Calls per step that made the host wait for the device."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            for _ in range(SYNC_STEPS):
+                training.step(next(training.batches))
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return sum("synchronizing" in str(warning.message) for warning in caught) / SYNC_STEPS
+
+
+def graph_breaks() -> int:
+    from torch._dynamo.utils import counters
+
+    return sum(counters["graph_break"].values())
+
+
+def _names(events: list[dict[str, Any]], category: str) -> Iterator[str]:
+    return (str(event.get("name")) for event in events if event.get("cat") == category)
+
+
+def _is_attention(name: str) -> bool:
+    lowered = name.lower()
+    return any(word in lowered for word in ATTENTION_WORDS) and not any(
+        word in lowered for word in ("bwd", "backward", "dprop", "bprop", "convert", "dot_do_o")
+    )
+
+
+def _short(name: str) -> str:
+    """A template's arguments say little and fill the screen: 'void pytorch_flash::flash_fwd_kernel<...>(...)'."""
+    return name.split("<")[0].split("(")[0].removeprefix("void ").strip()

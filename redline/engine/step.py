@@ -1,0 +1,85 @@
+"""One training step. The ladder times this object and the trainer runs it: there is no second copy of the loop.
+
+step = TrainStep(model=model, loss_of=loss_of, optimizer=optimizer, plan=plan, clip_norm=1.0)
+loss = step(batch)        # a tensor on the device; reading it makes the host wait
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from redline.core.plan import Plan
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+INITIAL_LOSS_SCALE = 2.0**14  # low enough that GPT-2's first gradients do not overflow, so no update is lost
+
+LossOf = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class TrainStep:
+    def __init__(
+        self,
+        *,
+        model: nn.Module,
+        loss_of: LossOf,
+        optimizer: torch.optim.Optimizer,
+        plan: Plan,
+        clip_norm: float,
+        chunk: int | None = None,
+    ) -> None:
+        """`chunk` splits a batch into pieces of that many sequences whose gradients are added up."""
+        self.model, self.loss_of, self.optimizer, self.plan = model, loss_of, optimizer, plan
+        self.clip_norm, self.chunk = clip_norm, chunk
+        self.parameters = list(model.parameters())
+        self.device = self.parameters[0].device
+        self.last_read_loss = math.nan
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the steps taken. Weights and optimizer are restored by `Training.restore`."""
+        self.steps_taken = 0
+        # Disabled, the scaler passes everything through untouched: one code path for all precisions.
+        self.scaler = torch.amp.GradScaler(
+            self.device.type, init_scale=INITIAL_LOSS_SCALE, enabled=self.plan.loss_scaling
+        )
+
+    def __call__(self, batch: torch.Tensor) -> torch.Tensor:
+        """batch [2, B, T] of inputs and targets -> the mean loss."""
+        loss = self.compute_gradients(batch)
+        self.apply_gradients()
+        self.steps_taken += 1
+        if self.steps_taken % self.plan.read_loss_every == 0:
+            self.last_read_loss = loss.item()  # the host waits here for everything queued so far
+        return loss
+
+    def compute_gradients(self, batch: torch.Tensor) -> torch.Tensor:
+        """Unscaled, unclipped gradients of the mean loss in every parameter's .grad."""
+        pieces = batch.split(self.chunk or batch.size(1), dim=1)
+        total = torch.zeros((), device=self.device)
+        for piece in pieces:
+            with self._autocast():
+                loss = self.loss_of(piece[0], piece[1])
+            if len(pieces) > 1:
+                loss = loss * (piece.size(1) / batch.size(1))
+            self.scaler.scale(loss).backward()  # outside autocast: the backward follows the forward's dtypes
+            total = total + loss.detach()
+        self.scaler.unscale_(self.optimizer)
+        return total
+
+    def apply_gradients(self) -> None:
+        nn.utils.clip_grad_norm_(self.parameters, self.clip_norm)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def skipped_updates(self) -> int:
+        """Updates refused because of overflow: each halves the scale, and growth needs 2,000 clean steps."""
+        return round(math.log2(INITIAL_LOSS_SCALE / self.scaler.get_scale())) if self.plan.loss_scaling else 0
+
+    def _autocast(self) -> torch.autocast:
+        dtype = DTYPES.get(self.plan.autocast or "")
+        return torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None)

@@ -1,0 +1,1 @@
+"""Plain GPT parts, slow by default. The model does not know that it is being optimised."""

@@ -1,0 +1,114 @@
+"""GPT-2 as published: learned positions, pre-LayerNorm, tanh GELU, biases everywhere but in the head.
+
+    model = GPT(PRESETS["gpt2"].shape)           # tied head, naive attention, 50257 rows
+    initialise(model, seed=1337)
+    logits = model(tokens)                       # [B, T, V]
+
+Parameter names follow Hugging Face's, so weights travel both ways (`model/huggingface.py`). Left out: dropout (GPT-2's
+successors dropped it, and equivalence checks need repeatable steps) and generation with a cache.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from redline.core.workload import Shape
+from redline.model.attention import ATTENTION
+
+INIT_STD = 0.02
+
+
+class SelfAttention(nn.Module):
+    def __init__(self, shape: Shape, attention: str) -> None:
+        super().__init__()
+        self.heads = shape.heads
+        self.c_attn = nn.Linear(shape.d_model, 3 * shape.d_model)
+        self.c_proj = nn.Linear(shape.d_model, shape.d_model)
+        self.attend = ATTENTION[attention]
+
+    def forward(self, x: torch.Tensor, future: torch.Tensor) -> torch.Tensor:
+        B, T, C = x.shape
+        q, k, v = (
+            self.c_attn(x).view(B, T, 3, self.heads, C // self.heads).permute(2, 0, 3, 1, 4)
+        )  # each [B, heads, T, d]
+        y = self.attend(q, k, v, future)
+        return self.c_proj(y.transpose(1, 2).reshape(B, T, C))
+
+
+class MLP(nn.Module):
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.c_fc = nn.Linear(shape.d_model, shape.d_ff)
+        self.c_proj = nn.Linear(shape.d_ff, shape.d_model)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))
+
+
+class Block(nn.Module):
+    def __init__(self, shape: Shape, attention: str) -> None:
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(shape.d_model)
+        self.attn = SelfAttention(shape, attention)
+        self.ln_2 = nn.LayerNorm(shape.d_model)
+        self.mlp = MLP(shape)
+
+    def forward(self, x: torch.Tensor, future: torch.Tensor) -> torch.Tensor:
+        x = x + self.attn(self.ln_1(x), future)
+        return x + self.mlp(self.ln_2(x))
+
+
+class GPT(nn.Module):
+    def __init__(
+        self, shape: Shape, *, attention: str = "naive", tied: bool = True, vocab_rows: int | None = None
+    ) -> None:
+        """`vocab_rows` above `shape.vocab` pads embedding and head; no token indexes the padding and no logit shows it."""
+        super().__init__()
+        self.shape = shape
+        rows = vocab_rows or shape.vocab
+        self.wte = nn.Embedding(rows, shape.d_model)
+        self.wpe = nn.Embedding(shape.sequence, shape.d_model)
+        self.h = nn.ModuleList(Block(shape, attention) for _ in range(shape.layers))
+        self.ln_f = nn.LayerNorm(shape.d_model)
+        self.lm_head = nn.Linear(shape.d_model, rows, bias=False)
+        if tied:
+            self.lm_head.weight = self.wte.weight
+        self.register_buffer(
+            "future", torch.ones(shape.sequence, shape.sequence, dtype=torch.bool).triu(1), persistent=False
+        )
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        T = tokens.size(1)
+        future = self.future[:T, :T]  # type: ignore[index]
+        x = self.wte(tokens) + self.wpe(torch.arange(T, device=tokens.device))  # [B, T, C]
+        for block in self.h:
+            x = block(x, future)
+        logits = self.lm_head(self.ln_f(x))
+        return logits[..., : self.shape.vocab]  # [B, T, V]: the padding ends here, so the loss is the unpadded model's
+
+
+@torch.no_grad()
+def initialise(model: GPT, seed: int) -> None:
+    """GPT-2's initialisation, in place. Every tensor has its own stream of random numbers, so padded, tied and plain
+    variants of one model start from the same weights."""
+    residual_std = INIT_STD / math.sqrt(2 * model.shape.layers)
+    for name, parameter in model.named_parameters():
+        generator = torch.Generator(parameter.device).manual_seed(seed + zlib.crc32(name.encode()))
+        if name.endswith("bias"):
+            parameter.zero_()
+        elif parameter.dim() == 1:  # LayerNorm gains
+            parameter.fill_(1.0)
+        else:
+            real = unpadded(model, name, parameter)
+            parameter.zero_()
+            real.normal_(0.0, residual_std if name.endswith("c_proj.weight") else INIT_STD, generator=generator)
+
+
+def unpadded(model: GPT, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """The rows of a parameter (or of its gradient) that the published model has."""
+    return tensor[: model.shape.vocab] if name in ("wte.weight", "lm_head.weight") else tensor

@@ -1,0 +1,1 @@
+"""Arithmetic on the nouns: no torch, milliseconds."""

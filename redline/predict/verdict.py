@@ -1,0 +1,138 @@
+"""The verdict on a row: same, rounding, changed or different, with the numbers it rests on.
+
+    judge(Maths class, measurement, reference curve, ...) -> Equivalence(verdict="rounding", detail="...")
+
+A row is held against the plain fp32 model with the same maths: at step 0 through its loss (near ln V) and every
+gradient, and over the first K steps through its loss curve. Nothing here needs torch: the figures come from a worker.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from redline.core.measurement import GradientCheck, Measurement
+
+YARDSTICK_FACTOR = 1.25  # a recipe may err a quarter more than plain code at its precision
+# Below these a gradient's relative error is rounding whatever the yardstick says; above the second it never is.
+GRADIENT_FLOOR = {"fp32": 1e-4, "tf32": 2e-3, "fp16": 4e-3, "bf16": 2e-2}
+GRADIENT_CEILING = {"fp32": 1e-3, "tf32": 5e-2, "fp16": 1e-1, "bf16": 3e-1}
+# Largest distance of a loss curve from the reference, in nats, over the first steps.
+CURVE_TOLERANCE = {"fp32": 0.01, "tf32": 0.02, "fp16": 0.05, "bf16": 0.05}
+START_TOLERANCE = 0.5  # nats around ln V: logits of an N(0, 0.02) head add 0.01 to 0.3, an N(0, 1) one adds 25
+LEAST_LEARNING = 0.8  # a changed model must shed this share of the nats the reference sheds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Equivalence:
+    maths: str
+    """The class the rung declares."""
+    verdict: str
+    """same, rounding, changed, different or not-checked."""
+    detail: str
+
+
+def gradient_bound(precision: str, yardstick_error: float) -> float:
+    return min(max(YARDSTICK_FACTOR * yardstick_error, GRADIENT_FLOOR[precision]), GRADIENT_CEILING[precision])
+
+
+def judge(
+    *,
+    maths: str,
+    precision: str,
+    measurement: Measurement,
+    reference: Sequence[float] | None,
+    base: Sequence[float] | None,
+    plain: Sequence[float] | None,
+    ln_vocab: float,
+) -> Equivalence:
+    """`reference`: the fp32 curve with the recipe's maths; `base`: the curve of the recipe this rung was put onto;
+    `plain`: the fp32 curve of the unchanged maths, which a rung that changes the maths is compared with."""
+    gradients, curve = measurement.gradients, measurement.loss_curve
+    if gradients is None or reference is None:
+        return Equivalence(maths=maths, verdict="not-checked", detail="the fp32 reference could not be run")
+    faults = [
+        *_start_faults(gradients, ln_vocab),
+        *_gradient_faults(gradients, precision),
+        *_curve_faults(curve, reference, precision),
+    ]
+    if maths == "changes-maths" and plain is not None:
+        faults += _learning_faults(curve, plain)
+    if faults:
+        return Equivalence(maths=maths, verdict="different", detail="; ".join(faults))
+    return Equivalence(
+        maths=maths,
+        verdict=_agreement(maths, measurement, reference, base),
+        detail=_figures(measurement, reference, base),
+    )
+
+
+def _agreement(maths: str, measurement: Measurement, reference: Sequence[float], base: Sequence[float] | None) -> str:
+    """`same` needs bits: a whole curve equal to the reference's, or, for a rung that promises bits, a curve equal to
+    the one it was put onto or plain steps that agree with and without it."""
+    curve = measurement.loss_curve
+    if maths == "changes-maths":
+        return "changed"
+    if curve == tuple(reference):
+        return "same"
+    equal_to_base = measurement.pair_bitwise is True or (base is not None and curve == tuple(base))
+    return "same" if maths == "bit-exact" and equal_to_base and measurement.pair_bitwise is not False else "rounding"
+
+
+def _start_faults(gradients: GradientCheck, ln_vocab: float) -> list[str]:
+    if abs(gradients.loss - ln_vocab) <= START_TOLERANCE:
+        return []
+    return [f"starts at {gradients.loss:.3f}, not near ln V = {ln_vocab:.3f}"]
+
+
+def _gradient_faults(gradients: GradientCheck, precision: str) -> list[str]:
+    """The tensor furthest over its bound, if any is. NaN is over every bound."""
+    bounds = {name: gradient_bound(precision, gradients.tensor_yardsticks[name]) for name in gradients.tensor_errors}
+    over = {name: error / bounds[name] for name, error in gradients.tensor_errors.items() if not error <= bounds[name]}
+    if not over:
+        return []
+    worst = max(over, key=lambda name: math.inf if math.isnan(over[name]) else over[name])
+    more = f" ({len(over)} of {len(bounds)} tensors)" if len(over) > 1 else ""
+    return [f"gradient of {worst} is {gradients.tensor_errors[worst]:.2g} off fp32, bound {bounds[worst]:.2g}{more}"]
+
+
+def _curve_faults(curve: Sequence[float], reference: Sequence[float], precision: str) -> list[str]:
+    if not all(math.isfinite(loss) for loss in curve):
+        return ["the loss is not finite"]
+    gap = curve_gap(curve, reference)
+    if gap <= CURVE_TOLERANCE[precision]:
+        return []
+    return [f"loss curve leaves fp32 by {gap:.3f} nats, tolerance {CURVE_TOLERANCE[precision]:g}"]
+
+
+def _learning_faults(curve: Sequence[float], plain: Sequence[float]) -> list[str]:
+    shed, wanted = learned(curve), LEAST_LEARNING * learned(plain)
+    return [] if shed >= wanted else [f"sheds {shed:.3f} nats where the unchanged model sheds {learned(plain):.3f}"]
+
+
+def curve_gap(curve: Sequence[float], reference: Sequence[float]) -> float:
+    return max(abs(mine - theirs) for mine, theirs in zip(curve, reference, strict=True))
+
+
+def learned(curve: Sequence[float]) -> float:
+    """Nats shed from the first step to the median of the last few."""
+    return curve[0] - statistics.median(curve[-5:])
+
+
+def _figures(measurement: Measurement, reference: Sequence[float], base: Sequence[float] | None) -> str:
+    gradients, curve = measurement.gradients, measurement.loss_curve
+    assert gradients is not None
+    parts = [f"starts at {gradients.loss:.3f}"]
+    if measurement.pair_bitwise is not None:
+        parts.append(
+            "plain steps with and without it: " + ("every bit equal" if measurement.pair_bitwise else "bits differ")
+        )
+    if base is not None and tuple(base) == curve:
+        parts.append("curve equal bit for bit to the rung before")
+    parts.append(f"gradients {gradients.error:.1e} off fp32 (plain code at this precision {gradients.yardstick:.1e})")
+    parts.append(f"curve within {curve_gap(curve, reference):.1e} nats of fp32")
+    if measurement.skipped_updates:
+        parts.append(f"{measurement.skipped_updates} updates skipped by the loss scaler")
+    return "; ".join(parts)

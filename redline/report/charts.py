@@ -1,0 +1,381 @@
+"""The ladder and its loss curves as SVG text: no library, no script, light and dark by the reader's own setting.
+
+    ladder_chart(document["rows"]);  loss_chart(document["rows"], document["reference"], width_px=340)
+
+A chart is drawn at the width it will have, not scaled to it, so that text keeps its size on a phone. Every mark has a
+<title> with its figures. Colours are CSS variables with fallbacks: a page may set them, a lone file works as well.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from html import escape
+from typing import Any
+
+from redline.core.units import UNKNOWN, human_bytes, human_percent, human_rate, human_ratio, human_seconds
+from redline.report import Row, is_dropped, one_line, reason_of, rung_name, shown_mfu, status_of, verdict_of
+
+WIDTH_PX = 760
+WIDE_FROM_PX = 600  # below this, labels are shorter
+CHAR_PX = 7.0  # upper estimate of a character at 12 px in any sans-serif a reader may have
+ROW_PX, BAR_PX = 30, 16
+NAME_CHARS = 15
+AXIS_PX = 62.0  # room for the labels of the left axis
+PLOT_PX = 300  # height of the loss plot
+GAP_PLOT_PX, GAP_SPACE_PX = 110, 40  # the plot of differences, and the space above it
+LEGEND_ROW_PX = 20
+
+# Okabe and Ito's colour-blind-safe hues; vermilion is kept for what is wrong. Dashes tell apart what colours cannot.
+SERIES = 5
+DASHES = ("none", "7 4", "2 3")
+STYLE = """
+.redline-chart {
+  --c-ink: var(--ink, #1d2129); --c-muted: var(--muted, #5d6673); --c-grid: var(--grid, #e3e6ea);
+  --c-bar: var(--bar, #a9cbe4); --c-gain: var(--gain, #0072b2); --c-bad: var(--bad, #b84300);
+  --s0: #0072b2; --s1: #c07f00; --s2: #008561; --s3: #b5568b; --s4: #2a93cc; color: var(--c-ink);
+  font: 12px system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; font-variant-numeric: tabular-nums;
+}
+@media (prefers-color-scheme: dark) {
+  .redline-chart {
+    --c-ink: var(--ink, #e4e7eb); --c-muted: var(--muted, #98a2af); --c-grid: var(--grid, #2c333c);
+    --c-bar: var(--bar, #28516e); --c-gain: var(--gain, #56b4e9); --c-bad: var(--bad, #ff8a4c);
+    --s0: #4ea3dd; --s1: #e69f00; --s2: #2fc397; --s3: #e08fbd; --s4: #8fd0f5;
+  }
+}
+.redline-chart text { fill: currentColor; }
+.redline-chart .muted, .redline-chart .dropped text { fill: var(--c-muted); }
+.redline-chart .broken { fill: var(--c-bad); }
+.redline-chart .wrong { fill: var(--c-bad); font-weight: 600; }
+.redline-chart .grid { stroke: var(--c-grid); }
+.redline-chart .bar { fill: var(--c-bar); }
+.redline-chart .gain { fill: var(--c-gain); }
+.redline-chart .dropped .bar, .redline-chart .dropped .gain, .redline-chart .dropped .whisker { opacity: .45; }
+.redline-chart .whisker { fill: none; stroke: var(--c-ink); stroke-width: 1.25; }
+.redline-chart .absent { fill: none; stroke: var(--c-muted); stroke-dasharray: 3 3; }
+.redline-chart .absent.failed { stroke: var(--c-bad); }
+.redline-chart .hatch { stroke: var(--c-muted); opacity: .5; }
+.redline-chart .curve { fill: none; stroke-width: 1.6; stroke-linejoin: round; }
+.redline-chart .different { stroke: var(--c-bad); stroke-width: 2.6; }
+.redline-chart .reference { fill: none; stroke: var(--c-ink); stroke-width: 8; opacity: .16; stroke-linejoin: round; }
+.redline-chart .start { stroke: var(--c-muted); stroke-dasharray: 5 5; }
+""" + "\n".join(f".redline-chart .s{index} {{ stroke: var(--s{index}); }}" for index in range(SERIES))
+
+
+def ladder_chart(rows: Sequence[Row], width_px: int = WIDTH_PX) -> str:
+    """A bar of tokens per second for each rung; the dark end is what the rung added to the recipe it was put onto."""
+    left = _name_px(rows)
+    right = _value_px(rows, wide=width_px >= WIDE_FROM_PX)
+    scale = Scale(low=0.0, high=_fastest(rows) or 1.0, start_px=left, end_px=max(left + 40.0, width_px - right))
+    height = ROW_PX * max(1, len(rows)) + 40
+    parts = list(_bottom_axis(scale, height - 34, "tokens per second")) if _fastest(rows) else []
+    for index, row in enumerate(rows):
+        parts += _ladder_row(row, ROW_PX * index, scale, width_px)
+    parts += [] if rows else [_text(left, 20, "no rung has been measured yet", "muted")]
+    return _svg(width_px, height, "Tokens per second of every rung", parts)
+
+
+class Scale:
+    """Values to pixels, linear; `ticks` are round numbers inside it."""
+
+    def __init__(self, *, low: float, high: float, start_px: float, end_px: float) -> None:
+        self.low, self.high, self.start_px, self.end_px = low, high, start_px, end_px
+
+    def __call__(self, value: float) -> float:
+        inside = min(max(value, self.low), self.high)  # a curve that leaves the plot runs along its edge
+        return self.start_px + (inside - self.low) / (self.high - self.low) * (self.end_px - self.start_px)
+
+    def ticks(self, spacing_px: float) -> list[float]:
+        wanted = (self.high - self.low) * spacing_px / abs(self.end_px - self.start_px)
+        power = 10.0 ** math.floor(math.log10(wanted))
+        step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= wanted * 0.999)
+        first, last = math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9)
+        return [step * index for index in range(first, last + 1)]
+
+
+def _fastest(rows: Sequence[Row]) -> float:
+    """The furthest a bar or its whisker reaches."""
+    return max((max(row["tokens_per_second"], _rate_range(row)[1]) for row in rows if _is_measured(row)), default=0.0)
+
+
+def _is_measured(row: Row) -> bool:
+    return status_of(row) == "ok" and row.get("tokens_per_second") is not None
+
+
+def _rate_range(row: Row) -> tuple[float, float]:
+    """Tokens per second of a slow step (p90) and of a fast one (p10)."""
+    rate, seconds = float(row["tokens_per_second"]), row.get("step_seconds") or {}
+    median, p10, p90 = (seconds.get(name) for name in ("median", "p10", "p90"))
+    return (rate * median / p90, rate * median / p10) if median and p10 and p90 else (rate, rate)
+
+
+def _ladder_row(row: Row, top: float, scale: Scale, width_px: int) -> Iterator[str]:
+    middle = top + ROW_PX / 2
+    yield f'<g class="rung{" dropped" if is_dropped(row) else ""}"{_data(row)}><title>{_escape(tooltip(row))}</title>'
+    yield f'<rect x="0" y="{top}" width="{width_px}" height="{ROW_PX}" fill="transparent"/>'  # tooltip beside the bar
+    yield _text(scale.start_px - 10, middle, _clip(rung_name(row), NAME_CHARS), anchor="end")
+    yield from (
+        _measured_bar(row, middle, scale, width_px) if _is_measured(row) else _empty_bar(row, middle, scale, width_px)
+    )
+    yield "</g>"
+
+
+def _data(row: Row) -> str:
+    rate = row.get("tokens_per_second")
+    figure = "" if rate is None else f' data-tokens-per-second="{rate}"'
+    return f' data-rung="{_escape(rung_name(row))}" data-status="{_escape(status_of(row))}"{figure}'
+
+
+def _measured_bar(row: Row, middle: float, scale: Scale, width_px: int) -> Iterator[str]:
+    rate, (slow, fast) = row["tokens_per_second"], _rate_range(row)
+    top, end = middle - BAR_PX / 2, scale(rate)
+    yield _rect("bar", scale.start_px, top, end - scale.start_px)
+    base = scale(_base_rate(row))
+    if base < end:
+        yield _rect("gain", base, top, end - base)
+    if fast > slow:
+        a, b = scale(slow), scale(fast)
+        path = f"M{a:.2f} {middle - 4}v8M{a:.2f} {middle}H{b:.2f}M{b:.2f} {middle - 4}v8"
+        yield f'<path class="whisker" d="{path}"/>'
+    yield _text(max(end, scale(fast)) + 8, middle, *_value_label(row, wide=width_px >= WIDE_FROM_PX))
+
+
+def _base_rate(row: Row) -> float:
+    """What the recipe without this rung reached; the whole bar is old where a gain is unknown or inside the noise."""
+    ratio, rate = row.get("speedup_step"), float(row["tokens_per_second"])
+    return rate if not ratio or row.get("within_noise") else rate / ratio
+
+
+def _value_label(row: Row, wide: bool) -> tuple[str, str]:
+    total = row.get("speedup_total")
+    label = human_rate(row["tokens_per_second"]) + (f" · {human_ratio(total)}" if wide and total is not None else "")
+    wrong = verdict_of(row) == "different"
+    return (label + " !" if wrong else label, "value wrong" if wrong else "value")
+
+
+def _empty_bar(row: Row, middle: float, scale: Scale, width_px: int) -> Iterator[str]:
+    """A rung without a figure: a hatched stub and as much of the reason as there is room for."""
+    status = status_of(row)
+    top, stub = middle - BAR_PX / 2, 36
+    kind = "absent failed" if status == "failed" else "absent"
+    yield f'<rect class="{kind}" x="{scale.start_px:.2f}" y="{top}" width="{stub}" height="{BAR_PX}"/>'
+    slashes = "".join(f"M{scale.start_px + x:.2f} {top + BAR_PX}l8 -{BAR_PX}" for x in range(0, stub - 7, 7))
+    yield f'<path class="hatch" d="{slashes}"/>'
+    text = "no figure" if status == "ok" else f"{status}: {reason_of(row)}"
+    room = int((width_px - scale.start_px - stub - 8) / CHAR_PX)
+    yield _text(scale.start_px + stub + 8, middle, _clip(text, room), "broken" if status == "failed" else "muted")
+
+
+def tooltip(row: Row) -> str:
+    """Every figure of a row, a line each."""
+    lines = [f"{rung_name(row)}: {one_line(row.get('title') or '')}", one_line(row.get("reason") or "")]
+    lines += _figure_lines(row) if status_of(row) == "ok" else [status_of(row)]
+    return "\n".join(line for line in lines if line)
+
+
+def _figure_lines(row: Row) -> list[str]:
+    seconds = row.get("step_seconds") or {}
+    median, p10, p90 = (human_seconds(seconds.get(name)) for name in ("median", "p10", "p90"))
+    noise = " (inside the noise)" if row.get("within_noise") else ""
+    memory = f"{human_bytes(row.get('peak_bytes'))}, predicted {human_bytes(row.get('predicted_peak_bytes'))}"
+    return [
+        f"{human_rate(row.get('tokens_per_second'))} tokens/s, micro batch {_known(row.get('micro_batch'))}",
+        f"step {median} (p10 {p10}, p90 {p90}, n {_known(seconds.get('n'))})",
+        f"{human_ratio(row.get('speedup_step'))} this step{noise}, {human_ratio(row.get('speedup_total'))} in total",
+        f"MFU {human_percent(shown_mfu(row))}, HFU {human_percent(row.get('hfu'))}",
+        f"peak memory {memory}",
+        f"compiled in {human_seconds(row.get('compile_seconds'))}, verdict {verdict_of(row)}",
+        "measured, not kept" if is_dropped(row) else "",
+    ]
+
+
+def loss_chart(rows: Sequence[Row], reference: dict[str, Any] | None, width_px: int = WIDTH_PX) -> str:
+    """Every loss curve over the thick fp32 reference; the dashed line is ln V, where a model that knows nothing starts.
+
+    Curves that agree lie on one another, so a second plot below shows each minus the reference.
+    """
+    reference = reference or {}
+    curves = [row for row in rows if _finite(row.get("loss_curve"))]
+    base, start = reference.get("loss_curve") or [], reference.get("ln_vocab")
+    if not curves and not _finite(base):
+        return _svg(width_px, 40, "Loss curves", [_text(0, 20, "no loss curve was recorded", "muted")])
+    x, y = _loss_scales([row["loss_curve"] for row in curves], base, start, width_px)
+    parts = [*_left_axis(y, width_px, "loss"), *_reference_marks(reference, x, y)]
+    parts += [_curve(row, row["loss_curve"], _look(index, row), x, y) for index, row in enumerate(curves)]
+    gaps, bottom = _gap_plot(curves, base, x, width_px) if curves and _finite(base) else ([], PLOT_PX)
+    axis = _bottom_axis(x, bottom, "step", whole=True)
+    legend, legend_px = _legend(_legend_entries(curves, reference), bottom + 48, width_px)
+    label = "Loss curves against the reference"
+    return _svg(width_px, bottom + 48 + legend_px, label, [*axis, *parts, *gaps, *legend])
+
+
+def _gap_plot(curves: Sequence[Row], base: Sequence[float | None], x: Scale, width_px: int) -> tuple[list[str], int]:
+    """Each curve minus the reference, and where the plot ends; scaled to the rungs that claim to agree with it."""
+    gaps = [[_minus(a, b) for a, b in zip(row["loss_curve"], base, strict=False)] for row in curves]
+    agreeing = [gap for row, gap in zip(curves, gaps, strict=True) if verdict_of(row) in ("same", "rounding")]
+    reach = 1.1 * max((abs(value) for gap in agreeing or gaps for value in _finite(gap)), default=0.0) or 1e-3
+    top, bottom = PLOT_PX + GAP_SPACE_PX, PLOT_PX + GAP_SPACE_PX + GAP_PLOT_PX
+    y = Scale(low=-reach, high=reach, start_px=bottom, end_px=top)
+    parts = [_text(x.start_px, top - 14, "minus the reference", "muted"), *_left_axis(y, width_px, "", spacing_px=26)]
+    parts.append(_line("reference", x.start_px, y(0.0), x.end_px, y(0.0)))
+    shown = [(index, row, gap) for index, (row, gap) in enumerate(zip(curves, gaps, strict=True)) if _finite(gap)]
+    parts += [_curve(row, gap, _look(index, row).replace("curve", "curve gap", 1), x, y) for index, row, gap in shown]
+    return parts, bottom
+
+
+def _minus(a: float | None, b: float | None) -> float | None:
+    return None if a is None or b is None else a - b
+
+
+def _finite(curve: Sequence[float | None] | None) -> list[float]:
+    return [value for value in curve or [] if value is not None and math.isfinite(value)]
+
+
+def _loss_scales(
+    curves: Sequence[Sequence[float]], base: Sequence[float], start: float | None, width_px: int
+) -> tuple[Scale, Scale]:
+    """A curve that blows up must not flatten the others: the axis ends at twice what the reference and ln V span."""
+    trusted = _finite(base) + _finite([start])
+    values = [value for curve in curves for value in _finite(curve)] + trusted
+    low, high = min(values), max(values)
+    if trusted:
+        high = min(high, max(trusted) + (max(trusted) - min(trusted) or 1.0))
+    margin = 0.06 * (high - low) or 0.5
+    steps = max(len(curve) for curve in [*curves, base])
+    y = Scale(low=low - margin, high=high + margin, start_px=PLOT_PX, end_px=10.0)
+    return Scale(low=0.0, high=max(1.0, steps - 1.0), start_px=AXIS_PX, end_px=width_px - 14.0), y
+
+
+def _reference_marks(reference: dict[str, Any], x: Scale, y: Scale) -> Iterator[str]:
+    base, start = reference.get("loss_curve") or [], reference.get("ln_vocab")
+    if _finite(base):
+        title = f"{_reference_name(reference)}\n{_ends(base)}"
+        yield f'<path class="reference" d="{_path(base, x, y)}"><title>{_escape(title)}</title></path>'
+    if start is not None:
+        title = f"ln V = {start:.3f}: the loss of a model that knows nothing"
+        yield _line("start", x.start_px, y(start), x.end_px, y(start), title)
+
+
+def _reference_name(reference: dict[str, Any]) -> str:
+    return f"{one_line(reference.get('precision') or 'fp32')} reference"
+
+
+def _curve(row: Row, values: Sequence[float | None], look: str, x: Scale, y: Scale) -> str:
+    detail = one_line((row.get("equivalence") or {}).get("detail") or "")
+    title = _escape(f"{rung_name(row)}: {verdict_of(row)}\n{_ends(values)}\n{detail}".strip())
+    return f'<path {look} data-rung="{_escape(rung_name(row))}" d="{_path(values, x, y)}"><title>{title}</title></path>'
+
+
+def _look(index: int, row: Row) -> str:
+    """The attributes that tell a curve apart: colours first, then the same colours dashed."""
+    kind = "different" if verdict_of(row) == "different" else f"s{index % SERIES}"
+    return f'class="curve {kind}" stroke-dasharray="{DASHES[index // SERIES % len(DASHES)]}"'
+
+
+def _path(curve: Sequence[float | None], x: Scale, y: Scale) -> str:
+    """Line segments; a step without a finite loss is a gap."""
+    words, pen_down = [], False
+    for step, value in enumerate(curve):
+        known = value is not None and math.isfinite(value)
+        if known and value is not None:
+            words.append(f"{'L' if pen_down else 'M'}{x(step):.2f} {y(value):.2f}")
+        pen_down = known
+    return "".join(words)
+
+
+def _ends(curve: Sequence[float | None]) -> str:
+    first, last = (UNKNOWN if value is None else f"{value:.4f}" for value in (curve[0], curve[-1]))
+    return f"{first} → {last} after {len(curve)} steps"
+
+
+def _legend_entries(curves: Sequence[Row], reference: dict[str, Any]) -> list[tuple[str, str]]:
+    """(look, label) of everything drawn."""
+    start = reference.get("ln_vocab")
+    entries = (
+        [('class="reference"', _clip(_reference_name(reference), NAME_CHARS))]
+        if _finite(reference.get("loss_curve"))
+        else []
+    )
+    entries += [('class="start"', f"ln V = {start:.2f}")] if start is not None else []
+    return entries + [(_look(index, row), _clip(rung_name(row), NAME_CHARS)) for index, row in enumerate(curves)]
+
+
+def _legend(entries: Sequence[tuple[str, str]], top: float, width_px: int) -> tuple[list[str], float]:
+    """Columns as wide as the longest label, as many as fit; also the height they take."""
+    column_px = 34 + CHAR_PX * max(len(label) for _, label in entries) + 12
+    left = AXIS_PX if width_px >= WIDE_FROM_PX else 0.0
+    columns = max(1, int((width_px - left) // column_px))
+    parts = []
+    for index, (look, label) in enumerate(entries):
+        x, y = left + index % columns * column_px, top + index // columns * LEGEND_ROW_PX + 8
+        parts.append(f'<path {look} d="M{x:.2f} {y}h26"/>')
+        parts.append(_text(x + 34, y, label, "legend wrong" if "different" in look else "legend"))
+    return parts, math.ceil(len(entries) / columns) * LEGEND_ROW_PX + 8
+
+
+def _bottom_axis(scale: Scale, y: float, label: str, whole: bool = False) -> Iterator[str]:
+    for tick in scale.ticks(70):
+        if whole and tick != int(tick):
+            continue
+        yield _line("grid", scale(tick), 6, scale(tick), y)
+        yield _text(scale(tick), y + 12, short_number(tick), "muted tick", anchor="middle")
+    yield _text((scale.start_px + scale.end_px) / 2, y + 28, label, "muted", anchor="middle")
+
+
+def _left_axis(scale: Scale, width_px: int, label: str, spacing_px: float = 40) -> Iterator[str]:
+    for tick in scale.ticks(spacing_px):
+        yield _line("grid", AXIS_PX, scale(tick), width_px - 14, scale(tick))
+        yield _text(AXIS_PX - 8, scale(tick), f"{tick:.6g}", "muted tick", anchor="end")
+    if label:
+        yield _text(0, (scale.start_px + scale.end_px) / 2, label, "muted")
+
+
+def short_number(value: float) -> str:
+    for factor, unit in ((1e6, "M"), (1e3, "k")):
+        if value >= factor:
+            return f"{value / factor:.4g}{unit}"
+    return f"{value:.4g}"
+
+
+def _name_px(rows: Sequence[Row]) -> float:
+    longest = max((len(_clip(rung_name(row), NAME_CHARS)) for row in rows), default=0)
+    return CHAR_PX * longest + 14
+
+
+def _value_px(rows: Sequence[Row], wide: bool) -> float:
+    """Room to the right of the longest bar for its label."""
+    return CHAR_PX * max((len(_value_label(row, wide)[0]) for row in rows if _is_measured(row)), default=4) + 10
+
+
+def _svg(width_px: int, height_px: float, label: str, parts: Sequence[str]) -> str:
+    size = f'viewBox="0 0 {width_px} {height_px:.0f}" width="{width_px}" height="{height_px:.0f}"'
+    name = f'class="redline-chart" role="img" aria-label="{_escape(label)}"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {name} {size}>'
+    return "\n".join([head, f"<style>{STYLE}</style>", *parts, "</svg>"])
+
+
+def _rect(kind: str, x: float, y: float, width: float) -> str:
+    return f'<rect class="{kind}" x="{x:.2f}" y="{y}" width="{max(width, 0.5):.2f}" height="{BAR_PX}"/>'
+
+
+def _line(kind: str, x1: float, y1: float, x2: float, y2: float, title: str = "") -> str:
+    inside = f"<title>{_escape(title)}</title>" if title else ""
+    return f'<line class="{kind}" x1="{x1:.2f}" y1="{y1:.2f}" x2="{x2:.2f}" y2="{y2:.2f}">{inside}</line>'
+
+
+def _text(x: float, y: float, text: str, kind: str = "", anchor: str = "start") -> str:
+    place = f'x="{x:.2f}" y="{y:.2f}" text-anchor="{anchor}" dominant-baseline="central"'
+    return f'<text class="{kind}" {place}>{_escape(text)}</text>'
+
+
+def _clip(text: str, chars: int) -> str:
+    return text if len(text) <= chars else text[: max(1, chars - 1)].rstrip() + "…"
+
+
+def _known(value: object) -> str:
+    return UNKNOWN if value is None else one_line(value)
+
+
+def _escape(text: object) -> str:
+    """For element text and attributes; newlines stay, because tooltips have lines."""
+    return "\n".join(escape(one_line(line)) for line in str(text).split("\n"))

@@ -1,0 +1,250 @@
+"""One self-contained HTML page of a ladder: no network, no script, light or dark by the reader's setting, prints well.
+
+    Path("report.html").write_text(render_page(document), encoding="utf-8")
+
+This file turns the document into plain strings; page.html.j2 next to it places them. Autoescape is on, so text from
+outside stays text; only our own SVG is passed through, and charts.py escapes what it puts in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from redline.core.units import UNKNOWN, human_bytes, human_percent, human_rate, human_seconds
+from redline.report import Document, Row, is_dropped, one_line, reason_of, rung_name, shown_mfu, status_of, verdict_of
+from redline.report.charts import ladder_chart, loss_chart
+from redline.report.table import (
+    best_row,
+    cells_of,
+    device_name,
+    notes_of,
+    rows_of,
+    shown_columns,
+    versions_text,
+    workload_text,
+)
+
+if TYPE_CHECKING:
+    from jinja2 import Template
+
+WIDE_PX, NARROW_PX = 960, 320  # the page shows the chart that suits the window
+VERDICT_MEANINGS = {
+    "same": "bit for bit the reference",
+    "rounding": "inside the band that rounding explains",
+    "changed": "another model by design; it starts at ln V and learns as the reference does",
+    "different": "outside the band: not the same training any more",
+    "not-checked": "no curve to compare",
+}
+
+
+def render_page(document: Document) -> str:
+    return _template().render(view_of(document))
+
+
+@cache
+def _template() -> Template:
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    environment = Environment(
+        loader=PackageLoader("redline.report", package_path=""),
+        autoescape=True,
+        undefined=StrictUndefined,  # a misspelt name in the template fails the tests and not the reader
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template("page.html.j2")
+
+
+def view_of(document: Document) -> dict[str, Any]:
+    """Every string the template shows."""
+    rows = rows_of(document)
+    shown_elsewhere = {*map(rung_name, rows), "unfinished"}  # in the table's own lines and among the alarms
+    return {
+        "title": one_line((document.get("workload") or {}).get("name") or "unknown workload"),
+        "workload": workload_text(document),
+        "device": device_name(document),
+        "date": date_text(document),
+        "headline": headline_figures(document),
+        "alarms": alarms(document),
+        "charts": _charts(document),
+        "table": ladder_view(document),
+        "notes": [note for note in notes_of(document) if note.about not in shown_elsewhere],
+        "verdicts": [verdict_view(row) for row in rows if status_of(row) == "ok"],
+        "meanings": {name: text for name, text in VERDICT_MEANINGS.items() if name in map(verdict_of, rows)},
+        "proofs": proof_view(rows),
+        "facts": fact_groups(document),
+        "versions": versions_text(document),
+        "command": one_line(document.get("command") or ""),
+    }
+
+
+def date_text(document: Document) -> str:
+    """'2026-11-15T03:00:00+00:00' -> '2026-11-15 03:00 UTC'; anything else stays as it is."""
+    from datetime import datetime
+
+    text = one_line(document.get("date") or "")
+    try:
+        moment = datetime.fromisoformat(text)
+    except ValueError:
+        return text
+    return f"{moment:%Y-%m-%d %H:%M} {moment.tzname() or ''}".rstrip()
+
+
+def headline_figures(document: Document) -> list[tuple[str, str, str]]:
+    """(figure, what it is, a word more): the three numbers people quote."""
+    best = document.get("best")
+    if not best:
+        return []
+    row = best_row(document) or {}
+    figures = [(human_rate(best.get("tokens_per_second")), "tokens per second", _best_place(best))]
+    if row.get("speedup_total") is not None:
+        figures.append((f"{row['speedup_total']:.2f}×", "the baseline's speed", _baseline_rate(document)))
+    if shown_mfu(row) is not None:
+        convention = one_line(row.get("mfu_convention") or "convention not stated")
+        figures.append((human_percent(shown_mfu(row)), "model FLOP utilisation", convention))
+    return figures
+
+
+def _best_place(best: dict[str, Any]) -> str:
+    batch = best.get("micro_batch")
+    return f"up to {one_line(best.get('rung') or UNKNOWN)}" + (f", micro batch {batch}" if batch is not None else "")
+
+
+def _baseline_rate(document: Document) -> str:
+    """The first measured row is what totals are counted from."""
+    first = next((row for row in rows_of(document) if status_of(row) == "ok"), {})
+    return f"{human_rate(first.get('tokens_per_second'))} tokens/s before" if first.get("tokens_per_second") else ""
+
+
+def alarms(document: Document) -> list[tuple[str, str]]:
+    """(kind, text) of what a reader must know before any number."""
+    lines = [(note.kind, f"{note.about}: {note.text}") for note in notes_of(document) if note.kind == "different"]
+    if document.get("finished") is False:
+        left = (
+            "The rows below were measured; later rungs are missing." if rows_of(document) else "Nothing was measured."
+        )
+        lines.append(("unfinished", f"This run was interrupted. {left}"))
+    return lines
+
+
+def _charts(document: Document) -> dict[str, Any]:
+    from markupsafe import Markup
+
+    rows, reference = rows_of(document), document.get("reference")
+    return {
+        "ladder": [(size, Markup(ladder_chart(rows, px))) for size, px in (("wide", WIDE_PX), ("narrow", NARROW_PX))],
+        "loss": [
+            (size, Markup(loss_chart(rows, reference, px))) for size, px in (("wide", WIDE_PX), ("narrow", NARROW_PX))
+        ],
+    }
+
+
+def ladder_view(document: Document) -> dict[str, Any]:
+    """Columns and rows of the main table; a rung that did not run has one cell with its reason."""
+    columns = shown_columns(document)
+    return {"columns": columns, "rows": [_row_view(row, columns) for row in rows_of(document)]}
+
+
+def _row_view(row: Row, columns: Any) -> dict[str, Any]:
+    ran = status_of(row) == "ok"
+    return {
+        "rung": rung_name(row),
+        "title": one_line(row.get("title") or ""),
+        "cells": cells_of(row, columns)[1:] if ran else [],
+        "verdict": verdict_of(row),
+        "kind": "dropped" if is_dropped(row) else status_of(row),
+        "reason": reason_of(row) if row.get("reason") or not ran else "",
+    }
+
+
+def verdict_view(row: Row) -> dict[str, str]:
+    equivalence = row.get("equivalence") or {}
+    return {
+        "rung": rung_name(row),
+        "verdict": verdict_of(row),
+        "class": one_line(equivalence.get("class") or UNKNOWN),
+        "detail": one_line(equivalence.get("detail") or ""),
+    }
+
+
+PROOF_WORDS = ("attention kernel", "matmul types")
+PROOF_COLUMNS = (*PROOF_WORDS, "graph breaks", "syncs/step", "compiling", "HFU", "peak", "predicted", "outside")
+
+
+def proof_view(rows: Iterable[Row]) -> dict[str, Any]:
+    """What the profile saw, and memory against its prediction; columns nobody could fill are left out."""
+    measured = [row for row in rows if status_of(row) == "ok"]
+    table = [_proof_cells(row) for row in measured]
+    filled = [index for index in range(len(PROOF_COLUMNS)) if any(cells[index] != UNKNOWN for cells in table)]
+    lines = [(rung_name(row), [cells[index] for index in filled]) for row, cells in zip(measured, table, strict=True)]
+    columns = [PROOF_COLUMNS[index] for index in filled]
+    return {"columns": columns, "words": PROOF_WORDS, "rows": lines if filled else []}
+
+
+def _proof_cells(row: Row) -> list[str]:
+    kernels = row.get("kernels") or {}
+    return [
+        one_line(kernels.get("attention") or UNKNOWN),
+        ", ".join(one_line(name) for name in kernels.get("matmul_dtypes") or [] if name) or UNKNOWN,
+        _plain(kernels.get("graph_breaks")),
+        _plain(kernels.get("syncs_per_step")),
+        human_seconds(row.get("compile_seconds")),
+        human_percent(row.get("hfu")),
+        human_bytes(row.get("peak_bytes")),
+        human_bytes(row.get("predicted_peak_bytes")),
+        human_bytes(row.get("outside_bytes")),
+    ]
+
+
+def _plain(value: object) -> str:
+    """A setting as people write it: 1000 -> '1,000', 0.5 -> '0.5', [9, 0] -> '9, 0'."""
+    if value is None or value == "" or value == []:
+        return UNKNOWN
+    if isinstance(value, dict):
+        return ", ".join(f"{one_line(key)} {_plain(item)}" for key, item in value.items()) or UNKNOWN
+    if isinstance(value, (list, tuple)):
+        return ", ".join(map(_plain, value))
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else one_line(value)
+
+
+def fact_groups(document: Document) -> list[tuple[str, list[tuple[str, str]]]]:
+    """Machine, workload, versions and settings as (name, value) lists; what is not known is left out."""
+    groups = [
+        ("Machine", machine_facts(document)),
+        ("Workload", workload_facts(document)),
+        ("Versions", document.get("versions") or {}),
+        ("Settings", document.get("settings") or {}),
+    ]
+    lists = [
+        (title, [(one_line(name).replace("_", " "), _plain(value)) for name, value in facts.items()])
+        for title, facts in groups
+    ]
+    known = [(title, [(name, value) for name, value in facts if value != UNKNOWN]) for title, facts in lists]
+    return [(title, facts) for title, facts in known if facts]
+
+
+def machine_facts(document: Document) -> dict[str, Any]:
+    hardware = document.get("hardware") or {}
+    return {
+        "device": hardware.get("name"),
+        "count": hardware.get("count"),
+        "memory": human_bytes(hardware.get("memory_bytes")),
+        "compute capability": ".".join(map(str, hardware.get("capability") or [])),
+        "multiprocessors": hardware.get("multiprocessors"),
+        "driver": hardware.get("driver"),
+        "processor": hardware.get("cpu_name"),
+        "cores": hardware.get("cpu_cores"),
+        "peak, dense TFLOP/s": hardware.get("peak_tflops"),
+        "features": hardware.get("features"),
+        "missing": "; ".join(f"{name}: {why}" for name, why in (hardware.get("missing") or {}).items()),
+    }
+
+
+def workload_facts(document: Document) -> dict[str, Any]:
+    workload = document.get("workload") or {}
+    plain = {name: value for name, value in workload.items() if name != "shape"}
+    return {"name": plain.pop("name", None), **(workload.get("shape") or {}), **plain}

@@ -1,0 +1,419 @@
+"""The ladder as a table: for the terminal, for the README, and the columns and notes that the HTML page shares.
+
+    print_ladder(document, Console())        header, table, notes, bars, the best row
+    markdown_table(document)                 the same columns for GitHub
+
+COLUMNS is the one list of what a row shows. A column that no row can fill is left out and a note says why; a reason is
+never cut: it stands under the table in full.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from redline.core.units import UNKNOWN, human_bytes, human_percent, human_rate, human_ratio
+from redline.report import Document, Row, is_dropped, one_line, reason_of, rung_name, shown_mfu, status_of, verdict_of
+
+WIDTH_COLUMNS = 100
+VERDICT_STYLES = {
+    "same": "green",
+    "rounding": "green",
+    "changed": "yellow",
+    "different": "bold red",
+    "not-checked": "dim",
+}
+STATUS_STYLES = {"skipped": "dim", "failed": "red"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Column:
+    """One figure of a row. `cell` gives None where the figure is not known."""
+
+    name: str
+    meaning: str
+    cell: Callable[[Row], str | None]
+    why_unknown: str = "no row reported it"
+    """Said under the table when every row is unknown; `{device}` is filled in."""
+    number: bool = True
+    shed: int = 0
+    """Order in which a narrow terminal gives columns up; 0 stays."""
+
+
+def milliseconds(seconds: float | None) -> str | None:
+    """Always in ms, so that a column of them compares at a glance."""
+    if seconds is None:
+        return None
+    value = seconds * 1e3
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def spread_fraction(row: Row) -> float | None:
+    """Half the distance from p10 to p90, as a share of the median."""
+    seconds = row.get("step_seconds") or {}
+    median, p10, p90 = (seconds.get(name) for name in ("median", "p10", "p90"))
+    return None if not median or p10 is None or p90 is None else float((p90 - p10) / 2 / median)
+
+
+def _rung_cell(row: Row) -> str:
+    return f"({rung_name(row)})" if is_dropped(row) else rung_name(row)
+
+
+def _spread_cell(row: Row) -> str | None:
+    share = spread_fraction(row)
+    return None if share is None else f"±{100 * share:.1f}%" if share < 0.0995 else f"±{100 * share:.0f}%"
+
+
+def _step_cell(row: Row) -> str | None:
+    mark = "~" if row.get("within_noise") else ""
+    return _known(row.get("speedup_step"), lambda ratio: mark + human_ratio(ratio))
+
+
+def _loss_cell(row: Row) -> str | None:
+    ends = (row.get("loss_first"), row.get("loss_last"))
+    return None if ends == (None, None) else "→".join(UNKNOWN if loss is None else f"{loss:.2f}" for loss in ends)
+
+
+def _known(value: float | None, show: Callable[[float], str]) -> str | None:
+    return None if value is None else show(value)
+
+
+COLUMNS = (
+    Column(name="rung", meaning="in parentheses: measured, not kept", cell=_rung_cell, number=False),
+    Column(
+        name="ms/step",
+        meaning="median time of a step",
+        cell=lambda row: milliseconds((row.get("step_seconds") or {}).get("median")),
+    ),
+    Column(name="±", meaning="half of p90 - p10, as a share of the median", cell=_spread_cell, shed=1),
+    Column(
+        name="tok/s",
+        meaning="tokens trained per second",
+        cell=lambda row: _known(row.get("tokens_per_second"), human_rate),
+    ),
+    Column(
+        name="step", meaning="speed-up over the recipe the rung was put onto; ~ is inside the noise", cell=_step_cell
+    ),
+    Column(
+        name="total",
+        meaning="speed-up over the baseline",
+        cell=lambda row: _known(row.get("speedup_total"), human_ratio),
+    ),
+    Column(
+        name="MFU",
+        meaning="model FLOP utilisation: the share of the data-sheet peak",
+        cell=lambda row: _known(shown_mfu(row), human_percent),
+        why_unknown="no data-sheet peak is known for {device}, and a neighbour's would give a wrong number",
+    ),
+    Column(
+        name="peak",
+        meaning="peak memory of a timed step",
+        cell=lambda row: _known(row.get("peak_bytes"), human_bytes),
+        why_unknown="{device} did not report its peak memory",
+        shed=3,
+    ),
+    Column(name="loss", meaning="first and last loss of the checked curve", cell=_loss_cell, shed=2),
+    Column(name="verdict", meaning="the loss curve against the fp32 reference", cell=verdict_of, number=False),
+)
+
+
+def shown_columns(document: Document) -> tuple[Column, ...]:
+    """The columns some row can fill. Before the first measurement that is all of them."""
+    measured = [row for row in rows_of(document) if status_of(row) == "ok"]
+    if not measured:
+        return COLUMNS
+    return tuple(column for column in COLUMNS if any(column.cell(row) is not None for row in measured))
+
+
+def rows_of(document: Document) -> list[Row]:
+    return list(document.get("rows") or [])
+
+
+def cells_of(row: Row, columns: Sequence[Column]) -> list[str]:
+    return [column.cell(row) or UNKNOWN for column in columns]
+
+
+def ladder_table(document: Document, width: int = WIDTH_COLUMNS) -> Table:
+    """A table at most `width` wide: first the gaps shrink, then columns go, in the order of Column.shed."""
+    columns, gap = _fit(document, width)
+    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, gap - 1, 0, 0), header_style="bold")
+    for column in columns:
+        justify = "right" if column.number else "left"
+        table.add_column(column.name, justify=justify, no_wrap=column.name == "rung", overflow="fold")  # type: ignore[arg-type]
+    for row in rows_of(document):
+        table.add_row(*_styled_cells(row, columns))
+    return table
+
+
+def _fit(document: Document, width: int) -> tuple[tuple[Column, ...], int]:
+    """The fullest layout that fits: its columns and the gap between them."""
+    shown = shown_columns(document)
+    layouts = [(tuple(c for c in shown if c.shed == 0 or c.shed > level), gap) for level in range(4) for gap in (2, 1)]
+    return next((layout for layout in layouts if _width(document, *layout) <= width), layouts[-1])
+
+
+def _width(document: Document, columns: Sequence[Column], gap: int) -> int:
+    lines = [[column.name for column in columns], *(cells_of(row, columns) for row in rows_of(document))]
+    return sum(max(map(len, cells)) for cells in zip(*lines, strict=True)) + gap * len(columns)
+
+
+def shed_columns(document: Document, width: int) -> list[str]:
+    """Names of the columns that ladder_table leaves out at this width."""
+    kept, _ = _fit(document, width)
+    return [column.name for column in shown_columns(document) if column not in kept]
+
+
+def _styled_cells(row: Row, columns: Sequence[Column]) -> Iterator[Text]:
+    verdict = verdict_of(row)
+    line_style = STATUS_STYLES.get(verdict, "dim" if is_dropped(row) else "")
+    for column, cell in zip(columns, cells_of(row, columns), strict=True):
+        style = VERDICT_STYLES.get(verdict, line_style) if column.name == "verdict" else line_style
+        yield Text(cell, style=style)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Note:
+    """A line under the table: `about` is a rung or a subject; `kind` is 'plain', 'failed' or 'different'."""
+
+    about: str
+    text: str
+    kind: str = "plain"
+
+
+def notes_of(document: Document) -> list[Note]:
+    """Everything the table has no room for, what is wrong first."""
+    return [*row_notes(document), *_subject_notes(document)]
+
+
+def row_notes(document: Document) -> list[Note]:
+    """What is to be said of single rows: different ones loudly, then every reason."""
+    return [*_different_notes(document), *_reason_notes(document)]
+
+
+def _different_notes(document: Document) -> Iterator[Note]:
+    for row in rows_of(document):
+        if verdict_of(row) == "different":
+            detail = one_line((row.get("equivalence") or {}).get("detail") or "no detail was given")
+            yield Note(
+                about=rung_name(row),
+                text=f"DIFFERENT: this is not the same training any more. {detail}",
+                kind="different",
+            )
+
+
+def _reason_notes(document: Document) -> Iterator[Note]:
+    for row in rows_of(document):
+        word = "not kept" if is_dropped(row) else status_of(row)
+        if row.get("reason") or word != "ok":
+            text = reason_of(row) if word == "ok" else f"{word}: {reason_of(row)}"
+            yield Note(about=rung_name(row), text=text, kind="failed" if word == "failed" else "plain")
+
+
+def _subject_notes(document: Document) -> Iterator[Note]:
+    rows = rows_of(document)
+    if rows:
+        yield Note(
+            about="speed-ups", text="step is against the recipe the rung was put onto, total against the baseline"
+        )
+        yield Note(about="noise", text=noise_text(document))
+    yield from (Note(about="MFU", text=text) for text in mfu_texts(rows))
+    yield from _missing_notes(document)
+    if document.get("finished") is False:
+        yield Note(about="unfinished", text="the run was interrupted: later rungs are not here", kind="failed")
+
+
+def noise_text(document: Document) -> str:
+    noise = document.get("noise") or {}
+    if noise.get("fraction") is None:
+        return "the noise floor is not known, so no step is marked ~"
+    source = f" ({one_line(noise['source'])})" if noise.get("source") else ""
+    return f"floor ±{human_percent(noise['fraction'])}{source}; ~ marks a step inside it"
+
+
+def mfu_texts(rows: Sequence[Row]) -> Iterator[str]:
+    """The convention, once, and every figure that was refused."""
+    measured = [row for row in rows if row.get("mfu") is not None]
+    for convention in dict.fromkeys(one_line(row["mfu_convention"]) for row in measured if row.get("mfu_convention")):
+        yield f"convention: {convention}"
+    for row in measured:
+        if shown_mfu(row) is None:
+            share = human_percent(row["mfu"])
+            yield f"{rung_name(row)}: {share} is above the peak, so the peak or the count is wrong; not shown"
+
+
+def _missing_notes(document: Document) -> Iterator[Note]:
+    shown = shown_columns(document)
+    device = device_name(document)
+    for column in COLUMNS:
+        if column not in shown:
+            yield Note(about=column.name, text="column left out: " + column.why_unknown.replace("{device}", device))
+
+
+def device_name(document: Document) -> str:
+    return one_line((document.get("hardware") or {}).get("name") or "this device")
+
+
+def best_row(document: Document) -> Row | None:
+    """The row behind document["best"]; None when the best came from elsewhere, such as a larger batch."""
+    best = document.get("best") or {}
+    same = (row for row in rows_of(document) if all(row.get(key) == best.get(key) for key in ("rung", "micro_batch")))
+    return next(same, None) if best else None
+
+
+def workload_text(document: Document) -> str:
+    """'gpt2: 12 layers, 12 heads, ..., micro batch 16'; what is not known is left out."""
+    workload = document.get("workload") or {}
+    shape = workload.get("shape") or {}
+    words = [
+        ("layers", "{} layers"),
+        ("heads", "{} heads"),
+        ("d_model", "d_model {}"),
+        ("vocab", "vocabulary {}"),
+        ("sequence", "{} tokens of context"),
+    ]
+    parts = [form.format(_count(shape[key])) for key, form in words if shape.get(key) is not None]
+    if workload.get("micro_batch") is not None:
+        parts.append(f"micro batch {_count(workload['micro_batch'])}")
+    return f"{one_line(workload.get('name') or 'unknown workload')}: {', '.join(parts) or 'shape not known'}"
+
+
+def _count(value: object) -> str:
+    return f"{value:,}" if isinstance(value, int) else one_line(value)
+
+
+def machine_text(document: Document) -> str:
+    hardware = document.get("hardware") or {}
+    count = hardware.get("count") or 1
+    parts = [f"{count} x {device_name(document)}" if count > 1 else device_name(document)]
+    if hardware.get("memory_bytes") is not None:
+        parts.append(human_bytes(hardware["memory_bytes"]))
+    if hardware.get("driver"):
+        parts.append(f"driver {one_line(hardware['driver'])}")
+    if hardware.get("cpu_name") and hardware["cpu_name"] != hardware.get("name"):
+        parts.append(f"host {one_line(hardware['cpu_name'])}")
+    if hardware.get("cpu_cores"):
+        parts.append(f"{hardware['cpu_cores']} cores")
+    return ", ".join(parts)
+
+
+def versions_text(document: Document) -> str:
+    versions = document.get("versions") or {}
+    return (
+        ", ".join(f"{one_line(name)} {one_line(version)}" for name, version in versions.items() if version) or UNKNOWN
+    )
+
+
+def best_text(document: Document) -> str:
+    best = document.get("best")
+    if not best:
+        return "no rung was measured"
+    row = best_row(document) or {}
+    parts = [f"{human_rate(best.get('tokens_per_second'))} tokens/s with {one_line(best.get('rung') or UNKNOWN)}"]
+    parts += [f"micro batch {best['micro_batch']}"] if best.get("micro_batch") is not None else []
+    parts += [f"{human_ratio(row['speedup_total'])} the baseline"] if row.get("speedup_total") is not None else []
+    parts += [f"{human_percent(shown_mfu(row))} MFU"] if shown_mfu(row) is not None else []
+    return ", ".join(parts)
+
+
+def print_ladder(document: Document, console: Console) -> None:
+    """The whole result for people: what ran where, the table, its notes, bars, the best row."""
+    _print_header(document, console)
+    console.print(ladder_table(document, console.width))
+    shed = shed_columns(document, console.width)
+    notes = notes_of(document)
+    if shed:
+        notes.append(
+            Note(about="width", text=f"{console.width} columns leave no room for: {', '.join(shed)} (--json has them)")
+        )
+    console.print()
+    console.print(notes_grid(notes))
+    console.print()
+    for line in speed_bars(rows_of(document), console.width):
+        console.print(line)
+    console.print(
+        Text.assemble(("\nbest  ", "bold"), (best_text(document), "bold green" if document.get("best") else ""))
+    )
+
+
+def _print_header(document: Document, console: Console) -> None:
+    grid = _two_columns()
+    for name, text in (("workload", workload_text), ("machine", machine_text), ("versions", versions_text)):
+        grid.add_row(Text(name, style="bold"), Text(text(document), overflow="fold"))
+    console.print(grid)
+    console.print()
+
+
+def notes_grid(notes: Sequence[Note]) -> Table:
+    """Subjects on the left, their text wrapped beside them; nothing is cut."""
+    styles = {"failed": "red", "different": "bold red"}
+    grid = _two_columns()
+    for note in notes:
+        style = styles.get(note.kind, "dim")
+        grid.add_row(Text(note.about, style=style), Text(note.text, style=style, overflow="fold"))
+    return grid
+
+
+def _two_columns() -> Table:
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    grid.add_column(no_wrap=True)
+    grid.add_column(overflow="fold")
+    return grid
+
+
+def speed_bars(rows: Sequence[Row], width: int) -> Iterator[Text]:
+    """Tokens per second as bars; rungs that were not kept are lighter."""
+    measured = [row for row in rows if row.get("tokens_per_second") is not None]
+    if not measured:
+        return
+    names = max(len(_rung_cell(row)) for row in measured)
+    values = max(len(human_rate(row["tokens_per_second"])) for row in measured)
+    room = max(8, min(width, WIDTH_COLUMNS) - names - values - 4)
+    fastest = max(row["tokens_per_second"] for row in measured)
+    for row in measured:
+        bar = _bar(row["tokens_per_second"] / fastest * room if fastest else 0, light=is_dropped(row))
+        value = human_rate(row["tokens_per_second"])
+        yield Text.assemble(
+            f"{_rung_cell(row):<{names}}  ", (bar, "dim" if is_dropped(row) else "cyan"), f"  {value}", no_wrap=True
+        )
+
+
+def _bar(length: float, light: bool) -> str:
+    """`length` cells, to an eighth of a cell; the light form has no eighths."""
+    if light:
+        return "░" * max(1, round(length))
+    eighths = max(1, round(length * 8))
+    return "█" * (eighths // 8) + ("▏▎▍▌▋▊▉"[eighths % 8 - 1] if eighths % 8 else "")
+
+
+def markdown_table(document: Document) -> str:
+    """The table, a caption and the reasons, as GitHub renders them."""
+    columns = shown_columns(document)
+    lines = [_markdown_line(column.name for column in columns)]
+    lines.append(_markdown_line("---:" if column.number else ":---" for column in columns))
+    lines += [_markdown_line(map(markdown_text, cells_of(row, columns))) for row in rows_of(document)]
+    lines += ["", caption(document), ""]
+    lines += [f"- {markdown_text(note.about)}: {markdown_text(note.text)}" for note in notes_of(document)]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _markdown_line(cells: Iterator[str] | map[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def caption(document: Document) -> str:
+    """Where, with what, when and how: a number without these is a rumour."""
+    parts = [markdown_text(text) for text in (workload_text(document), machine_text(document), versions_text(document))]
+    parts.append(markdown_text(document.get("date") or "date not known"))
+    command = one_line(document.get("command") or "").replace("`", "'")
+    return "*" + "; ".join(parts) + ("*; `" + command + "`" if command else "*")
+
+
+def markdown_text(text: object) -> str:
+    """Text that Markdown must not read as markup or as a column."""
+    escaped = one_line(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    return "".join("\\" + character if character in "\\`*_|[]~" else character for character in escaped)

@@ -1,0 +1,1 @@
+"""Runs many: asks one worker process after another and never imports torch itself."""

@@ -1,0 +1,213 @@
+"""The ladder: one rung after another onto the recipe that has proved itself so far.
+
+    for row in Climb(workload, hardware, settings, ask).rows(): ...
+
+`ask(job)` answers a job, from a worker or from an earlier run's results: the climb asks the same questions in the same
+order either way, which is all that resuming takes. A rung stays in the recipe when it is right and not slower than
+what it was put onto; a row that is not kept still stands in the table with its reason.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+
+from redline.core.hardware import Hardware
+from redline.core.job import Job, Result
+from redline.core.measurement import Failure, Measurement
+from redline.core.recipe import Recipe
+from redline.core.workload import Workload
+from redline.predict.verdict import Equivalence, judge
+from redline.rungs import LADDER, Maths, Rung, find_rung, plan_of
+from redline.search.noise import noise_between
+
+AGAIN = "a/a"  # the row that measures the finished recipe a second time
+TOKENS_FILE = "tokens.npy"
+
+Ask = Callable[[Job], Result]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LadderSettings:
+    """What the user chose. Stored in run.json, so that a resumed run asks the same questions."""
+
+    rungs: tuple[str, ...]
+    """Rungs to climb, in the order of LADDER, without the baseline."""
+    start: Recipe
+    """The first row: the bare baseline, or the recipe of --from."""
+    device: str
+    check_steps: int = 20
+    timed_steps: int | None = None
+    repeats: int = 1
+    again: bool = False
+    """Measure the finished recipe once more, as if it were a rung: the difference is the noise floor."""
+    keep: str = "faster"
+    """'faster' leaves out of the recipe what slows it down; 'all' climbs as the lectures do."""
+
+
+@dataclass
+class Row:
+    """A rung's place in the table while the climb goes on."""
+
+    name: str
+    title: str
+    maths: Maths
+    recipe: Recipe
+    job: Job | None = None
+    measurements: list[Measurement] = field(default_factory=list)
+    """One per repeat."""
+    base: Row | None = None
+    """The row this one is compared with, step by step."""
+    status: str = "ok"
+    reason: str | None = None
+    kept: bool | None = None
+    equivalence: Equivalence | None = None
+
+    @property
+    def seconds(self) -> float:
+        return statistics.median(statistics.median(one.step_seconds) for one in self.measurements)
+
+    @property
+    def trusted(self) -> bool:
+        return self.status == "ok" and self.equivalence is not None and self.equivalence.verdict != "different"
+
+
+class Climb:
+    def __init__(self, workload: Workload, hardware: Hardware, settings: LadderSettings, ask: Ask) -> None:
+        self.workload, self.hardware, self.settings, self.ask = workload, hardware, settings, ask
+        self.finished: list[Row] = []
+        self.plain_curve: tuple[float, ...] | None = None
+
+    def rows(self, on_start: Callable[[str, str, int, int], None] = lambda *_: None) -> Iterator[Row]:
+        """Each row when it is known; then each again, once per repeat, with more measurements in it."""
+        names = [*self.settings.rungs, *([AGAIN] if self.settings.again else [])]
+        total = 1 + len(names)
+        first = self._first_row()
+        on_start(first.name, first.title, 1, total)
+        self.plain_curve = self._reference_curve(Recipe(micro_batch=self.settings.start.micro_batch))
+        yield self._done(self._measure(first))
+        for number, name in enumerate(names, start=2):
+            row = self._next_row(name)
+            on_start(row.name, row.title, number, total)
+            yield self._done(row if row.status == "skipped" else self._measure(row))
+        yield from self._repeat(on_start)
+
+    @property
+    def current(self) -> Row:
+        """The newest row in the recipe; before any is, the first row, measured or not."""
+        return next((row for row in reversed(self.finished) if row.kept), self.finished[0])
+
+    def _first_row(self) -> Row:
+        start = self.settings.start
+        if not start.rungs:
+            baseline = LADDER[0]
+            return Row(baseline.name, baseline.title, baseline.maths, start)
+        strongest = max((find_rung(name).maths for name in start.rungs), key=list(Maths).index)
+        return Row("recipe", " + ".join(start.rungs), strongest, start)
+
+    def _next_row(self, name: str) -> Row:
+        current = self.current
+        if name == AGAIN:
+            return Row(AGAIN, f"{current.name} measured again", current.maths, current.recipe, base=current)
+        rung = find_rung(name)
+        replaced = rung.instead_of if rung.instead_of in current.recipe.rungs else None
+        onto = tuple(kept for kept in current.recipe.rungs if kept != replaced)
+        reason = rung.needs(self.workload, self.hardware, plan_of(onto))
+        row = Row(rung.name, rung.title, rung.maths, current.recipe.adding(name, without=replaced))
+        if reason is not None:
+            row.status, row.reason = "skipped", reason
+        row.base = self._row_of(onto) or current
+        return row
+
+    def _row_of(self, rungs: tuple[str, ...]) -> Row | None:
+        """The row that measured exactly these rungs, if one did."""
+        return next((row for row in self.finished if row.recipe.rungs == rungs and row.measurements), None)
+
+    def _measure(self, row: Row) -> Row:
+        rung = None if row.name in (AGAIN, "recipe", "baseline") else find_rung(row.name)
+        bit_exact = rung.name if rung is not None and rung.maths is Maths.BIT_EXACT else None
+        # The finished recipe was measured already: a repeat beyond all others makes this a question of its own.
+        row.job = self._job(
+            row.recipe, bit_exact_rung=bit_exact, repeat=self.settings.repeats if row.name == AGAIN else 0
+        )
+        result = self.ask(row.job)
+        if isinstance(result, Failure):
+            row.status, row.reason, row.kept = "failed", result.reason, False
+            return row
+        row.measurements.append(result)
+        row.equivalence = self._judge(row, result)
+        self._decide(row, rung)
+        return row
+
+    def _judge(self, row: Row, measurement: Measurement) -> Equivalence:
+        base_curve = row.base.measurements[0].loss_curve if row.base is not None and row.base.measurements else None
+        return judge(
+            maths=row.maths.value,
+            precision=plan_of(row.recipe.rungs).precision,
+            measurement=measurement,
+            reference=self._reference_curve(row.recipe),
+            base=base_curve,
+            plain=self.plain_curve,
+            ln_vocab=self.workload.shape.ln_vocab,
+        )
+
+    def _decide(self, row: Row, rung: Rung | None) -> None:
+        """Keep the rung, or say why the climb goes on without it."""
+        current = self.current if self.finished else None
+        assert row.equivalence is not None
+        if row.name == AGAIN:
+            row.kept = False
+        elif row.equivalence.verdict == "different":
+            row.kept, row.reason = False, row.equivalence.detail
+        elif current is None or not current.measurements:
+            row.kept = True
+        elif rung is not None and rung.stand_in and rung.instead_of in current.recipe.rungs:
+            row.kept, row.reason = False, f"stands in for {rung.instead_of} where that does not apply"
+        else:
+            self._decide_by_speed(row, current, replaces=rung is not None and rung.instead_of in current.recipe.rungs)
+
+    def _decide_by_speed(self, row: Row, current: Row, replaces: bool) -> None:
+        ratio = current.seconds / row.seconds
+        # An addition may cost what noise could explain; an alternative must win, or the kept one stays.
+        least = 1.0 if replaces else 1.0 - noise_between(row.measurements, current.measurements)
+        row.kept = ratio >= least or self.settings.keep == "all" and not replaces
+        if not row.kept:
+            row.reason = f"{ratio:.2f}x the speed of {current.name}"
+
+    def _reference_curve(self, recipe: Recipe) -> tuple[float, ...] | None:
+        """The fp32 curve of the recipe's maths. Rows that change nothing share one job."""
+        changing = tuple(name for name in recipe.rungs if find_rung(name).maths is Maths.CHANGES)
+        result = self.ask(self._job(replace(recipe, rungs=changing), kind="reference"))
+        return result.loss_curve if isinstance(result, Measurement) else None
+
+    def _job(self, recipe: Recipe, *, kind: str = "measure", bit_exact_rung: str | None = None, repeat: int = 0) -> Job:
+        return Job(
+            workload=self.workload,
+            recipe=recipe,
+            device=self.settings.device,
+            tokens=TOKENS_FILE,
+            kind=kind,
+            check_steps=self.settings.check_steps,
+            timed_steps=self.settings.timed_steps,
+            bit_exact_rung=bit_exact_rung,
+            repeat=repeat,
+        )
+
+    def _repeat(self, on_start: Callable[[str, str, int, int], None]) -> Iterator[Row]:
+        """All rows once more, in the same order, as often as asked: drift of the machine then hits every rung alike."""
+        measured = [row for row in self.finished if row.measurements]
+        for repeat in range(1, self.settings.repeats):
+            for number, row in enumerate(measured, start=1):
+                on_start(
+                    row.name, f"{row.title}, repeat {repeat + 1} of {self.settings.repeats}", number, len(measured)
+                )
+                assert row.job is not None
+                result = self.ask(replace(row.job, repeat=row.job.repeat + repeat))
+                if isinstance(result, Measurement):
+                    row.measurements.append(result)
+                    yield row
+
+    def _done(self, row: Row) -> Row:
+        self.finished.append(row)
+        return row

@@ -1,0 +1,138 @@
+"""The ladder as one JSON document: what `redline ladder --json` prints and every report is drawn from.
+
+The keys are a contract (DESIGN section 5). A number that is not known is null.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from redline.core.hardware import Hardware
+from redline.core.measurement import Measurement, Spread, spread_of
+from redline.core.values import to_json
+from redline.core.workload import Workload
+from redline.predict.efficiency import efficiency
+from redline.rungs import plan_of
+from redline.search.climb import AGAIN, Climb, Row
+from redline.search.noise import noise_between
+
+
+def ladder_document(climb: Climb, run: dict[str, Any], finished: bool) -> dict[str, Any]:
+    """`run` is run.json: it carries command, date, versions and settings as they were when the run began."""
+    rows = climb.finished
+    return {
+        "workload": to_json(climb.workload),
+        "hardware": hardware_json(climb.hardware),
+        "versions": run["versions"],
+        "command": run["command"],
+        "date": run["date"],
+        "finished": finished,
+        "settings": run["settings"],
+        "reference": {
+            "precision": "fp32",
+            "ln_vocab": climb.workload.shape.ln_vocab,
+            "loss_curve": to_json(climb.plain_curve),
+        },
+        "noise": noise_json(rows),
+        "rows": [row_json(row, rows[0], climb) for row in rows],
+        "best": best_json(rows, climb.workload),
+    }
+
+
+def hardware_json(hardware: Hardware) -> dict[str, Any]:
+    return {**to_json(hardware), "peak_tflops": hardware.peak_tflops}
+
+
+def row_json(row: Row, first: Row, climb: Climb) -> dict[str, Any]:
+    measurement = row.measurements[0] if row.measurements else None
+    rate = tokens_per_second(row, climb.workload)
+    share = efficiency(climb.workload.shape, plan_of(row.recipe.rungs), climb.hardware, rate) if rate else None
+    base = row.base if row.base is not None and row.base.measurements else None
+    return {
+        "rung": row.name,
+        "title": row.title,
+        "status": row.status,
+        "reason": row.reason,
+        "kept": row.kept,
+        "recipe": list(row.recipe.rungs),
+        "micro_batch": row.recipe.micro_batch,
+        "step_seconds": to_json(step_spread(row.measurements)) if measurement else None,
+        "tokens_per_second": rate,
+        "speedup_total": first.seconds / row.seconds if measurement and first.measurements else None,
+        "speedup_step": base.seconds / row.seconds if measurement and base else None,
+        "within_noise": within_noise(row, base) if measurement and base else None,
+        "mfu": share.mfu if share else None,
+        "mfu_convention": share.convention if share else None,
+        "hfu": share.hfu if share else None,
+        "peak_bytes": measurement.peak_bytes if measurement else None,
+        "outside_bytes": measurement.outside_bytes if measurement else None,
+        "predicted_peak_bytes": None,  # the memory model comes with `estimate`
+        "compile_seconds": measurement.compile_seconds if measurement else None,
+        "loss_first": measurement.loss_curve[0] if measurement else None,
+        "loss_last": measurement.loss_curve[-1] if measurement else None,
+        "loss_curve": to_json(measurement.loss_curve) if measurement else None,
+        "equivalence": equivalence_json(row),
+        "kernels": to_json(measurement.proof) if measurement else {"attention": None},
+    }
+
+
+def tokens_per_second(row: Row, workload: Workload) -> float | None:
+    return row.recipe.micro_batch * workload.shape.sequence / row.seconds if row.measurements else None
+
+
+def step_spread(measurements: Sequence[Measurement]) -> Spread:
+    """Over the steps of all repeats; the median is that of the repeats' medians, which one odd repeat cannot pull."""
+    pooled = spread_of([seconds for one in measurements for seconds in one.step_seconds])
+    median = statistics.median(statistics.median(one.step_seconds) for one in measurements)
+    return Spread(median=median, p10=pooled.p10, p90=pooled.p90, n=pooled.n)
+
+
+def within_noise(row: Row, base: Row) -> bool:
+    return abs(base.seconds / row.seconds - 1) <= noise_between(row.measurements, base.measurements)
+
+
+def equivalence_json(row: Row) -> dict[str, str]:
+    if row.equivalence is None:
+        return {"class": row.maths.value, "verdict": "not-checked", "detail": row.reason or ""}
+    return {"class": row.maths.value, "verdict": row.equivalence.verdict, "detail": row.equivalence.detail}
+
+
+def noise_json(rows: Sequence[Row]) -> dict[str, Any]:
+    """The typical noise of a comparison, and what it was learned from."""
+    pairs = [(row, row.base) for row in rows if row.measurements and row.base is not None and row.base.measurements]
+    again = next((row for row in rows if row.name == AGAIN and row.measurements), None)
+    typical = (
+        statistics.median(noise_between(row.measurements, base.measurements) for row, base in pairs) if pairs else None
+    )
+    if again is not None and again.base is not None:
+        floor = abs(again.base.seconds / again.seconds - 1)
+        return {
+            "fraction": max(floor, typical or 0.0),
+            "source": f"a/a: {again.base.name} against itself differs by {floor:.1%}",
+        }
+    if typical is None:
+        return {"fraction": None, "source": "nothing to compare"}
+    repeated = all(len(row.measurements) > 1 for row, _ in pairs)
+    return {
+        "fraction": typical,
+        "source": "repeats" if repeated else "one run each: at least 2 %; --repeats or --aa measure it",
+    }
+
+
+def best_json(rows: Sequence[Row], workload: Workload) -> dict[str, Any] | None:
+    best = best_row(rows)
+    if best is None:
+        return None
+    return {
+        "rung": best.name,
+        "micro_batch": best.recipe.micro_batch,
+        "tokens_per_second": tokens_per_second(best, workload),
+    }
+
+
+def best_row(rows: Sequence[Row]) -> Row | None:
+    """The fastest row whose training is right."""
+    trusted = [row for row in rows if row.trusted and row.name != AGAIN]
+    return min(trusted, key=lambda row: row.seconds, default=None)

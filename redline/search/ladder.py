@@ -1,0 +1,258 @@
+"""A ladder from the user's words to its document: check everything, ask the machine, open a run directory, climb.
+
+    run = prepare_ladder(workload="tiny", out=Path("runs/mine"))
+    document = run.climb(timeout_seconds=600, view=view)
+
+Mistakes are found before anything is written. From then on results.jsonl holds every answer, so a run can be
+interrupted at any moment, resumed (`resume_ladder`) and drawn again anywhere (`read_ladder`).
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Protocol
+
+from redline.core.errors import UserError
+from redline.core.hardware import Hardware
+from redline.core.job import (
+    BEST_FILE,
+    RUN_FILE,
+    Job,
+    Result,
+    RunDirectory,
+    create_run_directory,
+    open_run_directory,
+)
+from redline.core.recipe import Recipe, load_recipe
+from redline.core.values import from_json, to_json
+from redline.core.workload import Workload, check_positive
+from redline.data.text import check_corpus
+from redline.rungs import LADDER, find_rung
+from redline.search.climb import TOKENS_FILE, Climb, LadderSettings, Row
+from redline.search.document import best_row, ladder_document, row_json
+from redline.search.launch import launch, probe_machine, remove_caches
+from redline.workloads import resolve_workload
+
+
+class View(Protocol):
+    """What a climb tells whoever watches; `report.live.LiveLadder` draws it."""
+
+    def row_started(self, rung: str, title: str, number: int, total: int) -> None: ...
+    def phase(self, name: str, done: int | None, total: int | None, seconds: float | None) -> None: ...
+    def row_finished(self, row: dict[str, Any]) -> None: ...
+
+
+class Unanswered(Exception):
+    """A job that no earlier run has answered, asked of a climb that may not start workers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LadderRun:
+    directory: RunDirectory
+    workload: Workload
+    hardware: Hardware
+    settings: LadderSettings
+    notes: tuple[str, ...] = ()
+    """Choices made for the user, with their reasons."""
+
+    def climb(self, *, timeout_seconds: float, view: View) -> dict[str, Any]:
+        """Measure what is not measured yet. An interrupt ends the climb, not the document."""
+        answered = self.directory.results()
+
+        def ask(job: Job) -> Result:
+            if job.key not in answered:
+                answered[job.key] = launch(self.directory, job, timeout_seconds, view.phase)
+                self.directory.append(job, answered[job.key])
+            return answered[job.key]
+
+        climb = Climb(self.workload, self.hardware, self.settings, ask)
+        try:
+            for row in climb.rows(view.row_started):
+                view.row_finished(row_json(row, climb.finished[0], climb))
+                self._keep_best(climb.finished)
+            finished = True
+        except KeyboardInterrupt:
+            finished = False
+        remove_caches(self.directory)
+        return ladder_document(climb, self.directory.read_run(), finished)
+
+    def replay(self) -> dict[str, Any]:
+        """The document of what is measured so far, without starting anything."""
+        answered = self.directory.results()
+
+        def ask(job: Job) -> Result:
+            if job.key not in answered:
+                raise Unanswered(job.key)
+            return answered[job.key]
+
+        climb = Climb(self.workload, self.hardware, self.settings, ask)
+        try:
+            for _ in climb.rows():
+                pass
+            finished = True
+        except Unanswered:
+            finished = False
+        return ladder_document(climb, self.directory.read_run(), finished)
+
+    def _keep_best(self, rows: Sequence[Row]) -> None:
+        best = best_row(rows)
+        if best is not None:
+            self.directory.write(BEST_FILE, json.dumps(to_json(best.recipe), indent=2) + "\n")
+
+
+def prepare_ladder(
+    *,
+    workload: str | None = None,
+    rungs: str | None = None,
+    without: str | None = None,
+    start: Path | None = None,
+    micro_batch: int | None = None,
+    data: str | None = None,
+    device: str | None = None,
+    keep: str | None = None,
+    repeats: int | None = None,
+    aa: bool = False,
+    steps: int | None = None,
+    check_steps: int | None = None,
+    out: Path | None = None,
+    command: str = "redline.ladder()",
+) -> LadderRun:
+    """Everything the user said is checked here, before the machine is asked and before anything is written."""
+    for name, value in (
+        ("micro batch", micro_batch),
+        ("--repeats", repeats),
+        ("--steps", steps),
+        ("--check-steps", check_steps),
+    ):
+        if value is not None:
+            check_positive(name, value)
+    if workload is not None:
+        resolve_workload(workload)
+    if data is not None:
+        check_corpus(data)
+    recipe = load_recipe(start) if start is not None else None
+    chosen = choose_rungs(rungs, without, recipe.rungs if recipe else ())
+
+    hardware, versions = probe_machine(device)
+    notes = []
+    if workload is None:
+        workload = "gpt2" if hardware.kind == "cuda" else "tiny"
+        notes.append(f"workload {workload}: the default on a {hardware.kind.upper()} machine ({hardware.name})")
+    resolved = resolve_workload(workload, data)
+    size = micro_batch or (recipe.micro_batch if recipe else resolved.micro_batch)
+    settings = LadderSettings(
+        rungs=chosen,
+        start=Recipe(rungs=recipe.rungs if recipe else (), micro_batch=size),
+        device=hardware.kind,
+        check_steps=check_steps or LadderSettings.check_steps,
+        timed_steps=steps,
+        repeats=repeats or LadderSettings.repeats,
+        again=aa,
+        keep=keep or LadderSettings.keep,
+    )
+    directory = open_directory(out or default_directory(resolved), resolved, hardware, versions, settings, command)
+    return LadderRun(directory=directory, workload=resolved, hardware=hardware, settings=settings, notes=tuple(notes))
+
+
+def choose_rungs(rungs: str | None, without: str | None, started_with: Sequence[str] = ()) -> tuple[str, ...]:
+    """The rungs to climb, in the ladder's order, whatever order they were named in."""
+    wanted = _names(rungs) if rungs is not None else {rung.name for rung in LADDER}
+    unwanted = _names(without) | {LADDER[0].name} | set(started_with)
+    return tuple(rung.name for rung in LADDER if rung.name in wanted - unwanted)
+
+
+def _names(text: str | None) -> set[str]:
+    if text is None or text.strip() == "none":
+        return set()
+    return {find_rung(name.strip()).name for name in text.split(",") if name.strip()}
+
+
+def default_directory(workload: Workload) -> Path:
+    return Path("runs") / f"ladder-{workload.name}-{datetime.now():%Y%m%d-%H%M%S}"
+
+
+def open_directory(
+    path: Path,
+    workload: Workload,
+    hardware: Hardware,
+    versions: dict[str, str | None],
+    settings: LadderSettings,
+    command: str,
+) -> RunDirectory:
+    """A new run directory with its tokens and run.json: both of them, or nothing."""
+    from redline.data.tokens import encode_corpus, write_tokens  # numpy takes a while to import
+
+    tokens = encode_corpus(workload)
+    directory = create_run_directory(path)
+    run = {
+        "kind": "ladder",
+        "command": command,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "tokens": len(tokens),
+        "versions": versions,
+        "workload": to_json(workload),
+        "hardware": to_json(hardware),
+        "settings": to_json(settings),
+    }
+    try:
+        write_tokens(path / TOKENS_FILE, tokens, workload.shape.vocab)
+        directory.write(RUN_FILE, json.dumps(run, indent=2) + "\n")
+    except OSError as error:
+        shutil.rmtree(path, ignore_errors=True)
+        raise UserError(
+            f"cannot write to {path}", error.strerror or str(error), "free some space, or choose another --out"
+        ) from error
+    return directory
+
+
+def resume_ladder(path: Path, choices: dict[str, Any]) -> LadderRun:
+    """An interrupted run on the same machine with the same versions: its other rows must stay comparable."""
+    given = [name.replace("_", "-") for name, value in choices.items() if value]
+    if given:
+        raise UserError(
+            f"--resume does not go with {', '.join(given)}",
+            "a resumed run asks what it asked before, or its rows could not be compared",
+            f"leave them out: redline ladder --resume {path}",
+        )
+    run = open_ladder(path)
+    hardware, versions = probe_machine(run.settings.device)
+    before, now = run.directory.read_run()["versions"], {**versions, "device": hardware.name}
+    changed = [
+        f"{key} was {old}, is {now.get(key)}"
+        for key, old in {**before, "device": run.hardware.name}.items()
+        if old != now.get(key)
+    ]
+    if changed:
+        raise UserError(
+            f"{path} was measured elsewhere",
+            "; ".join(changed),
+            "start a new ladder here; `redline report` still draws the old one",
+        )
+    return run
+
+
+def read_ladder(path: Path) -> dict[str, Any]:
+    return open_ladder(path).replay()
+
+
+def open_ladder(path: Path) -> LadderRun:
+    directory = open_run_directory(path)
+    try:
+        run = directory.read_run()
+        return LadderRun(
+            directory=directory,
+            workload=from_json(Workload, run["workload"]),
+            hardware=from_json(Hardware, run["hardware"]),
+            settings=from_json(LadderSettings, run["settings"]),
+        )
+    except (KeyError, ValueError, TypeError) as error:
+        raise UserError(
+            f"{path} is not a ladder this version can read",
+            f"{RUN_FILE}: {error}",
+            "use the version that made it, or start a new ladder",
+        ) from error

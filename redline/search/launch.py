@@ -1,0 +1,152 @@
+"""One job, one process: start a worker, follow its progress, and bring back a measurement or the reason there is none.
+
+    launch(run, job, timeout_seconds=600, on_phase=view.phase) -> Measurement | Failure
+
+A process per measurement keeps flags, allocator state, compile caches and crashes from leaking between rows.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import IO, Any
+
+import redline
+from redline.core.errors import UserError
+from redline.core.hardware import Hardware
+from redline.core.job import Job, Result, RunDirectory, write_atomically
+from redline.core.measurement import Failure, Measurement
+from redline.core.values import from_json, to_json
+
+OnPhase = Callable[..., None]
+"""on_phase(name, done=None, total=None, seconds=None)"""
+
+
+def launch(run: RunDirectory, job: Job, timeout_seconds: float, on_phase: OnPhase) -> Result:
+    folder = run.job_folder(job)
+    folder.mkdir(parents=True, exist_ok=True)
+    for leftover in ("measurement.json", "failure.json"):
+        (folder / leftover).unlink(missing_ok=True)  # of an attempt that was interrupted
+    write_atomically(folder / "job.json", json.dumps(to_json(job), indent=2))
+    with open(folder / "log.txt", "wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "redline.engine.worker", str(folder)],
+            stdin=subprocess.PIPE,  # held open: the worker leaves when it closes
+            stdout=subprocess.PIPE,
+            stderr=log,
+            env=worker_environment(run, job),
+            start_new_session=True,  # a Ctrl-C reaches the worker through us, with its compiler processes
+        )
+        phase, in_time = _follow(process, timeout_seconds, on_phase)
+    if not in_time:
+        return Failure(
+            kind="timeout", reason=f"stopped after {timeout_seconds:g} s while {phase}; --timeout allows more"
+        )
+    return _answer(folder, process.returncode, phase)
+
+
+def worker_environment(run: RunDirectory, job: Job) -> dict[str, str]:
+    """Own compile caches for each recipe: a shared one has served graphs that were compiled for another backend.
+    Only repeats of the very same job share one."""
+    cache = cache_folder(run) / replace(job, repeat=0).key
+    return {
+        **os.environ,
+        "PYTHONPATH": worker_path(),
+        "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
+        "TRITON_CACHE_DIR": str(cache / "triton"),
+    }
+
+
+def cache_folder(run: RunDirectory) -> Path:
+    return run.path.resolve() / "cache"
+
+
+def remove_caches(run: RunDirectory) -> None:
+    """Compiled kernels are large and worthless once every repeat is in."""
+    shutil.rmtree(cache_folder(run), ignore_errors=True)
+
+
+def _follow(process: subprocess.Popen[bytes], timeout_seconds: float, on_phase: OnPhase) -> tuple[str, bool]:
+    """Pass progress on until the worker ends. Returns the last phase, and False if it had to be stopped."""
+    last = {"phase": "starting"}
+    assert process.stdout is not None
+    reader = threading.Thread(target=_read_progress, args=(process.stdout, last, on_phase), daemon=True)
+    reader.start()
+    in_time = True
+    try:
+        process.wait(timeout=timeout_seconds)
+    except subprocess.TimeoutExpired:
+        in_time = False
+    finally:  # also on Ctrl-C: nothing of the worker outlives this call
+        kill_group(process)
+        reader.join(timeout=5)
+    return last["phase"], in_time
+
+
+def _read_progress(stream: IO[bytes], last: dict[str, str], on_phase: OnPhase) -> None:
+    for line in stream:
+        try:
+            event: dict[str, Any] = json.loads(line)
+            last["phase"] = event.pop("phase")
+        except (ValueError, KeyError, AttributeError):
+            continue  # not progress: something wrote to our pipe before the worker took it
+        on_phase(last["phase"], **event)
+
+
+def kill_group(process: subprocess.Popen[bytes]) -> None:
+    """The worker and whatever it started: loader workers and compiler processes share its session."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass  # all gone already
+    process.wait()
+    if process.stdin is not None:
+        process.stdin.close()
+
+
+def _answer(folder: Path, returncode: int, phase: str) -> Result:
+    if (folder / "measurement.json").exists():
+        return from_json(Measurement, json.loads((folder / "measurement.json").read_text(encoding="utf-8")))
+    if (folder / "failure.json").exists():
+        return from_json(Failure, json.loads((folder / "failure.json").read_text(encoding="utf-8")))
+    log = folder / "log.txt"
+    if returncode < 0:
+        name = signal.Signals(-returncode).name
+        hint = " (the system may be out of memory)" if name == "SIGKILL" else ""
+        return Failure(kind="killed", reason=f"the worker was killed by {name}{hint} while {phase}; see {log}")
+    return Failure(kind="error", reason=f"the worker left with exit code {returncode} while {phase}: {_last_line(log)}")
+
+
+def _last_line(log: Path) -> str:
+    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    return lines[-1][:200] if lines else f"nothing was written to {log}"
+
+
+def probe_machine(device: str | None) -> tuple[Hardware, dict[str, str | None]]:
+    """Ask torch about this machine, in a process of its own."""
+    command = [sys.executable, "-m", "redline.engine.probe", *([device] if device else [])]
+    environment = {**os.environ, "PYTHONPATH": worker_path()}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    if done.returncode:
+        reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        raise UserError(
+            "torch could not describe this machine" if device is None else f"no {device} device to measure on",
+            reason,
+            "run `python -c 'import torch; print(torch.cuda.is_available())'`; --device cpu measures the CPU",
+        )
+    answer = json.loads(done.stdout.splitlines()[-1])
+    return from_json(Hardware, answer["hardware"]), answer["versions"]
+
+
+def worker_path() -> str:
+    """PYTHONPATH under which a child finds this very package, also from a checkout that was never installed."""
+    package_parent = str(Path(redline.__file__).resolve().parent.parent)
+    return os.pathsep.join(part for part in (package_parent, os.environ.get("PYTHONPATH", "")) if part)

@@ -1,0 +1,44 @@
+"""How large a difference between two rows must be before it means anything.
+
+Each measurement gives a few independent looks at its own step time: the medians of repeats where there are repeats,
+otherwise of four stretches of the one run. Their scatter, carried through to the ratio of two rows at two standard
+errors, is the noise of that comparison. One run cannot see what differs between processes (clocks, memory layout), so
+without repeats the noise is never taken for less than the spread we have seen between runs.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+
+from redline.core.measurement import Measurement
+
+UNSEEN_RUN_TO_RUN = 0.02  # 1 to 3 % between processes on an H200
+STRETCHES = 4
+
+
+def looks_of(measurements: Sequence[Measurement]) -> list[float]:
+    """Independent medians of the step time, in seconds."""
+    if len(measurements) > 1:
+        return [statistics.median(measurement.step_seconds) for measurement in measurements]
+    steps = measurements[0].step_seconds
+    size = max(len(steps) // STRETCHES, 1)
+    return [
+        statistics.median(steps[start : start + size]) for start in range(0, size * STRETCHES, size) if steps[start:]
+    ]
+
+
+def standard_error(measurements: Sequence[Measurement]) -> float:
+    """Of the median step time, as a fraction of it."""
+    looks = looks_of(measurements)
+    if len(looks) < 2:
+        return 0.0
+    return statistics.stdev(looks) / statistics.mean(looks) / math.sqrt(len(looks))
+
+
+def noise_between(one: Sequence[Measurement], other: Sequence[Measurement]) -> float:
+    """Ratios of the two closer to 1 than this are noise."""
+    noise = 2 * math.hypot(standard_error(one), standard_error(other))
+    repeated = len(one) > 1 and len(other) > 1
+    return noise if repeated else max(noise, UNSEEN_RUN_TO_RUN)

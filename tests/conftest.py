@@ -1,0 +1,63 @@
+"""What every test shares: machines built by hand, small workloads, and the rule that GPU tests skip themselves.
+
+Folders say what a test needs: plain (nothing but Python), cpu (torch on a CPU), gpu. Nothing here imports torch
+unless a test that needs a device was collected, so `pytest tests/plain` starts at once.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from redline.core.hardware import Hardware
+from redline.core.workload import Shape, Workload
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a test that would download must fail here, not on a train
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # workers that each take every core wait for one another
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    gpu_items = [item for item in items if item.get_closest_marker("gpu")]
+    if gpu_items and not _has_cuda():
+        for item in gpu_items:
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+def _has_cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+@pytest.fixture(scope="session")
+def repository() -> Path:
+    return Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture
+def tiny() -> Workload:
+    """Small enough for arithmetic in a test, with the byte vocabulary's ugly 257."""
+    shape = Shape(layers=2, heads=2, d_model=32, d_ff=128, vocab=257, sequence=16)
+    return Workload(name="tiny", shape=shape, tokenizer="bytes", micro_batch=4, learning_rate=3e-3)
+
+
+@pytest.fixture
+def cpu() -> Hardware:
+    missing = {"tf32": "TF32 is a format of CUDA tensor cores", "cudnn-attention": "cuDNN runs on CUDA devices only"}
+    features = ("bf16", "flash", "compile")
+    return Hardware(kind="cpu", name="a CPU", cpu_cores=2, features=features, missing=missing)
+
+
+@pytest.fixture
+def t4() -> Hardware:
+    """Turing: fp16 tensor cores, but neither TF32 nor bf16, and older than the flash and cuDNN attention kernels."""
+    return Hardware(kind="cuda", name="Tesla T4", capability=(7, 5), cpu_cores=4, features=("fp16", "compile"))
+
+
+@pytest.fixture
+def h200() -> Hardware:
+    features = ("tf32", "bf16", "fp16", "flash", "cudnn-attention", "compile")
+    return Hardware(kind="cuda", name="NVIDIA H200", capability=(9, 0), cpu_cores=16, features=features)

@@ -1,0 +1,233 @@
+"""Batches are a pure function of (tokens, seed, i), whoever makes them; and a closed stream leaves nothing running."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import pickle
+import subprocess
+import sys
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from redline.core.errors import UserError
+from redline.data.batches import TokenBatches, stream_batches
+from redline.data.tokens import open_tokens, write_tokens
+
+CPU = torch.device("cpu")
+COUNT, B, T = 5000, 4, 16
+needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc")
+
+
+@pytest.fixture(scope="module")
+def batches(tmp_path_factory: pytest.TempPathFactory) -> TokenBatches:
+    """Token n is n, so that every token tells its place."""
+    path = tmp_path_factory.mktemp("batches") / "tokens.npy"
+    write_tokens(path, numpy.arange(COUNT), 65536)
+    return TokenBatches(path=path, seed=1337, micro_batch=B, sequence=T)
+
+
+def first(batches: TokenBatches, count: int, *, workers: int, start: int = 0) -> torch.Tensor:
+    stream = stream_batches(batches, CPU, workers, start)
+    try:
+        return torch.stack([batch.clone() for batch in islice(stream, count)])
+    finally:
+        stream.close()
+
+
+def test_batch_is_what_the_plain_code_says(batches: TokenBatches) -> None:
+    tokens = open_tokens(batches.path)
+    for index in (0, 1, 7, 10**12):
+        starts = numpy.random.default_rng((1337, index)).integers(COUNT - T, size=B)
+        inputs = [tokens[start : start + T].tolist() for start in starts]
+        targets = [tokens[start + 1 : start + T + 1].tolist() for start in starts]
+        assert batches[index].tolist() == [inputs, targets]
+
+
+def test_form(batches: TokenBatches) -> None:
+    batch = batches[0]
+    assert batch.dtype == torch.int64
+    assert batch.shape == (2, B, T)
+    assert all(half.is_contiguous() for half in batch)
+
+
+def test_targets_are_inputs_shifted_by_one(batches: TokenBatches) -> None:
+    inputs, targets = batches[3]
+    assert torch.equal(inputs[:, 1:], targets[:, :-1])
+    assert torch.equal(targets, inputs + 1)
+
+
+@given(
+    sequence=st.integers(1, 40),
+    extra=st.integers(1, 60),
+    micro_batch=st.integers(1, 9),
+    seed=st.integers(0, 2**63),
+    index=st.integers(0, 2**40),
+)
+def test_windows_stay_in_range(
+    tmp_path_factory: pytest.TempPathFactory, sequence: int, extra: int, micro_batch: int, seed: int, index: int
+) -> None:
+    count = sequence + extra
+    path = tmp_path_factory.mktemp("range") / "tokens.npy"
+    write_tokens(path, numpy.arange(count), count)
+    inputs, targets = TokenBatches(path=path, seed=seed, micro_batch=micro_batch, sequence=sequence)[index]
+    assert inputs.shape == (micro_batch, sequence)
+    assert torch.equal(inputs, inputs[:, :1] + torch.arange(sequence))  # one unbroken run of tokens per row
+    assert torch.equal(targets, inputs + 1)
+    assert inputs.min() >= 0
+    assert targets.max() < count
+
+
+def test_every_window_is_drawn_the_first_and_the_last_too(tmp_path: Path) -> None:
+    write_tokens(tmp_path / "tokens.npy", numpy.arange(T + 4), 257)
+    few = TokenBatches(path=tmp_path / "tokens.npy", seed=0, micro_batch=B, sequence=T)
+    starts = {int(start) for index in range(30) for start in few[index][0, :, 0]}
+    assert starts == {0, 1, 2, 3}
+
+
+def test_seeds_and_indices_differ(batches: TokenBatches) -> None:
+    seen = {str(replace(batches, seed=seed)[index].tolist()) for seed in range(5) for index in range(5)}
+    assert len(seen) == 25
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_order_does_not_depend_on_workers(batches: TokenBatches, workers: int) -> None:
+    assert torch.equal(first(batches, 12, workers=workers), first(batches, 12, workers=0))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_start_continues_exactly(batches: TokenBatches, workers: int) -> None:
+    whole = first(batches, 9, workers=0)
+    assert torch.equal(first(batches, 4, workers=workers, start=5), whole[5:])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_streaming_leaves_the_random_numbers_of_the_model_alone(batches: TokenBatches, workers: int) -> None:
+    before = torch.get_rng_state()
+    first(batches, 3, workers=workers)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_pickling_carries_the_path_and_not_the_tokens(batches: TokenBatches) -> None:
+    batch = batches[5]  # the map is open now
+    data = pickle.dumps(batches)
+    assert len(data) < 1000 < COUNT
+    again = pickle.loads(data)
+    assert again == batches
+    assert "windows" not in vars(again)
+    assert torch.equal(again[5], batch)
+
+
+def test_the_map_is_opened_at_first_use(tmp_path: Path) -> None:
+    path = tmp_path / "tokens.npy"
+    early = TokenBatches(path=path, seed=0, micro_batch=B, sequence=T)
+    write_tokens(path, numpy.arange(COUNT), COUNT)
+    assert early[0].shape == (2, B, T)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_missing_file_is_told_at_once_and_as_itself(tmp_path: Path, workers: int) -> None:
+    nothing = TokenBatches(path=tmp_path / "none.npy", seed=0, micro_batch=B, sequence=T)
+    with pytest.raises(UserError, match=r"none\.npy"):
+        stream_batches(nothing, CPU, workers)
+
+
+def children_of(parent_pid: int) -> dict[int, str]:
+    """Living processes and zombies, with their command lines (empty for a zombie)."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        try:
+            after_name = (entry / "stat").read_text().rpartition(")")[2].split()  # state, parent, ...
+            if int(after_name[1]) == parent_pid:
+                found[int(entry.name)] = (entry / "cmdline").read_text()
+        except (OSError, ValueError, IndexError):
+            continue  # no process, or it ended as we looked
+    return found
+
+
+def fork_server() -> int:
+    """The helper that Python keeps for the life of this process; the workers are its children."""
+    [pid] = [pid for pid, line in children_of(os.getpid()).items() if "forkserver import main" in line]
+    return pid
+
+
+def workers_running() -> list[int]:
+    return sorted(children_of(fork_server()))
+
+
+@needs_proc
+def test_closing_ends_the_workers(batches: TokenBatches) -> None:
+    stream = stream_batches(batches, CPU, workers=2)
+    next(stream)
+    assert len(workers_running()) == 2
+    stream.close()
+    assert workers_running() == []
+    assert multiprocessing.active_children() == []
+
+
+@needs_proc
+def test_an_abandoned_stream_ends_its_workers(batches: TokenBatches) -> None:
+    for batch in stream_batches(batches, CPU, workers=2):
+        assert batch.shape == (2, B, T)
+        break
+    gc.collect()
+    assert workers_running() == []
+    stream_batches(batches, CPU, workers=2).close()  # never begun
+    assert workers_running() == []
+
+
+@needs_proc
+def test_workers_are_forked_from_a_process_with_one_thread(batches: TokenBatches) -> None:
+    first(batches, 1, workers=1)
+    assert len(os.listdir(f"/proc/{fork_server()}/task")) == 1
+
+
+QUIET = """
+import sys, torch
+from pathlib import Path
+from redline.data.batches import TokenBatches, stream_batches
+if __name__ == "__main__":
+    torch.ones(300, 300) @ torch.ones(300, 300)  # starts threads, as a training step has
+    batches = TokenBatches(path=Path(sys.argv[1]), seed=1, micro_batch=4, sequence=16)
+    stream = stream_batches(batches, torch.device("cpu"), workers=int(sys.argv[2]))
+    for index in range(5):
+        assert torch.equal(next(stream), batches[index])
+    if sys.argv[3] == "close":
+        stream.close()
+    print("done")
+"""
+
+
+@pytest.mark.parametrize(("workers", "ending"), [("0", "leave"), ("3", "close"), ("3", "leave")])
+def test_nothing_warns(batches: TokenBatches, tmp_path: Path, workers: str, ending: str) -> None:
+    script = tmp_path / "quiet.py"
+    script.write_text(QUIET)
+    command = [sys.executable, "-W", "error", str(script), str(batches.path), workers, ending]
+    paths = os.pathsep.join(path for path in sys.path if path)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": paths})
+    assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("workers", [0, 1, 3])
+def test_cuda_batches_hold_still_while_a_slow_step_reads_them(batches: TokenBatches, workers: int) -> None:
+    """The host runs far ahead: batches are dropped, and others copied, before the steps that read them have begun."""
+    wide = replace(batches, micro_batch=64, sequence=1024)
+    stream = stream_batches(wide, torch.device("cuda"), workers)
+    sums = []
+    for batch in islice(stream, 40):
+        torch.cuda._sleep(20_000_000)  # about 10 ms in which nothing is read
+        sums.append((batch * torch.arange(1, 1025, device="cuda")).sum(dim=(1, 2)))
+        del batch
+    stream.close()
+    weights = torch.arange(1, 1025)
+    assert torch.equal(torch.stack(sums).cpu(), torch.stack([(wide[i] * weights).sum(dim=(1, 2)) for i in range(40)]))

@@ -1,0 +1,104 @@
+"""tools/generate_docs.py: the committed pages are what the code says, and staleness is seen."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from types import ModuleType
+
+import pytest
+
+from redline.rungs import LADDER, find_rung
+
+
+@pytest.fixture(scope="module")
+def tool(repository) -> ModuleType:
+    spec = importlib.util.spec_from_file_location("generate_docs", repository / "tools" / "generate_docs.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_committed_documents_are_up_to_date(repository):
+    command = [sys.executable, "tools/generate_docs.py", "--check"]
+    done = subprocess.run(command, cwd=repository, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.fixture
+def copy(tool, tmp_path):
+    """A repository of its own to write into, with a README that has markers and no record yet."""
+    (tmp_path / "README.md").write_text(f"# redline\n\n{tool.BEGIN}\nold\n{tool.END}\n\nThe end.\n", encoding="utf-8")
+    return tmp_path
+
+
+def test_writing_then_checking_finds_nothing_stale(tool, copy, capsys):
+    assert tool.main(["--check"], root=copy) == 1
+    assert "make docs" in capsys.readouterr().out
+    assert tool.main([], root=copy) == 0
+    assert tool.main(["--check"], root=copy) == 0
+    assert {path.stem for path in (copy / "docs" / "rungs").iterdir()} == {"README", *(rung.name for rung in LADDER)}
+
+
+def test_an_edited_page_is_stale_and_named_with_its_difference(tool, copy, capsys):
+    tool.main([], root=copy)
+    page = copy / "docs" / "rungs" / "flash.md"
+    page.write_text(page.read_text(encoding="utf-8").replace("tiles", "towels"), encoding="utf-8")
+    assert tool.main(["--check"], root=copy) == 1
+    shown = capsys.readouterr().out
+    assert "docs/rungs/flash.md" in shown
+    assert "towels" in shown
+    assert "towels" in page.read_text(encoding="utf-8")  # --check writes nothing
+
+
+def test_the_page_of_a_rung_that_is_gone_is_stale_and_then_removed(tool, copy):
+    tool.main([], root=copy)
+    gone = copy / "docs" / "rungs" / "warp-drive.md"
+    gone.write_text("# warp-drive\n")
+    assert tool.main(["--check"], root=copy) == 1
+    assert tool.main([], root=copy) == 0
+    assert not gone.exists()
+
+
+def test_without_a_record_the_markers_are_left_empty(tool, copy):
+    tool.main([], root=copy)
+    text = (copy / "README.md").read_text(encoding="utf-8")
+    assert text == f"# redline\n\n{tool.BEGIN}\n{tool.END}\n\nThe end.\n"
+
+
+def test_the_table_of_a_record_lies_between_the_markers(tool, copy, monkeypatch):
+    (copy / "records").mkdir()
+    (copy / "records" / "a.json").write_text('{"rows": [], "workload": "gpt2", "date": "2026-11-14"}')
+    monkeypatch.setattr(tool, "ladder_table", lambda record: f"| {record['workload']} |\n")
+    for _ in range(2):  # the second time finds the first one's table and changes nothing
+        tool.main([], root=copy)
+        text = (copy / "README.md").read_text(encoding="utf-8")
+        assert text == f"# redline\n\n{tool.BEGIN}\n| gpt2 |\n{tool.END}\n\nThe end.\n"
+
+
+def test_a_readme_without_markers_is_left_alone(tool, copy):
+    (copy / "README.md").write_text("# redline\n")
+    tool.main([], root=copy)
+    assert (copy / "README.md").read_text() == "# redline\n"
+
+
+def test_the_newest_record_is_chosen_by_its_date_and_others_are_passed_over(tool, copy):
+    records = copy / "records"
+    records.mkdir()
+    (records / "z.json").write_text('{"rows": [], "workload": "tiny", "date": "2026-11-01"}')
+    (records / "a.json").write_text('{"rows": [], "workload": "gpt2", "date": "2026-11-14"}')
+    (records / "lint.json").write_text('{"findings": [], "date": "2027-01-01"}')
+    assert tool.newest_record(records)["workload"] == "gpt2"
+    assert tool.newest_record(copy / "absent") is None
+
+
+def test_a_page_says_what_the_class_says(tool):
+    page = tool.rung_page(find_rung("fp16"))
+    assert page.startswith("# fp16\n")
+    assert "GradScaler" in page
+    assert "rounding-only" in page
+    assert "| `loss_scaling` | `False` | `True` |" in page
+    assert "[bf16](bf16.md)" in page
+    assert "skipped. Measured beside" in page  # the docstring, without its indentation
+    assert "[fp16](fp16.md)" in tool.rung_page(find_rung("bf16"))

@@ -1,0 +1,178 @@
+"""The table of rungs: its order, what each rung changes, where each applies, and how a recipe folds into a plan."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from redline.core.errors import UserError
+from redline.core.plan import Plan
+from redline.core.workload import Shape
+from redline.rungs import LADDER, Maths, Rung, find_rung, plan_of, reference_plan
+
+ORDER = (
+    "baseline",
+    "tf32",
+    "no-sync",
+    "bf16",
+    "fp16",
+    "compile",
+    "flash",
+    "cudnn-attention",
+    "padded-vocab",
+    "tied-weights",
+    "fused-adamw",
+    "loader-workers",
+)
+HALF = replace(Plan(), autocast="bf16")  # the attention kernels take 16-bit inputs on a GPU
+every_rung = pytest.mark.parametrize("rung", LADDER, ids=lambda rung: rung.name)
+
+
+def applying(workload, hardware, plan=HALF):
+    return {rung.name for rung in LADDER if rung.needs(workload, hardware, plan) is None}
+
+
+def test_the_order_is_the_ladder_of_the_readme():
+    assert tuple(rung.name for rung in LADDER) == ORDER
+
+
+@every_rung
+def test_a_rung_explains_itself(rung):
+    assert type(rung).__doc__ != Rung.__doc__
+    assert len(type(rung).__doc__.split()) > 20
+    assert 0 < len(rung.title) <= 40
+    assert isinstance(rung.maths, Maths)
+
+
+@every_rung
+def test_only_the_baseline_leaves_the_plan_alone(rung):
+    changed = rung.apply(Plan()) != Plan()
+    assert changed == (rung.name != "baseline")
+
+
+@every_rung
+def test_applying_twice_is_applying_once(rung):
+    assert rung.apply(rung.apply(Plan())) == rung.apply(Plan())
+
+
+@every_rung
+def test_an_alternative_names_an_earlier_rung_and_overrides_it(rung):
+    if rung.instead_of is None:
+        assert not rung.stand_in
+        return
+    assert ORDER.index(rung.instead_of) < ORDER.index(rung.name)
+    assert rung.apply(find_rung(rung.instead_of).apply(Plan())) == rung.apply(Plan())
+
+
+def test_only_tied_weights_changes_the_maths():
+    assert [rung.name for rung in LADDER if rung.maths is Maths.CHANGES] == ["tied-weights"]
+    assert [rung.name for rung in LADDER if rung.maths is Maths.BIT_EXACT] == ["baseline", "no-sync", "loader-workers"]
+
+
+def test_what_applies_on_an_h200(tiny, h200):
+    assert applying(tiny, h200) == set(ORDER)
+
+
+def test_what_applies_on_a_t4(tiny, t4):
+    assert applying(tiny, t4) == set(ORDER) - {"tf32", "bf16", "flash", "cudnn-attention"}
+
+
+def test_what_applies_on_a_cpu(tiny, cpu):
+    assert applying(tiny, cpu, Plan()) == set(ORDER) - {"tf32", "no-sync", "fp16", "cudnn-attention"}
+
+
+@every_rung
+def test_a_refusal_is_a_readable_reason(rung, tiny, cpu, t4, h200):
+    for hardware, plan in itertools.product((cpu, t4, h200), (Plan(), HALF)):
+        reason = rung.needs(tiny, hardware, plan)
+        assert reason is None or len(reason.split()) >= 3
+
+
+def test_the_machines_own_reason_is_passed_on(tiny, cpu, t4):
+    assert find_rung("tf32").needs(tiny, cpu, Plan()) == cpu.missing["tf32"]
+    assert find_rung("bf16").needs(tiny, t4, Plan()) == "Tesla T4 has no bf16"
+
+
+@pytest.mark.parametrize("name", ["flash", "cudnn-attention"])
+def test_fused_attention_on_a_gpu_wants_16_bits(name, tiny, h200):
+    assert "16-bit" in find_rung(name).needs(tiny, h200, Plan())
+    assert find_rung(name).needs(tiny, h200, replace(Plan(), autocast="fp16")) is None
+
+
+def test_a_vocabulary_that_is_aligned_needs_no_padding(tiny, cpu):
+    aligned = replace(tiny, shape=replace(tiny.shape, vocab=256))
+    assert "256" in find_rung("padded-vocab").needs(aligned, cpu, Plan())
+
+
+def test_one_core_has_none_to_spare_for_a_loader(tiny, cpu):
+    assert "one core" in find_rung("loader-workers").needs(tiny, replace(cpu, cpu_cores=1), Plan())
+
+
+@given(
+    st.lists(st.sampled_from(ORDER), unique=True).flatmap(
+        lambda names: st.tuples(st.just(names), st.permutations(names))
+    )
+)
+@example((["bf16", "fp16"], ["fp16", "bf16"]))  # both write the same field
+def test_the_order_of_a_recipe_does_not_matter(pair):
+    names, shuffled = pair
+    assert plan_of(names) == plan_of(shuffled)
+
+
+def test_plan_of_the_whole_ladder():
+    plan = plan_of(name for name in ORDER if name not in ("fp16", "cudnn-attention"))
+    assert plan == Plan(
+        matmul_precision="high",
+        attention="flash",
+        tied=True,
+        vocab_multiple=128,
+        compile=True,
+        autocast="bf16",
+        optimizer="adamw-fused",
+        read_loss_every=10,
+        loader_workers=2,
+    )
+    assert plan_of(()) == plan_of(("baseline",)) == Plan()
+
+
+def test_fp16_brings_its_scaler():
+    assert plan_of(["fp16"]).loss_scaling
+    assert not plan_of(["bf16"]).loss_scaling
+
+
+@pytest.mark.parametrize(
+    ("rungs", "precision"),
+    [((), "fp32"), (("tf32",), "tf32"), (("tf32", "bf16"), "bf16"), (("fp16",), "fp16"), (("compile",), "fp32")],
+)
+def test_precision_is_the_coarsest_arithmetic(rungs, precision):
+    assert plan_of(rungs).precision == precision
+
+
+@pytest.mark.parametrize(("vocab", "rows"), [(50257, 50304), (257, 384), (256, 256), (1, 128)])
+def test_padded_rows(vocab, rows):
+    assert plan_of(["padded-vocab"]).vocab_rows(vocab) == rows
+    assert Plan().vocab_rows(vocab) == vocab
+
+
+def test_the_reference_keeps_only_what_changes_the_maths():
+    assert reference_plan(ORDER) == replace(Plan(), tied=True)
+    assert reference_plan(["tf32", "bf16", "flash"]) == Plan()
+
+
+@pytest.mark.parametrize("ask", [find_rung, lambda name: plan_of(["tf32", name]), lambda name: reference_plan([name])])
+def test_an_unknown_rung_is_answered_with_the_known_ones(ask):
+    with pytest.raises(UserError, match="unknown rung 'flsh'") as caught:
+        ask("flsh")
+    assert "did you mean 'flash'?" in caught.value.fix
+    assert all(name in caught.value.fix for name in ORDER)
+
+
+def test_shapes_that_cannot_be_are_refused():
+    with pytest.raises(UserError, match="3 heads do not divide d_model 32"):
+        Shape(layers=1, heads=3, d_model=32, d_ff=64, vocab=257, sequence=8)
+    with pytest.raises(UserError, match="layers is 0"):
+        Shape(layers=0, heads=2, d_model=32, d_ff=64, vocab=257, sequence=8)
