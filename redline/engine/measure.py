@@ -94,19 +94,24 @@ def measure_reference(bench: Bench) -> Measurement:
     """The loss curve in plain fp32. Takes the batch in halves, quarters, ... until it fits: memory must not decide
     whether a fast recipe at a large micro batch can be checked."""
     chunk = bench.job.recipe.micro_batch
-    while True:
-        try:
-            bench.report("reference", done=0, total=bench.job.check_steps)
-            plan = reference_plan(bench.job.recipe.rungs)
-            training = build(bench.job.workload, plan, **_batch_of(bench), chunk=chunk)
-            curve, _ = train_curve(bench, training, first=next(training.batches), phase="reference")
-            return Measurement(loss_curve=tuple(curve))
-        except torch.OutOfMemoryError:
-            if chunk == 1:
-                raise
-            training = None  # type: ignore[assignment]
-            chunk = -(-chunk // 2)
-            free_memory(bench.device)
+    while (curve := reference_curve(bench, chunk)) is None:
+        chunk = -(-chunk // 2)
+        free_memory(bench.device)
+    return Measurement(loss_curve=tuple(curve))
+
+
+def reference_curve(bench: Bench, chunk: int) -> list[float] | None:
+    """None when it does not fit. A function of its own, so that a failed attempt's tensors die with its frame."""
+    bench.report("reference", done=0, total=bench.job.check_steps)
+    try:
+        plan = reference_plan(bench.job.recipe.rungs)
+        training = build(bench.job.workload, plan, **_batch_of(bench), chunk=chunk)
+        curve, _ = train_curve(bench, training, first=next(training.batches), phase="reference")
+    except torch.OutOfMemoryError:
+        if chunk == 1:
+            raise
+        return None
+    return curve
 
 
 def train_curve(

@@ -67,7 +67,7 @@ class GPT(nn.Module):
     def __init__(
         self, shape: Shape, *, attention: str = "naive", tied: bool = True, vocab_rows: int | None = None
     ) -> None:
-        """`vocab_rows` above `shape.vocab` pads embedding and head; no token indexes the padding and no logit shows it."""
+        """`vocab_rows` above `shape.vocab` pads embedding and head: no token indexes the padding, no logit shows it."""
         super().__init__()
         self.shape = shape
         rows = vocab_rows or shape.vocab

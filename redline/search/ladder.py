@@ -47,7 +47,7 @@ class View(Protocol):
     def row_finished(self, row: dict[str, Any]) -> None: ...
 
 
-class Unanswered(Exception):
+class UnansweredError(Exception):
     """A job that no earlier run has answered, asked of a climb that may not start workers."""
 
 
@@ -87,7 +87,7 @@ class LadderRun:
 
         def ask(job: Job) -> Result:
             if job.key not in answered:
-                raise Unanswered(job.key)
+                raise UnansweredError(job.key)
             return answered[job.key]
 
         climb = Climb(self.workload, self.hardware, self.settings, ask)
@@ -95,7 +95,7 @@ class LadderRun:
             for _ in climb.rows():
                 pass
             finished = True
-        except Unanswered:
+        except UnansweredError:
             finished = False
         return ladder_document(climb, self.directory.read_run(), finished)
 

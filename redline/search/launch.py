@@ -7,6 +7,7 @@ A process per measurement keeps flags, allocator state, compile caches and crash
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -103,10 +104,8 @@ def _read_progress(stream: IO[bytes], last: dict[str, str], on_phase: OnPhase) -
 
 def kill_group(process: subprocess.Popen[bytes]) -> None:
     """The worker and whatever it started: loader workers and compiler processes share its session."""
-    try:
+    with contextlib.suppress(ProcessLookupError):  # all gone already
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass  # all gone already
     process.wait()
     if process.stdin is not None:
         process.stdin.close()
