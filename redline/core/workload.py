@@ -54,6 +54,7 @@ class Workload:
     learning_rate: float
     corpus: str = SAMPLE_CORPUS
     """SAMPLE_CORPUS or the path of a text file."""
+    warmup_steps: int = 20
     weight_decay: float = 0.1
     clip_norm: float = 1.0
     seed: int = 1337

@@ -12,6 +12,8 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 import multiprocessing.forkserver
+import os
+import threading
 import warnings
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
@@ -98,6 +100,7 @@ def _start_workers(
             prefetch_factor=2,
             pin_memory=device.type == "cuda",  # only page-locked memory can be copied while the host goes on
             multiprocessing_context=context,
+            worker_init_fn=_end_with_the_trainer,
             # The loader draws a seed for its workers. From the global generator it would shift every random number
             # the model draws afterwards, and a run with workers would differ from one without.
             generator=torch.Generator(),
@@ -140,3 +143,19 @@ def _worker_context() -> BaseContext:
     context.set_forkserver_preload(["torch.utils.data"])
     multiprocessing.forkserver.ensure_running()
     return context
+
+
+def _end_with_the_trainer(worker_id: int) -> None:
+    """In a worker: leave when the process that asked for batches is gone, even if it was killed.
+
+    torch's own watch is on the parent process id, which is the server's here, and the server stays as long as a worker
+    does: without this, a trainer killed by a time limit or for memory would leave them all behind for good.
+    """
+    trainer = multiprocessing.parent_process()  # the one that asked, not the server that forked us
+    assert trainer is not None
+
+    def leave_after(trainer: Any) -> None:
+        trainer.join()
+        os._exit(1)
+
+    threading.Thread(target=leave_after, args=(trainer,), daemon=True).start()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,7 +19,7 @@ from redline.data.batches import TokenBatches, stream_batches
 from redline.engine.step import LossOf, TrainStep
 from redline.model.gpt import GPT, initialise
 from redline.model.loss import next_token_loss
-from redline.optim import build_optimizer, reset_optimizer
+from redline.optim import build_optimizer, reset_optimizer, warm_up
 
 
 @dataclass
@@ -56,7 +57,13 @@ def build(
     )
     # 5. The step reads precision, scaling and synchronisation off the plan.
     step = TrainStep(
-        model=model, loss_of=loss_of, optimizer=optimizer, plan=plan, clip_norm=workload.clip_norm, chunk=chunk
+        model=model,
+        loss_of=loss_of,
+        optimizer=optimizer,
+        plan=plan,
+        learning_rate=partial(warm_up, peak=workload.learning_rate, warmup_steps=workload.warmup_steps),
+        clip_norm=workload.clip_norm,
+        chunk=chunk,
     )
     # 6. The loader comes last: its workers start when the first batch is asked for.
     batches = TokenBatches(path=tokens, micro_batch=micro_batch, sequence=workload.shape.sequence, seed=workload.seed)

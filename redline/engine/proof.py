@@ -41,7 +41,7 @@ def prove(training: Training, plan: Plan, device: torch.device) -> Proof:
 def profile_steps(training: Training, device: torch.device) -> list[dict[str, Any]]:
     """The events of a Chrome trace: the one public form that carries kernel names and input dtypes both."""
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device.type == "cuda" else [])
-    with profile(activities=activities, record_shapes=True) as profiler:
+    with profile(activities=activities, record_shapes=True, acc_events=True) as profiler:
         for _ in range(PROFILED_STEPS):
             training.step(next(training.batches))
         if device.type == "cuda":
@@ -86,7 +86,7 @@ def count_syncs(training: Training) -> float:
                 training.step(next(training.batches))
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    return sum("synchronizing" in str(warning.message) for warning in caught) / SYNC_STEPS
+    return sum("called a synchronizing" in str(warning.message) for warning in caught) / SYNC_STEPS
 
 
 def graph_breaks() -> int:

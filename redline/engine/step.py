@@ -1,6 +1,6 @@
 """One training step. The ladder times this object and the trainer runs it: there is no second copy of the loop.
 
-step = TrainStep(model=model, loss_of=loss_of, optimizer=optimizer, plan=plan, clip_norm=1.0)
+step = TrainStep(model=model, loss_of=loss_of, optimizer=optimizer, plan=plan, learning_rate=..., clip_norm=1.0)
 loss = step(batch)        # a tensor on the device; reading it makes the host wait
 """
 
@@ -28,12 +28,13 @@ class TrainStep:
         loss_of: LossOf,
         optimizer: torch.optim.Optimizer,
         plan: Plan,
+        learning_rate: Callable[[int], float],
         clip_norm: float,
         chunk: int | None = None,
     ) -> None:
         """`chunk` splits a batch into pieces of that many sequences whose gradients are added up."""
         self.model, self.loss_of, self.optimizer, self.plan = model, loss_of, optimizer, plan
-        self.clip_norm, self.chunk = clip_norm, chunk
+        self.learning_rate, self.clip_norm, self.chunk = learning_rate, clip_norm, chunk
         self.parameters = list(model.parameters())
         self.device = self.parameters[0].device
         self.last_read_loss = math.nan
@@ -71,6 +72,8 @@ class TrainStep:
         return total
 
     def apply_gradients(self) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.learning_rate(self.steps_taken)
         nn.utils.clip_grad_norm_(self.parameters, self.clip_norm)
         self.scaler.step(self.optimizer)
         self.scaler.update()

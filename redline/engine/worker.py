@@ -56,7 +56,8 @@ def open_progress() -> Any:
 
 
 def leave_with_parent() -> None:
-    sys.stdin.buffer.read()  # returns when the parent closes the pipe, which it does only by ending
+    while os.read(0, 1024):  # empty when the parent closes the pipe, which it does only by ending
+        pass
     os._exit(1)
 
 

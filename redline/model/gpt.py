@@ -89,6 +89,8 @@ class GPT(nn.Module):
         for block in self.h:
             x = block(x, future)
         logits = self.lm_head(self.ln_f(x))
+        if logits.size(-1) == self.shape.vocab:
+            return logits  # slicing nothing off would still copy all of the gradient
         return logits[..., : self.shape.vocab]  # [B, T, V]: the padding ends here, so the loss is the unpadded model's
 
 
