@@ -63,7 +63,7 @@ def add_ladder(commands: Any) -> None:
     ladder = commands.add_parser(
         "ladder",
         help="measure each optimisation on this machine, one rung at a time",
-        description="Measure each optimisation on this machine, one rung at a time; check that training is still right.",
+        description="Measure each optimisation on this machine, one rung at a time; check that training stays right.",
         epilog="Exit codes: 0 done; 1 a rung came out as different or nothing could be measured; 2 a mistake in the "
         "command; 130 interrupted (continue with --resume).",
     )
@@ -93,7 +93,7 @@ def add_ladder(commands: Any) -> None:
     ladder.add_argument(
         "--keep",
         choices=("faster", "all"),
-        help="faster (default): a rung that slows training down is shown, not climbed on; all: every rung that works stays",
+        help="faster (default): a rung that slows training is shown, not climbed on; all: every rung that works stays",
     )
     ladder.add_argument(
         "--repeats",

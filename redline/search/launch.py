@@ -59,6 +59,9 @@ def worker_environment(run: RunDirectory, job: Job) -> dict[str, str]:
     Only repeats of the very same job share one."""
     cache = cache_folder(run) / replace(job, repeat=0).key
     return {
+        # Inductor compiles a test program per vector instruction set into every new cache: ten seconds on two cores to
+        # learn what the CPU's own flags say. The user's setting wins.
+        "TORCHINDUCTOR_VEC_ISA_OK": "1",
         **os.environ,
         "PYTHONPATH": worker_path(),
         "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
