@@ -53,6 +53,8 @@ class Proof:
     """What really ran, read off a profile, the compiler's counters and torch's sync debug mode."""
 
     attention: str | None = None
+    matmul: str | None = None
+    """The matmul kernel that took most of the time (GPU only)."""
     matmul_dtypes: tuple[str, ...] = ()
     graph_breaks: int | None = None
     syncs_per_step: float | None = None

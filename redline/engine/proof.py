@@ -22,6 +22,7 @@ from redline.engine.build import Training
 PROFILED_STEPS = 2
 SYNC_STEPS = 10  # a whole cycle of the no-sync rung, so that its one read counts as a tenth
 MATMUL_LEAVES = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
+MATMUL_WORDS = ("gemm", "nvjet", "cutlass", "xmma")  # cuBLAS, old and new, and CUTLASS
 SHORT_DTYPES = {"float": "fp32", "c10::BFloat16": "bf16", "c10::Half": "fp16", "double": "fp64"}
 # Parts of the names of fused attention kernels: torch's flash, cuDNN's and the memory-efficient ones.
 ATTENTION_WORDS = ("attention", "sdpa", "flash_fwd", "fmha", "flash::")
@@ -32,6 +33,7 @@ def prove(training: Training, plan: Plan, device: torch.device) -> Proof:
     events = profile_steps(training, device)
     return Proof(
         attention=attention_kernel(events),
+        matmul=longest_matmul(events),
         matmul_dtypes=matmul_dtypes(events),
         graph_breaks=graph_breaks() if plan.compile else None,
         syncs_per_step=syncs,
@@ -63,6 +65,16 @@ def attention_kernel(events: list[dict[str, Any]]) -> str | None:
     if names:
         return names.most_common(1)[0][0]
     return "bmm + softmax" if any(name in ("aten::bmm", "aten::baddbmm") for name in _names(events, "cpu_op")) else None
+
+
+def longest_matmul(events: list[dict[str, Any]]) -> str | None:
+    """Its name tells what its inputs' dtypes cannot: whether fp32 inputs went through TF32."""
+    spent: Counter[str] = Counter()
+    for event in events:
+        name = str(event.get("name"))
+        if event.get("cat") == "kernel" and any(word in name.lower() for word in MATMUL_WORDS):
+            spent[_short(name)] += event.get("dur", 0)
+    return spent.most_common(1)[0][0] if spent else None
 
 
 def matmul_dtypes(events: list[dict[str, Any]]) -> tuple[str, ...]:

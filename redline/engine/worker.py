@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import threading
+import time
 import traceback
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ def main(folder: Path) -> int:
         write_atomically(folder / "failure.json", json.dumps(to_json(describe(error))))
         return 1
     write_atomically(folder / "measurement.json", json.dumps(to_json(measurement)))
+    report("done")
     return 0
 
 
@@ -48,8 +50,13 @@ def open_progress() -> Any:
     """Keep the real standard output for progress and point everybody else's at the log."""
     stream = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
+    started, last = time.monotonic(), ""
 
     def report(phase: str, done: int | None = None, total: int | None = None, seconds: float | None = None) -> None:
+        nonlocal last
+        if phase != last:
+            print(f"{time.monotonic() - started:7.1f} s  {phase}", file=sys.stderr, flush=True)
+            last = phase
         stream.write(json.dumps({"phase": phase, "done": done, "total": total, "seconds": seconds}) + "\n")
 
     return report
