@@ -19,7 +19,7 @@ from redline.core.measurement import Proof
 from redline.core.plan import Plan
 from redline.engine.build import Training
 
-PROFILED_STEPS = 2
+PROFILED_STEPS = 1
 SYNC_STEPS = 10  # a whole cycle of the no-sync rung, so that its one read counts as a tenth
 MATMUL_LEAVES = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
 MATMUL_WORDS = ("gemm", "nvjet", "cutlass", "xmma")  # cuBLAS, old and new, and CUTLASS

@@ -7,7 +7,7 @@ loss = step(batch)        # a tensor on the device; reading it makes the host wa
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -59,17 +59,20 @@ class TrainStep:
 
     def compute_gradients(self, batch: torch.Tensor) -> torch.Tensor:
         """Unscaled, unclipped gradients of the mean loss in every parameter's .grad."""
-        pieces = batch.split(self.chunk or batch.size(1), dim=1)
-        total = torch.zeros((), device=self.device)
-        for piece in pieces:
-            with self._autocast():
-                loss = self.loss_of(piece[0], piece[1])
-            if len(pieces) > 1:
-                loss = loss * (piece.size(1) / batch.size(1))
-            self.scaler.scale(loss).backward()  # outside autocast: the backward follows the forward's dtypes
-            total = total + loss.detach()
+        losses = [self._backward(piece, piece.size(1) / batch.size(1)) for piece in self._pieces(batch)]
         self.scaler.unscale_(self.optimizer)
-        return total
+        return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
+
+    def _pieces(self, batch: torch.Tensor) -> Sequence[torch.Tensor]:
+        return [batch] if self.chunk is None else batch.split(self.chunk, dim=1)
+
+    def _backward(self, piece: torch.Tensor, share: float) -> torch.Tensor:
+        """Adds a piece's gradients, weighted by its share of the batch, and returns its share of the loss."""
+        with self._autocast():
+            loss = self.loss_of(piece[0], piece[1])
+        loss = loss if share == 1 else loss * share
+        self.scaler.scale(loss).backward()  # outside autocast: the backward follows the forward's dtypes
+        return loss.detach()
 
     def apply_gradients(self) -> None:
         for group in self.optimizer.param_groups:

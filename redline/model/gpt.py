@@ -33,9 +33,8 @@ class SelfAttention(nn.Module):
 
     def forward(self, x: torch.Tensor, future: torch.Tensor) -> torch.Tensor:
         B, T, C = x.shape
-        q, k, v = (
-            self.c_attn(x).view(B, T, 3, self.heads, C // self.heads).permute(2, 0, 3, 1, 4)
-        )  # each [B, heads, T, d]
+        qkv = self.c_attn(x).split(C, dim=2)
+        q, k, v = (part.view(B, T, self.heads, C // self.heads).transpose(1, 2) for part in qkv)  # [B, heads, T, d]
         y = self.attend(q, k, v, future)
         return self.c_proj(y.transpose(1, 2).reshape(B, T, C))
 
@@ -67,7 +66,7 @@ class GPT(nn.Module):
     def __init__(
         self, shape: Shape, *, attention: str = "naive", tied: bool = True, vocab_rows: int | None = None
     ) -> None:
-        """`vocab_rows` above `shape.vocab` pads embedding and head: no token indexes the padding, no logit shows it."""
+        """`vocab_rows` above `shape.vocab` pads embedding and head; logits of the padding are -inf."""
         super().__init__()
         self.shape = shape
         rows = vocab_rows or shape.vocab
@@ -81,6 +80,10 @@ class GPT(nn.Module):
         self.register_buffer(
             "future", torch.ones(shape.sequence, shape.sequence, dtype=torch.bool).triu(1), persistent=False
         )
+        # A bias of -inf gives the padding probability zero, exactly: the loss is the unpadded model's and no sampler
+        # can draw it. The matmul adds a bias for nothing; masking or slicing the logits is another pass over them.
+        padding = torch.where(torch.arange(rows) < shape.vocab, 0.0, -torch.inf) if rows > shape.vocab else None
+        self.register_buffer("padding", padding, persistent=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         T = tokens.size(1)
@@ -88,10 +91,7 @@ class GPT(nn.Module):
         x = self.wte(tokens) + self.wpe(torch.arange(T, device=tokens.device))  # [B, T, C]
         for block in self.h:
             x = block(x, future)
-        logits = self.lm_head(self.ln_f(x))
-        if logits.size(-1) == self.shape.vocab:
-            return logits  # slicing nothing off would still copy all of the gradient
-        return logits[..., : self.shape.vocab]  # [B, T, V]: the padding ends here, so the loss is the unpadded model's
+        return F.linear(self.ln_f(x), self.lm_head.weight, self.padding)  # type: ignore[arg-type]  # [B, T, rows]
 
 
 @torch.no_grad()

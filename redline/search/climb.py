@@ -157,8 +157,8 @@ class Climb:
         current = self.current if self.finished else None
         assert row.equivalence is not None
         if row.name == AGAIN:
-            row.kept = False
-        elif row.equivalence.verdict == "different":
+            return  # it adds nothing to a recipe
+        if row.equivalence.verdict == "different":
             row.kept, row.reason = False, row.equivalence.detail
         elif current is None or not current.measurements:
             row.kept = True

@@ -1,0 +1,187 @@
+"""A plan becomes code in one place: every field reaches its part, one attention backend is left on, and `restore` is
+step 0 again to the bit."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import torch
+
+import redline.engine.build as build_module
+from redline.core.plan import Plan
+from redline.core.workload import Workload
+from redline.engine.build import Training, build, pin_attention
+from redline.model.attention import ATTENTION
+from redline.model.gpt import GPT
+
+Train = Callable[..., Training]
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(),
+        Plan(tied=True, vocab_multiple=128),
+        Plan(optimizer="adamw-foreach"),
+        Plan(optimizer="adamw-fused", attention="flash"),
+        Plan(autocast="bf16", loss_scaling=True, read_loss_every=2),
+    ],
+    ids=["plain", "tied padded", "foreach", "fused flash", "bf16 scaled"],
+)
+def test_restore_gives_the_same_steps_again_bit_for_bit(train: Train, plan: Plan) -> None:
+    training = train(plan)
+    batches = list(itertools.islice(training.batches, 4))
+    places = [parameter.data_ptr() for parameter in training.model.parameters()]
+    first = [training.step(batch) for batch in batches]
+    first_weights = [parameter.detach().clone() for parameter in training.model.parameters()]
+
+    training.step.compute_gradients(batches[0])  # gradients left behind by the check of step 0 must go too
+    training.restore()
+    assert all(parameter.grad is None for parameter in training.model.parameters())
+    again = [training.step(batch) for batch in batches]
+    assert torch.equal(torch.stack(again), torch.stack(first))
+    assert all(map(torch.equal, training.model.parameters(), first_weights))
+    assert places == [parameter.data_ptr() for parameter in training.model.parameters()], "compiled code holds these"
+
+
+def test_restore_is_what_a_new_training_starts_with(train: Train) -> None:
+    used, new = train(Plan()), train(Plan())
+    for _ in range(3):
+        used.step(next(used.batches))
+    used.restore()
+    assert all(map(torch.equal, used.model.parameters(), new.model.parameters()))
+    assert used.step.steps_taken == new.step.steps_taken == 0
+
+
+@pytest.mark.parametrize("backend", ["flash", "cudnn"])
+def test_pinning_leaves_exactly_one_backend_on(backend: str) -> None:
+    pin_attention(backend)
+    cuda = torch.backends.cuda
+    assert {
+        "flash": cuda.flash_sdp_enabled(),
+        "cudnn": cuda.cudnn_sdp_enabled(),
+        "efficient": cuda.mem_efficient_sdp_enabled(),
+        "math": cuda.math_sdp_enabled(),
+    } == {"flash": backend == "flash", "cudnn": backend == "cudnn", "efficient": False, "math": False}
+
+
+def test_a_naive_plan_pins_nothing(train: Train) -> None:
+    def switches() -> list[bool]:
+        cuda = torch.backends.cuda
+        return [cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled()]
+
+    before = switches()
+    train(Plan())
+    assert switches() == before
+
+
+@pytest.mark.parametrize("precision", ["highest", "high"])
+def test_matmul_precision_reaches_the_process(train: Train, precision: str) -> None:
+    train(Plan(matmul_precision=precision))
+    assert torch.get_float32_matmul_precision() == precision
+
+
+@pytest.mark.parametrize("attention", ATTENTION)
+def test_attention_reaches_every_block(train: Train, attention: str) -> None:
+    model = train(Plan(attention=attention)).model
+    assert all(block.attn.attend is ATTENTION[attention] for block in model.h)
+
+
+@pytest.mark.parametrize(("multiple", "rows"), [(1, 257), (64, 320), (128, 384)])
+@pytest.mark.parametrize("tied", [False, True])
+def test_padding_and_tying_reach_the_model(train: Train, tied: bool, multiple: int, rows: int) -> None:
+    model = train(Plan(tied=tied, vocab_multiple=multiple)).model
+    assert model.wte.weight.shape[0] == model.lm_head.weight.shape[0] == rows
+    assert (model.wte.weight is model.lm_head.weight) == tied
+
+
+@pytest.mark.parametrize("optimizer", ["adamw-loop", "adamw-foreach", "adamw-fused"])
+def test_the_optimizer_reaches_the_step(train: Train, small: Workload, optimizer: str) -> None:
+    training = train(Plan(optimizer=optimizer))
+    defaults = training.step.optimizer.defaults
+    assert (bool(defaults["fused"]), bool(defaults["foreach"])) == (
+        optimizer == "adamw-fused",
+        optimizer == "adamw-foreach",
+    )
+    assert [group["weight_decay"] for group in training.step.optimizer.param_groups] == [small.weight_decay, 0.0]
+    held = {id(parameter) for group in training.step.optimizer.param_groups for parameter in group["params"]}
+    assert held == {id(parameter) for parameter in training.model.parameters()}
+
+
+def test_step_fields_reach_the_step(train: Train, small: Workload) -> None:
+    step = train(Plan(autocast="bf16", loss_scaling=True, read_loss_every=7), chunk=2).step
+    assert (step.plan.autocast, step.plan.read_loss_every, step.chunk) == ("bf16", 7, 2)
+    assert step.scaler.is_enabled()
+    assert step.clip_norm == small.clip_norm
+    rate = small.learning_rate
+    assert [step.learning_rate(k) for k in (0, 19, 1000)] == pytest.approx([rate / 20, rate, rate])
+    assert not train(Plan()).step.scaler.is_enabled()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_workers_reach_the_loader(small: Workload, tokens: Path, monkeypatch: pytest.MonkeyPatch, workers: int) -> None:
+    seen = {}
+
+    def stream(batches: object, device: torch.device, workers: int) -> object:
+        seen.update(batches=batches, device=device, workers=workers)
+        return iter(())
+
+    monkeypatch.setattr(build_module, "stream_batches", stream)
+    build(small, Plan(loader_workers=workers), micro_batch=5, tokens=tokens, device=CPU)
+    assert (seen["workers"], seen["device"]) == (workers, CPU)
+    asked = seen["batches"]
+    assert (asked.path, asked.seed, asked.micro_batch, asked.sequence) == (tokens, small.seed, 5, small.shape.sequence)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_only_a_compiled_plan_is_compiled(train: Train, monkeypatch: pytest.MonkeyPatch, compiled: bool) -> None:
+    asked: list[GPT] = []
+
+    def compile_loss(model: GPT) -> object:
+        asked.append(model)
+        return "the compiled loss"
+
+    monkeypatch.setattr(build_module, "compile_loss", compile_loss)
+    training = train(Plan(compile=compiled))
+    assert asked == ([training.model] if compiled else [])
+    assert (training.step.loss_of == "the compiled loss") == compiled
+
+
+def test_switches_come_before_the_model(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+    order = []
+    for name in ("switch_process", "build_model", "build_optimizer", "stream_batches"):
+        real = getattr(build_module, name)
+        monkeypatch.setattr(
+            build_module, name, lambda *words, _n=name, _r=real, **more: (order.append(_n), _r(*words, **more))[1]
+        )
+    train(Plan())
+    assert order == ["switch_process", "build_model", "build_optimizer", "stream_batches"]
+
+
+def test_every_field_of_a_plan_is_covered_above() -> None:
+    """A new knob needs a line here, and a test that it reaches its place."""
+    assert {field.name for field in fields(Plan)} == {
+        "matmul_precision",
+        "attention",
+        "tied",
+        "vocab_multiple",
+        "compile",
+        "autocast",
+        "loss_scaling",
+        "optimizer",
+        "read_loss_every",
+        "loader_workers",
+    }
+
+
+def test_closing_ends_the_stream(train: Train) -> None:
+    training = train(Plan())
+    next(training.batches)
+    training.close()
+    with pytest.raises(StopIteration):
+        next(training.batches)

@@ -1,0 +1,613 @@
+"""The command line in this process, with a machine and workers that are made up: words in, exit code and streams out.
+
+A mistake leaves with exit code 2 and three lines on standard error, prints nothing else and writes nothing at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import shutil
+import signal
+import tempfile
+from pathlib import Path
+
+import numpy
+import pytest
+
+import redline
+from redline import cli
+from redline.core.errors import UserError
+from redline.core.job import RunDirectory
+from redline.core.measurement import Failure, GradientCheck, Measurement
+from redline.rungs import LADDER
+from redline.search import ladder as ladder_module
+
+VERSIONS = {"redline": "0.1.0", "python": "3.11.7", "torch": "2.13.0", "cuda": None}
+START = 5.6  # near ln 257 = 5.549
+GRADIENTS = GradientCheck(
+    loss=START,
+    reference_loss=START,
+    error=0.0,
+    yardstick=0.0,
+    tensor_errors={"wte": 0.0},
+    tensor_yardsticks={"wte": 0.0},
+)
+
+
+@pytest.fixture(autouse=True)
+def workplace(tmp_path, monkeypatch):
+    """An empty current folder, so that a default run directory would show; the signal handler main sets is undone."""
+    before = signal.getsignal(signal.SIGTERM)
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    yield tmp_path
+    signal.signal(signal.SIGTERM, before)
+
+
+class Workers:
+    """Stands in for `launch`: every recipe runs, each rung a tenth faster."""
+
+    def __init__(self):
+        self.jobs = []
+        self.stop_at = None
+        self.failures, self.curves = {}, {}
+
+    def launch(self, run, job, timeout_seconds, on_phase):
+        if self.stop_at == len(self.jobs):
+            raise KeyboardInterrupt
+        self.jobs.append(job)
+        on_phase("timing", done=None, total=10, seconds=4.0)
+        last = job.recipe.rungs[-1] if job.recipe.rungs else "baseline"
+        if last in self.failures and job.kind == "measure":
+            return self.failures[last]
+        curve = tuple(START - 0.1 * step for step in range(job.check_steps))
+        curve = self.curves.get(last, curve) if job.kind == "measure" else curve
+        steps = (0.9 ** len(job.recipe.rungs),) * (job.timed_steps or 8)
+        pair = True if job.bit_exact_rung else None
+        return Measurement(loss_curve=curve, step_seconds=steps, gradients=GRADIENTS, pair_bitwise=pair)
+
+
+@pytest.fixture
+def workers(monkeypatch):
+    workers = Workers()
+    monkeypatch.setattr(ladder_module, "launch", workers.launch)
+    return workers
+
+
+@pytest.fixture
+def machine(monkeypatch, cpu):
+    """What the probe says; change it to move to another machine. No process is started."""
+    seen = {"hardware": cpu, "versions": VERSIONS}
+    monkeypatch.setattr(ladder_module, "probe_machine", lambda device: (seen["hardware"], seen["versions"]))
+    monkeypatch.setattr(ladder_module, "launch", lambda *_: pytest.fail("a worker was started"))
+    return seen
+
+
+@pytest.fixture
+def redline_command(capsys):
+    def call(*words):
+        capsys.readouterr()
+        code = cli.main([str(word) for word in words])
+        shown = capsys.readouterr()
+        return code, shown.out, shown.err
+
+    return call
+
+
+def everything_in(folder: Path) -> dict[str, bytes | None]:
+    """Every path below, with the bytes of files."""
+    return {str(path): path.read_bytes() if path.is_file() else None for path in sorted(folder.rglob("*"))}
+
+
+@pytest.fixture
+def mistake(redline_command, machine, workplace):
+    """Calls redline with a mistake and returns what it said, after checking how it said it."""
+
+    def call(*words):
+        before = everything_in(workplace)
+        code, out, err = redline_command(*words)
+        assert code == 2, err
+        assert out == ""
+        lines = err.splitlines()
+        assert [line[:9] for line in lines] == ["problem: ", "why:     ", "fix:     "], err
+        assert all(len(line.strip()) > 9 for line in lines)
+        assert everything_in(workplace) == before
+        return {"problem": lines[0][9:], "why": lines[1][9:], "fix": lines[2][9:]}
+
+    return call
+
+
+# mistakes: words
+
+
+def test_an_unknown_workload(mistake):
+    said = mistake("ladder", "gpt2-medum")
+    assert said["problem"] == "unknown workload 'gpt2-medum'"
+    assert "did you mean 'gpt2-medium'?" in said["fix"]
+    assert all(name in said["fix"] for name in ("tiny", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"))
+    mistake("ladder", "")
+
+
+@pytest.mark.parametrize("option", ["--rungs", "--without"])
+@pytest.mark.parametrize("words", ["flsh", "tf32,flsh", "tf32, flsh ,bf16", "flsh,"])
+def test_an_unknown_rung(mistake, option, words):
+    said = mistake("ladder", "tiny", option, words)
+    assert said["problem"] == "unknown rung 'flsh'"
+    assert said["fix"].startswith("did you mean 'flash'? known: ")
+    assert all(rung.name in said["fix"] for rung in LADDER)
+
+
+@pytest.mark.parametrize("option", ["--micro-batch", "--repeats", "--steps", "--check-steps"])
+@pytest.mark.parametrize("value", ["0", "-1", "text", "1.5", "", "nan"])
+def test_counts_are_whole_numbers_from_1(mistake, option, value):
+    said = mistake("ladder", "tiny", option, value)
+    assert option.strip("-").replace("-", " ") in said["problem"].replace("-", " ")
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "-0.5", "nan", "text", ""])
+def test_a_time_limit_is_a_positive_number(mistake, value):
+    assert "timeout" in mistake("ladder", "tiny", f"--timeout={value}")["problem"]
+
+
+def test_the_python_function_checks_its_time_limit_too(machine, workplace):
+    before = everything_in(workplace)
+    for seconds in (0, -1.0, float("nan")):
+        with pytest.raises(UserError, match="timeout"):
+            redline.ladder("tiny", timeout_seconds=seconds)
+    assert everything_in(workplace) == before
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ((), "COMMAND"),
+        (("climb",), "'climb'"),
+        (("ladder", "tiny", "--faster"), "--faster"),
+        (("ladder", "tiny", "gpt2"), "gpt2"),
+        (("ladder", "--device", "tpu"), "'tpu'"),
+        (("ladder", "--keep", "slower"), "'slower'"),
+        (("ladder", "--out"), "--out"),
+        (("report",), "DIR"),
+        (("report", "a", "b"), "b"),
+        (("--json",), "COMMAND"),
+    ],
+    ids=str,
+)
+def test_words_that_are_no_command(mistake, words, named):
+    said = mistake(*words)
+    assert named in said["problem"]
+    assert "--help" in said["fix"]
+
+
+def test_debug_shows_the_traceback_before_the_three_lines(redline_command, machine):
+    code, out, err = redline_command("ladder", "nope", "--debug")
+    assert (code, out) == (2, "")
+    assert "Traceback" in err
+    assert [line[:9] for line in err.splitlines()[-3:]] == ["problem: ", "why:     ", "fix:     "]
+
+
+# mistakes: the text
+
+
+def test_a_corpus_that_cannot_be_read(mistake, workplace):
+    assert "No such file" in mistake("ladder", "tiny", "--data", workplace / "absent.txt")["why"]
+    assert "directory" in mistake("ladder", "tiny", "--data", workplace)["why"]
+    assert "'sample'" in mistake("ladder", "tiny", "--data", "")["fix"]
+    assert "regular file" in mistake("ladder", "tiny", "--data", "/dev/zero")["why"]
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (b"", "is empty"),
+        (b"PK\x03\x04\x00\x00", "is not UTF-8 text"),
+        (b"caf\xe9 au lait " * 100, "is not UTF-8 text"),
+        (b"too short", "is too short"),
+        (b"x" * 256, "is too short"),  # 256 bytes and the end of text: one token short of two windows
+    ],
+    ids=["empty", "binary", "latin1", "short", "one short"],
+)
+def test_a_corpus_that_is_no_text_to_train_on(mistake, workplace, content, problem):
+    corpus = workplace / "corpus.txt"
+    corpus.write_bytes(content)
+    assert problem in mistake("ladder", "tiny", "--data", corpus)["problem"]
+
+
+# mistakes: the recipe
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("not json", "is not a recipe"),
+        ("[]", "is not a recipe"),
+        ('{"rungs": ["tf32"]}', "is not a recipe"),
+        ('{"rungs": "tf32", "micro_batch": 4}', "is not a recipe"),
+        ('{"rung": ["tf32"], "micro_batch": 4}', "is not a recipe"),
+        ('{"rungs": ["tf32"], "micro_batch": 0}', "micro batch is 0"),
+        ('{"rungs": ["tf32", "flsh"], "micro_batch": 4}', "unknown rung 'flsh'"),
+        ('{"rungs": ["bf16", "fp16"], "micro_batch": 4}', "bf16"),
+        ('{"rungs": ["cudnn-attention", "bf16", "flash"], "micro_batch": 4}', "cudnn-attention"),
+    ],
+)
+def test_a_recipe_that_is_none(mistake, workplace, text, named):
+    recipe = workplace / "recipe.json"
+    recipe.write_text(text)
+    assert named in mistake("ladder", "tiny", "--from", recipe)["problem"]
+
+
+def test_a_recipe_that_is_not_there(mistake, workplace):
+    assert "No such file" in mistake("ladder", "tiny", "--from", workplace / "absent.json")["why"]
+    assert "directory" in mistake("ladder", "tiny", "--from", workplace)["why"]
+
+
+# mistakes: where to write
+
+
+def test_a_place_that_is_taken(mistake, workplace):
+    (workplace / "full").mkdir()
+    (workplace / "full" / "thesis.txt").write_text("all of it")
+    said = mistake("ladder", "tiny", "--out", workplace / "full")
+    assert said["problem"].endswith("is already in use")
+    assert "--resume" in said["fix"]
+    mistake("ladder", "tiny", "--out", workplace / "full" / "thesis.txt")
+
+
+@pytest.mark.parametrize("out", ["file/run", "/proc/run", "new/" + "x" * 300])
+def test_a_place_that_cannot_be(mistake, workplace, out):
+    """Not even the folders above it, when the last of them cannot be made."""
+    (workplace / "file").touch()
+    said = mistake("ladder", "tiny", "--out", workplace / out)
+    assert said["problem"].startswith("cannot write the run directory")
+
+
+@contextlib.contextmanager
+def unprivileged():
+    """Permissions do not stop root, so tests run by root put their privileges down for a moment."""
+    own = os.geteuid()
+    if own == 0:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(own)
+
+
+def test_a_place_without_permission(redline_command, machine):
+    folder = Path(tempfile.mkdtemp())  # not tmp_path: only its owner may pass its parents
+    folder.chmod(0o555)
+    try:
+        with unprivileged():
+            code, out, err = redline_command("ladder", "tiny", "--out", folder / "deep" / "run")
+        assert (code, out) == (2, "")
+        assert err.splitlines()[1] == "why:     Permission denied"
+        assert "--out" in err.splitlines()[2]
+    finally:
+        folder.chmod(0o700)
+        folder.rmdir()  # fails if anything was left in it
+
+
+def test_a_disk_that_is_full_leaves_nothing(mistake, workplace, monkeypatch):
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(numpy, "save", full)
+        assert mistake("ladder", "tiny", "--out", workplace / "run")["why"] == "No space left on device"
+    with monkeypatch.context() as patch:
+        patch.setattr(RunDirectory, "write", full)
+        assert mistake("ladder", "tiny", "--out", workplace / "run")["why"] == "No space left on device"
+
+
+def test_a_name_with_a_line_end_stays_on_its_line(mistake, workplace):
+    (workplace / "two\nlines").touch()
+    mistake("ladder", "tiny", "--out", workplace / "two\nlines")
+    mistake("ladder", "tiny", "--from", workplace / "no\nrecipe")
+    mistake("ladder", "two\nlines")
+
+
+# mistakes: a run that is none
+
+
+@pytest.mark.parametrize("words", [("ladder", "--resume"), ("report",)], ids=["resume", "report"])
+class TestNoRun:
+    def test_absent_or_something_else(self, mistake, workplace, words):
+        (workplace / "file").touch()
+        for path in (workplace, workplace / "absent", workplace / "file"):
+            said = mistake(*words, path)
+            assert said["problem"] == f"{path} is not a run directory"
+
+    @pytest.mark.parametrize("text", [b"", b'{"half', b"\xff\xfe\x00", b"PK\x03\x04"])
+    def test_damaged(self, mistake, workplace, words, text):
+        (workplace / "run.json").write_bytes(text)
+        assert mistake(*words, workplace)["problem"].endswith("run.json is damaged")
+
+    @pytest.mark.parametrize("text", ["[]", "null", "3", '"run"', "{}", '{"workload": {}}', '{"workload": null}'])
+    def test_json_of_something_else(self, mistake, workplace, words, text):
+        (workplace / "run.json").write_text(text)
+        assert "not a ladder this version can read" in mistake(*words, workplace)["problem"]
+
+    @pytest.mark.parametrize("key", ["workload", "hardware", "settings", "versions", "command", "date"])
+    def test_a_part_is_missing(self, mistake, finished_run, words, key):
+        rewrite(finished_run, lambda run: run.pop(key))
+        assert "not a ladder this version can read" in mistake(*words, finished_run)["problem"]
+
+    @pytest.mark.parametrize("key", ["workload", "hardware", "settings"])
+    def test_a_part_of_another_version(self, mistake, finished_run, words, key):
+        rewrite(finished_run, lambda run: run[key].update(colour="red"))
+        said = mistake(*words, finished_run)
+        assert "has no field colour" in said["why"]
+
+
+def rewrite(run: Path, change) -> None:
+    document = json.loads((run / "run.json").read_text())
+    change(document)
+    (run / "run.json").write_text(json.dumps(document))
+
+
+@pytest.fixture
+def finished_run(redline_command, machine, workplace, monkeypatch) -> Path:
+    """A finished ladder of two rows."""
+    with monkeypatch.context() as patch:
+        patch.setattr(ladder_module, "launch", Workers().launch)
+        assert redline_command("ladder", "tiny", "--rungs", "compile", "--out", workplace / "run", "--json")[0] == 0
+    return workplace / "run"
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (("tiny",), "workload"),
+        (("--rungs", "tf32"), "--rungs"),
+        (("--rungs", ""), "--rungs"),
+        (("--without", "tf32"), "--without"),
+        (("--from", "best.json"), "--from"),
+        (("--micro-batch", "2"), "--micro-batch"),
+        (("--micro-batch", "0"), "--micro-batch"),
+        (("--data", "sample"), "--data"),
+        (("--device", "cpu"), "--device"),
+        (("--keep", "all"), "--keep"),
+        (("--repeats", "2"), "--repeats"),
+        (("--aa",), "--aa"),
+        (("--steps", "3"), "--steps"),
+        (("--check-steps", "3"), "--check-steps"),
+        (("--out", "elsewhere"), "--out"),
+        (("--aa", "--steps", "3"), "--aa, --steps"),
+    ],
+    ids=str,
+)
+def test_resuming_takes_no_other_choice(mistake, finished_run, words, named):
+    """Named as it was typed; an option that would be passed over in silence is a mistake too."""
+    said = mistake("ladder", "--resume", finished_run, *words)
+    assert said["problem"] == f"--resume does not go with {named}"
+    assert f"--resume {finished_run}" in said["fix"]
+
+
+def test_resuming_with_a_bad_time_limit(mistake, finished_run):
+    assert "timeout" in mistake("ladder", "--resume", finished_run, "--timeout", "0")["problem"]
+
+
+def test_resuming_on_other_versions(mistake, machine, finished_run):
+    machine["versions"] = {**VERSIONS, "torch": "2.14.0"}
+    said = mistake("ladder", "--resume", finished_run)
+    assert said["problem"] == f"{finished_run} was measured elsewhere"
+    assert said["why"] == "torch was 2.13.0, is 2.14.0"
+
+
+def test_resuming_on_another_machine(mistake, machine, h200, finished_run):
+    machine["hardware"] = h200
+    assert mistake("ladder", "--resume", finished_run)["why"] == "device was a CPU, is NVIDIA H200"
+
+
+def test_a_machine_that_cannot_be_asked(mistake, workplace, monkeypatch):
+    def no_device(device):
+        raise UserError(
+            f"no {device} device to measure on", "torch sees no CUDA device", "--device cpu measures the CPU"
+        )
+
+    monkeypatch.setattr(ladder_module, "probe_machine", no_device)
+    assert mistake("ladder", "tiny", "--device", "cuda")["problem"] == "no cuda device to measure on"
+
+
+# help
+
+
+@pytest.mark.parametrize("words", [("--help",), ("-h",), ("ladder", "--help"), ("report", "--help")], ids=str)
+def test_help_is_on_standard_output_and_no_mistake(capsys, words):
+    with pytest.raises(SystemExit) as left:
+        cli.main(words)
+    shown = capsys.readouterr()
+    assert left.value.code == 0
+    assert "usage: redline" in shown.out
+    assert shown.err == ""
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as left:
+        cli.main(["--version"])
+    assert left.value.code == 0
+    assert capsys.readouterr().out == f"redline {redline.__version__}\n"
+
+
+def test_help_names_every_option_it_takes(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["ladder", "--help"])
+    shown = capsys.readouterr().out
+    for name in set(cli.CHOICES) - {"workload", "start"}:
+        assert f"--{name.replace('_', '-')}" in shown
+
+
+def test_the_rungs_are_listed_without_a_machine(redline_command, workplace, monkeypatch):
+    monkeypatch.setattr(ladder_module, "probe_machine", lambda _: pytest.fail("the machine was asked"))
+    code, out, err = redline_command("ladder", "--list-rungs")
+    assert (code, err) == (0, "")
+    assert [line.split()[0] for line in out.splitlines()] == [rung.name for rung in LADDER]
+    code, out, err = redline_command("ladder", "--list-rungs", "--json")
+    assert (code, err) == (0, "")
+    assert json.loads(out)[1] == {"rung": "tf32", "class": "rounding-only", "title": "TF32 tensor-core matmuls"}
+    assert everything_in(workplace / "here") == {}
+
+
+# a ladder that runs
+
+
+def test_json_is_one_document_and_nothing_else(redline_command, machine, workers, workplace):
+    code, out, err = redline_command("ladder", "--json", "--out", workplace / "run", "--check-steps", "3")
+    assert code == 0
+    document = json.loads(out)
+    assert out.count("\n") == 1
+    assert [row["rung"] for row in document["rows"]] == [rung.name for rung in LADDER]
+    assert document["versions"] == VERSIONS
+    assert document["finished"] is True
+    assert "workload tiny: the default on a CPU machine (a CPU)" in err
+    assert {job.check_steps for job in workers.jobs} == {3}
+    run = workplace / "run"
+    assert {"run.json", "results.jsonl", "report.html", "best.json", "tokens.npy"} == set(os.listdir(run))
+    best = json.loads((run / "best.json").read_text())
+    assert best == {"rungs": document["rows"][-1]["recipe"], "micro_batch": 8}
+    assert len((run / "results.jsonl").read_text().splitlines()) == len(workers.jobs)
+
+
+def test_without_json_people_get_a_table_and_two_paths(redline_command, machine, workers, workplace):
+    code, out, err = redline_command("ladder", "tiny", "--rungs", "compile", "--out", workplace / "run")
+    assert code == 0
+    assert "baseline" in out
+    assert "compile" in out
+    for name in ("report.html", "best.json"):
+        assert str(workplace / "run" / name) in out
+        assert (workplace / "run" / name).exists()
+
+
+def test_the_default_run_directory_is_under_runs(redline_command, machine, workers, workplace):
+    assert redline_command("ladder", "--rungs", "none", "--json")[0] == 0
+    (run,) = (workplace / "here" / "runs").iterdir()
+    assert run.name.startswith("ladder-tiny-")
+
+
+@pytest.mark.parametrize(
+    ("words", "climbed"),
+    [
+        (("--rungs", "none"), []),
+        (("--rungs", "padded-vocab, compile"), ["compile", "padded-vocab"]),
+        (("--rungs", "baseline,compile"), ["compile"]),
+        (("--rungs", "compile,padded-vocab", "--without", "compile"), ["padded-vocab"]),
+        (("--rungs", "compile", "--aa"), ["compile", "a/a"]),
+    ],
+    ids=str,
+)
+def test_rungs_are_climbed_in_the_ladders_order(redline_command, machine, workers, words, climbed):
+    rows = json.loads(redline_command("ladder", "tiny", *words, "--json")[1])["rows"]
+    assert [row["rung"] for row in rows] == ["baseline", *climbed]
+
+
+def test_a_recipe_is_climbed_on_and_its_own_rungs_left_out(redline_command, machine, workers, workplace):
+    (workplace / "recipe.json").write_text('{"rungs": ["compile", "bf16"], "micro_batch": 3}')
+    words = ("ladder", "tiny", "--from", workplace / "recipe.json", "--rungs", "compile,padded-vocab", "--json")
+    rows = json.loads(redline_command(*words)[1])["rows"]
+    assert [(row["rung"], row["micro_batch"]) for row in rows] == [("recipe", 3), ("padded-vocab", 3)]
+    rows = json.loads(redline_command(*words, "--micro-batch", "5", "--out", "run")[1])["rows"]
+    assert {row["micro_batch"] for row in rows} == {5}
+
+
+def test_a_row_that_is_different_fails_the_command(redline_command, machine, workers, workplace):
+    workers.curves["compile"] = (9.0,) * 20
+    code, out, _ = redline_command("ladder", "tiny", "--rungs", "compile", "--json")
+    assert code == 1
+    assert json.loads(out)["rows"][1]["equivalence"]["verdict"] == "different"
+
+
+def test_a_loss_that_is_no_number_is_still_json(redline_command, machine, workers):
+    workers.curves["compile"] = (*(5.6,) * 19, float("nan"))
+    code, out, _ = redline_command("ladder", "tiny", "--rungs", "compile", "--json")
+    assert code == 1
+
+    def refuse(name):
+        pytest.fail(f"{name} is not JSON")
+
+    assert json.loads(out, parse_constant=refuse)["rows"][1]["loss_last"] is None
+
+
+def test_a_failed_row_does_not_fail_the_command(redline_command, machine, workers):
+    workers.failures["compile"] = Failure(kind="timeout", reason="stopped after 600 s while compiling")
+    code, out, _ = redline_command("ladder", "tiny", "--rungs", "compile", "--json")
+    assert code == 0
+    assert json.loads(out)["rows"][1]["status"] == "failed"
+
+
+def test_when_nothing_could_be_measured_the_command_fails_and_names_no_recipe(
+    redline_command, machine, workers, workplace
+):
+    workers.failures["baseline"] = Failure(kind="oom", reason="out of memory")
+    code, out, _ = redline_command("ladder", "tiny", "--rungs", "none", "--out", workplace / "run")
+    assert code == 1
+    assert not (workplace / "run" / "best.json").exists()
+    assert "best.json" not in out
+
+
+# interrupted, resumed, drawn again
+
+
+def test_an_interrupt_keeps_every_finished_row_and_resuming_repeats_none(redline_command, machine, workers, workplace):
+    words = ("ladder", "tiny", "--rungs", "compile,padded-vocab,fused-adamw", "--repeats", "2", "--json")
+    whole = json.loads(redline_command(*words, "--out", workplace / "whole")[1])
+    questions = [job.key for job in workers.jobs]
+
+    workers.jobs.clear()
+    run = workplace / "run"
+    for stop in range(len(questions)):
+        workers.stop_at = len(workers.jobs) if stop == 0 else len(workers.jobs) + 1
+        again = ("ladder", "--resume", run, "--json")
+        code, out, err = redline_command(*((*words, "--out", run) if stop == 0 else again))
+        document = json.loads(out)
+        assert code == 130
+        assert document["finished"] is False
+        assert f"redline ladder --resume {run}" in err
+        assert [job.key for job in workers.jobs] == questions[:stop]
+        code, out, _ = redline_command("report", run, "--json")
+        assert (code, json.loads(out)) == (0, document)
+    workers.stop_at = None
+    code, out, _ = redline_command("ladder", "--resume", run, "--json")
+    assert code == 0
+    assert [job.key for job in workers.jobs] == questions
+    assert {**json.loads(out), "date": None, "command": None} == {**whole, "date": None, "command": None}
+
+
+def test_resuming_a_finished_run_starts_nothing(redline_command, machine, finished_run):
+    first = json.loads(redline_command("report", finished_run, "--json")[1])
+    code, out, _ = redline_command("ladder", "--resume", finished_run, "--json")
+    assert (code, json.loads(out)) == (0, first)
+
+
+def test_a_line_cut_short_costs_that_row_alone(redline_command, machine, finished_run, monkeypatch):
+    """The machine died while the last result was written."""
+    results = finished_run / "results.jsonl"
+    first = json.loads(redline_command("report", finished_run, "--json")[1])
+    os.truncate(results, results.stat().st_size - 20)
+    workers = Workers()
+    monkeypatch.setattr(ladder_module, "launch", workers.launch)
+    code, out, _ = redline_command("ladder", "--resume", finished_run, "--json")
+    assert (code, json.loads(out)) == (0, first)
+    assert [job.recipe.rungs for job in workers.jobs] == [("compile",)]
+
+
+def test_a_run_is_drawn_again_anywhere(redline_command, finished_run, workplace, monkeypatch):
+    """From a copy, without the machine, with the page lost."""
+    monkeypatch.setattr(ladder_module, "probe_machine", lambda _: pytest.fail("the machine was asked"))
+    first = redline_command("report", finished_run, "--json")[1]
+    copy = workplace / "copy"
+    shutil.copytree(finished_run, copy)
+    (copy / "report.html").unlink()
+    code, out, err = redline_command("report", copy, "--json")
+    assert (code, out, err) == (0, first, "")
+    assert (copy / "report.html").read_text().lstrip().lower().startswith("<!doctype html")
+
+
+def test_an_interrupt_anywhere_else_is_no_traceback(redline_command, monkeypatch):
+    def interrupted(device):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ladder_module, "probe_machine", interrupted)
+    assert redline_command("ladder", "tiny") == (130, "", "interrupted\n")

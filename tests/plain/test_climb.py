@@ -1,0 +1,551 @@
+"""The climb against a made-up machine: which questions are asked in which order, and what is kept of the answers.
+
+test_document.py reads the machine below with runpy: tests are no package, so they cannot import each other.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from redline.core.hardware import Hardware
+from redline.core.job import Job
+from redline.core.measurement import Failure, GradientCheck, Measurement
+from redline.core.recipe import Recipe
+from redline.core.workload import Shape, Workload
+from redline.rungs import LADDER, find_rung
+from redline.search.climb import AGAIN, Climb, LadderSettings
+
+TINY = Workload(
+    name="tiny",
+    shape=Shape(layers=2, heads=2, d_model=32, d_ff=128, vocab=257, sequence=16),
+    tokenizer="bytes",
+    micro_batch=4,
+    learning_rate=3e-3,
+)
+H200 = Hardware(
+    kind="cuda",
+    name="NVIDIA H200",
+    capability=(9, 0),
+    cpu_cores=16,
+    features=("tf32", "bf16", "fp16", "flash", "cudnn-attention", "compile"),
+)
+ALL = tuple(rung.name for rung in LADDER[1:])
+START = 5.6  # near ln 257 = 5.549
+CURVE = tuple(START - 0.1 * step for step in range(5))
+TIED_CURVE = tuple(START - 0.11 * step for step in range(5))
+OOM = Failure(kind="oom", reason="out of memory: tried to allocate 12 GiB")
+TIMEOUT = Failure(kind="timeout", reason="stopped after 600 s while compiling; --timeout allows more")
+
+
+@dataclass
+class Machine:
+    """Answers jobs. Each rung of a recipe multiplies the step by its factor, 0.9 unless told otherwise."""
+
+    factors: dict[str, float] = field(default_factory=dict)
+    failures: dict[str, Failure] = field(default_factory=dict)
+    """By the last rung of a recipe ('baseline' for none), or 'reference'."""
+    curves: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    """By the last rung of a recipe."""
+    drift: float = 0.0
+    """Each measurement is slower than the last by this share."""
+    jobs: list[Job] = field(default_factory=list)
+    answers: dict[str, Measurement | Failure] = field(default_factory=dict)
+
+    def ask(self, job: Job) -> Measurement | Failure:
+        """As LadderRun.climb does it: a question is asked once."""
+        if job.key not in self.answers:
+            self.jobs.append(job)
+            self.answers[job.key] = self.answer(job)
+        return self.answers[job.key]
+
+    def answer(self, job: Job) -> Measurement | Failure:
+        last = job.recipe.rungs[-1] if job.recipe.rungs else "baseline"
+        curve = TIED_CURVE if "tied-weights" in job.recipe.rungs else CURVE
+        if job.kind == "reference":
+            return self.failures.get("reference") or Measurement(loss_curve=curve)
+        if last in self.failures:
+            return self.failures[last]
+        seconds = math.prod(self.factors.get(name, 0.9) for name in job.recipe.rungs)
+        seconds *= 1 + self.drift * len(self.jobs)
+        curve = self.curves.get(last, tuple(loss + 1e-4 for loss in curve))
+        return measurement(seconds, curve, pair_bitwise=True if job.bit_exact_rung else None)
+
+    @property
+    def asked(self) -> list[tuple[str, ...]]:
+        """The recipes measured, in order."""
+        return [job.recipe.rungs for job in self.jobs if job.kind == "measure"]
+
+
+def measurement(seconds: float, curve=CURVE, **fields) -> Measurement:
+    check = GradientCheck(
+        loss=START,
+        reference_loss=START,
+        error=1e-6,
+        yardstick=1e-6,
+        tensor_errors={"wte": 1e-6},
+        tensor_yardsticks={"wte": 1e-6},
+    )
+    return Measurement(loss_curve=curve, step_seconds=(seconds,) * 8, gradients=check, peak_bytes=10**9, **fields)
+
+
+def climb_with(machine: Machine, hardware: Hardware = H200, rungs=ALL, start=(), micro_batch=4, **choices) -> Climb:
+    chosen = LadderSettings(
+        rungs=tuple(rungs),
+        start=Recipe(rungs=tuple(start), micro_batch=micro_batch),
+        device=hardware.kind,
+        check_steps=5,
+        **choices,
+    )
+    return Climb(TINY, hardware, chosen, machine.ask)
+
+
+def climbed(machine: Machine, *args, **choices) -> Climb:
+    climb = climb_with(machine, *args, **choices)
+    for _ in climb.rows():
+        pass
+    return climb
+
+
+def rows_of(climb: Climb) -> dict:
+    return {row.name: row for row in climb.finished}
+
+
+def kept(climb: Climb) -> list[str]:
+    return [row.name for row in climb.finished if row.kept]
+
+
+# the order of questions
+
+
+def test_every_rung_is_put_onto_the_recipe_so_far():
+    machine = Machine(factors={"cudnn-attention": 1.0})
+    climb = climbed(machine)
+    fast = ("tf32", "no-sync", "bf16", "compile")
+    assert machine.asked == [
+        (),
+        ("tf32",),
+        ("tf32", "no-sync"),
+        ("tf32", "no-sync", "bf16"),
+        ("tf32", "no-sync", "fp16"),
+        fast,
+        (*fast, "flash"),
+        (*fast, "cudnn-attention"),
+        (*fast, "flash", "padded-vocab"),
+        (*fast, "flash", "padded-vocab", "tied-weights"),
+        (*fast, "flash", "padded-vocab", "tied-weights", "fused-adamw"),
+        (*fast, "flash", "padded-vocab", "tied-weights", "fused-adamw", "loader-workers"),
+    ]
+    assert [row.name for row in climb.finished] == ["baseline", *ALL]
+
+
+@pytest.mark.parametrize("rungs", [(), ("flash",), ("tf32", "compile"), ALL])
+def test_the_baseline_is_always_first(rungs):
+    climb = climbed(Machine(), rungs=rungs)
+    first = climb.finished[0]
+    assert (first.name, first.recipe.rungs, first.kept, first.base) == ("baseline", (), True, None)
+
+
+def test_rows_come_one_by_one_as_they_are_known():
+    machine = Machine()
+    rows = climb_with(machine, rungs=("tf32", "compile")).rows()
+    assert next(rows).name == "baseline"
+    assert machine.asked == [()]
+    assert next(rows).name == "tf32"
+    assert machine.asked == [(), ("tf32",)]
+
+
+def test_jobs_carry_what_the_user_chose():
+    machine = Machine()
+    climbed(machine, rungs=("no-sync", "compile"), micro_batch=3, timed_steps=7)
+    for job in machine.jobs:
+        assert (job.workload, job.device, job.check_steps, job.timed_steps) == (TINY, "cuda", 5, 7)
+        assert job.recipe.micro_batch == 3
+    assert {job.tokens for job in machine.jobs} == {"tokens.npy"}
+
+
+def test_only_a_rung_that_promises_bits_is_asked_to_prove_them():
+    machine = Machine()
+    climbed(machine, again=True)
+    proved = {job.recipe.rungs[-1]: job.bit_exact_rung for job in machine.jobs if job.bit_exact_rung}
+    assert proved == {"no-sync": "no-sync", "loader-workers": "loader-workers"}
+
+
+def test_who_watches_is_told_the_number_of_every_row():
+    told = []
+    for _ in climb_with(Machine(), rungs=("tf32", "compile"), again=True).rows(lambda *event: told.append(event)):
+        pass
+    assert [(name, number, total) for name, _, number, total in told] == [
+        ("baseline", 1, 4),
+        ("tf32", 2, 4),
+        ("compile", 3, 4),
+        (AGAIN, 4, 4),
+    ]
+
+
+# references
+
+
+def test_one_reference_per_maths_asked_before_what_is_held_against_it():
+    machine = Machine()
+    climbed(machine)
+    references = [job.recipe.rungs for job in machine.jobs if job.kind == "reference"]
+    assert references == [(), ("tied-weights",)]
+    assert machine.jobs[0].kind == "reference"
+    kinds = [(job.kind, job.recipe.rungs[-1:]) for job in machine.jobs]
+    assert kinds.index(("reference", ("tied-weights",))) == kinds.index(("measure", ("tied-weights",))) + 1
+
+
+def test_rows_above_tied_weights_are_held_against_the_tied_reference():
+    climb = climbed(Machine())
+    verdicts = {name: row.equivalence.verdict for name, row in rows_of(climb).items()}
+    assert verdicts["tied-weights"] == "changed"
+    assert verdicts["fused-adamw"] == "rounding"
+    assert verdicts["no-sync"] == verdicts["loader-workers"] == "same"
+
+
+def test_a_reference_that_cannot_be_run_leaves_rows_unchecked_and_the_climb_going():
+    climb = climbed(Machine(failures={"reference": OOM}), rungs=("tf32", "compile"))
+    assert [row.equivalence.verdict for row in climb.finished] == ["not-checked"] * 3
+    assert climb.plain_curve is None
+
+
+# what is kept
+
+
+def test_a_slower_rung_stays_in_the_table_and_leaves_the_recipe():
+    machine = Machine(factors={"tf32": 1.5})
+    climb = climbed(machine, rungs=("tf32", "compile"))
+    slow, after = climb.finished[1:]
+    assert (slow.status, slow.kept, slow.reason) == ("ok", False, "0.67x the speed of baseline")
+    assert after.recipe.rungs == ("compile",)
+    assert after.base.name == "baseline"
+    assert machine.asked == [(), ("tf32",), ("compile",)]
+
+
+@pytest.mark.parametrize(("factor", "stays"), [(1.0, True), (1.019, True), (1.03, False), (0.99, True)])
+def test_a_rung_may_cost_what_noise_could_explain(factor, stays):
+    """One run each: 2 % is the least that means anything."""
+    climb = climbed(Machine(factors={"compile": factor}), rungs=("compile",))
+    assert climb.finished[1].kept is stays
+
+
+def test_keep_all_keeps_what_is_slower_but_right():
+    climb = climbed(Machine(factors={"tf32": 1.5, "padded-vocab": 2.0}), keep="all")
+    alternatives = {"fp16", "cudnn-attention"}
+    assert set(kept(climb)) | alternatives == {"baseline", *ALL}
+    assert "tf32" in climb.finished[-1].recipe.rungs
+
+
+def test_keep_all_still_drops_what_is_wrong_or_failed():
+    wrong = tuple(loss + 1 for loss in CURVE)
+    climb = climbed(Machine(curves={"compile": wrong}, failures={"tf32": OOM}), keep="all", rungs=("tf32", "compile"))
+    assert kept(climb) == ["baseline"]
+
+
+def test_keep_all_does_not_stack_alternatives():
+    climb = climbed(Machine(factors={"fp16": 0.5, "cudnn-attention": 1.2}), keep="all")
+    final = climb.current.recipe.rungs
+    assert "bf16" in final
+    assert "fp16" not in final
+    assert "flash" in final
+    assert "cudnn-attention" not in final
+
+
+def test_a_different_row_is_not_kept_however_fast():
+    wrong = tuple(loss + 1 for loss in CURVE)
+    machine = Machine(factors={"compile": 0.01}, curves={"compile": wrong})
+    climb = climbed(machine, rungs=("tf32", "compile", "padded-vocab"))
+    broken = rows_of(climb)["compile"]
+    assert (broken.status, broken.kept, broken.equivalence.verdict) == ("ok", False, "different")
+    assert broken.reason == broken.equivalence.detail
+    assert not broken.trusted
+    assert machine.asked[-1] == ("tf32", "padded-vocab")
+
+
+def test_a_baseline_that_is_different_is_not_kept_and_the_climb_goes_on():
+    climb = climbed(Machine(curves={"baseline": tuple(loss + 1 for loss in CURVE)}), rungs=("tf32",))
+    assert [row.kept for row in climb.finished] == [False, True]
+    assert not climb.finished[0].trusted
+
+
+# rungs that do not apply
+
+
+def test_on_a_cpu_what_does_not_apply_is_a_row_with_its_reason(cpu):
+    machine = Machine()
+    climb = climbed(machine, cpu)
+    skipped = {row.name: row.reason for row in climb.finished if row.status == "skipped"}
+    assert skipped == {
+        "tf32": cpu.missing["tf32"],
+        "no-sync": find_rung("no-sync").needs(TINY, cpu, None),
+        "fp16": "a CPU has no fp16",
+        "cudnn-attention": cpu.missing["cudnn-attention"],
+    }
+    for name in skipped:
+        assert rows_of(climb)[name].kept is None
+        assert not rows_of(climb)[name].trusted
+    assert not any(set(recipe) & set(skipped) for recipe in machine.asked)
+    assert len(climb.finished) == 1 + len(ALL)
+
+
+def test_attention_kernels_are_skipped_until_something_makes_16_bits():
+    climb = climbed(Machine(factors={"bf16": 2.0, "fp16": 2.0}))
+    for name in ("flash", "cudnn-attention"):
+        assert rows_of(climb)[name].status == "skipped"
+        assert "16-bit" in rows_of(climb)[name].reason
+
+
+# alternatives
+
+
+def test_fp16_is_measured_where_bf16_was_put_and_not_kept():
+    machine = Machine(factors={"fp16": 0.1})  # much the fastest
+    climb = climbed(machine)
+    row = rows_of(climb)["fp16"]
+    assert row.recipe.rungs == ("tf32", "no-sync", "fp16")
+    assert row.base.name == "no-sync"
+    assert (row.kept, row.reason) == (False, "stands in for bf16 where that does not apply")
+    assert "bf16" in climb.current.recipe.rungs
+
+
+def test_fp16_is_kept_where_bf16_does_not_apply(t4):
+    climb = climbed(Machine(), t4)
+    assert rows_of(climb)["bf16"].status == "skipped"
+    assert rows_of(climb)["fp16"].kept is True
+    assert "fp16" in climb.current.recipe.rungs
+
+
+def test_fp16_takes_over_when_bf16_failed():
+    climb = climbed(Machine(failures={"bf16": OOM}))
+    assert rows_of(climb)["fp16"].kept is True
+
+
+@pytest.mark.parametrize("keep", ["faster", "all"])
+@pytest.mark.parametrize(("factor", "wins"), [(0.8, True), (0.899, True), (0.901, False), (1.2, False)])
+def test_cudnn_attention_replaces_flash_only_when_it_is_faster(factor, wins, keep):
+    """0.9 is flash's own factor: noise is no excuse for the one that comes second."""
+    climb = climbed(Machine(factors={"cudnn-attention": factor}), keep=keep)
+    row = rows_of(climb)["cudnn-attention"]
+    assert row.recipe.rungs == ("tf32", "no-sync", "bf16", "compile", "cudnn-attention")
+    assert row.base.name == "compile"
+    assert row.kept is wins
+    assert ("cudnn-attention" in climb.current.recipe.rungs, "flash" in climb.current.recipe.rungs) == (wins, not wins)
+    if not wins:
+        assert row.reason.endswith("x the speed of flash")
+
+
+def test_cudnn_attention_without_flash_is_an_addition_of_its_own():
+    climb = climbed(Machine(failures={"flash": OOM}))
+    assert rows_of(climb)["cudnn-attention"].kept is True
+    assert rows_of(climb)["padded-vocab"].recipe.rungs[-2:] == ("cudnn-attention", "padded-vocab")
+
+
+# failures
+
+
+@pytest.mark.parametrize("failure", [OOM, TIMEOUT], ids=["oom", "timeout"])
+def test_a_failure_is_a_row_and_the_climb_goes_on_without_it(failure):
+    machine = Machine(failures={"compile": failure})
+    climb = climbed(machine)
+    row = rows_of(climb)["compile"]
+    assert (row.status, row.reason, row.kept, row.equivalence) == ("failed", failure.reason, False, None)
+    assert not row.trusted
+    assert not any("compile" in recipe for recipe in machine.asked if recipe[-1:] != ("compile",))
+    assert len(climb.finished) == 1 + len(ALL)
+
+
+def test_when_the_baseline_fails_the_next_row_that_works_is_climbed_on():
+    machine = Machine(failures={"baseline": OOM, "tf32": OOM}, factors={"padded-vocab": 1.5})
+    climb = climbed(machine, rungs=("tf32", "bf16", "compile", "padded-vocab"))
+    assert machine.asked == [(), ("tf32",), ("bf16",), ("bf16", "compile"), ("bf16", "compile", "padded-vocab")]
+    assert kept(climb) == ["bf16", "compile"]
+
+
+def test_when_everything_fails_there_is_still_a_row_for_each():
+    climb = climbed(Machine(failures=dict.fromkeys(["baseline", *ALL], TIMEOUT)), again=True, repeats=3)
+    assert {row.status for row in climb.finished if row.name not in ("flash", "cudnn-attention")} == {"failed"}
+    assert kept(climb) == []
+
+
+# a climb from a recipe
+
+
+def test_a_recipe_is_the_first_row_and_is_climbed_on():
+    machine = Machine()
+    climb = climbed(machine, start=("tf32", "bf16"), rungs=("compile",))
+    assert machine.asked == [("tf32", "bf16"), ("tf32", "bf16", "compile")]
+    assert (climb.finished[0].name, climb.finished[0].title) == ("recipe", "tf32 + bf16")
+    assert climb.finished[0].equivalence.verdict == "rounding"
+
+
+def test_a_recipe_that_changes_the_maths_has_both_references():
+    machine = Machine()
+    climb = climbed(machine, start=("loader-workers", "tied-weights", "bf16"), rungs=())
+    assert climb.finished[0].equivalence.verdict == "changed"
+    assert [job.recipe.rungs for job in machine.jobs if job.kind == "reference"] == [(), ("tied-weights",)]
+
+
+def test_the_order_of_a_recipe_does_not_hide_its_alternative():
+    machine = Machine(factors={"cudnn-attention": 0.5})
+    climb = climbed(machine, start=("flash", "bf16", "compile"), rungs=("fp16", "cudnn-attention"))
+    assert machine.asked[1:] == [("flash", "compile", "fp16"), ("bf16", "compile", "cudnn-attention")]
+    assert kept(climb) == ["recipe", "cudnn-attention"]
+
+
+# repeats and a/a
+
+
+def test_repeats_go_round_in_the_order_of_the_rungs():
+    machine = Machine(failures={"bf16": OOM})
+    climb = climbed(machine, rungs=("tf32", "bf16", "compile"), repeats=3)
+    measured = [(job.recipe.rungs[-1:], job.repeat) for job in machine.jobs if job.kind == "measure"]
+    assert measured == [
+        ((), 0),
+        (("tf32",), 0),
+        (("bf16",), 0),
+        (("compile",), 0),
+        ((), 1),
+        (("tf32",), 1),
+        (("compile",), 1),  # what failed is not tried again
+        ((), 2),
+        (("tf32",), 2),
+        (("compile",), 2),
+    ]
+    assert [len(row.measurements) for row in climb.finished] == [3, 3, 0, 3]
+
+
+def test_repeats_are_pooled_by_the_median_of_their_medians():
+    machine = Machine(drift=0.1)
+    climb = climbed(machine, rungs=("tf32",), repeats=3)
+    # jobs: reference 1, baseline 2, tf32 3, baseline 4, tf32 5, baseline 6, tf32 7
+    assert climb.finished[0].seconds == pytest.approx(1.4)
+    assert climb.finished[1].seconds == pytest.approx(0.9 * 1.5)
+
+
+def test_a_repeat_that_fails_leaves_the_others():
+    class Flaky(Machine):
+        def answer(self, job):
+            return OOM if job.repeat == 1 and job.recipe.rungs else super().answer(job)
+
+    climb = climbed(Flaky(), rungs=("tf32",), repeats=3)
+    assert [len(row.measurements) for row in climb.finished] == [3, 2]
+    assert climb.finished[1].status == "ok"
+
+
+def test_each_repeat_yields_its_row_again():
+    names = [row.name for row in climb_with(Machine(), rungs=("tf32",), repeats=2).rows()]
+    assert names == ["baseline", "tf32", "baseline", "tf32"]
+
+
+def test_the_a_a_row_measures_the_finished_recipe_again():
+    machine = Machine(factors={"compile": 2.0})
+    climb = climbed(machine, rungs=("tf32", "compile"), again=True)
+    row = climb.finished[-1]
+    assert (row.name, row.title) == (AGAIN, "tf32 measured again")
+    assert not row.kept
+    assert row.base.name == "tf32"
+    assert machine.asked[-1] == ("tf32",)
+    assert climb.current.name == "tf32"
+
+
+@pytest.mark.parametrize("repeats", [1, 2, 3])
+def test_an_a_a_row_never_reads_the_answers_of_the_row_it_repeats(repeats):
+    machine = Machine(drift=0.01)
+    climb = climbed(machine, rungs=("tf32",), again=True, repeats=repeats)
+    measures = [job for job in machine.jobs if job.kind == "measure"]
+    assert len({job.key for job in measures}) == len(measures) == 3 * repeats
+    assert climb.finished[1].measurements != climb.finished[2].measurements
+    assert climb.finished[2].recipe == climb.finished[1].recipe
+
+
+# resuming
+
+
+def replayed(machine: Machine, **choices) -> Climb:
+    """The same climb from recorded answers alone."""
+
+    class Replay(Machine):
+        def answer(self, job):
+            raise AssertionError(f"asked anew: {job.recipe.rungs}, repeat {job.repeat}")
+
+    return climbed(Replay(answers=machine.answers), **choices)
+
+
+FACTORS = st.dictionaries(st.sampled_from(ALL), st.floats(min_value=0.2, max_value=2.0))
+FAILURES = st.dictionaries(
+    st.sampled_from(["baseline", "reference", *ALL]), st.sampled_from([OOM, TIMEOUT]), max_size=4
+)
+CURVES = st.dictionaries(
+    st.sampled_from(["baseline", *ALL]),
+    st.tuples(*[st.floats(min_value=0, max_value=40) | st.just(math.nan)] * 5),
+    max_size=3,
+)
+
+
+@settings(deadline=None, max_examples=30)
+@given(FACTORS, FAILURES, CURVES, st.integers(1, 3), st.booleans(), st.sampled_from(["faster", "all"]))
+def test_a_climb_from_recorded_answers_is_the_same_climb(factors, failures, curves, repeats, again, keep):
+    choices = {"repeats": repeats, "again": again, "keep": keep}
+    machine = Machine(factors=factors, failures=failures, curves=curves)
+    first = climbed(machine, **choices)
+    second = replayed(machine, **choices)
+    shown = [
+        [(r.name, r.recipe, r.status, r.reason, r.kept, r.equivalence) for r in c.finished] for c in (first, second)
+    ]
+    assert shown[0] == shown[1]
+
+
+@settings(deadline=None, max_examples=30)
+@given(FACTORS, FAILURES, CURVES, st.integers(0, 25), st.integers(1, 2))
+def test_an_interrupted_climb_goes_on_with_the_very_next_question(factors, failures, curves, stop, repeats):
+    class Stopped(Machine):
+        def answer(self, job):
+            if len(self.jobs) > stop:
+                raise KeyboardInterrupt
+            return super().answer(job)
+
+    whole = Machine(factors=factors, failures=failures, curves=curves)
+    climbed(whole, repeats=repeats)
+    stopped = Stopped(factors=factors, failures=failures, curves=curves)
+    if stop < len(whole.jobs):
+        with pytest.raises(KeyboardInterrupt):
+            climbed(stopped, repeats=repeats)
+    resumed = Machine(factors=factors, failures=failures, curves=curves, answers=dict(stopped.answers))
+    if stop < len(whole.jobs):
+        climbed(resumed, repeats=repeats)
+        assert [job.key for job in resumed.jobs] == [job.key for job in whole.jobs[stop:]]
+
+
+@settings(deadline=None, max_examples=30)
+@given(FACTORS, FAILURES, CURVES, st.sampled_from(["faster", "all"]))
+def test_whatever_happens_the_recipe_holds_only_what_is_right(factors, failures, curves, keep):
+    climb = climbed(Machine(factors=factors, failures=failures, curves=curves), keep=keep)
+    assert [row.name for row in climb.finished] == ["baseline", *ALL]
+    for row in climb.finished:
+        assert row.status in ("ok", "skipped", "failed")
+        assert row.reason or row.status == "ok"
+        assert row.kept is not False or row.reason
+        if row.kept:
+            assert row.trusted
+        assert not {"bf16", "fp16"} <= set(row.recipe.rungs)
+        assert not {"flash", "cudnn-attention"} <= set(row.recipe.rungs)
+    names = {row.name for row in climb.finished if row.kept} | {"baseline"}
+    assert set(climb.current.recipe.rungs) <= names
+
+
+def test_a_row_put_onto_a_wrong_base_is_impossible():
+    """The recipe of every row is the recipe of a kept row, less an alternative, plus its own rung."""
+    climb = climbed(Machine(factors={"tf32": 3.0, "compile": 3.0}))
+    so_far = ()
+    for row in climb.finished:
+        if row.name != "baseline":
+            without = find_rung(row.name).instead_of
+            assert row.recipe.rungs == (*(name for name in so_far if name != without), row.name)
+        if row.kept:
+            so_far = row.recipe.rungs
+    assert replace(climb.current.recipe, rungs=so_far) == climb.current.recipe

@@ -1,0 +1,387 @@
+"""The verdict on hand-made measurements: what passes as same, rounding or changed, and that nothing else ever does."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from redline.core.measurement import GradientCheck, Measurement
+from redline.predict.verdict import (
+    CURVE_TOLERANCE,
+    GRADIENT_CEILING,
+    GRADIENT_FLOOR,
+    LEAST_LEARNING,
+    START_TOLERANCE,
+    YARDSTICK_FACTOR,
+    curve_gap,
+    gradient_bound,
+    judge,
+    learned,
+)
+
+LN_VOCAB = math.log(50257)  # 10.82
+REFERENCE = tuple(10.97 - 0.15 * step for step in range(20))
+CLASSES = ("bit-exact", "rounding-only", "changes-maths")
+PRECISIONS = ("fp32", "tf32", "fp16", "bf16")
+NOT_FINITE = (math.nan, math.inf, -math.inf)
+quick = settings(deadline=None, max_examples=50)  # another run on the same cores must not fail a test
+every_class = pytest.mark.parametrize("maths", CLASSES)
+every_precision = pytest.mark.parametrize("precision", PRECISIONS)
+
+
+def gradients(loss=10.97, yardsticks=None, **errors):
+    """Tensors as keywords; what is not said is well inside every bound."""
+    errors = {"wte": 1e-6, "head": 1e-6, **errors}
+    return GradientCheck(
+        loss=loss,
+        reference_loss=10.97,
+        error=max(errors.values()),
+        yardstick=0.0,
+        tensor_errors=errors,
+        tensor_yardsticks={**dict.fromkeys(errors, 0.0), **(yardsticks or {})},
+    )
+
+
+def measured(curve=REFERENCE, check=None, **fields):
+    return Measurement(loss_curve=tuple(curve), gradients=check or gradients(), **fields)
+
+
+def verdict_on(measurement, maths="rounding-only", precision="bf16", reference=REFERENCE, base=None, plain=REFERENCE):
+    return judge(
+        maths=maths,
+        precision=precision,
+        measurement=measurement,
+        reference=reference,
+        base=base,
+        plain=plain,
+        ln_vocab=LN_VOCAB,
+    )
+
+
+def shifted(by, at=7):
+    return tuple(loss + (by if step == at else 0.0) for step, loss in enumerate(REFERENCE))
+
+
+NEAR = shifted(0.001)  # inside every tolerance, equal to nothing
+
+
+# what passes
+
+
+@pytest.mark.parametrize(
+    ("maths", "curve", "verdict"),
+    [
+        ("bit-exact", REFERENCE, "same"),
+        ("bit-exact", NEAR, "rounding"),
+        ("rounding-only", REFERENCE, "same"),  # bits are bits, whatever the class promised
+        ("rounding-only", NEAR, "rounding"),
+        ("changes-maths", REFERENCE, "changed"),
+        ("changes-maths", NEAR, "changed"),
+    ],
+)
+def test_a_right_row_by_its_class(maths, curve, verdict):
+    equivalence = verdict_on(measured(curve), maths)
+    assert (equivalence.maths, equivalence.verdict) == (maths, verdict)
+
+
+@pytest.mark.parametrize(
+    ("pair", "base", "verdict"),
+    [
+        (True, None, "same"),
+        (True, REFERENCE, "same"),
+        (None, NEAR, "same"),  # the curve of the recipe below, bit for bit
+        (None, REFERENCE, "rounding"),
+        (None, None, "rounding"),
+        (False, None, "rounding"),
+        (False, NEAR, "rounding"),  # equal losses do not outweigh weights that differ
+    ],
+)
+def test_a_bit_exact_rung_needs_bits(pair, base, verdict):
+    assert verdict_on(measured(NEAR, pair_bitwise=pair), "bit-exact", base=base).verdict == verdict
+
+
+def test_a_pair_whose_bits_differ_is_never_the_same():
+    """Losses print 20 numbers, the pair compares every weight: when they disagree, the weights are right."""
+    for base in (None, REFERENCE, NEAR):
+        equivalence = verdict_on(measured(REFERENCE, pair_bitwise=False), "bit-exact", base=base)
+        assert equivalence.verdict == "rounding"
+        assert "bits differ" in equivalence.detail
+
+
+def test_bits_equal_to_the_rung_below_prove_nothing_for_a_rung_that_promised_rounding():
+    assert verdict_on(measured(NEAR), "rounding-only", base=NEAR).verdict == "rounding"
+
+
+@every_class
+def test_a_pair_of_bits_does_not_excuse_a_wrong_gradient(maths):
+    wrong = measured(REFERENCE, gradients(wte=0.5), pair_bitwise=True)
+    assert verdict_on(wrong, maths, base=REFERENCE).verdict == "different"
+
+
+def test_the_detail_gives_the_figures():
+    check = replace(gradients(), error=0.0123, yardstick=0.0456)
+    detail = verdict_on(measured(NEAR, check, skipped_updates=3, pair_bitwise=True), "bit-exact", base=NEAR).detail
+    for figure in (
+        "10.970",
+        "1.2e-02",
+        "4.6e-02",
+        "1.0e-03 nats",
+        "3 updates skipped",
+        "every bit equal",
+        "bit for bit",
+    ):
+        assert figure in detail
+    assert "skipped" not in verdict_on(measured(NEAR)).detail
+
+
+# the start
+
+
+@every_class
+@pytest.mark.parametrize("start", [37.0, 0.0, LN_VOCAB + 0.501, LN_VOCAB - 0.501, *NOT_FINITE])
+def test_a_start_away_from_ln_v_is_different(maths, start):
+    """An N(0, 1) embedding tied to the head starts at 37."""
+    equivalence = verdict_on(measured(check=gradients(loss=start)), maths)
+    assert equivalence.verdict == "different"
+    assert "not near ln V = 10.825" in equivalence.detail
+
+
+@pytest.mark.parametrize("offset", [-0.499, 0.0, 0.3, 0.499])
+def test_a_start_near_ln_v_passes(offset):
+    assert verdict_on(measured(check=gradients(loss=LN_VOCAB + offset))).verdict == "same"
+    assert START_TOLERANCE == 0.5
+
+
+def test_tying_a_wide_embedding_is_caught_with_all_its_symptoms():
+    curve = tuple(37.0 - 0.5 * step for step in range(20))
+    equivalence = verdict_on(measured(curve, gradients(loss=37.0)), "changes-maths", reference=curve)
+    assert equivalence.verdict == "different"
+    assert "37.000" in equivalence.detail
+
+
+# gradients
+
+
+@every_precision
+def test_a_bound_is_a_quarter_over_the_yardstick_between_floor_and_ceiling(precision):
+    floor, ceiling = GRADIENT_FLOOR[precision], GRADIENT_CEILING[precision]
+    assert 0 < floor < ceiling < 1
+    assert YARDSTICK_FACTOR == 1.25
+    assert gradient_bound(precision, 0.0) == floor
+    assert gradient_bound(precision, floor / 2) == floor
+    assert gradient_bound(precision, floor * 2) == pytest.approx(2.5 * floor)
+    assert gradient_bound(precision, ceiling) == ceiling
+    assert gradient_bound(precision, math.inf) == ceiling
+
+
+@every_precision
+@pytest.mark.parametrize("yardstick", [0.0, 3.0, 1e6], ids=["floor", "factor", "ceiling"])
+def test_a_gradient_at_its_bound_passes_and_above_it_fails(precision, yardstick):
+    yardsticks = {"wte": yardstick * GRADIENT_FLOOR[precision]}
+    bound = gradient_bound(precision, yardsticks["wte"])
+    for factor, verdict in ((0.999, "rounding"), (1.0, "rounding"), (1.001, "different")):
+        check = gradients(yardsticks=yardsticks, wte=factor * bound)
+        assert verdict_on(measured(NEAR, check), precision=precision).verdict == verdict, factor
+
+
+def test_finer_arithmetic_has_tighter_bounds():
+    for table in (GRADIENT_FLOOR, GRADIENT_CEILING, CURVE_TOLERANCE):
+        assert table.keys() == set(PRECISIONS)
+        assert table["fp32"] < table["tf32"] <= table["fp16"] <= table["bf16"]
+
+
+def test_a_tensor_over_its_bound_is_named():
+    detail = verdict_on(measured(check=gradients(head=0.5))).detail
+    assert "gradient of head is 0.5 off fp32, bound 0.01" in detail
+    assert "wte" not in detail
+    assert "tensors" not in detail
+
+
+def test_of_many_wrong_tensors_the_worst_against_its_own_bound_is_named():
+    """0.3 against a bound of 0.01 is worse than 0.9 against one of 0.1."""
+    check = gradients(yardsticks={"loud": 10.0}, loud=0.9, quiet=0.3)
+    detail = verdict_on(measured(check=check)).detail
+    assert "gradient of quiet is 0.3 off" in detail
+    assert "(2 of 4 tensors)" in detail
+
+
+@every_class
+@every_precision
+@pytest.mark.parametrize("error", [math.nan, math.inf])
+@pytest.mark.parametrize("yardstick", [0.0, math.inf, math.nan])
+def test_a_gradient_that_is_no_number_is_different(maths, precision, error, yardstick):
+    check = gradients(yardsticks={"bad": yardstick}, bad=error, large=0.9)
+    equivalence = verdict_on(measured(check=check), maths, precision)
+    assert equivalence.verdict == "different"
+    assert "gradient of bad is" in equivalence.detail
+
+
+def test_doubled_gradients_are_caught_though_adamw_forgives_them():
+    """A relative error of 1 in every tensor while start and curve agree bit for bit."""
+    assert verdict_on(measured(check=gradients(wte=1.0, head=1.0)), "bit-exact").verdict == "different"
+
+
+@quick
+@given(
+    st.sampled_from(CLASSES),
+    st.sampled_from(PRECISIONS),
+    st.floats(min_value=0.1000001, allow_infinity=False, allow_nan=False),
+    st.floats(min_value=0) | st.just(math.nan),
+    st.sampled_from([True, False, None]),
+    st.sampled_from([REFERENCE, NEAR]),
+)
+@example("bit-exact", "bf16", 0.11, math.inf, True, REFERENCE)
+def test_a_large_gradient_error_is_never_excused(maths, precision, error, yardstick, pair, curve):
+    """Not by a yardstick that is as bad, nor by equal curves, nor by the pair."""
+    check = gradients(yardsticks={"wte": yardstick}, wte=error)
+    measurement = measured(curve, check, pair_bitwise=pair)
+    assert verdict_on(measurement, maths, precision, base=curve).verdict == "different"
+
+
+# the curve
+
+
+@every_class
+@every_precision
+def test_a_curve_may_leave_the_reference_by_its_tolerance(maths, precision):
+    tolerance = CURVE_TOLERANCE[precision]
+    for sign in (1, -1):
+        for step in (0, 19):
+            inside, outside = shifted(sign * tolerance * 0.999, step), shifted(sign * tolerance * 1.001, step)
+            assert verdict_on(measured(inside), maths, precision).verdict != "different"
+            equivalence = verdict_on(measured(outside), maths, precision)
+            assert equivalence.verdict == "different"
+            assert f"tolerance {tolerance:g}" in equivalence.detail
+
+
+def test_the_tolerance_itself_passes():
+    half = tuple(0.5 * step for step in range(20))  # numbers that add without rounding
+    tolerance = CURVE_TOLERANCE["bf16"]
+    at_edge = (tolerance, *half[1:])
+    assert curve_gap(at_edge, half) == tolerance
+    assert verdict_on(measured(at_edge), reference=half, plain=half).verdict == "rounding"
+
+
+@every_class
+@pytest.mark.parametrize("loss", NOT_FINITE)
+@pytest.mark.parametrize("at", [0, 7, 19])
+def test_a_loss_that_is_no_number_is_different(maths, loss, at):
+    equivalence = verdict_on(measured(shifted(loss, at)), maths, base=shifted(loss, at))
+    assert equivalence.verdict == "different"
+    assert "the loss is not finite" in equivalence.detail
+
+
+@every_class
+@pytest.mark.parametrize("loss", NOT_FINITE)
+@pytest.mark.parametrize("at", [0, 7, 19])
+def test_a_reference_that_is_no_number_proves_nothing(maths, loss, at):
+    """max() passes over a NaN that is not first: the gap looked small where there was nothing to compare with."""
+    broken = shifted(loss, at)
+    assert verdict_on(measured(NEAR), maths, reference=broken).verdict in ("different", "not-checked")
+    assert verdict_on(measured(broken), maths, reference=broken).verdict in ("different", "not-checked")
+
+
+@quick
+@given(
+    st.lists(st.floats(allow_nan=True, allow_infinity=True), min_size=1, max_size=6),
+    st.sampled_from(CLASSES),
+    st.sampled_from(PRECISIONS),
+)
+@example([math.nan], "rounding-only", "bf16")
+def test_a_curve_passes_only_inside_the_band(curve, maths, precision):
+    reference = REFERENCE[: len(curve)]
+    passes = verdict_on(measured(curve), maths, precision, reference=reference, plain=reference).verdict != "different"
+    inside = all(
+        abs(mine - theirs) <= CURVE_TOLERANCE[precision] for mine, theirs in zip(curve, reference, strict=True)
+    )
+    if passes:
+        assert inside
+    if inside and maths != "changes-maths":
+        assert passes
+
+
+def test_a_curve_of_another_length_is_no_agreement():
+    with pytest.raises(ValueError, match="zip"):
+        verdict_on(measured(REFERENCE[:10]))
+
+
+# learning
+
+
+def curve_shedding(nats, steps=20):
+    """Down in a straight line, so that the median of the last five is two steps short of the end."""
+    return tuple(10.97 - nats * step / (steps - 3) for step in range(steps))
+
+
+def test_learned_is_the_first_loss_less_the_median_of_the_last_five():
+    assert learned((9.0, 8.0, 3.0, 1.0, 2.0, 100.0, 1.5)) == 9.0 - 2.0
+    assert learned((4.0,)) == 0.0
+    assert learned(curve_shedding(2.0)) == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize(
+    ("shed", "verdict"),
+    [(1.0, "changed"), (0.81, "changed"), (0.79, "different"), (0.0, "different"), (-1.0, "different")],
+)
+def test_a_changed_model_must_learn_as_the_unchanged_one_does(shed, verdict):
+    """It agrees with its own fp32 reference throughout: only the plain curve shows that it does not learn."""
+    mine = curve_shedding(shed)
+    equivalence = verdict_on(measured(mine), "changes-maths", reference=mine, plain=curve_shedding(1.0))
+    assert equivalence.verdict == verdict
+    assert LEAST_LEARNING == 0.8
+    if verdict == "different":
+        assert f"sheds {shed:.3f} nats where the unchanged model sheds 1.000" in equivalence.detail
+
+
+def test_only_a_rung_that_changes_the_maths_is_held_to_learning():
+    flat = curve_shedding(0.0)
+    for maths in ("bit-exact", "rounding-only"):
+        assert verdict_on(measured(flat), maths, reference=flat, plain=curve_shedding(1.0)).verdict == "same"
+
+
+@pytest.mark.parametrize("curve", [(10.97,), (10.97, 10.99), (10.97, 10.90, 10.98), tuple(curve_shedding(-0.5))])
+def test_a_model_that_does_exactly_as_the_unchanged_one_has_learned_as_much(curve):
+    """The first batches differ, so over two or three steps even a sound model's loss may rise."""
+    assert verdict_on(measured(curve), "changes-maths", reference=curve, plain=curve).verdict == "changed"
+
+
+@quick
+@given(st.lists(st.floats(min_value=9, max_value=12), min_size=1, max_size=20))
+def test_equal_curves_never_fail_the_learning_check(curve):
+    assert verdict_on(measured(curve), "changes-maths", reference=curve, plain=curve).verdict == "changed"
+
+
+@pytest.mark.parametrize("loss", NOT_FINITE)
+def test_an_unchanged_model_that_breaks_down_proves_nothing(loss):
+    plain = shifted(loss, 19)
+    assert verdict_on(measured(NEAR), "changes-maths", plain=plain).verdict in ("different", "not-checked")
+
+
+# what could not be checked
+
+
+@every_class
+def test_without_a_reference_nothing_is_claimed(maths):
+    for measurement in (measured(), measured(check=gradients(wte=math.nan))):
+        assert verdict_on(measurement, maths, reference=None).verdict == "not-checked"
+    unchecked = verdict_on(Measurement(loss_curve=REFERENCE), maths)
+    assert unchecked.verdict == "not-checked"
+    assert "reference" in unchecked.detail
+
+
+def test_without_the_unchanged_curve_nobody_can_say_that_a_changed_model_learns():
+    assert verdict_on(measured(NEAR), "changes-maths", plain=None).verdict == "not-checked"
+    assert verdict_on(measured(NEAR), "rounding-only", plain=None).verdict == "rounding"
+    assert verdict_on(measured(check=gradients(loss=37.0)), "changes-maths", plain=None).verdict == "different"
+
+
+@pytest.mark.parametrize("faults", [{"loss": 37.0}, {"wte": 0.9}, {"loss": 37.0, "wte": 0.9}])
+def test_every_fault_is_told(faults):
+    detail = verdict_on(measured(shifted(1.0), gradients(**faults))).detail
+    assert ("37.000" in detail) == ("loss" in faults)
+    assert ("gradient of wte" in detail) == ("wte" in faults)
+    assert "leaves fp32 by 1.000 nats" in detail
