@@ -37,8 +37,9 @@ def ladder(
     from rich.console import Console
 
     from redline.report.live import LiveLadder
-    from redline.search.ladder import prepare_ladder
+    from redline.search.ladder import check_timeout, prepare_ladder
 
+    check_timeout(timeout_seconds)
     run = prepare_ladder(
         workload=workload,
         rungs=rungs,

@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if debug:
             traceback.print_exc()
         for label, text in error.lines():
-            print(f"{label + ':':9}{text}", file=sys.stderr)
+            print(f"{label + ':':9}{' '.join(text.splitlines())}", file=sys.stderr)
         return EXIT_MISTAKE
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -156,12 +156,13 @@ def run_ladder(options: argparse.Namespace) -> int:
     from rich.console import Console
 
     from redline.report.live import LiveLadder
-    from redline.search.ladder import prepare_ladder, resume_ladder
+    from redline.search.ladder import check_timeout, prepare_ladder, resume_ladder
 
+    check_timeout(options.timeout)
     console = Console(stderr=True)
     choices = {name: getattr(options, name) for name in CHOICES}
     run = (
-        resume_ladder(options.resume, choices)
+        resume_ladder(options.resume, {**choices, "out": options.out})
         if options.resume
         else prepare_ladder(**choices, out=options.out, command=command_line())
     )
@@ -207,7 +208,8 @@ def show_ladder(document: dict[str, Any], directory: Path, options: argparse.Nam
         console = Console()
         print_ladder(document, console)
         console.print(f"page     {page}", markup=False, highlight=False, soft_wrap=True)
-        console.print(f"recipe   {directory / 'best.json'}", markup=False, highlight=False, soft_wrap=True)
+        if document["best"] is not None:
+            console.print(f"recipe   {directory / 'best.json'}", markup=False, highlight=False, soft_wrap=True)
     if not document["finished"]:
         print(f"interrupted; continue with: redline ladder --resume {directory}", file=sys.stderr)
         return EXIT_INTERRUPTED if options.run is run_ladder else EXIT_DONE

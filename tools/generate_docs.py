@@ -127,10 +127,14 @@ def replaces(rung: Rung) -> str:
 
 
 def newest_record(folder: Path) -> dict[str, Any] | None:
-    """The ladder document with the latest date; other kinds of record have no rows."""
+    """The ladder document with the latest date. Other kinds of record have no rows, and single recipes no baseline."""
     loaded = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
-    ladders = [document for document in loaded if isinstance(document, dict) and "rows" in document]
+    ladders = [document for document in loaded if isinstance(document, dict) and _has_baseline(document)]
     return max(ladders, key=lambda document: str(document["date"]), default=None)
+
+
+def _has_baseline(document: dict[str, Any]) -> bool:
+    return any(row["rung"] == "baseline" for row in document.get("rows", ()))
 
 
 def with_table(readme: str, record: dict[str, Any] | None) -> str:

@@ -10,6 +10,7 @@ Results are found again by the job's key, so resuming is asking the same questio
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -117,26 +118,41 @@ def write_atomically(path: Path, text: str) -> Path:
     return path
 
 
-def create_run_directory(path: Path) -> RunDirectory:
-    """A new, empty, writable directory, or a UserError before anything is written."""
+def check_run_directory(path: Path) -> None:
+    """A run never overwrites another."""
     try:
-        if path.exists() and (not path.is_dir() or any(path.iterdir())):
-            raise UserError(
-                f"{path} is already in use",
-                "a run never overwrites another",
-                f"choose another --out, or continue it with --resume {path}",
-            )
+        in_use = path.exists() and (not path.is_dir() or any(path.iterdir()))
+    except OSError as error:
+        raise _unwritable(path, error) from error
+    if in_use:
+        raise UserError(
+            f"{path} is already in use",
+            "a run never overwrites another",
+            f"choose another --out, or continue it with --resume {path}",
+        )
+
+
+def create_run_directory(path: Path) -> RunDirectory:
+    """A new, empty, writable directory, or a UserError and nothing left behind."""
+    check_run_directory(path)
+    made: list[Path] = []
+    try:
+        made = [folder for folder in (path, *path.parents) if not folder.exists()]
         path.mkdir(parents=True, exist_ok=True)
         probe = path / ".writable"
         probe.touch()
         probe.unlink()
     except OSError as error:
-        raise UserError(
-            f"cannot write the run directory {path}",
-            error.strerror or str(error),
-            "choose a folder you may write to with --out DIR",
-        ) from error
+        for folder in made:
+            with contextlib.suppress(OSError):  # never made
+                folder.rmdir()
+        raise _unwritable(path, error) from error
     return RunDirectory(path)
+
+
+def _unwritable(path: Path, error: OSError) -> UserError:
+    why = error.strerror or str(error)
+    return UserError(f"cannot write the run directory {path}", why, "choose a folder you may write to with --out DIR")
 
 
 def open_run_directory(path: Path) -> RunDirectory:

@@ -12,6 +12,7 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeGuard
 
 from redline.core.measurement import GradientCheck, Measurement
 
@@ -58,10 +59,13 @@ def judge(
         *_gradient_faults(gradients, precision),
         *_curve_faults(curve, reference, precision),
     ]
-    if maths == "changes-maths" and plain is not None:
+    changes = maths == "changes-maths"
+    if changes and _is_finite(plain):
         faults += _learning_faults(curve, plain)
     if faults:
         return Equivalence(maths=maths, verdict="different", detail="; ".join(faults))
+    if not _is_finite(reference) or (changes and not _is_finite(plain)):
+        return Equivalence(maths=maths, verdict="not-checked", detail="the fp32 reference has no finite loss curve")
     return Equivalence(
         maths=maths,
         verdict=_agreement(maths, measurement, reference, base),
@@ -75,10 +79,12 @@ def _agreement(maths: str, measurement: Measurement, reference: Sequence[float],
     curve = measurement.loss_curve
     if maths == "changes-maths":
         return "changed"
+    if measurement.pair_bitwise is False:  # weights were compared too: equal losses do not outweigh them
+        return "rounding"
     if curve == tuple(reference):
         return "same"
     equal_to_base = measurement.pair_bitwise is True or (base is not None and curve == tuple(base))
-    return "same" if maths == "bit-exact" and equal_to_base and measurement.pair_bitwise is not False else "rounding"
+    return "same" if maths == "bit-exact" and equal_to_base else "rounding"
 
 
 def _start_faults(gradients: GradientCheck, ln_vocab: float) -> list[str]:
@@ -99,8 +105,10 @@ def _gradient_faults(gradients: GradientCheck, precision: str) -> list[str]:
 
 
 def _curve_faults(curve: Sequence[float], reference: Sequence[float], precision: str) -> list[str]:
-    if not all(math.isfinite(loss) for loss in curve):
+    if not _is_finite(curve):
         return ["the loss is not finite"]
+    if not _is_finite(reference):  # max() passes over a NaN that is not first: the gap would look small
+        return []
     gap = curve_gap(curve, reference)
     if gap <= CURVE_TOLERANCE[precision]:
         return []
@@ -108,8 +116,13 @@ def _curve_faults(curve: Sequence[float], reference: Sequence[float], precision:
 
 
 def _learning_faults(curve: Sequence[float], plain: Sequence[float]) -> list[str]:
-    shed, wanted = learned(curve), LEAST_LEARNING * learned(plain)
-    return [] if shed >= wanted else [f"sheds {shed:.3f} nats where the unchanged model sheds {learned(plain):.3f}"]
+    shed, plain_shed = learned(curve), learned(plain)
+    wanted = plain_shed - (1 - LEAST_LEARNING) * abs(plain_shed)  # over two or three steps even a sound loss may rise
+    return [] if shed >= wanted else [f"sheds {shed:.3f} nats where the unchanged model sheds {plain_shed:.3f}"]
+
+
+def _is_finite(curve: Sequence[float] | None) -> TypeGuard[Sequence[float]]:
+    return curve is not None and all(math.isfinite(loss) for loss in curve)
 
 
 def curve_gap(curve: Sequence[float], reference: Sequence[float]) -> float:

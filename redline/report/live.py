@@ -118,7 +118,11 @@ class LiveLadder:
         self._phase = Phase(name=name, started=started, done=done, total=total, seconds=seconds)
 
     def row_finished(self, row: Row) -> None:
-        self._rows.append(row)
+        places = [place for place, known in enumerate(self._rows) if known["rung"] == row["rung"]]
+        if places:
+            self._rows[places[0]] = row  # a repeat: the row it had, with more measurements in it
+        else:
+            self._rows.append(row)
         self._heading = self._phase = None
         if not self._live:
             self._print(finished_line(row))

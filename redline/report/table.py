@@ -209,7 +209,7 @@ def _different_notes(document: Document) -> Iterator[Note]:
 def _reason_notes(document: Document) -> Iterator[Note]:
     for row in rows_of(document):
         word = "not kept" if is_dropped(row) else status_of(row)
-        if row.get("reason") or word != "ok":
+        if row.get("reason") or word in ("skipped", "failed"):
             text = reason_of(row) if word == "ok" else f"{word}: {reason_of(row)}"
             yield Note(about=rung_name(row), text=text, kind="failed" if word == "failed" else "plain")
 
@@ -218,7 +218,8 @@ def _subject_notes(document: Document) -> Iterator[Note]:
     rows = rows_of(document)
     if rows:
         yield Note(
-            about="speed-ups", text="step is against the recipe the rung was put onto, total against the baseline"
+            about="speed-ups",
+            text=f"step is against the recipe the rung was put onto, total against {rung_name(rows[0])}",
         )
         yield Note(about="noise", text=noise_text(document))
     yield from (Note(about="MFU", text=text) for text in mfu_texts(rows))

@@ -5,6 +5,7 @@ The keys are a contract (DESIGN section 5). A number that is not known is null.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from typing import Any
@@ -33,7 +34,7 @@ def ladder_document(climb: Climb, run: dict[str, Any], finished: bool) -> dict[s
         "reference": {
             "precision": "fp32",
             "ln_vocab": climb.workload.shape.ln_vocab,
-            "loss_curve": to_json(climb.plain_curve),
+            "loss_curve": losses_json(climb.plain_curve),
         },
         "noise": noise_json(rows),
         "rows": [row_json(row, rows[0], climb) for row in rows],
@@ -50,6 +51,7 @@ def row_json(row: Row, first: Row, climb: Climb) -> dict[str, Any]:
     rate = tokens_per_second(row, climb.workload)
     share = efficiency(climb.workload.shape, plan_of(row.recipe.rungs), climb.hardware, rate) if rate else None
     base = row.base if row.base is not None and row.base.measurements else None
+    losses = losses_json(measurement.loss_curve if measurement else None)
     return {
         "rung": row.name,
         "title": row.title,
@@ -70,12 +72,17 @@ def row_json(row: Row, first: Row, climb: Climb) -> dict[str, Any]:
         "outside_bytes": measurement.outside_bytes if measurement else None,
         "predicted_peak_bytes": None,  # the memory model comes with `estimate`
         "compile_seconds": measurement.compile_seconds if measurement else None,
-        "loss_first": measurement.loss_curve[0] if measurement else None,
-        "loss_last": measurement.loss_curve[-1] if measurement else None,
-        "loss_curve": to_json(measurement.loss_curve) if measurement else None,
+        "loss_first": losses[0] if losses else None,
+        "loss_last": losses[-1] if losses else None,
+        "loss_curve": losses,
         "equivalence": equivalence_json(row),
         "kernels": to_json(measurement.proof) if measurement else {"attention": None},
     }
+
+
+def losses_json(curve: Sequence[float] | None) -> list[float | None] | None:
+    """NaN and infinities are not JSON: a loss that is no number is null, and the verdict says so."""
+    return None if curve is None else [loss if math.isfinite(loss) else None for loss in curve]
 
 
 def tokens_per_second(row: Row, workload: Workload) -> float | None:
@@ -106,7 +113,7 @@ def noise_json(rows: Sequence[Row]) -> dict[str, Any]:
     typical = (
         statistics.median(noise_between(row.measurements, base.measurements) for row, base in pairs) if pairs else None
     )
-    if again is not None and again.base is not None:
+    if again is not None and again.base is not None and again.base.measurements:
         floor = abs(again.base.seconds / again.seconds - 1)
         return {
             "fraction": max(floor, typical or 0.0),

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Protocol
@@ -25,6 +25,7 @@ from redline.core.job import (
     Job,
     Result,
     RunDirectory,
+    check_run_directory,
     create_run_directory,
     open_run_directory,
 )
@@ -136,7 +137,11 @@ def prepare_ladder(
     if data is not None:
         check_corpus(data)
     recipe = load_recipe(start) if start is not None else None
+    if recipe is not None:
+        check_alternatives(recipe)
     chosen = choose_rungs(rungs, without, recipe.rungs if recipe else ())
+    if out is not None:
+        check_run_directory(out)
 
     hardware, versions = probe_machine(device)
     notes = []
@@ -145,6 +150,7 @@ def prepare_ladder(
         notes.append(f"workload {workload}: the default on a {hardware.kind.upper()} machine ({hardware.name})")
     resolved = resolve_workload(workload, data)
     size = micro_batch or (recipe.micro_batch if recipe else resolved.micro_batch)
+    resolved = replace(resolved, micro_batch=size)
     settings = LadderSettings(
         rungs=chosen,
         start=Recipe(rungs=recipe.rungs if recipe else (), micro_batch=size),
@@ -157,6 +163,25 @@ def prepare_ladder(
     )
     directory = open_directory(out or default_directory(resolved), resolved, hardware, versions, settings, command)
     return LadderRun(directory=directory, workload=resolved, hardware=hardware, settings=settings, notes=tuple(notes))
+
+
+def check_alternatives(recipe: Recipe) -> None:
+    """A recipe holds rungs of this ladder, and of two that take each other's place only one."""
+    for name in recipe.rungs:
+        other = find_rung(name).instead_of
+        if other in recipe.rungs:
+            raise UserError(
+                f"the recipe has both {other} and {name}",
+                f"{name} takes the place of {other}: a step runs one of them",
+                f"take {other} or {name} out of the recipe file",
+            )
+
+
+def check_timeout(seconds: float) -> None:
+    if not seconds > 0:  # NaN is not above 0 either
+        raise UserError(
+            f"timeout is {seconds:g}", "it is the seconds one measurement may take", "set --timeout to more than 0"
+        )
 
 
 def choose_rungs(rungs: str | None, without: str | None, started_with: Sequence[str] = ()) -> tuple[str, ...]:
@@ -202,6 +227,9 @@ def open_directory(
     try:
         write_tokens(path / TOKENS_FILE, tokens, workload.shape.vocab)
         directory.write(RUN_FILE, json.dumps(run, indent=2) + "\n")
+    except UserError:  # write_tokens explains itself
+        shutil.rmtree(path, ignore_errors=True)
+        raise
     except OSError as error:
         shutil.rmtree(path, ignore_errors=True)
         raise UserError(
@@ -212,7 +240,12 @@ def open_directory(
 
 def resume_ladder(path: Path, choices: dict[str, Any]) -> LadderRun:
     """An interrupted run on the same machine with the same versions: its other rows must stay comparable."""
-    given = [name.replace("_", "-") for name, value in choices.items() if value]
+    typed = {"workload": "workload", "start": "--from"}
+    given = [
+        typed.get(name, "--" + name.replace("_", "-"))
+        for name, value in choices.items()
+        if value is not None and value is not False  # a micro batch of 0 was given too
+    ]
     if given:
         raise UserError(
             f"--resume does not go with {', '.join(given)}",
@@ -244,6 +277,9 @@ def open_ladder(path: Path) -> LadderRun:
     directory = open_run_directory(path)
     try:
         run = directory.read_run()
+        for part in ("versions", "command", "date"):
+            if part not in run:
+                raise KeyError(part)
         return LadderRun(
             directory=directory,
             workload=from_json(Workload, run["workload"]),

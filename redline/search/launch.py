@@ -63,7 +63,7 @@ def worker_environment(run: RunDirectory, job: Job) -> dict[str, str]:
         # learn what the CPU's own flags say. The user's setting wins.
         "TORCHINDUCTOR_VEC_ISA_OK": "1",
         **os.environ,
-        "PYTHONPATH": worker_path(),
+        **import_environment(),
         "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
         "TRITON_CACHE_DIR": str(cache / "triton"),
     }
@@ -96,13 +96,22 @@ def _follow(process: subprocess.Popen[bytes], timeout_seconds: float, on_phase: 
 
 
 def _read_progress(stream: IO[bytes], last: dict[str, str], on_phase: OnPhase) -> None:
-    for line in stream:
-        try:
-            event: dict[str, Any] = json.loads(line)
-            last["phase"] = event.pop("phase")
-        except (ValueError, KeyError, AttributeError):
-            continue  # not progress: something wrote to our pipe before the worker took it
-        on_phase(last["phase"], **event)
+    with stream:
+        for line in stream:
+            event = _progress_in(line)
+            if event is not None:
+                last["phase"] = event["phase"]
+                on_phase(event["phase"], done=event.get("done"), total=event.get("total"), seconds=event.get("seconds"))
+
+
+def _progress_in(line: bytes) -> dict[str, Any] | None:
+    """None for whatever else was written to our pipe before the worker took it: the reader must never stop reading,
+    or the pipe fills and the worker waits for ever."""
+    try:
+        event = json.loads(line)
+    except ValueError:
+        return None
+    return event if isinstance(event, dict) and isinstance(event.get("phase"), str) else None
 
 
 def kill_group(process: subprocess.Popen[bytes]) -> None:
@@ -121,7 +130,8 @@ def _answer(folder: Path, returncode: int, phase: str) -> Result:
         return from_json(Failure, json.loads((folder / "failure.json").read_text(encoding="utf-8")))
     log = folder / "log.txt"
     if returncode < 0:
-        name = signal.Signals(-returncode).name
+        known = {number.value: number.name for number in signal.Signals}  # real-time signals have no name
+        name = known.get(-returncode, f"signal {-returncode}")
         hint = " (the system may be out of memory)" if name == "SIGKILL" else ""
         return Failure(kind="killed", reason=f"the worker was killed by {name}{hint} while {phase}; see {log}")
     return Failure(kind="error", reason=f"the worker left with exit code {returncode} while {phase}: {_last_line(log)}")
@@ -135,7 +145,7 @@ def _last_line(log: Path) -> str:
 def probe_machine(device: str | None) -> tuple[Hardware, dict[str, str | None]]:
     """Ask torch about this machine, in a process of its own."""
     command = [sys.executable, "-m", "redline.engine.probe", *([device] if device else [])]
-    environment = {**os.environ, "PYTHONPATH": worker_path()}
+    environment = {**os.environ, **import_environment()}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     if done.returncode:
         reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
@@ -146,6 +156,11 @@ def probe_machine(device: str | None) -> tuple[Hardware, dict[str, str | None]]:
         )
     answer = json.loads(done.stdout.splitlines()[-1])
     return from_json(Hardware, answer["hardware"]), answer["versions"]
+
+
+def import_environment() -> dict[str, str]:
+    """`python -m` looks into the current folder first, where another checkout or a user's random.py may lie."""
+    return {"PYTHONPATH": worker_path(), "PYTHONSAFEPATH": "1"}
 
 
 def worker_path() -> str:

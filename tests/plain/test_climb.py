@@ -530,8 +530,8 @@ def test_whatever_happens_the_recipe_holds_only_what_is_right(factors, failures,
         assert row.status in ("ok", "skipped", "failed")
         assert row.reason or row.status == "ok"
         assert row.kept is not False or row.reason
-        if row.kept:
-            assert row.trusted
+        if row.kept:  # without a reference nothing can be judged: the climb goes on, but nothing of it is best
+            assert row.trusted or row.equivalence.verdict == "not-checked"
         assert not {"bf16", "fp16"} <= set(row.recipe.rungs)
         assert not {"flash", "cudnn-attention"} <= set(row.recipe.rungs)
     names = {row.name for row in climb.finished if row.kept} | {"baseline"}

@@ -31,7 +31,6 @@ GRADIENTS = GradientCheck(
     yardstick=0.01,
     tensor_errors={"wte.weight": 0.02},
     tensor_yardsticks={"wte.weight": 0.015},
-    bitwise=False,
 )
 PROOF = Proof(attention="flash_fwd_kernel", matmul_dtypes=("bf16", "fp32"), graph_breaks=0, syncs_per_step=0.1)
 MEASURED = Measurement(
