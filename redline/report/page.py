@@ -100,7 +100,9 @@ def headline_figures(document: Document) -> list[tuple[str, str, str]]:
     row = best_row(document) or {}
     figures = [(human_rate(best.get("tokens_per_second")), "tokens per second", _best_place(best))]
     if row.get("speedup_total") is not None:
-        figures.append((f"{row['speedup_total']:.2f}×", "the baseline's speed", _baseline_rate(document)))
+        figures.append(
+            (f"{row['speedup_total']:.2f}×", f"the {rung_name(rows_of(document)[0])}'s speed", _baseline_rate(document))
+        )
     if shown_mfu(row) is not None:
         convention = one_line(row.get("mfu_convention") or "convention not stated")
         figures.append((human_percent(shown_mfu(row)), "model FLOP utilisation", convention))

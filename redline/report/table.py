@@ -312,11 +312,12 @@ def versions_text(document: Document) -> str:
 def best_text(document: Document) -> str:
     best = document.get("best")
     if not best:
-        return "no rung was measured"
+        return "no row was measured and found right"
     row = best_row(document) or {}
     parts = [f"{human_rate(best.get('tokens_per_second'))} tokens/s with {one_line(best.get('rung') or UNKNOWN)}"]
     parts += [f"micro batch {best['micro_batch']}"] if best.get("micro_batch") is not None else []
-    parts += [f"{human_ratio(row['speedup_total'])} the baseline"] if row.get("speedup_total") is not None else []
+    if row.get("speedup_total") is not None:
+        parts.append(f"{human_ratio(row['speedup_total'])} the {rung_name(rows_of(document)[0])}")
     parts += [f"{human_percent(shown_mfu(row))} MFU"] if shown_mfu(row) is not None else []
     return ", ".join(parts)
 

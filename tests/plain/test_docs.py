@@ -69,7 +69,9 @@ def test_without_a_record_the_markers_are_left_empty(tool, copy):
 
 def test_the_table_of_a_record_lies_between_the_markers(tool, copy, monkeypatch):
     (copy / "records").mkdir()
-    (copy / "records" / "a.json").write_text('{"rows": [], "workload": "gpt2", "date": "2026-11-14"}')
+    (copy / "records" / "a.json").write_text(
+        '{"rows": [{"rung": "baseline"}], "workload": "gpt2", "date": "2026-11-14"}'
+    )
     monkeypatch.setattr(tool, "ladder_table", lambda record: f"| {record['workload']} |\n")
     for _ in range(2):  # the second time finds the first one's table and changes nothing
         tool.main([], root=copy)
@@ -86,8 +88,9 @@ def test_a_readme_without_markers_is_left_alone(tool, copy):
 def test_the_newest_record_is_chosen_by_its_date_and_others_are_passed_over(tool, copy):
     records = copy / "records"
     records.mkdir()
-    (records / "z.json").write_text('{"rows": [], "workload": "tiny", "date": "2026-11-01"}')
-    (records / "a.json").write_text('{"rows": [], "workload": "gpt2", "date": "2026-11-14"}')
+    (records / "z.json").write_text('{"rows": [{"rung": "baseline"}], "workload": "tiny", "date": "2026-11-01"}')
+    (records / "a.json").write_text('{"rows": [{"rung": "baseline"}], "workload": "gpt2", "date": "2026-11-14"}')
+    (records / "b64.json").write_text('{"rows": [{"rung": "recipe"}], "workload": "one recipe", "date": "2026-12-01"}')
     (records / "lint.json").write_text('{"findings": [], "date": "2027-01-01"}')
     assert tool.newest_record(records)["workload"] == "gpt2"
     assert tool.newest_record(copy / "absent") is None
