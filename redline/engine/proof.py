@@ -113,6 +113,8 @@ def _names(events: list[dict[str, Any]], category: str) -> Iterator[str]:
 
 def _is_attention(name: str) -> bool:
     lowered = name.lower()
+    if lowered.startswith("triton_"):
+        return False  # Inductor names a kernel after the operators around it, attention among them
     return any(word in lowered for word in ATTENTION_WORDS) and not any(
         word in lowered for word in ("bwd", "backward", "dprop", "bprop", "convert", "dot_do_o")
     )

@@ -77,13 +77,11 @@ class GPT(nn.Module):
         self.lm_head = nn.Linear(shape.d_model, rows, bias=False)
         if tied:
             self.lm_head.weight = self.wte.weight
+        if rows > shape.vocab:
+            hide_padding(self.lm_head, shape.vocab)
         self.register_buffer(
             "future", torch.ones(shape.sequence, shape.sequence, dtype=torch.bool).triu(1), persistent=False
         )
-        # A bias of -inf gives the padding probability zero, exactly: the loss is the unpadded model's and no sampler
-        # can draw it. The matmul adds a bias for nothing; masking or slicing the logits is another pass over them.
-        padding = torch.where(torch.arange(rows) < shape.vocab, 0.0, -torch.inf) if rows > shape.vocab else None
-        self.register_buffer("padding", padding, persistent=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         T = tokens.size(1)
@@ -91,7 +89,17 @@ class GPT(nn.Module):
         x = self.wte(tokens) + self.wpe(torch.arange(T, device=tokens.device))  # [B, T, C]
         for block in self.h:
             x = block(x, future)
-        return F.linear(self.ln_f(x), self.lm_head.weight, self.padding)  # type: ignore[arg-type]  # [B, T, rows]
+        logits: torch.Tensor = self.lm_head(self.ln_f(x))  # [B, T, rows]
+        return logits
+
+
+def hide_padding(head: nn.Linear, vocab: int) -> None:
+    """A constant bias of -inf gives the padded rows probability zero, exactly: the loss is the unpadded model's and no
+    sampler can draw them. The matmul adds a bias for nothing; masking or slicing logits is another pass over them."""
+    del head.bias  # the slot of a parameter that is None
+    head.register_buffer(
+        "bias", torch.where(torch.arange(head.out_features) < vocab, 0.0, -torch.inf), persistent=False
+    )
 
 
 @torch.no_grad()

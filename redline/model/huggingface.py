@@ -46,11 +46,8 @@ def from_huggingface(model: GPT, state: Mapping[str, torch.Tensor]) -> None:
 
 def _find(state: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
     # Saved without the wrapper the prefix is absent; saved tied, the head may be left out.
-    for key in (
-        name,
-        name.removeprefix("transformer."),
-        "transformer.wte.weight" if name == "lm_head.weight" else name,
-    ):
+    names = (name, "transformer.wte.weight") if name == "lm_head.weight" else (name,)
+    for key in (key for full in names for key in (full, full.removeprefix("transformer."))):
         if key in state:
             return state[key]
     raise UserError(

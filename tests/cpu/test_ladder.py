@@ -217,6 +217,7 @@ def test_a_killed_worker_is_a_row_an_interrupt_keeps_it_and_resume_repeats_nothi
     assert killed["equivalence"]["verdict"] == "not-checked"
     assert f"--resume {out}" in stderr
     assert running(out) == {}
+    assert not list(out.glob("jobs/measure-padded-vocab-*/measurement.json")), "the worker was not stopped"
     before = (out / "results.jsonl").read_bytes()
     assert [record["ok"] for record in results_of(out)] == [True, True, False]  # reference, baseline, flash
     logs = {path: path.stat().st_mtime_ns for path in out.glob("jobs/*/log.txt") if "padded" not in str(path)}
@@ -266,6 +267,7 @@ def test_a_time_limit_makes_failed_rows_and_leaves_nothing_running(tmp_path: Pat
     assert not (out / "best.json").exists()
     assert (out / "report.html").exists()
     assert {record["result"]["kind"] for record in results_of(out)} == {"timeout"}
+    assert not list(out.glob("jobs/*/measurement.json")), "the worker was waited for, not stopped"
     assert running(out) == {}
 
 
