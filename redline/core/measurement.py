@@ -35,7 +35,8 @@ def quantile(ordered: Sequence[float], share: float) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class GradientCheck:
-    """Step 0 against the plain fp32 model: same weights, same batch. Errors are relative L2 norms."""
+    """Step 0 against the plain fp32 model: same weights, same batch. Errors are relative L2 norms, tensors go by
+    their published names."""
 
     loss: float
     reference_loss: float
@@ -44,8 +45,9 @@ class GradientCheck:
     yardstick: float
     """The same error of plain eager code at the row's precision: what that precision costs by itself."""
     tensor_errors: dict[str, float]
-    """Tensor by tensor, under its published name."""
     tensor_yardsticks: dict[str, float]
+    update_errors: dict[str, float] = field(default_factory=dict)
+    """What the first optimizer step did to each tensor."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +76,7 @@ class Measurement:
     """Device memory in use that the allocator did not hand out: context, libraries, other processes."""
     gradients: GradientCheck | None = None
     pair_bitwise: bool | None = None
-    """Bit-exact rungs only: deterministic steps with and without the rung gave the same bits."""
+    """Bit-exact rungs only: plain steps with and without the rung gave the same bits. None: they do not even repeat."""
     skipped_updates: int = 0
     """Optimizer steps the loss scaler refused during the curve."""
     proof: Proof = field(default_factory=Proof)

@@ -28,10 +28,11 @@ PAIR_STEPS, PAIR_BATCH = 3, 4
 
 @dataclass(frozen=True)
 class Expected:
-    """Reference gradients, on the host, and the yardstick's error for each of them."""
+    """Step 0 of the plain fp32 model, on the host, and the yardstick's error for each gradient."""
 
     loss: float
     gradients: dict[str, torch.Tensor]
+    updates: dict[str, torch.Tensor]
     yardstick_errors: dict[str, float]
     yardstick_error: float
 
@@ -40,21 +41,24 @@ def reference_gradients(
     workload: Workload, reference: Plan, plan: Plan, *, micro_batch: int, tokens: Path, device: torch.device
 ) -> Expected:
     where: dict[str, Any] = {"micro_batch": micro_batch, "tokens": tokens, "device": device, "chunk": REFERENCE_CHUNK}
-    loss, gradients = _plain_gradients(workload, reference, **where)
-    host = {name: gradient.cpu() for name, gradient in gradients.items()}
-    errors, overall = dict.fromkeys(host, 0.0), 0.0
+    training, loss = _plain_gradients(workload, reference, **where)
+    gradients = _on_host(gradients_of(training))
+    updates = _on_host(take_update(training))
+    errors, overall = dict.fromkeys(gradients, 0.0), 0.0
     if plan.precision != "fp32":
         plain_at_precision = replace(
             reference, matmul_precision=plan.matmul_precision, autocast=plan.autocast, loss_scaling=plan.loss_scaling
         )
-        _, rounded = _plain_gradients(workload, plain_at_precision, **where)
-        errors, overall = relative_errors(rounded, host)
-    return Expected(loss=loss, gradients=host, yardstick_errors=errors, yardstick_error=overall)
+        training, _ = _plain_gradients(workload, plain_at_precision, **where)
+        errors, overall = relative_errors(gradients_of(training), gradients)
+    return Expected(loss=loss, gradients=gradients, updates=updates, yardstick_errors=errors, yardstick_error=overall)
 
 
 def check_gradients(training: Training, batch: torch.Tensor, expected: Expected) -> GradientCheck:
+    """Takes the first step: gradients are compared as they come, the update as the optimizer leaves it."""
     loss = training.step.compute_gradients(batch).item()
     errors, overall = relative_errors(gradients_of(training), expected.gradients)
+    update_errors, _ = relative_errors(take_update(training), expected.updates)
     return GradientCheck(
         loss=loss,
         reference_loss=expected.loss,
@@ -62,7 +66,18 @@ def check_gradients(training: Training, batch: torch.Tensor, expected: Expected)
         yardstick=expected.yardstick_error,
         tensor_errors=errors,
         tensor_yardsticks=expected.yardstick_errors,
+        update_errors=update_errors,
     )
+
+
+def take_update(training: Training) -> dict[str, torch.Tensor]:
+    """Apply the gradients that are there; what that adds to each tensor."""
+    before = {name: parameter.detach().clone() for name, parameter in training.model.named_parameters()}
+    training.step.apply_gradients()
+    return {
+        name: unpadded(training.model, name, parameter.detach() - before[name])
+        for name, parameter in training.model.named_parameters()
+    }
 
 
 def gradients_of(training: Training) -> dict[str, torch.Tensor]:
@@ -90,12 +105,18 @@ def relative_errors(
     return errors, (squared_error / squared_norm) ** 0.5 if squared_norm else 0.0
 
 
-def pair_is_bitwise(job: Job, tokens: Path, device: torch.device) -> bool:
+def pair_is_bitwise(job: Job, tokens: Path, device: torch.device) -> bool | None:
     """A few plain fp32 steps with and without the rung. Plain eager steps repeat bit for bit, which compiled ones and
-    flash backward do not, so this can prove what a loss curve of the whole recipe cannot."""
+    flash backward do not, so this can prove what a loss curve of the whole recipe cannot. None where even plain steps
+    do not repeat themselves: then nothing can be proved."""
     plain = reference_plan(job.recipe.rungs)
-    without, with_it = (_short_run(job.workload, plan, tokens, device) for plan in (plain, _with_rung(job, plain)))
-    return all(torch.equal(mine, theirs) for mine, theirs in zip(without, with_it, strict=True))
+    plans = (plain, plain, _with_rung(job, plain))
+    once, again, with_it = (_short_run(job.workload, plan, tokens, device) for plan in plans)
+    return _equal_bits(once, with_it) if _equal_bits(once, again) else None
+
+
+def _equal_bits(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return all(torch.equal(mine, theirs) for mine, theirs in zip(one, other, strict=True))
 
 
 def _with_rung(job: Job, plan: Plan) -> Plan:
@@ -111,8 +132,13 @@ def _short_run(workload: Workload, plan: Plan, tokens: Path, device: torch.devic
     return losses + [parameter.detach().cpu() for parameter in training.model.parameters()]
 
 
-def _plain_gradients(workload: Workload, plan: Plan, **where: Any) -> tuple[float, dict[str, torch.Tensor]]:
+def _plain_gradients(workload: Workload, plan: Plan, **where: Any) -> tuple[Training, float]:
     training = build(workload, plan, **where)
     loss = training.step.compute_gradients(next(training.batches)).item()
     training.close()
-    return loss, gradients_of(training)
+    return training, loss
+
+
+def _on_host(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Copies, also on a CPU: clipping works on gradients in place."""
+    return {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
