@@ -5,6 +5,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+TEST_STAMP := $(VENV)/.installed-for-tests
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test lint format docs clean
@@ -20,12 +21,12 @@ demo: setup ## climb the ladder on the embedded tiny workload: ends with a table
 test: lint ## lint, check types, run every test (those that need a GPU skip themselves without one)
 	$(BIN)/python -m pytest -n 2
 
-lint: setup ## ruff (rules and format) and mypy
+lint: $(TEST_STAMP) ## ruff (rules and format) and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-format: setup ## let ruff rewrite what it can
+format: $(TEST_STAMP) ## let ruff rewrite what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
@@ -48,5 +49,9 @@ $(STAMP): pyproject.toml constraints.txt
 		echo "why:     redline needs Python 3.11 or later"; \
 		echo "fix:     name a newer one: make setup PYTHON=python3.11"; exit 2; } >&2
 	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -c constraints.txt -e .
+	@touch $@
+
+$(TEST_STAMP): $(STAMP)
 	$(BIN)/python -m pip install -c constraints.txt -e '.[test]'
 	@touch $@
