@@ -33,7 +33,7 @@ from redline.core.recipe import Recipe, load_recipe
 from redline.core.values import from_json, to_json
 from redline.core.workload import Workload, check_positive
 from redline.data.text import check_corpus
-from redline.rungs import LADDER, find_rung
+from redline.rungs import LADDER, find_rung, plan_of
 from redline.search.climb import TOKENS_FILE, Climb, LadderSettings, Row
 from redline.search.document import best_row, ladder_document, row_json
 from redline.search.launch import launch, probe_machine, remove_caches
@@ -151,6 +151,8 @@ def prepare_ladder(
     resolved = resolve_workload(workload, data)
     size = micro_batch or (recipe.micro_batch if recipe else resolved.micro_batch)
     resolved = replace(resolved, micro_batch=size)
+    if recipe is not None:
+        check_recipe_applies(recipe, resolved, hardware)
     settings = LadderSettings(
         rungs=chosen,
         start=Recipe(rungs=recipe.rungs if recipe else (), micro_batch=size),
@@ -174,6 +176,19 @@ def check_alternatives(recipe: Recipe) -> None:
                 f"the recipe has both {other} and {name}",
                 f"{name} takes the place of {other}: a step runs one of them",
                 f"take {other} or {name} out of the recipe file",
+            )
+
+
+def check_recipe_applies(recipe: Recipe, workload: Workload, hardware: Hardware) -> None:
+    """A rung that does not apply is a row on a ladder; in a recipe that was asked for as a whole it is a mistake."""
+    for name in recipe.rungs:
+        others = plan_of(other for other in recipe.rungs if other != name)
+        reason = find_rung(name).needs(workload, hardware, others)
+        if reason is not None:
+            raise UserError(
+                f"the recipe's {name} does not apply here",
+                reason,
+                f"take {name} out of the recipe, or climb without --from",
             )
 
 
