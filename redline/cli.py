@@ -108,7 +108,7 @@ def add_ladder(commands: Any) -> None:
         "--steps",
         metavar="N",
         type=int,
-        help="timed steps per measurement (default: about four seconds' worth, 10 to 100)",
+        help="timed steps per measurement (default: a few seconds' worth, 10 to 100)",
     )
     ladder.add_argument(
         "--check-steps", metavar="K", type=int, help="training steps whose losses are compared with fp32 (default: 20)"

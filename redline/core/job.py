@@ -42,8 +42,7 @@ class Job:
     check_steps: int = 20
     """Length of the loss curve that is compared."""
     timed_steps: int | None = None
-    """None: as many as fill `timed_seconds`, between 10 and 100."""
-    timed_seconds: float = 4.0
+    """None: as many as fill a few seconds, between 10 and 100."""
     bit_exact_rung: str | None = None
     """Also prove that this rung changes no bit: deterministic steps with and without it."""
     repeat: int = 0

@@ -28,6 +28,7 @@ STEADY = 0.02  # two neighbouring blocks of steps whose medians differ by less a
 BLOCK_STEPS = 5
 WARMUP_SECONDS = {"cuda": 2.0, "cpu": 0.5}  # the first seconds of a GPU run up to 20 % slow
 WARMUP_LIMIT_SECONDS = 15.0
+TIMED_SECONDS = {"cuda": 4.0, "cpu": 2.5}
 TIMED_STEPS_BETWEEN = (10, 100)
 
 Report = Callable[..., None]
@@ -156,7 +157,8 @@ def is_steady(seconds: list[float], least_seconds: float) -> bool:
 def time_steps(bench: Bench, training: Training, expected_step_seconds: float) -> list[float]:
     """The clock's two marks fence each step; the worker says nothing until the last is done."""
     fewest, most = TIMED_STEPS_BETWEEN
-    count = bench.job.timed_steps or min(max(round(bench.job.timed_seconds / expected_step_seconds), fewest), most)
+    wanted = round(TIMED_SECONDS[bench.device.type] / expected_step_seconds)
+    count = bench.job.timed_steps or min(max(wanted, fewest), most)
     bench.report("timing", total=count, seconds=count * expected_step_seconds)
     memory.reset_peak(bench.device)
     clock = Clock(bench.device)

@@ -170,7 +170,7 @@ class Climb:
     def _decide_by_speed(self, row: Row, current: Row, replaces: bool) -> None:
         ratio = current.seconds / row.seconds
         # An addition may cost what noise could explain; an alternative must win, or the kept one stays.
-        least = 1.0 if replaces else 1.0 - noise_between(row.measurements, current.measurements)
+        least = 1.0 if replaces else 1.0 - noise_between(row.measurements, current.measurements, self.hardware.kind)
         row.kept = ratio >= least or self.settings.keep == "all" and not replaces
         if not row.kept:
             row.reason = f"{ratio:.2f}x the speed of {current.name}"

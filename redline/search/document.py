@@ -17,7 +17,7 @@ from redline.core.workload import Workload
 from redline.predict.efficiency import efficiency
 from redline.rungs import plan_of
 from redline.search.climb import AGAIN, Climb, Row
-from redline.search.noise import noise_between
+from redline.search.noise import UNSEEN_RUN_TO_RUN, noise_between
 
 
 def ladder_document(climb: Climb, run: dict[str, Any], finished: bool) -> dict[str, Any]:
@@ -36,7 +36,7 @@ def ladder_document(climb: Climb, run: dict[str, Any], finished: bool) -> dict[s
             "ln_vocab": climb.workload.shape.ln_vocab,
             "loss_curve": losses_json(climb.plain_curve),
         },
-        "noise": noise_json(rows),
+        "noise": noise_json(rows, climb.hardware.kind),
         "rows": [row_json(row, rows[0], climb) for row in rows],
         "best": best_json(rows, climb.workload),
     }
@@ -64,7 +64,7 @@ def row_json(row: Row, first: Row, climb: Climb) -> dict[str, Any]:
         "tokens_per_second": rate,
         "speedup_total": first.seconds / row.seconds if measurement and first.measurements else None,
         "speedup_step": base.seconds / row.seconds if measurement and base else None,
-        "within_noise": within_noise(row, base) if measurement and base else None,
+        "within_noise": within_noise(row, base, climb.hardware.kind) if measurement and base else None,
         "mfu": share.mfu if share else None,
         "mfu_convention": share.convention if share else None,
         "hfu": share.hfu if share else None,
@@ -96,8 +96,8 @@ def step_spread(measurements: Sequence[Measurement]) -> Spread:
     return Spread(median=median, p10=pooled.p10, p90=pooled.p90, n=pooled.n)
 
 
-def within_noise(row: Row, base: Row) -> bool:
-    return abs(base.seconds / row.seconds - 1) <= noise_between(row.measurements, base.measurements)
+def within_noise(row: Row, base: Row, device: str) -> bool:
+    return abs(base.seconds / row.seconds - 1) <= noise_between(row.measurements, base.measurements, device)
 
 
 def equivalence_json(row: Row) -> dict[str, str]:
@@ -106,13 +106,12 @@ def equivalence_json(row: Row) -> dict[str, str]:
     return {"class": row.maths.value, "verdict": row.equivalence.verdict, "detail": row.equivalence.detail}
 
 
-def noise_json(rows: Sequence[Row]) -> dict[str, Any]:
+def noise_json(rows: Sequence[Row], device: str) -> dict[str, Any]:
     """The typical noise of a comparison, and what it was learned from."""
     pairs = [(row, row.base) for row in rows if row.measurements and row.base is not None and row.base.measurements]
     again = next((row for row in rows if row.name == AGAIN and row.measurements), None)
-    typical = (
-        statistics.median(noise_between(row.measurements, base.measurements) for row, base in pairs) if pairs else None
-    )
+    noises = [noise_between(row.measurements, base.measurements, device) for row, base in pairs]
+    typical = statistics.median(noises) if noises else None
     if again is not None and again.base is not None and again.base.measurements:
         floor = abs(again.base.seconds / again.seconds - 1)
         return {
@@ -121,11 +120,10 @@ def noise_json(rows: Sequence[Row]) -> dict[str, Any]:
         }
     if typical is None:
         return {"fraction": None, "source": "nothing to compare"}
-    repeated = all(len(row.measurements) > 1 for row, _ in pairs)
-    return {
-        "fraction": typical,
-        "source": "repeats" if repeated else "one run each: at least 2 %; --repeats or --aa measure it",
-    }
+    if all(len(row.measurements) > 1 for row, _ in pairs):
+        return {"fraction": typical, "source": "repeats"}
+    least = f"{UNSEEN_RUN_TO_RUN[device]:.0%}"
+    return {"fraction": typical, "source": f"one run each: taken for at least {least}; --repeats or --aa measure it"}
 
 
 def best_json(rows: Sequence[Row], workload: Workload) -> dict[str, Any] | None:

@@ -14,7 +14,8 @@ from collections.abc import Sequence
 
 from redline.core.measurement import Measurement
 
-UNSEEN_RUN_TO_RUN = 0.02  # 1 to 3 % between processes on an H200
+# Seen between processes: 1 to 3 % on an H200; on two shared CPU cores 10 % and more.
+UNSEEN_RUN_TO_RUN = {"cuda": 0.02, "cpu": 0.10}
 STRETCHES = 4
 
 
@@ -37,8 +38,8 @@ def standard_error(measurements: Sequence[Measurement]) -> float:
     return statistics.stdev(looks) / statistics.mean(looks) / math.sqrt(len(looks))
 
 
-def noise_between(one: Sequence[Measurement], other: Sequence[Measurement]) -> float:
+def noise_between(one: Sequence[Measurement], other: Sequence[Measurement], device: str = "cuda") -> float:
     """Ratios of the two closer to 1 than this are noise."""
     noise = 2 * math.hypot(standard_error(one), standard_error(other))
     repeated = len(one) > 1 and len(other) > 1
-    return noise if repeated else max(noise, UNSEEN_RUN_TO_RUN)
+    return noise if repeated else max(noise, UNSEEN_RUN_TO_RUN[device])

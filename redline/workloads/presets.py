@@ -25,7 +25,7 @@ PRESETS: dict[str, Workload] = {
             name="tiny",
             shape=Shape(layers=2, heads=4, d_model=128, d_ff=512, vocab=257, sequence=256),
             tokenizer="bytes",
-            micro_batch=8,
+            micro_batch=4,
             learning_rate=3e-3,
         ),
         _gpt2("gpt2", layers=12, heads=12, d_model=768, micro_batch=16, learning_rate=6e-4),
