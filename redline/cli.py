@@ -27,8 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal without UTF-8 shows question marks, not a traceback
-    # A terminated run ends like an interrupted one: finished rows stay, workers go.
-    signal.signal(signal.SIGTERM, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
+    signal.signal(signal.SIGTERM, interrupt)
     try:
         options = build_parser().parse_args(words)
         return int(options.run(options))
@@ -41,6 +40,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
+
+
+def interrupt(*_: object) -> NoReturn:
+    """A terminated run ends like an interrupted one: finished rows stay, workers go."""
+    raise KeyboardInterrupt
 
 
 class Parser(argparse.ArgumentParser):

@@ -148,7 +148,9 @@ def with_table(readme: str, record: dict[str, Any] | None) -> str:
 
 
 def ladder_table(record: dict[str, Any]) -> str:
-    from redline.report.table import markdown_table  # here, so that the pages can be written before any report exists
+    from redline.report.markdown import (
+        markdown_table,  # here, so that the pages can be written before any report exists
+    )
 
     return markdown_table(record)
 

@@ -32,7 +32,9 @@ class Expected:
 
     loss: float
     gradients: dict[str, torch.Tensor]
-    updates: dict[str, torch.Tensor]
+    weights: dict[str, torch.Tensor]
+    """After the first update."""
+    update_norms: dict[str, float]
     yardstick_errors: dict[str, float]
     yardstick_error: float
 
@@ -43,7 +45,10 @@ def reference_gradients(
     where: dict[str, Any] = {"micro_batch": micro_batch, "tokens": tokens, "device": device, "chunk": REFERENCE_CHUNK}
     training, loss = _plain_gradients(workload, reference, **where)
     gradients = _on_host(gradients_of(training))
-    updates = _on_host(take_update(training))
+    before = _on_host(weights_of(training))
+    training.step.apply_gradients()
+    weights = _on_host(weights_of(training))
+    update_norms = {name: (after - before[name]).norm().item() for name, after in weights.items()}
     errors, overall = dict.fromkeys(gradients, 0.0), 0.0
     if plan.precision != "fp32":
         plain_at_precision = replace(
@@ -51,14 +56,22 @@ def reference_gradients(
         )
         training, _ = _plain_gradients(workload, plain_at_precision, **where)
         errors, overall = relative_errors(gradients_of(training), gradients)
-    return Expected(loss=loss, gradients=gradients, updates=updates, yardstick_errors=errors, yardstick_error=overall)
+    return Expected(
+        loss=loss,
+        gradients=gradients,
+        weights=weights,
+        update_norms=update_norms,
+        yardstick_errors=errors,
+        yardstick_error=overall,
+    )
 
 
 def check_gradients(training: Training, batch: torch.Tensor, expected: Expected) -> GradientCheck:
     """Takes the first step: gradients are compared as they come, the update as the optimizer leaves it."""
     loss = training.step.compute_gradients(batch).item()
     errors, overall = relative_errors(gradients_of(training), expected.gradients)
-    update_errors, _ = relative_errors(take_update(training), expected.updates)
+    training.step.apply_gradients()  # from equal weights, a distance between weights is one between updates
+    update_errors, _ = relative_errors(weights_of(training), expected.weights, expected.update_norms)
     return GradientCheck(
         loss=loss,
         reference_loss=expected.loss,
@@ -70,16 +83,6 @@ def check_gradients(training: Training, batch: torch.Tensor, expected: Expected)
     )
 
 
-def take_update(training: Training) -> dict[str, torch.Tensor]:
-    """Apply the gradients that are there; what that adds to each tensor."""
-    before = {name: parameter.detach().clone() for name, parameter in training.model.named_parameters()}
-    training.step.apply_gradients()
-    return {
-        name: unpadded(training.model, name, parameter.detach() - before[name])
-        for name, parameter in training.model.named_parameters()
-    }
-
-
 def gradients_of(training: Training) -> dict[str, torch.Tensor]:
     """By published name and without padding, so that padded and plain variants can be compared."""
     return {
@@ -89,17 +92,24 @@ def gradients_of(training: Training) -> dict[str, torch.Tensor]:
     }
 
 
+def weights_of(training: Training) -> dict[str, torch.Tensor]:
+    return {
+        name: unpadded(training.model, name, parameter.detach())
+        for name, parameter in training.model.named_parameters()
+    }
+
+
 def relative_errors(
-    gradients: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]
+    found: dict[str, torch.Tensor], reference: dict[str, torch.Tensor], norms: dict[str, float] | None = None
 ) -> tuple[dict[str, float], float]:
-    """Relative L2 error of each tensor, and of all as one vector."""
+    """L2 error of each tensor, and of all as one vector, relative to the reference's norm or to the given ones."""
     errors, squared_error, squared_norm = {}, 0.0, 0.0
     for name, expected in reference.items():
-        if name not in gradients:  # a parameter that gets no gradient is as wrong as can be
-            gradients = {**gradients, name: torch.full_like(expected, torch.inf)}
-        expected = expected.to(gradients[name].device)
-        difference = (gradients[name].double() - expected.double()).norm().item()
-        norm = expected.double().norm().item()
+        # A parameter that gets no gradient is as wrong as can be.
+        mine = found.get(name, torch.full_like(expected, torch.inf)).double()
+        expected = expected.to(mine.device).double()
+        difference = (mine - expected).norm().item()
+        norm = expected.norm().item() if norms is None else norms[name]
         errors[name] = difference / norm if norm else (0.0 if difference == 0 else float("inf"))
         squared_error, squared_norm = squared_error + difference**2, squared_norm + norm**2
     return errors, (squared_error / squared_norm) ** 0.5 if squared_norm else 0.0

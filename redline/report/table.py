@@ -390,32 +390,3 @@ def _bar(length: float, light: bool) -> str:
         return "░" * max(1, round(length))
     eighths = max(1, round(length * 8))
     return "█" * (eighths // 8) + ("▏▎▍▌▋▊▉"[eighths % 8 - 1] if eighths % 8 else "")
-
-
-def markdown_table(document: Document) -> str:
-    """The table, a caption and the reasons, as GitHub renders them."""
-    columns = shown_columns(document)
-    lines = [_markdown_line(column.name for column in columns)]
-    lines.append(_markdown_line("---:" if column.number else ":---" for column in columns))
-    lines += [_markdown_line(map(markdown_text, cells_of(row, columns))) for row in rows_of(document)]
-    lines += ["", caption(document), ""]
-    lines += [f"- {markdown_text(note.about)}: {markdown_text(note.text)}" for note in notes_of(document)]
-    return "\n".join(lines).rstrip() + "\n"
-
-
-def _markdown_line(cells: Iterator[str] | map[str]) -> str:
-    return f"| {' | '.join(cells)} |"
-
-
-def caption(document: Document) -> str:
-    """Where, with what, when and how: a number without these is a rumour."""
-    parts = [markdown_text(text) for text in (workload_text(document), machine_text(document), versions_text(document))]
-    parts.append(markdown_text(document.get("date") or "date not known"))
-    command = one_line(document.get("command") or "").replace("`", "'")
-    return "*" + "; ".join(parts) + ("*; `" + command + "`" if command else "*")
-
-
-def markdown_text(text: object) -> str:
-    """Text that Markdown must not read as markup or as a column."""
-    escaped = one_line(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-    return "".join("\\" + character if character in "\\`*_|[]~" else character for character in escaped)

@@ -17,8 +17,9 @@ from rich.console import Console
 
 from redline.report.charts import ladder_chart, loss_chart
 from redline.report.live import finished_line
+from redline.report.markdown import markdown_table
 from redline.report.page import render_page
-from redline.report.table import ladder_table, markdown_table, print_ladder
+from redline.report.table import ladder_table, print_ladder
 
 Document = dict[str, Any]
 CONVENTION = "PaLM: 6N plus the full attention square"

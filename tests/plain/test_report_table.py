@@ -12,12 +12,12 @@ import pytest
 from rich.console import Console
 
 from redline.core.units import UNKNOWN
+from redline.report.markdown import markdown_table
 from redline.report.table import (
     COLUMNS,
     best_text,
     cells_of,
     ladder_table,
-    markdown_table,
     notes_of,
     print_ladder,
     shed_columns,
