@@ -17,7 +17,7 @@ def ladder(
     *,
     rungs: str | None = None,
     without: str | None = None,
-    start: Path | None = None,
+    start: Path | str | None = None,
     micro_batch: int | None = None,
     data: str | None = None,
     device: str | None = None,
@@ -26,7 +26,7 @@ def ladder(
     aa: bool = False,
     steps: int | None = None,
     check_steps: int | None = None,
-    out: Path | None = None,
+    out: Path | str | None = None,
     timeout_seconds: float = 600.0,
 ) -> dict[str, Any]:
     """Measure the ladder and return its document, the same one `redline ladder --json` prints.
@@ -44,7 +44,7 @@ def ladder(
         workload=workload,
         rungs=rungs,
         without=without,
-        start=start,
+        start=None if start is None else Path(start),
         micro_batch=micro_batch,
         data=data,
         device=device,
@@ -53,7 +53,7 @@ def ladder(
         aa=aa,
         steps=steps,
         check_steps=check_steps,
-        out=out,
+        out=None if out is None else Path(out),
     )
     with LiveLadder(Console(stderr=True)) as view:
         return run.climb(timeout_seconds=timeout_seconds, view=view)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import os
 import signal
 import sys
 import traceback
@@ -18,6 +19,7 @@ from typing import Any, NoReturn
 from redline import __version__
 from redline.core.errors import UserError
 
+DESCRIPTION = "Finds out how fast a machine can train a GPT, gets it there, and proves that nothing broke on the way."
 EXIT_DONE, EXIT_FAILED, EXIT_MISTAKE, EXIT_INTERRUPTED = 0, 1, 2, 130
 
 
@@ -40,6 +42,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
+    except BrokenPipeError:  # `| head` has seen enough; nothing more can be written, not even by the interpreter's end
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+        return EXIT_DONE
 
 
 def interrupt(*_: object) -> NoReturn:
@@ -55,7 +60,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="redline", description=sys.modules["redline"].__doc__)
+    parser = Parser(prog="redline", description=DESCRIPTION)
     parser.add_argument("--version", action="version", version=f"redline {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=Parser)
     add_ladder(commands)

@@ -54,6 +54,7 @@ def reference_gradients(
         plain_at_precision = replace(
             reference, matmul_precision=plan.matmul_precision, autocast=plan.autocast, loss_scaling=plan.loss_scaling
         )
+        del training  # one model at a time
         training, _ = _plain_gradients(workload, plain_at_precision, **where)
         errors, overall = relative_errors(gradients_of(training), gradients)
     return Expected(

@@ -110,8 +110,8 @@ def reference_curve(bench: Bench, chunk: int) -> list[float] | None:
         plan = reference_plan(bench.job.recipe.rungs)
         training = build(bench.job.workload, plan, **_batch_of(bench), chunk=chunk)
         curve, _ = train_curve(bench, training, first=next(training.batches), phase="reference")
-    except torch.OutOfMemoryError:
-        if chunk == 1:
+    except (RuntimeError, MemoryError) as error:
+        if chunk == 1 or not memory.is_out_of_memory(error):
             raise
         return None
     return curve

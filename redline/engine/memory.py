@@ -9,6 +9,12 @@ import torch
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """torch tells it by a class on a GPU and by words on a CPU."""
+    words = ("out of memory", "can't allocate memory")
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(word in str(error).lower() for word in words)
+
+
 def reset_peak(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()

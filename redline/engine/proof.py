@@ -73,7 +73,7 @@ def longest_matmul(events: list[dict[str, Any]]) -> str | None:
     for event in events:
         name = str(event.get("name"))
         if event.get("cat") == "kernel" and any(word in name.lower() for word in MATMUL_WORDS):
-            spent[_short(name)] += event.get("dur", 0)
+            spent[_inner(name)] += event.get("dur", 0)
     return spent.most_common(1)[0][0] if spent else None
 
 
@@ -118,6 +118,12 @@ def _is_attention(name: str) -> bool:
     return any(word in lowered for word in ATTENTION_WORDS) and not any(
         word in lowered for word in ("bwd", "backward", "dprop", "bprop", "convert", "dot_do_o")
     )
+
+
+def _inner(name: str) -> str:
+    """CUTLASS hides the name in the template: 'void cutlass::Kernel2<cutlass_80_tensorop_s1688gemm_...>(...)'."""
+    argument = name.partition("<")[2].split(",")[0].split(">")[0].strip()
+    return argument if name.startswith("void cutlass::Kernel") and argument else _short(name)
 
 
 def _short(name: str) -> str:

@@ -70,10 +70,10 @@ def leave_with_parent() -> None:
 
 def describe(error: Exception) -> Failure:
     """The kind of a failure, by what raised it, and one line for the table."""
-    import torch
+    from redline.engine.memory import is_out_of_memory
 
     text = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "out of memory" in text.lower():
+    if is_out_of_memory(error):
         return Failure(kind="oom", reason=f"out of memory: {text}")
     if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
         return Failure(kind="compile", reason=f"torch.compile failed: {type(error).__name__}: {text}")

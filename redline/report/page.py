@@ -171,7 +171,7 @@ def verdict_view(row: Row) -> dict[str, str]:
     }
 
 
-PROOF_WORDS = ("attention kernel", "matmul types")
+PROOF_WORDS = ("attention kernel", "matmul kernel", "matmul types")
 PROOF_COLUMNS = (*PROOF_WORDS, "graph breaks", "syncs/step", "compiling", "HFU", "peak", "predicted", "outside")
 
 
@@ -189,6 +189,7 @@ def _proof_cells(row: Row) -> list[str]:
     kernels = row.get("kernels") or {}
     return [
         one_line(kernels.get("attention") or UNKNOWN),
+        one_line(kernels.get("matmul") or UNKNOWN),
         ", ".join(one_line(name) for name in kernels.get("matmul_dtypes") or [] if name) or UNKNOWN,
         _plain(kernels.get("graph_breaks")),
         _plain(kernels.get("syncs_per_step")),

@@ -1,4 +1,4 @@
-"""Every rung, slowest first. To add one: write the class, put it into LADDER where it belongs. Nothing else changes."""
+"""Every rung, slowest first. To add one: write the class, put it into LADDER where it belongs, run `make docs`."""
 
 from __future__ import annotations
 

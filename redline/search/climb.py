@@ -24,6 +24,7 @@ from redline.search.noise import noise_between
 
 AGAIN = "a/a"  # the row that measures the finished recipe a second time
 TOKENS_FILE = "tokens.npy"
+MOST_NOISE = 0.25  # a rung that costs more than this is not kept, however noisy the machine
 
 Ask = Callable[[Job], Result]
 
@@ -169,8 +170,9 @@ class Climb:
 
     def _decide_by_speed(self, row: Row, current: Row, replaces: bool) -> None:
         ratio = current.seconds / row.seconds
-        # An addition may cost what noise could explain; an alternative must win, or the kept one stays.
-        least = 1.0 if replaces else 1.0 - noise_between(row.measurements, current.measurements, self.hardware.kind)
+        # An addition may cost what noise could explain, within reason; an alternative must win, or the kept one stays.
+        noise = min(noise_between(row.measurements, current.measurements, self.hardware.kind), MOST_NOISE)
+        least = 1.0 if replaces else 1.0 - noise
         row.kept = ratio >= least or self.settings.keep == "all" and not replaces
         if not row.kept:
             row.reason = f"{ratio:.2f}x the speed of {current.name}"
@@ -204,12 +206,18 @@ class Climb:
                 )
                 assert row.job is not None
                 result = self.ask(replace(row.job, repeat=row.job.repeat + repeat))
-                if isinstance(result, Measurement):
-                    row.measurements.append(result)
-                    again = self._judge(row, result)
-                    if again.verdict == "different":  # once wrong is wrong
-                        row.equivalence = again
-                    yield row
+                self._add_repeat(row, result, repeat + 1)
+                yield row
+
+    def _add_repeat(self, row: Row, result: Result, number: int) -> None:
+        """A repeat that fails stays in sight; one that is wrong makes the row wrong."""
+        if isinstance(result, Failure):
+            row.reason = f"repeat {number} failed: {result.reason}"
+            return
+        row.measurements.append(result)
+        again = self._judge(row, result)
+        if again.verdict == "different":
+            row.equivalence, row.kept, row.reason = again, False, f"repeat {number}: {again.detail}"
 
     def _done(self, row: Row) -> Row:
         self.finished.append(row)

@@ -64,7 +64,7 @@ def row_json(row: Row, first: Row, climb: Climb) -> dict[str, Any]:
         "tokens_per_second": rate,
         "speedup_total": first.seconds / row.seconds if measurement and first.measurements else None,
         "speedup_step": base.seconds / row.seconds if measurement and base else None,
-        "within_noise": within_noise(row, base, climb.hardware.kind) if measurement and base else None,
+        "within_noise": within_noise(row, base, climb) if measurement and base else None,
         "mfu": share.mfu if share else None,
         "mfu_convention": share.convention if share else None,
         "hfu": share.hfu if share else None,
@@ -96,8 +96,18 @@ def step_spread(measurements: Sequence[Measurement]) -> Spread:
     return Spread(median=median, p10=pooled.p10, p90=pooled.p90, n=pooled.n)
 
 
-def within_noise(row: Row, base: Row, device: str) -> bool:
-    return abs(base.seconds / row.seconds - 1) <= noise_between(row.measurements, base.measurements, device)
+def within_noise(row: Row, base: Row, climb: Climb) -> bool:
+    return abs(base.seconds / row.seconds - 1) <= max(
+        noise_between(row.measurements, base.measurements, climb.hardware.kind), again_floor(climb.finished) or 0.0
+    )
+
+
+def again_floor(rows: Sequence[Row]) -> float | None:
+    """How far the finished recipe lies from itself, measured twice."""
+    again = next((row for row in rows if row.name == AGAIN and row.measurements), None)
+    if again is None or again.base is None or not again.base.measurements:
+        return None
+    return abs(again.base.seconds / again.seconds - 1)
 
 
 def equivalence_json(row: Row) -> dict[str, str]:
@@ -109,14 +119,13 @@ def equivalence_json(row: Row) -> dict[str, str]:
 def noise_json(rows: Sequence[Row], device: str) -> dict[str, Any]:
     """The typical noise of a comparison, and what it was learned from."""
     pairs = [(row, row.base) for row in rows if row.measurements and row.base is not None and row.base.measurements]
-    again = next((row for row in rows if row.name == AGAIN and row.measurements), None)
     noises = [noise_between(row.measurements, base.measurements, device) for row, base in pairs]
     typical = statistics.median(noises) if noises else None
-    if again is not None and again.base is not None and again.base.measurements:
-        floor = abs(again.base.seconds / again.seconds - 1)
+    floor = again_floor(rows)
+    if floor is not None:
         return {
             "fraction": max(floor, typical or 0.0),
-            "source": f"a/a: {again.base.name} against itself differs by {floor:.1%}",
+            "source": f"a/a: a recipe against itself differs by {floor:.1%}",
         }
     if typical is None:
         return {"fraction": None, "source": "nothing to compare"}
@@ -138,6 +147,6 @@ def best_json(rows: Sequence[Row], workload: Workload) -> dict[str, Any] | None:
 
 
 def best_row(rows: Sequence[Row]) -> Row | None:
-    """The fastest row whose training is right."""
-    trusted = [row for row in rows if row.trusted and row.name != AGAIN]
+    """The fastest row whose training is right and which the climb kept: a stand-in or an a/a row is no recipe."""
+    trusted = [row for row in rows if row.trusted and row.kept]
     return min(trusted, key=lambda row: row.seconds, default=None)

@@ -9,15 +9,17 @@ interrupted at any moment, resumed (`resume_ladder`) and drawn again anywhere (`
 
 from __future__ import annotations
 
+import fcntl
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Protocol
 
-from redline.core.errors import UserError
+from redline.core.errors import UserError, unknown_name
 from redline.core.hardware import Hardware
 from redline.core.job import (
     BEST_FILE,
@@ -29,6 +31,7 @@ from redline.core.job import (
     create_run_directory,
     open_run_directory,
 )
+from redline.core.measurement import Failure
 from redline.core.recipe import Recipe, load_recipe
 from redline.core.values import from_json, to_json
 from redline.core.workload import Workload, check_positive
@@ -63,7 +66,11 @@ class LadderRun:
 
     def climb(self, *, timeout_seconds: float, view: View) -> dict[str, Any]:
         """Measure what is not measured yet. An interrupt ends the climb, not the document."""
-        answered = self.directory.results()
+        with only_climb_in(self.directory):
+            return self._climb(timeout_seconds, view)
+
+    def _climb(self, timeout_seconds: float, view: View) -> dict[str, Any]:
+        answered = {key: result for key, result in self.directory.results().items() if not worth_another_try(result)}
 
         def ask(job: Job) -> Result:
             if job.key not in answered:
@@ -106,6 +113,24 @@ class LadderRun:
             self.directory.write(BEST_FILE, json.dumps(to_json(best.recipe), indent=2) + "\n")
 
 
+def worth_another_try(result: Result) -> bool:
+    """Time-outs and kills come from outside the recipe: a resumed run may have more time, or more luck."""
+    return isinstance(result, Failure) and result.kind in ("timeout", "killed")
+
+
+@contextmanager
+def only_climb_in(directory: RunDirectory) -> Iterator[None]:
+    """Two climbs in one directory would start workers in the same folders. The lock ends with the process."""
+    with open(directory.path / RUN_FILE) as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise UserError(
+                f"{directory.path} is in use", "another process measures there", "wait for it, or stop it first"
+            ) from error
+        yield
+
+
 def prepare_ladder(
     *,
     workload: str | None = None,
@@ -132,6 +157,8 @@ def prepare_ladder(
     ):
         if value is not None:
             check_positive(name, value)
+    check_choice("device", device, ("cuda", "cpu"))
+    check_choice("keep", keep, ("faster", "all"))
     if workload is not None:
         resolve_workload(workload)
     if data is not None:
@@ -170,6 +197,8 @@ def prepare_ladder(
 def check_alternatives(recipe: Recipe) -> None:
     """A recipe holds rungs of this ladder, and of two that take each other's place only one."""
     for name in recipe.rungs:
+        if recipe.rungs.count(name) > 1:
+            raise UserError(f"the recipe has {name} twice", "a rung is there or it is not", f"name {name} once")
         other = find_rung(name).instead_of
         if other in recipe.rungs:
             raise UserError(
@@ -192,6 +221,11 @@ def check_recipe_applies(recipe: Recipe, workload: Workload, hardware: Hardware)
             )
 
 
+def check_choice(name: str, value: str | None, known: Sequence[str]) -> None:
+    if value is not None and value not in known:
+        raise unknown_name(name, value, known)
+
+
 def check_timeout(seconds: float) -> None:
     if not seconds > 0:  # NaN is not above 0 either
         raise UserError(
@@ -209,7 +243,7 @@ def choose_rungs(rungs: str | None, without: str | None, started_with: Sequence[
 def _names(text: str | None) -> set[str]:
     if text is None or text.strip() == "none":
         return set()
-    return {find_rung(name.strip()).name for name in text.split(",") if name.strip()}
+    return {find_rung(name.strip()).name for name in text.split(",")}
 
 
 def default_directory(workload: Workload) -> Path:

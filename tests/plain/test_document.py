@@ -267,15 +267,22 @@ def test_the_median_of_a_row_is_what_its_rate_is_made_of():
     [
         ({"rungs": ()}, None, "nothing to compare"),
         ({"rungs": ("tf32",)}, 0.02, "one run each"),
-        ({"rungs": ("tf32",), "repeats": 2}, 0.0, "repeats"),
-        ({"rungs": ("tf32",), "again": True}, 0.02, "a/a: tf32 against itself differs by 0.0%"),
-        ({"rungs": (), "again": True, "repeats": 2}, 0.0, "a/a: baseline against itself"),
+        ({"rungs": ("tf32",), "repeats": 2}, 0.01, "repeats"),
+        ({"rungs": ("tf32",), "again": True}, 0.02, "a/a: a recipe against itself differs by 0.0%"),
+        ({"rungs": (), "again": True, "repeats": 2}, 0.01, "a/a: a recipe against itself"),
     ],
 )
 def test_where_the_noise_comes_from(choices, fraction, source):
     noise = document(**choices)["noise"]
     assert noise["fraction"] == fraction
     assert noise["source"].startswith(source)
+
+
+def test_the_a_a_floor_marks_every_row_inside_it():
+    """The recipe differs from itself by 12 %: a rung that brings 5 % has shown nothing."""
+    shown = document(Machine(factors={"tf32": 0.95}, drift=0.06), rungs=("tf32",), again=True)
+    assert shown["noise"]["fraction"] > 0.05
+    assert all(row["within_noise"] for row in shown["rows"][1:])
 
 
 def test_the_a_a_row_shows_the_floor():
@@ -324,7 +331,7 @@ def test_an_a_a_row_is_never_the_best():
     assert best_row(climb.finished).name == "baseline"
 
 
-def test_a_rung_that_was_not_kept_may_still_be_the_fastest_right_row():
-    """fp16 is never kept beside bf16, but the table's best is what the table shows as fastest."""
+def test_a_stand_in_is_never_the_recipe_of_best_json():
+    """fp16 is faster here, and still only stands in for bf16 where that does not apply."""
     shown = document(Machine(factors={"bf16": 0.9, "fp16": 0.1}), rungs=("bf16", "fp16"))
-    assert shown["best"]["rung"] == "fp16"
+    assert shown["best"]["rung"] == "bf16"

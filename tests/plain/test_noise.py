@@ -87,8 +87,10 @@ def test_one_repeated_row_does_not_lift_the_floor_of_the_other():
     assert noise_between(repeats(0.1, 0.1), STEADY) == 0.02
 
 
-def test_repeats_without_scatter_have_no_noise():
-    assert noise_between(repeats(0.1, 0.1, 0.1), repeats(0.2, 0.2, 0.2)) == 0.0
+def test_repeats_without_scatter_still_have_a_floor_that_shrinks_with_their_number():
+    """Two may agree by chance."""
+    assert noise_between(repeats(0.1, 0.1), repeats(0.2, 0.2)) == pytest.approx(0.01)
+    assert noise_between(repeats(0.1, 0.1, 0.1, 0.1), repeats(*[0.2] * 4)) == pytest.approx(0.005)
 
 
 def test_noise_is_two_standard_errors_of_the_ratio():

@@ -185,3 +185,10 @@ def test_importing_the_report_is_light() -> None:
         "assert not heavy and own <= {'core', 'predict', 'report'}, (heavy, own)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
+
+
+def test_the_timing_bar_moves_by_the_clock_although_the_worker_tells_its_steps() -> None:
+    """The worker's own event: it says how many steps and how long, and then nothing until the last is done."""
+    phase = Phase(name="timing", started=10.0, done=None, total=40, seconds=4.0)
+    assert [phase.share(now) for now in (10.0, 12.0, 14.0, 99.0)] == [0.0, 0.5, 1.0, 1.0]
+    assert phase.progress_text(12.0) == "40 steps, 2 of about 4 s"
