@@ -36,7 +36,9 @@ def ladder(
     """
     from rich.console import Console
 
+    from redline.core.job import REPORT_FILE
     from redline.report.live import LiveLadder
+    from redline.report.page import render_page
     from redline.search.ladder import check_timeout, prepare_ladder
 
     check_timeout(timeout_seconds)
@@ -56,4 +58,6 @@ def ladder(
         out=None if out is None else Path(out),
     )
     with LiveLadder(Console(stderr=True)) as view:
-        return run.climb(timeout_seconds=timeout_seconds, view=view)
+        document = run.climb(timeout_seconds=timeout_seconds, view=view)
+    run.directory.write(REPORT_FILE, render_page(document))
+    return document

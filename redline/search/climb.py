@@ -79,6 +79,8 @@ class Climb:
         self.workload, self.hardware, self.settings, self.ask = workload, hardware, settings, ask
         self.finished: list[Row] = []
         self.plain_curve: tuple[float, ...] | None = None
+        self.reference_trouble: str | None = None
+        """Why a row could not be checked."""
 
     def rows(self, on_start: Callable[[str, str, int, int], None] = lambda *_: None) -> Iterator[Row]:
         """Each row when it is known; then each again, once per repeat, with more measurements in it."""
@@ -143,7 +145,7 @@ class Climb:
 
     def _judge(self, row: Row, measurement: Measurement) -> Equivalence:
         base_curve = row.base.measurements[0].loss_curve if row.base is not None and row.base.measurements else None
-        return judge(
+        found = judge(
             maths=row.maths.value,
             precision=plan_of(row.recipe.rungs).precision,
             measurement=measurement,
@@ -152,6 +154,9 @@ class Climb:
             plain=self.plain_curve,
             ln_vocab=self.workload.shape.ln_vocab,
         )
+        if found.verdict == "not-checked" and self.reference_trouble:
+            return replace(found, detail=f"{found.detail}: {self.reference_trouble}")
+        return found
 
     def _decide(self, row: Row, rung: Rung | None) -> None:
         """Keep the rung, or say why the climb goes on without it."""
@@ -181,7 +186,10 @@ class Climb:
         """The fp32 curve of the recipe's maths. Rows that change nothing share one job."""
         changing = tuple(name for name in recipe.rungs if find_rung(name).maths is Maths.CHANGES)
         result = self.ask(self._job(replace(recipe, rungs=changing), kind="reference"))
-        return result.loss_curve if isinstance(result, Measurement) else None
+        if isinstance(result, Measurement):
+            return result.loss_curve
+        self.reference_trouble = result.reason
+        return None
 
     def _job(self, recipe: Recipe, *, kind: str = "measure", bit_exact_rung: str | None = None, repeat: int = 0) -> Job:
         return Job(

@@ -280,9 +280,10 @@ def test_the_same_ladder_from_python(tmp_path: Path) -> None:
         check_steps=3,
         micro_batch=1,
         device="cpu",
-        out=out,
+        out=str(out),
         timeout_seconds=LIMIT_SECONDS,
     )
+    assert "<html" in (out / "report.html").read_text()
     assert [(row["rung"], row["status"]) for row in document["rows"]] == [("baseline", "ok")]
     assert document["best"]["rung"] == "baseline"
     assert json.loads((out / "run.json").read_text())["settings"]["check_steps"] == 3

@@ -549,3 +549,13 @@ def test_a_row_put_onto_a_wrong_base_is_impossible():
         if row.kept:
             so_far = row.recipe.rungs
     assert replace(climb.current.recipe, rungs=so_far) == climb.current.recipe
+
+
+def test_a_reference_that_fails_is_named_in_every_row_it_leaves_unchecked():
+    failed = Failure(kind="oom", reason="out of memory: tried to allocate 12 GiB")
+    climb = climbed(Machine(failures={"reference": failed}))
+    measured = [row for row in climb.finished if row.measurements]
+    assert measured
+    for row in measured:
+        assert row.equivalence.verdict == "not-checked"
+        assert "tried to allocate 12 GiB" in row.equivalence.detail
