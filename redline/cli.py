@@ -1,26 +1,27 @@
-"""The command line. Every command is a short function here: read the words, call the verb, show the result.
+"""The command line: finds the command, turns mistakes into problem / why / fix and an exit code.
 
-Nothing at the top of this file imports torch, numpy or a page template: `--help` must answer at once.
+Nothing at the top of this file or of `redline/commands` imports torch, numpy or a page template: `--help` must answer
+at once.
 """
 
 from __future__ import annotations
 
 import argparse
 import io
-import json
 import os
 import signal
 import sys
 import traceback
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from redline import __version__
+from redline.commands.common import EXIT_DONE, EXIT_INTERRUPTED, EXIT_MISTAKE
+from redline.commands.ladder import add_ladder, add_report
 from redline.core.errors import UserError
 
 DESCRIPTION = "Finds out how fast a machine can train a GPT, gets it there, and proves that nothing broke on the way."
-EXIT_DONE, EXIT_FAILED, EXIT_MISTAKE, EXIT_INTERRUPTED = 0, 1, 2, 130
+ADD_COMMANDS = (add_ladder, add_report)  # in the order of --help
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -63,196 +64,6 @@ def build_parser() -> argparse.ArgumentParser:
     parser = Parser(prog="redline", description=DESCRIPTION)
     parser.add_argument("--version", action="version", version=f"redline {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=Parser)
-    add_ladder(commands)
-    add_report(commands)
+    for add_command in ADD_COMMANDS:
+        add_command(commands)
     return parser
-
-
-def add_ladder(commands: Any) -> None:
-    ladder = commands.add_parser(
-        "ladder",
-        help="measure each optimisation on this machine, one rung at a time",
-        description="Measure each optimisation on this machine, one rung at a time; check that training stays right.",
-        epilog="Exit codes: 0 done; 1 a rung came out as different or nothing could be measured; 2 a mistake in the "
-        "command; 130 interrupted (continue with --resume).",
-    )
-    ladder.add_argument(
-        "workload",
-        nargs="?",
-        metavar="WORKLOAD",
-        help="tiny, gpt2, gpt2-medium, gpt2-large or gpt2-xl (default: gpt2 on a CUDA device, tiny elsewhere)",
-    )
-    ladder.add_argument(
-        "--rungs", metavar="A,B,...", help="climb only these, on top of the baseline ('none': the first row alone)"
-    )
-    ladder.add_argument("--without", metavar="A,B,...", help="leave these out")
-    ladder.add_argument("--list-rungs", action="store_true", help="print the rungs and what they do, and leave")
-    ladder.add_argument(
-        "--from",
-        dest="start",
-        metavar="RECIPE",
-        type=Path,
-        help="start from a recipe file, such as best.json of a run, instead of the baseline",
-    )
-    ladder.add_argument("--micro-batch", metavar="N", type=int, help="sequences per step (default: the workload's)")
-    ladder.add_argument(
-        "--data", metavar="FILE", help="a UTF-8 text file to train on (default: the prose that ships with Python)"
-    )
-    ladder.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda where torch sees one")
-    ladder.add_argument(
-        "--keep",
-        choices=("faster", "all"),
-        help="faster (default): a rung that slows training is shown, not climbed on; all: every rung that works stays",
-    )
-    ladder.add_argument(
-        "--repeats",
-        metavar="N",
-        type=int,
-        help="measure every rung N times, interleaved, and mark what is inside the noise (default: 1)",
-    )
-    ladder.add_argument(
-        "--aa", action="store_true", help="measure the finished recipe once more: the difference is the noise floor"
-    )
-    ladder.add_argument(
-        "--steps",
-        metavar="N",
-        type=int,
-        help="timed steps per measurement (default: a few seconds' worth, 10 to 100)",
-    )
-    ladder.add_argument(
-        "--check-steps", metavar="K", type=int, help="training steps whose losses are compared with fp32 (default: 20)"
-    )
-    ladder.add_argument(
-        "--timeout",
-        metavar="SECONDS",
-        type=float,
-        default=600.0,
-        help="longest time for one measurement (default: 600)",
-    )
-    ladder.add_argument(
-        "--out", metavar="DIR", type=Path, help="run directory (default: runs/ladder-WORKLOAD-DATE-TIME)"
-    )
-    ladder.add_argument(
-        "--resume", metavar="DIR", type=Path, help="continue an interrupted run; finished rows are not repeated"
-    )
-    add_common(ladder)
-    ladder.set_defaults(run=run_ladder)
-
-
-def add_report(commands: Any) -> None:
-    report = commands.add_parser(
-        "report",
-        help="draw a run's table and page again",
-        description="Draw the table and report.html of a run directory again, on any machine.",
-    )
-    report.add_argument("directory", metavar="DIR", type=Path, help="a run directory")
-    add_common(report)
-    report.set_defaults(run=run_report)
-
-
-def add_common(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--json",
-        action="store_true",
-        help="print one JSON document on standard output, everything else on standard error",
-    )
-    parser.add_argument("--debug", action="store_true", help="show the traceback of a mistake")
-
-
-def run_ladder(options: argparse.Namespace) -> int:
-    if options.list_rungs:
-        return list_rungs(options)
-    from rich.console import Console
-
-    from redline.report.live import LiveLadder
-    from redline.search.ladder import check_timeout, prepare_ladder, resume_ladder
-
-    check_timeout(options.timeout)
-    console = Console(stderr=True)
-    choices = {name: getattr(options, name) for name in CHOICES}
-    run = (
-        resume_ladder(options.resume, {**choices, "out": options.out})
-        if options.resume
-        else prepare_ladder(**choices, out=options.out, command=command_line())
-    )
-    for note in run.notes:
-        console.print(note, style="dim", markup=False, highlight=False)
-    with LiveLadder(console) as view:
-        document = run.climb(timeout_seconds=options.timeout, view=view)
-    return show_ladder(document, run.directory.path, options)
-
-
-# What defines a ladder; with --resume these come from the run directory and may not be given again.
-CHOICES = (
-    "workload",
-    "rungs",
-    "without",
-    "start",
-    "micro_batch",
-    "data",
-    "device",
-    "keep",
-    "repeats",
-    "aa",
-    "steps",
-    "check_steps",
-)
-
-
-def run_report(options: argparse.Namespace) -> int:
-    from redline.search.ladder import read_ladder
-
-    return show_ladder(read_ladder(options.directory), options.directory, options)
-
-
-def show_ladder(document: dict[str, Any], directory: Path, options: argparse.Namespace) -> int:
-    from rich.console import Console
-
-    from redline.report.table import print_ladder
-
-    page = write_page(document, directory)
-    if options.json:
-        print(json.dumps(document))
-    else:
-        console = Console()
-        print_ladder(document, console)
-        console.print(f"page     {page}", markup=False, highlight=False, soft_wrap=True)
-        if document["best"] is not None:
-            console.print(f"recipe   {directory / 'best.json'}", markup=False, highlight=False, soft_wrap=True)
-    if not document["finished"]:
-        print(f"interrupted; continue with: redline ladder --resume {directory}", file=sys.stderr)
-        return EXIT_INTERRUPTED if options.run is run_ladder else EXIT_DONE
-    broken = any(row["equivalence"]["verdict"] == "different" for row in document["rows"])
-    return EXIT_FAILED if broken or document["best"] is None else EXIT_DONE
-
-
-def write_page(document: dict[str, Any], directory: Path) -> Path:
-    from redline.core.job import REPORT_FILE, RunDirectory
-    from redline.report.page import render_page
-
-    try:
-        return RunDirectory(directory).write(REPORT_FILE, render_page(document))
-    except OSError as error:
-        raise UserError(
-            f"cannot write {directory / REPORT_FILE}",
-            error.strerror or str(error),
-            "copy the run directory to a place you may write to",
-        ) from error
-
-
-def list_rungs(options: argparse.Namespace) -> int:
-    from redline.rungs import LADDER
-
-    if options.json:
-        print(json.dumps([{"rung": rung.name, "class": rung.maths.value, "title": rung.title} for rung in LADDER]))
-        return EXIT_DONE
-    for rung in LADDER:
-        print(f"{rung.name:16} {rung.maths.value:14} {rung.title}")
-    return EXIT_DONE
-
-
-def command_line() -> str:
-    """As the user typed it, to be run again."""
-    import shlex
-
-    return shlex.join(["redline", *sys.argv[1:]])

@@ -19,6 +19,7 @@ import pytest
 
 import redline
 from redline import cli
+from redline.commands.ladder import CHOICES
 from redline.core.errors import UserError
 from redline.core.job import RunDirectory
 from redline.core.measurement import Failure, GradientCheck, Measurement
@@ -436,7 +437,7 @@ def test_help_names_every_option_it_takes(capsys):
     with pytest.raises(SystemExit):
         cli.main(["ladder", "--help"])
     shown = capsys.readouterr().out
-    for name in set(cli.CHOICES) - {"workload", "start"}:
+    for name in set(CHOICES) - {"workload", "start"}:
         assert f"--{name.replace('_', '-')}" in shown
 
 

@@ -26,9 +26,21 @@ LAYERS = {
     "engine": {"core", "model", "kernels", "optim", "data", "workloads", "rungs"},
     "search": {"core", "predict", "data", "workloads", "rungs"},  # starts engine.worker as a process, imports it never
     "report": {"core", "predict"},
-    "cli": {"core", "predict", "data", "workloads", "rungs", "search", "report"},
+    "machine": {"core"},
+    "commands": {"core", "predict", "data", "workloads", "rungs", "machine", "search", "report"},
+    "cli": {"core", "commands"},
 }
-TORCH_FREE = ("core", "predict", "report", "rungs", "search", "workloads", "cli")  # not even inside a function
+TORCH_FREE = (
+    "core",
+    "predict",
+    "report",
+    "rungs",
+    "search",
+    "workloads",
+    "machine",
+    "commands",
+    "cli",
+)  # not even inside a function
 PACKAGE = Path(__file__).resolve().parents[2] / "redline"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
