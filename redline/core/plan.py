@@ -21,6 +21,10 @@ class Plan:
     """The head shares the token embedding, as published; the baseline unties to show what tying does."""
     vocab_multiple: int = 1
     """Rows of embedding and head are padded to a multiple of this; the padding never reaches the loss."""
+    loss: str = "full"
+    """'full' holds the logits of all tokens; 'chunked' those of one piece at a time, computed again for the backward."""
+    checkpointing: str = "none"
+    """What the backward computes again instead of keeping it: 'none', 'selective' (the attention core) or 'full'."""
     # compilation
     compile: bool = False
     # the step

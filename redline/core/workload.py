@@ -8,14 +8,18 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from redline.core.errors import UserError
+from redline.core.errors import UserError, unknown_name
 
+SIZES = ("layers", "heads", "d_model", "d_ff", "vocab", "sequence")
+OPTIONAL_SIZES = ("kv_heads", "head_dim", "window", "windowed_layers")
+CHOICES = {"positions": ("learned", "rope", "none"), "norm": ("layernorm", "rmsnorm")}
 SAMPLE_CORPUS = "sample"  # the prose that ships with every Python; see data/text.py
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """A GPT's sizes, unpadded: the model the user asked for, whatever a recipe adds to it."""
+    """A decoder's sizes, unpadded: the model the user asked for, whatever a recipe adds to it. The defaults are
+    GPT-2's; the fields below `sequence` describe what came after it."""
 
     layers: int
     heads: int
@@ -23,17 +27,83 @@ class Shape:
     d_ff: int
     vocab: int
     sequence: int
-    """Tokens of context, which is also the number of learned positions."""
+    """Tokens of context; with learned positions also their number."""
+    kv_heads: int | None = None
+    """Heads of keys and values: fewer than `heads` is GQA, one is MQA. None: as many as `heads`."""
+    head_dim: int | None = None
+    """None: d_model / heads."""
+    gated: bool = False
+    """A gated MLP (SwiGLU, GeGLU) has three matrices, two of them side by side."""
+    tied: bool = True
+    """As published, the head is the token embedding. What a run does is its plan's business."""
+    fused_qkv: bool = True
+    """Queries, keys and values come out of one matmul."""
+    biases: bool = True
+    """The linear layers have biases (the head never has)."""
+    positions: str = "learned"
+    """'learned', 'rope' or 'none'."""
+    norm: str = "layernorm"
+    """'layernorm' (gain and bias) or 'rmsnorm' (gain)."""
+    window: int | None = None
+    """Sliding-window attention: how many tokens back a token sees."""
+    windowed_layers: int | None = None
+    """Layers with the window; the others see everything. None: all of them."""
 
     def __post_init__(self) -> None:
-        for name in ("layers", "heads", "d_model", "d_ff", "vocab", "sequence"):
+        for name in SIZES:
             check_positive(name, getattr(self, name))
-        if self.d_model % self.heads:
+        for name in OPTIONAL_SIZES:
+            if getattr(self, name) is not None:
+                check_positive(name, getattr(self, name))
+        for name, known in CHOICES.items():
+            if getattr(self, name) not in known:
+                raise unknown_name(name, str(getattr(self, name)), known)
+        self._check_heads()
+        if self.windowed_layers is not None and self.windowed_layers > self.layers:
+            raise UserError(
+                f"{self.windowed_layers} of {self.layers} layers have a window",
+                "a part is not larger than the whole",
+                f"set windowed_layers to {self.layers} or less",
+            )
+
+    def _check_heads(self) -> None:
+        if self.head_dim is None and self.d_model % self.heads:
             raise UserError(
                 f"{self.heads} heads do not divide d_model {self.d_model}",
                 "each head takes an equal share of the width",
-                f"choose a number of heads that divides {self.d_model}",
+                f"choose a number of heads that divides {self.d_model}, or give head_dim",
             )
+        if self.heads % self.key_value_heads:
+            raise UserError(
+                f"{self.key_value_heads} key-value heads do not divide {self.heads} heads",
+                "each key-value head serves an equal group of query heads",
+                f"choose a number of key-value heads that divides {self.heads}",
+            )
+
+    @property
+    def key_value_heads(self) -> int:
+        return self.heads if self.kv_heads is None else self.kv_heads
+
+    @property
+    def head_width(self) -> int:
+        """Numbers per head: d_model / heads unless the shape says otherwise."""
+        return self.d_model // self.heads if self.head_dim is None else self.head_dim
+
+    @property
+    def query_width(self) -> int:
+        """Of all heads together: what the output projection reads."""
+        return self.heads * self.head_width
+
+    @property
+    def kv_width(self) -> int:
+        """Of all keys together, and again of all values."""
+        return self.key_value_heads * self.head_width
+
+    @property
+    def layers_with_window(self) -> int:
+        if self.window is None:
+            return 0
+        return self.layers if self.windowed_layers is None else self.windowed_layers
 
     @property
     def ln_vocab(self) -> float:
