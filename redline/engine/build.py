@@ -18,7 +18,7 @@ from redline.core.workload import Workload
 from redline.data.batches import TokenBatches, stream_batches
 from redline.engine.step import LossOf, TrainStep
 from redline.model.gpt import GPT, initialise
-from redline.model.loss import next_token_loss
+from redline.model.loss import chunked_next_token_loss, next_token_loss
 from redline.optim import build_optimizer, reset_optimizer, warm_up
 
 
@@ -50,7 +50,7 @@ def build(
     # 2. The model at its final shape, on the device, before anything holds on to its parameters.
     model = build_model(workload, plan, device)
     # 3. Compile wraps forward and loss together, so that the loss is fused into the head's epilogue.
-    loss_of = compile_loss(model) if plan.compile else plain_loss(model)
+    loss_of = compile_loss(plain_loss(model, plan)) if plan.compile else plain_loss(model, plan)
     # 4. The optimizer gets the parameters themselves, not the compiled wrapper.
     optimizer = build_optimizer(
         plan.optimizer, model, learning_rate=workload.learning_rate, weight_decay=workload.weight_decay
@@ -88,16 +88,23 @@ def pin_attention(backend: str) -> None:
 def build_model(workload: Workload, plan: Plan, device: torch.device) -> GPT:
     with device:
         model = GPT(
-            workload.shape, attention=plan.attention, tied=plan.tied, vocab_rows=plan.vocab_rows(workload.shape.vocab)
+            workload.shape,
+            attention=plan.attention,
+            tied=plan.tied,
+            vocab_rows=plan.vocab_rows(workload.shape.vocab),
+            checkpointing=plan.checkpointing,
         )
     initialise(model, workload.seed)
     return model
 
 
-def plain_loss(model: GPT) -> LossOf:
+def plain_loss(model: GPT, plan: Plan) -> LossOf:
+    if plan.loss == "chunked":
+        return lambda inputs, targets: chunked_next_token_loss(model.lm_head, model.features(inputs), targets)
     return lambda inputs, targets: next_token_loss(model(inputs), targets)
 
 
-def compile_loss(model: GPT) -> LossOf:
-    # One shape per process, so dynamic shapes would only cost speed.
-    return torch.compile(plain_loss(model), dynamic=False)
+def compile_loss(loss_of: LossOf) -> LossOf:
+    # One shape per process, so dynamic shapes would only cost speed. Inductor's one-pass softmax rescales its running
+    # sum at every step; over a row that stays in the L2 cache two passes are faster (docs/speed-log.md).
+    return torch.compile(loss_of, dynamic=False, options={"online_softmax": False})

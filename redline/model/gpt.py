@@ -12,24 +12,29 @@ from __future__ import annotations
 
 import math
 import zlib
+from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
-from redline.core.workload import Shape
+from redline.core.errors import UserError
+from redline.core.values import to_json
+from redline.core.workload import SIZES, Shape
 from redline.model.attention import ATTENTION
 
 INIT_STD = 0.02
 
 
 class SelfAttention(nn.Module):
-    def __init__(self, shape: Shape, attention: str) -> None:
+    def __init__(self, shape: Shape, attention: str, recompute: bool) -> None:
         super().__init__()
         self.heads = shape.heads
         self.c_attn = nn.Linear(shape.d_model, 3 * shape.d_model)
         self.c_proj = nn.Linear(shape.d_model, shape.d_model)
-        self.attend = ATTENTION[attention]
+        self.attend = recomputed(ATTENTION[attention]) if recompute else ATTENTION[attention]
 
     def forward(self, x: torch.Tensor, future: torch.Tensor) -> torch.Tensor:
         B, T, C = x.shape
@@ -50,10 +55,10 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, shape: Shape, attention: str) -> None:
+    def __init__(self, shape: Shape, attention: str, recompute_attention: bool) -> None:
         super().__init__()
         self.ln_1 = nn.LayerNorm(shape.d_model)
-        self.attn = SelfAttention(shape, attention)
+        self.attn = SelfAttention(shape, attention, recompute_attention)
         self.ln_2 = nn.LayerNorm(shape.d_model)
         self.mlp = MLP(shape)
 
@@ -64,15 +69,25 @@ class Block(nn.Module):
 
 class GPT(nn.Module):
     def __init__(
-        self, shape: Shape, *, attention: str = "naive", tied: bool = True, vocab_rows: int | None = None
+        self,
+        shape: Shape,
+        *,
+        attention: str = "naive",
+        tied: bool = True,
+        vocab_rows: int | None = None,
+        checkpointing: str = "none",
     ) -> None:
         """`vocab_rows` above `shape.vocab` pads embedding and head; logits of the padding are -inf."""
         super().__init__()
+        check_is_gpt2(shape)
         self.shape = shape
+        self.recompute_blocks = checkpointing == "full"
         rows = vocab_rows or shape.vocab
         self.wte = nn.Embedding(rows, shape.d_model)
         self.wpe = nn.Embedding(shape.sequence, shape.d_model)
-        self.h = nn.ModuleList(Block(shape, attention) for _ in range(shape.layers))
+        self.h = nn.ModuleList(
+            Block(shape, attention, recompute_attention=checkpointing == "selective") for _ in range(shape.layers)
+        )
         self.ln_f = nn.LayerNorm(shape.d_model)
         self.lm_head = nn.Linear(shape.d_model, rows, bias=False)
         if tied:
@@ -84,13 +99,33 @@ class GPT(nn.Module):
         )
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.lm_head(self.features(tokens))  # [B, T, rows]
+        return logits
+
+    def features(self, tokens: torch.Tensor) -> torch.Tensor:
+        """What the head reads: tokens [B, T] -> [B, T, C]."""
         T = tokens.size(1)
         future = self.future[:T, :T]  # type: ignore[index]
         x = self.wte(tokens) + self.wpe(torch.arange(T, device=tokens.device))  # [B, T, C]
         for block in self.h:
-            x = block(x, future)
-        logits: torch.Tensor = self.lm_head(self.ln_f(x))  # [B, T, rows]
-        return logits
+            x = recomputed(block)(x, future) if self.recompute_blocks else block(x, future)
+        return self.ln_f(x)
+
+
+def recomputed(run: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """`run` keeps its inputs only; the backward pass runs it again for the rest."""
+    return partial(checkpoint, run, use_reentrant=False, preserve_rng_state=False)  # no dropout: no randomness to keep
+
+
+def check_is_gpt2(shape: Shape) -> None:
+    sizes = {name: getattr(shape, name) for name in SIZES}
+    other = [name for name, value in to_json(shape).items() if value != getattr(Shape(**sizes), name)]
+    if other:
+        raise UserError(
+            f"the built-in model has no {', '.join(other)} other than GPT-2's",
+            "it is GPT-2 as published; other shapes can be estimated and linted, not built",
+            "use a preset, or leave these fields out",
+        )
 
 
 def hide_padding(head: nn.Linear, vocab: int) -> None:

@@ -246,6 +246,59 @@ class LoaderWorkers(Rung):
         return replace(plan, loader_workers=2)
 
 
+class ChunkedLoss(Rung):
+    """Head and loss over an eighth of the tokens at a time.
+
+    The logits are the largest tensor of a small GPT: 3 GiB in fp32 for 16 sequences of GPT-2, once more in 16 bit, and
+    again for their gradient. In pieces an eighth of that exists at any moment; the price is one more forward of the
+    head. Pays when the memory it frees buys a micro batch that is faster by more than that.
+    """
+
+    name = "chunked-loss"
+    title = "head and loss in 8 pieces"
+    maths = Maths.ROUNDING
+    when_named = True
+
+    def apply(self, plan: Plan) -> Plan:
+        return replace(plan, loss="chunked")
+
+
+class SelectiveCheckpointing(Rung):
+    """Compute the attention core again in the backward pass instead of keeping it.
+
+    Scores and weights of naive attention are the bulk of its activations (heads x T x T per sequence) and cheap to
+    compute again. A fused kernel never stores them, so there is nothing left to save.
+    """
+
+    name = "selective-checkpointing"
+    title = "attention core recomputed"
+    maths = Maths.ROUNDING
+    when_named = True
+
+    def needs(self, workload: Workload, hardware: Hardware, plan: Plan) -> str | None:
+        return None if plan.attention == "naive" else "the fused attention kernel keeps no scores: nothing to save"
+
+    def apply(self, plan: Plan) -> Plan:
+        return replace(plan, checkpointing="selective")
+
+
+class Checkpointing(Rung):
+    """Keep the input of each block only and compute the rest again in the backward pass.
+
+    One more forward of all layers (a third of their work) buys most of the activations' memory. At a fixed micro batch
+    it only costs time; it pays where the model or the batch would not fit otherwise.
+    """
+
+    name = "checkpointing"
+    title = "every block recomputed"
+    maths = Maths.ROUNDING
+    instead_of = "selective-checkpointing"
+    when_named = True
+
+    def apply(self, plan: Plan) -> Plan:
+        return replace(plan, checkpointing="full")
+
+
 LADDER: tuple[Rung, ...] = (
     Baseline(),
     Tf32(),
@@ -259,6 +312,9 @@ LADDER: tuple[Rung, ...] = (
     TiedWeights(),
     FusedAdamW(),
     LoaderWorkers(),
+    ChunkedLoss(),
+    SelectiveCheckpointing(),
+    Checkpointing(),
 )
 
 

@@ -33,6 +33,8 @@ class Rung(ABC):
     """This rung takes the place of that one in a recipe: both are measured on the same base."""
     stand_in: ClassVar[bool] = False
     """Keep it only where the rung it replaces does not apply, however fast it is."""
+    when_named: ClassVar[bool] = False
+    """Not part of the plain ladder: taken when --rungs names it. It gives up speed for memory."""
 
     def needs(self, workload: Workload, hardware: Hardware, plan: Plan) -> str | None:
         """The reason it does not apply on top of this plan here, or None when it does."""

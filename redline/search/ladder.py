@@ -43,6 +43,9 @@ from redline.search.launch import launch, probe_machine, remove_caches
 from redline.workloads import resolve_workload
 
 
+MOST_SEQUENCES = 2**20  # of one token each, their logits alone would be 196 GiB for GPT-2
+
+
 class View(Protocol):
     """What a climb tells whoever watches; `report.live.LiveLadder` draws it."""
 
@@ -74,7 +77,8 @@ class LadderRun:
 
         def ask(job: Job) -> Result:
             if job.key not in answered:
-                answered[job.key] = launch(self.directory, job, timeout_seconds, view.phase)
+                with self.directory.explaining():  # a worker's folder takes room on the disk too
+                    answered[job.key] = launch(self.directory, job, timeout_seconds, view.phase)
                 self.directory.append(job, answered[job.key])
             return answered[job.key]
 
@@ -86,7 +90,8 @@ class LadderRun:
             finished = True
         except KeyboardInterrupt:
             finished = False
-        remove_caches(self.directory)
+        finally:
+            remove_caches(self.directory)
         return ladder_document(climb, self.directory.read_run(), finished)
 
     def replay(self) -> dict[str, Any]:
@@ -110,7 +115,8 @@ class LadderRun:
     def _keep_best(self, rows: Sequence[Row]) -> None:
         best = best_row(rows)
         if best is not None:
-            self.directory.write(BEST_FILE, json.dumps(to_json(best.recipe), indent=2) + "\n")
+            with self.directory.explaining():
+                self.directory.write(BEST_FILE, json.dumps(to_json(best.recipe), indent=2) + "\n")
 
 
 def worth_another_try(result: Result) -> bool:
@@ -150,7 +156,7 @@ def prepare_ladder(
 ) -> LadderRun:
     """Everything the user said is checked here, before the machine is asked and before anything is written."""
     for name, value in (
-        ("micro batch", micro_batch),
+        ("--micro-batch", micro_batch),
         ("--repeats", repeats),
         ("--steps", steps),
         ("--check-steps", check_steps),
@@ -166,6 +172,10 @@ def prepare_ladder(
     recipe = load_recipe(start) if start is not None else None
     if recipe is not None:
         check_alternatives(recipe)
+    if micro_batch is not None:
+        check_sensible("--micro-batch", micro_batch)
+    elif recipe is not None:
+        check_sensible("the recipe's micro batch", recipe.micro_batch)
     chosen = choose_rungs(rungs, without, recipe.rungs if recipe else ())
     if out is not None:
         check_run_directory(out)
@@ -192,6 +202,16 @@ def prepare_ladder(
     )
     directory = open_directory(out or default_directory(resolved), resolved, hardware, versions, settings, command)
     return LadderRun(directory=directory, workload=resolved, hardware=hardware, settings=settings, notes=tuple(notes))
+
+
+def check_sensible(name: str, micro_batch: int) -> None:
+    """Far beyond any device: a row that runs out of memory would answer a question nobody asked."""
+    if micro_batch > MOST_SEQUENCES:
+        raise UserError(
+            f"{name} is {micro_batch:,}",
+            f"it counts the sequences of one step, and no device holds more than {MOST_SEQUENCES:,}",
+            "set --micro-batch to what fits, such as 16",
+        )
 
 
 def check_alternatives(recipe: Recipe) -> None:
@@ -235,7 +255,7 @@ def check_timeout(seconds: float) -> None:
 
 def choose_rungs(rungs: str | None, without: str | None, started_with: Sequence[str] = ()) -> tuple[str, ...]:
     """The rungs to climb, in the ladder's order, whatever order they were named in."""
-    wanted = _names(rungs) if rungs is not None else {rung.name for rung in LADDER}
+    wanted = _names(rungs) if rungs is not None else {rung.name for rung in LADDER if not rung.when_named}
     unwanted = _names(without) | {LADDER[0].name} | set(started_with)
     return tuple(rung.name for rung in LADDER if rung.name in wanted - unwanted)
 

@@ -16,7 +16,6 @@ from redline.core.plan import Plan
 from redline.core.workload import Workload
 from redline.engine.build import Training, build, pin_attention
 from redline.model.attention import ATTENTION
-from redline.model.gpt import GPT
 
 Train = Callable[..., Training]
 CPU = torch.device("cpu")
@@ -30,8 +29,9 @@ CPU = torch.device("cpu")
         Plan(optimizer="adamw-foreach"),
         Plan(optimizer="adamw-fused", attention="flash"),
         Plan(autocast="bf16", loss_scaling=True, read_loss_every=2),
+        Plan(loss="chunked", checkpointing="full"),
     ],
-    ids=["plain", "tied padded", "foreach", "fused flash", "bf16 scaled"],
+    ids=["plain", "tied padded", "foreach", "fused flash", "bf16 scaled", "in pieces"],
 )
 def test_restore_gives_the_same_steps_again_bit_for_bit(train: Train, plan: Plan) -> None:
     training = train(plan)
@@ -140,16 +140,25 @@ def test_workers_reach_the_loader(small: Workload, tokens: Path, monkeypatch: py
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_only_a_compiled_plan_is_compiled(train: Train, monkeypatch: pytest.MonkeyPatch, compiled: bool) -> None:
-    asked: list[GPT] = []
-
-    def compile_loss(model: GPT) -> object:
-        asked.append(model)
-        return "the compiled loss"
-
-    monkeypatch.setattr(build_module, "compile_loss", compile_loss)
+    monkeypatch.setattr(build_module, "compile_loss", lambda loss_of: "the compiled loss")
     training = train(Plan(compile=compiled))
-    assert asked == ([training.model] if compiled else [])
     assert (training.step.loss_of == "the compiled loss") == compiled
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_checkpointing_reaches_the_model(train: Train, recompute: str) -> None:
+    model = train(Plan(checkpointing=recompute)).model
+    assert model.recompute_blocks == (recompute == "full")
+    cores = {block.attn.attend is ATTENTION["naive"] for block in model.h}
+    assert cores == {recompute != "selective"}
+
+
+@pytest.mark.parametrize("loss", ["full", "chunked"])
+def test_the_loss_reaches_the_step(train: Train, monkeypatch: pytest.MonkeyPatch, loss: str) -> None:
+    monkeypatch.setattr(build_module, "chunked_next_token_loss", lambda *_: "in pieces")
+    training = train(Plan(loss=loss))
+    batch = next(training.batches)
+    assert (training.step.loss_of(batch[0], batch[1]) == "in pieces") == (loss == "chunked")
 
 
 def test_switches_come_before_the_model(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,6 +179,8 @@ def test_every_field_of_a_plan_is_covered_above() -> None:
         "attention",
         "tied",
         "vocab_multiple",
+        "loss",
+        "checkpointing",
         "compile",
         "autocast",
         "loss_scaling",

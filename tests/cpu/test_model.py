@@ -4,6 +4,7 @@ started at ln V, unchanged by padding."""
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -18,7 +19,7 @@ from redline.core.workload import Shape
 from redline.model.attention import ATTENTION, fused_attention, naive_attention
 from redline.model.gpt import GPT, initialise
 from redline.model.huggingface import from_huggingface, to_huggingface
-from redline.model.loss import next_token_loss
+from redline.model.loss import chunked_next_token_loss, next_token_loss
 from redline.workloads import PRESETS
 
 SHAPE = Shape(layers=2, heads=4, d_model=48, d_ff=144, vocab=257, sequence=32)  # d_ff is three times the width: no luck
@@ -324,3 +325,60 @@ def test_the_loss_is_fp32_whatever_the_logits_are() -> None:
     loss = next_token_loss(logits.bfloat16(), targets)
     assert loss.dtype == torch.float32
     torch.testing.assert_close(loss, by_hand)
+
+
+@pytest.mark.parametrize("pieces", [1, 3, 8])
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_loss_in_pieces_is_the_loss_with_its_gradients(pieces: int, padded: bool) -> None:
+    """Against fp64, where rounding cannot hide a wrong weight of a piece: 3 pieces of 5 x 13 tokens are not equal."""
+    model = random_model(vocab_rows=PADDED_ROWS if padded else None).double()
+    tokens, targets = some_tokens(B=5)[:, :13], some_tokens(B=5, seed=2)[:, :13]
+    whole = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+    wanted = torch.autograd.grad(whole, list(model.parameters()))
+    loss = chunked_next_token_loss(model.lm_head, model.features(tokens), targets, pieces)
+    found = torch.autograd.grad(loss, list(model.parameters()))
+    torch.testing.assert_close(loss.double(), whole, rtol=1e-6, atol=0)  # the loss itself is fp32
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-8)
+
+
+# --- what is kept for the backward pass -------------------------------------------------------------------------------
+
+
+def kept_bytes(run: Callable[[], torch.Tensor]) -> int:
+    """Of everything autograd saves, each storage once."""
+    storages: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        run()
+    return sum(storages.values())
+
+
+@pytest.mark.parametrize("checkpointing", ["selective", "full"])
+def test_checkpointing_changes_no_bit_and_keeps_less(checkpointing: str) -> None:
+    plain, other = random_model(), random_model(checkpointing=checkpointing)
+    other.load_state_dict(plain.state_dict())
+    tokens, targets = some_tokens(B=4), some_tokens(B=4, seed=2)
+    for model in (plain, other):
+        next_token_loss(model(tokens), targets).backward()
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(plain.parameters(), other.parameters(), strict=True))
+    kept = {name: kept_bytes(lambda m=model: m(tokens)) for name, model in (("plain", plain), ("other", other))}
+    assert kept["other"] < 0.9 * kept["plain"]
+
+
+def test_a_loss_in_pieces_keeps_no_logits() -> None:
+    model, tokens, targets = random_model(), some_tokens(B=8), some_tokens(B=8, seed=2)
+    features = model.features(tokens).detach().requires_grad_()
+    full = kept_bytes(lambda: next_token_loss(model.lm_head(features), targets))
+    pieces = kept_bytes(lambda: chunked_next_token_loss(model.lm_head, features, targets))
+    logits = 4 * tokens.numel() * SHAPE.vocab
+    assert full >= logits > pieces
+
+
+def test_a_shape_that_is_not_gpt2s_is_not_built() -> None:
+    with pytest.raises(UserError, match="kv_heads, gated"):
+        GPT(replace(SHAPE, kv_heads=1, gated=True))
