@@ -54,10 +54,10 @@ def cpu() -> Hardware:
 @pytest.fixture
 def t4() -> Hardware:
     """Turing: fp16 tensor cores, but neither TF32 nor bf16, and older than the flash and cuDNN attention kernels."""
-    return Hardware(kind="cuda", name="Tesla T4", capability=(7, 5), cpu_cores=4, features=("fp16", "compile"))
+    return Hardware(kind="cuda", name="Tesla T4", capability=(7, 5), cpu_cores=4, features=("fp16", "compile", "triton"))
 
 
 @pytest.fixture
 def h200() -> Hardware:
-    features = ("tf32", "bf16", "fp16", "flash", "cudnn-attention", "compile")
+    features = ("tf32", "bf16", "fp16", "flash", "cudnn-attention", "compile", "triton")
     return Hardware(kind="cuda", name="NVIDIA H200", capability=(9, 0), cpu_cores=16, features=features)

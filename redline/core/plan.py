@@ -22,7 +22,8 @@ class Plan:
     vocab_multiple: int = 1
     """Rows of embedding and head are padded to a multiple of this; the padding never reaches the loss."""
     loss: str = "full"
-    """'full' holds the logits of all tokens; 'chunked' those of one piece at a time, computed again for the backward."""
+    """'full': logits wait for the backward pass; 'fused': one kernel turns them into their gradient at once; 'chunked':
+    the same over an eighth of the tokens at a time."""
     checkpointing: str = "none"
     """What the backward computes again instead of keeping it: 'none', 'selective' (the attention core) or 'full'."""
     # compilation

@@ -16,9 +16,9 @@ import torch
 from redline.core.plan import Plan
 from redline.core.workload import Workload
 from redline.data.batches import TokenBatches, stream_batches
-from redline.engine.step import LossOf, TrainStep
+from redline.engine.step import DTYPES, LossOf, TrainStep
 from redline.model.gpt import GPT, initialise
-from redline.model.loss import chunked_next_token_loss, next_token_loss
+from redline.model.loss import PIECES, head_loss, next_token_loss
 from redline.optim import build_optimizer, reset_optimizer, warm_up
 
 
@@ -99,9 +99,12 @@ def build_model(workload: Workload, plan: Plan, device: torch.device) -> GPT:
 
 
 def plain_loss(model: GPT, plan: Plan) -> LossOf:
-    if plan.loss == "chunked":
-        return lambda inputs, targets: chunked_next_token_loss(model.lm_head, model.features(inputs), targets)
-    return lambda inputs, targets: next_token_loss(model(inputs), targets)
+    if plan.loss == "full":
+        return lambda inputs, targets: next_token_loss(model(inputs), targets)
+    loss_of_head = partial(
+        head_loss, vocab=model.shape.vocab, pieces=PIECES[plan.loss], dtype=DTYPES.get(plan.autocast or "")
+    )
+    return lambda inputs, targets: loss_of_head(model.features(inputs), model.lm_head.weight, targets)
 
 
 def compile_loss(loss_of: LossOf) -> LossOf:

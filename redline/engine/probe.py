@@ -71,7 +71,7 @@ def _cpu() -> Hardware:
     )
 
 
-FEATURES = ("tf32", "bf16", "fp16", "compile", "flash", "cudnn-attention")
+FEATURES = ("tf32", "bf16", "fp16", "compile", "triton", "flash", "cudnn-attention")
 
 
 def _features(missing: dict[str, str]) -> tuple[str, ...]:
@@ -92,9 +92,11 @@ def _cuda_missing(capability: tuple[int, int]) -> dict[str, str]:
         )
     if capability < (7, 0) and not torch.version.hip:
         missing["fp16"] = f"fp16 tensor cores need compute capability 7.0 or later, this device has {generation}"
-        missing["compile"] = f"Triton needs compute capability 7.0 or later, this device has {generation}"
+        missing["triton"] = f"Triton needs compute capability 7.0 or later, this device has {generation}"
     if not _installed("triton"):
-        missing["compile"] = "torch.compile on a GPU needs Triton, which is not installed"
+        missing["triton"] = "Triton is not installed"
+    if "triton" in missing:
+        missing["compile"] = f"torch.compile on a GPU needs Triton: {missing['triton']}"
     if not torch.backends.cudnn.is_available():
         missing.setdefault("cudnn-attention", "this torch was built without cuDNN")
     if not torch.backends.cuda.is_flash_attention_available():
@@ -107,6 +109,7 @@ def _cpu_missing() -> dict[str, str]:
         "tf32": "TF32 is a tensor-core format of NVIDIA GPUs",
         "fp16": "CPUs have no fp16 matmul units to gain from",
         "cudnn-attention": "cuDNN runs on NVIDIA GPUs only",
+        "triton": "the kernel is written in Triton, which runs on GPUs",
     }
     if not _cpu_flags() & {"avx512_bf16", "amx_bf16", "bf16"}:
         missing["bf16"] = "this CPU has no bf16 instructions: autocast would convert and run slower"

@@ -1,15 +1,19 @@
-"""The training loss: cross-entropy in fp32 whatever the model's dtype, over all logits at once or piece by piece."""
+"""The training loss: cross-entropy in fp32 whatever the model's dtype.
+
+`next_token_loss` takes logits. `head_loss` takes what the head reads and never lets the logits out: it computes their
+gradient as soon as it has them, so that they need not wait for the backward pass, all at once or piece by piece.
+"""
 
 from __future__ import annotations
 
-from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
-from torch.utils.checkpoint import checkpoint
 
-PIECES = 8  # of a chunked loss: an eighth of the logits is small beside the layers, and still a large matmul
+from redline.kernels.cross_entropy import cross_entropy_
+
+PIECES = {"fused": 1, "chunked": 8}  # an eighth of the logits is small beside the layers, and still a large matmul
 
 
 def next_token_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -17,20 +21,60 @@ def next_token_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
-def chunked_next_token_loss(
-    head: nn.Module, features: torch.Tensor, targets: torch.Tensor, pieces: int = PIECES
+def head_loss(
+    features: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    vocab: int,
+    pieces: int,
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """The same mean without ever holding all logits: each piece's are thrown away and computed again for its gradient.
-
-    features [B, T, C], targets [B, T]. Costs one more forward of the head.
-    """
-    rows, labels = features.flatten(0, 1), targets.flatten()
-    sums = [
-        checkpoint(partial(_sum_of_losses, head), some, theirs, use_reentrant=False, preserve_rng_state=False)
-        for some, theirs in zip(rows.chunk(pieces), labels.chunk(pieces), strict=True)
-    ]
-    return torch.stack(sums).sum() / labels.numel()
+    """The same mean from features [B, T, C] and the head's weight [rows, C]; `dtype` is what autocast
+    would give the matmuls (None: the features')."""
+    loss: torch.Tensor = HeadLoss.apply(  # type: ignore[no-untyped-call]
+        features.flatten(0, 1), weight, targets.flatten(), vocab, pieces, dtype or features.dtype
+    )
+    return loss
 
 
-def _sum_of_losses(head: nn.Module, features: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(head(features).float(), targets, reduction="sum")
+class HeadLoss(torch.autograd.Function):
+    """Forward computes the gradients too, up to the factor that only the backward pass knows. That factor, and the 1/N
+    of the mean, scale the small results rather than the logits."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        features: torch.Tensor,
+        weight: torch.Tensor,
+        targets: torch.Tensor,
+        vocab: int,
+        pieces: int,
+        dtype: torch.dtype,
+    ) -> torch.Tensor:
+        total, of_features = torch.zeros((), device=features.device), []
+        of_weight: torch.Tensor | None = None
+        narrow = weight.to(dtype)
+        for rows, labels in zip(features.to(dtype).chunk(pieces), targets.chunk(pieces), strict=True):
+            gradient = rows @ narrow.t()  # the logits, until the next line
+            total = total + cross_entropy_(gradient, labels, vocab).sum()
+            of_features.append(gradient @ narrow)
+            part = gradient.t() @ rows
+            of_weight = part if of_weight is None else of_weight.float() + part
+        ctx.save_for_backward(torch.cat(of_features), of_weight)
+        ctx.dtypes = features.dtype, weight.dtype
+        return total / targets.numel()
+
+    @staticmethod
+    def backward(ctx: Any, above: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        of_features, of_weight = ctx.saved_tensors
+        scale = above / of_features.size(0)
+        features_dtype, weight_dtype = ctx.dtypes
+        return (
+            (scale * of_features.float()).to(features_dtype),
+            (scale * of_weight).to(weight_dtype),
+            None,
+            None,
+            None,
+            None,
+        )

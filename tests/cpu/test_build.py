@@ -153,12 +153,16 @@ def test_checkpointing_reaches_the_model(train: Train, recompute: str) -> None:
     assert cores == {recompute != "selective"}
 
 
-@pytest.mark.parametrize("loss", ["full", "chunked"])
-def test_the_loss_reaches_the_step(train: Train, monkeypatch: pytest.MonkeyPatch, loss: str) -> None:
-    monkeypatch.setattr(build_module, "chunked_next_token_loss", lambda *_: "in pieces")
-    training = train(Plan(loss=loss))
+@pytest.mark.parametrize(("loss", "pieces"), [("full", None), ("fused", 1), ("chunked", 8)])
+def test_the_loss_reaches_the_step(
+    train: Train, monkeypatch: pytest.MonkeyPatch, loss: str, pieces: int | None
+) -> None:
+    seen: dict[str, object] = {}
+    monkeypatch.setattr(build_module, "head_loss", lambda *_, **choices: seen.update(choices))
+    training = train(Plan(loss=loss, autocast="bf16"))
     batch = next(training.batches)
-    assert (training.step.loss_of(batch[0], batch[1]) == "in pieces") == (loss == "chunked")
+    training.step.loss_of(batch[0], batch[1])
+    assert seen == ({} if pieces is None else {"vocab": 257, "pieces": pieces, "dtype": torch.bfloat16})
 
 
 def test_switches_come_before_the_model(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,10 +16,11 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from redline.core.errors import UserError
 from redline.core.workload import Shape
+from redline.kernels.cross_entropy import cross_entropy_
 from redline.model.attention import ATTENTION, fused_attention, naive_attention
 from redline.model.gpt import GPT, initialise
 from redline.model.huggingface import from_huggingface, to_huggingface
-from redline.model.loss import chunked_next_token_loss, next_token_loss
+from redline.model.loss import head_loss, next_token_loss
 from redline.workloads import PRESETS
 
 SHAPE = Shape(layers=2, heads=4, d_model=48, d_ff=144, vocab=257, sequence=32)  # d_ff is three times the width: no luck
@@ -329,17 +330,35 @@ def test_the_loss_is_fp32_whatever_the_logits_are() -> None:
 
 @pytest.mark.parametrize("pieces", [1, 3, 8])
 @pytest.mark.parametrize("padded", [False, True])
-def test_a_loss_in_pieces_is_the_loss_with_its_gradients(pieces: int, padded: bool) -> None:
-    """Against fp64, where rounding cannot hide a wrong weight of a piece: 3 pieces of 5 x 13 tokens are not equal."""
+def test_the_loss_of_the_head_is_the_loss_with_its_gradients(pieces: int, padded: bool) -> None:
+    """In fp64, where rounding cannot hide the wrong weight of a piece: 3 pieces of 5 x 13 tokens are not equal."""
     model = random_model(vocab_rows=PADDED_ROWS if padded else None).double()
     tokens, targets = some_tokens(B=5)[:, :13], some_tokens(B=5, seed=2)[:, :13]
     whole = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
-    wanted = torch.autograd.grad(whole, list(model.parameters()))
-    loss = chunked_next_token_loss(model.lm_head, model.features(tokens), targets, pieces)
-    found = torch.autograd.grad(loss, list(model.parameters()))
+    wanted = torch.autograd.grad(3 * whole, list(model.parameters()))  # 3: a factor from above, as a loss scale is
+    loss = head_loss(model.features(tokens), model.lm_head.weight, targets, vocab=SHAPE.vocab, pieces=pieces)
+    found = torch.autograd.grad(3 * loss, list(model.parameters()))
     torch.testing.assert_close(loss.double(), whole, rtol=1e-6, atol=0)  # the loss itself is fp32
     for one, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-8)
+
+
+def test_logits_become_their_gradient_in_place() -> None:
+    logits = torch.randn(7, PADDED_ROWS, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    targets = torch.randint(SHAPE.vocab, (7,), generator=torch.Generator().manual_seed(1))
+    real_logits = logits[:, : SHAPE.vocab].clone().requires_grad_()
+    wanted = F.cross_entropy(real_logits, targets, reduction="none")
+    wanted.sum().backward()
+    losses = cross_entropy_(logits, targets, SHAPE.vocab)
+    torch.testing.assert_close(losses.double(), wanted.detach(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(logits[:, : SHAPE.vocab], real_logits.grad, rtol=1e-5, atol=1e-7)
+    assert (logits[:, SHAPE.vocab :] == 0).all()
+
+
+def test_the_operator_keeps_its_promises_to_the_compiler() -> None:
+    """Fake shapes, declared mutation: torch's own check of a custom operator."""
+    logits = torch.randn(5, 12, generator=torch.Generator().manual_seed(0))
+    torch.library.opcheck(cross_entropy_, (logits, torch.arange(5), 11))
 
 
 # --- what is kept for the backward pass -------------------------------------------------------------------------------
@@ -370,13 +389,13 @@ def test_checkpointing_changes_no_bit_and_keeps_less(checkpointing: str) -> None
     assert kept["other"] < 0.9 * kept["plain"]
 
 
-def test_a_loss_in_pieces_keeps_no_logits() -> None:
+def test_the_loss_of_the_head_keeps_no_logits() -> None:
     model, tokens, targets = random_model(), some_tokens(B=8), some_tokens(B=8, seed=2)
     features = model.features(tokens).detach().requires_grad_()
     full = kept_bytes(lambda: next_token_loss(model.lm_head(features), targets))
-    pieces = kept_bytes(lambda: chunked_next_token_loss(model.lm_head, features, targets))
+    head = kept_bytes(lambda: head_loss(features, model.lm_head.weight, targets, vocab=SHAPE.vocab, pieces=1))
     logits = 4 * tokens.numel() * SHAPE.vocab
-    assert full >= logits > pieces
+    assert full >= logits > head
 
 
 def test_a_shape_that_is_not_gpt2s_is_not_built() -> None:

@@ -60,7 +60,7 @@ def test_what_is_there_and_what_is_missing_make_up_every_feature() -> None:
 @pytest.mark.parametrize(
     ("capability", "missing"),
     [
-        ((6, 1), {"tf32", "bf16", "fp16", "compile", "flash", "cudnn-attention"}),
+        ((6, 1), {"tf32", "bf16", "fp16", "compile", "triton", "flash", "cudnn-attention"}),
         ((7, 5), {"tf32", "bf16", "flash", "cudnn-attention"}),
         ((8, 0), set()),
         ((9, 0), set()),
@@ -85,7 +85,7 @@ def test_a_torch_without_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: False)
     monkeypatch.setattr(torch.version, "hip", None)
     reasons = probe_module._cuda_missing((9, 0))
-    assert set(reasons) == {"compile", "cudnn-attention", "flash"}
+    assert set(reasons) == {"compile", "triton", "cudnn-attention", "flash"}
     assert "Triton" in reasons["compile"]
 
 

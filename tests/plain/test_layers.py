@@ -17,8 +17,8 @@ import pytest
 LAYERS = {
     "core": set(),
     "predict": {"core"},
-    "model": {"core"},
     "kernels": {"core"},
+    "model": {"core", "kernels"},
     "optim": {"core"},
     "data": {"core"},
     "workloads": {"core"},

@@ -27,6 +27,7 @@ ORDER = (
     "tied-weights",
     "fused-adamw",
     "loader-workers",
+    "fused-loss",
     "chunked-loss",
     "selective-checkpointing",
     "checkpointing",
@@ -85,7 +86,7 @@ def test_what_applies_on_a_t4(tiny, t4):
 
 
 def test_what_applies_on_a_cpu(tiny, cpu):
-    assert applying(tiny, cpu, Plan()) == set(ORDER) - {"tf32", "no-sync", "fp16", "cudnn-attention"}
+    assert applying(tiny, cpu, Plan()) == set(ORDER) - {"tf32", "no-sync", "fp16", "cudnn-attention", "fused-loss"}
 
 
 @every_rung
@@ -139,6 +140,7 @@ def test_plan_of_the_whole_ladder():
         optimizer="adamw-fused",
         read_loss_every=10,
         loader_workers=2,
+        loss="fused",
     )
     assert plan_of(()) == plan_of(("baseline",)) == Plan()
 

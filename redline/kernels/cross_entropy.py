@@ -1,0 +1,39 @@
+"""Cross-entropy that turns the logits into their own gradient: one kernel, no fp32 copy, no second tensor.
+
+    losses = cross_entropy_(logits, targets, vocab)      # losses [N] in fp32; logits [N, rows] are now the gradient
+
+Row by row the kernel reads the logits once for the running maximum and the sum of exponentials, and once more, from
+the cache, to write softmax minus one-hot over them. The gradient is that of the row's own loss: whoever takes a mean
+scales what comes after, where rows are short. Unscaled, it lies in [-1, 1], which fp16 holds without a loss scale.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+@torch.library.custom_op("redline::cross_entropy_", mutates_args=("logits",))
+def cross_entropy_(logits: torch.Tensor, targets: torch.Tensor, vocab: int) -> torch.Tensor:
+    """Columns from `vocab` on are padding: no probability, no gradient."""
+    if logits.is_cuda:
+        from redline.kernels.cross_entropy_triton import launch  # needs Triton, which a CPU build of torch lacks
+
+        return launch(logits, targets, vocab)
+    return plain_cross_entropy_(logits, targets, vocab)
+
+
+@cross_entropy_.register_fake
+def _(logits: torch.Tensor, targets: torch.Tensor, vocab: int) -> torch.Tensor:
+    return logits.new_empty(logits.size(0), dtype=torch.float32)
+
+
+def plain_cross_entropy_(logits: torch.Tensor, targets: torch.Tensor, vocab: int) -> torch.Tensor:
+    """What the kernel computes, in torch."""
+    log_probabilities = logits[:, :vocab].float().log_softmax(dim=-1)
+    labels = targets.unsqueeze(1)
+    losses = -log_probabilities.gather(1, labels).squeeze(1)
+    gradient = log_probabilities.exp_()
+    gradient.scatter_add_(1, labels, gradient.new_full((), -1.0).expand_as(labels))
+    logits[:, :vocab] = gradient
+    logits[:, vocab:] = 0
+    return losses
