@@ -1,14 +1,15 @@
-"""Where a step runs: what the probe saw of this machine, and the data-sheet peaks of devices we are sure of.
+"""Where a step runs: what the probe saw of this machine, and what was measured on it.
 
-    lookup("NVIDIA H200").peak_tflops["bf16"] -> 989.4;  lookup("NVIDIA GeForce RTX 4090 Laptop GPU") -> None
-
-A name matches exactly or not at all. A laptop variant, a MIG slice or a new card has no row and so no peak: printing
-a neighbour's number would be worse than printing none. Peaks are dense (no sparsity).
+Hardware(kind="cuda", name="NVIDIA H200").peak_tflops["bf16"] -> 989.4, from the table in core/devices.py
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+
+from redline.core.devices import DEVICES, Device, lookup
+
+__all__ = ["DEVICES", "Hardware", "MeasuredPeaks", "MeasuredRate", "known_device", "lookup"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,54 +35,59 @@ class Hardware:
 
     @property
     def peak_tflops(self) -> dict[str, float] | None:
-        known = lookup(self.name) if self.kind == "cuda" else None
+        known = known_device(self.name, self.multiprocessors) if self.kind == "cuda" else None
         return None if known is None else known.peak_tflops
 
 
+def known_device(name: str, multiprocessors: int | None) -> Device | None:
+    """The row of a device that is all there: a partition of an AMD card has its name and fewer compute units."""
+    known = lookup(name)
+    whole = known is not None and (multiprocessors is None or multiprocessors >= known.multiprocessors)
+    return known if whole else None
+
+
 @dataclass(frozen=True, kw_only=True)
-class Device:
-    """A row of the table: dense peaks in TFLOP/s as the data sheet gives them."""
+class MeasuredRate:
+    """One matrix product that was timed."""
 
-    names: tuple[str, ...]
-    peak_tflops: dict[str, float]
-    source: str
+    dtype: str
+    where: str
+    """'up forward', or 'square' for the sizes that belong to no model."""
+    m: int
+    n: int
+    k: int
+    median_seconds: float
+    best_seconds: float
 
+    @property
+    def tflops(self) -> float:
+        """At the median time; a multiply-add is two."""
+        return 2 * self.m * self.n * self.k / self.median_seconds / 1e12
 
-# One row per processor. 16-bit peaks are with fp32 accumulation. The `hardware` issue grows this table.
-DEVICES = (
-    Device(
-        names=("NVIDIA H200",),
-        peak_tflops={"fp32": 67.0, "tf32": 494.7, "bf16": 989.4, "fp16": 989.4},
-        source="NVIDIA H200 data sheet, SXM column, halved where it is stated with sparsity",
-    ),
-    Device(
-        names=("NVIDIA H100 80GB HBM3",),
-        peak_tflops={"fp32": 67.0, "tf32": 494.7, "bf16": 989.4, "fp16": 989.4},
-        source="NVIDIA H100 data sheet, SXM column, halved where it is stated with sparsity",
-    ),
-    Device(
-        names=("NVIDIA H100 PCIe",),
-        peak_tflops={"fp32": 51.2, "tf32": 378.0, "bf16": 756.0, "fp16": 756.0},
-        source="NVIDIA H100 Tensor Core GPU architecture white paper, PCIe column",
-    ),
-    Device(
-        names=("NVIDIA A100-SXM4-40GB", "NVIDIA A100-SXM4-80GB", "NVIDIA A100-PCIE-40GB", "NVIDIA A100 80GB PCIe"),
-        peak_tflops={"fp32": 19.5, "tf32": 156.0, "bf16": 312.0, "fp16": 312.0},
-        source="NVIDIA A100 data sheet",
-    ),
-    Device(
-        names=("Tesla V100-SXM2-16GB", "Tesla V100-SXM2-32GB"),
-        peak_tflops={"fp32": 15.7, "fp16": 125.0},
-        source="NVIDIA V100 data sheet, SXM2 column",
-    ),
-    Device(
-        names=("Tesla T4",),
-        peak_tflops={"fp32": 8.1, "fp16": 65.0},
-        source="NVIDIA T4 data sheet",
-    ),
-)
+    @property
+    def best_tflops(self) -> float:
+        return 2 * self.m * self.n * self.k / self.best_seconds / 1e12
 
 
-def lookup(name: str) -> Device | None:
-    """The row of a device by the exact string its driver reports."""
-    return next((device for device in DEVICES if name in device.names), None)
+@dataclass(frozen=True, kw_only=True)
+class MeasuredPeaks:
+    """What this device did when it was asked to: the highest rates found, with what was asked."""
+
+    name: str
+    """As the driver reports it."""
+    driver: str | None
+    kind: str
+    """'cuda' or 'cpu'."""
+    matmul_tflops: dict[str, float]
+    """By dtype: the fastest product's rate at its median time."""
+    bandwidth: float
+    """Bytes per second, read and written: the fastest of `bandwidths`."""
+    bandwidths: dict[str, float]
+    """By what was moved: 'copy' (one read, one write), 'triad' (two reads, one write), 'read'."""
+    rates: tuple[MeasuredRate, ...]
+    """Every product that was timed."""
+    workload: str
+    micro_batch: int
+    date: str
+    versions: dict[str, str | None]
+    command: str

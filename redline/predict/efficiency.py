@@ -1,13 +1,18 @@
 """Shares of the device's peak: MFU from the model's FLOPs, HFU from the executed ones.
 
+    efficiency(shape, plan, hardware, 478_476) -> Efficiency(mfu=0.413, hfu=0.390, convention="full attention ...")
+
 Both are against the dense 16-bit peak of the data sheet, whatever precision a row uses: the question is how much of
-the card a run leaves unused, and a row in fp32 leaves the tensor cores. A device without a known peak has no MFU.
+the card a run leaves unused, and a row in fp32 leaves the tensor cores. A device without a known peak has no MFU, and
+nor has a step that mixes fp8 with 16-bit layers, until someone says which of the two peaks is meant.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+from redline.core.errors import unknown_name
 from redline.core.hardware import Hardware
 from redline.core.plan import Plan
 from redline.core.workload import Shape
@@ -22,19 +27,33 @@ class Efficiency:
     """What was counted against which peak, or why there is no number."""
 
 
-def efficiency(shape: Shape, plan: Plan, hardware: Hardware, tokens_per_second: float) -> Efficiency:
+def efficiency(
+    shape: Shape, plan: Plan, hardware: Hardware, tokens_per_second: float, peak: str | None = None
+) -> Efficiency:
+    """`tokens_per_second` of one device; `peak`: the dtype to be held against instead of the 16-bit one."""
     peaks = hardware.peak_tflops
     if peaks is None:
         what = "a CPU" if hardware.kind == "cpu" else hardware.name
-        return Efficiency(mfu=None, hfu=None, convention=f"no MFU: {what} is not in the table of device peaks")
-    dtype = "bf16" if "bf16" in peaks else "fp16"
-    peak = peaks[dtype] * 1e12
-    mfu = flops_per_token(shape) * tokens_per_second / peak
-    hfu = executed_flops_per_token(shape, plan) * tokens_per_second / peak
-    if max(mfu, hfu) > 1:  # more than the device can do: a wrong peak, a wrong clock, or work that was skipped
-        return Efficiency(
-            mfu=None,
-            hfu=None,
-            convention=f"no MFU: {max(mfu, hfu):.0%} of the peak cannot be right; check device and timing",
+        return _none(f"{what} is not in the table of device peaks")
+    if peak is None and plan.precision == "fp8":
+        return _none(
+            f"fp8 layers beside 16-bit ones have no single peak; name one of {', '.join(peaks)}, or compare the time "
+            "with the roofline's"
         )
+    dtype = _sixteen_bit(peaks) if peak is None else peak
+    if dtype not in peaks:
+        raise unknown_name(f"peak of {hardware.name}", dtype, peaks)
+    rate = peaks[dtype] * 1e12
+    mfu = flops_per_token(shape) * tokens_per_second / rate
+    hfu = executed_flops_per_token(shape, plan) * tokens_per_second / rate
+    if max(mfu, hfu) > 1:  # more than the device can do: a wrong peak, a wrong clock, or work that was skipped
+        return _none(f"{max(mfu, hfu):.0%} of the peak cannot be right; check device and timing")
     return Efficiency(mfu=mfu, hfu=hfu, convention=f"{CONVENTION}; {dtype} dense peak {peaks[dtype]:g} TFLOP/s")
+
+
+def _none(reason: str) -> Efficiency:
+    return Efficiency(mfu=None, hfu=None, convention=f"no MFU: {reason}")
+
+
+def _sixteen_bit(peaks: Mapping[str, float]) -> str:
+    return "bf16" if "bf16" in peaks else "fp16"

@@ -1,7 +1,7 @@
 """Every matrix multiplication of a training step, forward and backward: what FLOPs, roofline, lint and the measured
 peak are all counted from.
 
-    gemms(shape, plan, micro_batch=16) -> (Gemm(where="qkv", direction="forward", m=16384, n=2304, k=768, count=12), ...)
+    linear_gemms(shape, plan, micro_batch=16) -> (Gemm(where="qkv", direction="forward", m=16384, n=2304, k=768), ...)
 
 C[m, n] = A[m, k] B[k, n]. A layer y = x W with `tokens` rows has a forward (tokens, out, in), a gradient of its input
 (tokens, in, out) and a gradient of its weight (out, in, tokens).

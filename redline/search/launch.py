@@ -46,7 +46,7 @@ def launch(run: RunDirectory, job: Job, timeout_seconds: float, on_phase: OnPhas
             env=worker_environment(run, job),
             start_new_session=True,  # a Ctrl-C reaches the worker through us, with its compiler processes
         )
-        phase, in_time = _follow(process, timeout_seconds, on_phase)
+        phase, in_time = follow(process, timeout_seconds, on_phase)
     if not in_time:
         return Failure(
             kind="timeout", reason=f"stopped after {timeout_seconds:g} s while {phase}; --timeout allows more"
@@ -78,7 +78,7 @@ def remove_caches(run: RunDirectory) -> None:
     shutil.rmtree(cache_folder(run), ignore_errors=True)
 
 
-def _follow(process: subprocess.Popen[bytes], timeout_seconds: float, on_phase: OnPhase) -> tuple[str, bool]:
+def follow(process: subprocess.Popen[bytes], timeout_seconds: float, on_phase: OnPhase) -> tuple[str, bool]:
     """Pass progress on until the worker ends. Returns the last phase, and False if it had to be stopped."""
     last = {"phase": "starting"}
     assert process.stdout is not None
@@ -134,10 +134,10 @@ def _answer(folder: Path, returncode: int, phase: str) -> Result:
         name = known.get(-returncode, f"signal {-returncode}")
         hint = " (the system may be out of memory)" if name == "SIGKILL" else ""
         return Failure(kind="killed", reason=f"the worker was killed by {name}{hint} while {phase}; see {log}")
-    return Failure(kind="error", reason=f"the worker left with exit code {returncode} while {phase}: {_last_line(log)}")
+    return Failure(kind="error", reason=f"the worker left with exit code {returncode} while {phase}: {last_line(log)}")
 
 
-def _last_line(log: Path) -> str:
+def last_line(log: Path) -> str:
     lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
     return lines[-1][:200] if lines else f"nothing was written to {log}"
 

@@ -1,19 +1,33 @@
 """Our formulas against torch's own counter, which watches the operators of a real forward and backward go by.
 
 On the meta device nothing is computed, so full sizes cost nothing. The counter sees matmuls alone, as the formulas do.
+Its pitfalls are tested too: it never halves causal attention, and sees nothing of SDPA on a CPU.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
+import torch.nn.functional as F
+import transformers
+from torch.utils.checkpoint import set_checkpoint_early_stop
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from redline.core.plan import Plan
 from redline.core.workload import Shape
 from redline.model.gpt import GPT
-from redline.model.loss import next_token_loss
-from redline.predict.flops import executed_flops_per_token, flops_per_token
+from redline.model.loss import PIECES, head_loss, next_token_loss
+from redline.predict.flops import (
+    executed_flops,
+    executed_flops_per_token,
+    flops_per_token,
+    model_flops,
+    parameters,
+    prefill_flops,
+)
+from redline.predict.gemms import linear_layers
 from redline.workloads import PRESETS
 
 SHAPES = {
@@ -28,12 +42,23 @@ every_shape = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 B = 2
 
 
-def counted_per_token(shape: Shape, *, tied: bool = False, vocab_rows: int | None = None) -> float:
+def counted_per_token(
+    shape: Shape,
+    *,
+    tied: bool = False,
+    vocab_rows: int | None = None,
+    checkpointing: str = "none",
+    loss: str = "full",
+) -> float:
     with torch.device("meta"):
-        model = GPT(shape, tied=tied, vocab_rows=vocab_rows)
+        model = GPT(shape, tied=tied, vocab_rows=vocab_rows, checkpointing=checkpointing)
         tokens = torch.zeros(B, shape.sequence, dtype=torch.int64)
     with FlopCounterMode(display=False) as counter:
-        next_token_loss(model(tokens), tokens).backward()
+        if loss == "full":
+            next_token_loss(model(tokens), tokens).backward()
+        else:
+            head, pieces = model.lm_head.weight, PIECES[loss]
+            head_loss(model.features(tokens), head, tokens, vocab=shape.vocab, pieces=pieces).backward()
     return counter.get_total_flops() / (B * shape.sequence)
 
 
@@ -57,10 +82,132 @@ def test_executed_flops_count_the_padding(shape: Shape, multiple: int) -> None:
 
 
 @every_shape
-def test_a_flash_kernel_executes_half_of_what_torch_counts_for_it(shape: Shape) -> None:
-    """torch counts seven full matmuls (two forward, five backward); a causal kernel visits half of each square."""
-    q = (B, shape.heads, shape.sequence, shape.d_model // shape.heads)
-    kernel = (sdpa_flop_count(q, q, q) + sdpa_backward_flop_count(q, q, q, q)) / 2 / (B * shape.sequence)
-    naive = 3 * sdpa_flop_count(q, q, q) / (B * shape.sequence)
+def test_a_flash_kernel_executes_the_causal_part_of_what_torch_counts_for_it(shape: Shape) -> None:
+    """torch counts seven full matmuls (two forward, five backward); a causal kernel visits s (s + 1) / 2 of the s x s
+    pairs of each."""
+    s, q = shape.sequence, (B, shape.heads, shape.sequence, shape.d_model // shape.heads)
+    kernel = (sdpa_flop_count(q, q, q) + sdpa_backward_flop_count(q, q, q, q)) * (s + 1) / (2 * s) / (B * s)
+    naive = 3 * sdpa_flop_count(q, q, q) / (B * s)
     expected = counted_per_token(shape) + shape.layers * (kernel - naive)
     assert executed_flops_per_token(shape, Plan(attention="flash")) == pytest.approx(expected, rel=1e-12)
+
+
+# recomputation
+
+small = pytest.mark.parametrize("name", ["tiny", "gpt2", "narrow d_ff"])
+
+
+@small
+@pytest.mark.parametrize("checkpointing", ["full", "selective"])
+def test_recomputed_flops_are_one_more_forward(name: str, checkpointing: str) -> None:
+    shape = SHAPES[name]
+    with set_checkpoint_early_stop(False):
+        counted = counted_per_token(shape, checkpointing=checkpointing)
+    assert executed_flops_per_token(shape, Plan(checkpointing=checkpointing)) == counted
+
+
+@small
+def test_torch_stops_before_the_last_product_of_what_it_recomputes(name: str) -> None:
+    """A block's last matmul is the MLP's second and attention's is weights·v: nobody asks for their outputs again, so
+    torch leaves them out. The convention, as Megatron's, counts the whole forward: HFU is that much too high."""
+    shape = SHAPES[name]
+    (down,) = (layer for layer in linear_layers(shape, Plan()) if layer.where == "down")
+    spared = {"full": 2 * down.inputs * down.outputs * down.count}
+    spared["selective"] = executed_flops(shape, Plan()).attention.forward / 2
+    for checkpointing, product in spared.items():
+        counted = counted_per_token(shape, checkpointing=checkpointing)
+        assert executed_flops_per_token(shape, Plan(checkpointing=checkpointing)) == counted + product
+
+
+@small
+@pytest.mark.parametrize("loss", PIECES)
+def test_a_fused_loss_computes_the_head_no_more_than_once(name: str, loss: str) -> None:
+    shape = SHAPES[name]
+    assert executed_flops_per_token(shape, Plan(loss=loss)) == counted_per_token(shape, loss=loss)
+
+
+# other families, as transformers builds them: random weights, a few kilobytes
+
+SIZES = {"hidden_size": 48, "intermediate_size": 136, "num_hidden_layers": 3, "num_attention_heads": 6}
+SIZES |= {"vocab_size": 101, "max_position_embeddings": 64, "use_cache": False}
+MODERN = Shape(
+    layers=3,
+    heads=6,
+    d_model=48,
+    d_ff=136,
+    vocab=101,
+    sequence=40,
+    gated=True,
+    tied=False,
+    fused_qkv=False,
+    biases=False,
+    positions="rope",
+    norm="rmsnorm",
+)
+FAMILIES = {
+    "llama, all heads": (transformers.LlamaConfig(**SIZES, num_key_value_heads=6), MODERN),
+    "llama, grouped": (transformers.LlamaConfig(**SIZES, num_key_value_heads=2), replace(MODERN, kv_heads=2)),
+    "llama, one key head": (transformers.LlamaConfig(**SIZES, num_key_value_heads=1), replace(MODERN, kv_heads=1)),
+    "llama, wide heads": (
+        transformers.LlamaConfig(**SIZES, num_key_value_heads=3, head_dim=20),
+        replace(MODERN, kv_heads=3, head_dim=20),
+    ),
+    "mistral, window": (
+        transformers.MistralConfig(**SIZES, num_key_value_heads=2, sliding_window=7),
+        replace(MODERN, kv_heads=2, window=7),
+    ),
+    "gemma, wide heads, tied": (
+        transformers.GemmaConfig(**SIZES, num_key_value_heads=1, head_dim=16, pad_token_id=0),
+        replace(MODERN, kv_heads=1, head_dim=16, tied=True),
+    ),
+    "gpt2": (
+        transformers.GPT2Config(
+            n_embd=48, n_layer=3, n_head=6, n_inner=136, vocab_size=101, n_positions=40, attn_pdrop=0.0, use_cache=False
+        ),
+        Shape(layers=3, heads=6, d_model=48, d_ff=136, vocab=101, sequence=40),
+    ),
+}
+every_family = pytest.mark.parametrize(("config", "shape"), FAMILIES.values(), ids=FAMILIES)
+
+
+def counted_family(config: transformers.PretrainedConfig, attention: str, *, train: bool = True) -> tuple[float, int]:
+    """FLOPs of B sequences by torch's count, and the model's parameters."""
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    tokens = torch.randint(0, config.vocab_size, (B, 40))
+    with FlopCounterMode(display=False) as counter:
+        logits = model(tokens, use_cache=False).logits
+        if train:
+            logits.sum().backward()
+    return counter.get_total_flops(), sum(parameter.numel() for parameter in model.parameters())
+
+
+@every_family
+def test_families_count_as_torch_does(config: transformers.PretrainedConfig, shape: Shape) -> None:
+    """Naive attention multiplies the whole square, masked or windowed: the full convention."""
+    flops, numbers = counted_family(config, "eager")
+    assert flops_per_token(shape) * B * shape.sequence == flops
+    assert parameters(shape).total == numbers
+
+
+@every_family
+def test_prefill_counts_as_torch_does(config: transformers.PretrainedConfig, shape: Shape) -> None:
+    flops, _ = counted_family(config, "eager", train=False)
+    assert B * prefill_flops(shape, 40, convention="full", all_logits=True) == flops
+
+
+@pytest.mark.parametrize("name", ["llama, all heads", "gpt2"])
+def test_on_a_cpu_torch_sees_nothing_of_sdpa(name: str) -> None:
+    """Without its products a count is short by all of attention: never take one from a CPU with SDPA."""
+    config, shape = FAMILIES[name]
+    flops, _ = counted_family(config, "sdpa")
+    assert flops / (B * shape.sequence) == flops_per_token(shape) - model_flops(shape).attention.total
+
+
+def test_torch_never_halves_causal_attention() -> None:
+    counts = []
+    for causal in (False, True):
+        q = torch.zeros(B, 3, 32, 8, device="meta", requires_grad=True)
+        with FlopCounterMode(display=False) as counter:
+            F.scaled_dot_product_attention(q, q, q, is_causal=causal).sum().backward()
+        counts.append(counter.get_total_flops())
+    assert counts[0] == counts[1] == 3 * 4 * B * 3 * 32 * 32 * 8

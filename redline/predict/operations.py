@@ -1,0 +1,381 @@
+"""Every operation of a training step with its FLOPs and bytes: what the roofline puts times to.
+
+    operations(shape, plan, micro_batch=16) -> (Operation(name="qkv", direction="forward", flops=..., bytes=...), ...)
+
+Bytes are what crosses the memory bus when an operation reads its inputs once and writes its outputs once. How many
+operations there are is the fusion level:
+
+    eager     every operator is a kernel of its own, autocast's casts, copies and the mask's clone among them
+    inductor  residual, norm and cast are one kernel, the whole softmax is one, the loss reads logits twice and writes
+              their gradient once; bias gradients, q/k/v's gradient stack and weight casts stay kernels of their own
+    ideal     the stream is kept in the matmuls' dtype; activations, biases and rotations ride in the matmuls and the
+              attention kernel, the loss reads and writes the logits once, clipping rides in the optimizer
+
+Norms and activations are taken for single kernels even in eager mode, as torch's own modules are. Names stand for what
+the operation is about; a row sums up all layers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from redline.core.errors import unknown_name
+from redline.core.plan import Plan
+from redline.core.workload import Shape
+from redline.predict.flops import executed_flops, parameters
+from redline.predict.gemms import Gemm, attention_gemms, linear_gemms, linear_layers
+
+CONTRACTION, NORMALISATION, ELEMENTWISE = "tensor contraction", "normalisation", "element-wise"
+OPTIMIZER, MOVEMENT = "optimizer", "data movement"
+GROUPS = (CONTRACTION, NORMALISATION, ELEMENTWISE, OPTIMIZER, MOVEMENT)
+FUSIONS = ("eager", "inductor", "ideal")
+FP32 = 4  # bytes: parameters, gradients and optimizer state in every plan, and softmax and norms in eager autocast
+ALIGNED_BYTES = 16  # rows that start at multiples of this can be loaded the tensor cores' way,
+COPIED_BYTES = 4  # and at multiples of this by asynchronous copies at least
+# Bytes per parameter and kernels per call. One by one: decay 8, lerp 12, mul 8, addcmul 12, sqrt, div and add 8 each,
+# addcdiv 16; fused: weight, gradient and both moments read, all but the gradient written.
+OPTIMIZER_BYTES = {"adamw-loop": 80, "adamw-foreach": 80, "adamw-fused": 28}
+OPTIMIZER_KERNELS = 8
+CHUNKS = 8  # pieces of a chunked loss (model/loss.py)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operation:
+    name: str
+    group: str
+    direction: str
+    """forward, backward, recompute or update."""
+    bytes: float
+    flops: float = 0.0
+    """Of matmuls; the arithmetic of the others never decides."""
+    kernels: int
+    part: str
+    """core (of attention), layer or rest: what checkpointing computes again."""
+    kind: str = "memory"
+    """gemm, unaligned, odd, attention or memory: which share of a peak it reaches."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """What the bytes are counted from."""
+
+    shape: Shape
+    plan: Plan
+    fusion: str
+    tokens: int
+    sequences: int
+
+    @property
+    def compute(self) -> int:
+        """Bytes of a number that a matmul reads."""
+        return 2 if self.plan.autocast else FP32
+
+    @property
+    def stream(self) -> int:
+        """Bytes of a number in the residual stream: autocast leaves it in fp32."""
+        return self.compute if self.fusion == "ideal" else FP32
+
+    @property
+    def casts(self) -> bool:
+        return self.compute != FP32
+
+    @property
+    def square(self) -> float:
+        """Attention scores of one layer, per token."""
+        return self.shape.heads * self.shape.sequence
+
+    @property
+    def rows(self) -> int:
+        return self.plan.vocab_rows(self.shape.vocab)
+
+    def per_token(
+        self, name: str, group: str, direction: str, width: float, *, calls: int, kernels: int = 1, part: str = "layer"
+    ) -> Operation:
+        """`width`: bytes per token and call; `kernels` per call."""
+        size = self.tokens * width * calls
+        return Operation(name=name, group=group, direction=direction, bytes=size, kernels=calls * kernels, part=part)
+
+
+def operations(shape: Shape, plan: Plan, *, micro_batch: int, fusion: str | None = None) -> tuple[Operation, ...]:
+    """`fusion` None: what the plan does, 'inductor' when it compiles and 'eager' when not."""
+    fusion = fusion or ("inductor" if plan.compile else "eager")
+    if fusion not in FUSIONS:
+        raise unknown_name("fusion level", fusion, FUSIONS)
+    z = Sizes(shape=shape, plan=plan, fusion=fusion, tokens=micro_batch * shape.sequence, sequences=micro_batch)
+    listed = [
+        *_linear(z),
+        *_attention(z),
+        *_norms(z),
+        *_activations(z),
+        *_gradient_sums(z),
+        *_loss(z),
+        *_embedding(z),
+        *_weight_casts(z),
+        *_update(z),
+    ]
+    kept = [operation for operation in listed if operation.bytes]
+    return (*kept, *_recomputed(kept, plan))
+
+
+def _recomputed(listed: list[Operation], plan: Plan) -> Iterator[Operation]:
+    parts = {"full": ("core", "layer"), "selective": ("core",)}.get(plan.checkpointing, ())
+    for operation in listed:
+        if operation.direction == "forward" and operation.part in parts:
+            yield replace(operation, direction="recompute")
+
+
+# tensor contractions
+
+
+def _linear(z: Sizes) -> Iterator[Operation]:
+    for gemm in linear_gemms(z.shape, z.plan, micro_batch=z.sequences):
+        yield _contraction(gemm, z, part="rest" if gemm.where == "head" else "layer")
+
+
+def _contraction(gemm: Gemm, z: Sizes, part: str) -> Operation:
+    numbers = gemm.m * gemm.k + gemm.k * gemm.n + gemm.m * gemm.n
+    return Operation(
+        name=gemm.where if gemm.direction == "forward" else f"{gemm.where} {gemm.direction}",
+        group=CONTRACTION,
+        direction="forward" if gemm.direction == "forward" else "backward",
+        bytes=z.compute * numbers * gemm.batch * gemm.count,
+        flops=gemm.flops,
+        kernels=gemm.count,
+        part=part,
+        kind=_gemm_kind(gemm, z),
+    )
+
+
+def _gemm_kind(gemm: Gemm, z: Sizes) -> str:
+    """Rows of an odd length start at odd addresses, which the tensor cores' loads cannot take. Inductor pads them, and
+    plain fp32 does not use those loads. A weight's gradient sums over tokens, which are rows and not along them."""
+    if z.fusion != "eager" or z.plan.precision == "fp32":
+        return "gemm"
+    along = (gemm.m, gemm.n) if gemm.direction == "wgrad" else (gemm.n, gemm.k)
+    step = math.gcd(*(size * z.compute for size in along))  # the largest power of two in it is where rows start
+    if step % COPIED_BYTES:
+        return "odd"
+    return "unaligned" if step % ALIGNED_BYTES else "gemm"
+
+
+def _attention(z: Sizes) -> Iterator[Operation]:
+    yield from _rotations(z)
+    if z.plan.attention == "naive":
+        for gemm in attention_gemms(z.shape, micro_batch=z.sequences):
+            yield _contraction(gemm, z, part="core")
+        yield from _softmax(z)
+        yield from _head_copies(z)
+        return
+    flops = executed_flops(z.shape, z.plan).attention
+    q, kv, layers = z.shape.query_width, z.shape.kv_width, z.shape.layers
+    statistics = FP32 * z.shape.heads  # the softmax's logarithm of sums, one per head and token
+    for direction, work, numbers in (
+        ("forward", flops.forward, 2 * q + 2 * kv),  # q, k, v in, y out
+        ("backward", flops.backward, 4 * q + 4 * kv),  # q, k, v, y, dy in; dq, dk, dv out
+    ):
+        yield Operation(
+            name="attention",
+            group=CONTRACTION,
+            direction=direction,
+            bytes=z.tokens * (z.compute * numbers + statistics) * layers,
+            flops=work * z.tokens,
+            kernels=layers,
+            part="core",
+            kind="attention",
+        )
+
+
+# normalisations
+
+
+def _norms(z: Sizes) -> Iterator[Operation]:
+    """Two norms a layer and one at the end, with the residual sums and casts around them."""
+    for part, calls in (("layer", 2 * z.shape.layers), ("rest", 1)):
+        for name, group, direction, width, kernels in _norm_passes(z, residual=part == "layer"):
+            yield z.per_token(name, group, direction, width * z.shape.d_model, calls=calls, kernels=kernels, part=part)
+
+
+def _norm_passes(z: Sizes, residual: bool) -> list[tuple[str, str, str, int, int]]:
+    """Bytes per number of the width, and kernels. Eager sums belong to layers; fused, the last is in the last norm."""
+    r, c, cast = z.stream, z.compute, z.compute + z.stream if z.casts else 0
+    if z.fusion == "eager":
+        return [
+            ("norm", NORMALISATION, "forward", 2 * r, 1),
+            ("norm", NORMALISATION, "backward", 5 * r, 2),  # dx: dy, x in, dx out; gains: dy, x once more
+            ("residual", ELEMENTWISE, "forward", 2 * r + c if residual else 0, 1),
+            ("residual", ELEMENTWISE, "backward", 3 * r if residual else 0, 1),  # two branches' gradients become one
+            ("cast", MOVEMENT, "forward", cast, 1),  # what the norm wrote, for the matmul
+            ("cast", MOVEMENT, "backward", 2 * cast, 2),  # the norm's gradient, and the stream's for the branch
+        ]
+    # One kernel: stream and branch in, stream and normalised out; backward the same the other way round.
+    copy = c if z.casts and z.fusion == "inductor" else 0
+    gains = c + r if z.fusion == "inductor" else 0  # a reduction over tokens of its own
+    return [
+        ("residual + norm", NORMALISATION, "forward", 2 * r + 2 * c, 1),
+        ("residual + norm", NORMALISATION, "backward", c + 3 * r + copy + gains, 2 if gains else 1),
+    ]
+
+
+def _softmax(z: Sizes) -> Iterator[Operation]:
+    """Of naive attention: scale, mask and softmax over the whole square."""
+    c, cast, calls = z.compute, z.compute + FP32 if z.casts else 0, z.shape.layers
+    if z.fusion == "eager":
+        passes = [
+            ("scale", ELEMENTWISE, "forward", 2 * c, 1),
+            ("mask", ELEMENTWISE, "forward", 4 * c, 2),  # masked_fill clones and then fills
+            ("softmax", NORMALISATION, "forward", 2 * FP32, 1),
+            ("softmax cast", MOVEMENT, "forward", 2 * cast, 2),  # to fp32 and back
+            ("softmax cast", MOVEMENT, "backward", 2 * cast, 2),
+            ("softmax", NORMALISATION, "backward", 3 * FP32, 1),
+            ("mask", ELEMENTWISE, "backward", 4 * c, 2),
+            ("scale", ELEMENTWISE, "backward", 2 * c, 1),
+        ]
+    else:
+        passes = [
+            ("softmax", NORMALISATION, "forward", 2 * c, 1),
+            ("softmax", NORMALISATION, "backward", 3 * c, 1),
+        ]
+    for name, group, direction, width, kernels in passes:
+        yield z.per_token(name, group, direction, width * z.square, calls=calls, kernels=kernels, part="core")
+
+
+def _loss(z: Sizes) -> Iterator[Operation]:
+    """Cross-entropy over the logits, which the head's matmul has written."""
+    c, cast = z.compute, z.compute + FP32 if z.casts else 0
+    passes = {
+        "eager": [
+            ("loss cast", MOVEMENT, "forward", cast, 1),
+            ("loss", NORMALISATION, "forward", 2 * FP32, 1),
+            ("loss fill", MOVEMENT, "backward", FP32, 1),  # zeros, and a -1 per token
+            ("loss", NORMALISATION, "backward", 3 * FP32, 1),
+            ("loss cast", MOVEMENT, "backward", cast, 1),
+        ],
+        "inductor": [("loss", NORMALISATION, "forward", c, 1), ("loss", NORMALISATION, "backward", 2 * c, 1)],
+        "fused": [("loss", NORMALISATION, "forward", 2 * c, 1)],  # logits in, their gradient out in their place
+    }["fused" if z.plan.loss != "full" or z.fusion == "ideal" else z.fusion]
+    for name, group, direction, width, kernels in passes:
+        yield z.per_token(name, group, direction, width * z.rows, calls=1, kernels=kernels, part="rest")
+    if z.plan.loss == "chunked":  # each further piece's gradient of the head is added to the sum, in fp32
+        sums = CHUNKS - 1
+        yield Operation(
+            name="head gradient sums",
+            group=ELEMENTWISE,
+            direction="forward",
+            bytes=sums * (2 * FP32 + c) * z.rows * z.shape.d_model,
+            kernels=sums,
+            part="rest",
+        )
+
+
+# element-wise
+
+
+def _activations(z: Sizes) -> Iterator[Operation]:
+    """Numbers read and written per number of the MLP's width: GELU, or silu(gate) x up."""
+    numbers = {
+        ("eager", False): (2, 3),
+        ("eager", True): (5, 9),  # silu, then a product; its two gradients, then silu's
+        ("inductor", False): (2, 3),
+        ("inductor", True): (3, 5),
+        ("ideal", False): (1, 1),  # a second output of the matmul; its backward reads that again
+        ("ideal", True): (1, 3),
+    }[z.fusion, z.shape.gated]
+    kernels = (2, 3) if z.shape.gated and z.fusion == "eager" else (1, 1)
+    width, layers = z.compute * z.shape.d_ff, z.shape.layers
+    yield z.per_token("activation", ELEMENTWISE, "forward", numbers[0] * width, calls=layers, kernels=kernels[0])
+    yield z.per_token("activation", ELEMENTWISE, "backward", numbers[1] * width, calls=layers, kernels=kernels[1])
+
+
+def _rotations(z: Sizes) -> Iterator[Operation]:
+    """Rotary positions of queries and keys: x cos + rotated(x) sin, as one writes it, or in one pass."""
+    if z.shape.positions != "rope" or z.fusion == "ideal":
+        return
+    numbers, kernels = (9, 5) if z.fusion == "eager" else (2, 1)
+    width = numbers * z.compute * (z.shape.query_width + z.shape.kv_width)
+    for direction in ("forward", "backward"):
+        yield z.per_token("rope", ELEMENTWISE, direction, width, calls=z.shape.layers, kernels=kernels)
+
+
+def _gradient_sums(z: Sizes) -> Iterator[Operation]:
+    """Gradients of biases, each a sum over all tokens, and the stacking of q, k and v's into the fused matmul's."""
+    if z.fusion == "ideal":
+        return
+    outputs = [layer for layer in linear_layers(z.shape, z.plan) if layer.where != "head"]
+    if z.shape.biases:
+        width = z.compute * sum(layer.outputs * layer.count for layer in outputs)
+        calls = sum(layer.count for layer in outputs)
+        yield z.per_token("bias gradients", ELEMENTWISE, "backward", width / calls, calls=calls)
+    if z.shape.fused_qkv:
+        width = 2 * z.compute * (z.shape.query_width + 2 * z.shape.kv_width)
+        yield z.per_token("q/k/v gradient stack", MOVEMENT, "backward", width, calls=z.shape.layers)
+
+
+# data movement and the optimizer
+
+
+def _head_copies(z: Sizes) -> Iterator[Operation]:
+    """Naive attention's batched matmuls want each head's rows together: q, k, v (repeated to every head) and y are
+    copied into that order and back; in the backward y's gradient and two of the others' are."""
+    width = 2 * z.compute * z.shape.query_width
+    for direction, copies in (("forward", 4), ("backward", 3)):
+        yield z.per_token(
+            "head copies", MOVEMENT, direction, copies * width, calls=z.shape.layers, kernels=copies, part="core"
+        )
+
+
+def _embedding(z: Sizes) -> Iterator[Operation]:
+    """Look-ups, the positions added to them, and both gradients: a table of zeros, then one row added per token."""
+    row = z.stream * z.shape.d_model
+    added = 2 * row if z.shape.positions == "learned" and z.fusion == "eager" else 0
+    yield z.per_token("embedding", MOVEMENT, "forward", 2 * row + added, calls=1, kernels=2, part="rest")
+    summed = row if z.shape.positions == "learned" else 0
+    gathered = z.per_token("embedding", MOVEMENT, "backward", 3 * row + summed, calls=1, kernels=3, part="rest")
+    tables = FP32 * z.rows * z.shape.d_model * (1 + 3 * z.plan.tied)  # zeros; tied, the head's gradient is added
+    yield replace(gathered, bytes=gathered.bytes + tables)
+
+
+def _weight_casts(z: Sizes) -> Iterator[Operation]:
+    """Autocast makes 16-bit weights once a step, and fp32 gradients of 16-bit ones; the ideal step has the optimizer
+    write both kinds of weights."""
+    if not z.casts:
+        return
+    layers = linear_layers(z.shape, z.plan)
+    weights = sum(layer.inputs * layer.outputs * layer.count for layer in layers)
+    ideal = z.fusion == "ideal"
+    for direction in ("update",) if ideal else ("forward", "backward"):
+        yield Operation(
+            name="weight casts",
+            group=MOVEMENT,
+            direction=direction,
+            bytes=weights * (z.compute if ideal else z.compute + FP32),
+            kernels=0 if ideal else sum(layer.count for layer in layers),
+            part="rest",
+        )
+
+
+def _update(z: Sizes) -> Iterator[Operation]:
+    """Clipping reads all gradients for their norm and scales them; fp16 divides them by the loss scale before that."""
+    if z.plan.optimizer not in OPTIMIZER_BYTES:
+        raise unknown_name("optimizer", z.plan.optimizer, OPTIMIZER_BYTES)
+    count = parameters(z.shape, z.plan.tied, z.plan).total
+    clip = FP32 if z.fusion == "ideal" else 3 * FP32
+    scaling = 2 * FP32 if z.plan.loss_scaling else 0
+    kernels = {"adamw-loop": OPTIMIZER_KERNELS * tensors(z.shape, z.plan), "adamw-fused": 1}
+    per_parameter = {
+        "clip": (clip + scaling, 4),
+        z.plan.optimizer: (OPTIMIZER_BYTES[z.plan.optimizer], kernels.get(z.plan.optimizer, OPTIMIZER_KERNELS)),
+    }
+    for name, (width, launched) in per_parameter.items():
+        yield Operation(
+            name=name, group=OPTIMIZER, direction="update", bytes=count * width, kernels=launched, part="rest"
+        )
+
+
+def tensors(shape: Shape, plan: Plan) -> int:
+    """Parameter tensors of the model: what a looping optimizer goes through one by one."""
+    matrices = {layer.where: layer.count for layer in linear_layers(shape, plan) if layer.where != "head"}
+    vectors = 2 if shape.norm == "layernorm" else 1
+    tables = 1 + (shape.positions == "learned") + (not plan.tied)
+    return sum(matrices.values()) * (1 + shape.biases) + (2 * shape.layers + 1) * vectors + tables

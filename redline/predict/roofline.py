@@ -1,0 +1,179 @@
+"""How fast a step could be and how fast it will be, from its operations and a device's two peaks.
+
+    sheet = Peaks(matmul_tflops=989.4, bandwidth=4.8e12, source="NVIDIA H200 data sheet")
+    step = predict_step(shape, plan, micro_batch=16, sheet=sheet)
+    step.floor_seconds, step.light.seconds, step.expected.seconds
+
+An operation takes the longer of two times: its FLOPs at the matmul rate and its bytes at the memory bandwidth. Three
+answers come out of one list (`predict/operations.py`):
+
+    floor     the executed FLOPs at the data sheet's matmul rate: nothing that runs these FLOPs can be faster
+    light     each operation of this recipe at the data sheet's peaks, one after the other: its speed of light
+    expected  each at measured peaks (or the data sheet's times a typical share) and with what kernels lose: TYPICAL
+
+Not modelled: a host too slow to keep the queue full (small models), waiting for data or for the loss, several GPUs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from redline.core.plan import Plan
+from redline.core.workload import Shape
+from redline.predict.flops import executed_flops_per_token
+from redline.predict.operations import GROUPS, Operation, operations
+
+# Of a data sheet's peaks, what a large matmul and a large copy reach: one H200 measures 790 of 989.4 TFLOP/s and 4.3
+# of 4.8 TB/s (FACTS section 2).
+TYPICAL_MATMUL, TYPICAL_BANDWIDTH = 0.80, 0.90
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peaks:
+    matmul_tflops: float
+    """Dense, at the precision of the plan."""
+    bandwidth: float
+    """Of the device's memory, bytes per second."""
+    source: str
+    """A data sheet, or who measured when."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assumptions:
+    """What kernels reach of the peaks. All ones: the roofline itself."""
+
+    gemm: float = 1.0
+    """Share of the matmul peak in the model's own matmuls."""
+    unaligned: float = 1.0
+    """Where rows do not start at multiples of 16 bytes, as a share of `gemm`."""
+    odd: float = 1.0
+    """Where they do not even start at multiples of 4 bytes, as a share of `gemm`."""
+    attention: dict[str, float] = field(default_factory=dict)
+    """Share of the matmul peak in a fused attention kernel, forward and backward together; 1 where not named."""
+    bandwidth: float = 1.0
+    """Share of the bandwidth in everything that memory bounds."""
+    gap_seconds: float = 0.0
+    """Between the end of a kernel and the start of the next."""
+
+
+# Today's fused kernels are far from the matmul peak: their softmax is not a matmul, and causal tiles are cut in half.
+# One H200, head width 64, s = 1024: cuDNN 265 and FA2 345 ns per token for 66.1 MFLOP (FACTS section 2), against 790
+# TFLOP/s. Wider heads and longer sequences reach more.
+KERNELS = {"cudnn": 0.316, "flash": 0.243}
+IDEAL = Assumptions()
+TYPICAL = Assumptions(
+    gemm=0.93,  # 24.3 TFLOP of GPT-2's matmuls in 33 ms, of 790 TFLOP/s (FACTS section 2, the step at B=32)
+    unaligned=0.68,  # d_ff 10922 against 10944 on an H100: 272.7 and 398.4 TFLOP/s (FACTS section 4)
+    odd=0.37,  # 50257 -> 50304 gave 30 % where nothing padded, 28 ms of an A100's step beside the head's own 16
+    attention=KERNELS,
+    bandwidth=0.79,  # 45 GB of the same step's other kernels in 13.3 ms, of 4.3 TB/s
+    gap_seconds=1e-6,  # kernels of 2.9 us start every 3.8 us (NVIDIA, "Getting Started with CUDA Graphs")
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timed:
+    """An operation and the time it takes."""
+
+    operation: Operation
+    seconds: float
+    bound: str
+    """compute or memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Roofline:
+    """A step, operation by operation, one after the other."""
+
+    rows: tuple[Timed, ...]
+    tokens: int
+    peaks: Peaks
+    assumptions: Assumptions
+
+    @property
+    def seconds(self) -> float:
+        return sum(row.seconds for row in self.rows)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds
+
+    def by_group(self) -> dict[str, float]:
+        """Seconds of each group of operations."""
+        return {group: sum(row.seconds for row in self.rows if row.operation.group == group) for group in GROUPS}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    floor_seconds: float
+    light: Roofline
+    expected: Roofline
+
+
+def roofline(
+    shape: Shape,
+    plan: Plan,
+    *,
+    micro_batch: int,
+    peaks: Peaks,
+    assumptions: Assumptions = IDEAL,
+    fusion: str | None = None,
+) -> Roofline:
+    listed = operations(shape, plan, micro_batch=micro_batch, fusion=fusion)
+    return Roofline(
+        rows=tuple(_timed(operation, plan, peaks, assumptions) for operation in listed),
+        tokens=micro_batch * shape.sequence,
+        peaks=peaks,
+        assumptions=assumptions,
+    )
+
+
+def predict_step(
+    shape: Shape, plan: Plan, *, micro_batch: int, sheet: Peaks, measured: Peaks | None = None
+) -> Prediction:
+    """Both peaks are those of the plan's precision; `peaks_for` picks them."""
+    real = typical(sheet) if measured is None else measured
+    return Prediction(
+        floor_seconds=compute_floor(shape, plan, micro_batch=micro_batch, peaks=sheet),
+        light=roofline(shape, plan, micro_batch=micro_batch, peaks=sheet),
+        expected=roofline(shape, plan, micro_batch=micro_batch, peaks=real, assumptions=TYPICAL),
+    )
+
+
+def compute_floor(shape: Shape, plan: Plan, *, micro_batch: int, peaks: Peaks) -> float:
+    """Seconds of a step that does nothing but its matmul FLOPs, at the peak."""
+    return executed_flops_per_token(shape, plan) * micro_batch * shape.sequence / (peaks.matmul_tflops * 1e12)
+
+
+def peaks_for(plan: Plan, peak_tflops: Mapping[str, float], bandwidth: float, source: str) -> Peaks | None:
+    """A device's peaks at the plan's precision; None when the device lacks it."""
+    if plan.precision not in peak_tflops:
+        return None
+    return Peaks(matmul_tflops=peak_tflops[plan.precision], bandwidth=bandwidth, source=source)
+
+
+def typical(sheet: Peaks) -> Peaks:
+    """What large matmuls and copies will reach of a data sheet, where nobody has measured."""
+    return Peaks(
+        matmul_tflops=TYPICAL_MATMUL * sheet.matmul_tflops,
+        bandwidth=TYPICAL_BANDWIDTH * sheet.bandwidth,
+        source=f"{sheet.source}, {TYPICAL_MATMUL:.0%} of its matmul rate and {TYPICAL_BANDWIDTH:.0%} of its bandwidth",
+    )
+
+
+def _timed(operation: Operation, plan: Plan, peaks: Peaks, assumed: Assumptions) -> Timed:
+    share = {
+        "gemm": assumed.gemm,
+        "unaligned": assumed.gemm * assumed.unaligned,
+        "odd": assumed.gemm * assumed.odd,
+        "attention": assumed.attention.get(plan.attention, 1.0),
+        "memory": 1.0,
+    }[operation.kind]
+    compute = operation.flops / (peaks.matmul_tflops * 1e12 * share)
+    memory = operation.bytes / (peaks.bandwidth * assumed.bandwidth)
+    return Timed(
+        operation=operation,
+        seconds=max(compute, memory) + operation.kernels * assumed.gap_seconds,
+        bound="compute" if compute > memory else "memory",
+    )
