@@ -59,5 +59,6 @@ def ladder(
     )
     with LiveLadder(Console(stderr=True)) as view:
         document = run.climb(timeout_seconds=timeout_seconds, view=view)
-    run.directory.write(REPORT_FILE, render_page(document))
+    with run.directory.explaining():
+        run.directory.write(REPORT_FILE, render_page(document))
     return document

@@ -149,36 +149,47 @@ def run_report(options: argparse.Namespace) -> int:
 def show_ladder(document: dict[str, Any], directory: Path, options: argparse.Namespace) -> int:
     from rich.console import Console
 
+    from redline.core.job import BEST_FILE
     from redline.report.table import print_ladder
 
-    page = write_page(document, directory)
+    # Written before the table is shown, whose reader may close the pipe; a page that fails waits until after it.
+    page, trouble = try_page(document, directory)
     if options.json:
         print(json.dumps(document))
     else:
-        console = Console()
-        print_ladder(document, console)
-        console.print(f"page     {page}", markup=False, highlight=False, soft_wrap=True)
-        if document["best"] is not None:
-            console.print(f"recipe   {directory / 'best.json'}", markup=False, highlight=False, soft_wrap=True)
+        print_ladder(document, Console())
+        print_paths(page=page, recipe=directory / BEST_FILE if document["best"] is not None else None)
     if not document["finished"]:
         print(f"interrupted; continue with: redline ladder --resume {directory}", file=sys.stderr)
+    if trouble is not None and options.run is run_ladder:
+        raise trouble
+    if trouble is not None:  # a report was asked for and has been shown; its run may lie where nothing can be written
+        print(f"warning: {trouble.problem}: {trouble.why}; {trouble.fix}", file=sys.stderr)
+    if not document["finished"]:
         return EXIT_INTERRUPTED if options.run is run_ladder else EXIT_DONE
     broken = any(row["equivalence"]["verdict"] == "different" for row in document["rows"])
     return EXIT_FAILED if broken or document["best"] is None else EXIT_DONE
 
 
-def write_page(document: dict[str, Any], directory: Path) -> Path:
+def print_paths(*, page: Path | None, recipe: Path | None) -> None:
+    for name, path in (("page", page), ("recipe", recipe)):
+        if path is not None:
+            print(f"{name:8} {path}")
+
+
+def try_page(document: dict[str, Any], directory: Path) -> tuple[Path | None, UserError | None]:
+    """The page, or why there is none."""
     from redline.core.job import REPORT_FILE, RunDirectory
     from redline.report.page import render_page
 
     try:
-        return RunDirectory(directory).write(REPORT_FILE, render_page(document))
+        return RunDirectory(directory).write(REPORT_FILE, render_page(document)), None
     except OSError as error:
-        raise UserError(
+        return None, UserError(
             f"cannot write {directory / REPORT_FILE}",
             error.strerror or str(error),
-            "copy the run directory to a place you may write to",
-        ) from error
+            "copy the run directory to a place you may write to and use `redline report` there",
+        )
 
 
 def list_rungs(options: argparse.Namespace) -> int:

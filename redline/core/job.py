@@ -14,6 +14,7 @@ import contextlib
 import hashlib
 import json
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,12 +80,25 @@ class RunDirectory:
         """One line, flushed to the disk before anything else starts."""
         ok = isinstance(result, Measurement)
         record = {"key": job.key, "ok": ok, "job": to_json(job), "result": to_json(result)}
-        with open(self.path / RESULTS_FILE, "ab") as file:
+        with self.explaining(), open(self.path / RESULTS_FILE, "ab") as file:
             if file.tell() and not _ends_with_newline(self.path / RESULTS_FILE):
                 file.write(b"\n")  # a killed writer left half a line: close it, so that ours stays whole
             file.write(json.dumps(record).encode() + b"\n")
             file.flush()
             os.fsync(file.fileno())
+
+    @contextlib.contextmanager
+    def explaining(self) -> Iterator[None]:
+        """A disk that is full, or gone, ends a run in words that help; what is finished stays."""
+        try:
+            yield
+        except OSError as error:
+            where = f" ({error.filename})" if error.filename else ""
+            raise UserError(
+                f"the run in {self.path} had to stop",
+                f"{error.strerror or error}{where}",
+                f"free some space or mend what it names, then use --resume {self.path}: finished rows are kept",
+            ) from error
 
     def results(self) -> dict[str, Result]:
         """Every finished job by its key. A line cut short (the machine died) or of another version is no result: that

@@ -80,6 +80,13 @@ def _check_count(count: int, workload: Workload) -> None:
             f"it has {count:,} tokens by {workload.tokenizer!r}; a sequence of {sequence:,} needs {needed:,}",
             "give a longer text, or a shape with a shorter sequence",
         )
+    windows = count - sequence  # that TokenBatches draws from
+    if workload.micro_batch > windows:
+        raise UserError(
+            f"the corpus {workload.corpus!r} is too short for a micro batch of {workload.micro_batch:,}",
+            f"its {count:,} tokens hold {windows:,} different sequences of {sequence:,}; one step would repeat some",
+            f"set --micro-batch to {windows} or less, or give a longer text with --data",
+        )
 
 
 def _check_ids(ids: numpy.ndarray, vocab: int) -> None:

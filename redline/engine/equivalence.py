@@ -9,6 +9,7 @@ measures; `predict/verdict.py` judges.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,11 @@ from redline.core.measurement import GradientCheck
 from redline.core.plan import Plan
 from redline.core.workload import Workload
 from redline.engine.build import Training, build
+from redline.engine.fit import in_pieces_that_fit
 from redline.model.gpt import unpadded
 from redline.rungs import find_rung, reference_plan
 
-REFERENCE_CHUNK = 4  # sequences at a time: plain attention in fp32 must fit where the optimised recipe does
+REFERENCE_CHUNK = 4  # sequences at a time, fewer if they do not fit: plain attention in fp32 takes most of all
 PAIR_STEPS, PAIR_BATCH = 3, 4
 
 
@@ -42,29 +44,44 @@ class Expected:
 def reference_gradients(
     workload: Workload, reference: Plan, plan: Plan, *, micro_batch: int, tokens: Path, device: torch.device
 ) -> Expected:
-    where: dict[str, Any] = {"micro_batch": micro_batch, "tokens": tokens, "device": device, "chunk": REFERENCE_CHUNK}
-    training, loss = _plain_gradients(workload, reference, **where)
+    where: dict[str, Any] = {"micro_batch": micro_batch, "tokens": tokens, "device": device}
+    fit: dict[str, Any] = {"chunk": min(REFERENCE_CHUNK, micro_batch), "device": device}
+    # Two functions, so that the first model is gone before the second is made.
+    expected = in_pieces_that_fit(partial(_reference_step, workload, reference, where), **fit)
+    if plan.precision == "fp32":
+        return expected
+    plain_at_precision = replace(
+        reference, matmul_precision=plan.matmul_precision, autocast=plan.autocast, loss_scaling=plan.loss_scaling
+    )
+    errors, overall = in_pieces_that_fit(
+        partial(_yardstick_errors, workload, plain_at_precision, expected.gradients, where), **fit
+    )
+    return replace(expected, yardstick_errors=errors, yardstick_error=overall)
+
+
+def _reference_step(workload: Workload, reference: Plan, where: dict[str, Any], chunk: int) -> Expected:
+    """The first step of the plain fp32 model, which is its own yardstick."""
+    training, loss = _plain_gradients(workload, reference, **where, chunk=chunk)
     gradients = _on_host(gradients_of(training))
     before = _on_host(weights_of(training))
     training.step.apply_gradients()
     weights = _on_host(weights_of(training))
-    update_norms = {name: (after - before[name]).norm().item() for name, after in weights.items()}
-    errors, overall = dict.fromkeys(gradients, 0.0), 0.0
-    if plan.precision != "fp32":
-        plain_at_precision = replace(
-            reference, matmul_precision=plan.matmul_precision, autocast=plan.autocast, loss_scaling=plan.loss_scaling
-        )
-        del training  # one model at a time
-        training, _ = _plain_gradients(workload, plain_at_precision, **where)
-        errors, overall = relative_errors(gradients_of(training), gradients)
     return Expected(
         loss=loss,
         gradients=gradients,
         weights=weights,
-        update_norms=update_norms,
-        yardstick_errors=errors,
-        yardstick_error=overall,
+        update_norms={name: (after - before[name]).norm().item() for name, after in weights.items()},
+        yardstick_errors=dict.fromkeys(gradients, 0.0),
+        yardstick_error=0.0,
     )
+
+
+def _yardstick_errors(
+    workload: Workload, plan: Plan, gradients: dict[str, torch.Tensor], where: dict[str, Any], chunk: int
+) -> tuple[dict[str, float], float]:
+    """What the row's precision costs plain code by itself."""
+    training, _ = _plain_gradients(workload, plan, **where, chunk=chunk)
+    return relative_errors(gradients_of(training), gradients)
 
 
 def check_gradients(training: Training, batch: torch.Tensor, expected: Expected) -> GradientCheck:

@@ -5,11 +5,11 @@ The loss curve that proves equivalence is also the warm-up, so the check costs n
 
 from __future__ import annotations
 
-import gc
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from redline.engine import memory
 from redline.engine.build import Training, build
 from redline.engine.clock import Clock
 from redline.engine.equivalence import check_gradients, pair_is_bitwise, reference_gradients
+from redline.engine.fit import free_memory, in_pieces_that_fit
 from redline.engine.proof import prove
 from redline.rungs import plan_of, reference_plan
 
@@ -94,26 +95,17 @@ def measure(bench: Bench) -> Measurement:
 
 
 def measure_reference(bench: Bench) -> Measurement:
-    """The loss curve in plain fp32. Takes the batch in halves, quarters, ... until it fits: memory must not decide
-    whether a fast recipe at a large micro batch can be checked."""
-    chunk = bench.job.recipe.micro_batch
-    while (curve := reference_curve(bench, chunk)) is None:
-        chunk = -(-chunk // 2)
-        free_memory(bench.device)
+    """The loss curve in plain fp32, the batch in pieces that fit."""
+    whole = bench.job.recipe.micro_batch
+    curve = in_pieces_that_fit(partial(reference_curve, bench), chunk=whole, device=bench.device)
     return Measurement(loss_curve=tuple(curve))
 
 
-def reference_curve(bench: Bench, chunk: int) -> list[float] | None:
-    """None when it does not fit. A function of its own, so that a failed attempt's tensors die with its frame."""
+def reference_curve(bench: Bench, chunk: int) -> list[float]:
     bench.report("reference", done=0, total=bench.job.check_steps)
-    try:
-        plan = reference_plan(bench.job.recipe.rungs)
-        training = build(bench.job.workload, plan, **_batch_of(bench), chunk=chunk)
-        curve, _ = train_curve(bench, training, first=next(training.batches), phase="reference")
-    except (RuntimeError, MemoryError) as error:
-        if chunk == 1 or not memory.is_out_of_memory(error):
-            raise
-        return None
+    plan = reference_plan(bench.job.recipe.rungs)
+    training = build(bench.job.workload, plan, **_batch_of(bench), chunk=chunk)
+    curve, _ = train_curve(bench, training, first=next(training.batches), phase="reference")
     return curve
 
 
@@ -167,12 +159,6 @@ def time_steps(bench: Bench, training: Training, expected_step_seconds: float) -
         training.step(next(training.batches))
         clock.mark()
     return clock.seconds()
-
-
-def free_memory(device: torch.device) -> None:
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
 
 
 def _batch_of(bench: Bench) -> dict[str, Any]:

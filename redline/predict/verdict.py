@@ -55,22 +55,19 @@ def judge(
 ) -> Equivalence:
     """`reference`: the fp32 curve with the recipe's maths; `base`: the curve of the recipe this rung was put onto;
     `plain`: the fp32 curve of the unchanged maths, which a rung that changes the maths is compared with."""
-    gradients, curve = measurement.gradients, measurement.loss_curve
-    if gradients is None or reference is None:
-        return Equivalence(maths=maths, verdict="not-checked", detail="the fp32 reference could not be run")
+    changes = maths == "changes-maths"
+    # Whatever part of the reference is missing, the rest still shows faults: a wrong gradient needs no curve.
     faults = [
-        *_start_faults(gradients, ln_vocab),
-        *_gradient_faults(gradients, precision),
-        *_update_faults(gradients),
-        *_curve_faults(curve, reference, precision),
+        *(_step_faults(measurement.gradients, precision, ln_vocab) if measurement.gradients else []),
+        *_curve_faults(measurement.loss_curve, reference, precision),
+        *(_learning_faults(measurement.loss_curve, plain) if changes and _is_finite(plain) else []),
     ]
     if measurement.pair_bitwise is False:
         faults.append("declared bit-exact, but plain steps with and without it differ in their bits")
-    changes = maths == "changes-maths"
-    if changes and _is_finite(plain):
-        faults += _learning_faults(curve, plain)
     if faults:
         return Equivalence(maths=maths, verdict="different", detail="; ".join(faults))
+    if measurement.gradients is None or reference is None:
+        return Equivalence(maths=maths, verdict="not-checked", detail="the fp32 reference could not be run")
     if not _is_finite(reference) or (changes and not _is_finite(plain)):
         return Equivalence(maths=maths, verdict="not-checked", detail="the fp32 reference has no finite loss curve")
     return Equivalence(
@@ -91,6 +88,15 @@ def _agreement(maths: str, measurement: Measurement, reference: Sequence[float],
         return "same"
     equal_to_base = measurement.pair_bitwise is True or (base is not None and curve == tuple(base))
     return "same" if maths == "bit-exact" and equal_to_base else "rounding"
+
+
+def _step_faults(gradients: GradientCheck, precision: str, ln_vocab: float) -> list[str]:
+    """Of the first step, which each worker holds against its own fp32 model."""
+    return [
+        *_start_faults(gradients, ln_vocab),
+        *_gradient_faults(gradients, precision),
+        *_update_faults(gradients),
+    ]
 
 
 def _start_faults(gradients: GradientCheck, ln_vocab: float) -> list[str]:
@@ -118,7 +124,7 @@ def _update_faults(gradients: GradientCheck) -> list[str]:
     return [f"the first update of {worst} is {over[worst]:.2g} of its size off fp32 ({len(over)} tensors)"]
 
 
-def _curve_faults(curve: Sequence[float], reference: Sequence[float], precision: str) -> list[str]:
+def _curve_faults(curve: Sequence[float], reference: Sequence[float] | None, precision: str) -> list[str]:
     if not _is_finite(curve):
         return ["the loss is not finite"]
     if not _is_finite(reference):  # max() passes over a NaN that is not first: the gap would look small

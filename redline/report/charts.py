@@ -24,7 +24,10 @@ NAME_CHARS = 15
 AXIS_PX = 62.0  # room for the labels of the left axis
 PLOT_PX = 300  # height of the loss plot
 GAP_PLOT_PX, GAP_SPACE_PX = 110, 40  # the plot of differences, and the space above it
+GAP_TITLE = "minus its own fp32 reference"
 LEGEND_ROW_PX = 20
+
+Curve = Sequence[float | None]
 
 # Okabe and Ito's colour-blind-safe hues; vermilion is kept for what is wrong. Dashes tell apart what colours cannot.
 SERIES = 5
@@ -192,7 +195,7 @@ def _figure_lines(row: Row) -> list[str]:
 def loss_chart(rows: Sequence[Row], reference: dict[str, Any] | None, width_px: int = WIDTH_PX) -> str:
     """Every loss curve over the thick fp32 reference; the dashed line is ln V, where a model that knows nothing starts.
 
-    Curves that agree lie on one another, so a second plot below shows each minus the reference.
+    Curves that agree lie on one another, so a second plot below shows each minus the reference of its own maths.
     """
     reference = reference or {}
     curves = [row for row in rows if _finite(row.get("loss_curve"))]
@@ -202,23 +205,48 @@ def loss_chart(rows: Sequence[Row], reference: dict[str, Any] | None, width_px: 
     x, y = _loss_scales([row["loss_curve"] for row in curves], base, start, width_px)
     parts = [*_left_axis(y, width_px, "loss"), *_reference_marks(reference, x, y)]
     parts += [_curve(row, row["loss_curve"], _look(index, row), x, y) for index, row in enumerate(curves)]
-    gaps, bottom = _gap_plot(curves, base, x, width_px) if curves and _finite(base) else ([], PLOT_PX)
+    changing = changing_rungs(rows)
+    gaps, bottom = _gap_plot(curves, [own_reference(row, reference, changing) for row in curves], x, width_px)
     axis = _bottom_axis(x, bottom, "step", whole=True)
     legend, legend_px = _legend(_legend_entries(curves, reference), bottom + 48, width_px)
     label = "Loss curves against the reference"
     return _svg(width_px, bottom + 48 + legend_px, label, [*axis, *parts, *gaps, *legend])
 
 
-def _gap_plot(curves: Sequence[Row], base: Sequence[float | None], x: Scale, width_px: int) -> tuple[list[str], int]:
-    """Each curve minus the reference, and where the plot ends; scaled to the rungs that claim to agree with it."""
-    gaps = [[_minus(a, b) for a, b in zip(row["loss_curve"], base, strict=False)] for row in curves]
-    agreeing = [gap for row, gap in zip(curves, gaps, strict=True) if verdict_of(row) in ("same", "rounding")]
-    reach = 1.1 * max((abs(value) for gap in agreeing or gaps for value in _finite(gap)), default=0.0) or 1e-3
+def own_reference(row: Row, reference: dict[str, Any], changing: set[str]) -> Curve:
+    """The fp32 curve of the row's own maths; empty where the document has none. Older documents hold the unchanged
+    model's alone: what changed the maths, and what was put onto that, has nothing there to be held against."""
+    if "reference_curve" in row:
+        return row["reference_curve"] or []
+    changed = changing & {rung_name(row), *(row.get("recipe") or [])}
+    return [] if changed else reference.get("loss_curve") or []
+
+
+def changing_rungs(rows: Sequence[Row]) -> set[str]:
+    """The rungs by which an older document changed the maths. A first row that is a whole recipe does not say which of
+    its rungs did: all of them count, since every row on top of it has them."""
+    changing: set[str] = set()
+    for place, row in enumerate(rows):
+        if (row.get("equivalence") or {}).get("class") == "changes-maths":
+            changing |= {rung_name(row), *((row.get("recipe") or []) if place == 0 else [])}
+    return changing
+
+
+def _gap_plot(curves: Sequence[Row], references: Sequence[Curve], x: Scale, width_px: int) -> tuple[list[str], int]:
+    """Each curve minus its own reference, and where the plot ends; scaled to the rungs that claim to agree with it."""
+    gaps = [
+        [_minus(a, b) for a, b in zip(row["loss_curve"], base, strict=False)]
+        for row, base in zip(curves, references, strict=True)
+    ]
+    shown = [(index, row, gap) for index, (row, gap) in enumerate(zip(curves, gaps, strict=True)) if _finite(gap)]
+    if not shown:
+        return [], PLOT_PX
+    agreeing = [gap for _, row, gap in shown if verdict_of(row) in ("same", "rounding")]
+    reach = 1.1 * max(abs(value) for gap in agreeing or gaps for value in _finite(gap)) or 1e-3
     top, bottom = PLOT_PX + GAP_SPACE_PX, PLOT_PX + GAP_SPACE_PX + GAP_PLOT_PX
     y = Scale(low=-reach, high=reach, start_px=bottom, end_px=top)
-    parts = [_text(x.start_px, top - 14, "minus the reference", "muted"), *_left_axis(y, width_px, "", spacing_px=26)]
+    parts = [_text(x.start_px, top - 14, GAP_TITLE, "muted"), *_left_axis(y, width_px, "", spacing_px=26)]
     parts.append(_line("reference", x.start_px, y(0.0), x.end_px, y(0.0)))
-    shown = [(index, row, gap) for index, (row, gap) in enumerate(zip(curves, gaps, strict=True)) if _finite(gap)]
     parts += [_curve(row, gap, _look(index, row).replace("curve", "curve gap", 1), x, y) for index, row, gap in shown]
     return parts, bottom
 

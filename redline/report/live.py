@@ -77,6 +77,7 @@ class LiveLadder:
         self._console, self._keep, self._clock = console, keep, clock
         self._rows: list[Row] = []
         self._heading: str | None = None
+        self._rung: str | None = None
         self._phase: Phase | None = None
         self._stop = threading.Event()
         self._ticker = threading.Thread(target=self._tick, name="redline-live", daemon=True)
@@ -108,7 +109,7 @@ class LiveLadder:
             self._console.print(notes_grid(row_notes({"rows": self._rows})))
 
     def row_started(self, rung: str, title: str, number: int, total: int) -> None:
-        self._heading = f"[{number}/{total}] {one_line(rung)}: {one_line(title)}"
+        self._heading, self._rung = f"[{number}/{total}] {one_line(rung)}: {one_line(title)}", rung
         self._phase = Phase(name="starting", started=self._clock())
         if not self._live:
             self._print(Text(self._heading))
@@ -120,7 +121,16 @@ class LiveLadder:
         if not again and not self._live and self._heading is None:
             self._print(Text(name))  # work before the first row, such as the reference
         started = before.started if before and again else self._clock()
+        if name == "compiling" and done is None and seconds is None:
+            seconds = self._compile_seconds()
         self._phase = Phase(name=name, started=started, done=done, total=total, seconds=seconds)
+
+    def _compile_seconds(self) -> float | None:
+        """What the last row that compiled took: each row compiles the whole model from an empty cache, and the next
+        does about the same. A repeat finds its own cache filled, so nobody can say."""
+        if any(row["rung"] == self._rung for row in self._rows):
+            return None
+        return next((row["compile_seconds"] for row in reversed(self._rows) if row.get("compile_seconds")), None)
 
     def row_finished(self, row: Row) -> None:
         places = [place for place, known in enumerate(self._rows) if known["rung"] == row["rung"]]

@@ -8,6 +8,7 @@ outside stays text; only our own SVG is passed through, and charts.py escapes wh
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 WIDE_PX, NARROW_PX = 960, 320  # the page shows the chart that suits the window
 VERDICT_MEANINGS = {
-    "same": "bit for bit the reference",
+    "same": "no bit differs: from the fp32 reference, or, where a rung may change no bit, from the steps without it",
     "rounding": "inside the band that rounding explains",
     "changed": "another model by design; it starts at ln V and learns as the reference does",
     "different": "outside the band: not the same training any more",
@@ -179,17 +180,16 @@ def proof_view(rows: Iterable[Row]) -> dict[str, Any]:
     """What the profile saw, and memory against its prediction; columns nobody could fill are left out."""
     measured = [row for row in rows if status_of(row) == "ok"]
     table = [_proof_cells(row) for row in measured]
-    filled = [index for index in range(len(PROOF_COLUMNS)) if any(cells[index] != UNKNOWN for cells in table)]
+    filled = [index for index in range(len(PROOF_COLUMNS)) if any(cells[index][0] != UNKNOWN for cells in table)]
     lines = [(rung_name(row), [cells[index] for index in filled]) for row, cells in zip(measured, table, strict=True)]
     columns = [PROOF_COLUMNS[index] for index in filled]
     return {"columns": columns, "words": PROOF_WORDS, "rows": lines if filled else []}
 
 
-def _proof_cells(row: Row) -> list[str]:
+def _proof_cells(row: Row) -> list[tuple[str, str]]:
+    """(text, title) of each column: a title holds in full what the text shortens, and is empty elsewhere."""
     kernels = row.get("kernels") or {}
-    return [
-        one_line(kernels.get("attention") or UNKNOWN),
-        one_line(kernels.get("matmul") or UNKNOWN),
+    texts = [
         ", ".join(one_line(name) for name in kernels.get("matmul_dtypes") or [] if name) or UNKNOWN,
         _plain(kernels.get("graph_breaks")),
         _plain(kernels.get("syncs_per_step")),
@@ -199,6 +199,23 @@ def _proof_cells(row: Row) -> list[str]:
         human_bytes(row.get("predicted_peak_bytes")),
         human_bytes(row.get("outside_bytes")),
     ]
+    names = [_kernel_cell(kernels.get("attention")), _kernel_cell(kernels.get("matmul"))]
+    return [*names, *((text, "") for text in texts)]
+
+
+def _kernel_cell(name: object) -> tuple[str, str]:
+    full = one_line(name or UNKNOWN)
+    short = short_kernel(full)
+    return short, full if short != full else ""
+
+
+def short_kernel(name: str) -> str:
+    """cuDNN writes the whole plan of a kernel into its name; family, architecture and algorithm are what people read:
+    'cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_...' -> 'cudnn sdpa sm90 flash'."""
+    if not name.startswith("cudnn_generated_"):
+        return name
+    words = itertools.takewhile(lambda word: word not in ("fprop", "bprop"), name.split("_"))
+    return " ".join(word for word in words if word not in ("generated", "fort", "native"))
 
 
 def _plain(value: object) -> str:

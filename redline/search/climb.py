@@ -64,6 +64,8 @@ class Row:
     reason: str | None = None
     kept: bool | None = None
     equivalence: Equivalence | None = None
+    reference_curve: tuple[float, ...] | None = None
+    """The fp32 losses of this recipe's own maths, which the verdict rests on; None when they could not be had."""
 
     @property
     def seconds(self) -> float:
@@ -145,11 +147,12 @@ class Climb:
 
     def _judge(self, row: Row, measurement: Measurement) -> Equivalence:
         base_curve = row.base.measurements[0].loss_curve if row.base is not None and row.base.measurements else None
+        row.reference_curve = self._reference_curve(row.recipe)
         found = judge(
             maths=row.maths.value,
             precision=plan_of(row.recipe.rungs).precision,
             measurement=measurement,
-            reference=self._reference_curve(row.recipe),
+            reference=row.reference_curve,
             base=base_curve,
             plain=self.plain_curve,
             ln_vocab=self.workload.shape.ln_vocab,

@@ -75,6 +75,7 @@ def row_json(row: Row, first: Row, climb: Climb) -> dict[str, Any]:
         "loss_first": losses[0] if losses else None,
         "loss_last": losses[-1] if losses else None,
         "loss_curve": losses,
+        "reference_curve": losses_json(row.reference_curve),
         "equivalence": equivalence_json(row),
         "kernels": to_json(measurement.proof) if measurement else {"attention": None},
     }

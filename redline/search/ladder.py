@@ -42,7 +42,6 @@ from redline.search.document import best_row, ladder_document, row_json
 from redline.search.launch import launch, probe_machine, remove_caches
 from redline.workloads import resolve_workload
 
-
 MOST_SEQUENCES = 2**20  # of one token each, their logits alone would be 196 GiB for GPT-2
 
 

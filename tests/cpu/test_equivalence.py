@@ -23,6 +23,7 @@ from redline.core.job import Job, RunDirectory
 from redline.core.measurement import Measurement
 from redline.core.recipe import Recipe
 from redline.core.workload import Workload
+from redline.engine import equivalence
 from redline.engine.build import Training
 from redline.engine.equivalence import check_gradients, reference_gradients, relative_errors
 from redline.model.attention import ATTENTION
@@ -451,6 +452,10 @@ def test_the_baseline_is_its_own_reference_bit_for_bit(judge_row: JudgeRow) -> N
         ("bf16", "flash"),
         ("bf16", "flash", "padded-vocab"),
         ("bf16", "flash", "padded-vocab", "tied-weights", "fused-adamw"),
+        ("chunked-loss",),
+        ("bf16", "padded-vocab", "tied-weights", "fused-loss"),
+        ("checkpointing",),
+        ("bf16", "selective-checkpointing", "chunked-loss"),
     ],
     ids="+".join,
 )
@@ -553,6 +558,60 @@ def test_padded_gradients_are_compared_under_published_names_and_shapes(
     found = check_gradients(training, next(training.batches), expected)
     assert set(found.tensor_errors) == set(expected.gradients)
     assert max(found.tensor_errors.values()) < 1e-5
+
+
+def builds_that_hold(sequences: int, attempts: list[int], monkeypatch: pytest.MonkeyPatch, says: str) -> None:
+    """A device on which a backward pass over more sequences than these runs out of memory."""
+    real = build_module.build
+
+    def build(*words: Any, chunk: int, **where: Any) -> Training:
+        attempts.append(chunk)
+        training = real(*words, chunk=chunk, **where)
+        if chunk > sequences:
+            training.step._backward = raise_error  # type: ignore[method-assign]
+        return training
+
+    def raise_error(*_: object) -> torch.Tensor:
+        raise RuntimeError(says)
+
+    monkeypatch.setattr(equivalence, "build", build)
+
+
+@pytest.mark.parametrize(("holds", "tried"), [(4, [4]), (2, [4, 2]), (1, [4, 2, 1])])
+def test_the_reference_step_halves_until_it_fits_and_stays_the_same(
+    small: Workload, tokens: Path, monkeypatch: pytest.MonkeyPatch, holds: int, tried: list[int]
+) -> None:
+    where = {"micro_batch": 6, "tokens": tokens, "device": torch.device("cpu")}
+    plans = reference_plan(("bf16",)), plan_of(("bf16",))
+    whole = reference_gradients(small, *plans, **where)
+    builds_that_hold(holds, attempts := [], monkeypatch, "DefaultCPUAllocator: can't allocate memory")
+    found = reference_gradients(small, *plans, **where)
+    assert attempts == tried * 2, "the reference, then the yardstick"
+    assert found.loss == pytest.approx(whole.loss, abs=1e-5)
+    assert relative_errors(found.gradients, whole.gradients)[1] < 1e-5
+    assert relative_errors(found.weights, whole.weights)[1] < 1e-4
+    assert found.yardstick_error == pytest.approx(whole.yardstick_error, rel=0.1)
+    assert found.yardstick_error > 1e-3
+
+
+def test_a_reference_step_of_one_sequence_that_does_not_fit_fails(
+    small: Workload, tokens: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    where = {"micro_batch": 2, "tokens": tokens, "device": torch.device("cpu")}
+    builds_that_hold(0, attempts := [], monkeypatch, "CUDA out of memory")
+    with pytest.raises(RuntimeError, match="out of memory"):
+        reference_gradients(small, reference_plan(()), plan_of(()), **where)
+    assert attempts == [2, 1], "a batch of two is no batch of four"
+
+
+def test_an_error_that_is_not_of_memory_is_not_tried_again(
+    small: Workload, tokens: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    where = {"micro_batch": 6, "tokens": tokens, "device": torch.device("cpu")}
+    builds_that_hold(0, attempts := [], monkeypatch, "shapes do not fit")
+    with pytest.raises(RuntimeError, match="shapes do not fit"):
+        reference_gradients(small, reference_plan(()), plan_of(()), **where)
+    assert attempts == [4]
 
 
 def test_the_yardstick_is_plain_code_at_the_precision_of_the_row(small: Workload, tokens: Path) -> None:

@@ -20,6 +20,7 @@ import pytest
 import redline
 from redline import cli
 from redline.commands.ladder import CHOICES
+from redline.core import job as job_module
 from redline.core.errors import UserError
 from redline.core.job import RunDirectory
 from redline.core.measurement import Failure, GradientCheck, Measurement
@@ -144,8 +145,34 @@ def test_an_unknown_rung(mistake, option, words):
 @pytest.mark.parametrize("option", ["--micro-batch", "--repeats", "--steps", "--check-steps"])
 @pytest.mark.parametrize("value", ["0", "-1", "text", "1.5", "", "nan"])
 def test_counts_are_whole_numbers_from_1(mistake, option, value):
-    said = mistake("ladder", "tiny", option, value)
-    assert option.strip("-").replace("-", " ") in said["problem"].replace("-", " ")
+    assert option in mistake("ladder", "tiny", option, value)["problem"]
+
+
+@pytest.mark.parametrize("size", [2**20 + 1, 10**9, 10**30])
+def test_an_absurd_micro_batch_is_a_mistake_and_no_failed_row(mistake, workplace, monkeypatch, size):
+    monkeypatch.setattr(ladder_module, "probe_machine", lambda _: pytest.fail("the machine was asked"))
+    said = mistake("ladder", "tiny", "--micro-batch", size)
+    assert said["problem"] == f"--micro-batch is {size:,}"
+    assert "1,048,576" in said["why"]
+    (workplace / "recipe.json").write_text(json.dumps({"rungs": [], "micro_batch": size}))
+    said = mistake("ladder", "tiny", "--from", workplace / "recipe.json")
+    assert said["problem"] == f"the recipe's micro batch is {size:,}"
+    assert "--micro-batch" in said["fix"]
+
+
+def test_a_micro_batch_may_be_as_large_as_the_text_and_no_larger(
+    redline_command, mistake, machine, workplace, monkeypatch
+):
+    """300 bytes and their end are 301 tokens: windows of 256 + 1 start at 45 places."""
+    (workplace / "short.txt").write_text("word " * 60)
+    words = ("ladder", "tiny", "--rungs", "none", "--data", workplace / "short.txt", "--micro-batch")
+    said = mistake(*words, "46")
+    assert said["problem"].endswith("is too short for a micro batch of 46")
+    assert "301 tokens hold 45 different sequences of 256" in said["why"]
+    assert "--micro-batch to 45 or less" in said["fix"]
+    assert "--data" in said["fix"]
+    monkeypatch.setattr(ladder_module, "launch", Workers().launch)
+    assert redline_command(*words, "45", "--out", workplace / "run")[0] == 0
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "-0.5", "nan", "text", ""])
@@ -604,6 +631,118 @@ def test_a_run_is_drawn_again_anywhere(redline_command, finished_run, workplace,
     code, out, err = redline_command("report", copy, "--json")
     assert (code, out, err) == (0, first, "")
     assert (copy / "report.html").read_text().lstrip().lower().startswith("<!doctype html")
+
+
+def read_only(path: Path, monkeypatch) -> None:
+    """As on a mounted snapshot; permissions would not stop root."""
+
+    def refuse(self, name, text):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path / name))
+
+    monkeypatch.setattr(RunDirectory, "write", refuse)
+
+
+def test_a_report_of_a_read_only_copy_shows_the_table_and_warns(redline_command, finished_run, monkeypatch):
+    shown = redline_command("report", finished_run)[1]
+    document = redline_command("report", finished_run, "--json")[1]
+    read_only(finished_run, monkeypatch)
+    code, out, err = redline_command("report", finished_run)
+    assert code == 0
+    assert out == shown.replace(f"page     {finished_run / 'report.html'}\n", "")
+    assert len(out) < len(shown), "no page is named that was not written"
+    assert err.startswith(f"warning: cannot write {finished_run / 'report.html'}: Read-only file system; ")
+    assert err.count("\n") == 1
+    code, out, err = redline_command("report", finished_run, "--json")
+    assert (code, out) == (0, document)
+    assert err.startswith("warning: ")
+
+
+@pytest.mark.parametrize("options", [(), ("--json",)], ids=["people", "json"])
+def test_a_ladder_that_cannot_write_its_page_shows_its_rows_first(
+    redline_command, machine, finished_run, monkeypatch, options
+):
+    shown = redline_command("report", finished_run, *options)[1]
+    monkeypatch.setattr(RunDirectory, "append", lambda *_: pytest.fail("a row was measured again"))
+    with monkeypatch.context() as patch:
+        patch.setattr(ladder_module.LadderRun, "_keep_best", lambda *_: None)  # that file is not the page
+        read_only(finished_run, patch)
+        code, out, err = redline_command("ladder", "--resume", finished_run, *options)
+    assert code == 2
+    assert out == shown.replace(f"page     {finished_run / 'report.html'}\n", "")
+    lines = err.splitlines()[-3:]
+    assert lines[0] == f"problem: cannot write {finished_run / 'report.html'}"
+    assert lines[1] == "why:     Read-only file system"
+    assert "redline report" in lines[2]
+
+
+def full_disk(monkeypatch, appended: int) -> None:
+    """The disk has room for so many results and half of the next."""
+    real, writes = open, iter(range(10**6))
+
+    class Full:
+        def __init__(self, file):
+            self.file = file
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            self.file.close()
+
+        def __getattr__(self, name):
+            return getattr(self.file, name)
+
+        def write(self, data):
+            self.file.write(data[: len(data) // 2])
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def open_with_little_room(path, mode="r", **more):
+        file = real(path, mode, **more)
+        return Full(file) if mode == "ab" and next(writes) >= appended else file
+
+    monkeypatch.setattr(job_module, "open", open_with_little_room, raising=False)
+
+
+def test_a_disk_that_fills_up_keeps_the_finished_rows(redline_command, machine, workers, workplace, monkeypatch):
+    run = workplace / "run"
+
+    def compile_and_launch(*words):
+        (run / "cache").mkdir(exist_ok=True)
+        return workers.launch(*words)
+
+    with monkeypatch.context() as patch:
+        full_disk(patch, appended=2)
+        patch.setattr(ladder_module, "launch", compile_and_launch)
+        code, out, err = redline_command("ladder", "tiny", "--rungs", "compile,padded-vocab", "--out", run, "--json")
+    assert (code, out) == (2, "")
+    assert "Traceback" not in err
+    problem, why, fix = err.splitlines()[-3:]
+    assert problem == f"problem: the run in {run} had to stop"
+    assert why == "why:     No space left on device"
+    assert f"--resume {run}" in fix
+    assert "finished rows are kept" in fix
+    assert len(RunDirectory(run).results()) == 2, "the reference and the baseline"
+    assert not (run / "cache").exists(), "what takes most room is given back"
+    asked = len(workers.jobs)
+    code, out, _ = redline_command("ladder", "--resume", run, "--json")
+    assert code == 0
+    assert [row["status"] for row in json.loads(out)["rows"]] == ["ok"] * 3
+    assert len(workers.jobs) == asked + 2, "the row that was lost, and the one that never began"
+
+
+@pytest.mark.parametrize("step", ["launch", "write"])
+def test_a_disk_that_fills_up_elsewhere_is_explained_too(
+    redline_command, machine, workers, workplace, monkeypatch, step
+):
+    def no_room(*_, **__):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "somewhere/job.json")
+
+    assert redline_command("ladder", "tiny", "--rungs", "none", "--out", workplace / "run", "--json")[0] == 0
+    (workplace / "run" / "results.jsonl").write_text("")
+    monkeypatch.setattr(*{"launch": (ladder_module, "launch"), "write": (RunDirectory, "write")}[step], no_room)
+    code, out, err = redline_command("ladder", "--resume", workplace / "run")
+    assert (code, out) == (2, "")
+    assert "why:     No space left on device (somewhere/job.json)" in err.splitlines()
 
 
 def test_an_interrupt_anywhere_else_is_no_traceback(redline_command, monkeypatch):

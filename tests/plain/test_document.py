@@ -20,6 +20,7 @@ Machine, climbed, climb_with, measurement = (
     made_up[name] for name in ("Machine", "climbed", "climb_with", "measurement")
 )
 ALL, CURVE, OOM, TIMEOUT, H200 = (made_up[name] for name in ("ALL", "CURVE", "OOM", "TIMEOUT", "H200"))
+TIED_CURVE = made_up["TIED_CURVE"]
 
 RUN = {
     "versions": {"redline": "0.1.0", "torch": "2.13.0", "cuda": None},
@@ -50,7 +51,7 @@ ROW_KEYS = {
     "kernels",
 }
 NUMBERS = ROW_KEYS - {"rung", "status", "reason", "micro_batch", "mfu_convention", "equivalence", "kernels"}
-OUR_ROW_KEYS = {"title", "kept", "recipe", "within_noise", "outside_bytes", "loss_curve"}
+OUR_ROW_KEYS = {"title", "kept", "recipe", "within_noise", "outside_bytes", "loss_curve", "reference_curve"}
 WRONG = tuple(loss + 1 for loss in CURVE)
 
 
@@ -187,6 +188,23 @@ def test_a_reference_that_diverges_is_null_where_it_did():
 
     shown = strictly_json(document(Diverging(), rungs=()))
     assert shown["reference"]["loss_curve"] == [*CURVE[:-1], None]
+
+
+@pytest.mark.parametrize(("again", "repeats"), [(False, 1), (True, 2)])
+def test_every_measured_row_carries_the_reference_of_its_own_maths(again, repeats):
+    shown = document(again=again, repeats=repeats)
+    measured = [row for row in shown["rows"] if row["status"] == "ok"]
+    assert {"tied-weights" in row["recipe"] for row in measured} == {True, False}
+    for row in measured:
+        own = TIED_CURVE if "tied-weights" in row["recipe"] else CURVE
+        assert row["reference_curve"] == list(own), row["rung"]
+    assert shown["reference"]["loss_curve"] == list(CURVE)
+
+
+def test_a_row_that_has_no_reference_says_null(cpu):
+    assert {row["reference_curve"] for row in document(Machine(failures={"reference": OOM}))["rows"]} == {None}
+    by_status = {row["status"]: row for row in document(Machine(failures={"compile": TIMEOUT}), cpu)["rows"]}
+    assert by_status["skipped"]["reference_curve"] is by_status["failed"]["reference_curve"] is None
 
 
 FACTORS = st.dictionaries(st.sampled_from(ALL), st.floats(min_value=0.2, max_value=2.0))

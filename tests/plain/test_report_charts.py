@@ -130,8 +130,79 @@ def test_loss_chart_has_a_curve_a_gap_and_a_legend_entry_per_rung() -> None:
     assert len(labels) == 12
 
 
+def gap_heights(chart: str) -> dict[str, list[float]]:
+    """By rung, how far above the reference's line each point of the lower plot is."""
+    zero = float(next(mark for mark in marks(chart, "reference") if mark.tag == f"{SVG}line").get("y1", 0))
+    return {mark.get("data-rung", ""): [zero - y for _, y in points(mark)] for mark in marks(chart, "gap")}
+
+
+def tied_rows() -> list[dict[str, Any]]:
+    """Each lies 0.01 above the fp32 curve of its own maths; tying moves that curve down by half a nat."""
+    plain, tied = [10.0, 9.0, 8.0], [9.5, 8.5, 7.5]
+    maths = {"class": "changes-maths", "verdict": "changed", "detail": ""}
+
+    def row(rung: str, own: list[float], recipe: list[str], **changes: Any) -> dict[str, Any]:
+        curve = [loss + 0.01 for loss in own]
+        return ok_row(rung, 1.0, 1.0, loss_curve=curve, reference_curve=own, recipe=recipe, **changes)
+
+    return [
+        row("baseline", plain, []),
+        row("bf16", plain, ["bf16"]),
+        row("tied-weights", tied, ["bf16", "tied-weights"], equivalence=maths),
+        row("flash", tied, ["bf16", "tied-weights", "flash"]),
+        row("a/a", tied, ["bf16", "tied-weights", "flash"]),
+    ]
+
+
+REFERENCE = {"ln_vocab": 10.0, "precision": "fp32", "loss_curve": [10.0, 9.0, 8.0]}
+
+
+def without_reference_curves(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """As documents were before 2026-11-16."""
+    return [{name: value for name, value in row.items() if name != "reference_curve"} for row in rows]
+
+
+def test_a_row_is_drawn_against_the_reference_of_its_own_maths() -> None:
+    for reference in (REFERENCE, {}):  # the rows need no other
+        heights = gap_heights(loss_chart(tied_rows(), reference))
+        assert list(heights) == ["baseline", "bf16", "tied-weights", "flash", "a/a"]
+        flat = [height for heights in heights.values() for height in heights]
+        assert min(flat) == pytest.approx(max(flat), abs=0.02)
+        assert min(flat) > 40, "0.01 nats are all there is to show, so they fill the plot"
+
+
+def test_an_older_document_leaves_out_what_it_has_no_reference_for() -> None:
+    heights = gap_heights(loss_chart(without_reference_curves(tied_rows()), REFERENCE))
+    assert list(heights) == ["baseline", "bf16"]
+    flat = [height for heights in heights.values() for height in heights]
+    assert min(flat) == pytest.approx(max(flat), abs=0.02)
+
+
+def test_an_older_climb_from_a_recipe_that_changes_the_maths_has_no_lower_plot() -> None:
+    """Its first row is the whole recipe: nothing says which of its rungs tied the weights."""
+    first, *others = tied_rows()[2:]
+    rows = without_reference_curves([{**first, "rung": "recipe"}, *others])
+    chart = loss_chart(rows, REFERENCE)
+    assert gap_heights(loss_chart(tied_rows(), REFERENCE)).keys() >= {"flash", "a/a"}
+    assert marks(chart, "gap") == []
+    assert len(marks(chart, "curve")) == 2 * len(rows), "the losses themselves and their legend are there"
+
+
+def test_an_older_a_a_row_of_the_tied_recipe_says_nothing_about_the_rungs_below() -> None:
+    rows = tied_rows()[:3]
+    rows.append({**rows[2], "rung": "a/a"})  # it has the class of the row it repeats
+    assert list(gap_heights(loss_chart(without_reference_curves(rows), REFERENCE))) == ["baseline", "bf16"]
+
+
+def test_a_reference_that_failed_leaves_its_rows_out_of_the_lower_plot() -> None:
+    rows = tied_rows()
+    rows[3]["reference_curve"] = None
+    assert "flash" not in gap_heights(loss_chart(rows, REFERENCE))
+    assert len(loss_points(loss_chart(rows, REFERENCE), "flash")) == 3
+
+
 def test_looks_tell_twelve_curves_apart() -> None:
-    rows = [ok_row(f"rung-{index}", 10.0, 1.0) for index in range(12)]
+    rows = [ok_row(f"rung-{index}", 10.0, 1.0, reference_curve=None) for index in range(12)]
     looks = {(m.get("class"), m.get("stroke-dasharray")) for m in marks(loss_chart(rows, None), "curve")}
     assert len(looks) == 12
 
@@ -151,7 +222,8 @@ def test_a_curve_that_blows_up_does_not_flatten_the_others_or_break_the_file() -
     "reference", [None, {}, {"ln_vocab": None, "loss_curve": None}, {"ln_vocab": 5.5, "loss_curve": []}]
 )
 def test_loss_chart_without_a_reference(reference: dict[str, Any] | None) -> None:
-    assert len(marks(loss_chart(full_document()["rows"], reference), "reference")) == 0
+    rows = without_reference_curves(full_document()["rows"])
+    assert len(marks(loss_chart(rows, reference), "reference")) == 0
     assert "no loss curve was recorded" in loss_chart([], reference)
 
 

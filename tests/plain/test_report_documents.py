@@ -59,6 +59,7 @@ def ok_row(rung: str, ms: float, step: float | None, base_ms: float = 138.5, **c
         "loss_first": 10.97,
         "loss_last": 7.54,
         "loss_curve": loss_curve(10.97),
+        "reference_curve": loss_curve(10.975),
         "equivalence": {
             "class": "rounding-only",
             "verdict": "rounding",

@@ -145,6 +145,50 @@ def test_counted_steps_and_unknown_lengths() -> None:
     assert (unknown.share(99.0), unknown.progress_text(99.0)) == (None, "99 s")
 
 
+@pytest.mark.parametrize("phase", ["starting", "building", "compiling", "proving"])
+def test_a_phase_of_unknown_length_shows_its_seconds(phase: str) -> None:
+    clock = Clock()
+    live = LiveLadder(terminal(), clock=clock)
+    live.row_started("compile", "torch.compile", 6, 12)
+    live.phase(phase)
+    for seconds in (0, 12, 75):
+        clock.seconds = 100.0 + seconds
+        live.phase(phase)  # the worker says "building" twice
+        assert picture(live)[-1].rstrip().endswith(f" {seconds} s")
+
+
+def compiling(live: LiveLadder, rung: str) -> str:
+    live.row_started(rung, "a title", 7, 12)
+    live.phase("compiling")
+    return picture(live)[-1].rstrip()
+
+
+def test_compiling_is_expected_to_take_what_the_row_before_took() -> None:
+    """ROWS[5] is compile with 48.2 s, ROWS[6] flash with 41 s, ROWS[7] failed."""
+    clock = Clock()
+    live = LiveLadder(terminal(), clock=clock)
+    for row in ROWS[:5]:
+        live.row_finished(row)
+    assert compiling(live, "compile").endswith(" 0 s"), "nothing has compiled yet"
+    live.row_finished(ROWS[5])
+    assert compiling(live, "flash").endswith(" 0 of about 48 s")
+    live.row_finished(ROWS[6])
+    live.row_finished(ROWS[7])
+    compiling(live, "padded-vocab")
+    clock.seconds += 20.5
+    assert picture(live)[-1].rstrip().endswith(" 20 of about 41 s")
+    assert live._phase is not None
+    assert live._phase.share(clock()) == pytest.approx(0.5)
+
+
+def test_a_repeat_finds_its_cache_filled_and_expects_nothing() -> None:
+    live = LiveLadder(terminal(), clock=Clock())
+    for row in ROWS[:7]:
+        live.row_finished(row)
+    assert compiling(live, "flash").endswith(" 0 s")
+    assert compiling(live, "padded-vocab").endswith(" 0 of about 41 s")
+
+
 def test_the_same_phase_told_again_keeps_its_clock() -> None:
     clock = Clock()
     live = LiveLadder(terminal(), clock=clock)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from redline.report.page import date_text, headline_figures, proof_view, render_page
+from redline.report.page import VERDICT_MEANINGS, date_text, headline_figures, proof_view, render_page, short_kernel
 
 DOCUMENTS: dict[str, Any] = runpy.run_path(str(Path(__file__).with_name("test_report_documents.py")))
 full_document = DOCUMENTS["full_document"]
@@ -105,7 +105,7 @@ def test_alarms_come_before_the_headline() -> None:
 
 def test_rows_of_the_table_are_the_rows_of_the_document() -> None:
     page = render_page(full_document())
-    body = page.split("<tbody>")[1].split("</tbody>")[0]
+    body = page.split("<table>")[1].split("</table>")[0]
     names = re.findall(r'<th scope="row"[^>]*>([^<]+)</th>', body)
     assert names == [row["rung"] for row in full_document()["rows"]]
 
@@ -114,6 +114,73 @@ def test_proof_leaves_out_what_nobody_knows() -> None:
     view = proof_view([DOCUMENTS["ok_row"]("tf32", 10.0, 1.0, hfu=None, kernels=None)])
     assert view["columns"] == ["peak", "predicted", "outside"]
     assert proof_view([{"rung": "tf32", "status": "ok"}])["rows"] == []
+
+
+CUDNN = "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x64_4x1x1_cga1x1x1_kernel0_0"
+
+
+@pytest.mark.parametrize(
+    ("name", "short"),
+    [
+        (CUDNN, "cudnn sdpa sm90 flash"),
+        (CUDNN.replace("fprop", "bprop"), "cudnn sdpa sm90 flash"),
+        (CUDNN.replace("sm90", "sm100"), "cudnn sdpa sm100 flash"),
+        ("pytorch_flash::flash_fwd_kernel", "pytorch_flash::flash_fwd_kernel"),
+        (
+            "nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_NNT",
+            "nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_NNT",
+        ),
+        ("bmm + softmax", "bmm + softmax"),
+        ("cudnn_generated_", "cudnn "),
+    ],
+)
+def test_a_kernel_is_called_as_people_call_it(name: str, short: str) -> None:
+    assert short_kernel(name) == short
+
+
+def test_a_shortened_kernel_is_whole_in_its_tooltip() -> None:
+    document = full_document()
+    document["rows"][6]["kernels"] = {"attention": CUDNN, "matmul": 'nvjet_"sm90"'}
+    page = render_page(document)
+    assert f'title="{CUDNN}">cudnn sdpa sm90 flash</td>' in page
+    assert CUDNN not in Outline(page).text
+    assert page.count('title="nvjet') == 0, "what is not shortened needs no second telling"
+
+
+def test_same_promises_no_more_than_was_compared() -> None:
+    """A loader is compared with the same steps without it, at bf16 too: its bits are not those of the reference."""
+    assert VERDICT_MEANINGS["same"] != "bit for bit the reference"
+    assert "from the steps without it" in VERDICT_MEANINGS["same"]
+    assert VERDICT_MEANINGS["same"] in Outline(render_page(full_document())).text
+
+
+def test_every_figure_carries_its_column_name_for_windows_too_narrow_for_columns() -> None:
+    page = render_page(full_document())
+    tables = re.findall(r"<table>.*?</table>", page, flags=re.DOTALL)
+    assert len(tables) == 3
+    for table in tables:
+        columns = re.findall(r'<th scope="col"[^>]*>([^<]+)</th>', table)
+        cells = re.findall(r"<td([^>]*)>", table.split("</thead>")[1])
+        assert cells
+        labels = {label for cell in cells for label in re.findall(r'data-label="([^"]*)"', cell)}
+        assert labels <= set(columns)
+        assert labels >= set(columns) - {"rung", "detail"}
+        for cell in cells:  # words that explain themselves take the whole width; what is empty is left out
+            assert "data-label" in cell or re.search(r'class="(reason|detail)"|colspan', cell) or cell == "", cell
+    narrow = page.split("@media screen and (max-width: 920px) {")[1].split("@media")[0]
+    for rule in ("content: attr(data-label)", "overflow: visible", "thead { display: none; }", "display: grid"):
+        assert rule in narrow
+
+
+def test_a_reason_stays_with_its_rung_in_a_narrow_window() -> None:
+    """A body is a card there: one for each rung, the reason in it."""
+    table = re.findall(r"<table>.*?</table>", render_page(full_document()), flags=re.DOTALL)[0]
+    bodies = re.findall(r"<tbody>.*?</tbody>", table, flags=re.DOTALL)
+    assert len(bodies) == 12
+    (fp16,) = [body for body in bodies if ">fp16<" in body]
+    assert "not kept: slower than bf16: 0.98x" in fp16
+    (failed,) = [body for body in bodies if ">cudnn-attention<" in body]
+    assert DOCUMENTS["LONG_REASON"] in failed
 
 
 def test_page_adapts_to_dark_phone_and_paper() -> None:

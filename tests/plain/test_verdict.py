@@ -372,11 +372,39 @@ def test_an_unchanged_model_that_breaks_down_proves_nothing(loss):
 
 @every_class
 def test_without_a_reference_nothing_is_claimed(maths):
-    for measurement in (measured(), measured(check=gradients(wte=math.nan))):
-        assert verdict_on(measurement, maths, reference=None).verdict == "not-checked"
-    unchecked = verdict_on(Measurement(loss_curve=REFERENCE), maths)
-    assert unchecked.verdict == "not-checked"
-    assert "reference" in unchecked.detail
+    for unchecked in (
+        verdict_on(measured(), maths, reference=None),
+        verdict_on(measured(), maths, reference=None, plain=None),
+        verdict_on(Measurement(loss_curve=REFERENCE), maths),
+    ):
+        assert unchecked.verdict == "not-checked"
+        assert "reference" in unchecked.detail
+
+
+VISIBLE = {
+    "not near ln V": measured(check=gradients(loss=37.0)),
+    "gradient of wte is 0.9 off fp32": measured(check=gradients(wte=0.9)),
+    "gradient of wte is nan": measured(check=gradients(wte=math.nan)),
+    "the first update of head": measured(check=replace(gradients(), update_errors={"wte": 0.1, "head": 1.0})),
+    "the loss is not finite": measured(shifted(math.nan)),
+    "differ in their bits": measured(pair_bitwise=False),
+}
+
+
+@every_class
+@pytest.mark.parametrize("fault", VISIBLE)
+def test_a_fault_that_needs_no_curve_is_told_without_one(maths, fault):
+    """The reference job ran out of memory; step 0 was compared in the worker all the same."""
+    for plain in (None, REFERENCE):
+        equivalence = verdict_on(VISIBLE[fault], maths, reference=None, plain=plain)
+        assert equivalence.verdict == "different"
+        assert fault in equivalence.detail
+
+
+def test_a_fault_of_the_curve_is_told_without_gradients():
+    assert verdict_on(Measurement(loss_curve=shifted(1.0))).verdict == "different"
+    flat = (10.97,) * 20
+    assert "sheds" in verdict_on(Measurement(loss_curve=flat), "changes-maths", reference=None).detail
 
 
 def test_without_the_unchanged_curve_nobody_can_say_that_a_changed_model_learns():
