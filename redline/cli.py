@@ -17,11 +17,14 @@ from typing import NoReturn
 
 from redline import __version__
 from redline.commands.common import EXIT_DONE, EXIT_INTERRUPTED, EXIT_MISTAKE
+from redline.commands.estimate import add_estimate
+from redline.commands.hardware import add_hardware
 from redline.commands.ladder import add_ladder, add_report
+from redline.commands.lint import add_lint
 from redline.core.errors import UserError
 
 DESCRIPTION = "Finds out how fast a machine can train a GPT, gets it there, and proves that nothing broke on the way."
-ADD_COMMANDS = (add_ladder, add_report)  # in the order of --help
+ADD_COMMANDS = (add_ladder, add_lint, add_estimate, add_hardware, add_report)  # in the order of --help
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -54,7 +54,9 @@ def cpu() -> Hardware:
 @pytest.fixture
 def t4() -> Hardware:
     """Turing: fp16 tensor cores, but neither TF32 nor bf16, and older than the flash and cuDNN attention kernels."""
-    return Hardware(kind="cuda", name="Tesla T4", capability=(7, 5), cpu_cores=4, features=("fp16", "compile", "triton"))
+    return Hardware(
+        kind="cuda", name="Tesla T4", capability=(7, 5), cpu_cores=4, features=("fp16", "compile", "triton")
+    )
 
 
 @pytest.fixture

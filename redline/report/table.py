@@ -223,6 +223,7 @@ def _subject_notes(document: Document) -> Iterator[Note]:
         )
         yield Note(about="noise", text=noise_text(document))
     yield from (Note(about="MFU", text=text) for text in mfu_texts(rows))
+    yield from (Note(about="memory", text=text) for text in memory_texts(rows))
     yield from _missing_notes(document)
     if document.get("finished") is False:
         yield Note(about="unfinished", text="the run was interrupted: later rungs are not here", kind="failed")
@@ -245,6 +246,18 @@ def mfu_texts(rows: Sequence[Row]) -> Iterator[str]:
         if shown_mfu(row) is None:
             share = human_percent(row["mfu"])
             yield f"{rung_name(row)}: {share} is above the peak, so the peak or the count is wrong; not shown"
+
+
+def memory_texts(rows: Sequence[Row]) -> Iterator[str]:
+    """How well the peaks were predicted, by the row that was predicted worst."""
+    errors = {
+        rung_name(row): row["predicted_peak_bytes"] / row["peak_bytes"] - 1
+        for row in rows
+        if row.get("predicted_peak_bytes") and row.get("peak_bytes")
+    }
+    if errors:
+        worst = max(errors, key=lambda name: abs(errors[name]))
+        yield f"peaks predicted before the run are at most {abs(errors[worst]):.1%} off the measured ones ({worst})"
 
 
 def _missing_notes(document: Document) -> Iterator[Note]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 
 from redline.core.hardware import Hardware
 from redline.core.job import Job, Result
-from redline.core.measurement import Failure, Measurement
+from redline.core.measurement import Failure, Measurement, spread_of
 from redline.core.recipe import Recipe
 from redline.core.workload import Workload
 from redline.predict.verdict import Equivalence, judge
@@ -70,6 +70,11 @@ class Row:
     @property
     def seconds(self) -> float:
         return statistics.median(statistics.median(one.step_seconds) for one in self.measurements)
+
+    @property
+    def quick_seconds(self) -> float:
+        """What a step takes when nothing disturbs it: the p10, the median of it over the repeats."""
+        return statistics.median(spread_of(one.step_seconds).p10 for one in self.measurements)
 
     @property
     def trusted(self) -> bool:
@@ -177,11 +182,15 @@ class Climb:
             self._decide_by_speed(row, current, replaces=rung is not None and rung.instead_of in current.recipe.rungs)
 
     def _decide_by_speed(self, row: Row, current: Row, replaces: bool) -> None:
+        """An alternative must win, or the kept one stays. An addition may cost what noise could explain, within reason;
+        and as disturbances only ever slow a step down, it has cost nothing when its quick steps keep up."""
         ratio = current.seconds / row.seconds
-        # An addition may cost what noise could explain, within reason; an alternative must win, or the kept one stays.
-        noise = min(noise_between(row.measurements, current.measurements, self.hardware.kind), MOST_NOISE)
-        least = 1.0 if replaces else 1.0 - noise
-        row.kept = ratio >= least or self.settings.keep == "all" and not replaces
+        if replaces:
+            row.kept = ratio >= 1.0
+        else:
+            noise = min(noise_between(row.measurements, current.measurements, self.hardware.kind), MOST_NOISE)
+            at_best = max(ratio, current.quick_seconds / row.quick_seconds)
+            row.kept = at_best >= 1.0 - noise or self.settings.keep == "all"
         if not row.kept:
             row.reason = f"{ratio:.2f}x the speed of {current.name}"
 

@@ -15,6 +15,7 @@ from redline.core.measurement import Measurement, Spread, spread_of
 from redline.core.values import to_json
 from redline.core.workload import Workload
 from redline.predict.efficiency import efficiency
+from redline.predict.memory import predict_memory
 from redline.rungs import plan_of
 from redline.search.climb import AGAIN, Climb, Row
 from redline.search.noise import UNSEEN_RUN_TO_RUN, noise_between
@@ -70,7 +71,7 @@ def row_json(row: Row, first: Row, climb: Climb) -> dict[str, Any]:
         "hfu": share.hfu if share else None,
         "peak_bytes": measurement.peak_bytes if measurement else None,
         "outside_bytes": measurement.outside_bytes if measurement else None,
-        "predicted_peak_bytes": None,  # the memory model comes with `estimate`
+        "predicted_peak_bytes": predicted_peak(row, climb),
         "compile_seconds": measurement.compile_seconds if measurement else None,
         "loss_first": losses[0] if losses else None,
         "loss_last": losses[-1] if losses else None,
@@ -79,6 +80,15 @@ def row_json(row: Row, first: Row, climb: Climb) -> dict[str, Any]:
         "equivalence": equivalence_json(row),
         "kernels": to_json(measurement.proof) if measurement else {"attention": None},
     }
+
+
+def predicted_peak(row: Row, climb: Climb) -> int | None:
+    """What the allocator should need, also of a row that ran out of it. A CPU reports its resident set, which is
+    another figure."""
+    if climb.hardware.kind != "cuda" or row.status == "skipped":
+        return None
+    plan = plan_of(row.recipe.rungs)
+    return predict_memory(climb.workload.shape, plan, micro_batch=row.recipe.micro_batch).allocated
 
 
 def losses_json(curve: Sequence[float] | None) -> list[float | None] | None:

@@ -249,6 +249,20 @@ def test_a_rung_may_cost_what_noise_could_explain(factor, stays):
     assert climb.finished[1].kept is stays
 
 
+@pytest.mark.parametrize(("quick", "stays"), [(1.0, True), (1.06, False)])
+def test_a_rung_that_was_disturbed_is_judged_by_its_quick_steps(quick, stays):
+    """The median is 10 % slower: the machine's doing if the quick steps are as quick as ever, the rung's if not."""
+
+    class Disturbed(Machine):
+        def answer(self, job):
+            found = super().answer(job)
+            steps = (quick, quick, *(1.1 + 0.01 * step for step in range(9)))
+            return replace(found, step_seconds=steps) if job.recipe.rungs == ("tf32",) else found
+
+    row = climbed(Disturbed(), rungs=("tf32",)).finished[1]
+    assert row.kept is stays
+
+
 def test_keep_all_keeps_what_is_slower_but_right():
     climb = climbed(Machine(factors={"tf32": 1.5, "padded-vocab": 2.0}), keep="all")
     alternatives = {"fp16", "cudnn-attention"}

@@ -13,6 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from redline.core.measurement import Proof
+from redline.predict.memory import predict_memory
+from redline.rungs import plan_of
 from redline.search.document import best_row, ladder_document, step_spread
 
 made_up = runpy.run_path(str(Path(__file__).with_name("test_climb.py")))
@@ -109,7 +111,8 @@ def test_a_row_that_did_not_run_knows_no_number_but_its_reason(cpu):
     for row in every_kind_of_row(cpu):
         if row["status"] == "ok":
             continue
-        assert {row[name] for name in NUMBERS} == {None}
+        assert {row[name] for name in NUMBERS - {"predicted_peak_bytes"}} == {None}
+        assert row["status"] == "failed" or row["predicted_peak_bytes"] is None
         assert row["reason"]
         assert row["equivalence"]["verdict"] == "not-checked"
         assert row["equivalence"]["detail"] == row["reason"]
@@ -130,7 +133,15 @@ def test_a_measured_row_by_hand():
     assert 0 < row["hfu"] == row["mfu"] < 1e-6
     assert "bf16 dense peak" in row["mfu_convention"]
     assert row["recipe"] == ["tf32"]
-    assert row["predicted_peak_bytes"] is row["compile_seconds"] is row["outside_bytes"] is None
+    assert row["compile_seconds"] is row["outside_bytes"] is None
+
+
+def test_a_gpu_row_carries_its_predicted_peak_and_a_cpu_row_does_not(cpu):
+    row = row_of(document(rungs=("tf32",)), "tf32")
+    assert (
+        row["predicted_peak_bytes"] == predict_memory(made_up["TINY"].shape, plan_of(["tf32"]), micro_batch=4).allocated
+    )
+    assert row_of(document(None, cpu), "compile")["predicted_peak_bytes"] is None
 
 
 def test_on_a_cpu_mfu_is_null_and_the_convention_says_why(cpu):

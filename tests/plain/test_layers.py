@@ -159,7 +159,9 @@ def needs_cli() -> None:
         pytest.skip("there is no redline/cli.py yet")
 
 
-@pytest.mark.parametrize("folder", ["core", "predict", "report", "rungs", "search", "workloads", "cli"])
+@pytest.mark.parametrize(
+    "folder", ["core", "predict", "report", "rungs", "search", "workloads", "machine", "commands", "cli"]
+)
 def test_imports_without_torch(folder):
     if not any((PACKAGE / name).exists() for name in (folder, f"{folder}.py")):
         pytest.skip(f"there is no redline/{folder} yet")
@@ -167,7 +169,7 @@ def test_imports_without_torch(folder):
     assert done.returncode == 0, done.stderr
 
 
-COMMANDS = ("ladder",)  # a new command joins here
+COMMANDS = ("ladder", "report", "hardware", "lint", "estimate")  # a new command joins here
 help_calls = pytest.mark.parametrize("arguments", [["--help"], *([name, "--help"] for name in COMMANDS)], ids=" ".join)
 
 
@@ -176,7 +178,8 @@ def test_help_works_without_torch(arguments):
     needs_cli()
     done = python(WITHOUT_TORCH.replace("sys.argv[1:]", "()") + HELP, *arguments)
     assert done.returncode == 0, done.stderr
-    assert "ladder" in done.stdout
+    assert arguments[0].removeprefix("--help") in done.stdout
+    assert "usage: redline" in done.stdout
 
 
 @help_calls

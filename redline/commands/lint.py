@@ -1,0 +1,303 @@
+"""`redline lint`: the ugly numbers of a shape, what they cost on a device, and the nearest good ones."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from redline.commands.common import EXIT_DONE, EXIT_FAILED, add_common, command_line
+from redline.core.errors import UserError, unknown_name
+
+if TYPE_CHECKING:
+    from redline.core.devices import Device
+    from redline.predict.lint import Report, Seconds
+    from redline.predict.subject import Subject
+    from redline.workloads import Resolved
+
+DEFAULT_WORKLOAD = "gpt2"
+DTYPES = ("bf16", "fp16", "tf32", "fp32", "fp8")
+USUAL_SEQUENCE = 4096  # a config gives the longest context, and few train at that
+USUAL_TOKENS = 16384  # per step and GPU, where nobody says: enough to fill any device
+MOST = {"micro_batch": 2**20, "tp": 1024, "sequence": 2**24}
+MEASURE_SECONDS = 20.0
+NO_FILE = ""  # --fix without a word
+
+
+def add_lint(commands: Any) -> None:
+    lint = commands.add_parser(
+        "lint",
+        help="find the sizes that cost speed, and the nearest good ones",
+        description="Find the sizes of a model that cost speed on a GPU (alignment, tiles, waves, rules of thumb), "
+        "what they cost by prediction, and the nearest good ones.",
+        epilog="Exit codes: 0 done; 1 findings, with --strict; 2 a mistake in the command.",
+    )
+    lint.add_argument(
+        "workload",
+        nargs="?",
+        default=DEFAULT_WORKLOAD,
+        metavar="WORKLOAD",
+        help="a preset, a Hugging Face config.json, a model folder, or a shape file (default: gpt2)",
+    )
+    lint.add_argument("--gpu", metavar="NAME", help="the device, such as A100-80 (default: this machine's, if known)")
+    lint.add_argument("--dtype", choices=DTYPES, help="of the matmuls (default: bf16, or fp16 where a device lacks it)")
+    lint.add_argument("--tp", metavar="N", type=int, default=1, help="tensor-parallel GPUs (default: 1)")
+    lint.add_argument("--micro-batch", metavar="N", type=int, help="sequences per step (default: the preset's)")
+    lint.add_argument(
+        "--sequence", metavar="N", type=int, help="tokens per sequence (default: the model's context, 4096 at most)"
+    )
+    lint.add_argument(
+        "--ignore", metavar="RULE,...", help="leave these rules out, such as head-count when the weights are given"
+    )
+    lint.add_argument("--strict", action="store_true", help="leave with exit code 1 if there are findings")
+    lint.add_argument(
+        "--fix",
+        nargs="?",
+        const=NO_FILE,
+        metavar="FILE",
+        help="write the suggested config or shape (default: NAME.fixed.json here)",
+    )
+    lint.add_argument("--overwrite", action="store_true", help="with --fix: FILE may exist, and may be the input")
+    lint.add_argument(
+        "--measure", action="store_true", help="time the GEMMs before and after on this machine's GPU (needs torch)"
+    )
+    lint.add_argument(
+        "--seconds", metavar="S", type=float, help=f"with --measure: time to spend (default: {MEASURE_SECONDS:g})"
+    )
+    add_common(lint)
+    lint.set_defaults(run=run_lint)
+
+
+def run_lint(options: argparse.Namespace) -> int:
+    from redline.predict.lint import document, lint
+    from redline.workloads import resolve_shape
+
+    check_options(options)
+    ignored = ignored_rules(options.ignore)
+    resolved = resolve_shape(options.workload)
+    device, hardware = measured_device(options) if options.measure else known_device(options)
+    subject, notes = choose_subject(options, resolved, device)
+    report = lint(subject, ignored)
+    target = fix_target(options, resolved, report)
+    seconds = measure(report, options) if options.measure and report.findings else None
+    found = {
+        "name": resolved.name,
+        "origin": resolved.origin.text,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": command_line(),
+        **document(report, hardware, seconds),
+        "notes": [*notes, *resolved.origin.notes, *write_fix(target, resolved, report, options)],
+    }
+    show(found, options)
+    return EXIT_FAILED if options.strict and report.findings else EXIT_DONE
+
+
+def check_options(options: argparse.Namespace) -> None:
+    from redline.core.workload import check_positive
+
+    for name, most in MOST.items():
+        value, option = getattr(options, name), "--" + name.replace("_", "-")
+        if value is not None:
+            check_positive(option, value)
+        if value is not None and value > most:
+            raise UserError(
+                f"{option} is {value:,}", f"nobody trains with it (the most is {most:,})", f"check {option}"
+            )
+    if options.seconds is not None:
+        from redline.search.matmuls import check_seconds
+
+        check_seconds(options.seconds)
+    needs = {"overwrite": ("--fix", options.fix is not None), "seconds": ("--measure", options.measure)}
+    for name, (other, given) in needs.items():
+        if getattr(options, name) and not given:
+            raise UserError(f"--{name} without {other}", f"only {other} uses it", f"add {other}, or drop --{name}")
+
+
+def ignored_rules(words: str | None) -> tuple[str, ...]:
+    from redline.predict.lint_rules import RULES
+
+    names = tuple(word.strip() for word in (words or "").split(",") if word.strip())
+    for name in names:
+        if name not in {rule.name for rule in RULES}:
+            raise unknown_name("rule", name, [rule.name for rule in RULES])
+    return names
+
+
+# the device
+
+
+def known_device(options: argparse.Namespace) -> tuple[Device | None, dict[str, Any]]:
+    """The one that was named, or this machine's if the driver and the table know it."""
+    from redline.core.devices import find_device
+    from redline.machine import this_machine
+
+    if options.gpu is not None:
+        device = find_device(options.gpu)
+        return device, hardware_json(device, None)
+    machine = this_machine()
+    return machine.known, hardware_json(machine.known, f"{machine.name}: {machine.reason}")
+
+
+def measured_device(options: argparse.Namespace) -> tuple[Device | None, dict[str, Any]]:
+    """What torch sees here: that is what is measured, whatever NVML says."""
+    from redline.core import hardware
+    from redline.core.devices import find_device, why_unknown
+    from redline.search.launch import probe_machine
+
+    wanted = None if options.gpu is None else find_device(options.gpu)
+    seen, versions = probe_machine(None)
+    if seen.kind != "cuda":
+        raise UserError(
+            "no GPU to measure on",
+            "torch sees no CUDA device here",
+            "run --measure on a machine with a GPU; without it, --gpu NAME predicts for any",
+        )
+    device = hardware.known_device(seen.name, seen.multiprocessors)
+    if wanted is not None and wanted != device:
+        raise UserError(
+            f"--gpu {options.gpu} with --measure",
+            f"what is measured is this machine's {seen.name}, and a prediction for another says nothing about it",
+            "drop --gpu",
+        )
+    found = hardware_json(device, f"{seen.name}: {why_unknown(seen.name)}")
+    return device, {**found, "measured": {"name": seen.name, "driver": seen.driver, "versions": versions}}
+
+
+def hardware_json(device: Device | None, reason: str | None) -> dict[str, Any]:
+    known = ("multiprocessors", "alignment_bytes", "source")
+    return {
+        "name": None if device is None else device.label,
+        **{name: None if device is None else getattr(device, name) for name in known},
+        "reason": reason if device is None else None,
+        "measured": None,
+    }
+
+
+# the subject
+
+
+def choose_subject(
+    options: argparse.Namespace, resolved: Resolved, device: Device | None
+) -> tuple[Subject, tuple[str, ...]]:
+    """What is linted, and a note for every choice that the user did not make."""
+    from redline.predict.subject import DEFAULT_ALIGNMENT_BYTES, Subject
+
+    notes = []
+    if device is None:
+        notes.append(
+            f"unknown device: alignment checked for {DEFAULT_ALIGNMENT_BYTES} bytes; no gains, no tiles, no waves "
+            "(--gpu NAME predicts them)"
+        )
+    sequence = options.sequence or min(resolved.shape.sequence, USUAL_SEQUENCE)
+    if options.sequence is None and sequence < resolved.shape.sequence:
+        notes.append(
+            f"sequences of {sequence} tokens are assumed, the context is {resolved.shape.sequence} (--sequence)"
+        )
+    micro_batch, assumed = choose_micro_batch(options, resolved, sequence)
+    subject = Subject(
+        shape=replace(resolved.shape, sequence=sequence),
+        micro_batch=micro_batch,
+        tp=options.tp,
+        dtype=choose_dtype(options.dtype, device),
+        device=device,
+        batch_is_chosen=options.micro_batch is not None,
+    )
+    return subject, (*notes, *assumed)
+
+
+def choose_micro_batch(options: argparse.Namespace, resolved: Resolved, sequence: int) -> tuple[int, tuple[str, ...]]:
+    from redline.workloads import PRESETS
+
+    if options.micro_batch is not None:
+        return options.micro_batch, ()
+    if resolved.origin.kind == "preset":
+        return PRESETS[resolved.name].micro_batch, ()
+    size = max(1, USUAL_TOKENS // sequence)
+    return size, (f"micro batch {size} is assumed, {size * sequence:,} tokens per step (--micro-batch)",)
+
+
+def choose_dtype(dtype: str | None, device: Device | None) -> str:
+    if device is None:
+        return dtype or DTYPES[0]
+    if dtype is None:
+        return next(name for name in DTYPES if name in device.peak_tflops)
+    if dtype not in device.peak_tflops:
+        raise UserError(
+            f"{device.label} has no {dtype}",
+            "its data sheet states no rate for it",
+            f"use one of: {', '.join(name for name in DTYPES if name in device.peak_tflops)}",
+        )
+    return dtype
+
+
+# --measure
+
+
+def measure(report: Report, options: argparse.Namespace) -> Seconds:
+    """Seconds of one call of every size, as it is and with each fix, in one interleaved run."""
+    from rich.console import Console
+
+    from redline.predict.lint import gemms_to_time
+    from redline.report.hardware import MeasureBar
+    from redline.search.matmuls import time_gemms
+
+    gemms = gemms_to_time(report)
+    with MeasureBar(Console(stderr=True)) as bar:
+        times = time_gemms(
+            gemms,
+            dtype=report.subject.dtype,
+            device="cuda",
+            seconds=options.seconds or MEASURE_SECONDS,
+            on_progress=bar.phase,
+        )
+    return dict(zip(gemms, times, strict=True))
+
+
+# --fix
+
+
+def fix_target(options: argparse.Namespace, resolved: Resolved, report: Report) -> Path | None:
+    """Where the fix goes, checked before anything is measured or printed."""
+    if options.fix is None or report.suggested.shape == report.subject.shape:
+        return None
+    path = Path(options.fix or f"{resolved.name}.fixed.json").expanduser()
+    if path.exists() and (path.is_dir() or not options.overwrite):
+        raise UserError(
+            f"{path} exists",
+            "nothing is overwritten unless told to",
+            "choose another FILE" if path.is_dir() else "choose another FILE, or add --overwrite",
+        )
+    return path
+
+
+def write_fix(target: Path | None, resolved: Resolved, report: Report, options: argparse.Namespace) -> tuple[str, ...]:
+    """A config stays a config with only the changed fields changed; everything else becomes a shape file."""
+    from redline.core.job import write_atomically
+    from redline.workloads import changed_document
+
+    if target is None:
+        return ("--fix: no size of the shape to change, so nothing was written",) if options.fix is not None else ()
+    shape = report.suggested.shape
+    if shape.sequence == report.subject.shape.sequence:
+        shape = replace(shape, sequence=resolved.shape.sequence)  # a shorter one was only assumed
+    try:
+        write_atomically(target, json.dumps(changed_document(resolved, shape), indent=2) + "\n")
+    except OSError as error:
+        raise UserError(
+            f"cannot write {target}", error.strerror or str(error), "choose a FILE you may write to"
+        ) from error
+    return (f"wrote {target}",)
+
+
+def show(found: dict[str, Any], options: argparse.Namespace) -> None:
+    if options.json:
+        print(json.dumps(found))
+        return
+    from rich.console import Console
+
+    from redline.report.lint import print_lint
+
+    print_lint(found, Console())

@@ -1,0 +1,304 @@
+"""What one GPU holds and what a layer keeps for its backward: the tensors that `predict/memory.py` adds up.
+
+    layer_activations(shape, plan) -> {"residual": 6144, "normalised": 3088, "qkv": 4608, ...}   bytes per token
+
+Each term names its tensor. Names of widths: C the stream's, Q all query heads', KV all keys' (and again all values'),
+F the MLP's; c is the bytes of a number that a matmul reads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from redline.core.plan import Plan
+from redline.core.workload import Shape
+from redline.predict.gemms import Layer, linear_layers
+from redline.predict.optimizers import OptimizerMemory
+from redline.predict.parallel import Layout
+
+FP32 = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rank:
+    """One GPU and its part of a step: what every term is counted from."""
+
+    shape: Shape
+    plan: Plan
+    micro_batch: int
+    layout: Layout
+    zero: int
+    optimizer: OptimizerMemory
+    first: bool
+    """It has the embedding."""
+    last: bool
+    """It has the head."""
+
+    @property
+    def tokens(self) -> int:
+        return self.micro_batch * self.shape.sequence
+
+    @property
+    def layers(self) -> int:
+        return self.shape.layers // self.layout.pp
+
+    @property
+    def in_flight(self) -> int:
+        """Micro batches whose activations wait: 1F1B lets the first stage run ahead by the stages after it."""
+        return min(self.layout.pp, self.layout.accumulation) if self.first else 1
+
+    @property
+    def compute(self) -> int:
+        return compute_bytes(self.plan)
+
+    @property
+    def casts(self) -> bool:
+        return self.compute != FP32
+
+    @property
+    def rows(self) -> int:
+        """Of embedding and head, padded and shared among tensor-parallel GPUs."""
+        return -(-self.plan.vocab_rows(self.shape.vocab) // self.layout.tp)
+
+    @property
+    def vectors(self) -> int:
+        return (2 if self.shape.norm == "layernorm" else 1) * self.shape.d_model
+
+    @cached_property
+    def linear(self) -> tuple[Layer, ...]:
+        return tuple(layer for layer in linear_layers(self.shape, self.plan, self.layout.tp) if layer.where != "head")
+
+    @property
+    def matrices(self) -> int:
+        """Parameters in the matrices of one layer."""
+        return sum(layer.inputs * layer.outputs * layer.count for layer in self.linear) // self.shape.layers
+
+    @property
+    def layer(self) -> int:
+        """Parameters of one layer."""
+        biases = sum(layer.outputs * layer.count for layer in self.linear) // self.shape.layers
+        return self.matrices + biases * self.shape.biases + 2 * self.vectors
+
+    @property
+    def table(self) -> int:
+        """Of the embedding, and of the head."""
+        return self.rows * self.shape.d_model
+
+    @property
+    def head_is_embedding(self) -> bool:
+        return self.plan.tied and self.first and self.last  # stages apart each hold a copy
+
+    @property
+    def outer(self) -> int:
+        """Parameters outside the layers."""
+        positions = self.shape.sequence * self.shape.d_model if self.shape.positions == "learned" else 0
+        tables = self.first + self.last - self.head_is_embedding
+        return tables * self.table + self.first * positions + self.last * self.vectors
+
+    @property
+    def parameters(self) -> int:
+        return self.layers * self.layer + self.outer
+
+    @property
+    def largest(self) -> int:
+        """Of one parameter tensor."""
+        return max(self.largest_inside, self.table if self.first or self.last else 0)
+
+    @property
+    def largest_inside(self) -> int:
+        """Of one matrix of a layer."""
+        return max(layer.inputs * layer.outputs for layer in self.linear)
+
+    # what stays, shared among replicas by ZeRO
+
+    @property
+    def weight_bytes(self) -> int:
+        # A mask of a byte per pair of tokens, once for all layers; the built-in GPT has it whatever its attention.
+        mask = self.plan.attention == "naive" or self.shape.positions == "learned"
+        return self.shared(FP32 * self.parameters, 3) + mask * self.shape.sequence**2
+
+    @property
+    def gradient_bytes(self) -> int:
+        return self.shared(FP32 * self.parameters, 2)
+
+    @property
+    def standing_gradients(self) -> int:
+        """Those of earlier micro batches, during a forward."""
+        return self.gradient_bytes if self.layout.accumulation > 1 else 0
+
+    @property
+    def optimizer_bytes(self) -> int:
+        rule = self.optimizer
+        of_rest = rule.state if rule.state_of_rest is None else rule.state_of_rest
+        matrices = self.layers * self.matrices
+        state = rule.state * matrices + of_rest * (self.parameters - matrices)
+        if rule.factored:
+            lines = self.layers * sum(layer.count * (layer.inputs + layer.outputs) for layer in self.linear)
+            state += FP32 * (lines // self.shape.layers + (self.first + self.last) * (self.rows + self.shape.d_model))
+        return self.shared(state, 1)
+
+    @property
+    def update_bytes(self) -> int:
+        """What an update needs beside state and gradients."""
+        rule = self.optimizer
+        needed = rule.of_all * self.parameters + rule.of_largest * self.largest
+        return self.shared(needed + rule.of_previous * self.largest_inside, 1)
+
+    def shared(self, size: float, stage: int) -> int:
+        return -(-round(size) // self.layout.dp) if self.zero >= stage else round(size)
+
+    # what a moment has of the weights besides
+
+    def cast_bytes(self, layers: int, *, head: bool) -> int:
+        """16-bit weights of so many layers. FSDP gathers weights in 16 bit and casts nothing."""
+        if not self.casts or self.zero == 3:
+            return 0
+        return self.compute * (layers * self.matrices + head * self.table)
+
+    @property
+    def gathered(self) -> int:
+        """ZeRO 3: this layer, the next one on its way, and what lies outside the layers. ZeRO 2 and 3: gradients of
+        one layer before they are shared out."""
+        weights = self.compute * (2 * self.layer + self.outer) if self.zero == 3 else 0
+        return weights + (FP32 * self.layer if self.zero >= 2 else 0)
+
+
+def compute_bytes(plan: Plan) -> int:
+    """Of a number that a matmul reads."""
+    return 2 if plan.autocast else FP32
+
+
+# what a layer keeps
+
+
+def layer_activations(shape: Shape, plan: Plan, tp: int = 1) -> dict[str, float]:
+    """Bytes per token that one layer keeps for its backward, by kind, when no block is checkpointed. Tensor-parallel
+    GPUs share what lies inside attention and MLP; the stream and its norms each has whole."""
+    C, c = shape.d_model, compute_bytes(plan)
+    statistics = 2 if shape.norm == "layernorm" and not plan.compile else 1  # mean and 1/std; Inductor keeps one
+    return {
+        "residual": 2 * FP32 * C,  # what each norm reads: autocast leaves the stream in fp32
+        "normalised": 2 * c * C + 2 * FP32 * statistics,  # what the first matmul of each branch reads
+        "qkv": _qkv(shape, plan, tp),
+        "attention core": _core(shape, plan, tp),
+        "attention output": c * shape.query_width / tp,  # what the output projection reads
+        "mlp": mlp_tensors(shape, plan) * c * shape.d_ff / tp,
+    }
+
+
+def _qkv(shape: Shape, plan: Plan, tp: int) -> float:
+    c, Q, KV = compute_bytes(plan), shape.query_width / tp, shape.kv_width / tp
+    if plan.attention == "naive" and plan.checkpointing != "selective":
+        return 3 * c * Q  # batched matmuls copy q, k and v head by head; shared keys and values once per query head
+    projected = c * (Q + 2 * KV)
+    if shape.positions != "rope":
+        return projected
+    rotated = c * (Q + KV)
+    return rotated + (projected if shape.fused_qkv else c * KV)  # v, a view, holds on to the whole projection
+
+
+def _core(shape: Shape, plan: Plan, tp: int) -> float:
+    """Between q, k, v and the output: nothing if it is computed again."""
+    heads, c = shape.heads / tp, compute_bytes(plan)
+    if plan.checkpointing == "selective":
+        return 0
+    if plan.attention != "naive":
+        return FP32 * heads  # the logarithm of each row's sum
+    square = heads * shape.sequence
+    if plan.compile:
+        return 2 * c * square + 2 * FP32 * heads  # scores, weights; maximum and sum of each row
+    return FP32 * square + (c * square if c != FP32 else 0)  # softmax, which autocast does in fp32, and its 16-bit copy
+
+
+def mlp_tensors(shape: Shape, plan: Plan) -> int:
+    """Of the MLP's width: GELU's input and output; gate, up and their product, and eager silu(gate) too."""
+    if not shape.gated:
+        return 2
+    return 3 if plan.compile else 4
+
+
+def kept_activations(rank: Rank, layers: int) -> dict[str, float]:
+    """Bytes of the first `layers` layers of this GPU, for one micro batch, with the batch itself."""
+    shape, plan = rank.shape, rank.plan
+    of_one = layer_activations(shape, plan, rank.layout.tp)
+    if plan.checkpointing == "full":
+        of_one = {"residual": FP32 * shape.d_model}  # the input of the block
+    kept = {kind: rank.tokens * layers * size for kind, size in of_one.items()}
+    kept["embedding"] = batch_bytes(rank)
+    return kept
+
+
+def batch_bytes(rank: Rank) -> float:
+    """Inputs and targets as 64-bit integers, twice where the next batch is copied ahead; Inductor also keeps the
+    positions' rows."""
+    batches = 2 if rank.plan.loader_workers else 1
+    learned = rank.first and rank.shape.positions == "learned"
+    rows = FP32 * rank.shape.d_model if rank.plan.compile else 8  # eager keeps their indices
+    return 16 * rank.tokens * batches + (rank.shape.sequence * rows if learned else 0)
+
+
+def final_activations(rank: Rank) -> dict[str, float]:
+    """Of the last norm: what it reads, and what it gives the head. A head that computes its gradient at once keeps no
+    input; Inductor computes the last block's output again when that block is checkpointed."""
+    if not rank.last:
+        return {}
+    again = rank.plan.compile and rank.plan.checkpointing == "full"
+    statistics = 2 if rank.shape.norm == "layernorm" and not rank.plan.compile else 1
+    per_token = {"residual": 0 if again else FP32 * rank.shape.d_model}
+    per_token["normalised"] = FP32 * statistics + (rank.compute * rank.shape.d_model if rank.plan.loss == "full" else 0)
+    return {kind: rank.tokens * size for kind, size in per_token.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerBackward:
+    """Bytes per token at the worst point of one layer's backward, beyond what the layer has kept."""
+
+    recomputed: float
+    flowing: float
+    """Gradients on their way, less what the layer has given up by then."""
+
+
+def layer_backward(rank: Rank) -> LayerBackward:
+    """The MLP's gradients come first, while everything is there; then attention's, when the MLP's tensors are gone."""
+    worst = max(_in_mlp(rank), _in_attention(rank), key=lambda point: point.recomputed + point.flowing)
+    if worst.flowing < 0:  # more was given up than is on its way
+        return LayerBackward(recomputed=worst.recomputed + worst.flowing, flowing=0)
+    return worst
+
+
+def _stream(rank: Rank) -> float:
+    """The stream's gradient, and its copy for the branch."""
+    return rank.shape.d_model * (FP32 + (rank.compute if rank.casts else 0))
+
+
+def _in_mlp(rank: Rank) -> LayerBackward:
+    """A gated MLP has the gradients of gate and up at once, when its product is gone."""
+    width = (2 if rank.shape.gated else 1) * rank.compute * rank.shape.d_ff / rank.layout.tp
+    whole = layer_activations(rank.shape, rank.plan, rank.layout.tp)
+    again = sum(whole.values()) - FP32 * rank.shape.d_model if rank.plan.checkpointing == "full" else 0
+    return LayerBackward(recomputed=again, flowing=_stream(rank) + width)
+
+
+def _in_attention(rank: Rank) -> LayerBackward:
+    shape, plan, tp, c = rank.shape, rank.plan, rank.layout.tp, rank.compute
+    Q, KV = shape.query_width / tp, shape.kv_width / tp
+    naive = plan.attention == "naive"
+    whole = layer_activations(shape, replace(plan, checkpointing="none"), tp)
+    freed = whole["mlp"] + (FP32 + c) * shape.d_model  # with what the MLP's norm read and wrote
+    # A fused kernel: gradients of q, k, v, then the three side by side; dq is summed up in fp32.
+    core = _naive_backward(rank) if naive else 2 * c * (Q + 2 * KV) + FP32 * Q
+    again = {
+        "none": 0,
+        "selective": whole["attention core"] + (whole["qkv"] if naive else whole["attention output"]),
+        "full": sum(whole.values()) - FP32 * shape.d_model,
+    }[plan.checkpointing]
+    return LayerBackward(recomputed=again, flowing=_stream(rank) + c * Q + core - freed)
+
+
+def _naive_backward(rank: Rank) -> float:
+    """Squares of scores beyond the kept ones, when softmax's gradient has just been computed."""
+    square = rank.shape.heads / rank.layout.tp * rank.shape.sequence
+    if rank.plan.compile:
+        return rank.compute * square  # the weights' gradient, which becomes the scores'
+    return (6 if rank.casts else 8) * square  # both in fp32; the 16-bit weights are gone by then

@@ -1,0 +1,340 @@
+"""Peak device memory of a training step, tensor by tensor, before anything runs.
+
+    memory = predict_memory(shape, plan, micro_batch=16)
+    memory.allocated     # comparable with torch.cuda.max_memory_allocated
+    memory.total         # with what the allocator holds on to, and with what lies outside it: what a card must have
+
+A step has a few moments at which the peak can lie: the loss, forward or backward, the backward of the last or the
+first layer, the embedding's gradient, the update. The largest of them is the prediction. Every term is a tensor; which
+of them were seen alive on an H200, which on a CPU and which are reasoned is in docs/memory.md. Left out: dropout,
+sequence parallelism, offloading, buckets of DDP beside the gradients. What fits a card: predict/fitting.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+
+from redline.core.errors import UserError, unknown_name
+from redline.core.plan import Plan
+from redline.core.workload import Shape, check_positive
+from redline.predict.activations import (
+    FP32,
+    Rank,
+    batch_bytes,
+    final_activations,
+    kept_activations,
+    layer_backward,
+    mlp_tensors,
+)
+from redline.predict.optimizers import find_optimizer
+from redline.predict.parallel import Layout, check_layout
+
+KINDS = ("residual", "normalised", "qkv", "attention core", "attention output", "mlp", "embedding", "recomputed")
+MIB = 1024**2
+# cuBLAS has a workspace per thread that calls it: the forward's and the backward's. 32 MiB each is Hopper's and
+# Blackwell's; older cards take 8. Beside them a small one of cublasLt.
+WORKSPACES = (2 * 32 + 1) * MIB
+CONTEXT = 810 * 10**6  # CUDA context and loaded kernels: 787 to 884 MB in the ladder's record of 2026-11-15 on an H200
+COLLECTIVES = 1536 * MIB  # NCCL's buffers where GPUs talk: 1 to 2 GiB (FACTS section 3)
+FRAGMENTATION = 0.08  # reserved over allocated: the median of the memory record is 1.08, a single run 1.01 to 1.6
+PIECES = {"fused": 1, "chunked": 8}  # of the tokens, in model/loss.py
+ALIGNED_BYTES, STRIDE_BYTES = 16, 128  # Inductor pads odd matmuls to the first, and wide rows to the second
+INFERENCE_BYTES = {"fp32": 4, "mixed": 4, "half": 2, "int8": 1}  # per parameter; mixed has 16-bit casts besides
+ZERO_STAGES = (0, 1, 2, 3)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Bytes on one GPU at the moment of the peak."""
+
+    moment: str
+    weights: int
+    gradients: int = 0
+    optimizer: int = 0
+    activations: dict[str, int] = field(default_factory=dict)
+    """Kept for the backward pass, by kind: KINDS."""
+    logits: int = 0
+    """Logits, their copies and their gradient."""
+    temporary: int = 0
+    """Gradients on their way through a layer, workspaces of matmuls, what an update needs."""
+    autocast_cache: int = 0
+    """16-bit copies of the weights."""
+    context: int = 0
+    """Outside the allocator."""
+
+    @property
+    def activation_bytes(self) -> int:
+        return sum(self.activations.values())
+
+    @property
+    def allocated(self) -> int:
+        """What torch.cuda.max_memory_allocated would say."""
+        parts = (self.weights, self.gradients, self.optimizer, self.logits, self.temporary, self.autocast_cache)
+        return sum(parts) + self.activation_bytes
+
+    @property
+    def fragmentation(self) -> int:
+        """Reserved by the allocator and not in use: a typical share, not a prediction."""
+        return round(FRAGMENTATION * self.allocated)
+
+    @property
+    def total(self) -> int:
+        return self.allocated + self.fragmentation + self.context
+
+
+def predict_memory(
+    shape: Shape,
+    plan: Plan,
+    *,
+    micro_batch: int,
+    layout: Layout | None = None,
+    zero: int = 0,
+    optimizer: str | None = None,
+    inference: bool | str = False,
+) -> Memory:
+    """The GPU that needs most. `optimizer`: a name in predict/optimizers.py instead of the plan's. `zero`: the ZeRO
+    stage among the data-parallel GPUs; 3 is FSDP. `inference`: True, or a precision of INFERENCE_BYTES."""
+    check_positive("micro batch", micro_batch)
+    layout = layout or Layout(gpus=1)
+    check_layout(layout, shape)
+    _check_choices(plan, layout, zero)
+    if inference:
+        return _generate(
+            shape, plan, micro_batch=micro_batch, layout=layout, weights=inference_precision(plan, inference)
+        )
+    row = find_optimizer(optimizer or plan.optimizer)
+    moments = [
+        memory
+        for first, last in _ends(layout.pp)
+        for memory in _moments(
+            Rank(
+                shape=shape,
+                plan=plan,
+                micro_batch=micro_batch,
+                layout=layout,
+                zero=zero,
+                optimizer=row,
+                first=first,
+                last=last,
+            )
+        )
+    ]
+    return max(moments, key=lambda memory: memory.total)
+
+
+def _check_choices(plan: Plan, layout: Layout, zero: int) -> None:
+    for name, value, known in (
+        ("loss", plan.loss, ("full", *PIECES)),
+        ("attention", plan.attention, ("naive", "flash", "cudnn")),
+        ("checkpointing", plan.checkpointing, ("none", "selective", "full")),
+    ):
+        if value not in known:
+            raise unknown_name(name, value, known)
+    if zero not in ZERO_STAGES:
+        raise UserError(f"ZeRO stage {zero}", "the stages are 0 to 3", "use 0, 1, 2 or 3")
+    if zero and layout.dp == 1:
+        raise UserError(
+            f"ZeRO stage {zero} with one replica of the model",
+            "ZeRO shares state among data-parallel GPUs, and DP = GPUs / (TP x PP) is 1",
+            "use more GPUs, or ZeRO 0",
+        )
+
+
+def _ends(pp: int) -> tuple[tuple[bool, bool], ...]:
+    """The pipeline's first and last stage; those between hold less than one of them."""
+    return ((True, True),) if pp == 1 else ((True, False), (False, True))
+
+
+# the moments of a step
+
+
+def _moments(rank: Rank) -> Iterator[Memory]:
+    if rank.last:
+        yield from _loss_moments(rank)
+    yield _layer_moment(rank, "backward of the last layer", behind=rank.layers - 1)
+    yield _layer_moment(rank, "backward of the first layer", behind=0)
+    if rank.first:
+        yield _embedding_moment(rank)
+    yield _moment(rank, "optimizer update", gradients=rank.gradient_bytes, temporary=rank.update_bytes)
+
+
+def _moment(
+    rank: Rank,
+    name: str,
+    *,
+    activations: dict[str, float] | None = None,
+    gradients: int = 0,
+    logits: float = 0,
+    temporary: float = 0,
+    casts: int = 0,
+) -> Memory:
+    waiting = rank.in_flight - 1  # whole micro batches of a pipeline
+    kept = activations or {}
+    if waiting:
+        kept = _sum(kept, {kind: waiting * size for kind, size in kept_activations(rank, rank.layers).items()})
+    return Memory(
+        moment=name,
+        weights=rank.weight_bytes,
+        gradients=gradients,
+        optimizer=rank.optimizer_bytes,
+        activations={kind: round(kept[kind]) for kind in KINDS if kept.get(kind)},
+        logits=round(logits),
+        temporary=WORKSPACES + round(temporary),
+        autocast_cache=casts,
+        context=_context(rank),
+    )
+
+
+def _loss_moments(rank: Rank) -> Iterator[Memory]:
+    """The end of the forward, with every activation in place; then the start of the backward."""
+    whole = _sum(kept_activations(rank, rank.layers), final_activations(rank))
+    blocks_again = rank.plan.checkpointing == "full"
+    for name, logits, temporary in LOSSES[rank.plan.loss](rank):
+        # Autocast's cache lasts through the forward; after it, what no node saved is gone. Inductor has no such cache.
+        cached = rank.layers if not blocks_again or (name == LOSS_FORWARD and not rank.plan.compile) else 0
+        yield _moment(
+            rank,
+            name,
+            activations=whole,
+            gradients=rank.standing_gradients,
+            logits=logits,
+            temporary=temporary + rank.gathered,
+            casts=rank.cast_bytes(cached, head=True),
+        )
+
+
+LOSS_FORWARD, LOSS_BACKWARD = "forward of the loss", "backward of the loss"
+LossMoments = Iterator[tuple[str, float, float]]
+
+
+def _full_loss(rank: Rank) -> LossMoments:
+    """Cross-entropy over all logits: (moment, bytes of logits, other bytes)."""
+    c, numbers = rank.compute, rank.tokens * rank.rows
+    if not rank.plan.compile:
+        copy = FP32 if rank.casts else 0
+        yield LOSS_FORWARD, (c + copy + FP32) * numbers, 0  # logits, in fp32 too, log-probabilities
+        yield LOSS_BACKWARD, 3 * FP32 * numbers, 0  # log-probabilities, their gradient, the logits' gradient
+        return
+    # Inductor writes the gradient over the logits, unless it had to pad them: then both exist, in wider rows. The
+    # gradient of what the head read comes beside them.
+    odd = rank.rows * c % ALIGNED_BYTES
+    numbers = rank.tokens * _padded(rank.rows, STRIDE_BYTES // c) if odd else numbers
+    yield LOSS_BACKWARD, (2 if odd else 1) * c * numbers, c * rank.tokens * rank.shape.d_model
+
+
+def _head_loss(rank: Rank) -> LossMoments:
+    """Logits of one piece, which become their gradient where they lie. Twice at most: when the head's gradients of two
+    pieces are added, and when the pieces' gradients of the features are joined."""
+    c, table, stream = rank.compute, rank.table, rank.tokens * rank.shape.d_model
+    pieces = PIECES[rank.plan.loss]
+    logits = c * -(-rank.tokens // pieces) * rank.rows
+    # What the head reads, in 16 bit, and eager also as the norm wrote it.
+    features = c * stream + (FP32 * stream if rank.casts and not rank.plan.compile else 0)
+    parts = 2 * c if rank.casts else c  # the second one meets the first, which is widened only then
+    adding = (2 * FP32 + parts) * table + c * stream if pieces > 1 else 0  # two sums, parts; features' gradients
+    joining = (FP32 + c if pieces > 1 else c) * table + 2 * c * stream
+    yield LOSS_FORWARD, logits, features + max(adding, joining)
+
+
+LOSSES: dict[str, Callable[[Rank], LossMoments]] = {"full": _full_loss, "fused": _head_loss, "chunked": _head_loss}
+
+
+def _layer_moment(rank: Rank, name: str, behind: int) -> Memory:
+    """One layer in its backward, `behind` layers waiting for theirs; those after it have turned into gradients."""
+    extra = layer_backward(rank)
+    kept = kept_activations(rank, behind + 1)
+    kept["recomputed"] = rank.tokens * extra.recomputed
+    casts = behind + 1 if rank.plan.checkpointing != "full" else 1
+    done = FP32 * ((rank.layers - behind - 1) * rank.layer + rank.last * (rank.table + rank.vectors))
+    gradients = min(rank.gradient_bytes, max(rank.standing_gradients, rank.shared(done, 2)))
+    return _moment(
+        rank,
+        name,
+        activations=kept,
+        gradients=gradients,
+        # A weight's gradient comes out of the matmul in 16 bit before it is widened.
+        temporary=rank.tokens * extra.flowing + rank.gathered + (rank.compute * rank.matrices if rank.casts else 0),
+        casts=rank.cast_bytes(casts, head=False),
+    )
+
+
+def _embedding_moment(rank: Rank) -> Memory:
+    """A gradient as large as the table. Where head and embedding are one, the head's waits, and their sum is a third.
+    The stream's gradient feeds it."""
+    stream = FP32 * rank.tokens * rank.shape.d_model
+    own = 2 * FP32 * rank.table if rank.head_is_embedding else 0
+    return _moment(
+        rank,
+        "gradient of the embedding",
+        activations={"embedding": batch_bytes(rank)},
+        gradients=rank.gradient_bytes,
+        temporary=stream + own + rank.gathered,
+    )
+
+
+def _context(rank: Rank) -> int:
+    return CONTEXT + (COLLECTIVES if rank.layout.gpus > 1 else 0)
+
+
+def _sum(a: dict[str, float], b: dict[str, float]) -> dict[str, float]:
+    return {kind: a.get(kind, 0) + b.get(kind, 0) for kind in (*a, *(kind for kind in b if kind not in a))}
+
+
+def _padded(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+# inference
+
+
+def inference_precision(plan: Plan, inference: bool | str) -> str:
+    if isinstance(inference, str):
+        if inference not in INFERENCE_BYTES:
+            raise unknown_name("inference precision", inference, INFERENCE_BYTES)
+        return inference
+    return "mixed" if plan.autocast else "fp32"
+
+
+def _generate(shape: Shape, plan: Plan, *, micro_batch: int, layout: Layout, weights: str) -> Memory:
+    """Reading whole sequences with a cache of keys and values: nothing is kept but that, and only the last token of
+    each sequence meets the head."""
+    plan = replace(plan, autocast=None if weights == "fp32" else plan.autocast or "bf16", checkpointing="none")
+    ends = [
+        Rank(
+            shape=shape,
+            plan=plan,
+            micro_batch=micro_batch,
+            layout=layout,
+            zero=0,
+            optimizer=find_optimizer("adamw-fused"),
+            first=first,
+            last=last,
+        )
+        for first, last in _ends(layout.pp)
+    ]
+    return max((_prefill(rank, weights) for rank in ends), key=lambda memory: memory.total)
+
+
+def _prefill(rank: Rank, weights: str) -> Memory:
+    shape, c, tp = rank.shape, rank.compute, rank.layout.tp
+    C, Q, KV, F = shape.d_model, shape.query_width / tp, shape.kv_width / tp, shape.d_ff / tp
+    stream = (FP32 if weights in ("fp32", "mixed") else c) * C
+    mlp = mlp_tensors(shape, rank.plan) * c * F
+    square = shape.heads / tp * shape.sequence
+    # Naive softmax: its input and output in fp32, and the scores that autocast has in 16 bit.
+    softmax = (2 * c if rank.plan.compile else 2 * FP32 + (c if rank.casts else 0)) * square
+    attention = c * (2 * Q + 2 * KV) + (softmax if rank.plan.attention == "naive" else 0)
+    return Memory(
+        moment="prefill of whole prompts",
+        weights=INFERENCE_BYTES[weights] * rank.parameters,
+        activations={
+            "keys and values": round(rank.tokens * rank.layers * 2 * c * KV),
+            "one layer": round(rank.tokens * (stream + c * C + max(mlp, attention))),
+            "embedding": round(8 * rank.tokens),
+        },
+        logits=rank.last * rank.micro_batch * rank.rows * (c + FP32),
+        temporary=WORKSPACES // 2,  # no backward, so one thread
+        autocast_cache=rank.cast_bytes(rank.layers, head=rank.last) if weights == "mixed" else 0,
+        context=_context(rank),
+    )

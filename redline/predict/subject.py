@@ -1,0 +1,104 @@
+"""A shape and how it is to be trained: all that decides the sizes of a step's GEMMs, and the work and time in them.
+
+    subject = Subject(shape=PRESETS["gpt2"].shape, micro_batch=16, device=find_device("H200"))
+    predicted_gain(subject, subject.changed({"vocab": 50304})) -> 0.097
+
+What `redline lint` reasons about. Time is that of the GEMMs alone, as predict/tiles.py predicts it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from redline.core.devices import Device
+from redline.core.plan import Plan
+from redline.core.workload import Shape
+from redline.predict.gemms import Gemm, attention_gemms, linear_gemms
+from redline.predict.sizes import Change, ranks_fit
+from redline.predict.tiles import ELEMENT_BYTES, estimate
+
+DEFAULT_ALIGNMENT_BYTES = 128  # of every tensor core since the A100
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """A shape and how it is to be trained: everything that decides the sizes of a step's GEMMs."""
+
+    shape: Shape
+    micro_batch: int
+    tp: int = 1
+    dtype: str = "bf16"
+    device: Device | None = None
+    batch_is_chosen: bool = False
+    """The user named the micro batch; one that was assumed is not complained about."""
+    settled: frozenset[str] = frozenset()
+    """What earlier findings changed: no later one proposes another value."""
+
+    @property
+    def alignment_bytes(self) -> int:
+        return DEFAULT_ALIGNMENT_BYTES if self.device is None else self.device.alignment_bytes
+
+    @property
+    def multiple(self) -> int:
+        """Elements of an aligned row."""
+        return max(1, self.alignment_bytes // ELEMENT_BYTES[self.dtype])
+
+    @property
+    def divides(self) -> bool:
+        """Every rank holds the same whole sizes."""
+        return ranks_fit(self.shape, self.tp) and not (self.shape.d_ff % self.tp or self.shape.vocab % self.tp)
+
+    @cached_property
+    def flops(self) -> int:
+        return sum(gemm.flops for gemm in self.gemms)
+
+    @cached_property
+    def seconds(self) -> float | None:
+        """Predicted, of all GEMMs of a step; None without a device, or where the ranks' shares are no whole sizes."""
+        return self._seconds(whole_waves=True)
+
+    @cached_property
+    def seconds_of_tiles(self) -> float | None:
+        """The same if a last round of tiles cost only what it uses."""
+        return self._seconds(whole_waves=False)
+
+    def _seconds(self, whole_waves: bool) -> float | None:
+        device = self.device
+        if device is None or not self.divides:
+            return None
+        return math.fsum(
+            gemm.count * estimate(gemm, device, self.dtype, whole_waves=whole_waves).seconds for gemm in self.gemms
+        )
+
+    @cached_property
+    def gemms(self) -> tuple[Gemm, ...]:
+        """Of one step on one rank: the layers' with weights, and attention's products unfused."""
+        size = {"micro_batch": self.micro_batch, "tp": self.tp}
+        return (*linear_gemms(self.shape, Plan(), **size), *attention_gemms(self.shape, **size))
+
+    def changed(self, change: Change) -> Subject:
+        own = {name: value for name, value in change.items() if name in ("micro_batch", "tp")}
+        shape = replace(self.shape, **{name: value for name, value in change.items() if name not in own})
+        return replace(self, shape=shape, settled=self.settled | change.keys(), **own)
+
+
+def useful_flops(subject: Subject, vocab: int) -> int:
+    """With the vocabulary as it was: rows that pad it are no use to anybody."""
+    if subject.shape.vocab == vocab:
+        return subject.flops
+    return replace(subject, shape=replace(subject.shape, vocab=vocab)).flops
+
+
+def gain(before: Subject, after: Subject, seconds_before: float | None, seconds_after: float | None) -> float | None:
+    """How much more useful work a second of GEMM time does: 0.05 is 5 % more. Counting work, and not time alone, keeps
+    a smaller layer from looking like a faster one."""
+    if not seconds_before or not seconds_after:
+        return None
+    vocab = before.shape.vocab
+    return useful_flops(after, vocab) / seconds_after / (useful_flops(before, vocab) / seconds_before) - 1
+
+
+def predicted_gain(before: Subject, after: Subject) -> float | None:
+    return gain(before, after, before.seconds, after.seconds)

@@ -1,0 +1,200 @@
+"""An estimate for the terminal: FLOPs with their conventions, memory as a stacked bar and a table, the roofline.
+
+    print_estimate(document, Console())        the document is that of `redline estimate --json`
+
+Each part of the bar is drawn with its own letter, so that it can be read without colours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from redline.core.units import UNKNOWN, human_bytes, human_percent, human_rate, human_seconds
+from redline.report import Document, one_line
+from redline.report.table import Note, notes_grid
+
+BAR_COLUMNS = 96
+FREE, END = "·", "the card ends here ^"
+# Letter, colour and meaning of each part, in the order of the bar.
+PARTS = {
+    "weights": ("W", "blue", "parameters, and the causal mask"),
+    "gradients": ("G", "cyan", "alive at that moment"),
+    "optimizer": ("O", "magenta", "state that stays"),
+    "activations": ("A", "green", "kept for the backward pass"),
+    "logits": ("L", "yellow", "with copies and gradient"),
+    "autocast_cache": ("c", "bright_blue", "16-bit copies of weights"),
+    "working": ("t", "white", "gradients on their way, workspaces of matmuls, the update"),
+    "fragmentation": ("f", "bright_black", "reserved and not used: a typical share"),
+    "context": ("x", "red", "outside the allocator: CUDA context, libraries, NCCL"),
+}
+LABELS = {"autocast_cache": "autocast cache", "working": "temporary"}
+IN_INFERENCE = {
+    "weights": "parameters",
+    "activations": "keys and values of all layers, one layer at work",
+    "logits": "of the last token of each sequence",
+    "working": "workspaces of matmuls",
+}
+
+
+def print_estimate(document: Document, console: Console) -> None:
+    console.print(Text(subject_text(document), overflow="fold"))
+    console.print()
+    console.print(flops_table(document))
+    console.print()
+    console.print(memory_bar(document, min(BAR_COLUMNS, console.width)))
+    console.print(Text(memory_text(document), overflow="fold"))
+    console.print()
+    console.print(memory_table(document))
+    if document["what_to_change"]:
+        console.print()
+        console.print(changes_table(document))
+    if document["roofline"] is not None:
+        console.print()
+        console.print(roofline_table(document["roofline"]))
+    console.print()
+    console.print(notes_grid(list(notes_of(document))))
+
+
+def subject_text(document: Document) -> str:
+    shape, settings = document["shape"], document["settings"]
+    kv = f" ({shape['kv_heads']} for keys and values)" if shape.get("kv_heads") else ""
+    parts = [
+        f"{one_line(document['name'])}: {document['parameters']:,} parameters, {shape['layers']} layers",
+        f"{shape['heads']} heads{kv}",
+        f"d_model {shape['d_model']}",
+        f"d_ff {shape['d_ff']}",
+        f"vocabulary {shape['vocab']}",
+        f"{settings['micro_batch']} x {settings['sequence']} tokens",
+        settings["precision"],
+        "inference" if settings["inference"] else settings["optimizer"],
+        one_line(document["hardware"]["name"] or "no device"),
+    ]
+    return ", ".join(parts)
+
+
+def _table(*columns: str) -> Table:
+    """The first column is text, those that end in a space are numbers."""
+    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for name in columns:
+        number = name.endswith(" ")
+        table.add_column(name.strip(), justify="right" if number else "left", no_wrap=number, overflow="fold")
+    return table
+
+
+def flops_table(document: Document) -> Table:
+    flops = document["flops_per_token"]
+    table = _table("FLOPs per token", "MFLOP ", f"convention ({flops['passes']})")
+    for name, key, convention in (
+        ("model (MFU counts it)", "model", flops["convention"]),
+        ("model, causal", "causal", flops["causal_convention"]),
+        ("hardware (HFU counts it)", "hardware", flops["hardware_convention"]),
+        ("6N", "six_n", "six per parameter as published, no attention"),
+    ):
+        if flops[key] is not None:
+            table.add_row(name, f"{flops[key] / 1e6:,.1f}", convention)
+    return table
+
+
+# memory
+
+
+def parts_of(document: Document) -> dict[str, int]:
+    """Bytes in the order of the bar; the detail tells apart what the contract calls temporary."""
+    everything = {**document["memory"], **{k: v for k, v in document["memory_detail"].items() if isinstance(v, int)}}
+    return {name: everything[name] for name in PARTS}
+
+
+def memory_bar(document: Document, width: int = BAR_COLUMNS) -> Text:
+    """To the scale of the card, or of what is needed where that is more: then the end is marked as beyond the card."""
+    parts, total = parts_of(document), document["memory"]["total"]
+    memory = document["hardware"]["memory_bytes"]
+    scale = max(total, memory or 0) / width
+    bar, filled, drawn = Text(), 0, 0
+    for name, size in parts.items():
+        letter, colour, _ = PARTS[name]
+        filled += size
+        columns = round(filled / scale) - drawn  # by running sum: rounding never makes the bar longer or shorter
+        bar.append(letter * columns, style=f"black on {colour}")
+        drawn += columns
+    bar.append(FREE * (width - drawn), style="dim")
+    if memory is not None and total > memory:
+        bar.append(f"\n{END:>{max(round(memory / scale), len(END))}}", style="bold red")
+    return bar
+
+
+def memory_text(document: Document) -> str:
+    total, memory = document["memory"]["total"], document["hardware"]["memory_bytes"]
+    needs = f"{human_bytes(total)} at the peak, in the {document['memory_detail']['moment']}"
+    if memory is None:
+        return f"{needs}; no device to compare with"
+    largest = document["max_micro_batch"]
+    best = f"the largest micro batch that fits is {largest}" if largest else "no micro batch fits"
+    share = f"{human_percent(total / memory, 0)} of {human_bytes(memory)}"
+    return f"{needs}: {share}{'' if document['fits'] else ', which does not fit'}; {best}"
+
+
+def memory_table(document: Document) -> Table:
+    table = _table("", "memory", "bytes ", "share ", "what")
+    total = document["memory"]["total"]
+    for name, size in parts_of(document).items():
+        letter, colour, meaning = PARTS[name]
+        if document["settings"]["inference"]:
+            meaning = IN_INFERENCE.get(name, meaning)
+        key = Text(letter, style=f"black on {colour}")
+        table.add_row(key, LABELS.get(name, name), human_bytes(size), human_percent(size / total), meaning)
+        if name == "activations":
+            for kind, part in document["memory_detail"]["activations"].items():
+                table.add_row("", Text(f"  {kind}", style="dim"), human_bytes(part), human_percent(part / total), "")
+    table.add_row("", Text("total", style="bold"), human_bytes(total), "", "")
+    return table
+
+
+def changes_table(document: Document) -> Table:
+    table = _table("to make it fit, one on top of the other", "peak ", "fits", "costs")
+    for change in document["what_to_change"]:
+        fits = Text("yes", style="bold green") if change["fits"] else Text("no", style="red")
+        table.add_row(change["what"], human_bytes(change["total"]), fits, change["cost"])
+    return table
+
+
+# speed
+
+
+def roofline_table(roofline: Document) -> Table:
+    """Three answers, and where the realistic one spends its time."""
+    table = _table("roofline", "step ", "tokens/s ", "what")
+    expected = roofline["expected"]
+    for name, key, what in (
+        ("floor", "floor", "the FLOPs alone, at the data sheet's matmul rate"),
+        ("speed of light", "light", "every operation at the data sheet's peaks, one after the other"),
+        ("expected", "expected", expected["peaks"]["source"]),
+    ):
+        side = roofline[key]
+        style = "bold" if key == "expected" else ""
+        table.add_row(
+            Text(name, style=style), human_seconds(side["seconds"]), human_rate(side["tokens_per_second"]), what
+        )
+    for group, seconds in expected["groups"].items():
+        share = human_percent(seconds / expected["seconds"])
+        table.add_row(Text(f"  {group}", style="dim"), human_seconds(seconds), "", f"{share} of the expected step")
+    return table
+
+
+def notes_of(document: Document) -> Iterator[Note]:
+    yield Note(about="tokens/s", text=speed_text(document))
+    yield Note(about="batch", text=document["batch"]["sentence"])
+    if document["hardware"]["reason"]:
+        yield Note(about="device", text=one_line(document["hardware"]["reason"]))
+    for note in document["notes"]:
+        yield Note(about="note", text=one_line(note))
+
+
+def speed_text(document: Document) -> str:
+    if document["tokens_per_second"] is None:
+        return f"{UNKNOWN} ({one_line(document['tokens_per_second_reason'])})"
+    return f"{human_rate(document['tokens_per_second'])} expected; measure it with redline ladder"

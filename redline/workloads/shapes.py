@@ -1,0 +1,166 @@
+"""What a user points at, as a shape: a preset's name, a Hugging Face config or model folder, a shape file.
+
+    name, shape, origin = resolve_shape("gpt2")
+    name, shape, origin = resolve_shape("models/llama/config.json")
+    name, shape, origin = resolve_shape("shape.json")       # {"layers": 12, "heads": 12, ...}: the fields of Shape
+
+Nothing is downloaded and no model code is run; a Python file of the user's own is not read here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from redline.core.errors import UserError, unknown_name
+from redline.core.values import to_json
+from redline.core.workload import SIZES, Shape
+from redline.workloads.huggingface import change_config, is_config, read_config
+from redline.workloads.presets import PRESETS
+
+CONFIG_FILE = "config.json"
+FILE_BYTES = 16 * 1024**2  # a config is kilobytes; weights given by mistake are gigabytes
+# Beyond every model that was ever trained, by far: such a number is a slip of the keyboard, and arithmetic on it tells
+# nothing. Sixteen million tokens of context is the largest anyone has claimed.
+LARGEST = {
+    "layers": 10_000,
+    "heads": 4_096,
+    "head_dim": 16_384,
+    "d_model": 2**20,
+    "d_ff": 2**22,
+    "vocab": 2**24,
+    "sequence": 2**24,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Origin:
+    """Where a shape came from; what a changed one is written back as."""
+
+    kind: str
+    """'preset', 'huggingface' or 'shape'."""
+    text: str
+    """For people: 'preset', or the kind and the path."""
+    path: Path | None = None
+    config: dict[str, Any] | None = None
+    """The Hugging Face config as it was read."""
+    notes: tuple[str, ...] = ()
+    """What of the model the shape cannot say."""
+
+
+class Resolved(NamedTuple):
+    name: str
+    shape: Shape
+    origin: Origin
+
+
+def resolve_shape(words: str) -> Resolved:
+    if words in PRESETS:
+        return Resolved(words, PRESETS[words].shape, Origin(kind="preset", text="preset"))
+    path = _existing_path(words)
+    data = read_json_object(path)
+    name = path.parent.resolve().name if path.name == CONFIG_FILE else path.stem
+    if is_config(data):
+        shape, notes = read_config(data)
+        origin = Origin(kind="huggingface", text=f"Hugging Face config {path}", path=path, config=data, notes=notes)
+    else:
+        shape, origin = read_shape(data, path), Origin(kind="shape", text=f"shape file {path}", path=path)
+    check_sane(shape)
+    return Resolved(name, shape, origin)
+
+
+def changed_document(resolved: Resolved, shape: Shape) -> dict[str, Any]:
+    """What to write for a changed shape: a config stays a config, everything else is a shape file."""
+    if resolved.origin.config is not None:
+        return change_config(resolved.origin.config, resolved.shape, shape)
+    return shape_fields(shape)
+
+
+def shape_fields(shape: Shape) -> dict[str, Any]:
+    """A shape file: the sizes always, the rest where it is not the default."""
+    defaults = {field.name: field.default for field in dataclasses.fields(Shape)}
+    return {name: value for name, value in to_json(shape).items() if name in SIZES or value != defaults[name]}
+
+
+def read_shape(data: dict[str, Any], path: Path) -> Shape:
+    names = [field.name for field in dataclasses.fields(Shape)]
+    if not set(data) & set(SIZES):
+        raise UserError(
+            f"{path} is neither a shape nor a Hugging Face config",
+            'a config has a "model_type"; a shape has the sizes of a model',
+            f"write {', '.join(SIZES)} into it, or point at a config.json",
+        )
+    for name in data:
+        if name not in names:
+            raise unknown_name("field of a shape", name, names)
+    for name in SIZES:
+        if name not in data:
+            raise UserError(
+                f"{path} has no {name}", "a shape needs all of its sizes, and none is guessed", f'add "{name}" to it'
+            )
+    _check_flags(data)
+    return Shape(**data)
+
+
+def _check_flags(data: dict[str, Any]) -> None:
+    for field in dataclasses.fields(Shape):
+        if isinstance(field.default, bool) and not isinstance(data.get(field.name, field.default), bool):
+            raise UserError(
+                f"{field.name} is {data[field.name]!r}", f"{field.name} is a yes or a no", "write true or false"
+            )
+
+
+def check_sane(shape: Shape) -> None:
+    for name, most in LARGEST.items():
+        value = getattr(shape, name)
+        if value is not None and value > most:
+            raise UserError(
+                f"{name} is {value:,}",
+                f"no model comes near it, so it is taken for a slip (the most is {most:,})",
+                f"check {name}",
+            )
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    try:
+        if path.exists() and not path.is_file():
+            raise UserError(f"cannot read {path}", "it is not a regular file", "point at a config.json or a shape")
+        if path.stat().st_size > FILE_BYTES:
+            raise UserError(
+                f"{path} is too large for a config", "it has more than 16 MiB", f"point at a {CONFIG_FILE} instead"
+            )
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"cannot read {path}", error.strerror or str(error), "check the path") from error
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise UserError(f"{path} is not JSON", str(error) or "too deep", "point at a config.json or a shape") from error
+    if not isinstance(data, dict):
+        raise UserError(
+            f"{path} holds no JSON object", f"it holds a {type(data).__name__}", 'write {"layers": ..., ...} into it'
+        )
+    return data
+
+
+def _existing_path(words: str) -> Path:
+    path = Path(words).expanduser()
+    if words and path.is_dir():
+        if not (path / CONFIG_FILE).is_file():
+            raise UserError(
+                f"{path} has no {CONFIG_FILE}",
+                "a model folder holds its config under that name",
+                "point at the folder that save_pretrained wrote, or at the file itself",
+            )
+        return path / CONFIG_FILE
+    if words and path.exists():
+        return path
+    if path.suffix == ".json" or len(path.parts) > 1:
+        raise UserError(
+            f"there is no file {words}",
+            "a name with a folder or with .json is taken for a file, and nothing is downloaded",
+            f"check the path, or use a preset: {', '.join(PRESETS)}",
+        )
+    error = unknown_name("workload", words, PRESETS)
+    raise UserError(error.problem, error.why, f"{error.fix}; or a config.json, a model folder or a shape file")

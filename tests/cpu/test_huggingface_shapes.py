@@ -1,0 +1,210 @@
+"""Every family against transformers itself: configs made by its classes, and tiny models built from them.
+
+The shape must imply the linear layers the model has, size by size, and its parameters; where a family has a few that a
+Shape cannot say (norms per head, biases of q, k and v alone), the difference is written out here and must be exact.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GemmaConfig,
+    GPT2Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+    MistralConfig,
+    Phi3Config,
+    PhiConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+from transformers.pytorch_utils import Conv1D
+
+from redline.core.plan import Plan
+from redline.core.workload import Shape
+from redline.predict.flops import parameters
+from redline.predict.gemms import linear_layers
+from redline.workloads import changed_document, resolve_shape
+from redline.workloads.huggingface import FAMILIES
+
+CLASSES = {
+    "gpt2": GPT2Config,
+    "llama": LlamaConfig,
+    "mistral": MistralConfig,
+    "qwen2": Qwen2Config,
+    "qwen3": Qwen3Config,
+    "gemma": GemmaConfig,
+    "gemma2": Gemma2Config,
+    "gemma3_text": Gemma3TextConfig,
+    "phi": PhiConfig,
+    "phi3": Phi3Config,
+    "gpt_neox": GPTNeoXConfig,
+}
+TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+SIZES = {
+    "vocab_size": 331,
+    "hidden_size": 96,
+    "intermediate_size": 200,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "max_position_embeddings": 64,
+    **TOKENS,
+}
+GROUPED = {**SIZES, "num_key_value_heads": 2}
+CASES = {
+    "gpt2": GPT2Config(vocab_size=331, n_embd=96, n_layer=3, n_head=6, n_positions=64, **TOKENS),
+    "gpt2-inner": GPT2Config(vocab_size=331, n_embd=96, n_layer=3, n_head=6, n_positions=64, n_inner=200, **TOKENS),
+    "gpt2-untied": GPT2Config(
+        vocab_size=331, n_embd=96, n_layer=3, n_head=6, n_positions=64, tie_word_embeddings=False, **TOKENS
+    ),
+    "llama": LlamaConfig(**SIZES),
+    "llama-grouped": LlamaConfig(**GROUPED, head_dim=32, tie_word_embeddings=True),
+    "llama-biases": LlamaConfig(**GROUPED, attention_bias=True, mlp_bias=True),
+    "llama-attention-bias": LlamaConfig(**GROUPED, attention_bias=True),
+    "mistral": MistralConfig(**GROUPED, head_dim=None, sliding_window=16),
+    "mistral-whole": MistralConfig(**GROUPED, head_dim=24, sliding_window=None),
+    "qwen2": Qwen2Config(**GROUPED),
+    "qwen2-window": Qwen2Config(**GROUPED, use_sliding_window=True, sliding_window=16, max_window_layers=1),
+    "qwen3": Qwen3Config(**GROUPED, head_dim=24),
+    "gemma": GemmaConfig(**GROUPED, head_dim=24),
+    "gemma2": Gemma2Config(**GROUPED, head_dim=24, sliding_window=16),
+    "gemma3_text": Gemma3TextConfig(**{**GROUPED, "num_hidden_layers": 7}, head_dim=24, sliding_window=16),
+    "phi": PhiConfig(**SIZES),
+    "phi-grouped": PhiConfig(**GROUPED),
+    "phi3": Phi3Config(**GROUPED),
+    "phi3-window": Phi3Config(**SIZES, sliding_window=16),
+    "gpt_neox": GPTNeoXConfig(**SIZES),
+    "gpt_neox-no-bias": GPTNeoXConfig(**SIZES, attention_bias=False),
+}
+
+
+def build(config):
+    """Sizes only: no memory, no initialisation."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
+def linear_sizes(model) -> Counter[tuple[int, int]]:
+    """(inputs, outputs) of every linear layer, with how often it is there."""
+    sizes: Counter[tuple[int, int]] = Counter()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear):
+            sizes[module.in_features, module.out_features] += 1
+        elif isinstance(module, Conv1D):
+            sizes[module.nx, module.nf] += 1
+    return sizes
+
+
+def implied_sizes(shape: Shape, fused_gate: bool) -> Counter[tuple[int, int]]:
+    sizes: Counter[tuple[int, int]] = Counter()
+    for layer in linear_layers(shape, Plan()):
+        if layer.where == "up" and fused_gate:
+            sizes[layer.inputs, 2 * layer.outputs] += layer.count // 2
+        else:
+            sizes[layer.inputs, layer.outputs] += layer.count
+    return sizes
+
+
+def beyond_the_shape(name: str, shape: Shape) -> int:
+    """Parameters that a Shape cannot say, counted by hand from the modelling code."""
+    h, layers, head = shape.d_model, shape.layers, shape.head_width
+    attention_biases = layers * (shape.query_width + 2 * shape.kv_width)
+    if name.startswith("qwen2"):
+        return attention_biases  # of q, k and v
+    if name == "llama-attention-bias":
+        return attention_biases + layers * h  # and of the output projection
+    if name == "qwen3":
+        return layers * 2 * head  # gains of q and k
+    if name == "gemma2":
+        return layers * 2 * h  # a norm after attention and one after the MLP
+    if name == "gemma3_text":
+        return layers * (2 * h + 2 * head)  # both of these
+    if name.startswith("phi") and not name.startswith("phi3"):
+        return shape.vocab - layers * 2 * h  # the head's bias; one LayerNorm a layer, not two
+    if name == "gpt_neox-no-bias":
+        return layers * (shape.d_ff + h)  # the MLP keeps its own
+    return 0
+
+
+@pytest.fixture
+def resolve(tmp_path):
+    def resolve(config):
+        config.save_pretrained(tmp_path)
+        return resolve_shape(str(tmp_path))
+
+    return resolve
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_shape_implies_the_models_linear_layers(name, resolve):
+    shape = resolve(CASES[name]).shape
+    assert linear_sizes(build(CASES[name])) == implied_sizes(shape, fused_gate=name.startswith("phi3"))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_shape_implies_the_models_parameters(name, resolve):
+    resolved = resolve(CASES[name])
+    counted = sum(parameter.numel() for parameter in build(CASES[name]).parameters())
+    extra = beyond_the_shape(name, resolved.shape)
+    assert counted == parameters(resolved.shape).total + extra
+    if extra:
+        assert resolved.origin.notes, "what the shape cannot say must be noted"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_dict_of_the_config_gives_the_same_shape(name, resolve, tmp_path):
+    """save_pretrained leaves some defaults out; to_dict writes them all."""
+    saved = resolve(CASES[name]).shape
+    (tmp_path / "all.json").write_text(json.dumps(CASES[name].to_dict(), default=str))
+    assert resolve_shape(str(tmp_path / "all.json")).shape == saved
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_windows_are_those_of_the_model(name, resolve):
+    shape, config = resolve(CASES[name]).shape, CASES[name]
+    kinds = (
+        getattr(config, "layer_types", None)
+        or ["sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"] * shape.layers
+    )
+    assert shape.layers_with_window == kinds.count("sliding_attention")
+    assert shape.window == (config.sliding_window if shape.layers_with_window else None)
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_defaults_are_transformers_own(model_type):
+    """A value that we fill in is the one that transformers fills in when the key is missing."""
+    config = CLASSES[model_type]()
+    derived = {"num_key_value_heads": "num_attention_heads", "n_inner": None, "head_dim": None}
+    for key, value in FAMILIES[model_type].defaults.items():
+        theirs = getattr(config, key, None)
+        if value is not None or key not in derived:
+            assert theirs == value, key
+        elif key == "head_dim":
+            assert theirs in (None, config.hidden_size // config.num_attention_heads)
+        else:
+            assert theirs == (getattr(config, derived[key]) if derived[key] else None), key
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_every_family_is_tried(model_type):
+    assert any(config.model_type == model_type for config in CASES.values())
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama-grouped", "phi3", "gpt_neox", "gemma2"])
+def test_a_fixed_config_builds_the_suggested_model(name, resolve, tmp_path):
+    resolved = resolve(CASES[name])
+    suggested = replace(resolved.shape, vocab=384, d_ff=256)
+    (tmp_path / "fixed").mkdir()
+    (tmp_path / "fixed" / "config.json").write_text(json.dumps(changed_document(resolved, suggested)))
+    model = build(AutoConfig.from_pretrained(tmp_path / "fixed"))
+    assert linear_sizes(model) == implied_sizes(suggested, fused_gate=name == "phi3")
+    assert resolve_shape(str(tmp_path / "fixed")).shape == suggested

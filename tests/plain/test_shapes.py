@@ -1,0 +1,303 @@
+"""Names, configs and shape files as shapes: what is read, what is refused, and how a changed one is written back."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from redline.core.errors import UserError
+from redline.core.workload import Shape
+from redline.workloads import PRESETS, changed_document, resolve_shape
+from redline.workloads.huggingface import FAMILIES, WRAPPED
+from redline.workloads.shapes import LARGEST, shape_fields
+
+LLAMA = {  # Llama-2 7B as published, without the keys that say nothing about sizes
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 4096,
+    "vocab_size": 32000,
+    "tie_word_embeddings": False,
+    "rms_norm_eps": 1e-05,
+}
+GPT2 = {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024, "vocab_size": 50257}
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(data: object, name: str = "shape.json") -> str:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(data if isinstance(data, str) else json.dumps(data))
+        return str(path)
+
+    return write
+
+
+def mistake(words: str) -> UserError:
+    with pytest.raises(UserError) as caught:
+        resolve_shape(words)
+    assert all(text.strip() for _, text in caught.value.lines())
+    return caught.value
+
+
+# presets and shape files
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset(name):
+    resolved = resolve_shape(name)
+    assert (resolved.name, resolved.shape, resolved.origin.kind) == (name, PRESETS[name].shape, "preset")
+
+
+def test_a_shape_file_has_the_fields_of_shape(write):
+    fields = {"layers": 2, "heads": 8, "d_model": 64, "d_ff": 96, "vocab": 257, "sequence": 16}
+    more = {"kv_heads": 2, "head_dim": 16, "gated": True, "tied": False, "fused_qkv": False, "biases": False}
+    more |= {"positions": "rope", "norm": "rmsnorm", "window": 8, "windowed_layers": 1}
+    assert resolve_shape(write(fields)).shape == Shape(**fields)
+    name, shape, origin = resolve_shape(write(fields | more, "mine.json"))
+    assert (name, shape, origin.kind) == ("mine", Shape(**fields, **more), "shape")
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_written_shape_is_read_back(write, name):
+    shape = replace(PRESETS[name].shape, gated=True, kv_heads=1)
+    assert resolve_shape(write(shape_fields(shape))).shape == shape
+
+
+# Hugging Face configs; tests/cpu/test_huggingface_shapes.py holds every family against transformers itself
+
+
+def test_gpt2_as_published(write):
+    resolved = resolve_shape(write(GPT2, "somewhere/gpt2-hf/config.json"))
+    assert resolved.shape == PRESETS["gpt2"].shape
+    assert (resolved.name, resolved.origin.kind) == ("gpt2-hf", "huggingface")
+
+
+def test_a_model_folder_is_its_config(write):
+    path = Path(write(GPT2, "model/config.json"))
+    assert resolve_shape(str(path.parent)) == resolve_shape(str(path))
+
+
+def test_llama_as_published(write):
+    expected = Shape(
+        layers=32,
+        heads=32,
+        d_model=4096,
+        d_ff=11008,
+        vocab=32000,
+        sequence=4096,
+        gated=True,
+        tied=False,
+        fused_qkv=False,
+        biases=False,
+        positions="rope",
+        norm="rmsnorm",
+    )
+    assert resolve_shape(write(LLAMA)).shape == expected
+    grouped = resolve_shape(write({**LLAMA, "num_key_value_heads": 8, "head_dim": 64}))
+    assert grouped.shape == replace(expected, kv_heads=8, head_dim=64)
+    first = {key: value for key, value in LLAMA.items() if key != "num_key_value_heads"}  # as the first Llama's files
+    assert resolve_shape(write(first)).shape == expected
+
+
+@pytest.mark.parametrize(
+    ("more", "window", "layers"),
+    [
+        ({"model_type": "mistral", "sliding_window": 4096}, 4096, None),
+        ({"model_type": "mistral", "sliding_window": None}, None, None),
+        ({"model_type": "qwen2", "sliding_window": 4096, "use_sliding_window": False}, None, None),
+        (
+            {"model_type": "qwen2", "sliding_window": 4096, "use_sliding_window": True, "max_window_layers": 20},
+            4096,
+            12,
+        ),
+        (
+            {"model_type": "qwen2", "sliding_window": 512, "use_sliding_window": True, "max_window_layers": 32},
+            None,
+            None,
+        ),
+        ({"model_type": "gemma2", "sliding_window": 4096}, 4096, 16),
+        ({"model_type": "gemma2", "sliding_window": 4096, "num_hidden_layers": 31}, 4096, 16),
+        ({"model_type": "gemma3_text", "sliding_window": 1024}, 1024, 27),  # 32 layers, every sixth sees everything
+        ({"model_type": "gemma3_text", "sliding_window": 1024, "sliding_window_pattern": 4}, 1024, 24),
+        ({"model_type": "gemma2", "sliding_window": 64, "layer_types": ["full_attention"] * 32}, None, None),
+        (
+            {"model_type": "gemma2", "sliding_window": 64, "layer_types": ["sliding_attention"] * 3 + ["full"] * 29},
+            64,
+            3,
+        ),
+    ],
+    ids=str,
+)
+def test_windows(write, more, window, layers):
+    shape = resolve_shape(write({**LLAMA, **more})).shape
+    assert (shape.window, shape.windowed_layers) == (window, layers)
+
+
+def test_a_config_that_wraps_its_text_model(write):
+    text = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "model_type": "gemma3_text"}
+    shape = resolve_shape(write({"model_type": "gemma3", "text_config": text, "vision_config": {}})).shape
+    assert (shape.d_model, shape.heads, shape.kv_heads, shape.head_dim) == (2560, 8, 4, 256)  # Gemma 3 4B
+    assert (shape.vocab, shape.layers_with_window) == (262208, 29)
+
+
+def test_biases_that_a_shape_cannot_say_are_noted(write):
+    plain = resolve_shape(write(LLAMA))
+    half = resolve_shape(write({**LLAMA, "attention_bias": True}))
+    full = resolve_shape(write({**LLAMA, "attention_bias": True, "mlp_bias": True}))
+    assert [one.shape.biases for one in (plain, half, full)] == [False, False, True]
+    assert (plain.origin.notes, full.origin.notes) == ((), ())
+    assert half.origin.notes == ("only attention has biases: the shape counts none",)
+
+
+def test_an_unsupported_family_lists_the_supported_ones(write):
+    error = mistake(write({**LLAMA, "model_type": "mixtral"}))
+    assert "'mixtral'" in error.problem
+    assert all(name in error.fix for name in (*FAMILIES, *WRAPPED))
+
+
+@pytest.mark.parametrize("key", [key for key in LLAMA if key.startswith(("hidden", "num_h", "num_a", "vocab", "max"))])
+def test_a_missing_size_is_named_not_guessed(write, key):
+    config = {name: value for name, value in LLAMA.items() if name != key}
+    assert key in mistake(write(config)).problem
+    assert key in mistake(write({**LLAMA, key: None})).problem
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, "64", True, [64]])
+@pytest.mark.parametrize("key", ["hidden_size", "num_key_value_heads", "vocab_size"])
+def test_sizes_of_a_config_are_whole_numbers_from_1(write, key, value):
+    assert key in mistake(write({**LLAMA, key: value})).problem
+
+
+def test_the_inner_width_of_gpt2_may_be_given(write):
+    assert resolve_shape(write({**GPT2, "n_inner": None})).shape.d_ff == 3072
+    assert resolve_shape(write({**GPT2, "n_inner": 1000})).shape.d_ff == 1000
+    assert "n_embd" in mistake(write({**GPT2, "n_embd": "768"})).problem
+
+
+# mistakes
+
+
+def test_an_unknown_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    error = mistake("gpt2-medum")
+    assert error.problem == "unknown workload 'gpt2-medum'"
+    assert "did you mean 'gpt2-medium'?" in error.fix
+    assert "config.json" in error.fix
+    mistake("")
+
+
+@pytest.mark.parametrize("words", ["absent.json", "meta-llama/Llama-3", "./gpt2"])
+def test_a_missing_file(tmp_path, monkeypatch, words):
+    monkeypatch.chdir(tmp_path)
+    assert words in mistake(words).problem
+
+
+def test_a_folder_without_a_config(tmp_path):
+    assert "config.json" in mistake(str(tmp_path)).problem
+
+
+@pytest.mark.parametrize("text", ["", "layers: 12", "{", "\x00", "[" * 100_000])
+def test_what_is_not_json(write, text):
+    assert "is not JSON" in mistake(write(text)).problem
+
+
+def test_what_is_not_text(tmp_path):
+    (tmp_path / "weights.json").write_bytes(b"\x80\x02\xff")
+    assert "is not JSON" in mistake(str(tmp_path / "weights.json")).problem
+    assert "regular file" in mistake("/dev/zero").why
+
+
+def test_weights_given_by_mistake(tmp_path):
+    with open(tmp_path / "model.safetensors", "wb") as file:
+        file.truncate(17 * 1024**2)
+    assert "too large" in mistake(str(tmp_path / "model.safetensors")).problem
+
+
+@pytest.mark.parametrize("data", [[], 3, "text", None])
+def test_json_that_is_no_object(write, data):
+    assert "no JSON object" in mistake(write(json.dumps(data))).problem
+
+
+def test_an_object_that_is_no_shape(write):
+    assert "neither a shape nor" in mistake(write({"a": 1})).problem
+
+
+TINY = {"layers": 2, "heads": 4, "d_model": 128, "d_ff": 512, "vocab": 257, "sequence": 256}
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_a_shape_needs_all_its_sizes(write, name):
+    assert f"has no {name}" in mistake(write({key: value for key, value in TINY.items() if key != name})).problem
+
+
+@pytest.mark.parametrize("name", [*TINY, "kv_heads", "head_dim", "window"])
+@pytest.mark.parametrize("value", [0, -12, 1.5, "12", True])
+def test_sizes_of_a_shape_are_whole_numbers_from_1(write, name, value):
+    assert name in mistake(write({**TINY, name: value})).problem
+
+
+@pytest.mark.parametrize("name", LARGEST)
+def test_absurd_sizes(write, name):
+    fields = {**TINY, "head_dim": 64, name: LARGEST[name]}
+    assert getattr(resolve_shape(write(fields)).shape, name) == LARGEST[name]
+    error = mistake(write({**fields, name: 2 * LARGEST[name]}))
+    assert name in error.problem
+    assert "is taken for a slip" in error.why
+
+
+def test_other_fields_of_a_shape(write):
+    assert "did you mean 'kv_heads'?" in mistake(write({**TINY, "kvheads": 4})).fix
+    assert "gated" in mistake(write({**TINY, "gated": "yes"})).problem
+    assert "positions" in mistake(write({**TINY, "positions": "alibi"})).problem
+    assert "do not divide" in mistake(write({**TINY, "heads": 3})).problem
+
+
+# written back
+
+
+def test_a_changed_config_differs_in_nothing_else(write):
+    config = {**LLAMA, "head_dim": 128, "custom": {"keep": [1, 2]}}
+    resolved = resolve_shape(write(config))
+    after = replace(resolved.shape, vocab=32064, d_ff=11264)
+    assert changed_document(resolved, after) == {**config, "vocab_size": 32064, "intermediate_size": 11264}
+    wider = replace(resolved.shape, heads=64)
+    assert changed_document(resolved, wider) == {
+        **config,
+        "num_attention_heads": 64,
+        "head_dim": 64,
+    }
+    assert resolve_shape(write(changed_document(resolved, wider))).shape.head_width == 64
+    assert resolved.origin.config == config
+
+
+@pytest.mark.parametrize(("model_type", "written"), [("llama", {}), ("qwen3", {"head_dim": 64})])
+def test_a_width_of_heads_is_written_where_transformers_would_not_derive_it(write, model_type, written):
+    """Without the key a Llama divides d_model by the heads, and a Qwen3 has 128."""
+    config = {**LLAMA, "model_type": model_type}
+    resolved = resolve_shape(write(config))
+    changed = changed_document(resolved, replace(resolved.shape, heads=64))
+    assert changed == {**config, "num_attention_heads": 64, **written}
+    assert changed_document(resolved, resolved.shape) == config
+
+
+def test_a_config_with_a_layer_list_keeps_it_as_long_as_its_layers(write):
+    config = {**LLAMA, "model_type": "qwen3", "head_dim": 128, "layer_types": ["full_attention"] * 32}
+    resolved = resolve_shape(write(config))
+    changed = changed_document(resolved, replace(resolved.shape, layers=34))
+    assert changed["layer_types"] == ["full_attention"] * 34
+
+
+def test_the_fix_of_a_wrapped_config_goes_inside(write):
+    text = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "model_type": "gemma3_text"}
+    config = {"model_type": "gemma3", "text_config": text, "vision_config": {"hidden_size": 1}}
+    resolved = resolve_shape(write(config))
+    changed = changed_document(resolved, replace(resolved.shape, vocab=262272))
+    assert changed == {**config, "text_config": {**text, "vocab_size": 262272}}
