@@ -61,7 +61,7 @@ class HeadLoss(torch.autograd.Function):
             of_features.append(gradient @ narrow)
             part = gradient.t() @ rows
             of_weight = part if of_weight is None else of_weight.float() + part
-        ctx.save_for_backward(torch.cat(of_features), of_weight)
+        ctx.save_for_backward(of_features[0] if pieces == 1 else torch.cat(of_features), of_weight)
         ctx.dtypes = features.dtype, weight.dtype
         return total / targets.numel()
 
