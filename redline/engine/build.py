@@ -6,7 +6,7 @@ loss = training.step(next(training.batches))
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -45,6 +45,23 @@ class Training:
 def build(
     workload: Workload, plan: Plan, *, micro_batch: int, tokens: Path, device: torch.device, chunk: int | None = None
 ) -> Training:
+    """Model, step and an endless stream of batches: what a measurement needs."""
+    step = build_step(workload, plan, device=device, chunk=chunk)
+    # The loader comes last: its workers start when the first batch is asked for.
+    batches = TokenBatches(path=tokens, micro_batch=micro_batch, sequence=workload.shape.sequence, seed=workload.seed)
+    return Training(workload, step.model, step, stream_batches(batches, device, plan.loader_workers))
+
+
+def build_step(
+    workload: Workload,
+    plan: Plan,
+    *,
+    device: torch.device,
+    chunk: int | None = None,
+    learning_rate: Callable[[int], float] | None = None,
+) -> TrainStep:
+    """The step that is timed and the step that trains. `learning_rate` is a function of the steps taken; without one
+    it warms up and stays."""
     # 1. Process switches first: they decide which kernels everything after them picks.
     switch_process(plan)
     # 2. The model at its final shape, on the device, before anything holds on to its parameters.
@@ -56,18 +73,16 @@ def build(
         plan.optimizer, model, learning_rate=workload.learning_rate, weight_decay=workload.weight_decay
     )
     # 5. The step reads precision, scaling and synchronisation off the plan.
-    step = TrainStep(
+    warming = partial(warm_up, peak=workload.learning_rate, warmup_steps=workload.warmup_steps)
+    return TrainStep(
         model=model,
         loss_of=loss_of,
         optimizer=optimizer,
         plan=plan,
-        learning_rate=partial(warm_up, peak=workload.learning_rate, warmup_steps=workload.warmup_steps),
+        learning_rate=learning_rate or warming,
         clip_norm=workload.clip_norm,
         chunk=chunk,
     )
-    # 6. The loader comes last: its workers start when the first batch is asked for.
-    batches = TokenBatches(path=tokens, micro_batch=micro_batch, sequence=workload.shape.sequence, seed=workload.seed)
-    return Training(workload, model, step, stream_batches(batches, device, plan.loader_workers))
 
 
 def switch_process(plan: Plan) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from redline.core.plan import Plan
+from redline.model.gpt import GPT
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 INITIAL_LOSS_SCALE = 2.0**14  # low enough that GPT-2's first gradients do not overflow, so no update is lost
@@ -24,7 +25,7 @@ class TrainStep:
     def __init__(
         self,
         *,
-        model: nn.Module,
+        model: GPT,
         loss_of: LossOf,
         optimizer: torch.optim.Optimizer,
         plan: Plan,
@@ -37,6 +38,10 @@ class TrainStep:
         self.learning_rate, self.clip_norm, self.chunk = learning_rate, clip_norm, chunk
         self.parameters = list(model.parameters())
         self.device = self.parameters[0].device
+        self.skips_on_device = bool(getattr(optimizer, "_step_supports_amp_scaling", False))  # as GradScaler asks it
+        self.may_wait = False
+        """Let the host wait for the gradient's norm at every step, for optimizers that cannot skip by themselves."""
+        self.gradient_norm = torch.zeros((), device=self.device)
         self.last_read_loss = math.nan
         self.reset()
 
@@ -68,18 +73,30 @@ class TrainStep:
 
     def _backward(self, piece: torch.Tensor, share: float) -> torch.Tensor:
         """Adds a piece's gradients, weighted by its share of the batch, and returns its share of the loss."""
-        with self._autocast():
-            loss = self.loss_of(piece[0], piece[1])
+        loss = self.loss(piece)
         loss = loss if share == 1 else loss * share
         self.scaler.scale(loss).backward()  # outside autocast: the backward follows the forward's dtypes
         return loss.detach()
 
+    def loss(self, piece: torch.Tensor) -> torch.Tensor:
+        """piece [2, B, T] -> its mean loss, with the graph for a backward pass."""
+        with self._autocast():
+            return self.loss_of(piece[0], piece[1])
+
     def apply_gradients(self) -> None:
+        """Clip and update. `gradient_norm` stays on the device. A norm that is no number leaves everything as it is
+        where the optimizer can be told so on the device (fused), and where `may_wait` lets the host look."""
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate(self.steps_taken)
-        nn.utils.clip_grad_norm_(self.parameters, self.clip_norm)
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
+        self.gradient_norm = nn.utils.clip_grad_norm_(self.parameters, self.clip_norm)
+        if self.plan.loss_scaling:
+            self.scaler.step(self.optimizer)  # has its own test for infinities
+            self.scaler.update()
+        elif self.skips_on_device:
+            self.optimizer.found_inf = (~self.gradient_norm.isfinite()).float()  # type: ignore[attr-defined]
+            self.optimizer.step()
+        elif not self.may_wait or self.gradient_norm.isfinite().item():
+            self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
     def skipped_updates(self) -> int:

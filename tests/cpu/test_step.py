@@ -226,3 +226,35 @@ def test_reset_starts_counting_again(train: Train) -> None:
     assert training.step.scaler.get_scale() == INITIAL_LOSS_SCALE
     training.step(next(training.batches))
     assert training.step.optimizer.param_groups[0]["lr"] == pytest.approx(3e-3 / 20)
+
+
+# --- gradients that are no numbers ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("optimizer", ["adamw-fused", "adamw-loop", "adamw-foreach"])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_gradient_that_is_no_number_changes_nothing(train: Train, optimizer: str, value: float) -> None:
+    """A fused optimizer is told on the device; the others where the host may look. The next good step is the one that
+    would have been taken anyway."""
+    training, other = (train(Plan(optimizer=optimizer)) for _ in range(2))
+    first, second = (next(training.batches) for _ in range(2))
+    for step in (training.step, other.step):
+        step.may_wait = not step.skips_on_device
+        step(first)
+    training.step.compute_gradients(second)
+    next(training.model.parameters()).grad.view(-1)[3] = value
+    training.step.apply_gradients()
+    assert not math.isfinite(training.step.gradient_norm.item())
+    assert all(map(torch.equal, training.model.parameters(), other.model.parameters()))
+    for step in (training.step, other.step):
+        step(second)
+        assert math.isfinite(step.gradient_norm.item())
+    assert all(map(torch.equal, training.model.parameters(), other.model.parameters()))
+
+
+def test_the_norm_is_that_of_the_unclipped_gradients(train: Train) -> None:
+    training = train(Plan())
+    training.step.compute_gradients(next(training.batches))
+    by_hand = torch.stack([p.grad.norm() for p in training.model.parameters()]).norm().item()
+    training.step.apply_gradients()
+    assert training.step.gradient_norm.item() == pytest.approx(by_hand, rel=1e-5)

@@ -1,0 +1,92 @@
+"""A trained GPT as a Hugging Face folder, and back: config.json and model.safetensors, vocabulary unpadded.
+
+    export_huggingface(model, Path("out"));  transformers.GPT2LMHeadModel.from_pretrained("out")
+    import_huggingface(model, Path("gpt2-folder"))
+
+The folder appears whole or not at all. Only safetensors are read: a pickle from the network can run anything.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from redline.core.errors import UserError
+from redline.model.gpt import GPT, INIT_STD
+from redline.model.huggingface import from_huggingface, to_huggingface
+
+WEIGHTS_FILE, CONFIG_FILE = "model.safetensors", "config.json"
+
+
+def export_huggingface(model: GPT, folder: Path, *, end_of_text: int | None = None) -> None:
+    if folder.exists():
+        raise UserError(f"{folder} exists already", "an export never overwrites", "choose another folder")
+    draft = folder.with_name(folder.name + ".draft")
+    shutil.rmtree(draft, ignore_errors=True)
+    try:
+        draft.mkdir(parents=True)
+        save_file(exported_weights(model), draft / WEIGHTS_FILE, metadata={"format": "pt"})
+        (draft / CONFIG_FILE).write_text(json.dumps(config_of(model, end_of_text), indent=2) + "\n", encoding="utf-8")
+        os.replace(draft, folder)
+    except OSError as error:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise UserError(
+            f"cannot write {folder}", error.strerror or str(error), "choose a folder with room that you may write to"
+        ) from error
+
+
+def exported_weights(model: GPT) -> dict[str, torch.Tensor]:
+    """Contiguous, on the host. A tied head is left out, as transformers writes it: the config says that it is tied."""
+    weights = {name: tensor.cpu().contiguous() for name, tensor in to_huggingface(model).items()}
+    if is_tied(model):
+        del weights["lm_head.weight"]
+    return weights
+
+
+def is_tied(model: GPT) -> bool:
+    return model.lm_head.weight is model.wte.weight
+
+
+def config_of(model: GPT, end_of_text: int | None) -> dict[str, Any]:
+    shape = model.shape
+    return {
+        "model_type": "gpt2",
+        "architectures": ["GPT2LMHeadModel"],
+        "vocab_size": shape.vocab,
+        "n_positions": shape.sequence,
+        "n_embd": shape.d_model,
+        "n_layer": shape.layers,
+        "n_head": shape.heads,
+        "n_inner": shape.d_ff,
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": 1e-5,
+        "initializer_range": INIT_STD,
+        "attn_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "resid_pdrop": 0.0,
+        "tie_word_embeddings": is_tied(model),
+        "bos_token_id": end_of_text,
+        "eos_token_id": end_of_text,
+    }
+
+
+def import_huggingface(model: GPT, folder: Path) -> None:
+    """Their weights into a model of the same shape, in place."""
+    path = folder / WEIGHTS_FILE
+    try:
+        weights = load_file(path)
+    except FileNotFoundError as error:
+        pickled = any(folder.glob("*.bin")) or any(folder.glob("*.pt"))
+        why = "its weights are pickled, and a pickle can run anything" if pickled else f"it has no {WEIGHTS_FILE}"
+        raise UserError(
+            f"cannot import {folder}", why, "save it with safetensors: model.save_pretrained(folder)"
+        ) from error
+    except Exception as error:  # the library's own class is not public: whatever it says, the file is not whole
+        raise UserError(f"{path} cannot be read", str(error), "download or export it again") from error
+    from_huggingface(model, weights)

@@ -1,0 +1,52 @@
+"""Text from a model, a token at a time. Plain and slow: the whole context goes through the model for each token.
+
+sample(model, ids, count=100, temperature=0.8, top_k=50, seed=0) -> ids of the continuation
+"""
+
+from __future__ import annotations
+
+import torch
+
+from redline.core.errors import UserError
+from redline.model.gpt import GPT
+
+
+@torch.no_grad()
+def sample(
+    model: GPT,
+    prompt: list[int],
+    *,
+    count: int,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    seed: int = 0,
+    end_of_text: int | None = None,
+) -> list[int]:
+    """Up to `count` tokens after the prompt; `end_of_text` stops early. Temperature 0 takes the likeliest each time."""
+    check_choices(count, temperature, top_k)
+    device = next(model.parameters()).device
+    generator = torch.Generator(device).manual_seed(seed)
+    tokens = torch.tensor([prompt], device=device)
+    for _ in range(count):
+        logits = model(tokens[:, -model.shape.sequence :])[0, -1, : model.shape.vocab].float()
+        chosen = choose(logits, temperature, top_k, generator)
+        if chosen.item() == end_of_text:
+            break
+        tokens = torch.cat((tokens, chosen.view(1, 1)), dim=1)
+    return tokens[0, len(prompt) :].tolist()
+
+
+def choose(logits: torch.Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> torch.Tensor:
+    if temperature == 0:
+        return logits.argmax()
+    if top_k is not None:
+        least = logits.topk(min(top_k, logits.numel())).values[-1]
+        logits = logits.masked_fill(logits < least, -torch.inf)
+    return torch.multinomial((logits / temperature).softmax(dim=-1), 1, generator=generator)
+
+
+def check_choices(count: int, temperature: float, top_k: int | None) -> None:
+    if count < 1 or (top_k is not None and top_k < 1):
+        raise UserError("nothing to sample", "counts of tokens start at 1", "set --tokens and --top-k to 1 or more")
+    if not 0 <= temperature < float("inf"):
+        raise UserError(f"--temperature is {temperature:g}", "it divides the logits", "set it to 0 (greedy) or more")

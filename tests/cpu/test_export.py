@@ -1,0 +1,98 @@
+"""Trained weights as transformers reads them, and back."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import GPT2LMHeadModel
+
+from redline.core.errors import UserError
+from redline.core.workload import Shape
+from redline.engine.export import CONFIG_FILE, WEIGHTS_FILE, export_huggingface, import_huggingface
+from redline.engine.sample import sample
+from redline.model.gpt import GPT, initialise
+from redline.workloads.huggingface import read_config
+
+SHAPE = Shape(layers=2, heads=4, d_model=48, d_ff=144, vocab=257, sequence=32)
+every_kind = pytest.mark.parametrize("options", [{}, {"tied": False}, {"vocab_rows": 384}], ids=str)
+
+
+def some_model(**options: object) -> GPT:
+    model = GPT(SHAPE, **options)  # type: ignore[arg-type]
+    initialise(model, seed=7)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)), alpha=0.05)
+    return model
+
+
+@every_kind
+def test_transformers_loads_it_and_gives_the_same_logits(options: dict[str, object], tmp_path: Path) -> None:
+    model = some_model(**options)
+    export_huggingface(model, tmp_path / "out")
+    theirs = GPT2LMHeadModel.from_pretrained(tmp_path / "out", attn_implementation="eager").eval()
+    tokens = torch.randint(SHAPE.vocab, (3, 32), generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        ours = model(tokens)[..., : SHAPE.vocab]
+        torch.testing.assert_close(ours, theirs(tokens).logits, rtol=1e-4, atol=1e-4)
+    assert theirs.config.vocab_size == SHAPE.vocab
+
+
+@every_kind
+def test_there_and_back_loses_no_bit(options: dict[str, object], tmp_path: Path) -> None:
+    model, other = some_model(**options), GPT(SHAPE, **options)  # type: ignore[arg-type]
+    export_huggingface(model, tmp_path / "out")
+    import_huggingface(other, tmp_path / "out")
+    tokens = torch.randint(SHAPE.vocab, (2, 16), generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        assert torch.equal(model(tokens), other(tokens))
+
+
+def test_its_config_is_the_shape_it_came_from(tmp_path: Path) -> None:
+    export_huggingface(some_model(), tmp_path / "out")
+    shape, _ = read_config(json.loads((tmp_path / "out" / CONFIG_FILE).read_text()))
+    assert shape == SHAPE
+
+
+def test_an_export_never_overwrites_and_leaves_nothing_half_written(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    with pytest.raises(UserError, match="exists already"):
+        export_huggingface(some_model(), tmp_path / "out")
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="cannot write"):
+        export_huggingface(some_model(), tmp_path / "file" / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "out"]
+
+
+def test_pickles_and_broken_files_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04.")
+    with pytest.raises(UserError, match="pickle"):
+        import_huggingface(some_model(), tmp_path)
+    (tmp_path / WEIGHTS_FILE).write_bytes(b"not safetensors at all")
+    with pytest.raises(UserError, match="cannot be read"):
+        import_huggingface(some_model(), tmp_path)
+
+
+def test_greedy_samples_are_the_likeliest_tokens_and_never_padding() -> None:
+    model = some_model(vocab_rows=384)
+    tokens = [1, 2, 3]
+    for token in sample(model, tokens, count=5, temperature=0):
+        with torch.no_grad():
+            assert token == int(model(torch.tensor([tokens]))[0, -1, : SHAPE.vocab].argmax())
+        tokens.append(token)
+    drawn = sample(model, [5], count=200, temperature=5.0, seed=3)
+    assert max(drawn) < SHAPE.vocab
+    assert drawn == sample(model, [5], count=200, temperature=5.0, seed=3)
+    assert len(set(sample(model, [5], count=60, temperature=5.0, top_k=1))) <= len(set(drawn))
+
+
+def test_top_k_leaves_k_and_end_of_text_ends() -> None:
+    model = some_model()
+    likeliest = sample(model, [5], count=1, temperature=0)[0]
+    assert sample(model, [5], count=1, temperature=9.0, top_k=1) == [likeliest]
+    assert sample(model, [5], count=9, temperature=0, end_of_text=likeliest) == []
+    with pytest.raises(UserError):
+        sample(model, [5], count=0)
