@@ -1,6 +1,13 @@
 """redline finds out how fast a machine can train a model, gets it there, and proves that nothing broke on the way.
 
-The commands are also functions: `redline.ladder("tiny")["best"]`. Importing redline imports nothing heavy.
+The commands are also functions, which return the document that `--json` prints:
+
+    redline.ladder("tiny")["best"]
+    redline.estimate("gpt2", gpu="H200")["memory"]["total"]
+    redline.lint("gpt2", gpu="A100-80")["findings"]
+    redline.hardware("NVIDIA L40S")["known"]["peak_tflops"]
+
+Importing redline imports nothing heavy. A mistake raises `redline.core.errors.UserError`.
 """
 
 from __future__ import annotations
@@ -9,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "ladder"]
+__all__ = ["__version__", "estimate", "hardware", "ladder", "lint"]
 
 
 def ladder(
@@ -62,3 +69,117 @@ def ladder(
     with run.directory.explaining():
         run.directory.write(REPORT_FILE, render_page(document))
     return document
+
+
+def estimate(
+    workload: str | None = None,
+    *,
+    gpu: str | None = None,
+    micro_batch: int | None = None,
+    sequence: int | None = None,
+    rungs: str | None = None,
+    recipe: Path | str | None = None,
+    optimizer: str | None = None,
+    gpus: int | None = None,
+    tp: int | None = None,
+    pp: int | None = None,
+    zero: int | None = None,
+    global_batch: int | None = None,
+    inference: bool | str = False,
+) -> dict[str, Any]:
+    """Parameters, FLOPs, memory and speed of a step, worked out: the document of `redline estimate --json`.
+
+    The arguments are the command's options (`redline estimate --help`), with its defaults; `recipe` is `--from`, and
+    `inference` is True or a precision.
+    """
+    from redline.commands.common import options_of
+    from redline.commands.estimate import AS_THE_PLAN, add_estimate
+    from redline.commands.estimate import estimate as document_of
+
+    given = {
+        "workload": workload,
+        "gpu": gpu,
+        "micro_batch": micro_batch,
+        "sequence": sequence,
+        "rungs": rungs,
+        "recipe": recipe,
+        "optimizer": optimizer,
+        "gpus": gpus,
+        "tp": tp,
+        "pp": pp,
+        "zero": zero,
+        "global_batch": global_batch,
+        "inference": AS_THE_PLAN if inference is True else inference or None,
+    }
+    return {**document_of(options_of(add_estimate, "estimate", given)), "command": _call("estimate", given)}
+
+
+def lint(
+    workload: str | None = None,
+    *,
+    gpu: str | None = None,
+    dtype: str | None = None,
+    tp: int | None = None,
+    micro_batch: int | None = None,
+    sequence: int | None = None,
+    ignore: str | None = None,
+    measure: bool = False,
+    seconds: float | None = None,
+    fix: Path | str | None = None,
+    overwrite: bool = False,
+) -> dict[str, Any]:
+    """The sizes of a model that cost speed, and the nearest good ones: the document of `redline lint --json`.
+
+    The arguments are the command's options (`redline lint --help`), with its defaults. Nothing is timed without
+    `measure`, and nothing written unless `fix` names a file.
+    """
+    from redline.commands.common import options_of
+    from redline.commands.lint import add_lint
+    from redline.commands.lint import lint as document_of
+
+    given = {
+        "workload": workload,
+        "gpu": gpu,
+        "dtype": dtype,
+        "tp": tp,
+        "micro_batch": micro_batch,
+        "sequence": sequence,
+        "ignore": ignore,
+        "measure": measure or None,
+        "seconds": seconds,
+        "fix": None if fix is None else str(fix),
+        "overwrite": overwrite or None,
+    }
+    return {**document_of(options_of(add_lint, "lint", given)), "command": _call("lint", given)}
+
+
+def hardware(
+    name: str | None = None,
+    *,
+    measure: bool | str = False,
+    micro_batch: int | None = None,
+    seconds: float | None = None,
+    device: str | None = None,
+) -> dict[str, Any]:
+    """This machine, or the device of that name, beside its data sheet: the document of `redline hardware --json`.
+
+    `measure`: True, or a workload: time its products here, and keep the result.
+    """
+    from redline.commands.common import options_of
+    from redline.commands.hardware import DEFAULT_WORKLOAD, add_hardware
+    from redline.commands.hardware import hardware as document_of
+
+    given = {
+        "name": name,
+        "measure": DEFAULT_WORKLOAD if measure is True else measure or None,
+        "micro_batch": micro_batch,
+        "seconds": seconds,
+        "device": device,
+    }
+    return document_of(options_of(add_hardware, "hardware", {**given, "command": _call("hardware", given)}))
+
+
+def _call(function: str, given: dict[str, Any]) -> str:
+    """As it would be written, for documents that say how they came about."""
+    words = ", ".join(f"{name}={value!r}" for name, value in given.items() if value is not None)
+    return f"redline.{function}({words})"

@@ -7,7 +7,7 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any
 
-from redline.commands.common import EXIT_DONE, add_common, command_line
+from redline.commands.common import EXIT_DONE, add_common, check_sizes, command_line
 from redline.core.errors import UserError
 
 if TYPE_CHECKING:
@@ -49,9 +49,15 @@ def run_hardware(options: argparse.Namespace) -> int:
     check_together(options)
     if options.list:
         return list_devices(options)
+    return show(hardware(options), options)
+
+
+def hardware(options: argparse.Namespace) -> dict[str, Any]:
+    """The document that --json prints."""
+    check_together(options)
     if options.name is not None:
-        return show(look_up(options.name), options)
-    return show(describe_machine() if options.measure is None else measure_machine(options), options)
+        return look_up(options.name)
+    return describe_machine() if options.measure is None else measure_machine(options)
 
 
 def check_together(options: argparse.Namespace) -> None:
@@ -69,6 +75,7 @@ def check_together(options: argparse.Namespace) -> None:
             raise UserError(
                 f"{option} without --measure", "only a measurement has it", f"add --measure, or drop {option}"
             )
+    check_sizes(options, ("micro_batch",))
 
 
 def look_up(name: str) -> dict[str, Any]:
@@ -82,7 +89,7 @@ def look_up(name: str) -> dict[str, Any]:
         if not looks_like_driver_name(name):
             raise
         device, reason = None, why_unknown(name)
-    measured, notes = find_measured(name if device is None else device.names[0])
+    measured, notes = find_measured((name,) if device is None else device.names)
     return document(this=None, known=device, reason=reason, measured=measured, notes=notes)
 
 
@@ -91,7 +98,8 @@ def describe_machine() -> dict[str, Any]:
     from redline.machine import find_measured, this_machine
 
     machine = this_machine()
-    measured, passed_over = find_measured(machine.name, machine.driver)
+    names = (machine.name,) if machine.known is None else machine.known.names
+    measured, passed_over = find_measured(names, machine.driver)
     notes = (*machine.notes, *passed_over)
     return document(this=to_json(machine), known=machine.known, reason=machine.reason, measured=measured, notes=notes)
 
@@ -112,7 +120,7 @@ def measure_machine(options: argparse.Namespace) -> dict[str, Any]:
             micro_batch=options.micro_batch,
             seconds=options.seconds,
             device=options.device,
-            command=command_line(),
+            command=getattr(options, "command", None) or command_line(),
             on_progress=bar.phase,
         )
     machine = this_machine()
@@ -120,15 +128,18 @@ def measure_machine(options: argparse.Namespace) -> dict[str, Any]:
     if peaks.name != machine.name:  # the CPU was asked for, or torch sees a device that NVML does not
         known = lookup(peaks.name) if peaks.kind == "cuda" else None
         reason = why_unknown(peaks.name) if known is None else None
-    return document(
-        this=to_json(machine), known=known, reason=reason, measured=peaks, notes=(*machine.notes, *keep(peaks))
-    )
+    notes = (*machine.notes, *peaks.failed, *keep(peaks, known))
+    return document(this=to_json(machine), known=known, reason=reason, measured=peaks, notes=notes)
 
 
-def keep(peaks: MeasuredPeaks) -> tuple[str, ...]:
-    """A measurement that cannot be kept is still shown, with a note."""
+def keep(peaks: MeasuredPeaks, known: Device | None) -> tuple[str, ...]:
+    """A measurement that cannot be kept, or should not be, is still shown, with a note."""
+    from redline.core.hardware import beyond_the_data_sheet
     from redline.machine import save_measured
 
+    reason = None if known is None else beyond_the_data_sheet(peaks, known)
+    if reason is not None:
+        return (f"not kept: {reason}",)
     try:
         print(f"kept in {save_measured(peaks)}", file=sys.stderr)
     except OSError as error:
@@ -163,9 +174,12 @@ def device_json(device: Device) -> dict[str, Any]:
 
 
 def measured_json(measured: MeasuredPeaks, known: Device | None) -> dict[str, Any]:
-    """With the rates worked out, and their shares of the data sheet."""
+    """With the rates worked out, and their shares of the data sheet; none where one of them cannot be right."""
+    from redline.core.hardware import beyond_the_data_sheet
     from redline.core.values import to_json
 
+    if known is not None and beyond_the_data_sheet(measured, known):
+        known = None
     rates = [{**to_json(rate), "tflops": rate.tflops, "best_tflops": rate.best_tflops} for rate in measured.rates]
     sheet = {} if known is None else known.peak_tflops
     matmul = {dtype: rate / sheet[dtype] if dtype in sheet else None for dtype, rate in measured.matmul_tflops.items()}

@@ -9,11 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from redline.commands.common import EXIT_DONE, EXIT_FAILED, add_common, command_line
+from redline.commands.common import EXIT_DONE, EXIT_FAILED, add_common, check_sizes, command_line
 from redline.core.errors import UserError, unknown_name
 
 if TYPE_CHECKING:
     from redline.core.devices import Device
+    from redline.core.workload import Shape
     from redline.predict.lint import Report, Seconds
     from redline.predict.subject import Subject
     from redline.workloads import Resolved
@@ -22,57 +23,67 @@ DEFAULT_WORKLOAD = "gpt2"
 DTYPES = ("bf16", "fp16", "tf32", "fp32", "fp8")
 USUAL_SEQUENCE = 4096  # a config gives the longest context, and few train at that
 USUAL_TOKENS = 16384  # per step and GPU, where nobody says: enough to fill any device
-MOST = {"micro_batch": 2**20, "tp": 1024, "sequence": 2**24}
 MEASURE_SECONDS = 20.0
 NO_FILE = ""  # --fix without a word
 
 
 def add_lint(commands: Any) -> None:
-    lint = commands.add_parser(
+    parser = commands.add_parser(
         "lint",
         help="find the sizes that cost speed, and the nearest good ones",
         description="Find the sizes of a model that cost speed on a GPU (alignment, tiles, waves, rules of thumb), "
         "what they cost by prediction, and the nearest good ones.",
-        epilog="Exit codes: 0 done; 1 findings, with --strict; 2 a mistake in the command.",
+        epilog="Exit codes: 0 done; 1 findings that cost speed, with --strict; 2 a mistake in the command.",
     )
-    lint.add_argument(
+    parser.add_argument(
         "workload",
         nargs="?",
         default=DEFAULT_WORKLOAD,
         metavar="WORKLOAD",
         help="a preset, a Hugging Face config.json, a model folder, or a shape file (default: gpt2)",
     )
-    lint.add_argument("--gpu", metavar="NAME", help="the device, such as A100-80 (default: this machine's, if known)")
-    lint.add_argument("--dtype", choices=DTYPES, help="of the matmuls (default: bf16, or fp16 where a device lacks it)")
-    lint.add_argument("--tp", metavar="N", type=int, default=1, help="tensor-parallel GPUs (default: 1)")
-    lint.add_argument("--micro-batch", metavar="N", type=int, help="sequences per step (default: the preset's)")
-    lint.add_argument(
+    parser.add_argument("--gpu", metavar="NAME", help="the device, such as A100-80 (default: this machine's, if known)")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, help="of the matmuls (default: bf16, or fp16 where a device lacks it)"
+    )
+    parser.add_argument("--tp", metavar="N", type=int, default=1, help="tensor-parallel GPUs (default: 1)")
+    parser.add_argument("--micro-batch", metavar="N", type=int, help="sequences per step (default: the preset's)")
+    parser.add_argument(
         "--sequence", metavar="N", type=int, help="tokens per sequence (default: the model's context, 4096 at most)"
     )
-    lint.add_argument(
+    parser.add_argument(
         "--ignore", metavar="RULE,...", help="leave these rules out, such as head-count when the weights are given"
     )
-    lint.add_argument("--strict", action="store_true", help="leave with exit code 1 if there are findings")
-    lint.add_argument(
+    parser.add_argument("--strict", action="store_true", help="leave with exit code 1 if a finding costs speed")
+    parser.add_argument(
         "--fix",
         nargs="?",
         const=NO_FILE,
         metavar="FILE",
         help="write the suggested config or shape (default: NAME.fixed.json here)",
     )
-    lint.add_argument("--overwrite", action="store_true", help="with --fix: FILE may exist, and may be the input")
-    lint.add_argument(
+    parser.add_argument("--overwrite", action="store_true", help="with --fix: FILE may exist, and may be the input")
+    parser.add_argument(
         "--measure", action="store_true", help="time the GEMMs before and after on this machine's GPU (needs torch)"
     )
-    lint.add_argument(
+    parser.add_argument(
         "--seconds", metavar="S", type=float, help=f"with --measure: time to spend (default: {MEASURE_SECONDS:g})"
     )
-    add_common(lint)
-    lint.set_defaults(run=run_lint)
+    add_common(parser)
+    parser.set_defaults(run=run_lint)
 
 
 def run_lint(options: argparse.Namespace) -> int:
-    from redline.predict.lint import document, lint
+    found = lint(options)
+    show(found, options)
+    costly = any(not finding["mild"] for finding in found["findings"])
+    return EXIT_FAILED if options.strict and costly else EXIT_DONE
+
+
+def lint(options: argparse.Namespace) -> dict[str, Any]:
+    """The document that --json prints; measures and writes where the options say so."""
+    from redline.predict.lint import document
+    from redline.predict.lint import lint as lint_subject
     from redline.workloads import resolve_shape
 
     check_options(options)
@@ -80,10 +91,10 @@ def run_lint(options: argparse.Namespace) -> int:
     resolved = resolve_shape(options.workload)
     device, hardware = measured_device(options) if options.measure else known_device(options)
     subject, notes = choose_subject(options, resolved, device)
-    report = lint(subject, ignored)
+    report = lint_subject(subject, ignored)
     target = fix_target(options, resolved, report)
-    seconds = measure(report, options) if options.measure and report.findings else None
-    found = {
+    seconds = measure(report, options) if options.measure and report.changes else None
+    return {
         "name": resolved.name,
         "origin": resolved.origin.text,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -91,21 +102,10 @@ def run_lint(options: argparse.Namespace) -> int:
         **document(report, hardware, seconds),
         "notes": [*notes, *resolved.origin.notes, *write_fix(target, resolved, report, options)],
     }
-    show(found, options)
-    return EXIT_FAILED if options.strict and report.findings else EXIT_DONE
 
 
 def check_options(options: argparse.Namespace) -> None:
-    from redline.core.workload import check_positive
-
-    for name, most in MOST.items():
-        value, option = getattr(options, name), "--" + name.replace("_", "-")
-        if value is not None:
-            check_positive(option, value)
-        if value is not None and value > most:
-            raise UserError(
-                f"{option} is {value:,}", f"nobody trains with it (the most is {most:,})", f"check {option}"
-            )
+    check_sizes(options, ("micro_batch", "tp", "sequence"))
     if options.seconds is not None:
         from redline.search.matmuls import check_seconds
 
@@ -198,7 +198,7 @@ def choose_subject(
         )
     micro_batch, assumed = choose_micro_batch(options, resolved, sequence)
     subject = Subject(
-        shape=replace(resolved.shape, sequence=sequence),
+        shape=shape_of_run(resolved.shape, sequence),
         micro_batch=micro_batch,
         tp=options.tp,
         dtype=choose_dtype(options.dtype, device),
@@ -206,6 +206,13 @@ def choose_subject(
         batch_is_chosen=options.micro_batch is not None,
     )
     return subject, (*notes, *assumed)
+
+
+def shape_of_run(shape: Shape, sequence: int) -> Shape:
+    """Shorter sequences leave the model as it is: its learned positions stay."""
+    return (
+        shape if sequence == shape.sequence else replace(shape, sequence=sequence, max_positions=shape.positions_count)
+    )
 
 
 def choose_micro_batch(options: argparse.Namespace, resolved: Resolved, sequence: int) -> tuple[int, tuple[str, ...]]:
@@ -220,6 +227,8 @@ def choose_micro_batch(options: argparse.Namespace, resolved: Resolved, sequence
 
 
 def choose_dtype(dtype: str | None, device: Device | None) -> str:
+    if dtype is not None and dtype not in DTYPES:  # argparse asks for one of them, a call from Python does not
+        raise unknown_name("dtype", dtype, DTYPES)
     if device is None:
         return dtype or DTYPES[0]
     if dtype is None:
@@ -259,16 +268,27 @@ def measure(report: Report, options: argparse.Namespace) -> Seconds:
 # --fix
 
 
+def fixed_shape(resolved: Resolved, report: Report) -> Shape:
+    """The suggestion as a model. Another length of the sequences is a setting of the run, unless it is the model's own
+    that was linted."""
+    before, after = report.subject.shape, report.suggested.shape
+    if before.sequence == resolved.shape.sequence:
+        return after
+    return replace(after, sequence=resolved.shape.sequence, max_positions=resolved.shape.max_positions)
+
+
 def fix_target(options: argparse.Namespace, resolved: Resolved, report: Report) -> Path | None:
     """Where the fix goes, checked before anything is measured or printed."""
-    if options.fix is None or report.suggested.shape == report.subject.shape:
+    if options.fix is None or fixed_shape(resolved, report) == resolved.shape:
         return None
     path = Path(options.fix or f"{resolved.name}.fixed.json").expanduser()
-    if path.exists() and (path.is_dir() or not options.overwrite):
+    if path.is_dir():
         raise UserError(
-            f"{path} exists",
-            "nothing is overwritten unless told to",
-            "choose another FILE" if path.is_dir() else "choose another FILE, or add --overwrite",
+            f"{path} is a folder", "the fix is written into one file", f"name it: --fix {path / 'fixed.json'}"
+        )
+    if path.exists() and not options.overwrite:
+        raise UserError(
+            f"{path} exists", "nothing is overwritten unless told to", "choose another FILE, or add --overwrite"
         )
     return path
 
@@ -280,11 +300,9 @@ def write_fix(target: Path | None, resolved: Resolved, report: Report, options: 
 
     if target is None:
         return ("--fix: no size of the shape to change, so nothing was written",) if options.fix is not None else ()
-    shape = report.suggested.shape
-    if shape.sequence == report.subject.shape.sequence:
-        shape = replace(shape, sequence=resolved.shape.sequence)  # a shorter one was only assumed
+    text = json.dumps(changed_document(resolved, fixed_shape(resolved, report)), indent=2) + "\n"
     try:
-        write_atomically(target, json.dumps(changed_document(resolved, shape), indent=2) + "\n")
+        write_atomically(target, text)
     except OSError as error:
         raise UserError(
             f"cannot write {target}", error.strerror or str(error), "choose a FILE you may write to"

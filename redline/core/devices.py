@@ -11,12 +11,17 @@ from __future__ import annotations
 
 import itertools
 import re
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 from redline.core.errors import UserError, unknown_name
 
 DTYPES = ("fp32", "tf32", "bf16", "fp16", "fp8", "int8")
 MIB = 1024**2
+# Of a data sheet's peaks, what the largest matmul and the largest copy reach where nobody has measured: one H200 does
+# 790 of 989.4 TFLOP/s and 4.3 of 4.8 TB/s (FACTS section 2).
+TYPICAL_MATMUL, TYPICAL_BANDWIDTH = 0.80, 0.90
+VECTOR_BYTES = 16  # one load of a thread: rows of matrices that do not start at multiples of it are slow on every card
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,8 +50,19 @@ class Device:
     """SMs on NVIDIA, compute units on AMD. A device that reports fewer is a slice of this one."""
     alignment_bytes: int = 128
     """Row alignment of matrices for full matrix-core speed."""
+    best_tflops: dict[str, float] = field(default_factory=dict)
+    """The highest rate that anyone measured of a matmul, by dtype; `best_source` says who."""
+    best_source: str = ""
     source: str
     notes: str = ""
+
+    def reachable_tflops(self, dtype: str) -> float:
+        """What a large matmul really does: the best that was measured, else a typical share of the data sheet."""
+        return self.best_tflops.get(dtype, TYPICAL_MATMUL * self.peak_tflops[dtype])
+
+    @property
+    def reachable_bandwidth(self) -> float:
+        return TYPICAL_BANDWIDTH * self.bandwidth
 
 
 # Rates that several rows share. fp8 is with fp32 accumulation throughout.
@@ -57,6 +73,7 @@ _H100_SXM = {"fp32": 67.0, "tf32": 494.7, "bf16": 989.4, "fp16": 989.4, "fp8": 1
 _H100_NVL = {"fp32": 60.0, "tf32": 417.5, "bf16": 835.5, "fp16": 835.5, "fp8": 1670.5, "int8": 1670.5}
 _MI300X = {"fp32": 163.4, "tf32": 653.7, "bf16": 1307.4, "fp16": 1307.4, "fp8": 2614.9, "int8": 2614.9}
 
+_MAMF = "MAMF, github.com/stas00/ml-engineering"  # its table of maximum achievable matmul FLOPS; FACTS section 5
 _V100_SHEET = "NVIDIA V100 data sheet (https://www.nvidia.com/en-us/data-center/v100/)"
 _A100_SHEET = "NVIDIA A100 data sheet (https://www.nvidia.com/en-us/data-center/a100/)"
 _H100_SHEET = "NVIDIA H100 data sheet (https://www.nvidia.com/en-us/data-center/h100/), halved from sparse"
@@ -69,6 +86,11 @@ _HALVED_TENSOR = "This part halves its tensor cores with fp32 accumulation, as G
 _CDNA_ALIGNMENT = (
     "AMD publishes no alignment rule: 128 bytes is the cache line. Strides that are large powers of two can be slow"
 )
+
+
+def _measured(rate: float) -> dict[str, float]:
+    """Measured in bf16; fp16 runs on the same units at the same rate."""
+    return {"bf16": rate, "fp16": rate}
 
 
 def _halved(full_rate: float) -> str:
@@ -156,6 +178,8 @@ DEVICES = (
         memory_bytes=40960 * MIB,
         bandwidth=1555e9,
         multiprocessors=108,
+        best_tflops=_measured(271.2),
+        best_source=_MAMF,
         source=_A100_SHEET,
     ),
     Device(
@@ -167,6 +191,8 @@ DEVICES = (
         memory_bytes=81920 * MIB,
         bandwidth=2039e9,
         multiprocessors=108,
+        best_tflops=_measured(271.2),
+        best_source=_MAMF,
         source=_A100_SHEET,
     ),
     Device(
@@ -187,6 +213,8 @@ DEVICES = (
         memory_bytes=81920 * MIB,
         bandwidth=1935e9,
         multiprocessors=108,
+        best_tflops=_measured(252.9),
+        best_source=_MAMF,
         source=_A100_SHEET,
     ),
     Device(
@@ -322,12 +350,14 @@ DEVICES = (
     Device(
         label="H100-SXM",
         names=("NVIDIA H100 80GB HBM3",),
-        aliases=("H100-80", "H100-SXM5", "H100-80GB"),
+        aliases=("H100-SXM5",),
         architecture="Hopper",
         peak_tflops=_H100_SXM,
         memory_bytes=81559 * MIB,
         bandwidth=3350e9,
         multiprocessors=132,
+        best_tflops=_measured(794.5),
+        best_source=_MAMF,
         source=_H100_SHEET,
     ),
     Device(
@@ -351,6 +381,8 @@ DEVICES = (
         memory_bytes=143771 * MIB,
         bandwidth=4800e9,
         multiprocessors=132,
+        best_tflops=_measured(795.0),  # 788 on ours
+        best_source=_MAMF,
         source=_H200_SHEET,
     ),
     Device(
@@ -372,6 +404,8 @@ DEVICES = (
         memory_bytes=97871 * MIB,
         bandwidth=4000e9,
         multiprocessors=132,
+        best_tflops=_measured(828.6),
+        best_source=_MAMF,
         source=_GH200_SHEET,
         notes="The driver's name counts the CPU's memory: 480 or 120 GB of LPDDR5X beside 96 GB of HBM3",
     ),
@@ -384,6 +418,8 @@ DEVICES = (
         memory_bytes=146831 * MIB,
         bandwidth=4900e9,
         multiprocessors=132,
+        best_tflops=_measured(828.6),
+        best_source=_MAMF,
         source=_GH200_SHEET,
     ),
     Device(
@@ -395,6 +431,8 @@ DEVICES = (
         memory_bytes=183359 * MIB,
         bandwidth=8000e9,
         multiprocessors=148,
+        best_tflops=_measured(1745.0),
+        best_source=_MAMF,
         source=_BLACKWELL_SHEET,
         notes="Bandwidth is the DGX B200 data sheet's (64 TB/s for eight); the Blackwell data sheet says 7.7 TB/s",
     ),
@@ -418,6 +456,8 @@ DEVICES = (
         memory_bytes=275040 * MIB,
         bandwidth=8000e9,
         multiprocessors=148,
+        best_tflops=_measured(1769.0),
+        best_source=_MAMF,
         source="NVIDIA HGX B300 specifications, an eighth of the board, halved from sparse",
         notes="int8 is far below fp8 on this part and its figures differ from page to page: left out",
     ),
@@ -455,6 +495,8 @@ DEVICES = (
         memory_bytes=196608 * MIB,
         bandwidth=5300e9,
         multiprocessors=304,
+        best_tflops=_measured(668.4),
+        best_source=_MAMF,
         source="AMD Instinct MI300X data sheet",
         notes=_CDNA_ALIGNMENT,
     ),
@@ -467,6 +509,8 @@ DEVICES = (
         memory_bytes=262144 * MIB,
         bandwidth=6000e9,
         multiprocessors=304,
+        best_tflops=_measured(784.9),
+        best_source=_MAMF,
         source="AMD Instinct MI325X data sheet",
         notes=_CDNA_ALIGNMENT,
     ),
@@ -483,7 +527,17 @@ _NOT_THE_CARD = (
     (r"\bVF$", "a virtual function may be a partition of the card, whose figures would then be wrong"),
     (r"^AMD Instinct MI250X / MI250$", "the driver gives two cards this name, MI250X and MI250, and they differ"),
 )
-_VENDOR_WORDS = {"nvidia", "geforce", "tesla", "quadro", "grid", "amd", "ati", "radeon", "instinct", "intel"}
+# Names that people use for several cards, and what those are called here.
+_SHARED_NAMES = {
+    "h100 80": ("H100-PCIe", "H100-SXM"),
+    "h100 80gb": ("H100-PCIe", "H100-SXM"),
+    "rtx 6000": ("RTX-A6000", "RTX-6000-Ada"),  # a Quadro of Turing too, which has no row
+}
+_VENDOR_WORDS = {
+    **dict.fromkeys(("nvidia", "geforce", "tesla", "quadro", "grid"), "NVIDIA"),
+    **dict.fromkeys(("amd", "ati", "radeon", "instinct"), "AMD"),
+    "intel": "Intel",
+}
 
 
 def lookup(driver_name: str) -> Device | None:
@@ -504,7 +558,7 @@ def why_unknown(driver_name: str) -> str:
 def find_device(words: str) -> Device:
     """A label, an alias or a driver's name; case, spaces and hyphens do not matter. Nothing is guessed."""
     wanted = _key(words)
-    for device in DEVICES:
+    for device in _made_by(words):
         if wanted in map(_key, (device.label, *device.aliases, *device.names)):
             return device
     near = _candidates(words)
@@ -523,10 +577,20 @@ def looks_like_driver_name(words: str) -> bool:
     return _words(words)[0] in _VENDOR_WORDS
 
 
+def _made_by(words: str) -> Iterator[Device]:
+    """Devices of the vendor that the words start with, if they do: there is no AMD H200."""
+    stated = {_VENDOR_WORDS[word] for word in itertools.takewhile(_VENDOR_WORDS.__contains__, _words(words))}
+    return (device for device in DEVICES if stated <= {device.vendor})
+
+
 def _candidates(words: str) -> list[str]:
     """Labels of the family that was named: 'A100' or 'NVIDIA A100' -> every A100."""
-    wanted = _key(words)
-    return [device.label for device in DEVICES if wanted and f"{_key(device.label)} ".startswith(f"{wanted} ")]
+    wanted, shared = _key(words), _SHARED_NAMES.get(_key(words), ())
+    return [
+        device.label
+        for device in _made_by(words)
+        if device.label in shared or (wanted and f"{_key(device.label)} ".startswith(f"{wanted} "))
+    ]
 
 
 def _key(words: str) -> str:

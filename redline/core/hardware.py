@@ -9,7 +9,17 @@ from dataclasses import dataclass, field
 
 from redline.core.devices import DEVICES, Device, lookup
 
-__all__ = ["DEVICES", "Hardware", "MeasuredPeaks", "MeasuredRate", "known_device", "lookup"]
+BOOST_MARGIN = 0.10
+
+__all__ = [
+    "DEVICES",
+    "Hardware",
+    "MeasuredPeaks",
+    "MeasuredRate",
+    "beyond_the_data_sheet",
+    "known_device",
+    "lookup",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,9 +50,10 @@ class Hardware:
 
 
 def known_device(name: str, multiprocessors: int | None) -> Device | None:
-    """The row of a device that is all there: a partition of an AMD card has its name and fewer compute units."""
+    """The row of a device that is the card: a partition of an AMD card has its name and fewer compute units, and one
+    with more of them is a card that the row does not describe."""
     known = lookup(name)
-    whole = known is not None and (multiprocessors is None or multiprocessors >= known.multiprocessors)
+    whole = known is not None and multiprocessors in (None, known.multiprocessors)
     return known if whole else None
 
 
@@ -91,3 +102,24 @@ class MeasuredPeaks:
     date: str
     versions: dict[str, str | None]
     command: str
+    failed: tuple[str, ...] = ()
+    """Products that gave no rate, and why."""
+
+
+def beyond_the_data_sheet(measured: MeasuredPeaks, device: Device) -> str | None:
+    """Why a measurement cannot be of this device, or None. A clock above the one that the data sheet counts with
+    explains a few percent; more is another device, a wrong row or a wrong clock."""
+    pairs = {dtype: (rate, 1e12 * device.peak_tflops[dtype]) for dtype, rate in _tflops_of(measured, device).items()}
+    pairs["memory"] = (measured.bandwidth, device.bandwidth)
+    for what, (rate, sheet) in pairs.items():
+        if rate > (1 + BOOST_MARGIN) * sheet:
+            return (
+                f"{what} at {rate / sheet:.0%} of what the data sheet of {device.label} allows: no clock explains "
+                f"more than {1 + BOOST_MARGIN:.0%}, so device, data sheet or timing is wrong"
+            )
+    return None
+
+
+def _tflops_of(measured: MeasuredPeaks, device: Device) -> dict[str, float]:
+    """FLOP/s of the types that the data sheet has too."""
+    return {dtype: 1e12 * rate for dtype, rate in measured.matmul_tflops.items() if dtype in device.peak_tflops}

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from redline.core.errors import UserError, unknown_name
 
 SIZES = ("layers", "heads", "d_model", "d_ff", "vocab", "sequence")
-OPTIONAL_SIZES = ("kv_heads", "head_dim", "window", "windowed_layers")
+OPTIONAL_SIZES = ("max_positions", "kv_heads", "head_dim", "window", "windowed_layers")
 CHOICES = {"positions": ("learned", "rope", "none"), "norm": ("layernorm", "rmsnorm")}
 SAMPLE_CORPUS = "sample"  # the prose that ships with every Python; see data/text.py
 
@@ -27,7 +27,9 @@ class Shape:
     d_ff: int
     vocab: int
     sequence: int
-    """Tokens of context; with learned positions also their number."""
+    """Tokens that are read at once: the context, or less when a run takes shorter pieces."""
+    max_positions: int | None = None
+    """The longest context there is; with learned positions the rows of their table. None: `sequence`."""
     kv_heads: int | None = None
     """Heads of keys and values: fewer than `heads` is GQA, one is MQA. None: as many as `heads`."""
     head_dim: int | None = None
@@ -39,18 +41,27 @@ class Shape:
     fused_qkv: bool = True
     """Queries, keys and values come out of one matmul."""
     biases: bool = True
-    """The linear layers have biases (the head never has)."""
+    """The linear layers have biases, but for the head."""
+    qkv_biases: bool | None = None
+    """Those of queries, keys and values, where they differ from the others: Qwen2 has these alone. None: `biases`."""
+    mlp_biases: bool | None = None
+    """The same of the MLP's two or three."""
+    head_bias: bool = False
     positions: str = "learned"
     """'learned', 'rope' or 'none'."""
     norm: str = "layernorm"
     """'layernorm' (gain and bias) or 'rmsnorm' (gain)."""
+    layer_norms: int = 2
+    """Norms of the width of the model in a layer: before attention and before the MLP; Gemma 2 has two more behind."""
+    qk_norms: bool = False
+    """Queries and keys are normalised too, with gains as wide as a head."""
     window: int | None = None
     """Sliding-window attention: how many tokens back a token sees."""
     windowed_layers: int | None = None
     """Layers with the window; the others see everything. None: all of them."""
 
     def __post_init__(self) -> None:
-        for name in SIZES:
+        for name in (*SIZES, "layer_norms"):
             check_positive(name, getattr(self, name))
         for name in OPTIONAL_SIZES:
             if getattr(self, name) is not None:
@@ -59,7 +70,27 @@ class Shape:
             if getattr(self, name) not in known:
                 raise unknown_name(name, str(getattr(self, name)), known)
         self._check_heads()
-        if self.windowed_layers is not None and self.windowed_layers > self.layers:
+        self._check_positions()
+        self._check_window()
+
+    def _check_positions(self) -> None:
+        if self.positions == "learned" and self.sequence > self.positions_count:
+            raise UserError(
+                f"{self.sequence} tokens do not fit {self.positions_count} learned positions",
+                "the model has a vector for each position it learned, and none beyond",
+                f"use sequences of {self.positions_count} tokens or fewer",
+            )
+
+    def _check_window(self) -> None:
+        if self.windowed_layers is None:
+            return
+        if self.window is None:
+            raise UserError(
+                f"windowed_layers is {self.windowed_layers} and there is no window",
+                "how far those layers see is not said",
+                "give window, or leave windowed_layers out",
+            )
+        if self.windowed_layers > self.layers:
             raise UserError(
                 f"{self.windowed_layers} of {self.layers} layers have a window",
                 "a part is not larger than the whole",
@@ -98,6 +129,20 @@ class Shape:
     def kv_width(self) -> int:
         """Of all keys together, and again of all values."""
         return self.key_value_heads * self.head_width
+
+    @property
+    def positions_count(self) -> int:
+        """The longest context; with learned positions the rows of their table."""
+        return self.sequence if self.max_positions is None else self.max_positions
+
+    def has_bias(self, where: str) -> bool:
+        """Of a linear layer by its name in predict/gemms.py: 'qkv', 'q', 'kv', 'proj', 'up', 'down' or 'head'."""
+        if where == "head":
+            return self.head_bias
+        own = {"qkv": self.qkv_biases, "q": self.qkv_biases, "kv": self.qkv_biases}
+        own |= {"up": self.mlp_biases, "down": self.mlp_biases}
+        said = own.get(where)
+        return self.biases if said is None else said
 
     @property
     def layers_with_window(self) -> int:

@@ -1,6 +1,6 @@
-"""What this machine is, without torch: `this_machine()` asks the driver, `load_measured(name)` our own records."""
+"""What this machine is, without torch: `this_machine()` asks the driver, `find_measured(names)` our own records."""
 
 from redline.machine.local import Gpu, Machine, this_machine
-from redline.machine.measured import find_measured, load_measured, save_measured
+from redline.machine.measured import find_measured, save_measured
 
-__all__ = ["Gpu", "Machine", "find_measured", "load_measured", "save_measured", "this_machine"]
+__all__ = ["Gpu", "Machine", "find_measured", "save_measured", "this_machine"]

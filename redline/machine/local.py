@@ -105,9 +105,11 @@ class Machine:
             return "a CPU: its data sheet states no matrix rate (redline hardware --measure measures it)"
         if self.gpus[0].mig:
             return "MIG is switched on: programs see slices of the card, whose share no data sheet states"
-        if lookup(self.name) is not None:
+        card = lookup(self.name)
+        if card is not None:
             return (
-                f"it has {self.gpus[0].multiprocessors} multiprocessors, fewer than the card of that name: a partition"
+                f"it has {self.gpus[0].multiprocessors} multiprocessors and the card of that name "
+                f"{card.multiprocessors}: a partition, or another card"
             )
         return why_unknown(self.name)
 

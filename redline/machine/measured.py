@@ -1,6 +1,7 @@
 """What `redline hardware --measure` found on this machine, kept for estimates and tables.
 
-    save_measured(peaks) -> ~/.cache/redline/peaks/nvidia-h200--580.159.04.json;  load_measured("NVIDIA H200") -> peaks
+    save_measured(peaks) -> ~/.cache/redline/peaks/nvidia-h200--580.159.04.json
+    find_measured(["NVIDIA H200"]) -> (peaks, notes)
 
 One file per device and driver, written whole or not at all. A file that is damaged, or is not what its name says, is
 passed over with a note: a cache must never stop a command.
@@ -11,9 +12,11 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Collection
 from pathlib import Path
 
-from redline.core.hardware import MeasuredPeaks
+from redline.core.devices import lookup
+from redline.core.hardware import MeasuredPeaks, beyond_the_data_sheet
 from redline.core.job import write_atomically
 from redline.core.values import from_json, to_json
 
@@ -32,23 +35,28 @@ def save_measured(peaks: MeasuredPeaks) -> Path:
     return write_atomically(path, json.dumps(to_json(peaks), indent=2) + "\n")
 
 
-def load_measured(name: str, driver: str | None = None) -> MeasuredPeaks | None:
-    """The newest measurement of a device; with `driver`, one made with that driver where there is one."""
-    return find_measured(name, driver)[0]
-
-
-def find_measured(name: str, driver: str | None = None) -> tuple[MeasuredPeaks | None, tuple[str, ...]]:
-    """As load_measured, and a note for every file that had to be passed over."""
+def find_measured(names: Collection[str], driver: str | None = None) -> tuple[MeasuredPeaks | None, tuple[str, ...]]:
+    """The newest measurement of a device under any of its drivers' names; with `driver`, one made with that driver
+    where there is one. And a note for every file that had to be passed over."""
     found, notes = [], []
-    for path in sorted(peaks_folder().glob(f"{_slug(name)}--*.json")):
+    for path in sorted({path for name in names for path in peaks_folder().glob(f"{_slug(name)}--*.json")}):
         try:
             peaks = _read(path)
-            if peaks.name == name:
-                found.append(peaks)
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             notes.append(f"{path} is passed over: {type(error).__name__}: {error} (measure again to replace it)")
+            continue
+        reason = _unbelievable(peaks)
+        if reason is not None:
+            notes.append(f"{path} is passed over: {reason} (measure again to replace it)")
+        elif peaks.name in names:
+            found.append(peaks)
     found.sort(key=lambda peaks: (peaks.driver == driver, peaks.date))
     return (found[-1] if found else None), tuple(notes)
+
+
+def _unbelievable(peaks: MeasuredPeaks) -> str | None:
+    device = lookup(peaks.name)
+    return None if device is None else beyond_the_data_sheet(peaks, device)
 
 
 def _read(path: Path) -> MeasuredPeaks:

@@ -8,6 +8,8 @@ F the MLP's; c is the bytes of a number that a matmul reads.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -57,6 +59,11 @@ class Rank:
         return self.compute != FP32
 
     @property
+    def weight(self) -> int:
+        """Bytes of a weight, and of its gradient: 4 but for optimizers that keep weights in 16 bit."""
+        return self.optimizer.weights
+
+    @property
     def rows(self) -> int:
         """Of embedding and head, padded and shared among tensor-parallel GPUs."""
         return -(-self.plan.vocab_rows(self.shape.vocab) // self.layout.tp)
@@ -77,8 +84,7 @@ class Rank:
     @property
     def layer(self) -> int:
         """Parameters of one layer."""
-        biases = sum(layer.outputs * layer.count for layer in self.linear) // self.shape.layers
-        return self.matrices + biases * self.shape.biases + 2 * self.vectors
+        return sum(count * math.prod(sizes) for sizes, count in self.layer_tensors())
 
     @property
     def table(self) -> int:
@@ -92,9 +98,29 @@ class Rank:
     @property
     def outer(self) -> int:
         """Parameters outside the layers."""
-        positions = self.shape.sequence * self.shape.d_model if self.shape.positions == "learned" else 0
-        tables = self.first + self.last - self.head_is_embedding
-        return tables * self.table + self.first * positions + self.last * self.vectors
+        return sum(count * math.prod(sizes) for sizes, count in self.outer_tensors())
+
+    # tensors as (sizes, how many of them)
+
+    def layer_tensors(self) -> Iterator[tuple[tuple[int, ...], int]]:
+        for layer in self.linear:
+            each = layer.count // self.shape.layers
+            yield (layer.outputs, layer.inputs), each
+            if self.shape.has_bias(layer.where):
+                yield (layer.outputs,), each
+        of_norm = 2 if self.shape.norm == "layernorm" else 1  # gain and bias, or gain alone
+        yield (self.shape.d_model,), self.shape.layer_norms * of_norm
+        if self.shape.qk_norms:
+            yield (self.shape.head_width,), 2 * of_norm
+
+    def outer_tensors(self) -> Iterator[tuple[tuple[int, ...], int]]:
+        yield (self.rows, self.shape.d_model), self.first + self.last - self.head_is_embedding
+        if self.first and self.shape.positions == "learned":
+            yield (self.shape.positions_count, self.shape.d_model), 1
+        if self.last:
+            yield (self.shape.d_model,), 2 if self.shape.norm == "layernorm" else 1
+        if self.last and self.shape.head_bias:
+            yield (self.rows,), 1
 
     @property
     def parameters(self) -> int:
@@ -110,17 +136,25 @@ class Rank:
         """Of one matrix of a layer."""
         return max(layer.inputs * layer.outputs for layer in self.linear)
 
+    @property
+    def cached_tokens(self) -> float:
+        """Of one sequence, over all layers of this GPU: those whose keys and values generation keeps. Stages share
+        the layers with a window evenly."""
+        shape, windowed = self.shape, self.shape.layers_with_window
+        seen = min(shape.sequence, shape.window or shape.sequence)
+        return (windowed * seen + (shape.layers - windowed) * shape.sequence) / self.layout.pp
+
     # what stays, shared among replicas by ZeRO
 
     @property
     def weight_bytes(self) -> int:
         # A mask of a byte per pair of tokens, once for all layers; the built-in GPT has it whatever its attention.
         mask = self.plan.attention == "naive" or self.shape.positions == "learned"
-        return self.shared(FP32 * self.parameters, 3) + mask * self.shape.sequence**2
+        return self.shared(self.weight * self.parameters, 3) + mask * self.shape.sequence**2
 
     @property
     def gradient_bytes(self) -> int:
-        return self.shared(FP32 * self.parameters, 2)
+        return self.shared(self.weight * self.parameters, 2)
 
     @property
     def standing_gradients(self) -> int:
@@ -129,14 +163,10 @@ class Rank:
 
     @property
     def optimizer_bytes(self) -> int:
-        rule = self.optimizer
-        of_rest = rule.state if rule.state_of_rest is None else rule.state_of_rest
-        matrices = self.layers * self.matrices
-        state = rule.state * matrices + of_rest * (self.parameters - matrices)
-        if rule.factored:
-            lines = self.layers * sum(layer.count * (layer.inputs + layer.outputs) for layer in self.linear)
-            state += FP32 * (lines // self.shape.layers + (self.first + self.last) * (self.rows + self.shape.d_model))
-        return self.shared(state, 1)
+        state = self.optimizer.state_bytes
+        inside = sum(count * state(sizes, of_layer=len(sizes) > 1) for sizes, count in self.layer_tensors())
+        outside = sum(count * state(sizes, of_layer=False) for sizes, count in self.outer_tensors())
+        return self.shared(self.layers * inside + outside, 1)
 
     @property
     def update_bytes(self) -> int:
@@ -152,16 +182,18 @@ class Rank:
 
     def cast_bytes(self, layers: int, *, head: bool) -> int:
         """16-bit weights of so many layers. FSDP gathers weights in 16 bit and casts nothing."""
-        if not self.casts or self.zero == 3:
+        if self.compute == self.weight or self.zero == 3:
             return 0
         return self.compute * (layers * self.matrices + head * self.table)
 
     @property
-    def gathered(self) -> int:
-        """ZeRO 3: this layer, the next one on its way, and what lies outside the layers. ZeRO 2 and 3: gradients of
-        one layer before they are shared out."""
-        weights = self.compute * (2 * self.layer + self.outer) if self.zero == 3 else 0
-        return weights + (FP32 * self.layer if self.zero >= 2 else 0)
+    def gathered_weights(self) -> int:
+        """ZeRO 3: this layer, the next one on its way, and what lies outside the layers."""
+        return self.compute * (2 * self.layer + self.outer) if self.zero == 3 else 0
+
+    def gathered_gradients(self, done: int) -> int:
+        """ZeRO 2 and 3: of the gradients that are `done`, those of one layer before they are shared out."""
+        return min(done, self.weight * self.layer) if self.zero >= 2 else 0
 
 
 def compute_bytes(plan: Plan) -> int:

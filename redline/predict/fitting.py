@@ -34,6 +34,10 @@ class Case:
     optimizer: str | None = None
     inference: bool | str = False
 
+    @property
+    def optimizer_name(self) -> str:
+        return self.plan.optimizer if self.optimizer is None else self.optimizer
+
     def memory(self, micro_batch: int) -> Memory:
         return predict_memory(
             self.shape,
@@ -207,7 +211,7 @@ def _one_sequence(case: Case, micro_batch: int) -> Tried | None:
 
 
 def _eight_bit(case: Case, micro_batch: int) -> Tried | None:
-    if OPTIMIZERS[case.optimizer or case.plan.optimizer].state <= OPTIMIZERS["adamw-8bit"].state:
+    if OPTIMIZERS[case.optimizer_name].state <= OPTIMIZERS["adamw-8bit"].state:
         return None
     return replace(case, optimizer="adamw-8bit"), micro_batch
 

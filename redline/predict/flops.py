@@ -171,7 +171,7 @@ class Parameters:
     mlp: int
     norms: int
     head: int
-    """0 when it is the embedding."""
+    """Its bias alone, if any, when it is the embedding."""
 
     @property
     def total(self) -> int:
@@ -183,18 +183,26 @@ def parameters(shape: Shape, tied: bool | None = None, plan: Plan | None = None)
     tied = shape.tied if tied is None else tied
     layers = linear_layers(shape, Plan() if plan is None else plan)
     of = {
-        layer.where: layer.count * layer.outputs * (layer.inputs + (shape.biases and layer.where != "head"))
+        layer.where: layer.count * layer.outputs * (layer.inputs + shape.has_bias(layer.where))
         for layer in layers
+        if layer.where != "head"
     }
-    vectors = 2 if shape.norm == "layernorm" else 1  # gain and bias, or gain alone
+    rows = next(layer.outputs for layer in layers if layer.where == "head")
     return Parameters(
-        embedding=of["head"],  # as many rows as the head, whether or not they are shared
-        positions=shape.sequence * shape.d_model if shape.positions == "learned" else 0,
+        embedding=rows * shape.d_model,  # as many rows as the head, whether or not they are shared
+        positions=shape.positions_count * shape.d_model if shape.positions == "learned" else 0,
         attention=sum(of.get(where, 0) for where in ("qkv", "q", "kv", "proj")),
         mlp=of["up"] + of["down"],
-        norms=(2 * shape.layers + 1) * vectors * shape.d_model,
-        head=0 if tied else of["head"],
+        norms=norm_parameters(shape),
+        head=rows * ((0 if tied else shape.d_model) + shape.head_bias),
     )
+
+
+def norm_parameters(shape: Shape) -> int:
+    """Of every layer's norms, those of queries and keys (a head wide, shared by all heads), and the last one."""
+    vectors = 2 if shape.norm == "layernorm" else 1  # gain and bias, or gain alone
+    layer = shape.layer_norms * shape.d_model + 2 * shape.qk_norms * shape.head_width
+    return vectors * (shape.layers * layer + shape.d_model)
 
 
 # what others print
@@ -235,7 +243,7 @@ def shortcut_tflops(
 
 def prefill_flops(shape: Shape, tokens: int, *, convention: str = "causal", all_logits: bool = False) -> float:
     """The forward of a prompt. The head runs for the last token only unless all logits are wanted."""
-    count = model_flops(replace(shape, sequence=tokens), convention)
+    count = model_flops(replace(shape, sequence=tokens, max_positions=None), convention)
     heads = tokens if all_logits else 1
     return tokens * (count.linear.forward + count.attention.forward) + heads * count.head.forward
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from redline.core.values import to_json
 from redline.predict.gemms import Gemm
-from redline.predict.lint_rules import RULES, Advice, Rule
+from redline.predict.lint_rules import MEANINGFUL_GAIN, NOISE, RULES, Advice, Rule
 from redline.predict.subject import Subject, gain, predicted_gain
 
 Seconds = Mapping[Gemm, float | None]
@@ -38,7 +38,26 @@ class Finding:
 
     @property
     def predicted_gain(self) -> float | None:
-        return predicted_gain(self.before, self.after)
+        """None where nothing is predicted, or only noise: `no_gain` says why."""
+        return None if self.no_gain is not None else predicted_gain(self.before, self.after)
+
+    @property
+    def no_gain(self) -> str | None:
+        if self.advice.change is None:
+            return "nothing better is proposed"
+        found = predicted_gain(self.before, self.after)
+        if found is not None:
+            row = self.advice.row
+            return row.no_figure if row is not None and (row.refused or abs(found) < NOISE) else None
+        if self.before.device is None:
+            return "the device is unknown"
+        subject = self.before if self.before.undivided else self.after
+        return f"{subject.tp} GPUs cannot share {' and '.join(subject.undivided)}, so there is no time to compare with"
+
+    @property
+    def counts(self) -> bool:
+        """Enough to fail --strict: a mild one does where it is predicted to cost something all the same."""
+        return not self.advice.mild or (self.predicted_gain or 0.0) >= MEANINGFUL_GAIN
 
     @property
     def fix(self) -> str:
@@ -63,6 +82,10 @@ class Report:
     suggested: Subject
     """The subject with every fix in it."""
 
+    @property
+    def changes(self) -> bool:
+        return any(finding.advice.change is not None for finding in self.findings)
+
 
 def lint(subject: Subject, ignore: Collection[str] = ()) -> Report:
     """`ignore` names rules that are not asked."""
@@ -71,7 +94,7 @@ def lint(subject: Subject, ignore: Collection[str] = ()) -> Report:
     for rule in RULES:
         advice = None if rule.name in ignore else rule.check(state)
         if advice is not None:
-            after = state.changed(advice.change)
+            after = state.changed(advice.change or {})
             findings.append(Finding(rule=rule, advice=advice, before=state, after=after))
             state = after
     return Report(subject=subject, findings=tuple(findings), suggested=state)
@@ -108,8 +131,8 @@ def document(report: Report, hardware: dict[str, Any], seconds: Seconds | None =
         "hardware": hardware,
         "settings": _settings(report.subject),
         "findings": [_finding_json(finding, seconds) for finding in report.findings],
-        "suggested": to_json(report.suggested.shape) if report.findings else None,
-        "suggested_settings": _settings(report.suggested) if report.findings else None,
+        "suggested": to_json(report.suggested.shape) if report.changes else None,
+        "suggested_settings": _settings(report.suggested) if report.changes else None,
         "gain_convention": GAIN_CONVENTION,
         "predicted_gain": predicted_gain(report.subject, report.suggested),
         "measured_gain": None if seconds is None else measured_gain(report.subject, report.suggested, seconds),
@@ -126,7 +149,9 @@ def _finding_json(finding: Finding, seconds: Seconds | None) -> dict[str, Any]:
         "why": finding.advice.why,
         "fix": finding.advice.fix,
         "change": finding.advice.change,
+        "mild": not finding.counts,
         "predicted_gain": finding.predicted_gain,
+        "no_predicted_gain": finding.no_gain,
         "measured_gain": None if seconds is None else measured_gain(finding.before, finding.after, seconds),
     }
 
@@ -142,7 +167,7 @@ def _settings(subject: Subject) -> dict[str, Any]:
 def _gemm_rows(report: Report, seconds: Seconds) -> list[dict[str, Any]]:
     """What was timed, as it was and with every fix: seconds of a single call, and calls per step."""
     states: Sequence[tuple[str, Subject]] = [("before", report.subject)]
-    if report.findings:
+    if report.changes:
         states = [*states, ("after", report.suggested)]
     return [
         {"state": name, **to_json(gemm), "seconds": seconds.get(one_call(gemm))}

@@ -4,27 +4,39 @@
 
 RULES at the end is the whole list: a rule is a function from a Subject to an Advice or None, and its docstring is its
 reason. Rules are asked in order, each about the subject as the earlier ones left it, so that one cause gives one
-finding. A rule proposes only what somebody training a model can choose, and nothing at all when the size is good.
+finding. A rule proposes only what somebody training a model can choose, nothing at all when the size is good, and never
+what is predicted to be slower: of the good sizes nearby it takes the nearest that is not.
 Sources: arXiv 2401.14489 and its summary in Bekman's ML Engineering book; NVIDIA's guide to matrix multiplication.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 
+from redline.core.devices import VECTOR_BYTES, Device
 from redline.core.workload import Shape
 from redline.predict.flops import parameters
-from redline.predict.sizes import Change, most_ranks, nearest_width, ranks_fit, round_up
+from redline.predict.parallel import heads_divide
+from redline.predict.sizes import Change, kv_heads_nearby, most_ranks, round_up, widths_nearby
 from redline.predict.subject import Subject, gain, predicted_gain
-from redline.predict.tiles import ELEMENT_BYTES, UNALIGNED_RATE, VECTOR_BYTES, power_of_two
+from redline.predict.tiles import (
+    ELEMENT_BYTES,
+    UNALIGNED_RATE,
+    Estimate,
+    cost_is_known,
+    estimate,
+    power_of_two,
+)
 
 VOCABULARY_MULTIPLE = 64  # sources/003: good on every device, V100 to B200
 # Of the step's GEMM time. Runs differ by 1 to 3 %, and cuBLAS may choose better tiles than the prediction does: what is
 # predicted to give less is not worth a finding. More is asked of advice that costs memory or another layout.
 MEANINGFUL_GAIN = 0.05
 LARGE_GAIN = 0.10
+NOISE = 0.005  # predictions closer to nothing than this say nothing
 NODE_GPUS = 8  # joined by NVLink in nearly every machine
 NEARBY = 1 / 16  # how far from the user's d_ff a better one may lie
 CANDIDATES = 16  # on either side
@@ -35,7 +47,15 @@ class Advice:
     problem: str
     why: str
     fix: str
-    change: Change
+    change: Change | None
+    """None: nothing that could be proposed is predicted to pay."""
+    row: Row | None = None
+    """The row whose alignment it is about."""
+
+    @property
+    def mild(self) -> bool:
+        """Nothing says that it costs anything: no reason to fail a check."""
+        return self.change is None or (self.row is not None and self.row.mild)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,57 +69,131 @@ class Rule:
 # alignment
 
 
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A size along which matrices are stored, as each rank holds it."""
+
+    size: int
+    dtype: str
+    alignment_bytes: int
+    device: Device | None
+    ranks: int = 1
+
+    @property
+    def multiple(self) -> int:
+        """Of the whole size, for an aligned share."""
+        return max(1, self.alignment_bytes // ELEMENT_BYTES[self.dtype]) * self.ranks
+
+    @property
+    def aligned(self) -> bool:
+        return self.size % self.multiple == 0
+
+    @property
+    def start_bytes(self) -> int:
+        """The largest power of two at whose multiples the rows start; 0 where the ranks' shares are not equal."""
+        return 0 if self.size % self.ranks else power_of_two(self.size // self.ranks * ELEMENT_BYTES[self.dtype])
+
+    @property
+    def mild(self) -> bool:
+        return self.start_bytes >= VECTOR_BYTES
+
+    @property
+    def refused(self) -> bool:
+        """A matmul of such rows is no slower one, but an error."""
+        return self.dtype == "fp8"
+
+    @property
+    def no_figure(self) -> str | None:
+        """Why no gain can be predicted from the alignment; None where a figure is known."""
+        if self.device is None:
+            return None
+        if self.refused:
+            return "fp8 matmuls refuse such rows, so there is no time to compare with"
+        if self.mild:
+            return f"no published figure says what rows of {self.start_bytes} bytes cost"
+        if not cost_is_known(self.device, self.dtype):
+            return f"no published figure says what such rows of {self.dtype} cost on {self.device.vendor}"
+        return None
+
+    def how(self) -> str:
+        """'not a multiple of 64 (128 bytes of bf16), nor of 8 (16 bytes)'"""
+        text = f"not a multiple of {self.multiple} ({self.alignment_bytes} bytes of {self.dtype}"
+        text += f" on each of {self.ranks} ranks)" if self.ranks > 1 else ")"
+        vector = max(1, VECTOR_BYTES // ELEMENT_BYTES[self.dtype]) * self.ranks
+        if self.alignment_bytes > VECTOR_BYTES and self.size % vector:
+            text += f", nor of {vector} ({VECTOR_BYTES} bytes)"
+        return text
+
+    def why(self) -> str:
+        if self.mild:
+            return (
+                f"tensor cores run at full speed on rows of whole {self.alignment_bytes} bytes; with "
+                f"{self.start_bytes} the loss is small, and no published figure says how small"
+            )
+        if self.refused:
+            return f"fp8 matmuls refuse rows that are not whole {VECTOR_BYTES} bytes"
+        return (
+            f"wide loads take {VECTOR_BYTES} bytes at a time; without them the library falls back on narrow ones, at "
+            f"about {UNALIGNED_RATE:.2f} of the rate (SwiGLU on an H100)"
+        )
+
+
 def vocabulary(subject: Subject) -> Advice | None:
     """The head's GEMMs have the vocabulary as a row of logits and of their gradient. Tokens can be added and never
     used, so this is the cheapest number to mend; 50257 is a tokenizer's count, and nobody chose it for a GPU."""
     vocab, tp = subject.shape.vocab, subject.tp
-    if vocab % (subject.multiple * tp) == 0:
-        return None
+    row = _row(subject, vocab, shared=True)
     good = round_up(vocab, max(VOCABULARY_MULTIPLE, subject.multiple) * tp)
+    change = _mended(subject, row, [{"vocab": good}])
+    if change is None:
+        return None
     return Advice(
-        problem=f"vocabulary {vocab}{_of_ranks(tp)} is {_how_aligned(vocab, subject)}",
-        why=_alignment_reason(vocab, subject),
+        problem=f"vocabulary {vocab}{_of_ranks(tp)} is {row.how()}",
+        why=row.why(),
         fix=f"pad it to {good}: {good - vocab} rows that no token uses and that the loss must not see"
-        f" ({_parameter_change(subject.shape, {'vocab': good})})",
-        change={"vocab": good},
+        f" ({_parameter_change(subject.shape, change)})",
+        change=change,
+        row=row,
     )
 
 
 def model_width(subject: Subject) -> Advice | None:
     """d_model is a row of every activation and of most weights: ugly here is ugly everywhere."""
     shape = subject.shape
-    if shape.d_model % subject.multiple == 0:
+    row, heads = _row(subject, shape.d_model), _row(subject, shape.head_width, attention=True)
+    if row.aligned:
         return None
-    change = _width(subject, keep_width=False, keep_tp=False)
+    worst = heads if shape.head_dim is None and heads.start_bytes < row.start_bytes else row
+    change = _mended(subject, worst, _widths(subject, keep_width=False, keep_tp=False))
     if change is None:
         return None
-    worst = math.gcd(shape.d_model, shape.head_width) if shape.head_dim is None else shape.d_model
     return Advice(
-        problem=f"d_model {shape.d_model}{_with_it(subject)} is {_how_aligned(shape.d_model, subject, shared=False)}",
-        why=_alignment_reason(worst, subject, shared=False),
+        problem=f"d_model {shape.d_model}{_with_it(subject)} is {row.how()}",
+        why=worst.why(),
         fix=f"{_words(change)} ({_parameter_change(shape, change)}): another model, so choose it before training",
         change=change,
+        row=worst,
     )
 
 
 def head_width(subject: Subject) -> Advice | None:
     """h/a is a row of every query, key and value. Fused attention kernels pad it inside, and so hide a part of the
-    loss. Of the good widths the wider one is proposed: fewer heads have fewer scores."""
+    loss. Wider heads are fewer and have fewer scores."""
     shape = subject.shape
-    if shape.head_width % subject.multiple == 0:
-        return None
-    if shape.head_dim is not None:
-        change: Change | None = {"head_dim": round_up(shape.head_dim, subject.multiple)}
-    else:
-        change = _width(subject, keep_width=True)
-        change = change or _width(subject, keep_width=False, keep_tp=False)
+    row = _row(subject, shape.head_width, attention=True)
+    near = _head_dims(subject) if shape.head_dim is not None else _widths(subject, keep_width=True)
+    change = _mended(subject, row, near)
+    if change is None and shape.head_dim is None:
+        change = _mended(subject, row, _widths(subject, keep_width=False, keep_tp=False))
     if change is None:
         return None
     return Advice(
-        problem=f"heads {shape.head_width} wide (h/a): {_how_aligned(shape.head_width, subject, shared=False)}",
-        why=_alignment_reason(shape.head_width, subject, shared=False) + "; fused attention kernels hide a part of it",
-        fix=f"{_words(change)} ({_parameter_change(shape, change)}): another model, so choose it before training",
+        problem=f"heads {shape.head_width} wide (h/a): {row.how()}",
+        why=f"{row.why()}; fused attention kernels hide a part of it",
+        fix=f"{_words(change)} ({_parameter_change(shape, change)}){_others(subject, near, change)}: another model, so "
+        "choose it before training",
         change=change,
+        row=row,
     )
 
 
@@ -107,35 +201,41 @@ def mlp_width(subject: Subject) -> Advice | None:
     """d_ff is a row of the MLP's hidden layer. With SwiGLU it is often 8/3 of d_model, rounded to nothing: 10922 at
     4096 costs a third of the rate that 10944 has."""
     d_ff, tp = subject.shape.d_ff, subject.tp
-    step = subject.multiple * tp
-    if d_ff % step == 0:
+    row = _row(subject, d_ff, shared=True)
+    near = _multiples_nearby(d_ff, row.multiple)
+    change = _mended(subject, row, [{"d_ff": size} for size in near])
+    if change is None:
         return None
-    below, above, whole = d_ff // step * step, round_up(d_ff, step), round_up(d_ff, math.lcm(2 * step, 128 * tp))
-    good = below if below and d_ff - below < above - d_ff else above
-    others = [f"{size} ({_parameter_change(subject.shape, {'d_ff': size})})" for size in (above, below) if size]
-    others += [f"{whole} (whole tiles of 128)"] if whole != above else []
+    whole = round_up(d_ff, math.lcm(2 * row.multiple, 128 * tp))
+    others = [f"{size} ({_parameter_change(subject.shape, {'d_ff': size})})" for size in sorted(near, reverse=True)]
+    others += [f"{whole} (whole tiles of 128)"] if whole not in near else []
     two_thirds = subject.shape.gated and abs(d_ff - 8 * subject.shape.d_model / 3) < 1
     return Advice(
-        problem=f"d_ff {d_ff}{' = 8/3 d_model' if two_thirds else ''}{_of_ranks(tp)} is {_how_aligned(d_ff, subject)}",
-        why=_alignment_reason(d_ff, subject),
-        fix=f"d_ff {good}; good sizes near it: {', '.join(others)}",
-        change={"d_ff": good},
+        problem=f"d_ff {d_ff}{' = 8/3 d_model' if two_thirds else ''}{_of_ranks(tp)} is {row.how()}",
+        why=row.why(),
+        fix=f"{_words(change)}; good sizes near it: {', '.join(others)}",
+        change=change,
+        row=row,
     )
 
 
 def sequence_length(subject: Subject) -> Advice | None:
     """s is a row of the attention scores, and through b*s the height of every other GEMM. The micro batch itself needs
     no alignment: with a good s every b*s is good, so 7 is as good as 8."""
-    s = subject.shape.sequence
-    if s % subject.multiple == 0:
+    shape = subject.shape
+    row = _row(subject, shape.sequence, attention=True)
+    fixed = shape.positions == "learned" and shape.max_positions is not None
+    near = [s for s in _multiples_nearby(shape.sequence, row.multiple) if not (fixed and s > shape.positions_count)]
+    change = _mended(subject, row, [{"sequence": size} for size in near])
+    if change is None:
         return None
-    below, above = s // subject.multiple * subject.multiple, round_up(s, subject.multiple)
-    good = below if below and s - below < above - s else above
+    other = [size for size in near if size != change["sequence"]]
     return Advice(
-        problem=f"sequence length {s} is {_how_aligned(s, subject, shared=False)}",
-        why=_alignment_reason(s, subject, shared=False) + "; fused attention hides a part of it",
-        fix=f"sequences of {good} tokens" + (f" (or {below})" if below and below != good else ""),
-        change={"sequence": good},
+        problem=f"sequence length {shape.sequence} is {row.how()}",
+        why=f"{row.why()}; fused attention hides a part of it",
+        fix=f"sequences of {change['sequence']} tokens" + (f" (or {other[0]})" if other else ""),
+        change=change,
+        row=row,
     )
 
 
@@ -143,36 +243,45 @@ def sequence_length(subject: Subject) -> Advice | None:
 
 
 def head_count(subject: Subject) -> Advice | None:
-    """An odd number of heads divides among no 2, 4 or 8 GPUs, and with heads of 64 makes d_model end in half a tile of
-    128. GPT-2 XL's 25 are the classic."""
+    """An odd number of heads, or of key-value heads, divides among no 2, 4 or 8 GPUs, and with heads of 64 makes
+    d_model end in half a tile of 128. GPT-2 XL's 25 are the classic."""
     shape = subject.shape
-    if shape.heads % 2 == 0 or shape.heads == 1:
+    heads, kv = shape.heads, shape.key_value_heads
+    odd = [f"{heads} heads"] if heads % 2 and heads > 1 else []
+    odd += [f"{kv} key-value heads"] if kv % 2 and kv > 1 and kv != heads else []
+    if not odd:
         return None
-    change = _width(subject, keep_width=shape.head_dim is not None)
-    if change is None:
+    if heads % 2 and heads > 1:
+        near = _widths(subject, keep_width=shape.head_dim is not None)
+    else:
+        near = [{"kv_heads": number} for number in kv_heads_nearby(heads, kv, subject.tp)]
+    if not near:
         return None
-    half = "" if shape.d_model % 128 == 0 else f", and d_model {shape.d_model} is {shape.d_model / 128:g} tiles of 128"
+    change = _nearest_that_pays(subject, near)
+    tiles = heads % 2 and shape.head_dim is None and shape.d_model % 128
+    half = f", and d_model {shape.d_model} is {shape.d_model / 128:g} tiles of 128" if tiles else ""
     return Advice(
-        problem=f"{shape.heads} heads: an odd number",
+        problem=f"{' and '.join(odd)}: an odd number",
         why=f"no tensor parallelism over 2, 4 or 8 GPUs divides it{half}",
-        fix=f"{_words(change)} ({_parameter_change(shape, change)}): another model, whose published weights do not fit;"
-        " for choosing a shape, not for fine-tuning one",
+        fix="an even number, if tensor parallelism is wanted: none near it is predicted to be as fast as this one"
+        if change is None
+        else f"{_words(change)} ({_parameter_change(shape, change)}): another model, whose published weights do not "
+        "fit; for choosing a shape, not for fine-tuning one",
         change=change,
     )
 
 
 def tensor_parallel_division(subject: Subject) -> Advice | None:
-    """h/t and (b a)/t must be whole: each GPU takes whole heads. Key-value heads may be fewer than GPUs, if they are
-    then copied evenly."""
+    """h/t and (b a)/t must be whole: each GPU takes whole heads, of queries and of keys and values."""
     shape, tp = subject.shape, subject.tp
-    if ranks_fit(shape, tp):
+    if heads_divide(shape, tp):
         return None
     good = most_ranks(shape, tp)
-    fits = [size for size in range(1, 2 * tp + 1) if ranks_fit(shape, size)]
+    fits = [size for size in range(1, 2 * tp + 1) if heads_divide(shape, size)]
     kv = "" if shape.key_value_heads == shape.heads else f" and {shape.key_value_heads} key-value heads"
     return Advice(
-        problem=f"{shape.heads} heads{kv} and d_model {shape.d_model} do not divide among {tp} GPUs",
-        why="each GPU of a tensor-parallel group computes whole heads and an equal share of the width",
+        problem=f"{shape.heads} heads{kv} do not divide among {tp} GPUs",
+        why="each GPU of a tensor-parallel group computes whole heads; copied ones would be computed more than once",
         fix=f"--tp {good} (these divide: {', '.join(map(str, fits))})",
         change={"tp": good},
     )
@@ -227,7 +336,8 @@ def tile_quantization(subject: Subject) -> Advice | None:
     good = found["d_ff"]
     return Advice(
         problem=f"d_ff {subject.shape.d_ff}{_of_ranks(subject.tp)} leaves the last tiles of its GEMMs partly empty",
-        why="a tile that sticks out over the edge takes as long as a full one",
+        why="a tile that sticks out over the edge takes as long as a full one; "
+        + _least_used(subject, "tiles", lambda found: found.tile_efficiency),
         fix=f"d_ff {good} ({_parameter_change(subject.shape, found)})",
         change=found,
     )
@@ -248,15 +358,16 @@ def wave_quantization(subject: Subject) -> Advice | None:
     else:
         problem = f"d_ff {subject.shape.d_ff}: {tail}"
         fix = f"d_ff {found['d_ff']} ({_parameter_change(subject.shape, found)})"
-    why = f"a round is {subject.device.multiprocessors} tiles, and takes as long with one of them as with all"
+    why = f"a round is {subject.device.multiprocessors} tiles, and takes as long with one of them as with all; "
+    why += _least_used(subject, "rounds", lambda found: found.wave_efficiency)
     return Advice(problem=problem, why=why, fix=fix, change=found)
 
 
 RULES = (
+    Rule(name="model-width", kind="alignment", check=model_width),
+    Rule(name="head-count", kind="rule-of-thumb", check=head_count),  # before the ranks: even heads may allow them
     Rule(name="tensor-parallel-division", kind="rule-of-thumb", check=tensor_parallel_division),
     Rule(name="vocabulary", kind="alignment", check=vocabulary),
-    Rule(name="model-width", kind="alignment", check=model_width),
-    Rule(name="head-count", kind="rule-of-thumb", check=head_count),
     Rule(name="head-width", kind="alignment", check=head_width),
     Rule(name="mlp-width", kind="alignment", check=mlp_width),
     Rule(name="sequence-length", kind="alignment", check=sequence_length),
@@ -270,38 +381,11 @@ RULES = (
 # words
 
 
-def _how_aligned(size: int, subject: Subject, *, shared: bool = True) -> str:
-    """'not a multiple of 64 (128 bytes of bf16), nor of 8 (16 bytes)'; `shared` sizes are divided among the ranks."""
-    ranks = subject.tp if shared else 1
-    width = ELEMENT_BYTES[subject.dtype]
-    text = f"not a multiple of {subject.multiple * ranks} ({subject.alignment_bytes} bytes of {subject.dtype}"
-    text += f" on each of {ranks} ranks)" if ranks > 1 else ")"
-    vector = max(1, VECTOR_BYTES // width) * ranks
-    if subject.alignment_bytes > VECTOR_BYTES and size % vector:
-        text += f", nor of {vector} ({VECTOR_BYTES} bytes)"
-    return text
-
-
-def _alignment_reason(size: int, subject: Subject, *, shared: bool = True) -> str:
-    ranks = subject.tp if shared else 1
-    row_bytes = size * ELEMENT_BYTES[subject.dtype] / ranks
-    if row_bytes % VECTOR_BYTES == 0:
-        return (
-            f"tensor cores run at full speed on rows of whole {subject.alignment_bytes} bytes; with "
-            f"{power_of_two(int(row_bytes))} the loss is small, and no published figure says how small"
-        )
-    if subject.dtype == "fp8":
-        return f"fp8 matmuls refuse rows that are not whole {VECTOR_BYTES} bytes"
-    return (
-        f"wide loads take {VECTOR_BYTES} bytes at a time; without them the library falls back on narrow ones, at about "
-        f"{UNALIGNED_RATE:.2f} of the rate (SwiGLU on an H100)"
-    )
-
-
 def _with_it(subject: Subject) -> str:
     """The sizes that are ugly because d_model is, and that its fix mends."""
     shape = subject.shape
-    sizes = [f"heads of {shape.head_width}"] if shape.head_dim is None and shape.head_width % subject.multiple else []
+    narrow = shape.head_dim is None and shape.head_width % subject.attention_multiple
+    sizes = [f"heads of {shape.head_width}"] if narrow else []
     sizes += [f"d_ff {shape.d_ff}"] if shape.d_ff % subject.multiple else []
     return f" (and with it {' and '.join(sizes)})" if sizes else ""
 
@@ -321,18 +405,97 @@ def _parameter_change(shape: Shape, change: Change) -> str:
     return f"{100 * (after / before - 1):+.2f} % parameters"
 
 
+def _least_used(subject: Subject, what: str, share: Callable[[Estimate], float]) -> str:
+    """'of the rounds of qkv forward 73 % are used': the GEMM that uses the least of them."""
+    assert subject.device is not None
+    shares = [(share(estimate(gemm, subject.device, subject.dtype_of(gemm))), gemm) for gemm in subject.gemms]
+    least, gemm = min(shares, key=lambda pair: pair[0])
+    return f"of the {what} of {gemm.where} {gemm.direction} {100 * least:.0f} % are used"
+
+
 # sizes nearby
 
 
-def _width(subject: Subject, *, keep_width: bool, keep_tp: bool = True) -> Change | None:
-    sizes = {"multiple": subject.multiple, "tp": subject.tp}
-    return nearest_width(subject.shape, **sizes, keep_width=keep_width, keep_tp=keep_tp)
+def _row(subject: Subject, size: int, *, shared: bool = False, attention: bool = False) -> Row:
+    """`shared` sizes are divided among the ranks; those of attention have its dtype."""
+    dtype = subject.attention_dtype if attention else subject.dtype
+    return Row(
+        size=size,
+        dtype=dtype,
+        alignment_bytes=subject.alignment_bytes(dtype),
+        device=subject.device,
+        ranks=subject.tp if shared else 1,
+    )
+
+
+def _mended(subject: Subject, row: Row, changes: Sequence[Change]) -> Change | None:
+    """The change that mends a row; None when it is good, or when nothing near it is predicted to be as fast. Where no
+    figure says what the alignment gives, a prediction without it may be a little below nothing; and what is refused
+    must be mended at any price. A size that is good in itself, and only its share among the ranks is not, must pay."""
+    if row.aligned:
+        return None
+    allowed = 0.0 if row.no_figure is None else NOISE
+    change = _nearest_that_pays(subject, changes, math.inf if row.refused else allowed)
+    whole_is_good = row.ranks > 1 and row.mild and replace(row, ranks=1).aligned
+    if change is not None and whole_is_good and (subject.device is None or not _pays(subject, change, MEANINGFUL_GAIN)):
+        return None
+    return change
+
+
+def _nearest_that_pays(subject: Subject, changes: Sequence[Change], allowed_loss: float = 0.0) -> Change | None:
+    """The nearest that is not predicted to be slower. Not the fastest: that would be the widest heads of all, whose
+    few scores a fused kernel makes cheap anyway, and a model further from the one that was asked for."""
+    gains = ((gain_of(subject, change), change) for change in changes)
+    return next((change for gain, change in gains if gain is None or gain >= -allowed_loss), None)
+
+
+def gain_of(subject: Subject, change: Change) -> float | None:
+    """Predicted; where the sizes do not divide among the ranks, that of the whole layers on one."""
+    after = subject.changed(change)
+    found = predicted_gain(subject, after)
+    return predicted_gain(replace(subject, tp=1), replace(after, tp=1)) if found is None else found
+
+
+def _widths(subject: Subject, *, keep_width: bool, keep_tp: bool = True) -> list[Change]:
+    return list(
+        islice(
+            widths_nearby(
+                subject.shape,
+                multiple=subject.multiple,
+                head_multiple=subject.attention_multiple,
+                tp=subject.tp,
+                keep_width=keep_width,
+                keep_tp=keep_tp,
+            ),
+            CANDIDATES,
+        )
+    )
+
+
+def _head_dims(subject: Subject) -> list[Change]:
+    """A width of the heads' own: the good ones below and above."""
+    return [{"head_dim": size} for size in _multiples_nearby(subject.shape.head_width, subject.attention_multiple)]
+
+
+def _multiples_nearby(size: int, multiple: int) -> list[int]:
+    """Below and above, the nearer first."""
+    below, above = size // multiple * multiple, round_up(size, multiple)
+    return sorted((one for one in (below, above) if one), key=lambda one: (abs(one - size), -one))
+
+
+def _others(subject: Subject, changes: Sequence[Change], taken: Change) -> str:
+    """', or 40 heads (predicted -3.1 %)': the nearest good size that was not taken."""
+    other = next((change for change in changes if change != taken), None)
+    if other is None:
+        return ""
+    gain = gain_of(subject, other)
+    return f", or {_words(other)}" + ("" if gain is None else f" (predicted {100 * gain:+.1f} %)")
 
 
 def _smaller_group(subject: Subject, tp: int) -> int | None:
     """Half as many GPUs, where that is worth it."""
     half = tp // 2
-    if tp < 2 or tp % 2 or not ranks_fit(subject.shape, half):
+    if tp < 2 or tp % 2 or not heads_divide(subject.shape, half):
         return None
     if tp > NODE_GPUS or _pays(subject.changed({"tp": tp}), {"tp": half}, LARGE_GAIN):
         return half

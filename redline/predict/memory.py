@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
+from redline.core.devices import VECTOR_BYTES
 from redline.core.errors import UserError, unknown_name
 from redline.core.plan import Plan
 from redline.core.workload import Shape, check_positive
@@ -27,8 +28,10 @@ from redline.predict.activations import (
     layer_backward,
     mlp_tensors,
 )
+from redline.predict.operations import PIECES
 from redline.predict.optimizers import find_optimizer
 from redline.predict.parallel import Layout, check_layout
+from redline.predict.sizes import round_up
 
 KINDS = ("residual", "normalised", "qkv", "attention core", "attention output", "mlp", "embedding", "recomputed")
 MIB = 1024**2
@@ -38,8 +41,7 @@ WORKSPACES = (2 * 32 + 1) * MIB
 CONTEXT = 810 * 10**6  # CUDA context and loaded kernels: 787 to 884 MB in the ladder's record of 2026-11-15 on an H200
 COLLECTIVES = 1536 * MIB  # NCCL's buffers where GPUs talk: 1 to 2 GiB (FACTS section 3)
 FRAGMENTATION = 0.08  # reserved over allocated: the median of the memory record is 1.08, a single run 1.01 to 1.6
-PIECES = {"fused": 1, "chunked": 8}  # of the tokens, in model/loss.py
-ALIGNED_BYTES, STRIDE_BYTES = 16, 128  # Inductor pads odd matmuls to the first, and wide rows to the second
+STRIDE_BYTES = 128  # Inductor pads matmuls whose rows no vector load can take, and then wide rows to this
 INFERENCE_BYTES = {"fp32": 4, "mixed": 4, "half": 2, "int8": 1}  # per parameter; mixed has 16-bit casts besides
 ZERO_STAGES = (0, 1, 2, 3)
 
@@ -103,7 +105,7 @@ def predict_memory(
         return _generate(
             shape, plan, micro_batch=micro_batch, layout=layout, weights=inference_precision(plan, inference)
         )
-    row = find_optimizer(optimizer or plan.optimizer)
+    row = find_optimizer(plan.optimizer if optimizer is None else optimizer)
     moments = [
         memory
         for first, last in _ends(layout.pp)
@@ -199,7 +201,7 @@ def _loss_moments(rank: Rank) -> Iterator[Memory]:
             activations=whole,
             gradients=rank.standing_gradients,
             logits=logits,
-            temporary=temporary + rank.gathered,
+            temporary=temporary + rank.gathered_weights,
             casts=rank.cast_bytes(cached, head=True),
         )
 
@@ -218,8 +220,8 @@ def _full_loss(rank: Rank) -> LossMoments:
         return
     # Inductor writes the gradient over the logits, unless it had to pad them: then both exist, in wider rows. The
     # gradient of what the head read comes beside them.
-    odd = rank.rows * c % ALIGNED_BYTES
-    numbers = rank.tokens * _padded(rank.rows, STRIDE_BYTES // c) if odd else numbers
+    odd = rank.rows * c % VECTOR_BYTES
+    numbers = rank.tokens * round_up(rank.rows, STRIDE_BYTES // c) if odd else numbers
     yield LOSS_BACKWARD, (2 if odd else 1) * c * numbers, c * rank.tokens * rank.shape.d_model
 
 
@@ -246,15 +248,17 @@ def _layer_moment(rank: Rank, name: str, behind: int) -> Memory:
     kept = kept_activations(rank, behind + 1)
     kept["recomputed"] = rank.tokens * extra.recomputed
     casts = behind + 1 if rank.plan.checkpointing != "full" else 1
-    done = FP32 * ((rank.layers - behind - 1) * rank.layer + rank.last * (rank.table + rank.vectors))
-    gradients = min(rank.gradient_bytes, max(rank.standing_gradients, rank.shared(done, 2)))
+    done = rank.weight * ((rank.layers - behind - 1) * rank.layer + rank.last * (rank.table + rank.vectors))
+    gathered = rank.gathered_gradients(done)
+    gradients = min(rank.gradient_bytes, max(rank.standing_gradients, rank.shared(done - gathered, 2)))
+    # A weight's gradient comes out of the matmul in 16 bit before it is widened.
+    narrow = rank.compute * rank.matrices if rank.compute != rank.weight else 0
     return _moment(
         rank,
         name,
         activations=kept,
         gradients=gradients,
-        # A weight's gradient comes out of the matmul in 16 bit before it is widened.
-        temporary=rank.tokens * extra.flowing + rank.gathered + (rank.compute * rank.matrices if rank.casts else 0),
+        temporary=rank.tokens * extra.flowing + rank.gathered_weights + gathered + narrow,
         casts=rank.cast_bytes(casts, head=False),
     )
 
@@ -263,13 +267,13 @@ def _embedding_moment(rank: Rank) -> Memory:
     """A gradient as large as the table. Where head and embedding are one, the head's waits, and their sum is a third.
     The stream's gradient feeds it."""
     stream = FP32 * rank.tokens * rank.shape.d_model
-    own = 2 * FP32 * rank.table if rank.head_is_embedding else 0
+    own = 2 * rank.weight * rank.table if rank.head_is_embedding else 0
     return _moment(
         rank,
         "gradient of the embedding",
         activations={"embedding": batch_bytes(rank)},
         gradients=rank.gradient_bytes,
-        temporary=stream + own + rank.gathered,
+        temporary=stream + own + rank.gathered_weights + rank.gathered_gradients(rank.gradient_bytes),
     )
 
 
@@ -279,10 +283,6 @@ def _context(rank: Rank) -> int:
 
 def _sum(a: dict[str, float], b: dict[str, float]) -> dict[str, float]:
     return {kind: a.get(kind, 0) + b.get(kind, 0) for kind in (*a, *(kind for kind in b if kind not in a))}
-
-
-def _padded(size: int, multiple: int) -> int:
-    return -(-size // multiple) * multiple
 
 
 # inference
@@ -298,7 +298,7 @@ def inference_precision(plan: Plan, inference: bool | str) -> str:
 
 def _generate(shape: Shape, plan: Plan, *, micro_batch: int, layout: Layout, weights: str) -> Memory:
     """Reading whole sequences with a cache of keys and values: nothing is kept but that, and only the last token of
-    each sequence meets the head."""
+    each sequence meets the head. Layers with a window keep no more than it: a cache that rolls."""
     plan = replace(plan, autocast=None if weights == "fp32" else plan.autocast or "bf16", checkpointing="none")
     ends = [
         Rank(
@@ -329,7 +329,7 @@ def _prefill(rank: Rank, weights: str) -> Memory:
         moment="prefill of whole prompts",
         weights=INFERENCE_BYTES[weights] * rank.parameters,
         activations={
-            "keys and values": round(rank.tokens * rank.layers * 2 * c * KV),
+            "keys and values": round(rank.micro_batch * rank.cached_tokens * 2 * c * KV),
             "one layer": round(rank.tokens * (stream + c * C + max(mlp, attention))),
             "embedding": round(8 * rank.tokens),
         },

@@ -21,6 +21,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from redline.core.devices import VECTOR_BYTES
 from redline.core.errors import unknown_name
 from redline.core.plan import Plan
 from redline.core.workload import Shape
@@ -32,13 +33,12 @@ OPTIMIZER, MOVEMENT = "optimizer", "data movement"
 GROUPS = (CONTRACTION, NORMALISATION, ELEMENTWISE, OPTIMIZER, MOVEMENT)
 FUSIONS = ("eager", "inductor", "ideal")
 FP32 = 4  # bytes: parameters, gradients and optimizer state in every plan, and softmax and norms in eager autocast
-ALIGNED_BYTES = 16  # rows that start at multiples of this can be loaded the tensor cores' way,
-COPIED_BYTES = 4  # and at multiples of this by asynchronous copies at least
+COPIED_BYTES = 4  # rows that start at multiples of this can be loaded by asynchronous copies at least
 # Bytes per parameter and kernels per call. One by one: decay 8, lerp 12, mul 8, addcmul 12, sqrt, div and add 8 each,
 # addcdiv 16; fused: weight, gradient and both moments read, all but the gradient written.
 OPTIMIZER_BYTES = {"adamw-loop": 80, "adamw-foreach": 80, "adamw-fused": 28}
 OPTIMIZER_KERNELS = 8
-CHUNKS = 8  # pieces of a chunked loss (model/loss.py)
+PIECES = {"fused": 1, "chunked": 8}  # of the tokens, in a loss that computes its gradient at once (model/loss.py)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,8 +98,11 @@ class Sizes:
         return Operation(name=name, group=group, direction=direction, bytes=size, kernels=calls * kernels, part=part)
 
 
-def operations(shape: Shape, plan: Plan, *, micro_batch: int, fusion: str | None = None) -> tuple[Operation, ...]:
-    """`fusion` None: what the plan does, 'inductor' when it compiles and 'eager' when not."""
+def operations(
+    shape: Shape, plan: Plan, *, micro_batch: int, accumulation: int = 1, fusion: str | None = None
+) -> tuple[Operation, ...]:
+    """Of one step: `accumulation` passes over a micro batch each, and one update. `fusion` None: what the plan does,
+    'inductor' when it compiles and 'eager' when not."""
     fusion = fusion or ("inductor" if plan.compile else "eager")
     if fusion not in FUSIONS:
         raise unknown_name("fusion level", fusion, FUSIONS)
@@ -116,7 +119,36 @@ def operations(shape: Shape, plan: Plan, *, micro_batch: int, fusion: str | None
         *_update(z),
     ]
     kept = [operation for operation in listed if operation.bytes]
-    return (*kept, *_recomputed(kept, plan))
+    once = (*kept, *_recomputed(kept, plan))
+    return (*(_repeated(operation, accumulation) for operation in once), *_accumulated(z, accumulation))
+
+
+def _repeated(operation: Operation, passes: int) -> Operation:
+    """An update happens once a step, everything else once a pass. Autocast's casts too: its cache lasts one pass."""
+    if operation.direction == "update":
+        return operation
+    return replace(
+        operation,
+        bytes=passes * operation.bytes,
+        flops=passes * operation.flops,
+        kernels=passes * operation.kernels,
+    )
+
+
+def _accumulated(z: Sizes, passes: int) -> Iterator[Operation]:
+    """Each further pass adds its gradients to the sum: two read, one written; or the matmul adds to what it reads."""
+    if passes == 1:
+        return
+    width = FP32 if z.fusion == "ideal" else 3 * FP32
+    count = parameters(z.shape, z.plan.tied, z.plan).total
+    yield Operation(
+        name="gradient sums",
+        group=ELEMENTWISE,
+        direction="backward",
+        bytes=(passes - 1) * width * count,
+        kernels=0 if z.fusion == "ideal" else (passes - 1) * tensors(z.shape, z.plan),
+        part="rest",
+    )
 
 
 def _recomputed(listed: list[Operation], plan: Plan) -> Iterator[Operation]:
@@ -157,7 +189,7 @@ def _gemm_kind(gemm: Gemm, z: Sizes) -> str:
     step = math.gcd(*(size * z.compute for size in along))  # the largest power of two in it is where rows start
     if step % COPIED_BYTES:
         return "odd"
-    return "unaligned" if step % ALIGNED_BYTES else "gemm"
+    return "unaligned" if step % VECTOR_BYTES else "gemm"
 
 
 def _attention(z: Sizes) -> Iterator[Operation]:
@@ -191,8 +223,8 @@ def _attention(z: Sizes) -> Iterator[Operation]:
 
 
 def _norms(z: Sizes) -> Iterator[Operation]:
-    """Two norms a layer and one at the end, with the residual sums and casts around them."""
-    for part, calls in (("layer", 2 * z.shape.layers), ("rest", 1)):
+    """The norms of the layers and one at the end, with the residual sums and casts around them."""
+    for part, calls in (("layer", z.shape.layer_norms * z.shape.layers), ("rest", 1)):
         for name, group, direction, width, kernels in _norm_passes(z, residual=part == "layer"):
             yield z.per_token(name, group, direction, width * z.shape.d_model, calls=calls, kernels=kernels, part=part)
 
@@ -258,7 +290,7 @@ def _loss(z: Sizes) -> Iterator[Operation]:
     for name, group, direction, width, kernels in passes:
         yield z.per_token(name, group, direction, width * z.rows, calls=1, kernels=kernels, part="rest")
     if z.plan.loss == "chunked":  # each further piece's gradient of the head is added to the sum, in fp32
-        sums = CHUNKS - 1
+        sums = PIECES["chunked"] - 1
         yield Operation(
             name="head gradient sums",
             group=ELEMENTWISE,
@@ -303,9 +335,10 @@ def _gradient_sums(z: Sizes) -> Iterator[Operation]:
     if z.fusion == "ideal":
         return
     outputs = [layer for layer in linear_layers(z.shape, z.plan) if layer.where != "head"]
-    if z.shape.biases:
-        width = z.compute * sum(layer.outputs * layer.count for layer in outputs)
-        calls = sum(layer.count for layer in outputs)
+    biased = [layer for layer in outputs if z.shape.has_bias(layer.where)]
+    if biased:
+        width = z.compute * sum(layer.outputs * layer.count for layer in biased)
+        calls = sum(layer.count for layer in biased)
         yield z.per_token("bias gradients", ELEMENTWISE, "backward", width / calls, calls=calls)
     if z.shape.fused_qkv:
         width = 2 * z.compute * (z.shape.query_width + 2 * z.shape.kv_width)
@@ -375,7 +408,8 @@ def _update(z: Sizes) -> Iterator[Operation]:
 
 def tensors(shape: Shape, plan: Plan) -> int:
     """Parameter tensors of the model: what a looping optimizer goes through one by one."""
-    matrices = {layer.where: layer.count for layer in linear_layers(shape, plan) if layer.where != "head"}
-    vectors = 2 if shape.norm == "layernorm" else 1
-    tables = 1 + (shape.positions == "learned") + (not plan.tied)
-    return sum(matrices.values()) * (1 + shape.biases) + (2 * shape.layers + 1) * vectors + tables
+    linear = [layer for layer in linear_layers(shape, plan) if layer.where != "head"]
+    matrices = sum(layer.count * (1 + shape.has_bias(layer.where)) for layer in linear)
+    norms = shape.layers * (shape.layer_norms + 2 * shape.qk_norms) + 1
+    tables = 1 + (shape.positions == "learned") + (not plan.tied) + shape.head_bias
+    return matrices + norms * (2 if shape.norm == "layernorm" else 1) + tables

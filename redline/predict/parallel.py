@@ -1,6 +1,6 @@
 """Batch arithmetic over many GPUs: GBS = MBS x DP x GAS, with DP = GPUs / (TP x PP).
 
-    layout = layout_for_batch(gpus=64, tp=4, pp=2, micro_batch=2, global_batch=512)
+    layout = layout_for_batch(gpus=64, tp=4, pp=2, micro_batch=2, global_batch=512, shape=shape)
     layout.dp, layout.accumulation -> 8, 32
     check_layout(layout, shape)     # refuses what cannot be cut that way, and proposes what can
 
@@ -11,7 +11,8 @@ micro batch after the other. Nothing here says what is fast: only what is possib
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 from redline.core.errors import UserError
 from redline.core.workload import Shape, check_positive
@@ -34,14 +35,8 @@ class Layout:
     def __post_init__(self) -> None:
         for name in ("gpus", "tp", "pp", "micro_batch", "accumulation"):
             check_positive(name, getattr(self, name))
-        whole = self.tp * self.pp
-        if self.gpus % whole:
-            raise UserError(
-                f"{self.gpus} GPUs cannot be cut into replicas of {self.tp} x {self.pp}",
-                f"one replica takes TP x PP = {whole} GPUs, and DP = GPUs / (TP x PP) counts whole replicas",
-                f"use {_either(_multiples(self.gpus, whole))} GPUs, or a TP x PP of "
-                f"{_either(_divisors_near(whole, self.gpus))}",
-            )
+        if self.gpus % (self.tp * self.pp):
+            raise _no_whole_replicas(self.gpus, self.tp, self.pp, shape=None)
 
     @property
     def dp(self) -> int:
@@ -61,63 +56,108 @@ class Layout:
         )
 
 
-def layout_for_batch(*, gpus: int, tp: int = 1, pp: int = 1, micro_batch: int, global_batch: int) -> Layout:
-    """The layout whose accumulation makes exactly this global batch, or an error with the nearest ones possible."""
-    check_positive("global_batch", global_batch)
+def layout_for_batch(
+    *,
+    gpus: int,
+    tp: int = 1,
+    pp: int = 1,
+    micro_batch: int,
+    global_batch: int | None = None,
+    shape: Shape | None = None,
+) -> Layout:
+    """The layout whose accumulation makes exactly this global batch (None: one pass), or an error with the nearest
+    possible ones. With a shape they are possible for that model too."""
+    if shape is not None:
+        _check_cuts(shape, gpus, tp, pp)
     once = Layout(gpus=gpus, tp=tp, pp=pp, micro_batch=micro_batch)
+    if global_batch is None:
+        return once
+    check_positive("global_batch", global_batch)
     if global_batch % once.global_batch:
         raise UserError(
             f"a global batch of {global_batch} is not a number of passes of {once.global_batch}",
             f"one pass of all replicas takes MBS {micro_batch} x DP {once.dp} = {once.global_batch} sequences, "
             "and GAS counts whole passes",
-            f"use a global batch of {_either(_multiples(global_batch, once.global_batch))}"
-            + _other_micro_batch(global_batch, once),
+            "use a global batch of " + ", or ".join(_batches_near(global_batch, once)),
         )
-    return Layout(gpus=gpus, tp=tp, pp=pp, micro_batch=micro_batch, accumulation=global_batch // once.global_batch)
-
-
-def _other_micro_batch(global_batch: int, once: Layout) -> str:
-    """Where the replicas divide the batch, another micro batch may do instead."""
-    if global_batch % once.dp:
-        return ""
-    return f", or a micro batch of {_either(_divisors_near(once.micro_batch, global_batch // once.dp))}"
+    return replace(once, accumulation=global_batch // once.global_batch)
 
 
 def check_layout(layout: Layout, shape: Shape) -> None:
     """Refuses a layout that this model cannot be cut into, with the nearest that both it and the GPUs can."""
-    cut_by_tp = {
-        "heads": (shape.heads, "each GPU of a tensor-parallel group holds whole heads"),
-        "key-value heads": (shape.key_value_heads, "key-value heads are shared out whole, or they would be copied"),
-        "numbers across the MLP": (shape.d_ff, "the MLP's width is shared out evenly"),
-    }
-    tp_divides = math.gcd(*(size for size, _ in cut_by_tp.values()), layout.gpus // layout.pp)
-    for what, (size, why) in cut_by_tp.items():
-        _check_cut(what, size, "TP", layout.tp, tp_divides, why)
-    pp_divides = math.gcd(shape.layers, layout.gpus // layout.tp)
-    _check_cut("layers", shape.layers, "PP", layout.pp, pp_divides, "each pipeline stage holds as many as the others")
+    _check_cuts(shape, layout.gpus, layout.tp, layout.pp)
 
 
-def _check_cut(what: str, size: int, name: str, parts: int, possible: int, why: str) -> None:
-    """`possible`: every number of parts that would do divides it."""
-    if size % parts:
-        raise UserError(
-            f"{size} {what} cannot be shared by {name} {parts}",
-            why,
-            f"use {name} {_either(_divisors_near(parts, possible))}",
-        )
+def heads_divide(shape: Shape, tp: int) -> bool:
+    """Each GPU of a tensor-parallel group holds whole heads. Some trainers copy key-value heads where there are more
+    GPUs than those; here that counts as impossible, for memory as for speed."""
+    return shape.heads % tp == 0 and shape.key_value_heads % tp == 0
 
 
-def _divisors_near(wanted: int, size: int) -> list[int]:
-    """The largest divisor of `size` below `wanted` and the smallest above, of which one at least exists."""
+def _check_cuts(shape: Shape, gpus: int, tp: int, pp: int) -> None:
+    for name, value in (("gpus", gpus), ("tp", tp), ("pp", pp)):
+        check_positive(name, value)
+    for name, parts, what, size, why in (
+        ("TP", tp, "heads", shape.heads, "each GPU of a tensor-parallel group holds whole heads"),
+        ("TP", tp, "key-value heads", shape.key_value_heads, "they are shared out whole, and not copied"),
+        ("TP", tp, "numbers across the MLP", shape.d_ff, "the MLP's width is shared out evenly"),
+        ("PP", pp, "layers", shape.layers, "each pipeline stage holds as many as the others"),
+    ):
+        if size % parts:
+            raise UserError(
+                f"{size} {what} cannot be shared by {name} {parts}", why, f"use {_cuts_near(shape, gpus, tp, pp)}"
+            )
+    if gpus % (tp * pp):
+        raise _no_whole_replicas(gpus, tp, pp, shape)
+
+
+def _no_whole_replicas(gpus: int, tp: int, pp: int, shape: Shape | None) -> UserError:
+    whole = tp * pp
+    return UserError(
+        f"{gpus} GPUs cannot be cut into replicas of {tp} x {pp}",
+        f"one replica takes TP x PP = {whole} GPUs, and DP = GPUs / (TP x PP) counts whole replicas",
+        f"use {_either(_multiples(gpus, whole))} GPUs, or {_cuts_near(shape, gpus, tp, pp)}",
+    )
+
+
+def _cuts_near(shape: Shape | None, gpus: int, tp: int, pp: int) -> str:
+    """The two nearest cuts of these GPUs, and of the model if one is given: 'TP 4 x PP 1 or TP 2 x PP 1'."""
+    tp_divides = gpus if shape is None else math.gcd(shape.heads, shape.key_value_heads, shape.d_ff, gpus)
+    pp_divides = gpus if shape is None else math.gcd(shape.layers, gpus)
+    cuts = [(t, p) for t in _divisors(tp_divides) for p in _divisors(pp_divides) if gpus % (t * p) == 0]
+    cuts.sort(key=lambda cut: (abs(math.log(cut[0] / tp)) + abs(math.log(cut[1] / pp)), cut[1] != pp, cut))
+    return " or ".join(f"TP {t} x PP {p}" for t, p in cuts[:2])
+
+
+def _batches_near(wanted: int, once: Layout) -> Iterator[str]:
+    """The nearest that keep the micro batch; the same with another micro batch; or one nearer than those, with
+    another."""
+    same = _multiples(wanted, once.global_batch)
+    yield _either(same)
+    for batch in _multiples(wanted, once.dp):
+        nearer = all(abs(batch - wanted) < abs(other - wanted) for other in same)
+        if batch == wanted:
+            sizes = _nearest_two(_divisors(batch // once.dp), once.micro_batch)
+            yield f"a micro batch of {_either(sizes)}"
+            return
+        if nearer:
+            size = _nearest_two(_divisors(batch // once.dp), once.micro_batch)[0]
+            yield f"{batch} with a micro batch of {size}"
+
+
+def _nearest_two(numbers: list[int], wanted: int) -> list[int]:
+    return sorted(sorted(numbers, key=lambda number: (abs(math.log(number / wanted)), number))[:2])
+
+
+def _divisors(size: int) -> list[int]:
     small = [d for d in range(1, math.isqrt(size) + 1) if size % d == 0]
-    divisors = sorted({*small, *(size // d for d in small)})
-    return [*[d for d in divisors if d < wanted][-1:], *[d for d in divisors if d > wanted][:1]]
+    return sorted({*small, *(size // d for d in small)})
 
 
 def _multiples(wanted: int, of: int) -> list[int]:
-    """The multiples of `of` just below and above `wanted`, without zero."""
+    """`wanted` if it is a multiple of `of`, or those just below and above it, without zero."""
     below = wanted // of * of
-    return [n for n in (below, below + of) if n > 0]
+    return [n for n in ((wanted,) if below == wanted else (below, below + of)) if n > 0]
 
 
 def _either(numbers: list[int]) -> str:

@@ -9,7 +9,9 @@ answers come out of one list (`predict/operations.py`):
 
     floor     the executed FLOPs at the data sheet's matmul rate: nothing that runs these FLOPs can be faster
     light     each operation of this recipe at the data sheet's peaks, one after the other: its speed of light
-    expected  each at measured peaks (or the data sheet's times a typical share) and with what kernels lose: TYPICAL
+    expected  each at the peaks that can be reached (`reachable`) and with what kernels lose: TYPICAL
+
+A step of several micro batches is so many passes and one update.
 
 Not modelled: a host too slow to keep the queue full (small models), waiting for data or for the loss, several GPUs.
 """
@@ -18,15 +20,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
+from redline.core.devices import TYPICAL_BANDWIDTH, TYPICAL_MATMUL, Device
+from redline.core.hardware import MeasuredPeaks
 from redline.core.plan import Plan
 from redline.core.workload import Shape
 from redline.predict.flops import executed_flops_per_token
 from redline.predict.operations import GROUPS, Operation, operations
-
-# Of a data sheet's peaks, what a large matmul and a large copy reach: one H200 measures 790 of 989.4 TFLOP/s and 4.3
-# of 4.8 TB/s (FACTS section 2).
-TYPICAL_MATMUL, TYPICAL_BANDWIDTH = 0.80, 0.90
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,34 +117,41 @@ def roofline(
     plan: Plan,
     *,
     micro_batch: int,
+    accumulation: int = 1,
     peaks: Peaks,
     assumptions: Assumptions = IDEAL,
     fusion: str | None = None,
 ) -> Roofline:
-    listed = operations(shape, plan, micro_batch=micro_batch, fusion=fusion)
+    listed = operations(shape, plan, micro_batch=micro_batch, accumulation=accumulation, fusion=fusion)
     return Roofline(
         rows=tuple(_timed(operation, plan, peaks, assumptions) for operation in listed),
-        tokens=micro_batch * shape.sequence,
+        tokens=accumulation * micro_batch * shape.sequence,
         peaks=peaks,
         assumptions=assumptions,
     )
 
 
 def predict_step(
-    shape: Shape, plan: Plan, *, micro_batch: int, sheet: Peaks, measured: Peaks | None = None
+    shape: Shape, plan: Plan, *, micro_batch: int, accumulation: int = 1, sheet: Peaks, reached: Peaks | None = None
 ) -> Prediction:
-    """Both peaks are those of the plan's precision; `peaks_for` picks them."""
-    real = typical(sheet) if measured is None else measured
+    """Both peaks are those of the plan's precision: `peaks_for` and `reachable` pick them. `reached` None: a typical
+    share of the data sheet's."""
+    real = typical(sheet) if reached is None else at_most(reached, sheet)
+    step = partial(roofline, shape, plan, micro_batch=micro_batch, accumulation=accumulation)
     return Prediction(
-        floor_seconds=compute_floor(shape, plan, micro_batch=micro_batch, peaks=sheet),
-        light=roofline(shape, plan, micro_batch=micro_batch, peaks=sheet),
-        expected=roofline(shape, plan, micro_batch=micro_batch, peaks=real, assumptions=TYPICAL),
+        floor_seconds=compute_floor(shape, plan, micro_batch=micro_batch, accumulation=accumulation, peaks=sheet),
+        light=step(peaks=sheet),
+        expected=step(peaks=real, assumptions=TYPICAL),
     )
 
 
-def compute_floor(shape: Shape, plan: Plan, *, micro_batch: int, peaks: Peaks) -> float:
+def compute_floor(shape: Shape, plan: Plan, *, micro_batch: int, accumulation: int = 1, peaks: Peaks) -> float:
     """Seconds of a step that does nothing but its matmul FLOPs, at the peak."""
-    return executed_flops_per_token(shape, plan) * micro_batch * shape.sequence / (peaks.matmul_tflops * 1e12)
+    tokens = accumulation * micro_batch * shape.sequence
+    return executed_flops_per_token(shape, plan) * tokens / (peaks.matmul_tflops * 1e12)
+
+
+# peaks
 
 
 def peaks_for(plan: Plan, peak_tflops: Mapping[str, float], bandwidth: float, source: str) -> Peaks | None:
@@ -153,12 +161,40 @@ def peaks_for(plan: Plan, peak_tflops: Mapping[str, float], bandwidth: float, so
     return Peaks(matmul_tflops=peak_tflops[plan.precision], bandwidth=bandwidth, source=source)
 
 
+def sheet_peaks(plan: Plan, device: Device) -> Peaks | None:
+    return peaks_for(plan, device.peak_tflops, device.bandwidth, f"{device.label} data sheet")
+
+
+def reachable(plan: Plan, device: Device, measured: MeasuredPeaks | None = None) -> Peaks | None:
+    """What was measured here, else the best rate that anyone measured on such a device, else nothing is known."""
+    if measured is not None and plan.precision in measured.matmul_tflops:
+        source = f"redline hardware --measure, {measured.date[:10]}"
+        return peaks_for(plan, measured.matmul_tflops, measured.bandwidth, source)
+    if plan.precision not in device.best_tflops:
+        return None
+    rate = device.reachable_tflops(plan.precision)
+    source = (
+        f"{rate:g} TFLOP/s, the best that was measured ({device.best_source}), and {TYPICAL_BANDWIDTH:.0%} of the data "
+        "sheet's bandwidth"
+    )
+    return Peaks(matmul_tflops=rate, bandwidth=device.reachable_bandwidth, source=source)
+
+
 def typical(sheet: Peaks) -> Peaks:
     """What large matmuls and copies will reach of a data sheet, where nobody has measured."""
     return Peaks(
         matmul_tflops=TYPICAL_MATMUL * sheet.matmul_tflops,
         bandwidth=TYPICAL_BANDWIDTH * sheet.bandwidth,
         source=f"{sheet.source}, {TYPICAL_MATMUL:.0%} of its matmul rate and {TYPICAL_BANDWIDTH:.0%} of its bandwidth",
+    )
+
+
+def at_most(reached: Peaks, sheet: Peaks) -> Peaks:
+    """A clock above the data sheet's must not make a prediction faster than its speed of light."""
+    return Peaks(
+        matmul_tflops=min(reached.matmul_tflops, sheet.matmul_tflops),
+        bandwidth=min(reached.bandwidth, sheet.bandwidth),
+        source=reached.source,
     )
 
 

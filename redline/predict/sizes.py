@@ -1,7 +1,9 @@
 """The nearest good sizes: multiples, numbers of ranks, and widths with their heads at constant parameters.
 
-nearest_width(PRESETS["gpt2-xl"].shape, multiple=64, tp=1, keep_width=False)
+next(widths_nearby(PRESETS["gpt2-xl"].shape, multiple=64, head_multiple=64, tp=1, keep_width=False))
 -> {"d_model": 1536, "heads": 24, "d_ff": 6144, "layers": 52}
+
+Nearness alone: which of them is fast is not asked here (predict/lint_rules.py does).
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from typing import Any
 
 from redline.core.workload import Shape
 from redline.predict.flops import parameters
+from redline.predict.parallel import heads_divide
 from redline.predict.tiles import power_of_two
 
 WIDEST_HEAD = 256  # what flash kernels are built for
@@ -24,30 +27,31 @@ def round_up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
-def ranks_fit(shape: Shape, tp: int) -> bool:
-    """Whole heads for each; key-value heads fewer than ranks are copied, evenly."""
-    kv = shape.key_value_heads
-    return shape.heads % tp == 0 and shape.d_model % tp == 0 and (kv % tp == 0 or tp % kv == 0)
-
-
 def most_ranks(shape: Shape, tp: int) -> int:
     """As many as asked for, or the largest power of two below: GPUs come in twos."""
     sizes = (tp, *(1 << power for power in range(tp.bit_length() - 1, -1, -1)))
-    return next(size for size in sizes if ranks_fit(shape, size))
+    return next(size for size in sizes if heads_divide(shape, size))
 
 
-def nearest_width(shape: Shape, *, multiple: int, tp: int, keep_width: bool, keep_tp: bool = True) -> Change | None:
-    """The nearest good d_model, heads and d_ff, at constant parameters where a whole number of layers gives that. None
-    where no heads fit; without `keep_tp` the ranks give way then."""
-    options = list(_widths(shape, multiple, tp, keep_width))
+def widths_nearby(
+    shape: Shape, *, multiple: int, head_multiple: int, tp: int, keep_width: bool, keep_tp: bool = True
+) -> Iterator[Change]:
+    """Good d_model, heads and d_ff, the nearest first, at constant parameters where a whole number of layers gives
+    that. Nothing where no heads fit; without `keep_tp` the ranks give way then."""
+    options = list(_widths(shape, multiple, head_multiple, tp, keep_width))
     if not options and not keep_tp:
-        options = list(_widths(shape, multiple, 1, keep_width))
-    if not options:
-        return None
-    _, d_model, heads = min(options)
+        options = list(_widths(shape, multiple, head_multiple, 1, keep_width))
+    for _, d_model, heads in sorted(options):
+        change = _whole_change(shape, d_model, heads, multiple, tp)
+        if change:
+            yield change
+
+
+def _whole_change(shape: Shape, d_model: int, heads: int, multiple: int, tp: int) -> Change:
+    """With all that follows from another width or number of heads; only what differs."""
     change: Change = {"d_model": d_model, "heads": heads}
     if shape.kv_heads is not None:
-        change["kv_heads"] = _kv_heads(shape, heads, tp)
+        change["kv_heads"] = kv_heads_nearby(heads, heads * shape.kv_heads / shape.heads, tp)[0]
     if d_model != shape.d_model:
         change["d_ff"] = nearest_multiple(shape.d_ff * d_model / shape.d_model, multiple * tp)
     change = {name: value for name, value in change.items() if value != getattr(shape, name)}
@@ -57,20 +61,26 @@ def nearest_width(shape: Shape, *, multiple: int, tp: int, keep_width: bool, kee
     return change if ranks == tp else {**change, "tp": ranks}
 
 
-def _widths(shape: Shape, multiple: int, tp: int, keep_width: bool) -> Iterator[tuple[float, int, int]]:
+def _widths(
+    shape: Shape, multiple: int, head_multiple: int, tp: int, keep_width: bool
+) -> Iterator[tuple[float, int, int]]:
     """(distance, d_model, heads) of shapes at most an eighth away, with aligned widths and an even number of heads."""
     first, steps = shape.d_model // multiple, math.ceil(shape.d_model / 8 / multiple)
     sizes = range(max(1, first - steps) * multiple, (first + steps + 1) * multiple + 1, multiple)
     for d_model in [shape.d_model] if keep_width else sizes:
-        for width in _head_widths(shape, multiple):
-            if shape.head_dim is not None:
-                heads = nearest_multiple(shape.heads, math.lcm(2, tp))
-            elif d_model % width:
-                continue
-            else:
-                heads = d_model // width
-            if heads % 2 == 0 and heads % tp == 0:
-                yield _distance(shape, d_model, width, heads), d_model, heads
+        for width, heads in _splits(shape, d_model, head_multiple, math.lcm(2, tp)):
+            yield _distance(shape, d_model, width, heads), d_model, heads
+
+
+def _splits(shape: Shape, d_model: int, head_multiple: int, even: int) -> Iterator[tuple[int, int]]:
+    """(width, heads): of a width of their own as many heads below and above, or all that divide d_model."""
+    if shape.head_dim is not None:
+        below, above = shape.heads // even * even, round_up(shape.heads, even)
+        yield from ((shape.head_dim, heads) for heads in dict.fromkeys((below, above)) if heads)
+        return
+    for width in range(head_multiple, max(WIDEST_HEAD, head_multiple) + 1, head_multiple):
+        if d_model % (width * even) == 0:
+            yield width, d_model // width
 
 
 def _distance(shape: Shape, d_model: int, width: int, heads: int) -> float:
@@ -78,20 +88,14 @@ def _distance(shape: Shape, d_model: int, width: int, heads: int) -> float:
     away than wider ones. GPUs come in twos: few twos in the number of heads count a little."""
     away = math.log(width / shape.head_width)
     twos = math.log2(8 / min(8, power_of_two(heads)))
-    return 10 * abs(math.log(d_model / shape.d_model)) + max(away, -4 * away) + 0.2 * twos
+    more = abs(math.log(heads / shape.heads)) if shape.head_dim is not None else 0.0
+    return 10 * abs(math.log(d_model / shape.d_model)) + max(away, -4 * away) + 0.2 * twos + more
 
 
-def _kv_heads(shape: Shape, heads: int, tp: int) -> int:
-    """As many query heads per key-value head as before, or as near to it as divides."""
-    wanted = heads * shape.key_value_heads / shape.heads
-    fit = [kv for kv in range(1, heads + 1) if heads % kv == 0 and (kv % tp == 0 or tp % kv == 0)]
-    return min(fit, key=lambda kv: abs(math.log(kv / wanted)))
-
-
-def _head_widths(shape: Shape, multiple: int) -> list[int]:
-    if shape.head_dim is not None:
-        return [shape.head_dim]
-    return list(range(multiple, max(WIDEST_HEAD, multiple) + 1, multiple))
+def kv_heads_nearby(heads: int, wanted: float, tp: int) -> list[int]:
+    """Those that divide the heads and among the ranks, and are one or even, the nearest to the wanted number first."""
+    fit = [kv for kv in range(1, heads + 1) if heads % kv == 0 and kv % tp == 0 and (kv == 1 or kv % 2 == 0)]
+    return sorted(fit or [heads], key=lambda kv: (abs(math.log(kv / wanted)), -kv))
 
 
 def nearest_multiple(size: float, multiple: int) -> int:

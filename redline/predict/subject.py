@@ -16,10 +16,12 @@ from redline.core.devices import Device
 from redline.core.plan import Plan
 from redline.core.workload import Shape
 from redline.predict.gemms import Gemm, attention_gemms, linear_gemms
-from redline.predict.sizes import Change, ranks_fit
+from redline.predict.sizes import Change
 from redline.predict.tiles import ELEMENT_BYTES, estimate
 
 DEFAULT_ALIGNMENT_BYTES = 128  # of every tensor core since the A100
+FP8_ALIGNMENT_BYTES = 16  # what fp8 matmuls insist on; no more is known to pay
+ATTENTION = ("scores", "mix")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,19 +38,39 @@ class Subject:
     settled: frozenset[str] = frozenset()
     """What earlier findings changed: no later one proposes another value."""
 
-    @property
-    def alignment_bytes(self) -> int:
+    def alignment_bytes(self, dtype: str) -> int:
+        """Of a row of this dtype."""
+        if dtype == "fp8":
+            return FP8_ALIGNMENT_BYTES
         return DEFAULT_ALIGNMENT_BYTES if self.device is None else self.device.alignment_bytes
 
     @property
-    def multiple(self) -> int:
-        """Elements of an aligned row."""
-        return max(1, self.alignment_bytes // ELEMENT_BYTES[self.dtype])
+    def attention_dtype(self) -> str:
+        """fp8 training keeps attention at 16 bit."""
+        return "bf16" if self.dtype == "fp8" else self.dtype
 
     @property
-    def divides(self) -> bool:
-        """Every rank holds the same whole sizes."""
-        return ranks_fit(self.shape, self.tp) and not (self.shape.d_ff % self.tp or self.shape.vocab % self.tp)
+    def multiple(self) -> int:
+        """Elements of an aligned row of the layers' matrices."""
+        return max(1, self.alignment_bytes(self.dtype) // ELEMENT_BYTES[self.dtype])
+
+    @property
+    def attention_multiple(self) -> int:
+        """The same of queries, keys, values and scores."""
+        dtype = self.attention_dtype
+        return max(1, self.alignment_bytes(dtype) // ELEMENT_BYTES[dtype])
+
+    def dtype_of(self, gemm: Gemm) -> str:
+        return self.attention_dtype if gemm.where in ATTENTION else self.dtype
+
+    @property
+    def undivided(self) -> list[str]:
+        """The sizes that do not divide among the ranks, for people."""
+        shape = self.shape
+        sizes = {"{} heads": shape.heads, "vocabulary {}": shape.vocab, "d_ff {}": shape.d_ff}
+        if shape.kv_heads is not None:
+            sizes["{} key-value heads"] = shape.kv_heads
+        return [name.format(size) for name, size in sizes.items() if size % self.tp]
 
     @cached_property
     def flops(self) -> int:
@@ -66,10 +88,11 @@ class Subject:
 
     def _seconds(self, whole_waves: bool) -> float | None:
         device = self.device
-        if device is None or not self.divides:
+        if device is None or self.undivided:
             return None
         return math.fsum(
-            gemm.count * estimate(gemm, device, self.dtype, whole_waves=whole_waves).seconds for gemm in self.gemms
+            gemm.count * estimate(gemm, device, self.dtype_of(gemm), whole_waves=whole_waves).seconds
+            for gemm in self.gemms
         )
 
     @cached_property

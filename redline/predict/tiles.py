@@ -17,7 +17,7 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
-from redline.core.devices import Device
+from redline.core.devices import VECTOR_BYTES, Device
 from redline.predict.gemms import Gemm
 
 # The output tiles that cuBLAS and CUTLASS are built with, the efficient ones first (NVIDIA, Matrix Multiplication
@@ -27,9 +27,6 @@ TILES = ((128, 256), (256, 128), (128, 128), (256, 64), (64, 256), (128, 64), (6
 # wait; this many per number are lost to that. An assumption: it puts 64x64 tiles at 0.79 of 128x256 ones.
 LATENCY_WORK = 16
 ELEMENT_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
-# What the best matmul reaches of the data sheet's peaks: 788 of 989 TFLOP/s and 4.3 of 4.8 TB/s on our H200.
-REACHED_RATE, REACHED_BANDWIDTH = 0.80, 0.90
-VECTOR_BYTES = 16  # one load of a thread, and the unit of Hopper's copy engine
 # Rows that do not start at multiples of 16 bytes: older kernels with narrow loads. A SwiGLU MLP at h=4096 on an H100
 # ran at 272.7 TFLOP/s with d_ff 10922 and at 398.4 with 10944 (arXiv 2401.14489's authors, FACTS section 4).
 UNALIGNED_RATE = 272.7 / 398.4
@@ -76,8 +73,8 @@ def _estimate(gemm: Gemm, speed: Speed, whole_waves: bool) -> Estimate:
 def speed_of(gemm: Gemm, device: Device, dtype: str) -> Speed:
     """What can be reached of the data sheet, less what the rows' alignment costs."""
     return Speed(
-        flops=device.peak_tflops[dtype] * 1e12 * REACHED_RATE * _alignment_rate(gemm, device, dtype),
-        bandwidth=device.bandwidth * REACHED_BANDWIDTH,
+        flops=device.reachable_tflops(dtype) * 1e12 * _alignment_rate(gemm, device, dtype),
+        bandwidth=device.reachable_bandwidth,
         multiprocessors=device.multiprocessors,
         element_bytes=ELEMENT_BYTES[dtype],
     )
@@ -123,9 +120,14 @@ def _busy(tile: tuple[int, int]) -> float:
 
 
 def _alignment_rate(gemm: Gemm, device: Device, dtype: str) -> float:
-    """No figure is published for rows of 16 to 64 bytes' alignment, nor for other dtypes and vendors: 1 there."""
-    known = device.vendor == "NVIDIA" and dtype in UNALIGNED_KNOWN_FOR
+    """No figure is published for rows of 16 to 64 bytes' alignment: 1 there, as where none is known at all."""
+    known = cost_is_known(device, dtype)
     return UNALIGNED_RATE if known and row_alignment(gemm, dtype) < VECTOR_BYTES else 1.0
+
+
+def cost_is_known(device: Device, dtype: str) -> bool:
+    """Whether a figure says what rows below 16 bytes cost."""
+    return device.vendor == "NVIDIA" and dtype in UNALIGNED_KNOWN_FOR
 
 
 def _splits_its_sum(gemm: Gemm, waves: float) -> bool:

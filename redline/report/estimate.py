@@ -1,6 +1,6 @@
 """An estimate for the terminal: FLOPs with their conventions, memory as a stacked bar and a table, the roofline.
 
-    print_estimate(document, Console())        the document is that of `redline estimate --json`
+    print_estimate(document, Console(), operations=True)     the document is that of `redline estimate --json`
 
 Each part of the bar is drawn with its own letter, so that it can be read without colours.
 """
@@ -19,6 +19,7 @@ from redline.report import Document, one_line
 from redline.report.table import Note, notes_grid
 
 BAR_COLUMNS = 96
+SHOWN_OPERATIONS = 10
 FREE, END = "·", "the card ends here ^"
 # Letter, colour and meaning of each part, in the order of the bar.
 PARTS = {
@@ -41,7 +42,7 @@ IN_INFERENCE = {
 }
 
 
-def print_estimate(document: Document, console: Console) -> None:
+def print_estimate(document: Document, console: Console, *, operations: bool = False) -> None:
     console.print(Text(subject_text(document), overflow="fold"))
     console.print()
     console.print(flops_table(document))
@@ -56,6 +57,9 @@ def print_estimate(document: Document, console: Console) -> None:
     if document["roofline"] is not None:
         console.print()
         console.print(roofline_table(document["roofline"]))
+        if operations:
+            console.print()
+            console.print(operations_table(document["roofline"]))
     console.print()
     console.print(notes_grid(list(notes_of(document))))
 
@@ -94,6 +98,7 @@ def flops_table(document: Document) -> Table:
         ("model, causal", "causal", flops["causal_convention"]),
         ("hardware (HFU counts it)", "hardware", flops["hardware_convention"]),
         ("6N", "six_n", "six per parameter as published, no attention"),
+        ("one more token", "decode", "with the keys and values of the tokens before it cached, window included"),
     ):
         if flops[key] is not None:
             table.add_row(name, f"{flops[key] / 1e6:,.1f}", convention)
@@ -185,6 +190,30 @@ def roofline_table(roofline: Document) -> Table:
     return table
 
 
+def operations_table(roofline: Document) -> Table:
+    """The most expensive ones by the expected time; all layers and passes of one name together."""
+    expected = roofline["expected"]
+    pairs = sorted(
+        zip(expected["operations"], roofline["light"]["operations"], strict=True),
+        key=lambda pair: pair[0]["seconds"],
+        reverse=True,
+    )
+    table = _table("operation", "pass", "GFLOP ", "GB ", "bound", "ideal ", "expected ", "share ")
+    table.columns[0].min_width = 12
+    for real, ideal in pairs[:SHOWN_OPERATIONS]:
+        table.add_row(
+            real["name"],
+            real["direction"],
+            f"{real['flops'] / 1e9:,.0f}" if real["flops"] else UNKNOWN,
+            f"{real['bytes'] / 1e9:,.2f}",
+            real["bound"],
+            human_seconds(ideal["seconds"]),
+            human_seconds(real["seconds"]),
+            human_percent(real["seconds"] / expected["seconds"]),
+        )
+    return table
+
+
 def notes_of(document: Document) -> Iterator[Note]:
     yield Note(about="tokens/s", text=speed_text(document))
     yield Note(about="batch", text=document["batch"]["sentence"])
@@ -197,4 +226,5 @@ def notes_of(document: Document) -> Iterator[Note]:
 def speed_text(document: Document) -> str:
     if document["tokens_per_second"] is None:
         return f"{UNKNOWN} ({one_line(document['tokens_per_second_reason'])})"
-    return f"{human_rate(document['tokens_per_second'])} expected; measure it with redline ladder"
+    measure = f"; measure it with redline ladder {document['name']}" if document["origin"] == "preset" else ""
+    return f"{human_rate(document['tokens_per_second'])} expected{measure}"

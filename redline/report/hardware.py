@@ -7,7 +7,8 @@ A document is the plain dict of `redline hardware --json`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -22,6 +23,8 @@ from redline.core.units import UNKNOWN, human_bytes, human_percent
 from redline.report import Document, one_line
 from redline.report.table import Note, notes_grid
 
+LIST_SHED = {"int8": 4, "fp8": 5, "fp32": 6, "tf32": 7}
+LIST_LEVELS, LIST_WIDEST = 7, 200
 DETAIL_DTYPES = ("bf16", "fp16", "tf32", "fp32")  # the products are shown in the first of these that was measured
 
 
@@ -150,33 +153,48 @@ def notes_of(document: Document) -> Iterator[Note]:
         yield Note(about="note", text=one_line(note))
 
 
-def print_devices(rows: list[Document], console: Console) -> None:
-    """The whole table, one line a device."""
-    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
-    for name in ("device", "family"):
-        table.add_column(name, no_wrap=True)
-    for name in ("SMs", *DTYPES, "GiB", "TB/s", "align"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for row in rows:
-        table.add_row(
-            row["label"],
-            row["architecture"],
-            str(row["multiprocessors"]),
-            *(tflops(row["peak_tflops"][dtype]) for dtype in DTYPES),
-            f"{row['memory_bytes'] / 1024**3:.0f}",
-            f"{row['bandwidth'] / 1e12:.2f}",
-            f"{row['alignment_bytes']} B",
-        )
-    console.print(table)
-    text = "dense TFLOP/s with fp32 sums (int8: TOP/s); SMs are compute units on AMD; --name has the sources"
-    console.print(Text(f"\n{text}", style="dim"))
-
-
 def tflops(value: float | None) -> str:
     """Four digits at most: data sheets have no more."""
     if value is None:
         return UNKNOWN
     return f"{value:,.0f}" if value >= 1000 else f"{value:.1f}" if value >= 1 else f"{value:.3f}"
+
+
+def _peak_of(row: Document, dtype: str) -> str:
+    return tflops(row["peak_tflops"][dtype])
+
+
+# Columns of the list after the label, and in which order a narrow terminal gives them up; 0 stays.
+LIST_COLUMNS: tuple[tuple[str, int, Callable[[Document], str]], ...] = (
+    ("family", 2, lambda row: str(row["architecture"])),
+    ("SMs", 3, lambda row: str(row["multiprocessors"])),
+    *((dtype, LIST_SHED.get(dtype, 0), partial(_peak_of, dtype=dtype)) for dtype in DTYPES),
+    ("GiB", 0, lambda row: f"{row['memory_bytes'] / 1024**3:.0f}"),
+    ("TB/s", 0, lambda row: f"{row['bandwidth'] / 1e12:.2f}"),
+    ("align", 1, lambda row: f"{row['alignment_bytes']} B"),
+)
+
+
+def print_devices(rows: list[Document], console: Console) -> None:
+    """The whole table, one line a device. A label is what --gpu takes, so it is never cut: other columns go."""
+    free = console.options.update(width=LIST_WIDEST)
+    tables = [devices_table(rows, level) for level in range(LIST_LEVELS + 1)]
+    fitting = (table for table in tables if console.measure(table, options=free).maximum <= console.width)
+    console.print(next(fitting, tables[-1]), soft_wrap=True)
+    text = "dense TFLOP/s with fp32 sums (int8: TOP/s); SMs are compute units on AMD; --name has the sources"
+    console.print(Text(f"\n{text}", style="dim"))
+
+
+def devices_table(rows: list[Document], level: int = 0) -> Table:
+    """Without the columns that are given up by this level."""
+    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
+    table.add_column("device", no_wrap=True)
+    columns = [(name, cell) for name, shed, cell in LIST_COLUMNS if shed == 0 or shed > level]
+    for name, _ in columns:
+        table.add_column(name, justify="left" if name == "family" else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(row["label"], *(cell(row) for _, cell in columns))
+    return table
 
 
 def gigabytes(value: float | None) -> str:

@@ -92,8 +92,13 @@ def gain_text(gain: float | None) -> str:
 
 def notes_of(document: Document) -> Iterator[Note]:
     findings = document["findings"]
+    known = document["hardware"]["name"] is not None
     for finding in findings:
         yield Note(about=finding["rule"], text=one_line(finding["why"]))
+        if known and finding["no_predicted_gain"]:  # for an unknown device a note of the document says it for all
+            yield Note(about="", text=one_line(f"no gain is predicted: {finding['no_predicted_gain']}"))
+        if finding["mild"]:
+            yield Note(about="", text="mild: --strict lets it pass")
     if any(finding["predicted_gain"] is not None for finding in findings):
         yield Note(about="gains", text=one_line(document["gain_convention"]))
     if len(findings) > 1 and document["predicted_gain"] is not None:

@@ -29,6 +29,7 @@ from redline.workloads import PRESETS, resolve_shape
 
 DTYPES = ("fp32", "tf32", "bf16", "fp16")
 SQUARES = {"cuda": (1024, 2048, 4096, 8192, 16384), "cpu": (256, 512, 1024, 2048)}
+SQUARE = "square"
 SQUARE_MEMORY_SHARE = 0.25  # of the device's memory for the three matrices of a square product in fp32
 SECONDS = {"cuda": 20.0, "cpu": 10.0}
 SECONDS_BETWEEN = (1.0, 90.0)
@@ -83,8 +84,7 @@ def measure_peaks(
         traffic=True,
     )
     rates = tuple(filter(None, map(_rate, asked, answer["products"])))
-    if not rates:
-        raise _failed(answer["products"][0]["error"])
+    check_own_products(rates, asked, answer["products"], chosen.name)
     return MeasuredPeaks(
         name=hardware.name,
         driver=hardware.driver,
@@ -98,7 +98,35 @@ def measure_peaks(
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         versions=versions,
         command=command,
+        failed=failed_products(asked, answer["products"]),
     )
+
+
+Asked = tuple[str, Gemm]  # a dtype and a product
+
+
+def check_own_products(
+    rates: Sequence[MeasuredRate], asked: Sequence[Asked], answers: Sequence[dict[str, Any]], name: str
+) -> None:
+    """Square ones alone would say nothing of the workload, and must not take the place of an earlier measurement."""
+    if any(rate.where != SQUARE for rate in rates):
+        return
+    own = (answer["error"] for (_, gemm), answer in zip(asked, answers, strict=True) if gemm.where != SQUARE)
+    raise UserError(
+        f"none of {name}'s own products could be timed",
+        next(own),
+        "choose a smaller --micro-batch, or free the device's memory",
+    )
+
+
+def failed_products(asked: Sequence[Asked], answers: Sequence[dict[str, Any]]) -> tuple[str, ...]:
+    """One line for each product that gave no rate, with the dtypes and the reason."""
+    dtypes: dict[tuple[str, str], list[str]] = {}
+    for (dtype, gemm), answer in zip(asked, answers, strict=True):
+        if "error" in answer:
+            product = f"{_where(gemm)} {gemm.m} x {gemm.n} x {gemm.k}"
+            dtypes.setdefault((product, answer["error"]), []).append(dtype)
+    return tuple(f"not timed: {product} ({', '.join(of)}): {error}" for (product, error), of in dtypes.items())
 
 
 def default_micro_batch(name: str) -> int:
@@ -107,7 +135,7 @@ def default_micro_batch(name: str) -> int:
 
 def peak_gemms(shape: Shape, micro_batch: int, hardware: Hardware) -> list[Gemm]:
     """The workload's own products and square ones, small to large: what there is no time for is the largest."""
-    squares = [Gemm(where="square", direction="forward", m=n, n=n, k=n) for n in fitting_squares(hardware)]
+    squares = [Gemm(where=SQUARE, direction="forward", m=n, n=n, k=n) for n in fitting_squares(hardware)]
     own = linear_gemms(shape, Plan(), micro_batch=micro_batch)
     return sorted([*own, *squares], key=lambda gemm: gemm.m * gemm.n * gemm.k)
 
@@ -191,13 +219,17 @@ def _failed(reason: str) -> UserError:
     )
 
 
-def _rate(asked: tuple[str, Gemm], answer: dict[str, Any]) -> MeasuredRate | None:
+def _where(gemm: Gemm) -> str:
+    return gemm.where if gemm.where == SQUARE else f"{gemm.where} {gemm.direction}"
+
+
+def _rate(asked: Asked, answer: dict[str, Any]) -> MeasuredRate | None:
     dtype, gemm = asked
     if "error" in answer:
         return None
     return MeasuredRate(
         dtype=dtype,
-        where=gemm.where if gemm.where == "square" else f"{gemm.where} {gemm.direction}",
+        where=_where(gemm),
         m=gemm.m,
         n=gemm.n,
         k=gemm.k,

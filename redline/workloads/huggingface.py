@@ -9,6 +9,7 @@ Left out: mixtures of experts, encoders, and every family whose layers do not al
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,6 +39,7 @@ GPT2_NAMES = {
 }
 MAY_BE_NULL = ("kv_heads", "head_dim")  # null means what it means in Shape: derived from the heads
 SLIDING = "sliding_attention"
+QWEN = ("qwen2", "qwen3")  # their window is switched on by a key of its own
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,9 +52,14 @@ class Family:
     fused_qkv: bool = False
     positions: str = "rope"
     norm: str = "rmsnorm"
-    attention_biases: bool | str = False
-    """Of q, k, v and the output projection: a bool, or the key that says."""
+    qkv_biases: bool | str = False
+    """A bool, or the key that says."""
+    proj_biases: bool | str = False
+    """Of the projection behind attention."""
     mlp_biases: bool | str = False
+    head_bias: bool = False
+    layer_norms: int = 2
+    qk_norms: bool | str = False
     defaults: Mapping[str, Any] = field(default_factory=dict)
     note: str | None = None
 
@@ -65,12 +72,14 @@ FAMILIES: dict[str, Family] = {
         fused_qkv=True,
         positions="learned",
         norm="layernorm",
-        attention_biases=True,
+        qkv_biases=True,
+        proj_biases=True,
         mlp_biases=True,
         defaults={"tie_word_embeddings": True, "n_inner": None},
     ),
     "llama": Family(
-        attention_biases="attention_bias",
+        qkv_biases="attention_bias",
+        proj_biases="attention_bias",
         mlp_biases="mlp_bias",
         defaults={
             "tie_word_embeddings": False,
@@ -82,11 +91,12 @@ FAMILIES: dict[str, Family] = {
     ),
     "mistral": Family(defaults={"tie_word_embeddings": False, "head_dim": None, "sliding_window": 4096}),
     "qwen2": Family(
+        qkv_biases=True,
         defaults={"tie_word_embeddings": False, "head_dim": None, "use_sliding_window": False, "max_window_layers": 28},
-        note="q, k and v have biases, the other layers have none: the shape counts none",
     ),
     "qwen3": Family(
-        attention_biases="attention_bias",
+        qkv_biases="attention_bias",
+        proj_biases="attention_bias",
         defaults={
             "tie_word_embeddings": False,
             "head_dim": 128,
@@ -94,19 +104,22 @@ FAMILIES: dict[str, Family] = {
             "use_sliding_window": False,
             "max_window_layers": 28,
         },
-        note="queries and keys are normalised per head: the shape counts no gains for that",
+        qk_norms=True,
     ),
     "gemma": Family(
-        attention_biases="attention_bias",
+        qkv_biases="attention_bias",
+        proj_biases="attention_bias",
         defaults={"tie_word_embeddings": True, "head_dim": 256, "attention_bias": False},
     ),
     "gemma2": Family(
-        attention_biases="attention_bias",
+        qkv_biases="attention_bias",
+        proj_biases="attention_bias",
         defaults={"tie_word_embeddings": True, "head_dim": 256, "attention_bias": False, "sliding_window": 4096},
-        note="each layer has four norms: the shape counts two",
+        layer_norms=4,
     ),
     "gemma3_text": Family(
-        attention_biases="attention_bias",
+        qkv_biases="attention_bias",
+        proj_biases="attention_bias",
         defaults={  # the published files of Gemma 3 leave most sizes out
             "tie_word_embeddings": True,
             "num_attention_heads": 8,
@@ -117,15 +130,19 @@ FAMILIES: dict[str, Family] = {
             "attention_bias": False,
             "sliding_window": 4096,
         },
-        note="each layer has six norms: the shape counts two",
+        layer_norms=4,
+        qk_norms=True,
     ),
     "phi": Family(
         gated=False,
         norm="layernorm",
-        attention_biases=True,
+        qkv_biases=True,
+        proj_biases=True,
         mlp_biases=True,
-        defaults={"tie_word_embeddings": False, "num_key_value_heads": None, "head_dim": None},
-        note="a layer has one norm, and the head has a bias: the shape counts two norms, and no bias there",
+        head_bias=True,
+        layer_norms=1,
+        qk_norms="qk_layernorm",
+        defaults={"tie_word_embeddings": False, "num_key_value_heads": None, "head_dim": None, "qk_layernorm": False},
     ),
     "phi3": Family(
         fused_qkv=True,
@@ -142,7 +159,8 @@ FAMILIES: dict[str, Family] = {
         gated=False,
         fused_qkv=True,
         norm="layernorm",
-        attention_biases="attention_bias",
+        qkv_biases="attention_bias",
+        proj_biases="attention_bias",
         mlp_biases=True,
         defaults={"tie_word_embeddings": False, "attention_bias": True},
     ),
@@ -161,18 +179,19 @@ def read_config(config: Config) -> tuple[Shape, tuple[str, ...]]:
     family = FAMILIES[model_type]
     values = {**family.defaults, **text}
     sizes = {name: _size(values, name, key, model_type) for name, key in family.names.items()}
-    biases, notes = _biases(family, values)
     shape = Shape(
         **_canonical(sizes),
         gated=family.gated,
-        tied=bool(values["tie_word_embeddings"]),
+        tied=_flag("tie_word_embeddings", values),
         fused_qkv=family.fused_qkv,
-        biases=biases,
+        **_biases(family, values),
         positions=family.positions,
         norm=family.norm,
+        layer_norms=family.layer_norms,
+        qk_norms=_flag(family.qk_norms, values),
         **_window(model_type, values, sizes["layers"]),
     )
-    return shape, notes
+    return shape, () if family.note is None else (family.note,)
 
 
 def text_model(config: Config) -> tuple[str, Config]:
@@ -180,8 +199,14 @@ def text_model(config: Config) -> tuple[str, Config]:
     model_type, text = str(config.get("model_type")), config
     if model_type in WRAPPED:
         key, model_type = WRAPPED[model_type]
-        text = config.get(key) or {}
-    if model_type not in FAMILIES or not isinstance(text, dict):
+        text = config.get(key, {})
+        if not isinstance(text, dict) or not text:
+            raise UserError(
+                f"{key} is {shown(text) if key in config else 'missing'}",
+                f"a {config['model_type']} config describes its text model there",
+                f'write an object into "{key}", or save the config again with config.save_pretrained',
+            )
+    if model_type not in FAMILIES:
         known = (*FAMILIES, *WRAPPED)
         raise UserError(
             f"model_type {model_type!r} is not supported",
@@ -192,36 +217,57 @@ def text_model(config: Config) -> tuple[str, Config]:
 
 
 def change_config(config: Config, before: Shape, after: Shape) -> Config:
-    """A copy in which the fields that differ between the shapes have their new value, and nothing else is touched."""
+    """A copy that reads as `after`: fields that say so already, written out or left to their default, stay as they are,
+    and nothing else is touched."""
     model_type, text = text_model(config)
     family = FAMILIES[model_type]
-    changed = dict(text)
+    changed, values = dict(text), {**family.defaults, **text}
+    wanted = {"kv_heads": after.key_value_heads, "head_dim": after.head_width}
+    when_null = {"kv_heads": after.heads, "head_dim": after.d_model // after.heads, "d_ff": 4 * after.d_model}
     for name, key in family.names.items():
-        if name == "head_dim":  # derived in most shapes, written out (or a fixed default) in most files
-            written = after.head_dim is not None or {**family.defaults, **text}.get(key) is not None
-            if written and before.head_width != after.head_width:
-                changed[key] = after.head_width
-        elif getattr(before, name) != getattr(after, name):
-            changed[key] = getattr(after, name)
-    if before.layers != after.layers and isinstance(text.get("layer_types"), list):
-        kinds = text["layer_types"]
-        changed["layer_types"] = [kinds[layer % len(kinds)] for layer in range(after.layers)]
+        value = wanted.get(name, getattr(after, name))
+        if value != (when_null[name] if values[key] is None else values[key]):
+            changed[key] = value
+    if before.layers != after.layers:
+        changed |= _layer_list(text, after)
     return changed if text is config else {**config, WRAPPED[config["model_type"]][0]: changed}
+
+
+def _layer_list(text: Config, after: Shape) -> Config:
+    """What says which layers have a window, for another number of layers."""
+    kinds = text.get("layer_types")
+    if isinstance(kinds, list):
+        return {"layer_types": [kinds[layer % len(kinds)] for layer in range(after.layers)]}
+    if text.get("use_sliding_window") and after.window is None:
+        return {"max_window_layers": after.layers}  # the first that would have one: still none
+    return {}
 
 
 def _size(values: Config, name: str, key: str, model_type: str) -> int | None:
     if name == "d_ff" and key == "n_inner" and values[key] is None:
-        return 4 * int(values["n_embd"])  # GPT2Config's meaning of null; n_embd was checked before it
+        return 4 * _count(values, "n_embd")  # GPT2Config's meaning of null
     if key not in values or (values[key] is None and name not in MAY_BE_NULL):
         raise UserError(
             f"the config has no {key}",
             f"a {model_type} config gives its {name.replace('_', ' ')} there, and no size is guessed",
             f'add "{key}" to the file, or save it again with config.save_pretrained',
         )
+    return None if values[key] is None else _count(values, key)
+
+
+def _count(values: Config, key: str, least: int = 1) -> int:
     value = values[key]
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-        raise UserError(f"{key} is {value!r}", f"{key} counts things, so it is a whole number from 1", f"mend {key}")
-    return None if value is None else int(value)
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise UserError(
+            f"{key} is {shown(value)}", f"{key} counts things, so it is a whole number from {least}", f"mend {key}"
+        )
+    return value
+
+
+def shown(value: Any) -> str:
+    """As JSON writes it, cut where it would fill the screen."""
+    text = json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:60]}..."
 
 
 def _canonical(sizes: dict[str, int | None]) -> dict[str, Any]:
@@ -236,42 +282,59 @@ def _canonical(sizes: dict[str, int | None]) -> dict[str, Any]:
     return sizes
 
 
-def _biases(family: Family, values: Config) -> tuple[bool, tuple[str, ...]]:
-    """Shape knows all or none; a model between the two counts as none, and a note says so."""
-    parts = {
-        "attention": _flag(family.attention_biases, values),
-        "the MLP": _flag(family.mlp_biases, values),
+def _biases(family: Family, values: Config) -> dict[str, Any]:
+    """Those of the projection are the shape's `biases`; what says the same is left out, so that equal models have
+    equal shapes."""
+    proj, qkv, mlp = (_flag(said, values) for said in (family.proj_biases, family.qkv_biases, family.mlp_biases))
+    return {
+        "biases": proj,
+        "qkv_biases": None if qkv == proj else qkv,
+        "mlp_biases": None if mlp == proj else mlp,
+        "head_bias": family.head_bias,
     }
-    notes = () if family.note is None else (family.note,)
-    if len(set(parts.values())) == 2:
-        biased = next(name for name, has in parts.items() if has)
-        notes = (*notes, f"only {biased} has biases: the shape counts none")
-    return all(parts.values()), notes
 
 
 def _flag(said: bool | str, values: Config) -> bool:
-    return bool(values[said]) if isinstance(said, str) else said
+    if isinstance(said, bool):
+        return said
+    value = values[said]
+    if not isinstance(value, bool):
+        raise UserError(f"{said} is {shown(value)}", f"{said} is a yes or a no", f"write true or false into {said}")
+    return value
 
 
 def _window(model_type: str, values: Config, layers: int | None) -> dict[str, Any]:
     """`layer_types` says it where it is given; older files follow the rule of their family's code."""
     assert layers is not None
-    window = values.get("sliding_window")
-    if model_type in ("qwen2", "qwen3") and not values["use_sliding_window"]:
-        window = None
-    if window is None:
+    if model_type in QWEN and not _flag("use_sliding_window", values):
         return {}
-    kinds = values.get("layer_types")
-    if isinstance(kinds, list):
-        windowed = kinds.count(SLIDING)
-    elif model_type in ("qwen2", "qwen3"):
-        windowed = layers - min(layers, int(values["max_window_layers"]))
-    elif model_type == "gemma2":
-        windowed = (layers + 1) // 2  # every other layer, the first among them
-    elif model_type == "gemma3_text":
-        windowed = layers - layers // int(values.get("sliding_window_pattern") or 6)
-    else:
-        windowed = layers
+    if values.get("sliding_window") is None:
+        return {}
+    window, windowed = _count(values, "sliding_window"), _windowed(model_type, values, layers)
     if windowed == 0:
         return {}
     return {"window": window, "windowed_layers": None if windowed == layers else windowed}
+
+
+def _windowed(model_type: str, values: Config, layers: int) -> int:
+    kinds = values.get("layer_types")
+    if kinds is not None:
+        return _listed(kinds, layers)
+    if model_type in QWEN:  # the layers before the first of them see everything: 0 is none of them
+        return layers - min(layers, _count(values, "max_window_layers", least=0))
+    if model_type == "gemma2":
+        return (layers + 1) // 2  # every other layer, the first among them
+    if model_type == "gemma3_text":
+        given = values.get("sliding_window_pattern") is not None
+        return layers - layers // (_count(values, "sliding_window_pattern") if given else 6)
+    return layers
+
+
+def _listed(kinds: Any, layers: int) -> int:
+    if not isinstance(kinds, list) or len(kinds) != layers:
+        raise UserError(
+            f"layer_types is {shown(kinds)}",
+            f"it names the kind of attention of each of {layers} layers",
+            "write as many kinds as there are layers, or leave layer_types out",
+        )
+    return kinds.count(SLIDING)

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import typing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,10 +20,11 @@ from typing import Any, NamedTuple
 from redline.core.errors import UserError, unknown_name
 from redline.core.values import to_json
 from redline.core.workload import SIZES, Shape
-from redline.workloads.huggingface import change_config, is_config, read_config
+from redline.workloads.huggingface import change_config, is_config, read_config, shown
 from redline.workloads.presets import PRESETS
 
 CONFIG_FILE = "config.json"
+LONGEST_NAME = 255  # characters of a name that are worth showing
 FILE_BYTES = 16 * 1024**2  # a config is kilobytes; weights given by mistake are gigabytes
 # Beyond every model that was ever trained, by far: such a number is a slip of the keyboard, and arithmetic on it tells
 # nothing. Sixteen million tokens of context is the largest anyone has claimed.
@@ -33,6 +36,8 @@ LARGEST = {
     "d_ff": 2**22,
     "vocab": 2**24,
     "sequence": 2**24,
+    "max_positions": 2**24,
+    "layer_norms": 64,
 }
 
 
@@ -106,11 +111,11 @@ def read_shape(data: dict[str, Any], path: Path) -> Shape:
 
 
 def _check_flags(data: dict[str, Any]) -> None:
-    for field in dataclasses.fields(Shape):
-        if isinstance(field.default, bool) and not isinstance(data.get(field.name, field.default), bool):
-            raise UserError(
-                f"{field.name} is {data[field.name]!r}", f"{field.name} is a yes or a no", "write true or false"
-            )
+    """JSON's "no" is a text, and every text counts as true in Python."""
+    for name, kind in typing.get_type_hints(Shape).items():
+        allowed = {bool: (bool,), bool | None: (bool, type(None))}.get(kind)
+        if allowed is not None and name in data and not isinstance(data[name], allowed):
+            raise UserError(f"{name} is {shown(data[name])}", f"{name} is a yes or a no", "write true or false")
 
 
 def check_sane(shape: Shape) -> None:
@@ -132,10 +137,10 @@ def read_json_object(path: Path) -> dict[str, Any]:
             raise UserError(
                 f"{path} is too large for a config", "it has more than 16 MiB", f"point at a {CONFIG_FILE} instead"
             )
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = json.loads(path.read_text(encoding="utf-8-sig"))  # editors on Windows put a mark in front
     except OSError as error:
         raise UserError(f"cannot read {path}", error.strerror or str(error), "check the path") from error
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # ValueError: bad UTF-8, bad JSON, or a number without end
         raise UserError(f"{path} is not JSON", str(error) or "too deep", "point at a config.json or a shape") from error
     if not isinstance(data, dict):
         raise UserError(
@@ -145,8 +150,8 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def _existing_path(words: str) -> Path:
-    path = Path(words).expanduser()
-    if words and path.is_dir():
+    path = Path(os.path.expanduser(words))  # os.path: a name too long, or a `~nobody`, is a file that is not there
+    if words and os.path.isdir(path):
         if not (path / CONFIG_FILE).is_file():
             raise UserError(
                 f"{path} has no {CONFIG_FILE}",
@@ -154,8 +159,9 @@ def _existing_path(words: str) -> Path:
                 "point at the folder that save_pretrained wrote, or at the file itself",
             )
         return path / CONFIG_FILE
-    if words and path.exists():
+    if words and os.path.exists(path):
         return path
+    words = words if len(words) <= LONGEST_NAME else f"{words[:LONGEST_NAME]}..."
     if path.suffix == ".json" or len(path.parts) > 1:
         raise UserError(
             f"there is no file {words}",

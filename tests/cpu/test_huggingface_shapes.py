@@ -1,7 +1,6 @@
 """Every family against transformers itself: configs made by its classes, and tiny models built from them.
 
-The shape must imply the linear layers the model has, size by size, and its parameters; where a family has a few that a
-Shape cannot say (norms per head, biases of q, k and v alone), the difference is written out here and must be exact.
+The shape must imply the linear layers the model has, size by size, and every one of its parameters.
 """
 
 from __future__ import annotations
@@ -80,6 +79,7 @@ CASES = {
     "gemma3_text": Gemma3TextConfig(**{**GROUPED, "num_hidden_layers": 7}, head_dim=24, sliding_window=16),
     "phi": PhiConfig(**SIZES),
     "phi-grouped": PhiConfig(**GROUPED),
+    "phi-qk-norms": PhiConfig(**SIZES, qk_layernorm=True),
     "phi3": Phi3Config(**GROUPED),
     "phi3-window": Phi3Config(**SIZES, sliding_window=16),
     "gpt_neox": GPTNeoXConfig(**SIZES),
@@ -114,27 +114,6 @@ def implied_sizes(shape: Shape, fused_gate: bool) -> Counter[tuple[int, int]]:
     return sizes
 
 
-def beyond_the_shape(name: str, shape: Shape) -> int:
-    """Parameters that a Shape cannot say, counted by hand from the modelling code."""
-    h, layers, head = shape.d_model, shape.layers, shape.head_width
-    attention_biases = layers * (shape.query_width + 2 * shape.kv_width)
-    if name.startswith("qwen2"):
-        return attention_biases  # of q, k and v
-    if name == "llama-attention-bias":
-        return attention_biases + layers * h  # and of the output projection
-    if name == "qwen3":
-        return layers * 2 * head  # gains of q and k
-    if name == "gemma2":
-        return layers * 2 * h  # a norm after attention and one after the MLP
-    if name == "gemma3_text":
-        return layers * (2 * h + 2 * head)  # both of these
-    if name.startswith("phi") and not name.startswith("phi3"):
-        return shape.vocab - layers * 2 * h  # the head's bias; one LayerNorm a layer, not two
-    if name == "gpt_neox-no-bias":
-        return layers * (shape.d_ff + h)  # the MLP keeps its own
-    return 0
-
-
 @pytest.fixture
 def resolve(tmp_path):
     def resolve(config):
@@ -154,10 +133,7 @@ def test_the_shape_implies_the_models_linear_layers(name, resolve):
 def test_the_shape_implies_the_models_parameters(name, resolve):
     resolved = resolve(CASES[name])
     counted = sum(parameter.numel() for parameter in build(CASES[name]).parameters())
-    extra = beyond_the_shape(name, resolved.shape)
-    assert counted == parameters(resolved.shape).total + extra
-    if extra:
-        assert resolved.origin.notes, "what the shape cannot say must be noted"
+    assert counted == parameters(resolved.shape).total
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -18,7 +18,8 @@ from redline.core.plan import Plan
 from redline.core.workload import Shape
 from redline.model.gpt import GPT
 from redline.model.loss import PIECES, next_token_loss
-from redline.predict.operations import CHUNKS, CONTRACTION, OPTIMIZER, operations
+from redline.predict import operations as predicted
+from redline.predict.operations import CONTRACTION, OPTIMIZER, operations
 
 SHAPE = Shape(layers=6, heads=8, d_model=512, d_ff=2048, vocab=5003, sequence=512)
 MATMULS = ("aten.mm", "aten.addmm", "aten.bmm")
@@ -103,4 +104,4 @@ def test_the_whole_step_is_what_torch_moves(tied: bool) -> None:
 
 
 def test_pieces_of_a_chunked_loss_are_the_models() -> None:
-    assert PIECES["chunked"] == CHUNKS
+    assert predicted.PIECES == PIECES

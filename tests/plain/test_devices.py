@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from redline.core import devices
 from redline.core.devices import DEVICES, DTYPES, find_device, looks_like_driver_name, lookup, why_unknown
 from redline.core.errors import UserError
 from redline.core.hardware import Hardware, MeasuredRate, known_device
@@ -45,11 +46,19 @@ CLOCKS = {
     "MI300X": (2.100, 2048),
     "MI325X": (2.100, 2048),
 }
+# No document prints the clock of their tensor rate: only the ratios below watch them (docs/hardware.md names them).
+WITHOUT_CLOCK = {"H100-NVL", "H200-NVL", "B200", "GB200", "B300"}
 HALVED = {"RTX-3090", "RTX-4090", "RTX-5090"}
 
 
 def sixteen_bit(device):
     return device.peak_tflops.get("bf16", device.peak_tflops["fp16"])
+
+
+def test_every_row_has_a_clock_or_is_named_as_without(repository):
+    assert {device.label for device in DEVICES} - set(CLOCKS) == WITHOUT_CLOCK
+    page = (repository / "docs" / "hardware.md").read_text(encoding="utf-8")
+    assert "H100-NVL, H200-NVL, B200, GB200 and B300" in page
 
 
 @pytest.mark.parametrize("label", CLOCKS)
@@ -216,7 +225,10 @@ def test_every_spelling_finds_its_device(device):
         ("nvidia h100", ["H100-PCIe", "H100-SXM", "H100-NVL"]),
         ("V100", ["V100-16-SXM", "V100-32-SXM", "V100-16-PCIe", "V100-32-PCIe"]),
         ("gh200", ["GH200-96", "GH200-144"]),
-        ("RTX 6000", ["RTX-6000-Ada"]),
+        ("RTX 6000", ["RTX-A6000", "RTX-6000-Ada"]),
+        ("NVIDIA RTX 6000", ["RTX-A6000", "RTX-6000-Ada"]),
+        ("H100-80", ["H100-PCIe", "H100-SXM"]),  # both have 80 GB
+        ("h100 80gb", ["H100-PCIe", "H100-SXM"]),
     ],
 )
 def test_a_family_is_not_a_device(words, meant):
@@ -233,11 +245,53 @@ def test_a_wrong_name_lists_all(words):
     assert not looks_like_driver_name(words)
 
 
+@pytest.mark.parametrize("name", ["AMD H200", "Intel A100-80", "Radeon RTX 4090", "NVIDIA MI300X"])
+def test_another_vendors_card_is_none(name):
+    with pytest.raises(UserError) as error:
+        find_device(name)
+    assert error.value.problem == f"unknown device {name!r}"
+
+
+def test_shared_names_are_of_devices_that_exist():
+    labels = {device.label for device in DEVICES}
+    for words, meant in devices._SHARED_NAMES.items():
+        assert set(meant) <= labels
+        assert words not in {devices._key(device.label) for device in DEVICES}
+
+
+# FACTS section 5: the highest matmul rates that were measured in bf16
+MAMF = {
+    "A100-40-SXM": 271.2,
+    "A100-80-SXM": 271.2,
+    "A100-80-PCIe": 252.9,
+    "H100-SXM": 794.5,
+    "H200": 795,
+    "GH200-96": 828.6,
+    "GH200-144": 828.6,
+    "B200": 1745,
+    "B300": 1769,
+    "MI300X": 668.4,
+    "MI325X": 784.9,
+}
+
+
+@every_device
+def test_what_is_reached_is_measured_or_a_typical_share(device):
+    dtype = "bf16" if "bf16" in device.peak_tflops else "fp16"
+    assert device.best_tflops.get("bf16") == MAMF.get(device.label)
+    assert bool(device.best_source) is bool(device.best_tflops)
+    expected = MAMF.get(device.label, 0.80 * device.peak_tflops[dtype])
+    assert device.reachable_tflops(dtype) == pytest.approx(expected)
+    assert device.reachable_tflops(dtype) < device.peak_tflops[dtype]
+    assert device.reachable_bandwidth == pytest.approx(0.90 * device.bandwidth)
+
+
 def test_a_partition_with_the_cards_name_has_no_peak():
     """In CPX mode an MI325X shows eight devices of 38 compute units, all under the card's name."""
     assert known_device("AMD Instinct MI325X", 304).label == "MI325X"
     assert known_device("AMD Instinct MI325X", None).label == "MI325X"
     assert known_device("AMD Instinct MI325X", 38) is None
+    assert known_device("AMD Instinct MI325X", 320) is None  # more than the card has: another card
     assert Hardware(kind="cuda", name="AMD Instinct MI325X", multiprocessors=38).peak_tflops is None
     assert Hardware(kind="cuda", name="AMD Instinct MI325X", multiprocessors=304).peak_tflops["bf16"] == 1307.4
 

@@ -10,8 +10,10 @@ import time
 
 import pytest
 
+import redline
 from redline import cli
 from redline.core.devices import find_device
+from redline.core.errors import UserError
 from redline.core.hardware import MeasuredPeaks
 from redline.core.units import human_bytes
 from redline.machine import Gpu, Machine, local, save_measured
@@ -28,6 +30,7 @@ CONTRACT = {
     "roofline",
     "tokens_per_second",
 }
+OPERATION = {"name", "group", "direction", "flops", "bytes", "bound", "seconds"}
 MEMORY = ("weights", "gradients", "optimizer", "activations", "logits", "temporary", "context")
 LLAMA = {
     "model_type": "llama",
@@ -46,6 +49,25 @@ LLAMA = {
 def machine(**changes):
     usual = {"kind": "cpu", "name": "a CPU", "cpu_name": "a CPU", "cpu_cores": 2, "ram_bytes": None, "versions": {}}
     return Machine(**{**usual, **changes})
+
+
+def measured(**changes):
+    """As `redline hardware --measure` would have kept it on an H200."""
+    fields = {
+        "name": find_device("H200").names[0],
+        "driver": None,
+        "kind": "cuda",
+        "matmul_tflops": {"bf16": 790.0},
+        "bandwidth": 4e12,
+        "bandwidths": {"copy": 4e12},
+        "rates": (),
+        "workload": "gpt2",
+        "micro_batch": 16,
+        "date": "2026-11-15T00:00:00+00:00",
+        "versions": {},
+        "command": "redline hardware --measure",
+    }
+    return MeasuredPeaks(**{**fields, **changes})
 
 
 @pytest.fixture(autouse=True)
@@ -104,7 +126,9 @@ def test_it_is_the_memory_model(document):
     assert found["memory"]["total"] == memory.total
     assert found["memory_detail"]["allocated"] == memory.allocated
     assert found["memory_detail"]["activations"] == memory.activations
-    assert found["parameters"] == 163_037_184  # untied without that rung: another table of 50257 x 768
+    assert found["parameters"] == 124_439_808  # as published, whatever the rungs
+    (note,) = [note for note in found["notes"] if "tied-weights" in note]
+    assert "163,037,184 parameters" in note  # untied without that rung: another table of 50257 x 768
 
 
 def test_the_largest_micro_batch_fits_and_one_more_does_not(document):
@@ -145,26 +169,67 @@ def test_this_machines_gpu_is_taken(document, monkeypatch):
 
 def test_measured_peaks_replace_the_typical_share(document):
     before = document("gpt2", "--gpu", "H200")
-    slow = MeasuredPeaks(
-        name=find_device("H200").names[0],
-        driver=None,
-        kind="cuda",
-        matmul_tflops={"bf16": 100.0},
-        bandwidth=4e12,
-        bandwidths={"copy": 4e12},
-        rates=(),
-        workload="gpt2",
-        micro_batch=16,
-        date="2026-11-15T00:00:00+00:00",
-        versions={},
-        command="redline hardware --measure",
-    )
-    save_measured(slow)
+    save_measured(measured(matmul_tflops={"bf16": 100.0}))
     after = document("gpt2", "--gpu", "H200")
     assert after["roofline"]["expected"]["peaks"]["matmul_tflops"] == 100.0
     assert "2026-11-15" in after["roofline"]["expected"]["peaks"]["source"]
     assert after["tokens_per_second"] < before["tokens_per_second"] / 3
     assert after["roofline"]["light"] == before["roofline"]["light"]
+
+
+def test_a_measurement_beyond_the_data_sheet_is_not_used(document):
+    """151 % of the data sheet: the file is passed over, and the expected step stays what it was."""
+    before = document("gpt2", "--gpu", "H200")
+    path = save_measured(measured(matmul_tflops={"bf16": 1494.0}))
+    after = document("gpt2", "--gpu", "H200")
+    assert after["roofline"] == before["roofline"]
+    assert any(str(path) in note and "151% of what the data sheet" in note for note in after["notes"])
+
+
+def test_a_small_boost_never_beats_the_speed_of_light(document):
+    save_measured(measured(matmul_tflops={"bf16": 1.09 * 989.4}, bandwidth=1.09 * 4.8e12))
+    roofline = document("gpt2", "--gpu", "H200", "--micro-batch", 64)["roofline"]
+    assert roofline["expected"]["peaks"]["matmul_tflops"] == 989.4
+    for ideal, real in zip(roofline["light"]["operations"], roofline["expected"]["operations"], strict=True):
+        assert real["seconds"] > ideal["seconds"]
+
+
+@pytest.mark.parametrize(("gpu", "rate"), [("A100-80", 271.2), ("MI300X", 668.4), ("L4", 0.8 * 121), ("H200", 795)])
+def test_expected_takes_the_best_that_was_measured(document, gpu, rate):
+    peaks = document("gpt2", "--gpu", gpu)["roofline"]["expected"]["peaks"]
+    assert peaks["matmul_tflops"] == pytest.approx(rate)
+    assert ("MAMF" in peaks["source"]) is (gpu != "L4")
+
+
+def test_every_operation_is_listed(document):
+    """FLOPs, bytes, bound and time of each; together they are the step."""
+    found = document("gpt2", "--gpu", "H200", "--micro-batch", 16)
+    for name in ("light", "expected"):
+        side = found["roofline"][name]
+        rows = side["operations"]
+        assert all(row.keys() == OPERATION for row in rows)
+        assert {row["bound"] for row in rows} == {"compute", "memory"}
+        assert sum(row["seconds"] for row in rows) == pytest.approx(side["seconds"])
+        flops = found["flops_per_token"]["hardware"] * found["roofline"]["tokens"]
+        assert sum(row["flops"] for row in rows) == pytest.approx(flops)
+        for group, seconds in side["groups"].items():
+            assert sum(row["seconds"] for row in rows if row["group"] == group) == pytest.approx(seconds)
+    (up,) = [row for row in found["roofline"]["light"]["operations"] if row["name"] == "up"]
+    assert up["flops"] == 12 * 2 * 16384 * 768 * 3072
+    assert up["bytes"] == 12 * 2 * (16384 * 768 + 768 * 3072 + 16384 * 3072)
+    assert up["seconds"] == pytest.approx(up["flops"] / 989.4e12)
+    assert (up["group"], up["direction"], up["bound"]) == ("tensor contraction", "forward", "compute")
+
+
+def test_accumulation_repeats_the_passes_and_not_the_update(document):
+    words = ("gpt2", "--gpu", "H200", "--micro-batch", 8)
+    once, many = document(*words)["roofline"], document(*words, "--global-batch", 32)["roofline"]
+    assert many["tokens"] == 4 * once["tokens"]
+    assert many["light"]["groups"]["optimizer"] == once["light"]["groups"]["optimizer"]
+    contraction = "tensor contraction"
+    assert many["light"]["groups"][contraction] == pytest.approx(4 * once["light"]["groups"][contraction])
+    assert many["light"]["seconds"] < 4 * once["light"]["seconds"]
+    assert many["expected"]["tokens_per_second"] > once["expected"]["tokens_per_second"]
 
 
 # the subject
@@ -192,6 +257,48 @@ def test_a_config_is_estimated_at_a_usual_length(document, workplace):
     assert document("config.json", "--sequence", 512)["settings"]["sequence"] == 512
 
 
+def test_parameters_do_not_change_with_rungs_or_length(document, workplace):
+    """As published, always: GPT-2's 1024 learned positions stay when fewer tokens are read."""
+    (workplace / "config.json").write_text(json.dumps(LLAMA))
+    for rungs in ("none", "tf32,bf16,flash", "tf32,bf16,tied-weights"):
+        assert document("gpt2", "--rungs", rungs)["parameters"] == 124_439_808
+        assert document("config.json", "--rungs", rungs)["parameters"] == 8_030_261_248
+    short = document("gpt2", "--sequence", 256)
+    assert short["parameters"] == 124_439_808
+    assert short["memory"]["weights"] == 4 * (124_439_808 + 47 * 768) + 256**2  # padded rows, a mask of 256 tokens
+    assert short["settings"]["sequence"] == 256
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("rungs", ["bf16", "bf16,tied-weights"])
+def test_a_config_is_tied_as_it_says(document, workplace, tied, rungs):
+    """A ladder unties GPT-2 to show what tying does; Llama is run as it is, and a note says what was changed."""
+    (workplace / "config.json").write_text(json.dumps({**LLAMA, "tie_word_embeddings": tied}))
+    found = document("config.json", "--rungs", rungs)
+    assert found["settings"]["plan"]["tied"] is tied
+    assert ("tied-weights" in found["settings"]["rungs"]) is tied
+    changed = ("tied-weights" in rungs) is not tied
+    assert any(note.startswith("tied-weights is") for note in found["notes"]) is changed
+    assert found["memory"]["weights"] == 4 * found["parameters"] + 4096**2  # and naive attention's mask
+
+
+def test_longer_than_the_context_is_said(document, workplace):
+    (workplace / "config.json").write_text(json.dumps({**LLAMA, "max_position_embeddings": 8192}))
+    notes = document("config.json", "--sequence", 16384)["notes"]
+    assert any("longer than the context of 8192" in note for note in notes)
+
+
+def test_what_was_not_measured_is_said(document):
+    def told(*words):
+        return " ".join(note for note in document("gpt2", *words)["notes"] if note.startswith("memory is reasoned"))
+
+    assert "predicted 0.6 % above" in told("--gpu", "H200")  # the default has the fused loss
+    assert told("--rungs", "tf32,bf16,compile,flash") == ""
+    assert "several GPUs" in told("--rungs", "bf16", "--gpus", 8)
+    assert "the optimizer lion" in told("--rungs", "bf16", "--optimizer", "lion")
+    assert "inference" in told("--inference")
+
+
 def test_a_recipe_gives_rungs_and_micro_batch(document, workplace):
     (workplace / "best.json").write_text('{"rungs": ["tf32", "bf16"], "micro_batch": 5}')
     settings = document("gpt2", "--from", "best.json")["settings"]
@@ -209,7 +316,7 @@ def test_optimizers_change_their_part_only(document):
     usual = document("gpt2", "--gpu", "H200")["memory"]
     found = document("gpt2", "--gpu", "H200", "--optimizer", "adamw-8bit")
     light = found["memory"]
-    assert light["optimizer"] == usual["optimizer"] / 4
+    assert light["optimizer"] == pytest.approx(usual["optimizer"] / 4, rel=0.02)  # and its scales
     assert light["weights"] == usual["weights"]
     assert any("only memory knows adamw-8bit" in note for note in found["notes"])
 
@@ -232,9 +339,28 @@ def test_inference(document):
     found = document("gpt2", "--gpu", "H200", "--inference")
     training = document("gpt2", "--gpu", "H200")
     assert found["memory"]["optimizer"] == found["memory"]["gradients"] == 0
-    assert found["flops_per_token"]["model"] == training["flops_per_token"]["model"] / 3
+    head = 2 * 50257 * 768
+    assert found["flops_per_token"]["model"] == training["flops_per_token"]["model"] / 3 - head * 1023 / 1024
     assert found["max_micro_batch"] > training["max_micro_batch"]
     assert document("gpt2", "--inference", "half")["memory"]["weights"] < found["memory"]["weights"]
+
+
+def test_inference_flops_by_hand(document):
+    """A prompt of 1024 tokens: 12 layers of 12 x 768^2 weights, attention's pairs, the head once; then one token."""
+    flops = document("gpt2", "--gpu", "H200", "--inference")["flops_per_token"]
+    layers, head = 2 * 12 * 12 * 768**2, 2 * 50257 * 768
+    assert flops["model"] == layers + 12 * 4 * 768 * 1024 + head / 1024
+    assert flops["causal"] == layers + 12 * 4 * 768 * 1025 / 2 + head / 1024
+    assert flops["hardware"] == layers + 12 * 4 * 768 * 1025 / 2 + 2 * 50304 * 768 / 1024  # the vocabulary is padded
+    assert flops["decode"] == layers + head + 12 * 4 * 768 * 1025
+    assert document("gpt2")["flops_per_token"]["decode"] is None
+
+
+def test_a_window_rolls_the_cache(document, workplace):
+    mistral = {**LLAMA, "model_type": "mistral", "sliding_window": 4096, "max_position_embeddings": 32768}
+    (workplace / "config.json").write_text(json.dumps(mistral))
+    found = document("config.json", "--inference", "half", "--sequence", 32768, "--micro-batch", 1)
+    assert found["memory_detail"]["activations"]["keys and values"] == 2**29  # half a GiB, not four
 
 
 def test_what_does_not_fit_has_no_speed_and_says_what_to_change(document):
@@ -281,6 +407,30 @@ def test_the_page_says_the_numbers(estimate, document):
     assert human_bytes(found["memory"]["total"]) in out
     assert f"{found['tokens_per_second']:,.0f} expected" in out
     assert "1,557,611,200 parameters" in out
+
+
+def test_people_may_see_the_operations(estimate, document):
+    words = ("gpt2", "--gpu", "H200", "--micro-batch", 16)
+    assert "bound" not in estimate(*words)[1]
+    _, out, _ = estimate(*words, "--operations")
+    assert max(map(len, out.splitlines())) <= 100
+    lines = out.splitlines()
+    start = next(number for number, line in enumerate(lines) if line.startswith("operation "))
+    rows = lines[start + 2 : start + 12]
+    expected = document(*words)["roofline"]["expected"]["operations"]
+    dearest = sorted(expected, key=lambda row: row["seconds"], reverse=True)[:10]
+    assert [row["name"] in line and row["bound"] in line for row, line in zip(dearest, rows, strict=True)] == [
+        True
+    ] * 10
+    assert lines[start + 12].strip() == ""
+
+
+def test_only_what_the_ladder_takes_is_sent_there(estimate, workplace):
+    (workplace / "config.json").write_text(json.dumps(LLAMA))
+    assert "measure it with redline ladder gpt2" in " ".join(estimate("gpt2", "--gpu", "H200")[1].split())
+    text = estimate("config.json", "--gpu", "B200", "--optimizer", "adamw-8bit", "--micro-batch", 1)[1]
+    assert "expected" in text
+    assert "redline ladder" not in text
 
 
 def test_what_does_not_fit_is_said(estimate):
@@ -331,7 +481,13 @@ def test_many_small_parts_do_not_stretch_the_bar():
         (("--rungs", "flsh"), "unknown rung 'flsh'"),
         (("--rungs", "tf32", "--from", "best.json"), "--from and --rungs were given together"),
         (("--from", "missing.json"), "cannot read the recipe missing.json"),
+        (("--rungs", "bf16,fp16"), "bf16 and fp16 were given together"),
+        (("--rungs", "bf16,flash,cudnn-attention"), "flash and cudnn-attention were given together"),
+        (("--rungs", "fused-loss,chunked-loss"), "fused-loss and chunked-loss were given together"),
         (("--optimizer", "adam"), "unknown optimizer 'adam'"),
+        (("--optimizer", ""), "unknown optimizer ''"),
+        (("--inference", "--optimizer", ""), "--optimizer with --inference"),
+        (("--sequence", "2048"), "2048 tokens do not fit 1024 learned positions"),
         (("--zero", "7", "--gpus", "8"), "ZeRO stage 7"),
         (("--zero", "-1"), "ZeRO stage -1"),
         (("--zero", "1"), "ZeRO stage 1 with one replica"),
@@ -351,6 +507,44 @@ def test_mistakes_are_problem_why_fix(estimate, words, problem):
     assert lines[0].startswith(f"problem: {problem}")
     assert lines[1].startswith("why:")
     assert lines[2].startswith("fix:")
+
+
+# from Python
+
+
+def test_the_python_function_returns_the_document(document):
+    found = redline.estimate("gpt2-xl", gpu="A100-80", micro_batch=8, rungs="bf16,flash", gpus=2, zero=1)
+    words = ("gpt2-xl", "--gpu", "A100-80", "--micro-batch", 8, "--rungs", "bf16,flash", "--gpus", 2, "--zero", 1)
+    assert {**found, "command": ""} == {**document(*words), "command": ""}
+    assert found["command"].startswith("redline.estimate(workload='gpt2-xl', gpu='A100-80', micro_batch=8")
+    assert redline.estimate(inference=True)["settings"]["inference"] is True
+    assert redline.estimate(inference="half")["settings"]["inference"] == "half"
+    with pytest.raises(UserError, match="--micro-batch is 0"):
+        redline.estimate(micro_batch=0)
+
+
+def test_lint_from_python_is_the_commands(capsys, workplace):
+    for words, given in (
+        (("gpt2-xl", "--gpu", "A100-80", "--tp", "2"), {"workload": "gpt2-xl", "gpu": "A100-80", "tp": 2}),
+        (("--ignore", "vocabulary", "--dtype", "fp16"), {"ignore": "vocabulary", "dtype": "fp16"}),
+    ):
+        assert cli.main(["lint", *words, "--json"]) == 0
+        told = json.loads(capsys.readouterr().out)
+        found = json.loads(json.dumps(redline.lint(**given)))
+        apart = {"date": "", "command": ""}
+        assert {**found, **apart} == {**told, **apart}
+    redline.lint("gpt2", gpu="H200", fix=workplace / "fixed.json")
+    assert json.loads((workplace / "fixed.json").read_text())["vocab"] == 50304
+    with pytest.raises(UserError, match="unknown rule"):
+        redline.lint(ignore="nonsense")
+
+
+def test_hardware_from_python_is_the_commands(capsys):
+    cli.main(["hardware", "--name", "NVIDIA L40S", "--json"])
+    assert redline.hardware("NVIDIA L40S") == json.loads(capsys.readouterr().out)
+    assert redline.hardware("H200")["known"]["best_tflops"]["bf16"] == 795
+    with pytest.raises(UserError, match="--seconds without --measure"):
+        redline.hardware(seconds=3)
 
 
 # torch and time

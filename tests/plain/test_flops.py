@@ -84,6 +84,7 @@ def shapes(draw):
 def modern_shapes(draw):
     """Everything a Shape can say, small enough to enumerate pairs of tokens."""
     kv_heads, layers = draw(st.integers(1, 4)), draw(st.integers(1, 6))
+    window, sequence = draw(st.none() | st.integers(1, 60)), draw(st.integers(1, 40))
     return Shape(
         layers=layers,
         heads=kv_heads * draw(st.integers(1, 4)),
@@ -92,15 +93,21 @@ def modern_shapes(draw):
         d_model=draw(st.integers(1, 100)),
         d_ff=draw(st.integers(1, 100)),
         vocab=draw(st.integers(1, 500)),
-        sequence=draw(st.integers(1, 40)),
+        sequence=sequence,
+        max_positions=draw(st.none() | st.integers(sequence, 60)),
         gated=draw(st.booleans()),
         tied=draw(st.booleans()),
         fused_qkv=draw(st.booleans()),
         biases=draw(st.booleans()),
+        qkv_biases=draw(st.none() | st.booleans()),
+        mlp_biases=draw(st.none() | st.booleans()),
+        head_bias=draw(st.booleans()),
         positions=draw(st.sampled_from(["learned", "rope", "none"])),
         norm=draw(st.sampled_from(["layernorm", "rmsnorm"])),
-        window=draw(st.none() | st.integers(1, 60)),
-        windowed_layers=draw(st.none() | st.integers(1, layers)),
+        layer_norms=draw(st.integers(1, 4)),
+        qk_norms=draw(st.booleans()),
+        window=window,
+        windowed_layers=None if window is None else draw(st.none() | st.integers(1, layers)),
     )
 
 
@@ -422,6 +429,29 @@ def test_a_generated_token_by_hand():
     """GPT-2 with 99 tokens cached: every weight of a matmul once, and 100 keys and values in 12 layers."""
     weights = 12 * 12 * 768**2 + 768 * 50257
     assert decode_flops(GPT2, 99) == 2 * weights + 12 * 4 * 768 * 100
+
+
+def test_norms_biases_and_positions_by_hand():
+    """Two layers of width 8 with 4 heads of 3, 2 of keys and values; an MLP of 5; 7 words; 6 of 9 positions in use."""
+    plain = Shape(
+        layers=2, heads=4, kv_heads=2, head_dim=3, d_model=8, d_ff=5, vocab=7, sequence=6, max_positions=9, biases=False
+    )
+    base = parameters(plain)
+    assert (base.positions, base.norms) == (9 * 8, (2 * 2 + 1) * 2 * 8)
+    more = {
+        "qkv_biases": ("attention", 2 * (12 + 2 * 6)),
+        "mlp_biases": ("mlp", 2 * (5 + 8)),
+        "head_bias": ("head", 7),
+        "qk_norms": ("norms", 2 * 2 * 2 * 3),  # layers, queries and keys, gain and bias, a head's width
+    }
+    for name, (group, count) in more.items():
+        changed = parameters(replace(plain, **{name: True}))
+        assert getattr(changed, group) == getattr(base, group) + count, name
+        assert changed.total == base.total + count, name
+    assert parameters(replace(plain, layer_norms=4)).total == base.total + 2 * 2 * 2 * 8
+    every = parameters(replace(plain, biases=True))
+    assert every.total == base.total + 2 * (12 + 2 * 6) + 2 * 8 + 2 * (5 + 8)
+    assert parameters(replace(plain, biases=True, qkv_biases=False, mlp_biases=False)).total == base.total + 2 * 8
 
 
 @quick

@@ -10,13 +10,18 @@ from dataclasses import replace
 
 import pytest
 
+import redline
 from redline import cli
 from redline.commands import lint as lint_command
 from redline.core.devices import find_device
+from redline.core.errors import UserError
 from redline.core.hardware import Hardware
+from redline.core.values import from_json
+from redline.core.workload import Shape
 from redline.predict.lint_rules import RULES
 from redline.search import launch, matmuls
 from redline.workloads import PRESETS, resolve_shape
+from redline.workloads.huggingface import FAMILIES
 from redline.workloads.shapes import shape_fields
 
 LLAMA = {
@@ -117,7 +122,7 @@ def test_gpt2_is_the_default(document):
 
 def test_gpt2_xl_has_its_heads(document):
     rules = [finding["rule"] for finding in document("gpt2-xl", "--gpu", "H200")["findings"]]
-    assert rules == ["vocabulary", "head-count"]
+    assert rules == ["head-count", "vocabulary"]
     assert [finding["rule"] for finding in document("gpt2-xl", "--ignore", "head-count")["findings"]] == ["vocabulary"]
 
 
@@ -191,6 +196,22 @@ def test_strict_fails_on_findings_alone(lint, write):
     assert lint("gpt2", "--strict", "--json")[0] == 1
 
 
+def test_strict_lets_pass_what_nothing_says_costs_anything(lint, document, write):
+    mild = write(shape_fields(replace(PRESETS["gpt2"].shape, vocab=50264)), "mild.json")
+    code, out, _ = lint(mild, "--gpu", "H200", "--strict")
+    assert code == 0
+    assert "mild: --strict lets it pass" in out
+    (finding,) = document(mild, "--gpu", "H200")["findings"]
+    assert (finding["mild"], finding["predicted_gain"]) == (True, None)
+    assert finding["no_predicted_gain"] == "no published figure says what rows of 16 bytes cost"
+    assert document("gpt2", "--gpu", "H200")["findings"][0]["mild"] is False
+
+
+def test_a_gain_that_is_not_predicted_has_a_reason(lint):
+    _, out, _ = lint("gpt2", "--tp", "2", "--gpu", "H200")
+    assert "no gain is predicted: 2 GPUs cannot share vocabulary 50257" in " ".join(out.split())
+
+
 # --fix
 
 
@@ -216,7 +237,9 @@ def test_fix_of_a_preset_is_a_shape_file(lint, document, workplace):
 def test_fix_overwrites_only_when_told(lint, mistake, write, workplace):
     path = write(LLAMA)
     assert "--overwrite" in mistake(path, "--fix", path)["fix"]
-    assert "exists" in mistake(path, "--fix", workplace)["problem"]
+    folder = mistake(path, "--fix", workplace)
+    assert "is a folder" in folder["problem"]
+    assert "fixed.json" in folder["fix"]
     assert lint(path, "--fix", path, "--overwrite")[0] == 0
     assert json.loads(path.read_text()) == {**LLAMA, "intermediate_size": 10944}
     assert "cannot write" in mistake("gpt2", "--fix", "absent/folder/x.json")["problem"]
@@ -229,6 +252,52 @@ def test_fix_writes_nothing_when_no_size_is_to_change(lint, workplace):
     assert list(workplace.iterdir()) == []
 
 
+def test_a_shorter_sequence_is_a_setting_and_no_size_of_the_model(lint, document, write, workplace):
+    """1000 tokens at a time: GPT-2 keeps its 1024 positions, whatever else is mended."""
+    config = {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 2048}
+    path = write({**config, "vocab_size": 50257})
+    found = document(path, "--gpu", "H200", "--sequence", "1000")
+    assert [finding["rule"] for finding in found["findings"]] == ["vocabulary", "sequence-length"]
+    assert (found["shape"]["sequence"], found["shape"]["max_positions"]) == (1000, 2048)
+    lint(path, "--gpu", "H200", "--sequence", "1000", "--fix", "fixed.json")
+    assert json.loads((workplace / "fixed.json").read_text()) == {**config, "vocab_size": 50304}
+    code, out, _ = lint("gpt2", "--sequence", "1000", "--ignore", "vocabulary", "--fix")
+    assert (code, "nothing was written" in out) == (0, True)
+
+
+def test_learned_positions_have_an_end(mistake):
+    error = mistake("gpt2", "--sequence", "2048")
+    assert error["problem"] == "2048 tokens do not fit 1024 learned positions"
+    assert "1024 tokens or fewer" in error["fix"]
+
+
+FAMILY = {
+    "hidden_size": 1000,
+    "intermediate_size": 2666,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 25,
+    "vocab_size": 32001,
+    "max_position_embeddings": 1000,
+}
+ODD_GPT2 = {"n_embd": 1000, "n_layer": 8, "n_head": 25, "vocab_size": 32001, "n_positions": 1000}
+
+
+@pytest.mark.parametrize(
+    "more", [{}, {"num_key_value_heads": 25}, {"num_key_value_heads": 5}, {"head_dim": 40}], ids=str
+)
+@pytest.mark.parametrize("device", [(), ("--gpu", "H200")], ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_fix_writes_reads_as_what_was_suggested(document, write, workplace, family, device, more):
+    sizes = ODD_GPT2 if family == "gpt2" else {"num_key_value_heads": 25, **FAMILY, **more}
+    path = write({"model_type": family, **sizes})
+    suggested = document(path, *device, "--fix", "fixed.json")["suggested"]
+    read, shape = resolve_shape("fixed.json").shape, from_json(Shape, suggested)
+    same = {"kv_heads": 1, "head_dim": 1}  # compared below: a shape leaves out what says no more than the heads do
+    assert replace(read, **same) == replace(shape, **same)
+    assert (read.key_value_heads, read.head_width) == (shape.key_value_heads, shape.head_width)
+    assert read != resolve_shape(str(path)).shape
+
+
 # mistakes
 
 
@@ -236,6 +305,14 @@ def test_fix_writes_nothing_when_no_size_is_to_change(lint, workplace):
 @pytest.mark.parametrize("value", ["0", "-1", "1.5", "x", str(2**40)])
 def test_counts_are_whole_and_sane(mistake, option, value):
     assert option in mistake("gpt2", f"{option}={value}")["problem"]
+
+
+def test_a_call_from_python_gives_the_same_document_and_the_same_mistakes(document):
+    found, shown = redline.lint("gpt2", gpu="H200", tp=2), document("gpt2", "--gpu", "H200", "--tp", "2")
+    own = ("command", "date")
+    assert {key: found[key] for key in found if key not in own} == {key: shown[key] for key in shown if key not in own}
+    with pytest.raises(UserError, match="int3"):
+        redline.lint("gpt2", dtype="int3")
 
 
 def test_wrong_names_list_the_right_ones(mistake):

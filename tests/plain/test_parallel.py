@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
+import re
 from dataclasses import replace
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from redline.core.errors import UserError
 from redline.core.workload import Shape
-from redline.predict.parallel import Layout, check_layout, layout_for_batch
+from redline.predict.parallel import Layout, check_layout, heads_divide, layout_for_batch
 from redline.workloads import PRESETS
 
 GPT2 = PRESETS["gpt2"].shape  # 12 heads, 12 layers
@@ -41,8 +43,8 @@ def test_gpus_that_cannot_be_cut():
     with pytest.raises(UserError) as error:
         Layout(gpus=10, tp=4, pp=2)
     assert error.value.problem == "10 GPUs cannot be cut into replicas of 4 x 2"
-    assert error.value.fix == "use 8 or 16 GPUs, or a TP x PP of 5 or 10"
-    with pytest.raises(UserError, match="use 8 GPUs, or a TP x PP of 4$"):
+    assert error.value.fix == "use 8 or 16 GPUs, or TP 5 x PP 2 or TP 5 x PP 1"
+    with pytest.raises(UserError, match="use 8 GPUs, or TP 4 x PP 1 or TP 2 x PP 1$"):
         Layout(gpus=4, tp=8)  # fewer GPUs than one replica takes: zero is not proposed
 
 
@@ -53,28 +55,36 @@ def test_a_batch_that_is_not_whole_passes():
     assert error.value.fix == "use a global batch of 80 or 120, or a micro batch of 4 or 6"
     with pytest.raises(UserError, match="use a global batch of 96 or 128$"):
         layout_for_batch(gpus=8, micro_batch=4, global_batch=100)  # 8 replicas do not divide 100 either
+    with pytest.raises(UserError, match="use a global batch of 32, or 8 with a micro batch of 1$"):
+        layout_for_batch(gpus=8, micro_batch=4, global_batch=7)
 
 
 @pytest.mark.parametrize(
     ("shape", "cut", "problem", "fix"),
     [
-        (GPT2, {"gpus": 16, "tp": 8}, "12 heads cannot be shared by TP 8", "use TP 4"),
-        (GPT2, {"gpus": 30, "tp": 5}, "12 heads cannot be shared by TP 5", "use TP 3 or 6"),
-        (GROUPED, {"gpus": 64, "tp": 16}, "8 key-value heads cannot be shared by TP 16", "use TP 8"),
+        (GPT2, {"gpus": 16, "tp": 8}, "12 heads cannot be shared by TP 8", "TP 4 x PP 1 or TP 2 x PP 1"),
+        (GPT2, {"gpus": 30, "tp": 5}, "12 heads cannot be shared by TP 5", "TP 6 x PP 1 or TP 3 x PP 1"),
+        (GROUPED, {"gpus": 64, "tp": 16}, "8 key-value heads cannot be shared by TP 16", "TP 8 x PP 1 or TP 4 x PP 1"),
         (
             replace(GPT2, d_ff=3070),
             {"gpus": 8, "tp": 4},
             "3070 numbers across the MLP cannot be shared by TP 4",
-            "use TP 2",
+            "TP 2 x PP 1 or TP 1 x PP 1",
         ),
-        (GPT2, {"gpus": 60, "pp": 5}, "12 layers cannot be shared by PP 5", "use PP 4 or 6"),
-        (GPT2, {"gpus": 10, "pp": 5}, "12 layers cannot be shared by PP 5", "use PP 2"),
+        (GPT2, {"gpus": 60, "pp": 5}, "12 layers cannot be shared by PP 5", "TP 1 x PP 6 or TP 1 x PP 4"),
+        (GPT2, {"gpus": 64, "tp": 4, "pp": 5}, "12 layers cannot be shared by PP 5", "TP 4 x PP 4 or TP 2 x PP 4"),
     ],
 )
 def test_a_model_that_cannot_be_cut(shape, cut, problem, fix):
     with pytest.raises(UserError) as error:
-        check_layout(Layout(**cut), shape)
-    assert (error.value.problem, error.value.fix) == (problem, fix)
+        layout_for_batch(**cut, micro_batch=1, shape=shape)
+    assert (error.value.problem, error.value.fix) == (problem, f"use {fix}")
+
+
+def test_gpus_that_the_model_cannot_be_cut_among_either():
+    """7 GPUs could hold TP 7, but 12 heads cannot."""
+    with pytest.raises(UserError, match="use 6 or 8 GPUs, or TP 1 x PP 1$"):
+        layout_for_batch(gpus=7, tp=2, micro_batch=1, shape=GPT2)
 
 
 @pytest.mark.parametrize(("shape", "cut"), [(GPT2, {"tp": 6, "pp": 4}), (GROUPED, {"tp": 8, "pp": 16})])
@@ -83,20 +93,61 @@ def test_a_model_that_can(shape, cut):
 
 
 @quick
-@given(few, few, few, st.integers(1, 48), st.integers(1, 24))
-def test_what_is_proposed_works(dp, tp, pp, heads, layers):
-    """Every TP or PP in the fix of a refusal is one that the same GPUs and the same model accept."""
+@given(st.integers(1, 200), few, few, st.integers(1, 48), st.integers(1, 24))
+def test_what_is_proposed_works_and_nothing_is_nearer(gpus, tp, pp, heads, layers):
+    """Every cut in a refusal is one that these GPUs and this model accept, and so is every number of GPUs."""
     shape = Shape(layers=layers, heads=heads, d_model=64 * heads, d_ff=5040, vocab=100, sequence=8)
-    layout = Layout(gpus=dp * tp * pp, tp=tp, pp=pp)
     try:
-        check_layout(layout, shape)
+        check_layout(layout_for_batch(gpus=gpus, tp=tp, pp=pp, micro_batch=1, shape=shape), shape)
     except UserError as error:
-        _, name, *numbers = error.fix.replace(" or", "").split()
-        assert numbers
-        for number in map(int, numbers):
-            proposed = replace(layout, **{name.lower(): number})
-            assume(layers % proposed.pp == 0)  # TP is refused before PP is looked at
-            check_layout(proposed, shape)
+        cuts = [(int(t), int(p)) for t, p in re.findall(r"TP (\d+) x PP (\d+)", error.fix)]
+        for t, p in cuts:
+            check_layout(Layout(gpus=gpus, tp=t, pp=p), shape)
+        possible = [(t, p) for t in range(1, gpus + 1) for p in range(1, gpus // t + 1) if can_cut(shape, gpus, t, p)]
+        nearest = min(distance(cut, (tp, pp)) for cut in possible)
+        assert distance(cuts[0], (tp, pp)) == pytest.approx(nearest)
+        for number in re.findall(r"(\d+)(?= or \d+ GPUs| GPUs)", error.fix):
+            check_layout(Layout(gpus=int(number), tp=tp, pp=pp), shape)
+
+
+def can_cut(shape: Shape, gpus: int, tp: int, pp: int) -> bool:
+    return not (shape.heads % tp or shape.d_ff % tp or shape.layers % pp or gpus % (tp * pp))
+
+
+def distance(cut: tuple[int, int], wanted: tuple[int, int]) -> float:
+    return sum(abs(math.log(one / other)) for one, other in zip(cut, wanted, strict=True))
+
+
+@quick
+@given(few, few, st.integers(1, 300))
+def test_batches_that_are_proposed_work(gpus, micro_batch, global_batch):
+    try:
+        layout_for_batch(gpus=gpus, micro_batch=micro_batch, global_batch=global_batch)
+    except UserError as error:
+        first, *others = error.fix.removeprefix("use a global batch of ").split(", or ")
+        for batch in map(int, first.split(" or ")):
+            layout_for_batch(gpus=gpus, micro_batch=micro_batch, global_batch=batch)
+        for other in others:
+            if other.startswith("a micro batch of "):
+                for size in map(int, other.removeprefix("a micro batch of ").split(" or ")):
+                    layout_for_batch(gpus=gpus, micro_batch=size, global_batch=global_batch)
+            else:
+                batch, size = map(int, other.split(" with a micro batch of "))
+                layout_for_batch(gpus=gpus, micro_batch=size, global_batch=batch)
+                assert abs(batch - global_batch) < min(abs(int(b) - global_batch) for b in first.split(" or "))
+
+
+@pytest.mark.parametrize("shape", [GPT2, GROUPED], ids=["gpt2", "grouped"])
+def test_heads_divide_where_the_layout_says_so(shape):
+    """One check for lint and estimate: what one accepts the other does."""
+    for tp in range(1, 33):
+        cut = replace(shape, d_ff=math.lcm(*range(1, 33)))
+        try:
+            check_layout(Layout(gpus=tp, tp=tp), cut)
+        except UserError:
+            assert not heads_divide(cut, tp)
+        else:
+            assert heads_divide(cut, tp)
 
 
 @pytest.mark.parametrize("name", ["gpus", "tp", "pp", "micro_batch", "accumulation"])

@@ -10,11 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from redline.core.devices import DEVICES, TYPICAL_BANDWIDTH, TYPICAL_MATMUL, find_device
 from redline.core.errors import UserError
+from redline.core.hardware import MeasuredPeaks
 from redline.core.plan import Plan
 from redline.core.values import to_json
 from redline.core.workload import Shape
-from redline.predict.flops import executed_flops_per_token
+from redline.predict.flops import executed_flops_per_token, parameters
 from redline.predict.operations import CONTRACTION, FUSIONS, GROUPS, OPTIMIZER, operations, tensors
 from redline.predict.roofline import (
     IDEAL,
@@ -25,7 +27,9 @@ from redline.predict.roofline import (
     compute_floor,
     peaks_for,
     predict_step,
+    reachable,
     roofline,
+    sheet_peaks,
     typical,
 )
 from redline.rungs import plan_of
@@ -253,10 +257,68 @@ def test_measured_peaks_are_preferred_and_named():
     guessed = predict_step(GPT2, BEST, micro_batch=16, sheet=sheet)
     assert guessed.expected.peaks == typical(sheet)
     assert guessed.expected.peaks.source == "the H200's data sheet, 80% of its matmul rate and 90% of its bandwidth"
-    measured = predict_step(GPT2, BEST, micro_batch=16, sheet=sheet, measured=MEASURED)
+    measured = predict_step(GPT2, BEST, micro_batch=16, sheet=sheet, reached=MEASURED)
     assert measured.expected.peaks == MEASURED
     assert measured.floor_seconds == guessed.floor_seconds
     assert measured.expected.seconds == pytest.approx(guessed.expected.seconds, rel=0.01)  # 790 of 989.4 is 80 %
+
+
+def measured_peaks(**changes):
+    fields = {"name": "NVIDIA H200", "driver": None, "kind": "cuda", "matmul_tflops": {"bf16": 700.0}}
+    fields |= {"bandwidth": 4e12, "bandwidths": {}, "rates": (), "workload": "gpt2", "micro_batch": 16}
+    return MeasuredPeaks(**{**fields, "date": "2026-11-15", "versions": {}, "command": "", **changes})
+
+
+def test_what_can_be_reached_is_measured_here_or_by_others_or_unknown():
+    h200, l4 = find_device("H200"), find_device("L4")
+    assert reachable(BEST, h200, measured_peaks()).matmul_tflops == 700
+    assert reachable(BEST, h200).matmul_tflops == 795  # FACTS section 5
+    assert reachable(BEST, h200).bandwidth == pytest.approx(0.9 * 4.8e12)
+    assert "MAMF" in reachable(BEST, h200).source
+    assert reachable(BEST, h200, measured_peaks(matmul_tflops={"fp32": 50.0})).matmul_tflops == 795
+    assert reachable(Plan(), h200) is None  # fp32: nobody's figure
+    assert reachable(BEST, l4) is None
+    step = predict_step(GPT2, BEST, micro_batch=1, sheet=sheet_peaks(BEST, l4), reached=reachable(BEST, l4))
+    assert step.expected.peaks.matmul_tflops == TYPICAL_MATMUL * 121
+    assert step.expected.peaks.bandwidth == TYPICAL_BANDWIDTH * 300e9
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=lambda device: device.label)
+def test_no_prediction_beats_the_speed_of_light(device):
+    """Not even where a clock above the data sheet's was measured."""
+    plan = replace(BEST, autocast="bf16" if "bf16" in device.peak_tflops else "fp16")
+    rates = {dtype: 1.09 * rate for dtype, rate in device.peak_tflops.items()}
+    boosted = measured_peaks(matmul_tflops=rates, bandwidth=1.09 * device.bandwidth)
+    for measured in (None, boosted):
+        reached = reachable(plan, device, measured)
+        step = predict_step(GPT2, plan, micro_batch=64, sheet=sheet_peaks(plan, device), reached=reached)
+        for ideal, real in zip(step.light.rows, step.expected.rows, strict=True):
+            assert ideal.seconds < real.seconds
+
+
+@quick
+@given(plans(), st.sampled_from([GPT2, LLAMA]), st.integers(2, 64))
+def test_accumulation_is_so_many_passes_and_one_update(plan, shape, passes):
+    once = roofline(shape, plan, micro_batch=2, peaks=MEASURED)
+    many = roofline(shape, plan, micro_batch=2, accumulation=passes, peaks=MEASURED)
+    update = sum(row.seconds for row in once.rows if row.operation.direction == "update")
+    sums = [row for row in many.rows if row.operation.name == "gradient sums"]
+    added = sum(row.seconds for row in sums)
+    assert many.seconds == pytest.approx(passes * (once.seconds - update) + update + added, rel=1e-9)
+    count = parameters(shape, plan.tied, plan).total
+    assert [row.operation.bytes for row in sums] == [(passes - 1) * 12 * count]  # two read, one written, fp32
+    assert many.tokens == passes * once.tokens
+    assert compute_floor(shape, plan, micro_batch=2, accumulation=passes, peaks=MEASURED) == pytest.approx(
+        passes * compute_floor(shape, plan, micro_batch=2, peaks=MEASURED)
+    )
+
+
+def test_tensors_of_other_families():
+    """A gain for queries and one for keys, two norms more, a bias of the head; LLAMA has 4 layers."""
+    before = tensors(LLAMA, Plan(tied=True))
+    assert tensors(replace(LLAMA, qk_norms=True), Plan(tied=True)) == before + 4 * 2
+    assert tensors(replace(LLAMA, layer_norms=4), Plan(tied=True)) == before + 4 * 2
+    assert tensors(replace(LLAMA, head_bias=True), Plan(tied=True)) == before + 1
 
 
 def test_peaks_are_those_of_the_precision_or_none():
@@ -335,9 +397,7 @@ def test_predictions_of_the_recorded_rows(repository):
     rows = list(measured_rows(repository))
     assert len(rows) == 14
     for row in rows:
-        plan = plan_of(row["recipe"])
-        sheet = peaks_for(plan, SHEET, 4.8e12, "H200")
-        step = predict_step(GPT2, plan, micro_batch=row["micro_batch"], sheet=sheet)
+        plan, step = plan_of(row["recipe"]), predicted(row)
         seconds = row["step_seconds"]["median"]
         assert step.light.seconds < seconds, row["rung"]
         assert step.expected.seconds == pytest.approx(seconds, rel=0.15 if plan.compile else 0.30), row["rung"]
@@ -350,16 +410,16 @@ def test_the_page_shows_what_is_measured_and_predicted(repository):
     assert len(shown) == 9
     for rung, micro_batch, measured, expected, off in shown:
         row = rows[rung, int(micro_batch)]
-        seconds = expected_seconds(row)
+        seconds = predicted(row).expected.seconds
         assert 1e3 * row["step_seconds"]["median"] == pytest.approx(float(measured), abs=0.051)
         assert 1e3 * seconds == pytest.approx(float(expected), abs=0.051)
         assert round(100 * (seconds / row["step_seconds"]["median"] - 1)) == int(off)
 
 
-def expected_seconds(row):
-    plan = plan_of(row["recipe"])
-    sheet = peaks_for(plan, SHEET, 4.8e12, "H200")
-    return predict_step(GPT2, plan, micro_batch=row["micro_batch"], sheet=sheet).expected.seconds
+def predicted(row):
+    plan, device = plan_of(row["recipe"]), find_device("H200")
+    sheet, reached = sheet_peaks(plan, device), reachable(plan, device)
+    return predict_step(GPT2, plan, micro_batch=row["micro_batch"], sheet=sheet, reached=reached)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import pytest
 
 from redline.core.errors import UserError
 from redline.core.workload import Shape
+from redline.predict.flops import parameters
 from redline.workloads import PRESETS, changed_document, resolve_shape
 from redline.workloads.huggingface import FAMILIES, WRAPPED
 from redline.workloads.shapes import LARGEST, shape_fields
@@ -148,13 +149,64 @@ def test_a_config_that_wraps_its_text_model(write):
     assert (shape.vocab, shape.layers_with_window) == (262208, 29)
 
 
-def test_biases_that_a_shape_cannot_say_are_noted(write):
-    plain = resolve_shape(write(LLAMA))
-    half = resolve_shape(write({**LLAMA, "attention_bias": True}))
-    full = resolve_shape(write({**LLAMA, "attention_bias": True, "mlp_bias": True}))
-    assert [one.shape.biases for one in (plain, half, full)] == [False, False, True]
-    assert (plain.origin.notes, full.origin.notes) == ((), ())
-    assert half.origin.notes == ("only attention has biases: the shape counts none",)
+def test_biases_of_some_layers_alone(write):
+    plain = resolve_shape(write(LLAMA)).shape
+    attention = resolve_shape(write({**LLAMA, "attention_bias": True})).shape
+    full = resolve_shape(write({**LLAMA, "attention_bias": True, "mlp_bias": True})).shape
+    qwen = resolve_shape(write({**LLAMA, "model_type": "qwen2"})).shape
+    neox = resolve_shape(write({**LLAMA, "model_type": "gpt_neox", "attention_bias": False})).shape
+    layers = ("q", "kv", "qkv", "proj", "up", "down", "head")
+    biased = [[layer for layer in layers if shape.has_bias(layer)] for shape in (plain, attention, full, qwen, neox)]
+    assert biased == [[], ["q", "kv", "qkv", "proj"], list(layers[:-1]), ["q", "kv", "qkv"], ["up", "down"]]
+
+
+PUBLISHED = {  # from their config.json files, with the count that transformers' own model of it has
+    "gemma2": (
+        {
+            "hidden_size": 3584,
+            "intermediate_size": 14336,
+            "num_hidden_layers": 42,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+            "head_dim": 256,
+            "vocab_size": 256000,
+            "max_position_embeddings": 8192,
+        },
+        9_241_705_984,
+    ),
+    "qwen2": (
+        {
+            "hidden_size": 3584,
+            "intermediate_size": 18944,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 28,
+            "num_key_value_heads": 4,
+            "vocab_size": 152064,
+            "max_position_embeddings": 131072,
+        },
+        7_615_616_512,
+    ),
+    "phi": (
+        {
+            "hidden_size": 2560,
+            "intermediate_size": 10240,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 32,
+            "vocab_size": 51200,
+            "max_position_embeddings": 2048,
+        },
+        2_779_683_840,
+    ),
+}
+
+
+@pytest.mark.parametrize("family", PUBLISHED)
+def test_parameters_as_published(write, family):
+    sizes, count = PUBLISHED[family]
+    resolved = resolve_shape(write({"model_type": family, **sizes}))
+    assert parameters(resolved.shape).total == count
+    assert resolved.origin.notes == ()
 
 
 def test_an_unsupported_family_lists_the_supported_ones(write):
@@ -182,6 +234,46 @@ def test_the_inner_width_of_gpt2_may_be_given(write):
     assert "n_embd" in mistake(write({**GPT2, "n_embd": "768"})).problem
 
 
+@pytest.mark.parametrize("value", ["no", "false", 0, None])
+@pytest.mark.parametrize("key", ["tie_word_embeddings", "attention_bias", "mlp_bias"])
+def test_flags_of_a_config_are_true_or_false(write, key, value):
+    """Every text is true in Python, "no" among them."""
+    error = mistake(write({**LLAMA, key: value}))
+    assert error.problem == f"{key} is {json.dumps(value)}"
+
+
+WINDOWED = {**LLAMA, "model_type": "qwen2", "use_sliding_window": True, "sliding_window": 4096}
+GEMMA_3 = {**LLAMA, "model_type": "gemma3_text", "sliding_window": 1024}
+
+
+@pytest.mark.parametrize(
+    ("config", "key"),
+    [
+        ({**WINDOWED, "max_window_layers": "x"}, "max_window_layers"),
+        ({**WINDOWED, "max_window_layers": None}, "max_window_layers"),
+        ({**WINDOWED, "max_window_layers": -1}, "max_window_layers"),
+        ({**WINDOWED, "use_sliding_window": "x"}, "use_sliding_window"),
+        ({**WINDOWED, "sliding_window": 0}, "sliding_window"),
+        ({**WINDOWED, "layer_types": "full_attention"}, "layer_types"),
+        ({**WINDOWED, "layer_types": ["full_attention"]}, "layer_types"),
+        ({**GEMMA_3, "sliding_window_pattern": "x"}, "sliding_window_pattern"),
+        ({**GEMMA_3, "sliding_window_pattern": 0}, "sliding_window_pattern"),
+        ({**LLAMA, "model_type": "mistral", "sliding_window": "4096"}, "sliding_window"),
+        ({"model_type": "gemma3", "text_config": 5}, "text_config"),
+        ({"model_type": "gemma3"}, "text_config"),
+    ],
+    ids=str,
+)
+def test_mistakes_name_the_key_of_the_config(write, config, key):
+    assert mistake(write(config)).problem.startswith(f"{key} is ")
+
+
+def test_windows_from_the_first_layer_and_by_the_usual_pattern(write):
+    assert resolve_shape(write({**WINDOWED, "max_window_layers": 0})).shape.windowed_layers is None
+    by_default = resolve_shape(write(GEMMA_3)).shape
+    assert resolve_shape(write({**GEMMA_3, "sliding_window_pattern": None})).shape == by_default
+
+
 # mistakes
 
 
@@ -207,6 +299,22 @@ def test_a_folder_without_a_config(tmp_path):
 @pytest.mark.parametrize("text", ["", "layers: 12", "{", "\x00", "[" * 100_000])
 def test_what_is_not_json(write, text):
     assert "is not JSON" in mistake(write(text)).problem
+
+
+def test_numbers_without_end_and_long_values(write):
+    assert "is not JSON" in mistake(write('{"layers": ' + "1" * 5000 + "}")).problem
+    assert len(mistake(write({**LLAMA, "hidden_size": "x" * 5000})).problem) < 100
+
+
+@pytest.mark.parametrize("words", ["x" * 5000, "x" * 5000 + ".json", "~nobody-has-this-name/config.json"], ids=len)
+def test_names_that_no_file_can_have(words):
+    assert len(mistake(words).problem) < 300
+
+
+def test_a_mark_in_front_of_the_text_is_no_mistake(tmp_path):
+    """Editors on Windows write one."""
+    (tmp_path / "shape.json").write_text(json.dumps(TINY), encoding="utf-8-sig")
+    assert resolve_shape(str(tmp_path / "shape.json")).shape == Shape(**TINY)
 
 
 def test_what_is_not_text(tmp_path):
@@ -238,7 +346,7 @@ def test_a_shape_needs_all_its_sizes(write, name):
     assert f"has no {name}" in mistake(write({key: value for key, value in TINY.items() if key != name})).problem
 
 
-@pytest.mark.parametrize("name", [*TINY, "kv_heads", "head_dim", "window"])
+@pytest.mark.parametrize("name", [*TINY, "max_positions", "kv_heads", "head_dim", "window", "layer_norms"])
 @pytest.mark.parametrize("value", [0, -12, 1.5, "12", True])
 def test_sizes_of_a_shape_are_whole_numbers_from_1(write, name, value):
     assert name in mistake(write({**TINY, name: value})).problem
@@ -258,6 +366,20 @@ def test_other_fields_of_a_shape(write):
     assert "gated" in mistake(write({**TINY, "gated": "yes"})).problem
     assert "positions" in mistake(write({**TINY, "positions": "alibi"})).problem
     assert "do not divide" in mistake(write({**TINY, "heads": 3})).problem
+    assert 'qkv_biases is "no"' in mistake(write({**TINY, "qkv_biases": "no"})).problem
+    assert resolve_shape(write({**TINY, "qkv_biases": None})).shape == Shape(**TINY)
+    assert "there is no window" in mistake(write({**TINY, "windowed_layers": 1})).problem
+    assert "layer_norms is 0" in mistake(write({**TINY, "layer_norms": 0})).problem
+
+
+def test_learned_positions_are_as_many_as_the_longest_sequence(write):
+    short = resolve_shape(write({**TINY, "sequence": 100, "max_positions": 256})).shape
+    whole = resolve_shape(write(TINY)).shape
+    assert (short.positions_count, whole.positions_count) == (256, 256)
+    assert parameters(short) == parameters(whole)
+    error = mistake(write({**TINY, "max_positions": 255}))
+    assert error.problem == "256 tokens do not fit 255 learned positions"
+    assert resolve_shape(write({**TINY, "max_positions": 255, "positions": "rope"})).shape.sequence == 256
 
 
 # written back
@@ -272,6 +394,7 @@ def test_a_changed_config_differs_in_nothing_else(write):
     assert changed_document(resolved, wider) == {
         **config,
         "num_attention_heads": 64,
+        "num_key_value_heads": 64,
         "head_dim": 64,
     }
     assert resolve_shape(write(changed_document(resolved, wider))).shape.head_width == 64
@@ -284,8 +407,32 @@ def test_a_width_of_heads_is_written_where_transformers_would_not_derive_it(writ
     config = {**LLAMA, "model_type": model_type}
     resolved = resolve_shape(write(config))
     changed = changed_document(resolved, replace(resolved.shape, heads=64))
-    assert changed == {**config, "num_attention_heads": 64, **written}
+    assert changed == {**config, "num_attention_heads": 64, "num_key_value_heads": 64, **written}
     assert changed_document(resolved, resolved.shape) == config
+
+
+def test_key_value_heads_are_written_only_where_the_file_would_read_otherwise(write):
+    """With null they follow the heads; a number stays until it is wrong."""
+    null = resolve_shape(write({**LLAMA, "num_key_value_heads": None}))
+    assert changed_document(null, replace(null.shape, heads=64))["num_key_value_heads"] is None
+    grouped = changed_document(null, replace(null.shape, heads=64, kv_heads=32))
+    assert grouped["num_key_value_heads"] == 32
+    eight = resolve_shape(write({**LLAMA, "num_key_value_heads": 8}))
+    assert changed_document(eight, replace(eight.shape, heads=64))["num_key_value_heads"] == 8
+
+
+def test_gpt2s_inner_width_is_written_where_null_would_not_say_it(write):
+    resolved = resolve_shape(write(GPT2 | {"n_inner": None}))
+    wider = replace(resolved.shape, d_model=1536)
+    assert changed_document(resolved, wider) == {**GPT2, "n_embd": 1536, "n_inner": 3072}
+    four = replace(wider, d_ff=6144)
+    assert changed_document(resolved, four) == {**GPT2, "n_embd": 1536, "n_inner": None}
+
+
+def test_windows_that_begin_behind_the_last_layer_still_do(write):
+    resolved = resolve_shape(write({**WINDOWED, "max_window_layers": 32}))
+    after = replace(resolved.shape, layers=34)
+    assert resolve_shape(write(changed_document(resolved, after))).shape == after
 
 
 def test_a_config_with_a_layer_list_keeps_it_as_long_as_its_layers(write):

@@ -1,0 +1,315 @@
+"""The document of `redline estimate`: what a subject needs, costs and reaches on a target, and what is not known.
+
+    document(subject, target) -> {"parameters": 124439808, "memory": {...}, "roofline": {...}, ...}
+
+Every figure comes from its own module (flops, memory, fitting, roofline, parallel); here they are put side by side.
+What is not known is None, and a reason or a note says why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from redline.core.devices import Device
+from redline.core.hardware import Hardware, MeasuredPeaks
+from redline.core.values import to_json
+from redline.predict.fitting import Case, what_to_change
+from redline.predict.flops import (
+    CONVENTIONS,
+    decode_flops,
+    executed_flops,
+    model_flops,
+    parameters,
+    prefill_flops,
+    six_n,
+)
+from redline.predict.memory import Memory
+from redline.predict.parallel import Layout
+from redline.predict.roofline import Prediction, Roofline, predict_step, reachable, sheet_peaks
+
+# The peaks of docs/memory.md are of GPT-2 on one GPU with AdamW; of the losses that compute their gradient at once only
+# one was measured: records/2026-11-15-h200-recipe-gpt2-b64-fused-loss.json.
+MEASURED_OPTIMIZERS = ("adamw-loop", "adamw-foreach", "adamw-fused")
+FUSED_LOSS_NOTE = (
+    "a compiled step with a fused or chunked loss (one was measured: gpt2 at micro batch 64 on an H200, predicted "
+    "0.6 % above)"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """Where the step would run, as far as anyone knows."""
+
+    device: Device | None
+    memory_bytes: int | None
+    hardware: Hardware
+    """For the rungs, which say whether they apply."""
+    measured: MeasuredPeaks | None = None
+    reason: str | None = None
+    """Why there is no device."""
+    notes: tuple[str, ...] = ()
+
+    def document(self) -> dict[str, Any]:
+        device = self.device
+        return {
+            "name": None if device is None else device.label,
+            "memory_bytes": self.memory_bytes,
+            "peak_tflops": None if device is None else device.peak_tflops,
+            "bandwidth": None if device is None else device.bandwidth,
+            "source": None if device is None else device.source,
+            "reason": self.reason,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """What is estimated, with a note for every choice that the user did not make."""
+
+    name: str
+    origin: str
+    case: Case
+    rungs: tuple[str, ...]
+    micro_batch: int
+    layout: Layout
+    notes: tuple[str, ...]
+
+
+def document(subject: Subject, target: Target) -> dict[str, Any]:
+    case, micro_batch = subject.case, subject.micro_batch
+    memory = case.memory(micro_batch)
+    fits = None if target.memory_bytes is None else memory.total <= target.memory_bytes
+    prediction, reason = predict_speed(subject, target)
+    speed, reason = expected_speed(subject, prediction, reason, fits)
+    count = parameters(case.shape)
+    return {
+        "name": subject.name,
+        "origin": subject.origin,
+        "shape": to_json(case.shape),
+        "settings": settings_json(subject),
+        "hardware": target.document(),
+        "parameters": count.total,
+        "parameter_groups": to_json(count),
+        "flops_per_token": inference_flops(case) if case.inference else training_flops(case),
+        "memory": memory_json(memory),
+        "memory_detail": memory_detail(memory),
+        "max_micro_batch": None if target.memory_bytes is None else case.largest(target.memory_bytes),
+        "fits": fits,
+        "what_to_change": changes_json(subject, target),
+        "roofline": None if prediction is None else roofline_json(prediction),
+        "tokens_per_second": speed,
+        "tokens_per_second_reason": reason,
+        "batch": batch_json(subject.layout),
+        "notes": [*target.notes, *subject.notes, *case_notes(case)],
+    }
+
+
+# notes
+
+
+def case_notes(case: Case) -> Iterator[str]:
+    shape, plan = case.shape, case.plan
+    if plan.tied != shape.tied:
+        run, published = ("one table", "two") if plan.tied else ("two tables", "one")
+        held = parameters(shape, plan.tied).total
+        yield (
+            f"these rungs train {run} for embedding and head, {held:,} parameters; `parameters` is the model as "
+            f"published, with {published} (the rung tied-weights)"
+        )
+    unmeasured = list(reasoned(case))
+    if unmeasured:
+        yield f"memory is reasoned, not measured, for {', '.join(unmeasured)}: docs/memory.md"
+    if case.optimizer is not None:
+        yield f"the roofline's update is that of {plan.optimizer}: only memory knows {case.optimizer}"
+
+
+def reasoned(case: Case) -> Iterator[str]:
+    """What sets a case apart from those whose peaks were measured."""
+    if case.inference:
+        yield "inference"
+        return
+    if case.shape.positions != "learned" or case.shape.norm != "layernorm" or case.shape.gated:
+        yield "other models than GPT-2"
+    if case.plan.compile and case.plan.loss != "full":
+        yield FUSED_LOSS_NOTE
+    if case.layout is not None and case.layout.gpus > 1:
+        yield "several GPUs"
+    if case.optimizer_name not in MEASURED_OPTIMIZERS:
+        yield f"the optimizer {case.optimizer_name}"
+
+
+# the speed
+
+
+def predict_speed(subject: Subject, target: Target) -> tuple[Prediction | None, str | None]:
+    """One GPU's roofline, or why there is none."""
+    case, layout, device = subject.case, subject.layout, target.device
+    if device is None:
+        return None, target.reason
+    if case.inference:
+        return None, "the roofline is that of a training step"
+    if layout.tp * layout.pp > 1:
+        return None, "the roofline is that of one GPU with the whole model"
+    sheet = sheet_peaks(case.plan, device)
+    if sheet is None:
+        return None, f"{device.label} has no {case.plan.precision} in its data sheet"
+    prediction = predict_step(
+        case.shape,
+        case.plan,
+        micro_batch=subject.micro_batch,
+        accumulation=layout.accumulation,
+        sheet=sheet,
+        reached=reachable(case.plan, device, target.measured),
+    )
+    return prediction, None
+
+
+def expected_speed(
+    subject: Subject, prediction: Prediction | None, reason: str | None, fits: bool | None
+) -> tuple[float | None, str | None]:
+    if fits is False:
+        return None, "it does not fit"
+    if prediction is None:
+        return None, reason
+    if subject.layout.gpus > 1:
+        return None, "the traffic between GPUs is not modelled: the roofline is that of one GPU alone"
+    return prediction.expected.tokens_per_second, None
+
+
+def roofline_json(prediction: Prediction) -> dict[str, Any]:
+    tokens = prediction.light.tokens
+    floor = {"seconds": prediction.floor_seconds, "tokens_per_second": tokens / prediction.floor_seconds}
+    return {
+        "tokens": tokens,
+        "floor": floor,
+        "light": side_json(prediction.light),
+        "expected": side_json(prediction.expected),
+    }
+
+
+def side_json(side: Roofline) -> dict[str, Any]:
+    return {
+        "seconds": side.seconds,
+        "tokens_per_second": side.tokens_per_second,
+        "groups": side.by_group(),
+        "peaks": to_json(side.peaks),
+        "operations": [
+            {
+                "name": row.operation.name,
+                "group": row.operation.group,
+                "direction": row.operation.direction,
+                "flops": row.operation.flops,
+                "bytes": row.operation.bytes,
+                "bound": row.bound,
+                "seconds": row.seconds,
+            }
+            for row in side.rows
+        ],
+    }
+
+
+# the other parts
+
+
+def settings_json(subject: Subject) -> dict[str, Any]:
+    case = subject.case
+    return {
+        "micro_batch": subject.micro_batch,
+        "sequence": case.shape.sequence,
+        "rungs": list(subject.rungs),
+        "plan": to_json(case.plan),
+        "precision": case.plan.precision,
+        "optimizer": None if case.inference else case.optimizer_name,
+        "zero": case.zero,
+        "inference": case.inference,
+    }
+
+
+def training_flops(case: Case) -> dict[str, Any]:
+    return {
+        "model": model_flops(case.shape, "full").total,
+        "hardware": executed_flops(case.shape, case.plan).total,
+        "passes": "forward and backward",
+        "convention": CONVENTIONS["full"],
+        "hardware_convention": CONVENTIONS["as-executed"],
+        "causal": model_flops(case.shape, "causal").total,
+        "causal_convention": CONVENTIONS["causal"],
+        "six_n": six_n(case.shape),
+        "decode": None,
+    }
+
+
+def inference_flops(case: Case) -> dict[str, Any]:
+    """A prompt of whole sequences, as the memory is: the head meets the last token of each only. And one token more."""
+    shape, tokens = case.shape, case.shape.sequence
+    executed = executed_flops(shape, case.plan)
+    return {
+        "model": prefill_flops(shape, tokens, convention="full") / tokens,
+        "hardware": executed.linear.forward + executed.attention.forward + executed.head.forward / tokens,
+        "passes": f"prefill of {tokens:,} tokens, the head for the last",
+        "convention": CONVENTIONS["full"],
+        "hardware_convention": CONVENTIONS["as-executed"],
+        "causal": prefill_flops(shape, tokens, convention="causal") / tokens,
+        "causal_convention": CONVENTIONS["causal"],
+        "six_n": None,
+        "decode": decode_flops(shape, tokens),
+    }
+
+
+def memory_json(memory: Memory) -> dict[str, int]:
+    """Seven parts that add up to the total; what is temporary is told apart in the detail."""
+    parts = {
+        "weights": memory.weights,
+        "gradients": memory.gradients,
+        "optimizer": memory.optimizer,
+        "activations": memory.activation_bytes,
+        "logits": memory.logits,
+        "temporary": memory.temporary + memory.autocast_cache + memory.fragmentation,
+        "context": memory.context,
+    }
+    return {**parts, "total": memory.total}
+
+
+def memory_detail(memory: Memory) -> dict[str, Any]:
+    return {
+        "moment": memory.moment,
+        "allocated": memory.allocated,
+        "activations": memory.activations,
+        "working": memory.temporary,
+        "autocast_cache": memory.autocast_cache,
+        "fragmentation": memory.fragmentation,
+    }
+
+
+def changes_json(subject: Subject, target: Target) -> list[dict[str, Any]]:
+    if target.memory_bytes is None:
+        return []
+    changes = what_to_change(
+        subject.case,
+        micro_batch=subject.micro_batch,
+        memory_bytes=target.memory_bytes,
+        without=target.hardware.missing,  # features are named after the rungs that need them
+    )
+    return [
+        {
+            "what": change.what,
+            "cost": change.cost,
+            "micro_batch": change.micro_batch,
+            "total": change.memory.total,
+            "fits": change.fits,
+        }
+        for change in changes
+    ]
+
+
+def batch_json(layout: Layout) -> dict[str, Any]:
+    return {
+        "gpus": layout.gpus,
+        "tp": layout.tp,
+        "pp": layout.pp,
+        "dp": layout.dp,
+        "accumulation": layout.accumulation,
+        "global_batch": layout.global_batch,
+        "sentence": layout.explain(),
+    }
