@@ -17,14 +17,26 @@ from typing import NoReturn
 
 from redline import __version__
 from redline.commands.common import EXIT_DONE, EXIT_INTERRUPTED, EXIT_MISTAKE
+from redline.commands.data import add_data
 from redline.commands.estimate import add_estimate
 from redline.commands.hardware import add_hardware
 from redline.commands.ladder import add_ladder, add_report
 from redline.commands.lint import add_lint
+from redline.commands.train import add_export, add_sample, add_train
 from redline.core.errors import UserError
 
 DESCRIPTION = "Finds out how fast a machine can train a GPT, gets it there, and proves that nothing broke on the way."
-ADD_COMMANDS = (add_ladder, add_lint, add_estimate, add_hardware, add_report)  # in the order of --help
+ADD_COMMANDS = (  # in the order of --help
+    add_ladder,
+    add_train,
+    add_sample,
+    add_export,
+    add_data,
+    add_lint,
+    add_estimate,
+    add_hardware,
+    add_report,
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -36,7 +48,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, interrupt)
     try:
         options = build_parser().parse_args(words)
-        return int(options.run(options))
+        code = int(options.run(options))
+        sys.stdout.flush()  # here, where a reader that has left can be answered for
+        return code
     except UserError as error:
         if debug:
             traceback.print_exc()
@@ -46,6 +60,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
+    except SystemExit as leaving:
+        if isinstance(leaving.__context__, BrokenPipeError):  # rich leaves with 1 then, its output turned to nothing
+            return EXIT_DONE
+        raise
     except BrokenPipeError:  # `| head` has seen enough; nothing more can be written, not even by the interpreter's end
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
         return EXIT_DONE

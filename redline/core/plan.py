@@ -35,7 +35,7 @@ class Plan:
     optimizer: str = "adamw-loop"
     """A name in optim.OPTIMIZERS."""
     read_loss_every: int = 1
-    """Steps between two reads of the loss by the host; 1 waits for the device at every step."""
+    """Steps between two reads of the loss by the host; 1 waits for the device at every step, 0 leaves it to others."""
     # the loader
     loader_workers: int = 0
     """Processes that make batches; above 0 also pins memory and copies one batch ahead."""

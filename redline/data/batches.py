@@ -12,13 +12,11 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 import multiprocessing.forkserver
-import os
-import threading
 import warnings
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from multiprocessing.context import BaseContext
+from multiprocessing.context import BaseContext, ForkServerContext
 from pathlib import Path
 from typing import Any, final
 
@@ -26,13 +24,23 @@ import numpy
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from redline.core.errors import UserError
 from redline.data.tokens import open_tokens
+from redline.data.workers import end_with_parent
+
+
+class Batches(Dataset[torch.Tensor]):
+    """A map from i to the i-th batch, [2, B, T]. It has no length: there is a batch for every i from 0."""
+
+    def open(self) -> None:
+        """Raises what is wrong with the data, before any worker is there to stumble over it."""
+        raise NotImplementedError
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class TokenBatches(Dataset[torch.Tensor]):
-    """A map from i to the i-th batch. It has no length: there is a batch for every i from 0."""
+class TokenBatches(Batches):
+    """Windows drawn anywhere in one token file, with replacement: what the ladder measures with."""
 
     path: Path
     seed: int
@@ -48,6 +56,9 @@ class TokenBatches(Dataset[torch.Tensor]):
         into[0], into[1] = windows[:, :-1], windows[:, 1:]
         return batch  # [2, B, T]
 
+    def open(self) -> None:
+        _ = self.windows
+
     @cached_property
     def windows(self) -> numpy.ndarray:
         """Every window of T + 1 tokens as a view of the memory map, [tokens - T, T + 1]; opened at first use."""
@@ -60,23 +71,23 @@ class TokenBatches(Dataset[torch.Tensor]):
 
 
 def stream_batches(
-    batches: TokenBatches, device: torch.device, workers: int, start: int = 0
+    batches: Batches, device: torch.device, workers: int, start: int = 0
 ) -> Generator[torch.Tensor, None, None]:
     """Batches start, start + 1, ... on the device, each [2, B, T]. Close the generator to end the workers."""
-    _ = batches.windows  # a missing or damaged file is told here, as itself, and not by a worker as a crash
+    batches.open()  # a missing or damaged file is told here, as itself, and not by a worker as a crash
     if workers == 0:
         return (batches[index].to(device) for index in itertools.count(start))
-    context = _worker_context()  # here and not at the first batch: it gets ready while the caller builds its model
+    context = worker_context()  # here and not at the first batch: it gets ready while the caller builds its model
     return _stream_from_workers(batches, device, workers, start, context)
 
 
 def _stream_from_workers(
-    batches: TokenBatches, device: torch.device, workers: int, start: int, context: BaseContext
+    batches: Batches, device: torch.device, workers: int, start: int, context: BaseContext
 ) -> Generator[torch.Tensor, None, None]:
     host_batches = _start_workers(batches, device, workers, start, context)
     try:
         if device.type == "cuda":
-            yield from _copy_ahead(host_batches, device)
+            yield from copy_ahead(host_batches, device)
         else:
             for batch in host_batches:
                 yield batch.to(device)
@@ -87,13 +98,13 @@ def _stream_from_workers(
 
 
 def _start_workers(
-    batches: TokenBatches, device: torch.device, workers: int, start: int, context: BaseContext
+    batches: Batches, device: torch.device, workers: int, start: int, context: BaseContext
 ) -> Iterator[torch.Tensor]:
     with warnings.catch_warnings():
         # More workers than cores may be slow. That is a result to measure here, not something to warn about.
         warnings.filterwarnings("ignore", message="This DataLoader will create")
         loader = DataLoader(
-            batches,
+            _Telling(batches),
             batch_size=None,  # an item is a batch already
             sampler=itertools.count(start),
             num_workers=workers,
@@ -105,10 +116,30 @@ def _start_workers(
             # the model draws afterwards, and a run with workers would differ from one without.
             generator=torch.Generator(),
         )
-        return iter(loader)
+        # A map object and not a generator, whose frame would keep the workers alive for as long as a traceback lives.
+        return map(_told, iter(loader))
 
 
-def _copy_ahead(host_batches: Iterator[torch.Tensor], device: torch.device) -> Iterator[torch.Tensor]:
+class _Telling(Dataset[Any]):
+    """torch brings an exception out of a worker as text. A UserError comes as its three sentences instead."""
+
+    def __init__(self, batches: Batches) -> None:
+        self._batches = batches
+
+    def __getitem__(self, index: int) -> torch.Tensor | list[str]:
+        try:
+            return self._batches[index]
+        except UserError as error:
+            return [error.problem, error.why, error.fix]
+
+
+def _told(found: torch.Tensor | list[str]) -> torch.Tensor:
+    if isinstance(found, torch.Tensor):
+        return found
+    raise UserError(*found)
+
+
+def copy_ahead(host_batches: Iterator[torch.Tensor], device: torch.device) -> Iterator[torch.Tensor]:
     """Keep one batch ahead on a CUDA device, copied on a stream of its own while the step computes on the caller's."""
     copies = torch.cuda.Stream(device)
 
@@ -131,7 +162,7 @@ def _copy_ahead(host_batches: Iterator[torch.Tensor], device: torch.device) -> I
         yield batch
 
 
-def _worker_context() -> BaseContext:
+def worker_context() -> ForkServerContext:
     """Workers are forked from a small server process that has imported torch and done nothing else.
 
     Forking this process would be quickest, but it has threads (autograd, OpenMP, CUDA): a lock that one of them holds
@@ -146,16 +177,6 @@ def _worker_context() -> BaseContext:
 
 
 def _end_with_the_trainer(worker_id: int) -> None:
-    """In a worker: leave when the process that asked for batches is gone, even if it was killed.
-
-    torch's own watch is on the parent process id, which is the server's here, and the server stays as long as a worker
-    does: without this, a trainer killed by a time limit or for memory would leave them all behind for good.
-    """
-    trainer = multiprocessing.parent_process()  # the one that asked, not the server that forked us
-    assert trainer is not None
-
-    def leave_after(trainer: Any) -> None:
-        trainer.join()
-        os._exit(1)
-
-    threading.Thread(target=leave_after, args=(trainer,), daemon=True).start()
+    """torch's own watch is on the parent process id, which is the server's here, and the server stays as long as a
+    worker does: without this, a trainer killed by a time limit or for memory would leave them all behind for good."""
+    end_with_parent()

@@ -17,7 +17,7 @@ GIVE_A_FILE = f"give the path of a UTF-8 text file, or {SAMPLE_CORPUS!r} for the
 
 def read_corpus(corpus: str) -> str:
     """The whole text, never empty. Any reason it cannot be had is a UserError."""
-    return _sample_text() if corpus == SAMPLE_CORPUS else _text_of(corpus, _read_bytes(corpus))
+    return "\n\n".join(sample_documents()) if corpus == SAMPLE_CORPUS else _text_of(corpus, _read_bytes(corpus))
 
 
 def check_corpus(corpus: str) -> None:
@@ -25,7 +25,7 @@ def check_corpus(corpus: str) -> None:
     read_corpus(corpus)
 
 
-def _sample_text() -> str:
+def sample_documents() -> tuple[str, ...]:
     """The help topics in sorted order. The wording belongs to the Python version, so runs record that version."""
     try:
         from pydoc_data.topics import topics
@@ -33,7 +33,7 @@ def _sample_text() -> str:
         raise UserError(
             "the embedded sample text is missing", f"this Python was built without pydoc_data ({error})", GIVE_A_FILE
         ) from error
-    return "\n\n".join(topics[name] for name in sorted(topics))
+    return tuple(topics[name] for name in sorted(topics))
 
 
 def _read_bytes(corpus: str) -> bytes:

@@ -58,7 +58,7 @@ class TrainStep:
         loss = self.compute_gradients(batch)
         self.apply_gradients()
         self.steps_taken += 1
-        if self.steps_taken % self.plan.read_loss_every == 0:
+        if self.plan.read_loss_every and self.steps_taken % self.plan.read_loss_every == 0:
             self.last_read_loss = loss.item()  # the host waits here for everything queued so far
         return loss
 

@@ -1,33 +1,48 @@
-"""AdamW three ways: the same maths as a loop over tensors, as multi-tensor calls, and as one fused kernel.
+"""AdamW as torch and torchao have it: a loop over tensors, multi-tensor calls, one fused kernel, 8-bit moments.
 
-build_optimizer("adamw-fused", model, learning_rate=6e-4, weight_decay=0.1)
+build_adamw(model, learning_rate=6e-4, weight_decay=0.1, fused=True)
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
-OPTIMIZERS: dict[str, dict[str, bool]] = {
-    "adamw-loop": {"foreach": False, "fused": False},
-    "adamw-foreach": {"foreach": True, "fused": False},
-    "adamw-fused": {"fused": True},
-}
+from redline.optim.groups import decay_groups
+
 BETAS = (0.9, 0.95)  # GPT-3's; the second is lower than Adam's default because language-model gradients drift
 
 
-def build_optimizer(name: str, model: nn.Module, *, learning_rate: float, weight_decay: float) -> torch.optim.Optimizer:
-    """Matrices decay; biases and LayerNorm gains do not."""
-    matrices = [p for p in model.parameters() if p.dim() >= 2]
-    vectors = [p for p in model.parameters() if p.dim() < 2]
-    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=learning_rate, betas=BETAS, **OPTIMIZERS[name])
+def build_adamw(model: nn.Module, *, learning_rate: float, weight_decay: float, **how: bool) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(decay_groups(model, weight_decay), lr=learning_rate, betas=BETAS, **how)
 
 
-@torch.no_grad()
-def reset_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Back to step 0 in place: the tensors stay where compiled code and fused kernels know them."""
-    for state in optimizer.state.values():
-        for value in state.values():
-            if isinstance(value, torch.Tensor):
-                value.zero_()
+def build_adamw_8bit(model: nn.Module, *, learning_rate: float, weight_decay: float) -> torch.optim.Optimizer:
+    """Moments in 8 bits, 256 of them to a scale (arXiv 2110.02861). Its first step compiles a kernel per shape."""
+    from torchao.optim import AdamW8bit  # an extra, and seconds to import
+
+    optimizer: torch.optim.Optimizer = AdamW8bit(decay_groups(model, weight_decay), lr=learning_rate, betas=BETAS)
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate
+    keep_float_rates(optimizer)
+    return optimizer
+
+
+def keep_float_rates(optimizer: torch.optim.Optimizer) -> None:
+    """torchao would compile a float in as a constant and refuses it: it wants a tensor. Everyone else sets and reads
+    floats, so its groups hold tensors during a step only."""
+    rates = [0.0] * len(optimizer.param_groups)
+
+    def to_tensors(*_: Any) -> None:
+        for number, group in enumerate(optimizer.param_groups):
+            rates[number] = float(group["lr"])
+            group["lr"] = torch.tensor(rates[number])
+
+    def to_floats(*_: Any) -> None:
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+
+    optimizer.register_step_pre_hook(to_tensors)
+    optimizer.register_step_post_hook(to_floats)

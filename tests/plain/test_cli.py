@@ -11,6 +11,8 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -751,3 +753,37 @@ def test_an_interrupt_anywhere_else_is_no_traceback(redline_command, monkeypatch
 
     monkeypatch.setattr(ladder_module, "probe_machine", interrupted)
     assert redline_command("ladder", "tiny") == (130, "", "interrupted\n")
+
+
+# a reader that leaves
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "hardware --list",
+        "hardware --name T4 --json",  # short enough to wait in Python's buffer until the end
+        "estimate gpt2 --gpu H200",
+        "estimate gpt2 --gpu H200 --json",
+        "lint gpt2 --gpu H200",
+    ],
+)
+def test_a_reader_that_leaves_is_no_failure(words):
+    """As in `redline estimate | head -1`: rich leaves with exit code 1 there, and Python itself with 120."""
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "redline", *words.split()]
+    buffered = {**os.environ, "PYTHONUNBUFFERED": ""}
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, timeout=60, env=buffered)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_leaving_for_another_reason_keeps_its_code(monkeypatch):
+    def leave(options):
+        raise SystemExit(7)
+
+    monkeypatch.setattr("redline.commands.hardware.run_hardware", leave)
+    with pytest.raises(SystemExit) as left:
+        cli.main(["hardware"])
+    assert left.value.code == 7

@@ -1,0 +1,318 @@
+"""`redline train` pretrains with a recipe; `redline sample` and `redline export` take what came out of it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from contextlib import ExitStack
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from redline.commands.common import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, add_common, command_line
+from redline.core.errors import UserError
+
+if TYPE_CHECKING:
+    from redline.engine.session import TrainOrder
+
+DEFAULT_OUT = "runs/train-WORKLOAD-DATE-TIME"
+
+
+def add_train(commands: Any) -> None:
+    train = commands.add_parser(
+        "train",
+        help="pretrain a GPT with a recipe, from text to checkpoint",
+        description="Pretrain a GPT with the step the ladder measured, from text to checkpoint.",
+        epilog="Ctrl-C saves a checkpoint and leaves; a second one leaves at once. Exit codes: 0 the budget is used "
+        "up; 1 training failed; 2 a mistake in the command; 130 interrupted (continue with --resume).",
+    )
+    train.add_argument("workload", nargs="?", metavar="WORKLOAD", help="a preset (default: gpt2 on CUDA, else tiny)")
+    train.add_argument("--recipe", metavar="FILE", type=Path, help="best.json of a ladder (default: what applies here)")
+    train.add_argument(
+        "--data",
+        metavar="PATH",
+        help="a folder made by `redline data prepare`, or a text file (default: the prose that ships with Python)",
+    )
+    train.add_argument("--steps", metavar="N", type=int, help="stop after N updates")
+    train.add_argument("--tokens", metavar="N", type=int, help="stop after N tokens")
+    train.add_argument("--minutes", metavar="M", type=float, help="stop after M minutes of training")
+    train.add_argument("--micro-batch", metavar="N", type=int, help="sequences per pass (default: the recipe's)")
+    train.add_argument("--global-batch", metavar="N", type=int, help="sequences per update (default: the micro batch)")
+    train.add_argument("--learning-rate", metavar="R", type=float, help="its peak (default: the workload's)")
+    train.add_argument("--warmup-steps", metavar="N", type=int, help="updates until the peak (default: the workload's)")
+    train.add_argument(
+        "--schedule",
+        choices=("cosine", "wsd", "constant"),
+        help="after the warm-up (default: cosine where --steps or --tokens say when it ends, else constant)",
+    )
+    train.add_argument("--eval-every", metavar="N", type=int, help="updates between evaluations (default: 100)")
+    train.add_argument("--checkpoint-every", metavar="N", type=int, help="updates between checkpoints (default: 500)")
+    train.add_argument("--sample-every", metavar="N", type=int, help="updates between samples of text (default: none)")
+    train.add_argument("--cycle", metavar="N", type=int, help="updates between two looks at the device (default: 10)")
+    train.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda where torch sees one")
+    train.add_argument("--out", metavar="DIR", type=Path, help=f"run directory (default: {DEFAULT_OUT})")
+    train.add_argument("--resume", metavar="DIR", type=Path, help="go on from the newest whole checkpoint of a run")
+    add_common(train)
+    train.set_defaults(run=run_train)
+
+
+def add_sample(commands: Any) -> None:
+    sample = commands.add_parser(
+        "sample", help="text from a trained model", description="Text from the newest checkpoint of a training run."
+    )
+    add_checkpoint(sample)
+    sample.add_argument("--prompt", metavar="TEXT", default="", help="what to continue (default: a new document)")
+    sample.add_argument("--tokens", metavar="N", type=int, default=200, help="most tokens to write (default: 200)")
+    sample.add_argument("--temperature", metavar="T", type=float, default=0.8, help="0 is greedy (default: 0.8)")
+    sample.add_argument("--top-k", metavar="K", type=int, help="choose among the K likeliest only")
+    sample.add_argument("--seed", metavar="N", type=int, default=0, help="another seed, another text (default: 0)")
+    add_common(sample)
+    sample.set_defaults(run=run_sample)
+
+
+def add_export(commands: Any) -> None:
+    export = commands.add_parser(
+        "export",
+        help="a trained model as a Hugging Face folder",
+        description="Write a checkpoint as config.json and model.safetensors, the vocabulary unpadded.",
+    )
+    add_checkpoint(export)
+    export.add_argument("--out", metavar="FOLDER", type=Path, required=True, help="a folder that does not exist yet")
+    add_common(export)
+    export.set_defaults(run=run_export)
+
+
+def add_checkpoint(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("checkpoint", metavar="DIR", type=Path, help="a training run, or one of its checkpoints")
+
+
+def run_sample(options: argparse.Namespace) -> int:
+    from redline.data.tokenizer import tokenizer
+    from redline.engine.sample import sample
+    from redline.engine.session import load_model
+
+    model, name = load_model(options.checkpoint)
+    encoder = tokenizer(name)
+    prompt = [encoder.end_of_text, *encoder.encode(options.prompt).tolist()]
+    ids = sample(
+        model,
+        prompt,
+        count=options.tokens,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        seed=options.seed,
+        end_of_text=encoder.end_of_text,
+    )
+    text = encoder.decode(ids)
+    print(
+        json.dumps({"prompt": options.prompt, "text": text, "tokens": ids}) if options.json else options.prompt + text
+    )
+    return EXIT_DONE
+
+
+def run_export(options: argparse.Namespace) -> int:
+    from redline.data.tokenizer import tokenizer
+    from redline.engine.export import export_huggingface
+    from redline.engine.session import load_model
+
+    model, name = load_model(options.checkpoint)
+    export_huggingface(model, options.out, end_of_text=tokenizer(name).end_of_text)
+    print(json.dumps({"out": str(options.out), "tokenizer": name}) if options.json else f"wrote {options.out}")
+    return EXIT_DONE
+
+
+def run_train(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from redline.engine.train import DivergedError
+    from redline.report.training import MetricsLog, TrainingView
+
+    console = Console(stderr=True)
+    order = resumed_order(options) if options.resume else new_order(options, console)
+    with ExitStack() as stack:
+        log = MetricsLog(Path(order.out) / "metrics.jsonl")
+        stack.callback(log.close)
+        view = stack.enter_context(TrainingView(console, budget=order.settings.budget, mfu=mfu_of(order)))
+
+        def emit(kind: str, **fields: Any) -> None:
+            log(kind, **fields)
+            view(kind, **fields)
+
+        try:
+            summary = train_session(order, emit)
+        except DivergedError as error:
+            print(f"training stopped: {error}; the last good checkpoint is under {order.out}", file=sys.stderr)
+            return EXIT_FAILED
+    show_summary(summary, order, options)
+    return EXIT_INTERRUPTED if summary["ended"] == "interrupted" else EXIT_DONE
+
+
+def train_session(order: TrainOrder, emit: Any) -> dict[str, Any]:
+    from redline.engine.session import train
+
+    return train(order, emit)
+
+
+# --- from words to an order -------------------------------------------------------------------------------------------
+
+
+def new_order(options: argparse.Namespace, console: Any) -> TrainOrder:
+    from redline.core.job import create_run_directory
+    from redline.core.recipe import Recipe, load_recipe
+    from redline.core.training import Budget
+    from redline.core.values import to_json
+    from redline.engine.session import TrainOrder
+    from redline.search.launch import probe_machine
+    from redline.workloads import resolve_workload
+
+    budget = Budget(steps=options.steps, tokens=options.tokens, minutes=options.minutes)
+    recipe = load_recipe(options.recipe) if options.recipe else None
+    if options.workload:
+        resolve_workload(options.workload)  # a wrong name is told before torch is asked anything
+    hardware, versions = probe_machine(options.device)
+    workload = resolve_workload(options.workload or ("gpt2" if hardware.kind == "cuda" else "tiny"))
+    if recipe is None:
+        recipe = Recipe(rungs=usual_rungs(workload, hardware), micro_batch=workload.micro_batch)
+    if options.micro_batch is not None:
+        recipe = replace(recipe, micro_batch=options.micro_batch)
+    settings = settings_of(options, workload, recipe, budget)
+    out = options.out or Path("runs") / f"train-{workload.name}-{datetime.now().strftime('%Y%m%d-%H%M%S')}"
+    directory = create_run_directory(out)
+    data = prepared_data(options.data, workload, out, console)
+    order = TrainOrder(
+        workload=workload, recipe=recipe, settings=settings, device=hardware.kind, data=str(data), out=str(out)
+    )
+    record = {
+        "kind": "train",
+        "order": to_json(order),
+        "hardware": to_json(hardware),
+        "versions": versions,
+        "command": command_line(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+    directory.write("run.json", json.dumps(record, indent=2))
+    return order
+
+
+def usual_rungs(workload: Any, hardware: Any) -> tuple[str, ...]:
+    """Every rung of the plain ladder that applies here, of alternatives the first: what a ladder usually keeps."""
+    from redline.rungs import LADDER, plan_of
+
+    chosen: list[str] = []
+    for rung in LADDER[1:]:
+        if rung.when_named or rung.instead_of in chosen:
+            continue
+        if rung.needs(workload, hardware, plan_of(chosen)) is None:
+            chosen.append(rung.name)
+    return tuple(chosen)
+
+
+def settings_of(options: argparse.Namespace, workload: Any, recipe: Any, budget: Any) -> Any:
+    from redline.core.training import TrainSettings
+
+    global_batch = options.global_batch or recipe.micro_batch
+    per_update = global_batch * workload.shape.sequence
+    ends = [budget.steps, None if budget.tokens is None else -(-budget.tokens // per_update)]
+    schedule_steps = min((steps for steps in ends if steps is not None), default=None)
+    schedule = options.schedule or ("constant" if schedule_steps is None else "cosine")
+    if schedule != "constant" and schedule_steps is None:
+        raise UserError(
+            f"a {schedule} schedule has no end here",
+            "--minutes does not say how many updates there will be",
+            "give --steps or --tokens too, or --schedule constant",
+        )
+    warmup = workload.warmup_steps if options.warmup_steps is None else options.warmup_steps
+    if schedule_steps is not None and schedule != "constant":
+        warmup = min(warmup, max(1, schedule_steps - 1)) if options.warmup_steps is None else warmup
+    chosen = {
+        "eval_every": options.eval_every,
+        "checkpoint_every": options.checkpoint_every,
+        "sample_every": options.sample_every,
+        "cycle_steps": options.cycle,
+        "learning_rate": options.learning_rate or workload.learning_rate,
+    }
+    return TrainSettings(
+        micro_batch=recipe.micro_batch,
+        global_batch=global_batch,
+        budget=budget,
+        schedule=schedule,
+        schedule_steps=schedule_steps if schedule != "constant" else None,
+        warmup_steps=warmup,
+        **{name: value for name, value in chosen.items() if value is not None},
+    )
+
+
+def prepared_data(words: str | None, workload: Any, out: Path, console: Any) -> Path:
+    """A prepared folder as it is; a text is made into one inside the run directory."""
+    from redline.data.prepare import Preparation, prepare
+    from redline.data.text import sample_documents
+
+    if words is not None and Path(words).is_dir() and (Path(words) / "index.json").exists():
+        return Path(words).resolve()
+    sources = words
+    if words is None:
+        sources = str(out / "sample.jsonl")
+        lines = (json.dumps({"text": text}) + "\n" for text in sample_documents())
+        Path(sources).write_text("".join(lines), encoding="utf-8")
+    console.print(
+        f"preparing {words or 'the prose that ships with Python'}", markup=False, highlight=False, style="dim"
+    )
+    prepare(
+        Preparation(
+            sources=(str(sources),),
+            out=out / "data",
+            tokenizer=workload.tokenizer,
+            val_fraction=0.05 if words is None else 0.005,
+            command=command_line(),
+        )
+    )
+    return (out / "data").resolve()
+
+
+def resumed_order(options: argparse.Namespace) -> TrainOrder:
+    """What run.json says; only the budget may be given again, to train longer."""
+    from redline.core.job import open_run_directory
+    from redline.core.training import Budget
+    from redline.core.values import from_json
+    from redline.engine.session import TrainOrder
+
+    fixed = ("workload", "recipe", "data", "micro_batch", "global_batch", "learning_rate", "schedule", "out")
+    given = [f"--{name.replace('_', '-')}" for name in fixed if getattr(options, name) is not None]
+    if given:
+        raise UserError(
+            f"{', '.join(given)} cannot change in a resumed run",
+            "the run directory holds what the run was started with",
+            "leave it out, or start a new run",
+        )
+    record = open_run_directory(options.resume).read_run()
+    if record.get("kind") != "train":
+        raise UserError(f"{options.resume} is no training run", "it holds a ladder", "use redline ladder --resume")
+    order = from_json(TrainOrder, record["order"])
+    if options.steps or options.tokens or options.minutes:
+        budget = Budget(steps=options.steps, tokens=options.tokens, minutes=options.minutes)
+        order = replace(order, settings=replace(order.settings, budget=budget))
+    return replace(order, out=str(options.resume))
+
+
+def mfu_of(order: TrainOrder) -> Any:
+    from redline.core.hardware import Hardware
+    from redline.core.values import from_json
+    from redline.predict.efficiency import efficiency
+    from redline.rungs import plan_of
+
+    record = json.loads((Path(order.out) / "run.json").read_text(encoding="utf-8"))
+    hardware, plan = from_json(Hardware, record["hardware"]), plan_of(order.recipe.rungs)
+    return lambda rate: efficiency(order.workload.shape, plan, hardware, rate).mfu
+
+
+def show_summary(summary: dict[str, Any], order: TrainOrder, options: argparse.Namespace) -> None:
+    from redline.report.training import summary_lines
+
+    document = {**summary, "workload": order.workload.name, "rungs": list(order.recipe.rungs), "out": order.out}
+    if options.json:
+        print(json.dumps(document))
+        return
+    for line in summary_lines(document):
+        print(line)

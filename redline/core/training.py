@@ -1,0 +1,96 @@
+"""What a training run was asked for, and where it stands: plain values that checkpoints and run.json carry.
+
+TrainSettings(micro_batch=16, global_batch=512, learning_rate=6e-4, budget=Budget(minutes=5))
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from redline.core.errors import UserError
+from redline.core.workload import check_positive
+
+SCHEDULES = ("cosine", "wsd", "constant")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """Where to stop: whichever comes first. `minutes` counts training time over all sessions of a run."""
+
+    steps: int | None = None
+    tokens: int | None = None
+    minutes: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "tokens"):
+            if getattr(self, name) is not None:
+                check_positive(f"--{name}", getattr(self, name))
+        if self.minutes is not None and not 0 < self.minutes < float("inf"):
+            raise UserError(f"--minutes is {self.minutes:g}", "it is the time to train for", "set it above 0")
+        if self.steps is None and self.tokens is None and self.minutes is None:
+            raise UserError("no budget", "training would never end", "give --steps, --tokens or --minutes")
+
+    def used_up(self, progress: Progress) -> str | None:
+        """Which limit was reached, or None."""
+        if self.steps is not None and progress.updates >= self.steps:
+            return "steps"
+        if self.tokens is not None and progress.tokens >= self.tokens:
+            return "tokens"
+        if self.minutes is not None and progress.seconds >= 60 * self.minutes:
+            return "minutes"
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainSettings:
+    micro_batch: int
+    """Sequences per forward and backward."""
+    global_batch: int
+    """Sequences per update; micro batches are added up to it."""
+    learning_rate: float
+    budget: Budget
+    schedule: str = "cosine"
+    warmup_steps: int = 20
+    schedule_steps: int | None = None
+    """Where the schedule ends; None for a constant one."""
+    cycle_steps: int = 10
+    """Updates between two looks of the host at the device."""
+    eval_every: int | None = 100
+    """Updates between two evaluations; None: only at the end."""
+    eval_batches: int = 10
+    checkpoint_every: int | None = 500
+    """Updates between two checkpoints; there is always one at the end."""
+    sample_every: int | None = None
+    most_skipped: int = 5
+    """Updates in a row that may be skipped because the gradient is no number."""
+
+    def __post_init__(self) -> None:
+        for name in ("micro_batch", "global_batch", "cycle_steps", "eval_batches", "most_skipped"):
+            check_positive(f"--{name.replace('_', '-')}", getattr(self, name))
+        for name in ("eval_every", "checkpoint_every", "sample_every"):
+            if getattr(self, name) is not None:
+                check_positive(f"--{name.replace('_', '-')}", getattr(self, name))
+        if self.global_batch % self.micro_batch:
+            below = self.global_batch // self.micro_batch * self.micro_batch
+            nearest = " or ".join(str(size) for size in (below, below + self.micro_batch) if size)
+            raise UserError(
+                f"a global batch of {self.global_batch} is not a multiple of the micro batch {self.micro_batch}",
+                "an update adds up whole micro batches",
+                f"set --global-batch to {nearest}, or choose another --micro-batch",
+            )
+
+
+@dataclass
+class Progress:
+    """Where a run stands. Everything here is in a checkpoint; nothing else is needed to go on."""
+
+    updates: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    skipped: int = 0
+    skipped_in_a_row: int = 0
+    validation_tokens: int = 0
+    documents: int = 0
+    best_validation: float | None = None
+    rates: list[float] = field(default_factory=list)
+    """Tokens per second of each cycle of this session."""

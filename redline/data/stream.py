@@ -1,0 +1,414 @@
+"""Batches straight from text, without preparation: read, tokenised and packed while the model trains.
+
+    stream = TextStream(["novels/"], seed=1337, micro_batch=16, sequence=1024, device=device, workers=4)
+    batch = next(stream)                                                    # [2, B, T] on the device
+    state = stream.state();  stream.resume(state)                           # plain JSON; goes on with the next batch
+
+The parts of the text, in an order that the seed and the epoch decide, are dealt to the ranks, and a rank's to 16 lanes.
+The tokens of a run are CHUNK_TOKENS of each lane in turn; a lane that has ended is passed over, and when all have, the
+next epoch begins. Which process works for which lane changes nothing in that: any number of workers gives the same
+batches. In an epoch every part is read once by one rank, and every token is an input once. A prepared data set is
+shuffled better (any window may come next) and costs no cores while training: `redline data prepare`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import signal
+import time
+import traceback
+from collections import deque
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from types import TracebackType
+from typing import Any, NamedTuple, final
+
+import numpy
+import torch
+
+from redline.core.errors import UserError, unknown_name
+from redline.core.values import to_json
+from redline.core.workload import check_positive
+from redline.data.batches import copy_ahead, worker_context
+from redline.data.loader import Permutation
+from redline.data.prepare import is_val
+from redline.data.shards import TokenizerId, tokenizer_id
+from redline.data.sources import Part, Reading, cut_parts, find_sources, read_part
+from redline.data.tokenizer import tokenizer as named
+from redline.data.tokens import token_dtype
+from redline.data.workers import end_with_parent, how_it_ended
+
+LANES = 16  # texts that are open at a time; more workers than this have nothing to do
+CHUNK_TOKENS = 2048  # of one text before the next one's turn: a batch holds several texts, a window mostly one
+SMALLEST_PART, LARGEST_PART = 1 << 16, 1 << 26
+SPLITS = ("train", "val", "all")
+
+
+class Place(NamedTuple):
+    """Where a lane is: so many tokens into this piece of this one of its parts. After the last part, it has ended."""
+
+    part: int = 0
+    piece: int = 0
+    token: int = 0
+
+
+class Chunk(NamedTuple):
+    lane: int
+    tokens: numpy.ndarray
+    after: Place
+    """Where the lane is with these tokens taken."""
+    ends: bool
+    """The lane has no more in this epoch, and there are no tokens in this one."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Moment:
+    """Where the whole stream is, between two chunks."""
+
+    epoch: int
+    turn: int
+    """The lane whose chunk is next."""
+    places: tuple[Place, ...]
+    ended: tuple[bool, ...]
+
+
+START = Moment(epoch=0, turn=0, places=(Place(),) * LANES, ended=(False,) * LANES)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Text:
+    """What a worker must know: the same for all of a rank."""
+
+    parts: tuple[Part, ...]
+    reading: Reading
+    tokenizer: TokenizerId
+    seed: int
+    rank: int
+    ranks: int
+    split: str
+    val_fraction: float
+
+    def parts_of(self, epoch: int, lane: int) -> list[Part]:
+        order = Permutation(size=len(self.parts), seed=self.seed, epoch=epoch).at(numpy.arange(len(self.parts)))
+        return [self.parts[number] for number in order[self.rank :: self.ranks][lane::LANES]]
+
+    def wants(self, key: int) -> bool:
+        return self.split == "all" or is_val(key, self.val_fraction) == (self.split == "val")
+
+    def fingerprint(self) -> str:
+        """Of everything that decides which tokens come when: a state is of no use with anything else."""
+        files = sorted({span.file for part in self.parts for span in part}, key=lambda file: file.path)
+        facts = [to_json(files), len(self.parts), to_json(self.reading), to_json(self.tokenizer)]
+        choices = [self.seed, self.rank, self.ranks, self.split, self.val_fraction, LANES, CHUNK_TOKENS]
+        return hashlib.sha256(json.dumps([facts, choices]).encode()).hexdigest()[:32]
+
+
+# lanes
+
+
+def rotate(moment: Moment, lanes: Sequence[int]) -> tuple[int, list[int]]:
+    """Whose turn it is among some of the lanes, and which of them have not ended."""
+    alive = [lane for lane in lanes if not moment.ended[lane]]
+    return next_lane(alive, moment.turn), alive
+
+
+def next_lane(alive: Sequence[int], lane: int) -> int:
+    """The first from `lane` on, around. Among any choice of lanes the order is the one they have among all."""
+    return min(alive, key=lambda other: (other - lane) % LANES, default=0)
+
+
+def lane_chunks(text: Text, moment: Moment, lanes: Sequence[int]) -> Iterator[Chunk]:
+    """Endless: the chunks of these lanes, in turn, epoch after epoch."""
+    encoder = named(text.tokenizer.name)
+    end = numpy.array([encoder.end_of_text], dtype=numpy.uint32)
+
+    def pieces(part: Part) -> Iterator[tuple[str, bool]]:
+        return ((piece.text, piece.ends) for piece in read_part(part, text.reading) if text.wants(piece.key))
+
+    def encode(words: str, ends: bool) -> numpy.ndarray:
+        ids = encoder.encode(words)
+        return (numpy.append(ids, end) if ends else ids).astype(token_dtype(encoder.vocab))
+
+    def read(lane: int, parts: list[Part], place: Place) -> Iterator[Chunk]:
+        """One lane to the end of an epoch. What was taken before is read again and, but for one piece, not encoded."""
+        gathered: list[numpy.ndarray] = []
+        room = CHUNK_TOKENS
+        for number in range(place.part, len(parts)):
+            for count, (words, ends) in enumerate(pieces(parts[number])):
+                if number == place.part and count < place.piece:
+                    continue
+                ids = encode(words, ends)
+                taken = place.token if (number, count) == (place.part, place.piece) else 0
+                while taken < len(ids):
+                    gathered.append(ids[taken : taken + room])
+                    taken, room = taken + len(gathered[-1]), room - len(gathered[-1])
+                    if room == 0:
+                        yield Chunk(lane, numpy.concatenate(gathered), Place(number, count, taken), False)
+                        gathered, room = [], CHUNK_TOKENS
+        if gathered:
+            yield Chunk(lane, numpy.concatenate(gathered), Place(len(parts)), False)
+        yield Chunk(lane, numpy.empty(0, token_dtype(encoder.vocab)), Place(len(parts)), True)
+
+    epoch = moment.epoch
+    lane, alive = rotate(moment, lanes)
+    places = moment.places
+    while True:
+        readers = {each: read(each, text.parts_of(epoch, each), places[each]) for each in alive}
+        while alive:
+            chunk = next(readers[lane])
+            yield chunk
+            if chunk.ends:
+                alive.remove(lane)
+            lane = next_lane(alive, lane + 1)
+        epoch, places, alive, lane = epoch + 1, START.places, list(lanes), min(lanes)
+
+
+# workers
+
+
+def work(connection: Connection, text: Text, moment: Moment, lanes: Sequence[int]) -> None:
+    """Chunk after chunk into the pipe, whose buffer is how far a worker runs ahead."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's business
+    end_with_parent()
+    try:
+        for chunk in lane_chunks(text, moment, lanes):
+            connection.send(chunk)
+    except BrokenPipeError:
+        pass  # nobody wants any more
+    except UserError as error:
+        connection.send((error.problem, error.why, error.fix))
+    except Exception:
+        connection.send(traceback.format_exc())
+
+
+@final
+class Crew:
+    """Chunks by lane, from processes, or from this one where there are none."""
+
+    def __init__(self, text: Text, moment: Moment, workers: int) -> None:
+        self._connections: list[Connection] = []
+        self._processes: list[Any] = []
+        self._here = lane_chunks(text, moment, range(LANES)) if workers == 0 else None
+        context = worker_context() if workers else None
+        for number in range(min(workers, LANES)):
+            assert context is not None
+            lanes = range(number, LANES, min(workers, LANES))
+            ours, theirs = context.Pipe()
+            process = context.Process(target=work, args=(theirs, text, moment, lanes), daemon=True)
+            process.start()
+            theirs.close()
+            self._connections.append(ours)
+            self._processes.append(process)
+
+    def take(self, lane: int) -> Chunk:
+        if self._here is not None:
+            return next(self._here)
+        number = lane % len(self._connections)
+        try:
+            found = self._connections[number].recv()
+        except (EOFError, OSError) as error:
+            how = how_it_ended(self._processes[number])
+            raise RuntimeError(f"a process that reads the text has ended ({how})") from error
+        if isinstance(found, Chunk):
+            return found
+        if isinstance(found, str):
+            raise RuntimeError(f"a process that reads the text has failed\n{found}")
+        raise UserError(*found)
+
+    def close(self) -> None:
+        for connection in self._connections:
+            connection.close()
+        for process in self._processes:
+            process.terminate()
+            process.join()
+        self._connections, self._processes = [], []
+
+
+# batches
+
+
+@final
+class TextStream:
+    """An endless iterator over this rank's batches on the device, with its own clock. Close it to end the workers."""
+
+    def __init__(
+        self,
+        sources: Sequence[str],
+        *,
+        seed: int,
+        micro_batch: int,
+        sequence: int,
+        device: torch.device,
+        tokenizer: str = "gpt2",
+        workers: int = 2,
+        rank: int = 0,
+        ranks: int = 1,
+        reading: Reading | None = None,
+        split: str = "train",
+        val_fraction: float = 0.005,
+    ) -> None:
+        for name, value in (("micro_batch", micro_batch), ("sequence", sequence), ("ranks", ranks)):
+            check_positive(name, value)
+        if split not in SPLITS:
+            raise unknown_name("split", split, SPLITS)
+        reading = reading or Reading()
+        found = find_sources(sources, reading)
+        size = min(max(found.size // 1024, SMALLEST_PART), LARGEST_PART)
+        self._text = Text(
+            parts=cut_parts(found.files, size, reading),
+            reading=reading,
+            tokenizer=tokenizer_id(named(tokenizer)),
+            seed=seed,
+            rank=rank,
+            ranks=ranks,
+            split=split,
+            val_fraction=val_fraction,
+        )
+        self._check_ranks()
+        self._micro_batch, self._sequence, self._device, self._workers = micro_batch, sequence, device, workers
+        self._fingerprint = self._text.fingerprint()
+        self.waited_seconds = 0.0
+        """That the caller of next() stood still, the workers' start included."""
+        self.documents = 0
+        """That have ended in the batches since the stream was made or resumed."""
+        self._batches: Generator[torch.Tensor, None, None]
+        self._begin(START, 0)
+
+    def __iter__(self) -> TextStream:
+        return self
+
+    def __next__(self) -> torch.Tensor:
+        started = time.perf_counter()
+        batch: torch.Tensor = next(self._batches)
+        self.waited_seconds += time.perf_counter() - started
+        self._now, documents = self._sent.popleft()
+        self.documents += documents
+        return batch
+
+    def state(self) -> dict[str, Any]:
+        """Plain JSON: with it the next batch is the one that would have come next."""
+        moment, taken = self._now
+        return {"of": self._fingerprint, "moment": to_json(moment), "taken": taken}
+
+    def resume(self, state: dict[str, Any]) -> None:
+        """Go on from a state of the same text, options and number of ranks; workers and batch may be others."""
+        if state.get("of") != self._fingerprint:
+            raise UserError(
+                "this is the state of another stream",
+                "the files, the options, the seed, the tokenizer or the ranks are not those it was taken with",
+                "resume with what the run began with, or begin anew",
+            )
+        found = state["moment"]
+        moment = Moment(
+            epoch=found["epoch"],
+            turn=found["turn"],
+            places=tuple(Place(*place) for place in found["places"]),
+            ended=tuple(found["ended"]),
+        )
+        self.close()
+        self._begin(moment, state["taken"])
+
+    @property
+    def epoch(self) -> int:
+        return self._now[0].epoch
+
+    def close(self) -> None:
+        self._batches.close()
+
+    def __enter__(self) -> TextStream:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _begin(self, moment: Moment, taken: int) -> None:
+        self._now = (moment, taken)
+        # What belongs to batches that are made and not handed out yet: on a GPU one is always ahead.
+        self._sent: deque[tuple[tuple[Moment, int], int]] = deque()
+        self._batches = self._on_device(moment, taken)
+
+    def _on_device(self, moment: Moment, taken: int) -> Generator[torch.Tensor, None, None]:
+        crew = Crew(self._text, moment, self._workers)
+        try:
+            host_batches = self._host_batches(crew, moment, taken)
+            if self._device.type == "cuda":
+                yield from copy_ahead(map(torch.Tensor.pin_memory, host_batches), self._device)
+            else:
+                yield from (batch.to(self._device) for batch in host_batches)
+        finally:
+            crew.close()
+
+    def _host_batches(self, crew: Crew, moment: Moment, taken: int) -> Iterator[torch.Tensor]:
+        """Rows of T + 1 tokens that overlap by one: the last target of a row is the first input of the next."""
+        # Among several ranks one may get nothing in an epoch and something in the next.
+        chunks = chunks_in_turn(crew, moment, patience=1 if self._text.ranks == 1 else 8)
+        waiting: deque[tuple[Moment, numpy.ndarray]] = deque()  # chunks, each with the moment before it
+        B, T = self._micro_batch, self._sequence
+        held = -taken
+        while True:
+            while held < B * T + 1:
+                waiting.append(next(chunks))
+                held += len(waiting[-1][1])
+            row = numpy.concatenate([tokens for _, tokens in waiting])[taken : taken + B * T + 1].astype(numpy.int64)
+            batch = torch.empty((2, B, T), dtype=torch.int64)
+            into = batch.numpy()
+            into[0], into[1] = row[:-1].reshape(B, T), row[1:].reshape(B, T)
+            taken, held = taken + B * T, held - B * T
+            while taken >= len(waiting[0][1]):
+                taken -= len(waiting.popleft()[1])
+            self._sent.append(((waiting[0][0], taken), int((row[:-1] == self._text.tokenizer.end_of_text).sum())))
+            yield batch
+
+    def _check_ranks(self) -> None:
+        if not 0 <= self._text.rank < self._text.ranks:
+            raise UserError(
+                f"there is no rank {self._text.rank} of {self._text.ranks}",
+                "ranks count from 0",
+                "check rank and ranks",
+            )
+        if len(self._text.parts) < self._text.ranks:
+            raise UserError(
+                f"{len(self._text.parts)} parts of text cannot be dealt to {self._text.ranks} ranks",
+                "each rank reads its own, and compressed files are never cut",
+                "give more or uncompressed files, or prepare the data: redline data prepare",
+            )
+
+
+def chunks_in_turn(crew: Crew, moment: Moment, patience: int) -> Iterator[tuple[Moment, numpy.ndarray]]:
+    """Every chunk with the moment before it. The same rotation as the workers', over all the lanes. `patience` is how
+    many epochs in a row may be empty."""
+    places, ended = list(moment.places), list(moment.ended)
+    epoch = moment.epoch
+    lane, alive = rotate(moment, range(LANES))
+    tokens_in_epoch = empty_epochs = 0
+    while True:
+        now = Moment(epoch=epoch, turn=lane, places=tuple(places), ended=tuple(ended))
+        chunk = crew.take(lane)
+        assert chunk.lane == lane, (chunk.lane, lane)
+        places[lane] = chunk.after
+        if chunk.ends:
+            ended[lane] = True
+            alive.remove(lane)
+        else:
+            tokens_in_epoch += len(chunk.tokens)
+            yield now, chunk.tokens
+        if alive:
+            lane = next_lane(alive, lane + 1)
+            continue
+        # An epoch that was begun in the middle may well have nothing left.
+        whole = epoch > moment.epoch or moment == START
+        empty_epochs = empty_epochs + 1 if whole and not tokens_in_epoch else 0
+        if empty_epochs == patience:
+            raise UserError(
+                "there is no text for this split",
+                f"{empty_epochs} whole epochs gave this rank no token",
+                "give more documents (a separator cuts a text file into some), or another share of validation",
+            )
+        epoch, lane, alive, tokens_in_epoch = epoch + 1, 0, list(range(LANES)), 0
+        places, ended = list(START.places), list(START.ended)

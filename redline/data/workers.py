@@ -1,0 +1,38 @@
+"""What the processes that read text have in common: they end with the one that started them.
+
+    Process(target=work, ...)          # and first thing in work(): end_with_parent()
+
+No torch here: `data prepare` has no use for it.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+from typing import Any
+
+
+def end_with_parent() -> None:
+    """In a worker: leave when the process that asked for it is gone, even if it was killed."""
+    parent = multiprocessing.parent_process()  # the one that asked, not a server that forked us
+    assert parent is not None
+
+    def leave_after(parent: Any) -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=leave_after, args=(parent,), daemon=True).start()
+
+
+def core_count() -> int:
+    """Cores this process may use, which a container or taskset can make fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def how_it_ended(process: Any) -> str:
+    """Of a process that has gone without a word: 'SIGKILL', or 'exit code 3'."""
+    process.join()
+    code = process.exitcode
+    return signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}"

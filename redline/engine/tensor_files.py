@@ -1,0 +1,172 @@
+"""Named tensors to safetensors files and back, by way of host memory.
+
+    image = HostImage(layout_of(tensors), pinned=True)     # made once, used for every checkpoint
+    image.copy_from(tensors)                                # queued on the device; ready when an event after it is
+    write_file(path, image.parts())                         # in another thread
+    open_tensors([path]).on(device)["model.wte.weight"]     # memory-mapped: read when it is asked for
+
+The image is the file's data section, byte for byte, so that nothing is copied again on its way to the disk, and it can
+be hashed while it is written. safetensors' own writer can do neither; its reader is used as it is.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import torch
+
+from redline.core.checkpoints import TENSOR_SUFFIX, UnusableError
+
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+ALIGNMENT = 8  # of the data section: readers map it and look at it as numbers
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a tensor lies in the data section."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    places: tuple[Place, ...]
+    aliases: tuple[tuple[str, str], ...]
+    """(another name, the name it is stored under): a tied head is the embedding, and is written once."""
+
+    @property
+    def data_bytes(self) -> int:
+        return self.places[-1].end if self.places else 0
+
+    def header(self) -> bytes:
+        """Aliases go where safetensors' own `save_model` notes them; "pt" is what transformers looks for."""
+        entries: dict[str, Any] = {"__metadata__": {"format": "pt", **dict(self.aliases)}}
+        for place in self.places:
+            offsets = [place.start, place.end]
+            entries[place.name] = {"dtype": DTYPES[place.dtype], "shape": list(place.shape), "data_offsets": offsets}
+        text = json.dumps(entries).encode()
+        text += b" " * (-len(text) % ALIGNMENT)
+        return struct.pack("<Q", len(text)) + text
+
+
+def layout_of(tensors: Mapping[str, torch.Tensor]) -> Layout:
+    """Wide types first: then every tensor starts at a multiple of its own width."""
+    places: list[Place] = []
+    aliases: list[tuple[str, str]] = []
+    stored: dict[Any, str] = {}
+    end = 0
+    for name, tensor in sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0])):
+        if tensor.dtype not in DTYPES:
+            raise ValueError(f"{name} is {tensor.dtype}, which a checkpoint cannot hold")
+        first = stored.setdefault(_memory_of(tensor) or name, name)
+        if first != name:
+            aliases.append((name, first))
+            continue
+        start, end = end, end + tensor.numel() * tensor.itemsize
+        places.append(Place(name=name, dtype=tensor.dtype, shape=tuple(tensor.shape), start=start, end=end))
+    return Layout(places=tuple(places), aliases=tuple(aliases))
+
+
+def _memory_of(tensor: torch.Tensor) -> tuple[Any, ...] | None:
+    """Equal for two tensors that are the same numbers at the same address; None where there is no address."""
+    if tensor.numel() == 0:
+        return None
+    return (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+
+
+class HostImage:
+    """The data section of one file in host memory. Pinned, so that the device writes into it while the host goes on."""
+
+    def __init__(self, layout: Layout, *, pinned: bool) -> None:
+        self.layout, self.pinned = layout, pinned
+        self.data = torch.empty(layout.data_bytes, dtype=torch.uint8, pin_memory=pinned)
+        self.views = {
+            place.name: self.data[place.start : place.end].view(place.dtype).view(place.shape)
+            for place in layout.places
+        }
+
+    def copy_from(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        for name, view in self.views.items():
+            view.copy_(tensors[name].detach(), non_blocking=self.pinned)
+
+    def parts(self) -> list[bytes | memoryview]:
+        return [self.layout.header(), self.data.numpy().data]
+
+
+class SavedTensors(Mapping[str, torch.Tensor]):
+    """The tensors of a checkpoint under the names they were saved by, each read when it is asked for."""
+
+    def __init__(self, places: Mapping[str, tuple[Any, str]], device: torch.device | str = "cpu") -> None:
+        self.places, self.device = places, torch.device(device)
+
+    def on(self, device: torch.device | str) -> SavedTensors:
+        return SavedTensors(self.places, device)
+
+    def of(self, kind: str) -> SavedTensors:
+        """Those of one file, under their names in it: of("model")["wte.weight"]."""
+        start = f"{kind}."
+        inside = {name.removeprefix(start): place for name, place in self.places.items() if name.startswith(start)}
+        return SavedTensors(inside, self.device)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        file, stored = self.places[name]
+        tensor: torch.Tensor = file.get_tensor(stored)
+        return tensor.to(self.device)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.places)
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+
+def open_tensors(files: Iterable[Path]) -> SavedTensors:
+    """Reads the headers only. What is open stays readable when the checkpoint is removed meanwhile."""
+    places: dict[str, tuple[Any, str]] = {}  # name -> (open file, name in it)
+    for path in files:
+        file, kind = _open(path), path.name.removesuffix(TENSOR_SUFFIX)
+        aliases = {alias: name for alias, name in file.metadata().items() if alias != "format"}
+        stored = {name: name for name in file.keys()}  # noqa: SIM118  (an open file is no dict)
+        places |= {f"{kind}.{name}": (file, place) for name, place in {**stored, **aliases}.items()}
+    return SavedTensors(places)
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safetensors.safe_open(path, framework="pt")
+    except (OSError, safetensors.SafetensorError) as error:
+        raise UnusableError(f"{path.name}: cannot be opened ({error})") from None
+
+
+def by_file(tensors: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
+    """'model.wte.weight' is 'wte.weight' in model.safetensors: what stands before the first dot is the file."""
+    files: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        kind, dot, inner = name.partition(".")
+        if not (kind and dot and inner):
+            raise ValueError(f"the tensor {name!r} needs a name such as model.{name or 'weight'}: the kind comes first")
+        files.setdefault(kind + TENSOR_SUFFIX, {})[inner] = tensor
+    return files

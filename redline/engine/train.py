@@ -1,0 +1,245 @@
+"""The training loop: cycles of updates that never wait for the device, and between them one look at what happened.
+
+    trainer = Trainer(step=build_step(...), settings=settings, open_loader=..., store=store, emit=show, ...)
+    trainer.resume();  trainer.run()
+
+The step is the very object the ladder times. Losses and gradient norms of a cycle stay on the device and are read at
+its end, all at once; evaluation, checkpoints, samples and the decision to stop happen there.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import closing, contextmanager
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from redline.core.checkpoints import check_same_run
+from redline.core.training import Progress, TrainSettings
+from redline.data.loader import Loader
+from redline.engine import memory
+from redline.engine.checkpoint import (
+    CheckpointStore,
+    capture_rng,
+    copy_into,
+    load_optimizer_tensors,
+    optimizer_tensors,
+    restore_rng,
+)
+from redline.engine.step import TrainStep
+
+Emit = Callable[..., None]
+"""emit(kind, **fields): 'cycle', 'validation', 'sample', 'checkpoint', 'note'."""
+
+
+class DivergedError(Exception):
+    """Too many updates in a row had gradients that are no numbers."""
+
+
+class Trainer:
+    def __init__(
+        self,
+        *,
+        step: TrainStep,
+        settings: TrainSettings,
+        open_loader: Callable[[int], Loader],
+        validation: Callable[[], Iterable[torch.Tensor]],
+        store: CheckpointStore,
+        identity: Mapping[str, Any],
+        emit: Emit,
+        sample: Callable[[], str] | None = None,
+    ) -> None:
+        """`open_loader(position)` gives batches of a whole update, [2, B, T], from that sequence on; `validation()` the
+        same few batches at every call."""
+        self.step, self.settings, self.store = step, settings, store
+        self.open_loader, self.validation = open_loader, validation
+        self.identity, self.emit, self.sample = dict(identity), emit, sample
+        self.progress = Progress()
+        self.saved_at = self.validated_at = -1
+        self.validation_loss: float | None = None
+        self.last_loss: float | None = None
+        self.peak_bytes: int | None = None
+        # An optimizer that cannot skip a bad update on the device must ask the host: right comes before fast.
+        step.may_wait = not step.skips_on_device and not step.plan.loss_scaling
+
+    # --- from a checkpoint and back -----------------------------------------------------------------------------------
+
+    def resume(self) -> None:
+        """Go on from the newest whole checkpoint, if there is one. Another model, tokenizer or data set is refused."""
+        loaded = self.store.latest()
+        for note in self.store.notes:
+            self.emit("note", text=note)
+        if loaded is None:
+            return
+        check_same_run(loaded.path, loaded.identity, self.identity)
+        tensors = loaded.tensors()  # memory-mapped on the host and copied one by one
+        copy_into(dict(self.step.model.named_parameters()), tensors.of("model"), what="model")
+        load_optimizer_tensors(self.step.optimizer, self.step.model, tensors.of("optimizer"), loaded.state["optimizer"])
+        self.step.scaler.load_state_dict(loaded.state["scaler"])
+        self.step.steps_taken = loaded.state["steps_taken"]
+        self.progress = Progress(**loaded.state["progress"], rates=[])
+        restore_rng(loaded.state["rng"], self.step.device)  # last: building things draws numbers
+        self.saved_at = self.progress.updates
+        self.emit("note", text=f"resumed from {loaded.path.name} at step {self.progress.updates:,}")
+
+    def save(self) -> None:
+        """Nothing to do when nothing has changed since the last one. A write that failed is told and training goes on:
+        the checkpoints before it are whole."""
+        if self.saved_at == self.progress.updates:
+            return
+        state_tensors, state_values = optimizer_tensors(self.step.optimizer, self.step.model)
+        tensors = {f"model.{name}": parameter.detach() for name, parameter in self.step.model.named_parameters()}
+        tensors |= {f"optimizer.{name}": tensor for name, tensor in state_tensors.items()}
+        progress = {name: value for name, value in asdict(self.progress).items() if name != "rates"}
+        failure = self.store.save(
+            step=self.progress.updates,
+            tensors=tensors,
+            state={
+                "optimizer": state_values,
+                "scaler": self.step.scaler.state_dict(),
+                "steps_taken": self.step.steps_taken,
+                "progress": progress,
+                "rng": capture_rng(self.step.device),
+            },
+            identity=self.identity,
+            metric=self.validation_loss,
+        )
+        if failure is not None:
+            self.emit("note", text=f"the checkpoint before was not written: {failure}")
+        self.saved_at = self.progress.updates
+        self.emit("checkpoint", updates=self.progress.updates)
+
+    # --- the loop -----------------------------------------------------------------------------------------------------
+
+    def run(self) -> str:
+        """Train until the budget is used up or somebody asks to stop. Returns which it was."""
+        loader = self.open_loader(self.progress.updates * self.settings.global_batch)
+        with self.store, closing(loader), asked_to_stop() as asked:
+            while (why := asked() or self.settings.budget.used_up(self.progress)) is None:
+                self._cycle(loader, asked)
+                self._between_cycles()
+            if why != "interrupted":
+                self._validate()
+            self.save()
+        return why
+
+    def _cycle(self, loader: Loader, asked: Callable[[], str | None]) -> None:
+        started, waited, documents = time.perf_counter(), loader.waited_seconds, loader.documents
+        memory.reset_peak(self.step.device)
+        losses, norms = self._queue_updates(loader, asked)
+        figures = torch.stack([*losses, *norms]).tolist()  # the one wait of the cycle
+        seconds = time.perf_counter() - started
+        self.progress.documents += loader.documents - documents
+        self._account(figures[: len(losses)], figures[len(losses) :], seconds, loader.waited_seconds - waited)
+
+    def _queue_updates(
+        self, loader: Loader, asked: Callable[[], str | None]
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Losses and gradient norms, on the device: nothing in here waits for it (`tests/gpu/test_train.py`)."""
+        losses, norms = [], []
+        for _ in range(self._updates_to_go()):
+            losses.append(self.step(next(loader)))
+            norms.append(self.step.gradient_norm)
+            if asked():
+                break
+        return losses, norms
+
+    def _updates_to_go(self) -> int:
+        """A cycle ends where something is due: the same things happen at the same updates, whatever its length."""
+        settings, done = self.settings, self.progress.updates
+        limits = [settings.cycle_steps]
+        for every in (settings.eval_every, settings.checkpoint_every, settings.sample_every):
+            if every is not None:
+                limits.append(every - done % every)
+        if settings.budget.steps is not None:
+            limits.append(settings.budget.steps - done)
+        if settings.budget.tokens is not None:
+            per_update = settings.global_batch * self.step.model.shape.sequence
+            limits.append(math.ceil((settings.budget.tokens - self.progress.tokens) / per_update))
+        return max(1, min(limits))
+
+    def _account(self, losses: list[float], norms: list[float], seconds: float, waited: float) -> None:
+        progress, shape = self.progress, self.step.model.shape
+        tokens = len(losses) * self.settings.global_batch * shape.sequence
+        progress.updates += len(losses)
+        progress.tokens += tokens
+        progress.seconds += seconds
+        progress.rates.append(tokens / seconds)
+        for norm in norms:
+            progress.skipped_in_a_row = 0 if math.isfinite(norm) else progress.skipped_in_a_row + 1
+            progress.skipped += not math.isfinite(norm)
+        good = [loss for loss in losses if math.isfinite(loss)]
+        self.last_loss = sum(good) / len(good) if good else None
+        self.peak_bytes = memory.peak_bytes(self.step.device)
+        self.emit(
+            "cycle",
+            updates=progress.updates,
+            tokens=progress.tokens,
+            losses=losses,
+            loss=self.last_loss,
+            gradient_norm=norms[-1],
+            learning_rate=self.step.learning_rate(self.step.steps_taken - 1),
+            seconds=seconds,
+            total_seconds=progress.seconds,
+            tokens_per_second=tokens / seconds,
+            data_wait=waited / seconds,
+            skipped=progress.skipped,
+            peak_bytes=self.peak_bytes,
+            documents=progress.documents,
+        )
+        if progress.skipped_in_a_row >= self.settings.most_skipped:
+            raise DivergedError(
+                f"{progress.skipped_in_a_row} updates in a row were skipped: their gradients are not finite "
+                f"(last at step {progress.updates:,})"
+            )
+
+    def _between_cycles(self) -> None:
+        settings, done = self.settings, self.progress.updates
+        if settings.eval_every is not None and done % settings.eval_every == 0:
+            self._validate()
+        if settings.sample_every is not None and done % settings.sample_every == 0 and self.sample is not None:
+            self.emit("sample", updates=done, text=self.sample())
+        if settings.checkpoint_every is not None and done % settings.checkpoint_every == 0:
+            self.save()
+
+    def _validate(self) -> None:
+        """The mean loss over the same batches every time. Gradients stay on, though nobody asks for them: without them
+        a compiled loss would be compiled a second time."""
+        progress, losses = self.progress, []
+        if self.validated_at == progress.updates:
+            return
+        self.validated_at = progress.updates
+        for batch in self.validation():
+            losses.append(self.step.loss(batch).detach())
+            progress.validation_tokens += batch[0].numel()
+        if not losses:
+            return
+        loss = torch.stack(losses).mean().item()
+        self.validation_loss = loss
+        if math.isfinite(loss):
+            best = progress.best_validation
+            progress.best_validation = loss if best is None else min(best, loss)
+        self.emit("validation", updates=progress.updates, tokens=progress.tokens, loss=loss)
+
+
+@contextmanager
+def asked_to_stop() -> Iterator[Callable[[], str | None]]:
+    """Ctrl-C and SIGTERM end the cycle and save; a second Ctrl-C leaves at once."""
+    asked: list[int] = []
+
+    def note(number: int, _: object) -> None:
+        if asked:
+            raise KeyboardInterrupt
+        asked.append(number)
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield lambda: "interrupted" if asked else None
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
