@@ -386,9 +386,9 @@ def run_workers(
                     hand_out(connection, crew, queue, parts)
     finally:
         for connection, worker in crew.items():
-            connection.close()
             worker.process.terminate()
             worker.process.join()
+            connection.close()
         clear_drafts(order.out)
 
 
@@ -452,15 +452,16 @@ def work(connection: Connection, order: Preparation, encoder: TokenizerId) -> No
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     end_with_parent()
     encode = tokenizer(order.tokenizer)
-    while (task := connection.recv()) is not None:
-        number, part = task
-        try:
-            done = prepare_part(number, part, order, encode, encoder, lambda step: connection.send(("step", step)))
-            connection.send(("done", done))
-        except UserError as error:
-            connection.send(("mistake", (error.problem, error.why, error.fix)))
-        except Exception:
-            connection.send(("crash", traceback.format_exc()))
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError, EOFError):  # the parent has gone: nobody to tell
+        while (task := connection.recv()) is not None:
+            number, part = task
+            try:
+                done = prepare_part(number, part, order, encode, encoder, lambda step: connection.send(("step", step)))
+                connection.send(("done", done))
+            except UserError as error:
+                connection.send(("mistake", (error.problem, error.why, error.fix)))
+            except Exception:
+                connection.send(("crash", traceback.format_exc()))
 
 
 def prepare_part(

@@ -13,6 +13,7 @@ shuffled better (any window may come next) and costs no cores while training: `r
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import signal
@@ -174,15 +175,14 @@ def work(connection: Connection, text: Text, moment: Moment, lanes: Sequence[int
     """Chunk after chunk into the pipe, whose buffer is how far a worker runs ahead."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's business
     end_with_parent()
-    try:
-        for chunk in lane_chunks(text, moment, lanes):
-            connection.send(chunk)
-    except BrokenPipeError:
-        pass  # nobody wants any more
-    except UserError as error:
-        connection.send((error.problem, error.why, error.fix))
-    except Exception:
-        connection.send(traceback.format_exc())
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # nobody wants any more
+        try:
+            for chunk in lane_chunks(text, moment, lanes):
+                connection.send(chunk)
+        except UserError as error:
+            connection.send((error.problem, error.why, error.fix))
+        except Exception:
+            connection.send(traceback.format_exc())
 
 
 @final
@@ -220,11 +220,11 @@ class Crew:
         raise UserError(*found)
 
     def close(self) -> None:
-        for connection in self._connections:
-            connection.close()
         for process in self._processes:
             process.terminate()
             process.join()
+        for connection in self._connections:
+            connection.close()
         self._connections, self._processes = [], []
 
 

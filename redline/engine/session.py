@@ -38,6 +38,7 @@ from redline.optim.schedule import make_schedule
 from redline.rungs import plan_of
 
 SAMPLE_TOKENS = 60
+SAME_ADAMW = ("adamw-loop", "adamw-foreach", "adamw-fused")  # one rule, three implementations: a run may change them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +124,7 @@ def identity_of(order: TrainOrder, data: Dataset) -> dict[str, Any]:
         "seed": order.workload.seed,
         "global_batch": settings.global_batch,
         "vocabulary rows": plan.vocab_rows(order.workload.shape.vocab),
-        "optimizer": plan.optimizer.split("-")[0],
+        "optimizer": "adamw" if plan.optimizer in SAME_ADAMW else plan.optimizer,
     }
 
 

@@ -172,14 +172,14 @@ def test_the_size_of_a_part_is_of_the_files_alone():
 # interruptions
 
 
-def slow_command(corpus, out) -> list[str]:
+def slow_command(corpus, out, pause: float = 0.004) -> list[str]:
     """The command with small parts and a pause after each document, so that it can be caught in the middle."""
     code = f"""
 import sys, time
 from redline.data import prepare as module
 if __name__ in ("__main__", "__mp_main__"):
     count = module.Pulse.count
-    module.Pulse.count = lambda *a: (time.sleep(0.004), count(*a))[1]
+    module.Pulse.count = lambda *a: (open({str(out)!r} + ".begun", "w").close(), time.sleep({pause}), count(*a))[2]
     module.part_size = lambda total: {PART}
 if __name__ == "__main__":
     from redline.cli import main
@@ -260,6 +260,18 @@ def test_killed_in_the_middle_and_started_again(corpus, prepared, tmp_path, how)
 
 def parts_done(out: Path) -> set[str]:
     return {f"{json.loads(line)['part']:05d}" for line in (out / "parts.jsonl").read_text().splitlines() if line}
+
+
+@needs_proc
+def test_workers_that_have_nothing_to_say_end_with_a_killed_parent_too(corpus, tmp_path):
+    out = tmp_path / "out"
+    process = subprocess.Popen(slow_command(corpus, out, pause=60))
+    wait_for(lambda: (tmp_path / "out.begun").exists())
+    workers = children_of(process.pid)
+    process.kill()
+    process.wait()
+    assert workers
+    wait_for(lambda: not any(is_running(pid) for pid in workers), seconds=20)
 
 
 @needs_proc

@@ -67,7 +67,7 @@ def folder(tmp_path_factory):
 
 @settings(max_examples=300, deadline=None)
 @given(text=ODD, position=st.integers(0, 200))
-@example(text="a\u3000\nb c", position=0)
+@example(text="a\u3000\n\nb c", position=0)
 @example(text="a \n b  c", position=2)
 def test_a_cut_changes_no_token(gpt2, text, position):
     data = text.encode()
