@@ -26,6 +26,8 @@ COMMANDS = (
     ["hardware", "--name", "NVIDIA L40S"],
     ["hardware", "--list"],
     ["hardware", "--json"],
+    ["data", "--help"],
+    ["train", "--help"],
 )
 
 

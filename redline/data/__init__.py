@@ -1,1 +1,4 @@
-"""From text to batches on the device: text -> tokenizer -> tokens (a file) -> batches. Only `batches` imports torch."""
+"""From text to batches on the device: text -> tokenizer -> tokens (a file or shards) -> batches.
+
+Only `batches`, `loader` and `stream` import torch.
+"""

@@ -38,12 +38,16 @@ class TrainStep:
         self.learning_rate, self.clip_norm, self.chunk = learning_rate, clip_norm, chunk
         self.parameters = list(model.parameters())
         self.device = self.parameters[0].device
-        self.skips_on_device = bool(getattr(optimizer, "_step_supports_amp_scaling", False))  # as GradScaler asks it
         self.may_wait = False
         """Let the host wait for the gradient's norm at every step, for optimizers that cannot skip by themselves."""
         self.gradient_norm = torch.zeros((), device=self.device)
         self.last_read_loss = math.nan
         self.reset()
+
+    @property
+    def skips_on_device(self) -> bool:
+        """The optimizer takes a flag on the device that says: not this update. GradScaler asks it the same way."""
+        return bool(getattr(self.optimizer, "_step_supports_amp_scaling", False))
 
     def reset(self) -> None:
         """Forget the steps taken. Weights and optimizer are restored by `Training.restore`."""

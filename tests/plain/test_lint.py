@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from redline.core.devices import DEVICES, Device, find_device
@@ -557,6 +557,15 @@ ALIGNMENT = {rule.name for rule in RULES if rule.kind == "alignment"}
 
 @settings(max_examples=150, deadline=None)
 @given(subjects())
+@example(
+    Subject(
+        shape=Shape(layers=1, heads=1, d_model=1, d_ff=199, vocab=130, sequence=2016, head_dim=80),
+        micro_batch=1,
+        tp=12,
+        dtype="fp16",
+        device=find_device("A100-80"),
+    )
+)
 def test_any_shape_gets_fixes_that_hold(some):
     report = lint(some)
     state = some
