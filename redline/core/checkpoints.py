@@ -257,16 +257,3 @@ def check_same_run(checkpoint: Path, saved: Mapping[str, Any], now: Mapping[str,
             "; ".join(found[:SHOWN]) + more,
             "resume with the model, tokenizer and data it was trained with, or start anew with another --out",
         )
-
-
-def newest_to_resume(folder: Path, identity: Mapping[str, Any]) -> Checkpoint:
-    """Before torch is loaded: is there something to go on from, and is it ours? Tensors are checked when they load."""
-    found, notes = newest(folder, lambda path: read_checkpoint(path, verify=False))
-    if found is None:
-        raise UserError(
-            f"there is no checkpoint to resume from in {folder}",
-            "; ".join(notes) or "it holds no folder such as step-00000500",
-            "name the folder of a run that has saved one, or start anew with --out",
-        )
-    check_same_run(found.path, found.identity, identity)
-    return found

@@ -29,7 +29,6 @@ from redline.core.checkpoints import (
     list_checkpoints,
     load_checkpoint,
     newest,
-    newest_to_resume,
     read_checkpoint,
     state_text,
 )
@@ -507,10 +506,9 @@ def test_differences_in_words(saved, now, expected):
 
 
 def test_another_run_is_refused_with_the_difference(tmp_path):
-    put(tmp_path, 4)
-    assert newest_to_resume(tmp_path, IDENTITY).step == 4
+    check_same_run(tmp_path, IDENTITY, IDENTITY)
     with pytest.raises(UserError, match="belongs to another run") as caught:
-        newest_to_resume(tmp_path, {**IDENTITY, "tokenizer": "gpt2"})
+        check_same_run(tmp_path, IDENTITY, {**IDENTITY, "tokenizer": "gpt2"})
     assert caught.value.why == "tokenizer: 'bytes' there, 'gpt2' here"
     assert "start anew" in caught.value.fix
 
@@ -519,13 +517,3 @@ def test_many_differences_are_counted_not_listed(tmp_path):
     with pytest.raises(UserError) as caught:
         check_same_run(tmp_path, dict.fromkeys("abcdefghijkl", 0), dict.fromkeys("abcdefghijkl", 1))
     assert caught.value.why.endswith("h: 0 there, 1 here; and 4 more")
-
-
-def test_nothing_to_resume_from_says_why(tmp_path):
-    with pytest.raises(UserError, match="there is no checkpoint to resume from") as caught:
-        newest_to_resume(tmp_path, IDENTITY)
-    assert "holds no folder such as step-" in caught.value.why
-    (put(tmp_path, 1) / "model.safetensors").unlink()
-    with pytest.raises(UserError) as caught:
-        newest_to_resume(tmp_path, IDENTITY)
-    assert caught.value.why == "passed over step-00000001: model.safetensors: missing"
