@@ -225,10 +225,10 @@ def choose_sizes(options: argparse.Namespace, resolved: Resolved) -> tuple[Shape
 def choose_rungs(words: str | None, shape: Shape, machine: Target) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Rungs in the ladder's order, and notes. Named ones must apply; without a name it is all that do."""
     from redline.core.plan import Plan
-    from redline.rungs import LADDER, find_rung
+    from redline.rungs import LADDER, find_rung, usual_rungs
 
     if words is None:
-        chosen = default_rungs(shape, machine.hardware)
+        chosen = usual_rungs(_workload(shape), machine.hardware)
         return chosen, (f"rungs assumed: {', '.join(chosen)} (--rungs)",)
     named = set() if words.strip() == "none" else {find_rung(word.strip()).name for word in words.split(",")}
     plan, ordered = Plan(), [rung for rung in LADDER[1:] if rung.name in named]
@@ -246,24 +246,6 @@ def choose_rungs(words: str | None, shape: Shape, machine: Target) -> tuple[tupl
             )
         plan = rung.apply(plan)
     return tuple(rung.name for rung in ordered), ()
-
-
-def default_rungs(shape: Shape, hardware: Hardware) -> tuple[str, ...]:
-    """The plain ladder as far as it applies. Of two that exclude each other the first stands; which one is faster
-    only measuring tells. Weights are tied where they were published so."""
-    from redline.core.plan import Plan
-    from redline.rungs import LADDER
-
-    chosen: list[str] = []
-    plan = Plan()
-    for rung in LADDER[1:]:
-        replaced = rung.instead_of in chosen
-        untied = rung.name == TIED and not shape.tied
-        if rung.when_named or replaced or untied or rung.needs(_workload(shape), hardware, plan) is not None:
-            continue
-        chosen.append(rung.name)
-        plan = rung.apply(plan)
-    return tuple(chosen)
 
 
 def tied_as_published(rungs: tuple[str, ...], shape: Shape) -> tuple[tuple[str, ...], tuple[str, ...]]:

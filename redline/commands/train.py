@@ -164,6 +164,7 @@ def new_order(options: argparse.Namespace, console: Any) -> TrainOrder:
     from redline.core.training import Budget
     from redline.core.values import to_json
     from redline.engine.session import TrainOrder
+    from redline.rungs import usual_rungs
     from redline.search.launch import probe_machine
     from redline.workloads import resolve_workload
 
@@ -194,19 +195,6 @@ def new_order(options: argparse.Namespace, console: Any) -> TrainOrder:
     }
     directory.write("run.json", json.dumps(record, indent=2))
     return order
-
-
-def usual_rungs(workload: Any, hardware: Any) -> tuple[str, ...]:
-    """Every rung of the plain ladder that applies here, of alternatives the first: what a ladder usually keeps."""
-    from redline.rungs import LADDER, plan_of
-
-    chosen: list[str] = []
-    for rung in LADDER[1:]:
-        if rung.when_named or rung.instead_of in chosen:
-            continue
-        if rung.needs(workload, hardware, plan_of(chosen)) is None:
-            chosen.append(rung.name)
-    return tuple(chosen)
 
 
 def settings_of(options: argparse.Namespace, workload: Any, recipe: Any, budget: Any) -> Any:

@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 from redline.core.errors import UserError
 from redline.core.workload import check_positive
 
-SCHEDULES = ("cosine", "wsd", "constant")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:

@@ -356,6 +356,19 @@ def plan_of(names: Iterable[str]) -> Plan:
     return plan
 
 
+def usual_rungs(workload: Workload, hardware: Hardware) -> tuple[str, ...]:
+    """The plain ladder as far as it applies: what to take where nothing was measured. Of two that exclude each other
+    the first stands; which one is faster only measuring tells. Weights are tied where they were published so."""
+    chosen: list[str] = []
+    for rung in LADDER[1:]:
+        untied = rung.name == TiedWeights.name and not workload.shape.tied
+        if rung.when_named or untied or rung.instead_of in chosen:
+            continue
+        if rung.needs(workload, hardware, plan_of(chosen)) is None:
+            chosen.append(rung.name)
+    return tuple(chosen)
+
+
 def reference_plan(names: Iterable[str]) -> Plan:
     """The plain fp32 plan with the same maths as the recipe: only rungs that declare a change are applied."""
     return plan_of(name for name in names if find_rung(name).maths is Maths.CHANGES)
