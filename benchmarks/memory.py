@@ -27,6 +27,7 @@ PLAIN = ("tf32", "no-sync", "bf16", "padded-vocab", "tied-weights", "fused-adamw
 FLASH, COMPILED = (*PLAIN, "flash"), (*PLAIN, "compile")
 LAST = (*COMPILED, "cudnn-attention")
 FUSED, CHUNKED = (*LAST, "fused-loss"), (*LAST, "chunked-loss")
+NARROW = (*FUSED, "bf16-residual", "sigmoid-gelu")
 COMBINATIONS: tuple[tuple[str, tuple[str, ...], int], ...] = (
     ("gpt2", (), 16),
     ("gpt2", ("tf32", "no-sync", "bf16"), 16),
@@ -43,6 +44,7 @@ COMBINATIONS: tuple[tuple[str, tuple[str, ...], int], ...] = (
     ("gpt2", COMPILED, 32),
     *(("gpt2", LAST, size) for size in (16, 32, 64)),
     *(("gpt2", FUSED, size) for size in (16, 32, 64)),
+    *(("gpt2", NARROW, size) for size in (16, 64)),
     *(("gpt2", CHUNKED, size) for size in (16, 64)),
     ("gpt2", (*LAST, "checkpointing"), 64),
     ("gpt2", (*CHUNKED, "checkpointing"), 64),
@@ -100,6 +102,23 @@ def run_all(device: str, budget_bytes: int, logs: Path, chosen: list[int]) -> li
     waiting = sorted(chosen, key=lambda i: ("compile" not in COMBINATIONS[i][1], -prediction(COMBINATIONS[i]).total))
     running: dict[int, subprocess.Popen[bytes]] = {}
     rows: dict[int, dict[str, Any]] = {}
+    try:
+        _run_waiting(waiting, running, rows, device, budget_bytes, logs)
+    except KeyboardInterrupt:  # what is measured is worth its record
+        print(f"stopped; {len(rows)} of {len(chosen)} measured", file=sys.stderr)
+        for process in running.values():
+            process.kill()
+    return [rows[index] for index in sorted(rows)]
+
+
+def _run_waiting(
+    waiting: list[int],
+    running: dict[int, subprocess.Popen[bytes]],
+    rows: dict[int, dict[str, Any]],
+    device: str,
+    budget_bytes: int,
+    logs: Path,
+) -> None:
     while waiting or running:
         used = sum(prediction(COMBINATIONS[index]).total for index in running)
         fits = next(
@@ -113,7 +132,6 @@ def run_all(device: str, budget_bytes: int, logs: Path, chosen: list[int]) -> li
             rows[index] = finished_row(index, running.pop(index), logs)
             print(line_of(rows[index]), file=sys.stderr, flush=True)
         time.sleep(0.2)
-    return [rows[index] for index in sorted(rows)]
 
 
 def finished_row(index: int, process: subprocess.Popen[bytes], logs: Path) -> dict[str, Any]:

@@ -3,9 +3,11 @@
 The commands are also functions, which return the document that `--json` prints:
 
     redline.ladder("tiny")["best"]
+    redline.tune("tiny", minutes=2)["best"]
     redline.estimate("gpt2", gpu="H200")["memory"]["total"]
     redline.lint("gpt2", gpu="A100-80")["findings"]
     redline.hardware("NVIDIA L40S")["known"]["peak_tflops"]
+    redline.profile("tiny", rungs="none")["advice"]
 
 Importing redline imports nothing heavy. A mistake raises `redline.core.errors.UserError`.
 """
@@ -16,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "estimate", "hardware", "ladder", "lint"]
+__all__ = ["__version__", "estimate", "hardware", "ladder", "lint", "profile", "tune"]
 
 
 def ladder(
@@ -33,6 +35,9 @@ def ladder(
     aa: bool = False,
     steps: int | None = None,
     check_steps: int | None = None,
+    rebatch: bool = False,
+    headroom: float | None = None,
+    global_batch: int | None = None,
     out: Path | str | None = None,
     timeout_seconds: float = 600.0,
 ) -> dict[str, Any]:
@@ -62,6 +67,9 @@ def ladder(
         aa=aa,
         steps=steps,
         check_steps=check_steps,
+        rebatch=rebatch,
+        headroom=headroom,
+        global_batch=global_batch,
         out=None if out is None else Path(out),
     )
     with LiveLadder(Console(stderr=True)) as view:
@@ -69,6 +77,53 @@ def ladder(
     with run.directory.explaining():
         run.directory.write(REPORT_FILE, render_page(document))
     return document
+
+
+def tune(
+    workload: str | None = None,
+    *,
+    minutes: float | None = None,
+    allow: str | None = None,
+    rungs: str | None = None,
+    without: str | None = None,
+    micro_batch: int | None = None,
+    global_batch: int | None = None,
+    memory_limit: str | None = None,
+    data: str | None = None,
+    device: str | None = None,
+    steps: int | None = None,
+    check_steps: int | None = None,
+    timeout: float | None = None,
+    fresh: bool = False,
+    out: Path | str | None = None,
+) -> dict[str, Any]:
+    """Search for the fastest recipe that still trains right: the document of `redline tune --json`.
+
+    The arguments are the command's options (`redline tune --help`), with its defaults; the recipe is best.json in the
+    run directory `out`. Progress goes to standard error.
+    """
+    from redline.commands.common import options_of
+    from redline.commands.tune import add_tune
+    from redline.commands.tune import tune as document_of
+
+    given = {
+        "workload": workload,
+        "minutes": minutes,
+        "allow": allow,
+        "rungs": rungs,
+        "without": without,
+        "micro_batch": micro_batch,
+        "global_batch": global_batch,
+        "memory_limit": memory_limit,
+        "data": data,
+        "device": device,
+        "steps": steps,
+        "check_steps": check_steps,
+        "timeout": timeout,
+        "fresh": fresh or None,
+        "out": None if out is None else Path(out),
+    }
+    return document_of(options_of(add_tune, "tune", given), _call("tune", given))[0]
 
 
 def estimate(
@@ -177,6 +232,41 @@ def hardware(
         "device": device,
     }
     return document_of(options_of(add_hardware, "hardware", {**given, "command": _call("hardware", given)}))
+
+
+def profile(
+    workload: str | None = None,
+    *,
+    recipe: Path | str | None = None,
+    rungs: str | None = None,
+    micro_batch: int | None = None,
+    data: str | None = None,
+    device: str | None = None,
+    steps: int | None = None,
+    out: Path | str | None = None,
+    timeout: float | None = None,
+) -> dict[str, Any]:
+    """Where a step's time and memory go, and what to do first: the document of `redline profile --json`.
+
+    The arguments are the command's options (`redline profile --help`), with its defaults. A worker that failed is a
+    document too: its "status" is "failed", its "reason" says why.
+    """
+    from redline.commands.common import options_of
+    from redline.commands.profile import add_profile
+    from redline.commands.profile import profile as document_of
+
+    given = {
+        "workload": workload,
+        "recipe": None if recipe is None else Path(recipe),
+        "rungs": rungs,
+        "micro_batch": micro_batch,
+        "data": data,
+        "device": device,
+        "steps": steps,
+        "out": None if out is None else Path(out),
+        "timeout": timeout,
+    }
+    return document_of(options_of(add_profile, "profile", {**given, "command": _call("profile", given)}))
 
 
 def _call(function: str, given: dict[str, Any]) -> str:

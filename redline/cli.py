@@ -20,18 +20,23 @@ from redline.commands.common import EXIT_DONE, EXIT_INTERRUPTED, EXIT_MISTAKE
 from redline.commands.data import add_data
 from redline.commands.estimate import add_estimate
 from redline.commands.hardware import add_hardware
-from redline.commands.ladder import add_ladder, add_report
+from redline.commands.ladder import add_ladder
 from redline.commands.lint import add_lint
+from redline.commands.profile import add_profile
+from redline.commands.report import add_report
 from redline.commands.train import add_export, add_sample, add_train
+from redline.commands.tune import add_tune
 from redline.core.errors import UserError
 
 DESCRIPTION = "Finds out how fast a machine can train a GPT, gets it there, and proves that nothing broke on the way."
 ADD_COMMANDS = (  # in the order of --help
     add_ladder,
+    add_tune,
     add_train,
     add_sample,
     add_export,
     add_data,
+    add_profile,
     add_lint,
     add_estimate,
     add_hardware,

@@ -12,8 +12,10 @@ from redline.commands.common import EXIT_DONE, EXIT_FAILED, add_common, command_
 
 if TYPE_CHECKING:
     from redline.data.prepare import Preparation
+    from redline.data.sources import Reading
 
 TOKENIZERS = ("gpt2", "bytes")
+READING_OPTIONS = ("field", "split", "split_documents", "errors", "val_fraction")
 ESCAPES = {"\\n": "\n", "\\t": "\t", "\\r": "\r"}
 
 
@@ -55,30 +57,43 @@ def add_prepare(actions: Any) -> None:
     )
     prepare.add_argument("--out", metavar="DIR", type=Path, required=True, help="where the shards go")
     prepare.add_argument("--tokenizer", choices=TOKENIZERS, default=TOKENIZERS[0], help="default: gpt2, offline")
-    prepare.add_argument("--field", metavar="NAME", default="text", help="where a record has its text (default: text)")
-    prepare.add_argument("--split", metavar="NAME", default="train", help="of a Hugging Face data set (default: train)")
-    prepare.add_argument(
-        "--split-documents",
-        metavar="SEP",
-        help=r"what stands between the documents of a text file, such as '\n\n\n' (default: a file is one document)",
-    )
-    prepare.add_argument(
-        "--errors",
-        choices=("strict", "replace"),
-        default="strict",
-        help="bytes that are no UTF-8: stop and name the place, or put U+FFFD there (default: strict)",
-    )
-    prepare.add_argument(
-        "--val-fraction",
-        metavar="F",
-        type=float,
-        default=0.005,
-        help="share of the documents kept for validation (default: 0.005)",
-    )
+    add_reading(prepare)
     prepare.add_argument("--processes", metavar="N", type=int, help="default: one for each core")
     prepare.add_argument("--overwrite", action="store_true", help="the folder may hold other tokens: make them anew")
     add_common(prepare)
     prepare.set_defaults(run=run_prepare)
+
+
+def add_reading(parser: Any) -> None:
+    """READING_OPTIONS, for every command that reads text. What was not given is None, and `Reading` knows better."""
+    parser.add_argument("--field", metavar="NAME", help="where a record has its text (default: text)")
+    parser.add_argument("--split", metavar="NAME", help="of a Hugging Face data set (default: train)")
+    parser.add_argument(
+        "--split-documents",
+        metavar="SEP",
+        help=r"what stands between the documents of a text file, such as '\n\n\n' (default: a file is one document)",
+    )
+    parser.add_argument(
+        "--errors",
+        choices=("strict", "replace"),
+        help="bytes that are no UTF-8: stop and name the place, or put U+FFFD there (default: strict)",
+    )
+    parser.add_argument(
+        "--val-fraction",
+        metavar="F",
+        type=float,
+        help="share of the documents kept for validation (default: 0.005)",
+    )
+
+
+def reading_of(options: argparse.Namespace) -> Reading:
+    from redline.data.sources import Reading
+
+    separator = options.split_documents
+    for spelling, meant in ESCAPES.items():  # a shell passes '\n' on as two characters
+        separator = separator and separator.replace(spelling, meant)
+    given = {"field": options.field, "separator": separator, "errors": options.errors, "split": options.split}
+    return Reading(**{name: value for name, value in given.items() if value is not None})
 
 
 def run_prepare(options: argparse.Namespace) -> int:
@@ -106,17 +121,14 @@ def run_prepare(options: argparse.Namespace) -> int:
 
 def order_of(options: argparse.Namespace) -> Preparation:
     from redline.data.prepare import Preparation
-    from redline.data.sources import Reading
 
-    separator = options.split_documents
-    for spelling, meant in ESCAPES.items():  # a shell passes '\n' on as two characters
-        separator = separator and separator.replace(spelling, meant)
+    share = {} if options.val_fraction is None else {"val_fraction": options.val_fraction}
     return Preparation(
         sources=tuple(options.sources),
         out=options.out.expanduser(),
         tokenizer=options.tokenizer,
-        reading=Reading(field=options.field, separator=separator, errors=options.errors, split=options.split),
-        val_fraction=options.val_fraction,
+        reading=reading_of(options),
+        **share,
         processes=options.processes,
         overwrite=options.overwrite,
         command=command_line(),

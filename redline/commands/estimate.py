@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,7 +51,9 @@ def add_estimate(commands: Any) -> None:
         help="the optimisations (default: all that apply on the device; 'none': the baseline)",
     )
     estimate.add_argument("--from", dest="recipe", metavar="RECIPE", help="rungs and micro batch of a recipe file")
-    estimate.add_argument("--optimizer", metavar="NAME", help="another optimizer, such as lion or adamw-8bit")
+    estimate.add_argument(
+        "--optimizer", metavar="NAME", help="another optimizer, such as lion or adamw-8bit: short for its rung"
+    )
     estimate.add_argument("--gpus", metavar="N", type=int, default=1, help="GPUs in all (default: 1)")
     estimate.add_argument("--tp", metavar="N", type=int, default=1, help="tensor-parallel GPUs (default: 1)")
     estimate.add_argument("--pp", metavar="N", type=int, default=1, help="pipeline stages (default: 1)")
@@ -177,7 +180,7 @@ def choose_subject(options: argparse.Namespace, machine: Target) -> Subject:
         if options.micro_batch is None:
             options = argparse.Namespace(**{**vars(options), "micro_batch": recipe.micro_batch})
     shape, micro_batch, notes = choose_sizes(options, resolved)
-    rungs, assumed = choose_rungs(words, shape, machine)
+    rungs, assumed = choose_rungs(words, shape, machine, options.optimizer)
     if resolved.origin.kind != "preset":
         rungs, tying = tied_as_published(rungs, shape)
         assumed += tying
@@ -189,7 +192,6 @@ def choose_subject(options: argparse.Namespace, machine: Target) -> Subject:
         plan=plan_of(rungs),
         layout=layout,
         zero=options.zero,
-        optimizer=options.optimizer,
         inference=False if options.inference is None else options.inference == AS_THE_PLAN or options.inference,
     )
     return Subject(
@@ -222,30 +224,38 @@ def choose_sizes(options: argparse.Namespace, resolved: Resolved) -> tuple[Shape
 # the rungs
 
 
-def choose_rungs(words: str | None, shape: Shape, machine: Target) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Rungs in the ladder's order, and notes. Named ones must apply; without a name it is all that do."""
-    from redline.core.plan import Plan
-    from redline.rungs import LADDER, find_rung, usual_rungs
+def choose_rungs(
+    words: str | None, shape: Shape, machine: Target, optimizer: str | None = None
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Rungs in the ladder's order, and notes. Named ones must apply; without a name it is all that do. An optimizer's
+    rung takes the place of the one among them."""
+    from redline.rungs import find_rung, usual_rungs
+    from redline.rungs.ladder import LADDER, check_alternatives, with_optimizer
 
     if words is None:
-        chosen = usual_rungs(_workload(shape), machine.hardware)
-        return chosen, (f"rungs assumed: {', '.join(chosen)} (--rungs)",)
-    named = set() if words.strip() == "none" else {find_rung(word.strip()).name for word in words.split(",")}
-    plan, ordered = Plan(), [rung for rung in LADDER[1:] if rung.name in named]
-    for rung in ordered:
-        if rung.instead_of in named:
-            raise UserError(
-                f"{rung.instead_of} and {rung.name} were given together",
-                f"{rung.name} takes the place of {rung.instead_of}, and a step has one of the two",
-                "drop one of them",
-            )
+        named: Iterable[str] = usual_rungs(_workload(shape), machine.hardware)
+    else:
+        named = [] if words.strip() == "none" else [find_rung(word.strip()).name for word in words.split(",")]
+    chosen = tuple(rung.name for rung in LADDER[1:] if rung.name in named)
+    check_alternatives(chosen)
+    if optimizer is not None:
+        chosen = with_optimizer(chosen, optimizer)
+    check_rungs_apply(chosen, shape, machine)
+    return chosen, () if words is not None else (f"rungs assumed: {', '.join(chosen)} (--rungs)",)
+
+
+def check_rungs_apply(names: Iterable[str], shape: Shape, machine: Target) -> None:
+    from redline.core.plan import Plan
+    from redline.rungs import find_rung
+
+    plan = Plan()
+    for rung in map(find_rung, names):
         reason = rung.needs(_workload(shape), machine.hardware, plan)
         if reason is not None:
             raise UserError(
                 f"{rung.name} does not apply", reason, f"leave {rung.name} out of the rungs, or choose another --gpu"
             )
         plan = rung.apply(plan)
-    return tuple(rung.name for rung in ordered), ()
 
 
 def tied_as_published(rungs: tuple[str, ...], shape: Shape) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -1,4 +1,4 @@
-"""`redline ladder` measures, `redline report` draws what was measured again."""
+"""`redline ladder` measures each optimisation on this machine."""
 
 from __future__ import annotations
 
@@ -73,6 +73,23 @@ def add_ladder(commands: Any) -> None:
         "--check-steps", metavar="K", type=int, help="training steps whose losses are compared with fp32 (default: 20)"
     )
     ladder.add_argument(
+        "--rebatch",
+        action="store_true",
+        help="a second view: measure every rung at the micro batch that is fastest for it as well",
+    )
+    ladder.add_argument(
+        "--headroom",
+        metavar="SHARE",
+        type=float,
+        help="with --rebatch: the share of the memory that stays free (default: 0.05)",
+    )
+    ladder.add_argument(
+        "--global-batch",
+        metavar="N",
+        type=int,
+        help="with --rebatch: sequences per update; only micro batches that divide it are tried",
+    )
+    ladder.add_argument(
         "--timeout",
         metavar="SECONDS",
         type=float,
@@ -87,17 +104,6 @@ def add_ladder(commands: Any) -> None:
     )
     add_common(ladder)
     ladder.set_defaults(run=run_ladder)
-
-
-def add_report(commands: Any) -> None:
-    report = commands.add_parser(
-        "report",
-        help="draw a run's table and page again",
-        description="Draw the table and report.html of a run directory again, on any machine.",
-    )
-    report.add_argument("directory", metavar="DIR", type=Path, help="a run directory")
-    add_common(report)
-    report.set_defaults(run=run_report)
 
 
 def run_ladder(options: argparse.Namespace) -> int:
@@ -137,19 +143,16 @@ CHOICES = (
     "aa",
     "steps",
     "check_steps",
+    "rebatch",
+    "headroom",
+    "global_batch",
 )
-
-
-def run_report(options: argparse.Namespace) -> int:
-    from redline.search.ladder import read_ladder
-
-    return show_ladder(read_ladder(options.directory), options.directory, options)
 
 
 def show_ladder(document: dict[str, Any], directory: Path, options: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from redline.core.job import BEST_FILE
+    from redline.core.job import BEST_FILE, REBATCHED_FILE
     from redline.report.table import print_ladder
 
     # Written before the table is shown, whose reader may close the pipe; a page that fails waits until after it.
@@ -158,7 +161,11 @@ def show_ladder(document: dict[str, Any], directory: Path, options: argparse.Nam
         print(json.dumps(document))
     else:
         print_ladder(document, Console())
-        print_paths(page=page, recipe=directory / BEST_FILE if document["best"] is not None else None)
+        print_paths(
+            page=page,
+            recipe=directory / BEST_FILE if document["best"] is not None else None,
+            rebatch=directory / REBATCHED_FILE if document["best_rebatched"] is not None else None,
+        )
     if not document["finished"]:
         print(f"interrupted; continue with: redline ladder --resume {directory}", file=sys.stderr)
     if trouble is not None and options.run is run_ladder:
@@ -171,8 +178,8 @@ def show_ladder(document: dict[str, Any], directory: Path, options: argparse.Nam
     return EXIT_FAILED if broken or document["best"] is None else EXIT_DONE
 
 
-def print_paths(*, page: Path | None, recipe: Path | None) -> None:
-    for name, path in (("page", page), ("recipe", recipe)):
+def print_paths(**paths: Path | None) -> None:
+    for name, path in paths.items():
         if path is not None:
             print(f"{name:8} {path}")
 

@@ -5,16 +5,25 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from contextlib import ExitStack
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from redline.commands.common import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, add_common, command_line
+from redline.commands.training_data import (
+    TEXT_OPTIONS,
+    add_data_options,
+    check_data,
+    data_of_run,
+    nothing_left_behind,
+    training_data,
+)
 from redline.core.errors import UserError
+from redline.core.workload import check_positive
 
 if TYPE_CHECKING:
+    from redline.commands.watch import Session
     from redline.engine.session import TrainOrder
 
 DEFAULT_OUT = "runs/train-WORKLOAD-DATE-TIME"
@@ -31,16 +40,16 @@ def add_train(commands: Any) -> None:
     train.add_argument("workload", nargs="?", metavar="WORKLOAD", help="a preset (default: gpt2 on CUDA, else tiny)")
     train.add_argument("--recipe", metavar="FILE", type=Path, help="best.json of a ladder (default: what applies here)")
     train.add_argument(
-        "--data",
-        metavar="PATH",
-        help="a folder made by `redline data prepare`, or a text file (default: the prose that ships with Python)",
+        "--optimizer", metavar="NAME", help="another than the recipe's, such as muon: short for its rung in the recipe"
     )
+    add_data_options(train)
     train.add_argument("--steps", metavar="N", type=int, help="stop after N updates")
     train.add_argument("--tokens", metavar="N", type=int, help="stop after N tokens")
     train.add_argument("--minutes", metavar="M", type=float, help="stop after M minutes of training")
     train.add_argument("--micro-batch", metavar="N", type=int, help="sequences per pass (default: the recipe's)")
     train.add_argument("--global-batch", metavar="N", type=int, help="sequences per update (default: the micro batch)")
-    train.add_argument("--learning-rate", metavar="R", type=float, help="its peak (default: the workload's)")
+    train.add_argument("--batch-tokens", metavar="N", type=int, help="the same in tokens, instead of --global-batch")
+    train.add_argument("--learning-rate", metavar="R", type=float, help="its peak (default: the optimizer's)")
     train.add_argument("--warmup-steps", metavar="N", type=int, help="updates until the peak (default: the workload's)")
     train.add_argument(
         "--schedule",
@@ -51,6 +60,9 @@ def add_train(commands: Any) -> None:
     train.add_argument("--checkpoint-every", metavar="N", type=int, help="updates between checkpoints (default: 500)")
     train.add_argument("--sample-every", metavar="N", type=int, help="updates between samples of text (default: none)")
     train.add_argument("--cycle", metavar="N", type=int, help="updates between two looks at the device (default: 10)")
+    train.add_argument(
+        "--tracker", metavar="NAME", help="curves for a tracker too: tensorboard (pip install 'redline[tensorboard]')"
+    )
     train.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda where torch sees one")
     train.add_argument("--out", metavar="DIR", type=Path, help=f"run directory (default: {DEFAULT_OUT})")
     train.add_argument("--resume", metavar="DIR", type=Path, help="go on from the newest whole checkpoint of a run")
@@ -126,27 +138,21 @@ def run_export(options: argparse.Namespace) -> int:
 def run_train(options: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from redline.engine.train import DivergedError
-    from redline.report.training import MetricsLog, TrainingView
+    from redline.commands.watch import Watchers
+    from redline.engine.trackers import check_tracker
 
+    if options.tracker is not None:
+        check_tracker(options.tracker)
     console = Console(stderr=True)
     order = resumed_order(options) if options.resume else new_order(options, console)
-    with ExitStack() as stack:
-        log = MetricsLog(Path(order.out) / "metrics.jsonl")
-        stack.callback(log.close)
-        view = stack.enter_context(TrainingView(console, budget=order.settings.budget, mfu=mfu_of(order)))
-
-        def emit(kind: str, **fields: Any) -> None:
-            log(kind, **fields)
-            view(kind, **fields)
-
-        try:
-            summary = train_session(order, emit)
-        except DivergedError as error:
-            print(f"training stopped: {error}; the last good checkpoint is under {order.out}", file=sys.stderr)
-            return EXIT_FAILED
-    show_summary(summary, order, options)
-    return EXIT_INTERRUPTED if summary["ended"] == "interrupted" else EXIT_DONE
+    with Watchers(order, session_of(order, options), console, tracker=options.tracker) as watchers:
+        summary = train_session(order, watchers.emit)
+        watchers.end(summary)
+    mfu = watchers.mfu(summary["tokens_per_second"])
+    show_summary({**summary, "mfu": mfu, "page": watchers.page}, order, options)
+    return {"interrupted": EXIT_INTERRUPTED, "diverged": EXIT_FAILED, "failed": EXIT_FAILED}.get(
+        summary["ended"], EXIT_DONE
+    )
 
 
 def train_session(order: TrainOrder, emit: Any) -> dict[str, Any]:
@@ -165,23 +171,31 @@ def new_order(options: argparse.Namespace, console: Any) -> TrainOrder:
     from redline.core.values import to_json
     from redline.engine.session import TrainOrder
     from redline.rungs import usual_rungs
+    from redline.rungs.ladder import check_alternatives, with_optimizer
     from redline.search.launch import probe_machine
     from redline.workloads import resolve_workload
 
     budget = Budget(steps=options.steps, tokens=options.tokens, minutes=options.minutes)
     recipe = load_recipe(options.recipe) if options.recipe else None
+    check_alternatives(recipe.rungs if recipe else ())
     if options.workload:
         resolve_workload(options.workload)  # a wrong name is told before torch is asked anything
+    if options.optimizer is not None:
+        with_optimizer((), options.optimizer)  # likewise
     hardware, versions = probe_machine(options.device)
     workload = resolve_workload(options.workload or ("gpt2" if hardware.kind == "cuda" else "tiny"))
     if recipe is None:
         recipe = Recipe(rungs=usual_rungs(workload, hardware), micro_batch=workload.micro_batch)
     if options.micro_batch is not None:
         recipe = replace(recipe, micro_batch=options.micro_batch)
+    if options.optimizer is not None:
+        recipe = replace(recipe, rungs=other_optimizer(options.optimizer, recipe.rungs, workload, hardware))
     settings = settings_of(options, workload, recipe, budget)
     out = options.out or Path("runs") / f"train-{workload.name}-{datetime.now().strftime('%Y%m%d-%H%M%S')}"
+    check_data(options, workload)
     directory = create_run_directory(out)
-    data = prepared_data(options.data, workload, out, console)
+    with nothing_left_behind(out):
+        data = training_data(options, workload, settings, out, console)
     order = TrainOrder(
         workload=workload, recipe=recipe, settings=settings, device=hardware.kind, data=str(data), out=str(out)
     )
@@ -197,10 +211,26 @@ def new_order(options: argparse.Namespace, console: Any) -> TrainOrder:
     return order
 
 
+def other_optimizer(name: str, rungs: tuple[str, ...], workload: Any, hardware: Any) -> tuple[str, ...]:
+    """The rungs with this optimizer's in the place of theirs."""
+    from redline.rungs import find_rung, plan_of
+    from redline.rungs.ladder import with_optimizer
+
+    chosen = with_optimizer(rungs, name)
+    for rung in map(find_rung, set(chosen) - set(rungs)):
+        reason = rung.needs(workload, hardware, plan_of(other for other in chosen if other != rung.name))
+        if reason is not None:
+            raise UserError(f"--optimizer {name} does not apply here", reason, "choose another, or another recipe")
+    return chosen
+
+
 def settings_of(options: argparse.Namespace, workload: Any, recipe: Any, budget: Any) -> Any:
     from redline.core.training import TrainSettings
+    from redline.engine.build import optimizer_settings
+    from redline.rungs import plan_of
 
-    global_batch = options.global_batch or recipe.micro_batch
+    own = optimizer_settings(workload, plan_of(recipe.rungs))  # a workload states AdamW's rate
+    global_batch = global_sequences(options, workload.shape.sequence, recipe.micro_batch)
     per_update = global_batch * workload.shape.sequence
     ends = [budget.steps, None if budget.tokens is None else -(-budget.tokens // per_update)]
     schedule_steps = min((steps for steps in ends if steps is not None), default=None)
@@ -214,13 +244,6 @@ def settings_of(options: argparse.Namespace, workload: Any, recipe: Any, budget:
     warmup = workload.warmup_steps if options.warmup_steps is None else options.warmup_steps
     if schedule_steps is not None and schedule != "constant":
         warmup = min(warmup, max(1, schedule_steps - 1)) if options.warmup_steps is None else warmup
-    chosen = {
-        "eval_every": options.eval_every,
-        "checkpoint_every": options.checkpoint_every,
-        "sample_every": options.sample_every,
-        "cycle_steps": options.cycle,
-        "learning_rate": options.learning_rate or workload.learning_rate,
-    }
     return TrainSettings(
         micro_batch=recipe.micro_batch,
         global_batch=global_batch,
@@ -228,46 +251,62 @@ def settings_of(options: argparse.Namespace, workload: Any, recipe: Any, budget:
         schedule=schedule,
         schedule_steps=schedule_steps if schedule != "constant" else None,
         warmup_steps=warmup,
-        **{name: value for name, value in chosen.items() if value is not None},
+        learning_rate=options.learning_rate or own["learning_rate"],
+        **often(options),
     )
 
 
-def prepared_data(words: str | None, workload: Any, out: Path, console: Any) -> Path:
-    """A prepared folder as it is; a text is made into one inside the run directory."""
-    from redline.data.prepare import Preparation, prepare
-    from redline.data.text import sample_documents
+def often(options: argparse.Namespace) -> dict[str, Any]:
+    """How often things happen, where it was said."""
+    chosen = {
+        "eval_every": options.eval_every,
+        "checkpoint_every": options.checkpoint_every,
+        "sample_every": options.sample_every,
+        "cycle_steps": options.cycle,
+    }
+    return {name: value for name, value in chosen.items() if value is not None}
 
-    if words is not None and Path(words).is_dir() and (Path(words) / "index.json").exists():
-        return Path(words).resolve()
-    sources = words
-    if words is None:
-        sources = str(out / "sample.jsonl")
-        lines = (json.dumps({"text": text}) + "\n" for text in sample_documents())
-        Path(sources).write_text("".join(lines), encoding="utf-8")
-    console.print(
-        f"preparing {words or 'the prose that ships with Python'}", markup=False, highlight=False, style="dim"
-    )
-    prepare(
-        Preparation(
-            sources=(str(sources),),
-            out=out / "data",
-            tokenizer=workload.tokenizer,
-            val_fraction=0.05 if words is None else 0.005,
-            command=command_line(),
+
+def global_sequences(options: argparse.Namespace, sequence: int, micro_batch: int) -> int:
+    """Of an update: as given, from --batch-tokens, or one micro batch."""
+    tokens = options.batch_tokens
+    if tokens is None:
+        return micro_batch if options.global_batch is None else int(options.global_batch)
+    if options.global_batch is not None:
+        raise UserError("--global-batch and --batch-tokens", "both say how large an update is", "give one of them")
+    check_positive("--batch-tokens", tokens)
+    each = micro_batch * sequence
+    if tokens % each:
+        nearest = " or ".join(str(each * count) for count in (tokens // each, tokens // each + 1) if count)
+        raise UserError(
+            f"--batch-tokens {tokens} is not a multiple of {each:,}",
+            f"an update adds up whole micro batches, here of {micro_batch} sequences of {sequence:,} tokens",
+            f"set it to {nearest}, or choose another --micro-batch",
         )
-    )
-    return (out / "data").resolve()
+    return int(tokens // sequence)
 
 
 def resumed_order(options: argparse.Namespace) -> TrainOrder:
-    """What run.json says; only the budget may be given again, to train longer."""
-    from redline.core.job import open_run_directory
+    """What run.json says. The budget may be given again, to train longer, and what changes no update: how often things
+    happen, the device, the recipe (another model or optimizer is refused by the checkpoint) and the micro batch."""
+    from redline.core.job import RUN_FILE, open_run_directory
+    from redline.core.recipe import load_recipe
     from redline.core.training import Budget
     from redline.core.values import from_json
     from redline.engine.session import TrainOrder
 
-    fixed = ("workload", "recipe", "data", "micro_batch", "global_batch", "learning_rate", "schedule", "out")
-    given = [f"--{name.replace('_', '-')}" for name in fixed if getattr(options, name) is not None]
+    fixed = (
+        "workload",
+        "optimizer",
+        "data",
+        "global_batch",
+        "batch_tokens",
+        "learning_rate",
+        "warmup_steps",
+        "schedule",
+    )
+    fixed_too = (*fixed, *TEXT_OPTIONS, "out")
+    given = [f"--{name.replace('_', '-')}" for name in fixed_too if getattr(options, name) is not None]
     if given:
         raise UserError(
             f"{', '.join(given)} cannot change in a resumed run",
@@ -275,30 +314,56 @@ def resumed_order(options: argparse.Namespace) -> TrainOrder:
             "leave it out, or start a new run",
         )
     record = open_run_directory(options.resume).read_run()
-    if record.get("kind") != "train":
-        raise UserError(f"{options.resume} is no training run", "it holds a ladder", "use redline ladder --resume")
-    order = from_json(TrainOrder, record["order"])
+    try:
+        if record.get("kind") != "train":
+            raise UserError(
+                f"{options.resume} is no training run", "it holds another", "resume it with its own command"
+            )
+        order = from_json(TrainOrder, record["order"])
+    except (KeyError, ValueError, TypeError, AttributeError) as error:
+        raise UserError(
+            f"{options.resume} is not a training run this version can read",
+            f"{RUN_FILE}: {error}",
+            "use the version that made it, or start a new run",
+        ) from error
+    order = replace(order, data=data_of_run(order.data, options.resume))
     if options.steps or options.tokens or options.minutes:
         budget = Budget(steps=options.steps, tokens=options.tokens, minutes=options.minutes)
         order = replace(order, settings=replace(order.settings, budget=budget))
-    return replace(order, out=str(options.resume))
+    recipe = load_recipe(options.recipe) if options.recipe else order.recipe
+    recipe = replace(recipe, micro_batch=options.micro_batch or recipe.micro_batch)
+    settings = replace(order.settings, micro_batch=recipe.micro_batch, **often(options))
+    return replace(
+        order, recipe=recipe, settings=settings, device=options.device or order.device, out=str(options.resume)
+    )
 
 
-def mfu_of(order: TrainOrder) -> Any:
+def session_of(order: TrainOrder, options: argparse.Namespace) -> Session:
+    """A run that is resumed may be on another machine than run.json's: its MFU is a share of this one's peak."""
+    from redline.commands.watch import Session
     from redline.core.hardware import Hardware
+    from redline.core.job import RunDirectory
     from redline.core.values import from_json
-    from redline.predict.efficiency import efficiency
-    from redline.rungs import plan_of
+    from redline.search.launch import probe_machine
 
-    record = json.loads((Path(order.out) / "run.json").read_text(encoding="utf-8"))
-    hardware, plan = from_json(Hardware, record["hardware"]), plan_of(order.recipe.rungs)
-    return lambda rate: efficiency(order.workload.shape, plan, hardware, rate).mfu
+    if options.resume:
+        hardware, versions = probe_machine(order.device)
+        return Session(hardware=hardware, versions=versions)
+    record = RunDirectory(Path(order.out)).read_run()
+    return Session(hardware=from_json(Hardware, record["hardware"]), versions=record["versions"])
 
 
 def show_summary(summary: dict[str, Any], order: TrainOrder, options: argparse.Namespace) -> None:
-    from redline.report.training import summary_lines
+    from redline.report.training import summary_lines, without_nan
 
-    document = {**summary, "workload": order.workload.name, "rungs": list(order.recipe.rungs), "out": order.out}
+    document = {
+        **without_nan(summary),
+        "workload": order.workload.name,
+        "rungs": list(order.recipe.rungs),
+        "out": order.out,
+    }
+    if summary["reason"] is not None:
+        print(f"training stopped: {summary['reason']}", file=sys.stderr)
     if options.json:
         print(json.dumps(document))
         return

@@ -22,6 +22,12 @@ MIB = 1024**2
 # 790 of 989.4 TFLOP/s and 4.3 of 4.8 TB/s (FACTS section 2).
 TYPICAL_MATMUL, TYPICAL_BANDWIDTH = 0.80, 0.90
 VECTOR_BYTES = 16  # one load of a thread: rows of matrices that do not start at multiples of it are slow on every card
+# What is left of a 16-bit matmul's rate when rows start at odd multiples of so many bytes and the library falls back on
+# narrow loads. On Hopper: `redline lint --measure` on an H200, torch 2.11 with CUDA 13.0 (records/: vocabulary 50257,
+# d_ff 10922 and heads of 100 against their neighbours). Elsewhere what is published: 50257 against 50304 was 30 % of an
+# A100's step; d_ff 10922 against 10944 gave 272.7 and 398.4 TFLOP/s on an H100 with an older library (FACTS 1 and 4).
+NARROW_RATES = {2: 0.37, 4: 0.68, 8: 0.68}
+NARROW_RATES_ON = {"Hopper": {2: 0.15, 4: 0.29, 8: 0.34}}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +65,11 @@ class Device:
     def reachable_tflops(self, dtype: str) -> float:
         """What a large matmul really does: the best that was measured, else a typical share of the data sheet."""
         return self.best_tflops.get(dtype, TYPICAL_MATMUL * self.peak_tflops[dtype])
+
+    @property
+    def narrow_rates(self) -> dict[int, float]:
+        """Shares of the matmul rate for rows that start at multiples of 2, 4 or 8 bytes."""
+        return NARROW_RATES_ON.get(self.architecture, NARROW_RATES)
 
     @property
     def reachable_bandwidth(self) -> float:

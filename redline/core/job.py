@@ -26,6 +26,7 @@ from redline.core.values import from_json, to_json
 from redline.core.workload import Workload
 
 RUN_FILE, RESULTS_FILE, REPORT_FILE, BEST_FILE = "run.json", "results.jsonl", "report.html", "best.json"
+REBATCHED_FILE = "best-rebatched.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +40,9 @@ class Job:
     tokens: str
     """Path of the token file, relative to the run directory."""
     kind: str = "measure"
-    """'measure', or 'reference': the loss curve alone, in plain fp32, in chunks small enough to fit."""
+    """'measure'; 'reference': the loss curve alone, in plain fp32, in chunks small enough to fit; 'look': the time
+    alone, unchecked; 'trial': a measurement with half the timing and no profile, to rank sizes of the batch;
+    'profile': where the time goes, `timed_steps` of them under the profiler."""
     check_steps: int = 20
     """Length of the loss curve that is compared."""
     timed_steps: int | None = None
@@ -47,10 +50,14 @@ class Job:
     bit_exact_rung: str | None = None
     """Also prove that this rung changes no bit: deterministic steps with and without it."""
     repeat: int = 0
+    give_up_seconds: float | None = None
+    """Of a measurement: when a first look finds steps slower than this, the look is all there is. No part of the key:
+    it says how long to stay, not what is asked."""
 
     @property
     def key(self) -> str:
-        text = json.dumps(to_json(self), sort_keys=True)
+        asked = {name: value for name, value in to_json(self).items() if name != "give_up_seconds"}
+        text = json.dumps(asked, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     @property
@@ -76,10 +83,11 @@ class RunDirectory:
     def write(self, name: str, text: str) -> Path:
         return write_atomically(self.path / name, text)
 
-    def append(self, job: Job, result: Result) -> None:
-        """One line, flushed to the disk before anything else starts."""
+    def append(self, job: Job, result: Result, seconds: float | None = None) -> None:
+        """One line, flushed to the disk before anything else starts. `seconds`: what the answer took, where that is
+        kept account of."""
         ok = isinstance(result, Measurement)
-        record = {"key": job.key, "ok": ok, "job": to_json(job), "result": to_json(result)}
+        record = {"key": job.key, "ok": ok, "job": to_json(job), "result": to_json(result), "seconds": seconds}
         with self.explaining(), open(self.path / RESULTS_FILE, "ab") as file:
             if file.tell() and not _ends_with_newline(self.path / RESULTS_FILE):
                 file.write(b"\n")  # a killed writer left half a line: close it, so that ours stays whole
@@ -103,16 +111,20 @@ class RunDirectory:
     def results(self) -> dict[str, Result]:
         """Every finished job by its key. A line cut short (the machine died) or of another version is no result: that
         job is asked again."""
+        return {key: result for key, (result, _) in self.answers().items()}
+
+    def answers(self) -> dict[str, tuple[Result, float]]:
+        """The same, with the seconds each took; 0 where nobody kept account."""
         path = self.path / RESULTS_FILE
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
-        return dict(filter(None, map(_result_in, lines)))
+        return dict(filter(None, map(_answer_in, lines)))
 
 
-def _result_in(line: str) -> tuple[str, Result] | None:
+def _answer_in(line: str) -> tuple[str, tuple[Result, float]] | None:
     try:
         record = json.loads(line)
         kind: type[Measurement] | type[Failure] = Measurement if record["ok"] else Failure
-        return record["key"], from_json(kind, record["result"])
+        return record["key"], (from_json(kind, record["result"]), float(record.get("seconds") or 0.0))
     except (ValueError, KeyError, TypeError):
         return None
 
@@ -129,6 +141,13 @@ def write_atomically(path: Path, text: str) -> Path:
     draft.write_text(text, encoding="utf-8")
     os.replace(draft, path)
     return path
+
+
+def user_cache() -> Path:
+    """Where redline keeps what may be lost: $XDG_CACHE_HOME/redline, or ~/.cache/redline. A relative path there is
+    ignored, as the XDG rule says."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "redline"
 
 
 def check_run_directory(path: Path) -> None:

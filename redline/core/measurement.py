@@ -71,9 +71,11 @@ class Measurement:
     compile_seconds: float | None = None
     warmup_steps: int = 0
     peak_bytes: int | None = None
-    """The allocator's peak during the timed steps (resident set on a CPU)."""
+    """The allocator's peak during the timed steps and an evaluation behind them (resident set on a CPU)."""
     outside_bytes: int | None = None
     """Device memory in use that the allocator did not hand out: context, libraries, other processes."""
+    alloc_retries: int | None = None
+    """Over the same stretch: how often the allocator found no memory, gave its cache back and asked again."""
     gradients: GradientCheck | None = None
     pair_bitwise: bool | None = None
     """Bit-exact rungs only: plain steps with and without the rung gave the same bits. None: they do not even repeat."""
@@ -84,7 +86,8 @@ class Measurement:
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """A job that ended without a measurement. `kind` is one of oom, compile, timeout, killed, error."""
+    """A job that ended without a measurement. `kind` is one of oom, compile, timeout, killed, error, and
+    different: a size of the batch at which gradients are wrong."""
 
     kind: str
     reason: str

@@ -8,12 +8,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+# Of the tokens, for each loss that computes its gradient at once: an eighth of the logits is small beside the layers,
+# and still a large matmul.
+PIECES = {"fused": 1, "chunked": 8}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     # process switches
     matmul_precision: str = "highest"
     """float32 matmuls: 'highest' is true fp32, 'high' is TF32."""
+    expandable_segments: bool = False
+    """torch's allocator grows its segments instead of adding new ones, so less of them lies idle between tensors."""
     # the model
     attention: str = "naive"
     """'naive' (four lines), or 'flash' / 'cudnn': SDPA with that backend pinned and all others off."""
@@ -21,6 +27,10 @@ class Plan:
     """The head shares the token embedding, as published; the baseline unties to show what tying does."""
     vocab_multiple: int = 1
     """Rows of embedding and head are padded to a multiple of this; the padding never reaches the loss."""
+    residual: str = "fp32"
+    """The stream between the blocks: 'fp32', as autocast leaves it, or 'bf16'."""
+    gelu: str = "tanh"
+    """How GELU's tanh is computed: 'tanh' by its own function, 'sigmoid' through the one that is cheaper compiled."""
     loss: str = "full"
     """'full': logits wait for the backward pass; 'fused': one kernel turns them into their gradient at once; 'chunked':
     the same over an eighth of the tokens at a time."""
@@ -28,12 +38,19 @@ class Plan:
     """What the backward computes again instead of keeping it: 'none', 'selective' (the attention core) or 'full'."""
     # compilation
     compile: bool = False
+    max_autotune: bool = False
+    """Inductor times several kernels for each matmul and keeps the fastest."""
+    cuda_graphs: bool = False
+    """Inductor records the kernels of forward and backward once and replays them with one launch each."""
     # the step
     autocast: str | None = None
     """None, 'bf16' or 'fp16': around forward and loss only, parameters stay fp32."""
     loss_scaling: bool = False
     optimizer: str = "adamw-loop"
-    """A name in optim.OPTIMIZERS."""
+    """A name in optim/table.py; docs/optimizers.md has them all."""
+    weights: str = "fp32"
+    """How parameters and gradients are stored: 'fp32', or 'bf16' for optimizers that make up for the rounding. What
+    matmuls compute in is autocast's affair: without it stored bf16 weights are widened, which the reference does."""
     read_loss_every: int = 1
     """Steps between two reads of the loss by the host; 1 waits for the device at every step, 0 leaves it to others."""
     # the loader

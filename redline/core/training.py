@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from redline.core.errors import UserError
 from redline.core.workload import check_positive
 
+METRICS_FILE = "metrics.jsonl"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:

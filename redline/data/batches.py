@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from multiprocessing.context import BaseContext, ForkServerContext
 from pathlib import Path
-from typing import Any, final
+from typing import Any, Protocol, final
 
 import numpy
 import torch
@@ -27,6 +27,26 @@ from torch.utils.data import DataLoader, Dataset
 from redline.core.errors import UserError
 from redline.data.tokens import open_tokens
 from redline.data.workers import end_with_parent
+
+
+class BatchSource(Protocol):
+    """What a trainer draws from: a `Loader` of prepared data, or a `TextStream`."""
+
+    waited_seconds: float
+    """That the caller of next() stood still."""
+    documents: int
+    """That have ended in the batches since it was opened."""
+
+    @property
+    def epoch(self) -> float:
+        """1.5 is half-way through the second. An int where nobody knows how long one is."""
+
+    def __next__(self) -> torch.Tensor: ...
+
+    def state(self) -> dict[str, Any]:
+        """Plain JSON, of the batches that were handed out: what a checkpoint keeps."""
+
+    def close(self) -> None: ...
 
 
 class Batches(Dataset[torch.Tensor]):

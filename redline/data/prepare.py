@@ -17,23 +17,20 @@ import contextlib
 import datetime
 import fcntl
 import json
-import multiprocessing
 import os
 import re
-import signal
-import time
-import traceback
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
-from multiprocessing.connection import Connection, wait
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, cast, final
+from typing import Any, final
 
 import numpy
 
 from redline import __version__
 from redline.core.errors import UserError
 from redline.core.values import from_json, to_json
+from redline.data.pool import Meter, OnProgress, Pulse, Task, unheard, work_through
 from redline.data.shards import (
     INDEX_FILE,
     PREPARE_FILE,
@@ -50,15 +47,14 @@ from redline.data.shards import (
     write_json,
     write_stamps,
 )
-from redline.data.sources import Found, Part, Piece, Reading, cut_parts, find_sources, read_part
+from redline.data.sources import Found, Part, Reading, cut_parts, find_sources, read_part
 from redline.data.tokenizer import Tokenizer, tokenizer
-from redline.data.workers import core_count, end_with_parent, how_it_ended
+from redline.data.workers import core_count
 
 PARTS_FILE = "parts.jsonl"
 OURS = re.compile(rf"(train|val)-\d+\{SHARD_SUFFIX}|.*\.draft|{PARTS_FILE}|{STAMPS_FILE}|{INDEX_FILE}|{PREPARE_FILE}")
 SMALLEST_PART, LARGEST_PART = 1 << 20, 1 << 26
 FLUSH_TOKENS = 1 << 20
-REPORT_SECONDS = 0.25
 
 
 @final
@@ -79,34 +75,11 @@ class Preparation:
     command: str = ""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.val_fraction < 1:
-            raise UserError(
-                f"the share of validation is {self.val_fraction:g}",
-                "it is a share of the documents, and some must be left to train on",
-                "give --val-fraction a number from 0 to below 1, such as 0.005",
-            )
+        check_val_fraction(self.val_fraction)
         for name in ("processes", "part_bytes"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UserError(f"{name} is {value}", "it is a count", f"give {name} a number from 1")
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class Progress:
-    """Where the work stands. Parts that an earlier run had finished are done, but nobody waited for them now."""
-
-    bytes_total: int
-    bytes_kept: int = 0
-    bytes_done: int = 0
-    """Of the files, since this run began."""
-    text_bytes: int = 0
-    """Of UTF-8, unpacked, since this run began."""
-    documents: int = 0
-    tokens: int = 0
-    parts: int = 0
-    parts_done: int = 0
-    seconds: float = 0.0
 
 
 @final
@@ -121,10 +94,7 @@ class Finished:
     text_bytes: int
 
 
-OnProgress = Callable[[Progress], None]
-
-
-def prepare(order: Preparation, on_progress: OnProgress = lambda progress: None) -> dict[str, Any]:
+def prepare(order: Preparation, on_progress: OnProgress = unheard) -> dict[str, Any]:
     """The index of the finished folder."""
     found = find_sources(order.sources, order.reading)
     encoder = tokenizer_id(tokenizer(order.tokenizer))
@@ -139,15 +109,24 @@ def prepare(order: Preparation, on_progress: OnProgress = lambda progress: None)
         if len(finished) == len(parts) and (order.out / INDEX_FILE).exists():
             index = read_index(order.out)
             return {**index, "notes": [*index["notes"], "this was prepared before: nothing was left to do"]}
-        meter = Meter(parts, found.size, finished, on_progress)
+        meter = Meter(parts, found.size, list(finished), on_progress)
         if len(finished) < len(parts):
-            run_workers(order, encoder, parts, finished, meter)
+            make_shards(order, encoder, parts, finished, meter)
         return finish(order, identity, encoder, found, [finished[number] for number in range(len(parts))], meter)
 
 
 def part_size(total_bytes: int) -> int:
     """A part is small enough for 200 of them to keep many cores busy to the end, and large enough to be a file."""
     return max(min(max(total_bytes // 256, SMALLEST_PART), LARGEST_PART), total_bytes // 1024)
+
+
+def check_val_fraction(share: float) -> None:
+    if not 0 <= share < 1:
+        raise UserError(
+            f"the share of validation is {share:g}",
+            "it is a share of the documents, and some must be left to train on",
+            "give --val-fraction a number from 0 to below 1, such as 0.005",
+        )
 
 
 def is_val(key: int, val_fraction: float) -> bool:
@@ -166,26 +145,33 @@ def identity_of(order: Preparation, found: Found, encoder: TokenizerId, part_byt
         **to_json(order.reading),
         "val_fraction": order.val_fraction,
         "part_bytes": part_bytes,
-        "files": {file.path: [file.kind, file.size, file.mtime_ns] for file in found.files},
+        "files": files_of(found),
     }
+
+
+def files_of(found: Found) -> dict[str, Any]:
+    return {file.path: [file.kind, file.size, file.mtime_ns] for file in found.files}
 
 
 def open_folder(order: Preparation, identity: dict[str, Any]) -> None:
     """A folder that is new, or holds the beginning of exactly this work."""
     names = {path.name for path in order.out.iterdir()}
+    made = any(name == INDEX_FILE or name.endswith(SHARD_SUFFIX) for name in names)
     if PREPARE_FILE in names:
         difference = first_difference(read_identity(order.out), identity)
         if difference is None:
             clear_drafts(order.out)
             return
-        if not order.overwrite:
+        if made and not order.overwrite:
             raise UserError(
                 f"{order.out} holds the tokens of something else",
                 difference,
                 "choose another --out, or add --overwrite to make them anew",
             )
     strangers = sorted(name for name in names if not OURS.fullmatch(name))
-    if strangers or (names and not order.overwrite):
+    # A first try that stumbled over its text has left prepare.json and no tokens: the mended text may follow it.
+    stumbled = PREPARE_FILE in names and not made
+    if strangers or (names and not order.overwrite and not stumbled):
         raise UserError(
             f"{order.out} is already in use",
             f"it holds {strangers[0] if strangers else min(names)}, which is not of this preparation",
@@ -207,21 +193,30 @@ def read_identity(folder: Path) -> dict[str, Any]:
         return {}
 
 
-def first_difference(before: dict[str, Any], now: dict[str, Any]) -> str | None:
+def first_difference(before: dict[str, Any], now: dict[str, Any], of: str = "") -> str | None:
     """In words, or None where both are the same."""
     for name in now:
         old, new = before.get(name), now[name]
         if name == "files" and isinstance(old, dict):
-            for path in {**new, **old}:
-                if path not in old or path not in new:
-                    return f"the file {path} {'is new' if path in new else 'is gone'}"
-                if old[path] != new[path]:
-                    return f"the file {path} has changed since (it had {old[path][1]:,} bytes and has {new[path][1]:,})"
-            if list(old) != list(new):
-                return "the files are named in another order"
-        elif old != new:
-            return f"its {name.replace('_', ' ')} was {json.dumps(old)} and is now {json.dumps(new)}"
+            found = file_difference(old, new)
+        elif isinstance(old, dict) and isinstance(new, dict):
+            found = first_difference(old, new, of=f"{name} ")
+        else:
+            words = f"its {of}{name.replace('_', ' ')} was {json.dumps(old)} and is now {json.dumps(new)}"
+            found = None if old == new else words
+        if found is not None:
+            return found
     return None
+
+
+def file_difference(before: dict[str, Any], now: dict[str, Any]) -> str | None:
+    """Of files by path, each with its kind, size and time."""
+    for path in {**now, **before}:
+        if path not in before or path not in now:
+            return f"the file {path} {'is new' if path in now else 'is gone'}"
+        if before[path] != now[path]:
+            return f"the file {path} has changed since (it had {before[path][1]:,} bytes and has {now[path][1]:,})"
+    return None if list(before) == list(now) else "the files are named in another order"
 
 
 @contextlib.contextmanager
@@ -332,145 +327,32 @@ def list_shards(folder: Path, split: str, parts: list[Finished]) -> dict[str, An
     }
 
 
-# the parent
+# the work
 
 
-@final
-class Meter:
-    """Adds up what the workers tell, and passes it on."""
-
-    def __init__(self, parts: tuple[Part, ...], size: int, finished: dict[int, Finished], tell: OnProgress) -> None:
-        self._tell, self._started = tell, time.monotonic()
-        kept = sum(span.size for number in finished for span in parts[number])
-        self.now = Progress(bytes_total=size, bytes_kept=kept, parts=len(parts), parts_done=len(finished))
-        self._tell(self.now)
-
-    def add(self, step: Progress) -> None:
-        """A step holds only what is new."""
-        names = ("bytes_done", "text_bytes", "documents", "tokens", "parts_done")
-        sums = {name: getattr(self.now, name) + getattr(step, name) for name in names}
-        self.now = replace(self.now, **sums, seconds=time.monotonic() - self._started)
-        self._tell(self.now)
-
-
-def run_workers(
-    order: Preparation,
-    encoder: TokenizerId,
-    parts: tuple[Part, ...],
-    finished: dict[int, Finished],
-    meter: Meter,
+def make_shards(
+    order: Preparation, encoder: TokenizerId, parts: tuple[Part, ...], finished: dict[int, Finished], meter: Meter
 ) -> None:
-    """Every part that is not finished, by as many processes as are useful. Ends them all, however it ends."""
+    """Every part that is not finished, by as many processes as are useful."""
     todo = [number for number in range(len(parts)) if number not in finished]
-    # Spawned, not forked: this process has threads (the progress bar), and a worker needs no more than its imports.
-    context = multiprocessing.get_context("spawn")
-    crew: dict[Connection, Worker] = {}
+    make_task = partial(part_task, order, encoder)
+    done = work_through(make_task, parts, todo=todo, processes=order.processes or core_count(), meter=meter)
     try:
-        for _ in range(min(order.processes or core_count(), len(todo))):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=work, args=(theirs, order, encoder), daemon=True)
-            process.start()
-            theirs.close()  # so that the end of the process is the end of the pipe
-            crew[ours] = Worker(process=process)
-        queue = iter(todo)
-        for connection in list(crew):
-            hand_out(connection, crew, queue, parts)
-        while crew:
-            for ready in wait(list(crew)):
-                connection = cast(Connection, ready)
-                result = listen(connection, crew[connection], parts, meter)
-                if result is not None:
-                    record(order.out, result)
-                    finished[result.part] = result
-                    meter.add(Progress(bytes_total=0, parts_done=1))
-                    hand_out(connection, crew, queue, parts)
+        with contextlib.closing(done):
+            for part in done:
+                record(order.out, part)
+                finished[part.part] = part
     finally:
-        for connection, worker in crew.items():
-            worker.process.terminate()
-            worker.process.join()
-            connection.close()
         clear_drafts(order.out)
 
 
-@dataclass
-class Worker:
-    process: Any
-    part: int = -1
-
-
-def hand_out(
-    connection: Connection, crew: dict[Connection, Worker], queue: Iterator[int], parts: tuple[Part, ...]
-) -> None:
-    """The next part, or the way home."""
-    number = next(queue, None)
-    try:
-        connection.send(None if number is None else (number, parts[number]))
-    except OSError as error:  # it died before it was asked anything
-        raise died(crew[connection], parts, number) from error
-    if number is None:
-        crew.pop(connection).process.join()
-        connection.close()
-    else:
-        crew[connection].part = number
-
-
-def listen(connection: Connection, worker: Worker, parts: tuple[Part, ...], meter: Meter) -> Finished | None:
-    try:
-        kind, content = connection.recv()
-    except (EOFError, OSError) as error:
-        raise died(worker, parts, worker.part) from error
-    if kind == "mistake":
-        raise UserError(*content)
-    if kind == "crash":
-        raise RuntimeError(f"a worker failed at {describe(parts[worker.part])}\n{content}")
-    if kind == "step":
-        meter.add(content)
-        return None
-    assert isinstance(content, Finished)
-    return content
-
-
-def died(worker: Worker, parts: tuple[Part, ...], number: int | None) -> UserError:
-    return UserError(
-        f"a worker was ended from outside ({how_it_ended(worker.process)})",
-        f"it was at {describe(parts[number])}" if number is not None else "it had nothing to do",
-        "SIGKILL is mostly a lack of memory: use fewer --processes; SIGBUS a file that shrank while it was read. "
-        "The same command goes on from the parts that are finished",
-    )
-
-
-def describe(part: Part) -> str:
-    return part[0].file.path + (f" and {len(part) - 1} more files" if len(part) > 1 else "")
-
-
-# a worker
-
-
-def work(connection: Connection, order: Preparation, encoder: TokenizerId) -> None:
-    """Part after part, until told to go. Ctrl-C is the parent's business: it reaches every process of the terminal."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    end_with_parent()
-    encode = tokenizer(order.tokenizer)
-    with contextlib.suppress(BrokenPipeError, ConnectionResetError, EOFError):  # the parent has gone: nobody to tell
-        while (task := connection.recv()) is not None:
-            number, part = task
-            try:
-                done = prepare_part(number, part, order, encode, encoder, lambda step: connection.send(("step", step)))
-                connection.send(("done", done))
-            except UserError as error:
-                connection.send(("mistake", (error.problem, error.why, error.fix)))
-            except Exception:
-                connection.send(("crash", traceback.format_exc()))
+def part_task(order: Preparation, encoder: TokenizerId) -> Task[Finished]:
+    """In a worker, which makes its tokenizer once."""
+    return partial(prepare_part, order, encoder, tokenizer(order.tokenizer))
 
 
 def prepare_part(
-    number: int,
-    part: Part,
-    order: Preparation,
-    encode: Tokenizer,
-    encoder: TokenizerId,
-    tell: OnProgress,
+    order: Preparation, encoder: TokenizerId, encode: Tokenizer, number: int, part: Part, tell: OnProgress
 ) -> Finished:
     outputs = {split: Output(shard_path(order.out, split, number), encoder) for split in ("train", "val")}
     pulse = Pulse(tell)
@@ -478,7 +360,8 @@ def prepare_part(
         for piece in read_part(part, order.reading):
             ids = encode.encode(piece.text)
             outputs["val" if is_val(piece.key, order.val_fraction) else "train"].add(ids, piece.ends)
-            pulse.count(piece, ids.size)
+            size = len(piece.text) if piece.text.isascii() else len(piece.text.encode())
+            pulse.count(piece, size, ids.size)
         pulse.send()
         headers = {split: output.finish() for split, output in outputs.items()}
     except BaseException:
@@ -523,29 +406,3 @@ class Output:
         self._writer = self._writer or ShardWriter(self._path, self._encoder)
         self._writer.add(numpy.concatenate(self._pieces), self._ends)
         self._pieces, self._ends, self._count = [], [], 0
-
-
-@final
-class Pulse:
-    """What a worker tells of its work, a few times a second."""
-
-    def __init__(self, tell: OnProgress) -> None:
-        self._tell, self._last = tell, time.monotonic()
-        self._step = [0, 0, 0, 0]  # bytes done, text bytes, documents, tokens: a list, since this runs per document
-        self.documents = self.text_bytes = 0
-
-    def count(self, piece: Piece, tokens: int) -> None:
-        size = len(piece.text) if piece.text.isascii() else len(piece.text.encode())
-        self._step[0] += piece.passed
-        self._step[1] += size
-        self._step[2] += piece.ends
-        self._step[3] += tokens + piece.ends
-        self.text_bytes += size
-        self.documents += piece.ends
-        if time.monotonic() - self._last > REPORT_SECONDS:
-            self.send()
-
-    def send(self) -> None:
-        names = ("bytes_done", "text_bytes", "documents", "tokens")
-        self._tell(Progress(bytes_total=0, **dict(zip(names, self._step, strict=True))))
-        self._step, self._last = [0, 0, 0, 0], time.monotonic()

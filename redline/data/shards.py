@@ -425,38 +425,75 @@ class Dataset:
         hashes = [[shard.header.hash for shard in split.shards] for split in (self.train, self.val) if split]
         return hashlib.sha256(json.dumps([to_json(self.tokenizer), hashes]).encode()).hexdigest()[:32]
 
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What a resumed run must find again, with enough in it to see what differs."""
+        splits = {"train": self.train, "val": self.val}
+        counts = {
+            name: {"tokens": split.tokens if split else 0, "documents": split.documents if split else 0}
+            for name, split in splits.items()
+        }
+        return {"fingerprint": self.fingerprint, **counts}
+
 
 def quiet(message: str) -> None:
     pass
 
 
-def open_dataset(folder: Path, *, vocab: int | None = None, say: Callable[[str], None] = quiet) -> Dataset:
+def open_dataset(
+    folder: Path,
+    *,
+    vocab: int | None = None,
+    tokenizer_name: str | None = None,
+    verify: bool = True,
+    say: Callable[[str], None] = quiet,
+) -> Dataset:
     """A prepared folder, or a UserError that names the file and the place.
 
     Always: the form and length of every shard, and that its header is what the index says. Every byte of those whose
-    size or time is not what it was when they were written or last checked: a copy is read once in full, until
-    `redline data check` has stamped it. `vocab` is the model's.
+    size or time is not what it was when they were written or last checked, unless `verify` is off: a copy is read once
+    in full, until `redline data check` has stamped it. `vocab` and `tokenizer_name` are the model's.
     """
     index = read_index(folder)
     tokenizer = _tokenizer_of(folder, index)
-    if vocab is not None and tokenizer.vocab > vocab:
-        raise UserError(
-            f"the tokens in {folder} do not fit the model",
-            f"its tokenizer {tokenizer.name!r} has ids 0 to {tokenizer.vocab - 1}, the model has {vocab} entries",
-            f"use a model with a vocabulary of {tokenizer.vocab}, or prepare the data with another --tokenizer",
-        )
-    stamps = read_stamps(folder)
+    check_fits(f"the data in {folder}", tokenizer, vocab=vocab, name=tokenizer_name)
     splits = {}
     for name in ("train", "val"):
         shards = tuple(_open_listed(folder, entry, tokenizer) for entry in index[name]["shards"])
-        for shard in shards:
-            if stamps.get(shard.path.name) != list(shard.stamp):
-                say(f"{shard.path} was copied or changed since it was checked: reading it in full")
-                verify_shard(shard)
         splits[name] = Split(shards=shards) if shards else None
     if splits["train"] is None:
         raise UserError(f"{folder} holds nothing to train on", f"{INDEX_FILE} lists no shard for it", AGAIN)
-    return Dataset(folder=folder, tokenizer=tokenizer, train=splits["train"], val=splits["val"], index=index)
+    data = Dataset(folder=folder, tokenizer=tokenizer, train=splits["train"], val=splits["val"], index=index)
+    if verify:
+        _verify_unstamped(data, say)
+    return data
+
+
+def check_fits(what: str, tokenizer: TokenizerId, *, vocab: int | None, name: str | None) -> None:
+    """`vocab` and `name` are the model's, where there is one."""
+    if vocab is not None and tokenizer.vocab > vocab:
+        raise UserError(
+            f"{what} does not fit the model",
+            f"its tokenizer {tokenizer.name!r} has ids 0 to {tokenizer.vocab - 1}, the model has {vocab} entries",
+            f"use a model with a vocabulary of {tokenizer.vocab}, or prepare the text with another --tokenizer",
+        )
+    if name is not None and tokenizer.name != name:
+        raise UserError(
+            f"{what} does not fit the model",
+            f"it was made with the tokenizer {tokenizer.name!r}, the model reads and writes {name!r}",
+            f"prepare the text with --tokenizer {name}, or train a model of the other tokenizer",
+        )
+
+
+def _verify_unstamped(data: Dataset, say: Callable[[str], None]) -> None:
+    stamps = read_stamps(data.folder)
+    shards = (*data.train.shards, *(data.val.shards if data.val else ()))
+    changed = [shard for shard in shards if stamps.get(shard.path.name) != list(shard.stamp)]
+    if changed:
+        which = f"{len(changed):,} of {len(shards):,} shards in {data.folder}"
+        say(f"{which} were copied or changed since they were checked: reading them in full")
+    for shard in changed:
+        verify_shard(shard)
 
 
 def read_index(folder: Path) -> dict[str, Any]:

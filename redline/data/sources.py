@@ -170,6 +170,10 @@ def find_sources(words: Iterable[str], reading: Reading | None = None) -> Found:
 
 def _files_of(word: str, reading: Reading, passed_over: list[str]) -> list[SourceFile]:
     if word.startswith(HUB):
+        if not word.removeprefix(HUB).partition(":")[0]:
+            raise UserError(
+                f"{word!r} names no data set", "nothing stands after 'hf:'", "write hf:NAME or hf:NAME:CONFIG"
+            )
         return [SourceFile(path=word, kind="hub", size=0, mtime_ns=0)]
     path = Path(word).expanduser()
     try:
@@ -268,7 +272,8 @@ def _passed_over(paths: list[str]) -> tuple[str, ...]:
         return ()
     endings = sorted({Path(path).suffix or "none" for path in paths})
     shown = ", ".join(endings[:8]) + (", ..." if len(endings) > 8 else "")
-    return (f"{len(paths):,} files passed over, their endings are not known: {shown}",)
+    files = "1 file" if len(paths) == 1 else f"{len(paths):,} files"
+    return (f"{files} passed over, no ending that is known: {shown}",)
 
 
 # which part of them
@@ -280,6 +285,9 @@ def cut_parts(files: Iterable[SourceFile], part_bytes: int, reading: Reading | N
     gathered: list[Span] = []
     size = 0
     for file in files:
+        if file.kind == "hub" and gathered:  # by itself: nobody reads it ahead, and what stands beside it must be
+            parts.append(tuple(gathered))
+            gathered, size = [], 0
         for span in CUTTERS[file.kind](file, part_bytes, reading or Reading()):
             gathered.append(span)
             size += span.size

@@ -1,6 +1,6 @@
 """Batches straight from text, without preparation: read, tokenised and packed while the model trains.
 
-    stream = TextStream(["novels/"], seed=1337, micro_batch=16, sequence=1024, device=device, workers=4)
+    stream = TextStream(open_text(run / "text").source, seed=1337, micro_batch=16, sequence=1024, device=device)
     batch = next(stream)                                                    # [2, B, T] on the device
     state = stream.state();  stream.resume(state)                           # plain JSON; goes on with the next batch
 
@@ -34,16 +34,15 @@ from redline.core.values import to_json
 from redline.core.workload import check_positive
 from redline.data.batches import copy_ahead, worker_context
 from redline.data.loader import Permutation
-from redline.data.prepare import is_val
-from redline.data.shards import TokenizerId, tokenizer_id
-from redline.data.sources import Part, Reading, cut_parts, find_sources, read_part
-from redline.data.tokenizer import tokenizer as named
+from redline.data.sources import Part, Piece, read_part
+from redline.data.survey import TextSource
+from redline.data.tokenizer import tokenizer
 from redline.data.tokens import token_dtype
 from redline.data.workers import end_with_parent, how_it_ended
 
 LANES = 16  # texts that are open at a time; more workers than this have nothing to do
 CHUNK_TOKENS = 2048  # of one text before the next one's turn: a batch holds several texts, a window mostly one
-SMALLEST_PART, LARGEST_PART = 1 << 16, 1 << 26
+LEAVE_SECONDS = 1.0
 SPLITS = ("train", "val", "all")
 
 
@@ -60,6 +59,8 @@ class Chunk(NamedTuple):
     tokens: numpy.ndarray
     after: Place
     """Where the lane is with these tokens taken."""
+    passed: int
+    """Bytes of the files that are behind the lane with these tokens, since its chunk before."""
     ends: bool
     """The lane has no more in this epoch, and there are no tokens in this one."""
 
@@ -74,6 +75,8 @@ class Moment:
     """The lane whose chunk is next."""
     places: tuple[Place, ...]
     ended: tuple[bool, ...]
+    passed: int = 0
+    """Bytes of the files in this epoch."""
 
 
 START = Moment(epoch=0, turn=0, places=(Place(),) * LANES, ended=(False,) * LANES)
@@ -84,28 +87,31 @@ START = Moment(epoch=0, turn=0, places=(Place(),) * LANES, ended=(False,) * LANE
 class Text:
     """What a worker must know: the same for all of a rank."""
 
-    parts: tuple[Part, ...]
-    reading: Reading
-    tokenizer: TokenizerId
+    source: TextSource
     seed: int
     rank: int
     ranks: int
     split: str
-    val_fraction: float
 
     def parts_of(self, epoch: int, lane: int) -> list[Part]:
-        order = Permutation(size=len(self.parts), seed=self.seed, epoch=epoch).at(numpy.arange(len(self.parts)))
-        return [self.parts[number] for number in order[self.rank :: self.ranks][lane::LANES]]
+        return [self.source.parts[number] for number in self.numbers_of(epoch)[lane::LANES]]
 
-    def wants(self, key: int) -> bool:
-        return self.split == "all" or is_val(key, self.val_fraction) == (self.split == "val")
+    def bytes_of(self, epoch: int) -> int:
+        """Of the files that this rank reads in an epoch; 0 where nobody knows, on the hub."""
+        return sum(span.size for number in self.numbers_of(epoch) for span in self.source.parts[number])
+
+    def numbers_of(self, epoch: int) -> numpy.ndarray:
+        count = len(self.source.parts)
+        order = Permutation(size=count, seed=self.seed, epoch=epoch).at(numpy.arange(count))
+        return order[self.rank :: self.ranks]
+
+    def wants(self, piece: Piece) -> bool:
+        return self.split == "all" or self.source.is_val(piece) == (self.split == "val")
 
     def fingerprint(self) -> str:
         """Of everything that decides which tokens come when: a state is of no use with anything else."""
-        files = sorted({span.file for part in self.parts for span in part}, key=lambda file: file.path)
-        facts = [to_json(files), len(self.parts), to_json(self.reading), to_json(self.tokenizer)]
-        choices = [self.seed, self.rank, self.ranks, self.split, self.val_fraction, LANES, CHUNK_TOKENS]
-        return hashlib.sha256(json.dumps([facts, choices]).encode()).hexdigest()[:32]
+        choices = [self.seed, self.rank, self.ranks, self.split, LANES, CHUNK_TOKENS]
+        return hashlib.sha256(json.dumps([self.source.fingerprint, *choices]).encode()).hexdigest()[:32]
 
 
 # lanes
@@ -124,35 +130,38 @@ def next_lane(alive: Sequence[int], lane: int) -> int:
 
 def lane_chunks(text: Text, moment: Moment, lanes: Sequence[int]) -> Iterator[Chunk]:
     """Endless: the chunks of these lanes, in turn, epoch after epoch."""
-    encoder = named(text.tokenizer.name)
+    encoder = tokenizer(text.source.tokenizer.name)
     end = numpy.array([encoder.end_of_text], dtype=numpy.uint32)
+    none = numpy.empty(0, token_dtype(encoder.vocab))
 
-    def pieces(part: Part) -> Iterator[tuple[str, bool]]:
-        return ((piece.text, piece.ends) for piece in read_part(part, text.reading) if text.wants(piece.key))
-
-    def encode(words: str, ends: bool) -> numpy.ndarray:
-        ids = encoder.encode(words)
-        return (numpy.append(ids, end) if ends else ids).astype(token_dtype(encoder.vocab))
+    def encode(piece: Piece) -> numpy.ndarray:
+        ids = encoder.encode(piece.text)
+        return (numpy.append(ids, end) if piece.ends else ids).astype(none.dtype)
 
     def read(lane: int, parts: list[Part], place: Place) -> Iterator[Chunk]:
         """One lane to the end of an epoch. What was taken before is read again and, but for one piece, not encoded."""
         gathered: list[numpy.ndarray] = []
-        room = CHUNK_TOKENS
+        room, passed = CHUNK_TOKENS, 0
         for number in range(place.part, len(parts)):
-            for count, (words, ends) in enumerate(pieces(parts[number])):
+            for count, piece in enumerate(read_part(parts[number], text.source.reading)):
                 if number == place.part and count < place.piece:
                     continue
-                ids = encode(words, ends)
+                if not text.wants(piece):
+                    passed += piece.passed
+                    continue
+                ids = encode(piece)
                 taken = place.token if (number, count) == (place.part, place.piece) else 0
                 while taken < len(ids):
-                    gathered.append(ids[taken : taken + room])
-                    taken, room = taken + len(gathered[-1]), room - len(gathered[-1])
+                    some = ids[taken : taken + room]
+                    passed += share(piece.passed, taken + len(some), len(ids)) - share(piece.passed, taken, len(ids))
+                    gathered.append(some)
+                    taken, room = taken + len(some), room - len(some)
                     if room == 0:
-                        yield Chunk(lane, numpy.concatenate(gathered), Place(number, count, taken), False)
-                        gathered, room = [], CHUNK_TOKENS
+                        yield Chunk(lane, numpy.concatenate(gathered), Place(number, count, taken), passed, False)
+                        gathered, room, passed = [], CHUNK_TOKENS, 0
         if gathered:
-            yield Chunk(lane, numpy.concatenate(gathered), Place(len(parts)), False)
-        yield Chunk(lane, numpy.empty(0, token_dtype(encoder.vocab)), Place(len(parts)), True)
+            yield Chunk(lane, numpy.concatenate(gathered), Place(len(parts)), passed, False)
+        yield Chunk(lane, none, Place(len(parts)), 0 if gathered else passed, True)
 
     epoch = moment.epoch
     lane, alive = rotate(moment, lanes)
@@ -166,6 +175,11 @@ def lane_chunks(text: Text, moment: Moment, lanes: Sequence[int]) -> Iterator[Ch
                 alive.remove(lane)
             lane = next_lane(alive, lane + 1)
         epoch, places, alive, lane = epoch + 1, START.places, list(lanes), min(lanes)
+
+
+def share(size: int, done: int, total: int) -> int:
+    """Whole bytes, so that the shares of a piece add up to it."""
+    return size * done // total
 
 
 # workers
@@ -220,11 +234,15 @@ class Crew:
         raise UserError(*found)
 
     def close(self) -> None:
-        for process in self._processes:
-            process.terminate()
-            process.join()
+        """A worker whose pipe is closed leaves by itself, and what the libraries in it hold is given back. One that is
+        deep in its text is ended."""
         for connection in self._connections:
             connection.close()
+        until = time.monotonic() + LEAVE_SECONDS
+        for process in self._processes:
+            process.join(max(0.0, until - time.monotonic()))
+            process.terminate()
+            process.join()
         self._connections, self._processes = [], []
 
 
@@ -237,37 +255,22 @@ class TextStream:
 
     def __init__(
         self,
-        sources: Sequence[str],
+        source: TextSource,
         *,
         seed: int,
         micro_batch: int,
         sequence: int,
         device: torch.device,
-        tokenizer: str = "gpt2",
         workers: int = 2,
         rank: int = 0,
         ranks: int = 1,
-        reading: Reading | None = None,
         split: str = "train",
-        val_fraction: float = 0.005,
     ) -> None:
         for name, value in (("micro_batch", micro_batch), ("sequence", sequence), ("ranks", ranks)):
             check_positive(name, value)
         if split not in SPLITS:
             raise unknown_name("split", split, SPLITS)
-        reading = reading or Reading()
-        found = find_sources(sources, reading)
-        size = min(max(found.size // 1024, SMALLEST_PART), LARGEST_PART)
-        self._text = Text(
-            parts=cut_parts(found.files, size, reading),
-            reading=reading,
-            tokenizer=tokenizer_id(named(tokenizer)),
-            seed=seed,
-            rank=rank,
-            ranks=ranks,
-            split=split,
-            val_fraction=val_fraction,
-        )
+        self._text = Text(source=source, seed=seed, rank=rank, ranks=ranks, split=split)
         self._check_ranks()
         self._micro_batch, self._sequence, self._device, self._workers = micro_batch, sequence, device, workers
         self._fingerprint = self._text.fingerprint()
@@ -275,6 +278,7 @@ class TextStream:
         """That the caller of next() stood still, the workers' start included."""
         self.documents = 0
         """That have ended in the batches since the stream was made or resumed."""
+        self._epoch_bytes = (0, self._text.bytes_of(0))
         self._batches: Generator[torch.Tensor, None, None]
         self._begin(START, 0)
 
@@ -308,13 +312,19 @@ class TextStream:
             turn=found["turn"],
             places=tuple(Place(*place) for place in found["places"]),
             ended=tuple(found["ended"]),
+            passed=found["passed"],
         )
         self.close()
         self._begin(moment, state["taken"])
 
     @property
-    def epoch(self) -> int:
-        return self._now[0].epoch
+    def epoch(self) -> float:
+        """1.5 is half-way through the second, by the bytes of this rank's files. An int where no size is known."""
+        moment = self._now[0]
+        if self._epoch_bytes[0] != moment.epoch:
+            self._epoch_bytes = moment.epoch, self._text.bytes_of(moment.epoch)
+        total = self._epoch_bytes[1]
+        return moment.epoch + min(1.0, moment.passed / total) if total else moment.epoch
 
     def close(self) -> None:
         self._batches.close()
@@ -362,7 +372,9 @@ class TextStream:
             taken, held = taken + B * T, held - B * T
             while taken >= len(waiting[0][1]):
                 taken -= len(waiting.popleft()[1])
-            self._sent.append(((waiting[0][0], taken), int((row[:-1] == self._text.tokenizer.end_of_text).sum())))
+            self._sent.append(
+                ((waiting[0][0], taken), int((row[:-1] == self._text.source.tokenizer.end_of_text).sum()))
+            )
             yield batch
 
     def _check_ranks(self) -> None:
@@ -372,9 +384,9 @@ class TextStream:
                 "ranks count from 0",
                 "check rank and ranks",
             )
-        if len(self._text.parts) < self._text.ranks:
+        if len(self._text.source.parts) < self._text.ranks:
             raise UserError(
-                f"{len(self._text.parts)} parts of text cannot be dealt to {self._text.ranks} ranks",
+                f"{len(self._text.source.parts)} parts of text cannot be dealt to {self._text.ranks} ranks",
                 "each rank reads its own, and compressed files are never cut",
                 "give more or uncompressed files, or prepare the data: redline data prepare",
             )
@@ -384,14 +396,14 @@ def chunks_in_turn(crew: Crew, moment: Moment, patience: int) -> Iterator[tuple[
     """Every chunk with the moment before it. The same rotation as the workers', over all the lanes. `patience` is how
     many epochs in a row may be empty."""
     places, ended = list(moment.places), list(moment.ended)
-    epoch = moment.epoch
+    epoch, passed = moment.epoch, moment.passed
     lane, alive = rotate(moment, range(LANES))
     tokens_in_epoch = empty_epochs = 0
     while True:
-        now = Moment(epoch=epoch, turn=lane, places=tuple(places), ended=tuple(ended))
+        now = Moment(epoch=epoch, turn=lane, places=tuple(places), ended=tuple(ended), passed=passed)
         chunk = crew.take(lane)
         assert chunk.lane == lane, (chunk.lane, lane)
-        places[lane] = chunk.after
+        places[lane], passed = chunk.after, passed + chunk.passed
         if chunk.ends:
             ended[lane] = True
             alive.remove(lane)
@@ -410,5 +422,5 @@ def chunks_in_turn(crew: Crew, moment: Moment, patience: int) -> Iterator[tuple[
                 f"{empty_epochs} whole epochs gave this rank no token",
                 "give more documents (a separator cuts a text file into some), or another share of validation",
             )
-        epoch, lane, alive, tokens_in_epoch = epoch + 1, 0, list(range(LANES)), 0
+        epoch, lane, alive, tokens_in_epoch, passed = epoch + 1, 0, list(range(LANES)), 0, 0
         places, ended = list(START.places), list(START.ended)

@@ -6,20 +6,23 @@ loss = training.step(next(training.batches))
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import nn
 
-from redline.core.plan import Plan
+from redline.core.plan import PIECES, Plan
 from redline.core.workload import Workload
 from redline.data.batches import TokenBatches, stream_batches
 from redline.engine.step import DTYPES, LossOf, TrainStep
 from redline.model.gpt import GPT, initialise
-from redline.model.loss import PIECES, head_loss, next_token_loss
-from redline.optim import build_optimizer, reset_optimizer, warm_up
+from redline.model.loss import head_loss, next_token_loss
+from redline.optim import build_optimizer, reset_optimizer, settings_for, warm_up
 
 
 @dataclass
@@ -60,20 +63,21 @@ def build_step(
     chunk: int | None = None,
     learning_rate: Callable[[int], float] | None = None,
 ) -> TrainStep:
-    """The step that is timed and the step that trains. `learning_rate` is a function of the steps taken; without one
-    it warms up and stays."""
+    """The step that is timed and the step that trains. `learning_rate` is a function of the steps taken, in the plan's
+    own optimizer's terms; without one it warms up and stays."""
     # 1. Process switches first: they decide which kernels everything after them picks.
     switch_process(plan)
     # 2. The model at its final shape, on the device, before anything holds on to its parameters.
     model = build_model(workload, plan, device)
     # 3. Compile wraps forward and loss together, so that the loss is fused into the head's epilogue.
-    loss_of = compile_loss(plain_loss(model, plan)) if plan.compile else plain_loss(model, plan)
+    loss_of = compile_loss(plain_loss(model, plan), plan) if plan.compile else plain_loss(model, plan)
+    if plan.cuda_graphs:
+        loss_of = outlive_replays(loss_of, model, accumulates=chunk is not None)
     # 4. The optimizer gets the parameters themselves, not the compiled wrapper.
-    optimizer = build_optimizer(
-        plan.optimizer, model, learning_rate=workload.learning_rate, weight_decay=workload.weight_decay
-    )
+    own = optimizer_settings(workload, plan)
+    optimizer = build_optimizer(plan.optimizer, model, **own)
     # 5. The step reads precision, scaling and synchronisation off the plan.
-    warming = partial(warm_up, peak=workload.learning_rate, warmup_steps=workload.warmup_steps)
+    warming = partial(warm_up, peak=own["learning_rate"], warmup_steps=workload.warmup_steps)
     return TrainStep(
         model=model,
         loss_of=loss_of,
@@ -85,11 +89,26 @@ def build_step(
     )
 
 
+def optimizer_settings(workload: Workload, plan: Plan) -> dict[str, float]:
+    """Peak rate and decay of the plan's optimizer: a workload states AdamW's."""
+    return settings_for(plan.optimizer, learning_rate=workload.learning_rate, weight_decay=workload.weight_decay)
+
+
 def switch_process(plan: Plan) -> None:
     """Flags that belong to the process. One measurement, one process: nothing leaks into another row."""
+    if plan.expandable_segments:
+        grow_segments()
     torch.set_float32_matmul_precision(plan.matmul_precision)
     if plan.attention != "naive":
         pin_attention(plan.attention)
+
+
+def grow_segments() -> None:
+    """At run time, beside what the user chose: torch has changed which variable of the environment it reads (2.9.1
+    ignores the new one and warns of the old), and a trainer's process has imported torch already."""
+    chosen = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
+    settings = [chosen] if chosen else []
+    torch._C._accelerator_setAllocatorSettings(",".join([*settings, "expandable_segments:True"]))
 
 
 def pin_attention(backend: str) -> None:
@@ -108,12 +127,38 @@ def build_model(workload: Workload, plan: Plan, device: torch.device) -> GPT:
             tied=plan.tied,
             vocab_rows=plan.vocab_rows(workload.shape.vocab),
             checkpointing=plan.checkpointing,
+            residual=DTYPES.get(plan.residual, torch.float32),
+            gelu=plan.gelu,
         )
+    model.to(DTYPES.get(plan.weights, torch.float32))  # before the weights are drawn, as `restore` draws them
     initialise(model, workload.seed)
     return model
 
 
+class Widened(nn.Module):
+    """A loss in fp32 of a model whose weights are stored in bf16: copies take the weights' place for one pass, and the
+    gradients are rounded on their way to the stored ones. Slow, and what a recipe with bf16 weights is held against."""
+
+    def __init__(self, model: GPT, loss_of: LossOf) -> None:
+        super().__init__()
+        self.model, self.loss_of = model, loss_of
+
+    def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return self.loss_of(inputs, targets)
+
+    def in_fp32(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        stored = (*self.named_parameters(), *self.named_buffers())
+        wide = {name: tensor.float() for name, tensor in stored if tensor.is_floating_point()}
+        loss: torch.Tensor = torch.func.functional_call(self, wide, (inputs, targets))
+        return loss
+
+
 def plain_loss(model: GPT, plan: Plan) -> LossOf:
+    loss_of = _loss_at_stored_width(model, plan)
+    return Widened(model, loss_of).in_fp32 if plan.weights == "bf16" and plan.autocast is None else loss_of
+
+
+def _loss_at_stored_width(model: GPT, plan: Plan) -> LossOf:
     if plan.loss == "full":
         return lambda inputs, targets: next_token_loss(model(inputs), targets)
     loss_of_head = partial(
@@ -122,7 +167,24 @@ def plain_loss(model: GPT, plan: Plan) -> LossOf:
     return lambda inputs, targets: loss_of_head(model.features(inputs), model.lm_head.weight, targets)
 
 
-def compile_loss(loss_of: LossOf) -> LossOf:
+def compile_loss(loss_of: LossOf, plan: Plan) -> LossOf:
     # One shape per process, so dynamic shapes would only cost speed. Inductor's one-pass softmax rescales its running
     # sum at every step; over a row that stays in the L2 cache two passes are faster (docs/speed-log.md).
-    return torch.compile(loss_of, dynamic=False, options={"online_softmax": False})
+    options: dict[str, Any] = {"online_softmax": False, "triton.cudagraphs": plan.cuda_graphs}
+    if plan.max_autotune:
+        options |= torch._inductor.list_mode_options("max-autotune-no-cudagraphs")
+    return torch.compile(loss_of, dynamic=False, options=options)
+
+
+def outlive_replays(loss_of: LossOf, model: GPT, accumulates: bool) -> LossOf:
+    """What a CUDA graph writes, its next run overwrites. Losses are read later, so they are copied. Gradients are used
+    up before the next run, unless they are added up: then they are copied too."""
+    if accumulates:
+        for parameter in model.parameters():
+            parameter.register_hook(torch.clone)
+
+    def loss(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        torch.compiler.cudagraph_mark_step_begin()
+        return loss_of(inputs, targets).clone()
+
+    return loss

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from redline.core.job import Job
-from redline.core.measurement import Measurement
+from redline.core.measurement import Measurement, Proof
 from redline.engine import memory
 from redline.engine.build import Training, build
 from redline.engine.clock import Clock
@@ -31,6 +31,7 @@ WARMUP_SECONDS = {"cuda": 2.0, "cpu": 0.5}  # the first seconds of a GPU run up 
 WARMUP_LIMIT_SECONDS = 15.0
 TIMED_SECONDS = {"cuda": 4.0, "cpu": 2.5}
 TIMED_STEPS_BETWEEN = (10, 100)
+TRIAL_SHARE = 0.5  # of that time, where sizes of the batch are only ranked
 
 Report = Callable[..., None]
 """report(phase, done=None, total=None, seconds=None)"""
@@ -73,10 +74,11 @@ def measure(bench: Bench) -> Measurement:
 
     training.restore()
     step_seconds = time_steps(bench, training, statistics.median(warm_seconds[-BLOCK_STEPS:]))
-    peak, outside = memory.peak_bytes(device), memory.outside_bytes(device)
+    evaluate(training)
+    peak, outside, retries = memory.peak_bytes(device), memory.outside_bytes(device), memory.alloc_retries(device)
 
     bench.report("proving")
-    proof = prove(training, plan, device)
+    proof = Proof() if job.kind == "trial" else prove(training, plan, device)
     training.close()
     del training
     free_memory(device)
@@ -87,6 +89,7 @@ def measure(bench: Bench) -> Measurement:
         warmup_steps=len(warm_seconds),
         peak_bytes=peak,
         outside_bytes=outside,
+        alloc_retries=retries,
         gradients=gradients,
         pair_bitwise=pair_is_bitwise(job, bench.tokens, device) if job.bit_exact_rung else None,
         skipped_updates=skipped,
@@ -146,10 +149,16 @@ def is_steady(seconds: list[float], least_seconds: float) -> bool:
     return abs(last - before) <= STEADY * before
 
 
+def evaluate(training: Training) -> None:
+    """The forward of a validation batch, as the trainer does it: a micro batch must hold this as well."""
+    training.step.loss(next(training.batches)).detach()
+
+
 def time_steps(bench: Bench, training: Training, expected_step_seconds: float) -> list[float]:
     """The clock's two marks fence each step; the worker says nothing until the last is done."""
     fewest, most = TIMED_STEPS_BETWEEN
-    wanted = round(TIMED_SECONDS[bench.device.type] / expected_step_seconds)
+    share = TRIAL_SHARE if bench.job.kind == "trial" else 1.0
+    wanted = round(share * TIMED_SECONDS[bench.device.type] / expected_step_seconds)
     count = bench.job.timed_steps or min(max(wanted, fewest), most)
     bench.report("timing", total=count, seconds=count * expected_step_seconds)
     memory.reset_peak(bench.device)

@@ -16,8 +16,10 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def reset_peak(device: torch.device) -> None:
+    """Also of the count of retries."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
+        torch.cuda.reset_accumulated_memory_stats()
     elif _CLEAR.exists():
         _CLEAR.write_text("5")  # Linux: 5 sets the high-water mark of the resident set back to now
 
@@ -29,6 +31,12 @@ def peak_bytes(device: torch.device) -> int | None:
         return None  # not Linux: the peak since the start would count compiling, so it is left unknown
     line = next(line for line in _STATUS.read_text().splitlines() if line.startswith("VmHWM"))
     return int(line.split()[1]) * 1024
+
+
+def alloc_retries(device: torch.device) -> int | None:
+    """Since the last reset: how often the allocator found no memory, gave its cache back and asked again. One retry
+    costs as much as many steps."""
+    return torch.cuda.memory_stats()["num_alloc_retries"] if device.type == "cuda" else None
 
 
 def outside_bytes(device: torch.device) -> int | None:

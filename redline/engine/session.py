@@ -3,9 +3,11 @@
 summary = train(order, emit)          # order: what run.json holds
 
 run.json         what was asked, where, with which versions; a resumed session reads it
-metrics.jsonl    one line per cycle, evaluation, checkpoint
+metrics.jsonl    one line per cycle, evaluation, sample, checkpoint, note and session
+report.html      curves and summary, drawn from the two above
 checkpoints/     the newest and the best
 data/            token shards, where a text was given and not a prepared folder
+text/            what is known of a text that is streamed, and its held-out documents
 """
 
 from __future__ import annotations
@@ -18,26 +20,32 @@ from typing import Any
 
 import torch
 
-from redline.core.checkpoints import STATE_FILE
+from redline.core.checkpoints import STATE_FILE, list_checkpoints, order_of
 from redline.core.errors import UserError
 from redline.core.plan import Plan
 from redline.core.recipe import Recipe
 from redline.core.training import TrainSettings
 from redline.core.values import from_json, to_json
 from redline.core.workload import Shape, Workload
+from redline.data.batches import BatchSource
 from redline.data.loader import Loader, WindowBatches
 from redline.data.shards import Dataset, open_dataset
+from redline.data.stream import TextStream
+from redline.data.survey import TEXT_FILE, StreamedText, open_text
 from redline.data.tokenizer import tokenizer
 from redline.engine.build import build_step
 from redline.engine.checkpoint import CheckpointStore, Loaded, latest_checkpoint, load_from
+from redline.engine.memory import is_out_of_memory
 from redline.engine.sample import sample
 from redline.engine.step import TrainStep
-from redline.engine.train import Emit, Trainer
+from redline.engine.train import DivergedError, Emit, Trainer
 from redline.model.gpt import GPT
 from redline.optim.schedule import make_schedule
 from redline.rungs import plan_of
 
 SAMPLE_TOKENS = 60
+STREAM_WORKERS = 2  # tokenising in the training process itself would stop the device for it
+SMALLER = "a smaller --micro-batch makes the same updates"
 SAME_ADAMW = ("adamw-loop", "adamw-foreach", "adamw-fused")  # one rule, three implementations: a run may change them
 
 
@@ -48,20 +56,22 @@ class TrainOrder:
     settings: TrainSettings
     device: str
     data: str
-    """A folder of token shards."""
+    """A folder of token shards, or one that describes a text to stream (`data/survey.py`)."""
     out: str
 
 
 def train(order: TrainOrder, emit: Emit) -> dict[str, Any]:
+    """Returns what it came to; `ended` says why it is over: 'steps', 'tokens', 'minutes', 'interrupted', 'diverged'
+    or 'failed' (out of memory)."""
     device, settings = torch.device(order.device), order.settings
     plan = training_plan(order.recipe)
-    data = open_dataset(Path(order.data), vocab=order.workload.shape.vocab, say=lambda text: emit("note", text=text))
+    data = open_data(order, emit)
     step = build_step(order.workload, plan, device=device, chunk=settings.micro_batch, learning_rate=rate_of(settings))
     store = CheckpointStore(Path(order.out) / "checkpoints")
     trainer = Trainer(
         step=step,
         settings=settings,
-        open_loader=lambda position: open_loader(order, data, plan, device, position),
+        open_loader=lambda position, state: open_loader(order, data, plan, device, position, state),
         validation=lambda: validation_batches(order, data, device),
         store=store,
         identity=identity_of(order, data),
@@ -69,8 +79,15 @@ def train(order: TrainOrder, emit: Emit) -> dict[str, Any]:
         sample=lambda: sampled_text(step, order.workload),
     )
     trainer.resume()
-    why = trainer.run()
-    return summary_of(trainer, why)
+    try:
+        why, reason = trainer.run(), None
+    except DivergedError as error:
+        why, reason = "diverged", str(error)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        why, reason = "failed", f"out of memory with micro batches of {settings.micro_batch} sequences ({SMALLER})"
+    return {**summary_of(trainer, why), "reason": reason}
 
 
 def training_plan(recipe: Recipe) -> Plan:
@@ -87,19 +104,41 @@ def rate_of(settings: TrainSettings) -> Any:
     return make_schedule(name, peak=settings.learning_rate, warmup_steps=settings.warmup_steps, steps=steps)
 
 
-def open_loader(order: TrainOrder, data: Dataset, plan: Plan, device: torch.device, position: int) -> Loader:
-    return Loader(
-        data.train,
-        seed=order.workload.seed,
-        micro_batch=order.settings.global_batch,
-        sequence=order.workload.shape.sequence,
-        device=device,
-        workers=plan.loader_workers,
-        position=position,
+def open_data(order: TrainOrder, emit: Emit) -> Dataset | StreamedText:
+    """Checked before anything is built: whole, unchanged, and of the model's tokenizer."""
+    folder, workload = Path(order.data), order.workload
+    opened = open_text if (folder / TEXT_FILE).exists() else open_dataset
+    return opened(
+        folder,
+        vocab=workload.shape.vocab,
+        tokenizer_name=workload.tokenizer,
+        say=lambda text: emit("note", text=text),
     )
 
 
-def validation_batches(order: TrainOrder, data: Dataset, device: torch.device) -> Iterator[torch.Tensor]:
+def open_loader(
+    order: TrainOrder,
+    data: Dataset | StreamedText,
+    plan: Plan,
+    device: torch.device,
+    position: int,
+    state: dict[str, Any] | None,
+) -> BatchSource:
+    common: dict[str, Any] = {
+        "seed": order.workload.seed,
+        "micro_batch": order.settings.global_batch,
+        "sequence": order.workload.shape.sequence,
+        "device": device,
+    }
+    if isinstance(data, Dataset):
+        return Loader(data.train, **common, workers=plan.loader_workers, position=position)
+    stream = TextStream(data.source, **common, workers=max(plan.loader_workers, STREAM_WORKERS))
+    if state is not None:
+        stream.resume(state)
+    return stream
+
+
+def validation_batches(order: TrainOrder, data: Dataset | StreamedText, device: torch.device) -> Iterator[torch.Tensor]:
     """The first batches of the held-out documents, in their own order; none where no document was held out."""
     if data.val is None or data.val.tokens <= order.workload.shape.sequence:
         return
@@ -114,13 +153,13 @@ def validation_batches(order: TrainOrder, data: Dataset, device: torch.device) -
         yield batches[index].to(device)
 
 
-def identity_of(order: TrainOrder, data: Dataset) -> dict[str, Any]:
+def identity_of(order: TrainOrder, data: Dataset | StreamedText) -> dict[str, Any]:
     """What must be the same for a checkpoint to go on: the maths of the run. Speed may change."""
     plan, settings = plan_of(order.recipe.rungs), order.settings
     return {
         "model": {**to_json(order.workload.shape), "tied head": plan.tied},
         "tokenizer": to_json(data.tokenizer),
-        "data": data.fingerprint,
+        "data": data.identity,
         "seed": order.workload.seed,
         "global_batch": settings.global_batch,
         "vocabulary rows": plan.vocab_rows(order.workload.shape.vocab),
@@ -151,9 +190,16 @@ def summary_of(trainer: Trainer, why: str) -> dict[str, Any]:
         "loss": trainer.last_loss,
         "validation_loss": trainer.validation_loss,
         "best_validation_loss": progress.best_validation,
-        "checkpoint": None if store.last_saved is None else str(store.folder),
+        "epoch": trainer.epoch,
+        "checkpoint": newest_checkpoint(store.folder, progress.updates),
         "peak_bytes": trainer.peak_bytes,
     }
+
+
+def newest_checkpoint(folder: Path, updates: int) -> str | None:
+    """The one to go on from. A later one that was passed over as damaged is still there, and is not it."""
+    found = ((order_of(path), path) for path in list_checkpoints(folder))
+    return next((str(path) for order, path in found if order is not None and order[0] <= updates), None)
 
 
 def load_model(path: Path) -> tuple[GPT, str]:

@@ -21,7 +21,7 @@ import torch
 
 from redline.core.checkpoints import check_same_run
 from redline.core.training import Progress, TrainSettings
-from redline.data.loader import Loader
+from redline.data.batches import BatchSource
 from redline.engine import memory
 from redline.engine.checkpoint import (
     CheckpointStore,
@@ -34,7 +34,8 @@ from redline.engine.checkpoint import (
 from redline.engine.step import TrainStep
 
 Emit = Callable[..., None]
-"""emit(kind, **fields): 'cycle', 'validation', 'sample', 'checkpoint', 'note'."""
+"""emit(kind, **fields): 'cycle', 'validation', 'sample', 'checkpoint', 'note'. Called between cycles only, with numbers
+that were read already: nobody who listens makes the device wait."""
 
 
 class DivergedError(Exception):
@@ -47,23 +48,29 @@ class Trainer:
         *,
         step: TrainStep,
         settings: TrainSettings,
-        open_loader: Callable[[int], Loader],
+        open_loader: Callable[[int, dict[str, Any] | None], BatchSource],
         validation: Callable[[], Iterable[torch.Tensor]],
         store: CheckpointStore,
         identity: Mapping[str, Any],
         emit: Emit,
         sample: Callable[[], str] | None = None,
     ) -> None:
-        """`open_loader(position)` gives batches of a whole update, [2, B, T], from that sequence on; `validation()` the
-        same few batches at every call."""
+        """`open_loader(position, state)` gives batches of a whole update, [2, B, T], from that sequence on; `state` is
+        what such a loader said of itself at the checkpoint. `validation()` gives the same few batches at every call."""
         self.step, self.settings, self.store = step, settings, store
         self.open_loader, self.validation = open_loader, validation
         self.identity, self.emit, self.sample = dict(identity), emit, sample
         self.progress = Progress()
+        self.loader: BatchSource | None = None
+        self.data_state: dict[str, Any] | None = None
         self.saved_at = self.validated_at = -1
         self.validation_loss: float | None = None
         self.last_loss: float | None = None
         self.peak_bytes: int | None = None
+        self.epoch: float | None = None
+        """How many have passed; a whole number where nobody knows how long one is."""
+        self.began: tuple[int, float] = (0, 0.0)
+        """Tokens and epochs that had passed when this session's loader was opened."""
         # An optimizer that cannot skip a bad update on the device must ask the host: right comes before fast.
         step.may_wait = not step.skips_on_device and not step.plan.loss_scaling
 
@@ -83,6 +90,7 @@ class Trainer:
         self.step.scaler.load_state_dict(loaded.state["scaler"])
         self.step.steps_taken = loaded.state["steps_taken"]
         self.progress = Progress(**loaded.state["progress"], rates=[])
+        self.data_state = loaded.state.get("data")
         restore_rng(loaded.state["rng"], self.step.device)  # last: building things draws numbers
         self.saved_at = self.progress.updates
         self.emit("note", text=f"resumed from {loaded.path.name} at step {self.progress.updates:,}")
@@ -104,13 +112,14 @@ class Trainer:
                 "scaler": self.step.scaler.state_dict(),
                 "steps_taken": self.step.steps_taken,
                 "progress": progress,
+                "data": self.data_state if self.loader is None else self.loader.state(),
                 "rng": capture_rng(self.step.device),
             },
             identity=self.identity,
             metric=self.validation_loss,
         )
         if failure is not None:
-            self.emit("note", text=f"the checkpoint before was not written: {failure}")
+            self.emit("note", text=str(failure))
         self.saved_at = self.progress.updates
         self.emit("checkpoint", updates=self.progress.updates)
 
@@ -118,7 +127,9 @@ class Trainer:
 
     def run(self) -> str:
         """Train until the budget is used up or somebody asks to stop. Returns which it was."""
-        loader = self.open_loader(self.progress.updates * self.settings.global_batch)
+        position = self.progress.updates * self.settings.global_batch
+        self.loader = loader = self.open_loader(position, self.data_state)
+        self.began = (self.progress.tokens, loader.epoch)
         with self.store, closing(loader), asked_to_stop() as asked:
             while (why := asked() or self.settings.budget.used_up(self.progress)) is None:
                 self._cycle(loader, asked)
@@ -128,17 +139,18 @@ class Trainer:
             self.save()
         return why
 
-    def _cycle(self, loader: Loader, asked: Callable[[], str | None]) -> None:
+    def _cycle(self, loader: BatchSource, asked: Callable[[], str | None]) -> None:
         started, waited, documents = time.perf_counter(), loader.waited_seconds, loader.documents
         memory.reset_peak(self.step.device)
         losses, norms = self._queue_updates(loader, asked)
         figures = torch.stack([*losses, *norms]).tolist()  # the one wait of the cycle
         seconds = time.perf_counter() - started
         self.progress.documents += loader.documents - documents
+        self.epoch = loader.epoch
         self._account(figures[: len(losses)], figures[len(losses) :], seconds, loader.waited_seconds - waited)
 
     def _queue_updates(
-        self, loader: Loader, asked: Callable[[], str | None]
+        self, loader: BatchSource, asked: Callable[[], str | None]
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Losses and gradient norms, on the device: nothing in here waits for it (`tests/gpu/test_train.py`)."""
         losses, norms = [], []
@@ -170,33 +182,44 @@ class Trainer:
         progress.tokens += tokens
         progress.seconds += seconds
         progress.rates.append(tokens / seconds)
-        for norm in norms:
+        skipped_at = []
+        for update, norm in enumerate(norms, progress.updates - len(norms) + 1):
             progress.skipped_in_a_row = 0 if math.isfinite(norm) else progress.skipped_in_a_row + 1
-            progress.skipped += not math.isfinite(norm)
+            skipped_at += [] if math.isfinite(norm) else [update]
+        progress.skipped += len(skipped_at)
         good = [loss for loss in losses if math.isfinite(loss)]
         self.last_loss = sum(good) / len(good) if good else None
-        self.peak_bytes = memory.peak_bytes(self.step.device)
+        peak_bytes = memory.peak_bytes(self.step.device)
+        self.peak_bytes = None if peak_bytes is None else max(peak_bytes, self.peak_bytes or 0)
         self.emit(
             "cycle",
             updates=progress.updates,
             tokens=progress.tokens,
             losses=losses,
             loss=self.last_loss,
-            gradient_norm=norms[-1],
+            gradient_norms=norms,
             learning_rate=self.step.learning_rate(self.step.steps_taken - 1),
             seconds=seconds,
             total_seconds=progress.seconds,
             tokens_per_second=tokens / seconds,
             data_wait=waited / seconds,
             skipped=progress.skipped,
-            peak_bytes=self.peak_bytes,
+            skipped_at=skipped_at,
+            peak_bytes=peak_bytes,
             documents=progress.documents,
+            epoch=self.epoch,
+            epoch_seconds=self._epoch_seconds(tokens / seconds),
         )
         if progress.skipped_in_a_row >= self.settings.most_skipped:
             raise DivergedError(
                 f"{progress.skipped_in_a_row} updates in a row were skipped: their gradients are not finite "
                 f"(last at step {progress.updates:,})"
             )
+
+    def _epoch_seconds(self, tokens_per_second: float) -> float | None:
+        """At the speed of this cycle; how long an epoch is, by the session so far, since a stream's comes in jumps."""
+        tokens, passed = self.progress.tokens - self.began[0], (self.epoch or 0) - self.began[1]
+        return tokens / passed / tokens_per_second if isinstance(passed, float) and passed > 0 else None
 
     def _between_cycles(self) -> None:
         settings, done = self.settings, self.progress.updates
@@ -224,7 +247,13 @@ class Trainer:
         if math.isfinite(loss):
             best = progress.best_validation
             progress.best_validation = loss if best is None else min(best, loss)
-        self.emit("validation", updates=progress.updates, tokens=progress.tokens, loss=loss)
+        self.emit(
+            "validation",
+            updates=progress.updates,
+            tokens=progress.tokens,
+            loss=loss,
+            validation_tokens=progress.validation_tokens,
+        )
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from typing import Any
 
 from redline.core.job import Job, write_atomically
 from redline.core.measurement import Failure, Measurement
+from redline.core.profile import Profile
 from redline.core.values import from_json, to_json
 
 
@@ -37,13 +38,20 @@ def main(folder: Path) -> int:
     return 0
 
 
-def run(job: Job, run_directory: Path, report: Any) -> Measurement:
+def run(job: Job, run_directory: Path, report: Any) -> Measurement | Profile:
     import torch
 
     from redline.engine.measure import Bench, measure, measure_reference
+    from redline.engine.trial import look, measure_unless_slower
 
     bench = Bench(job=job, tokens=run_directory / job.tokens, device=torch.device(job.device), report=report)
-    return measure_reference(bench) if job.kind == "reference" else measure(bench)
+    if job.kind == "profile":
+        from redline.engine.profiling import profile_job
+
+        return profile_job(bench, run_directory)
+    if job.give_up_seconds is not None:
+        return measure_unless_slower(bench)
+    return {"reference": measure_reference, "look": look, "measure": measure, "trial": measure}[job.kind](bench)
 
 
 def open_progress() -> Any:

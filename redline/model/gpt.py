@@ -28,6 +28,25 @@ from redline.model.attention import ATTENTION
 INIT_STD = 0.02
 
 
+class Norm(nn.LayerNorm):
+    """In fp32 whatever the stream's and its weights' types are: a GPU's autocast sees to that by itself, a CPU's does
+    not, and there a bf16 gain's gradient would be summed up in bf16. Gives what its weights are."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight, bias = at_least_fp32(self.weight), at_least_fp32(self.bias)
+        return F.layer_norm(x.to(weight.dtype), self.normalized_shape, weight, bias, self.eps).to(self.weight.dtype)
+
+
+def look_up(table: nn.Embedding, rows: torch.Tensor) -> torch.Tensor:
+    """In fp32 whatever the table is stored in: many tokens add to one row of its gradient, and in bf16 most of those
+    sums would be lost (an eager CPU would do them so)."""
+    return F.embedding(rows, at_least_fp32(table.weight))
+
+
+def at_least_fp32(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
 class SelfAttention(nn.Module):
     def __init__(self, shape: Shape, attention: str, recompute: bool) -> None:
         super().__init__()
@@ -44,23 +63,35 @@ class SelfAttention(nn.Module):
         return self.c_proj(y.transpose(1, 2).reshape(B, T, C))
 
 
+def gelu_by_sigmoid(x: torch.Tensor) -> torch.Tensor:
+    """The same tanh GELU: (1 + tanh u) / 2 is sigmoid(2u). One exponential where tanh takes a call of its own."""
+    return x * torch.sigmoid(2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x))
+
+
+GELU: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "tanh": partial(F.gelu, approximate="tanh"),
+    "sigmoid": gelu_by_sigmoid,
+}
+
+
 class MLP(nn.Module):
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: Shape, gelu: str) -> None:
         super().__init__()
+        self.gelu = GELU[gelu]
         self.c_fc = nn.Linear(shape.d_model, shape.d_ff)
         self.c_proj = nn.Linear(shape.d_ff, shape.d_model)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))
+        return self.c_proj(self.gelu(self.c_fc(x)))
 
 
 class Block(nn.Module):
-    def __init__(self, shape: Shape, attention: str, recompute_attention: bool) -> None:
+    def __init__(self, shape: Shape, attention: str, recompute_attention: bool, gelu: str) -> None:
         super().__init__()
-        self.ln_1 = nn.LayerNorm(shape.d_model)
+        self.ln_1 = Norm(shape.d_model)
         self.attn = SelfAttention(shape, attention, recompute_attention)
-        self.ln_2 = nn.LayerNorm(shape.d_model)
-        self.mlp = MLP(shape)
+        self.ln_2 = Norm(shape.d_model)
+        self.mlp = MLP(shape, gelu)
 
     def forward(self, x: torch.Tensor, future: torch.Tensor) -> torch.Tensor:
         x = x + self.attn(self.ln_1(x), future)
@@ -76,19 +107,23 @@ class GPT(nn.Module):
         tied: bool = True,
         vocab_rows: int | None = None,
         checkpointing: str = "none",
+        residual: torch.dtype = torch.float32,
+        gelu: str = "tanh",
     ) -> None:
-        """`vocab_rows` above `shape.vocab` pads embedding and head; logits of the padding are -inf."""
+        """`vocab_rows` above `shape.vocab` pads embedding and head; logits of the padding are -inf. `residual` is the
+        type of the stream between the blocks; a narrow one takes autocast, whose norms compute in fp32."""
         super().__init__()
         check_is_gpt2(shape)
-        self.shape = shape
+        self.shape, self.residual = shape, residual
         self.recompute_blocks = checkpointing == "full"
         rows = vocab_rows or shape.vocab
         self.wte = nn.Embedding(rows, shape.d_model)
         self.wpe = nn.Embedding(shape.sequence, shape.d_model)
         self.h = nn.ModuleList(
-            Block(shape, attention, recompute_attention=checkpointing == "selective") for _ in range(shape.layers)
+            Block(shape, attention, recompute_attention=checkpointing == "selective", gelu=gelu)
+            for _ in range(shape.layers)
         )
-        self.ln_f = nn.LayerNorm(shape.d_model)
+        self.ln_f = Norm(shape.d_model)
         self.lm_head = nn.Linear(shape.d_model, rows, bias=False)
         if tied:
             self.lm_head.weight = self.wte.weight
@@ -106,7 +141,8 @@ class GPT(nn.Module):
         """What the head reads: tokens [B, T] -> [B, T, C]."""
         T = tokens.size(1)
         future = self.future[:T, :T]  # type: ignore[index]
-        x = self.wte(tokens) + self.wpe(torch.arange(T, device=tokens.device))  # [B, T, C]
+        x = look_up(self.wte, tokens) + look_up(self.wpe, torch.arange(T, device=tokens.device))  # [B, T, C]
+        x = x if self.residual == torch.float32 else x.to(self.residual)
         for block in self.h:
             x = recomputed(block)(x, future) if self.recompute_blocks else block(x, future)
         return self.ln_f(x)
@@ -151,7 +187,11 @@ def initialise(model: GPT, seed: int) -> None:
         else:
             real = unpadded(model, name, parameter)
             parameter.zero_()
-            real.normal_(0.0, residual_std if name.endswith("c_proj.weight") else INIT_STD, generator=generator)
+            std = residual_std if name.endswith("c_proj.weight") else INIT_STD
+            if real.dtype == torch.float32:
+                real.normal_(0.0, std, generator=generator)
+            else:  # rounded from the same numbers: in bf16 torch 2.11 draws others
+                real.copy_(torch.normal(0.0, std, real.shape, generator=generator, device=real.device))
 
 
 def unpadded(model: GPT, name: str, tensor: torch.Tensor) -> torch.Tensor:

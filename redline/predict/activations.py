@@ -16,7 +16,7 @@ from functools import cached_property
 from redline.core.plan import Plan
 from redline.core.workload import Shape
 from redline.predict.gemms import Layer, linear_layers
-from redline.predict.optimizers import OptimizerMemory
+from redline.predict.optimizers import OptimizerCosts
 from redline.predict.parallel import Layout
 
 FP32 = 4
@@ -31,7 +31,7 @@ class Rank:
     micro_batch: int
     layout: Layout
     zero: int
-    optimizer: OptimizerMemory
+    optimizer: OptimizerCosts
     first: bool
     """It has the embedding."""
     last: bool
@@ -201,6 +201,11 @@ def compute_bytes(plan: Plan) -> int:
     return 2 if plan.autocast else FP32
 
 
+def residual_bytes(plan: Plan) -> int:
+    """Of a number in the stream between the blocks, which autocast leaves in fp32 unless the plan narrows it."""
+    return FP32 if plan.residual == "fp32" else 2
+
+
 # what a layer keeps
 
 
@@ -210,7 +215,7 @@ def layer_activations(shape: Shape, plan: Plan, tp: int = 1) -> dict[str, float]
     C, c = shape.d_model, compute_bytes(plan)
     statistics = 2 if shape.norm == "layernorm" and not plan.compile else 1  # mean and 1/std; Inductor keeps one
     return {
-        "residual": 2 * FP32 * C,  # what each norm reads: autocast leaves the stream in fp32
+        "residual": 2 * residual_bytes(plan) * C,  # what each norm reads
         "normalised": 2 * c * C + 2 * FP32 * statistics,  # what the first matmul of each branch reads
         "qkv": _qkv(shape, plan, tp),
         "attention core": _core(shape, plan, tp),
@@ -255,7 +260,7 @@ def kept_activations(rank: Rank, layers: int) -> dict[str, float]:
     shape, plan = rank.shape, rank.plan
     of_one = layer_activations(shape, plan, rank.layout.tp)
     if plan.checkpointing == "full":
-        of_one = {"residual": FP32 * shape.d_model}  # the input of the block
+        of_one = {"residual": residual_bytes(plan) * shape.d_model}  # the input of the block
     kept = {kind: rank.tokens * layers * size for kind, size in of_one.items()}
     kept["embedding"] = batch_bytes(rank)
     return kept
@@ -277,7 +282,7 @@ def final_activations(rank: Rank) -> dict[str, float]:
         return {}
     again = rank.plan.compile and rank.plan.checkpointing == "full"
     statistics = 2 if rank.shape.norm == "layernorm" and not rank.plan.compile else 1
-    per_token = {"residual": 0 if again else FP32 * rank.shape.d_model}
+    per_token = {"residual": 0 if again else residual_bytes(rank.plan) * rank.shape.d_model}
     per_token["normalised"] = FP32 * statistics + (rank.compute * rank.shape.d_model if rank.plan.loss == "full" else 0)
     return {kind: rank.tokens * size for kind, size in per_token.items()}
 
@@ -300,15 +305,18 @@ def layer_backward(rank: Rank) -> LayerBackward:
 
 
 def _stream(rank: Rank) -> float:
-    """The stream's gradient, and its copy for the branch."""
-    return rank.shape.d_model * (FP32 + (rank.compute if rank.casts else 0))
+    """The stream's gradient, and its copy for the branch where that computes in another type."""
+    own = residual_bytes(rank.plan)
+    return rank.shape.d_model * (own + (rank.compute if rank.compute != own else 0))
 
 
 def _in_mlp(rank: Rank) -> LayerBackward:
     """A gated MLP has the gradients of gate and up at once, when its product is gone."""
     width = (2 if rank.shape.gated else 1) * rank.compute * rank.shape.d_ff / rank.layout.tp
     whole = layer_activations(rank.shape, rank.plan, rank.layout.tp)
-    again = sum(whole.values()) - FP32 * rank.shape.d_model if rank.plan.checkpointing == "full" else 0
+    again = (
+        sum(whole.values()) - residual_bytes(rank.plan) * rank.shape.d_model if rank.plan.checkpointing == "full" else 0
+    )
     return LayerBackward(recomputed=again, flowing=_stream(rank) + width)
 
 
@@ -317,13 +325,13 @@ def _in_attention(rank: Rank) -> LayerBackward:
     Q, KV = shape.query_width / tp, shape.kv_width / tp
     naive = plan.attention == "naive"
     whole = layer_activations(shape, replace(plan, checkpointing="none"), tp)
-    freed = whole["mlp"] + (FP32 + c) * shape.d_model  # with what the MLP's norm read and wrote
+    freed = whole["mlp"] + (residual_bytes(plan) + c) * shape.d_model  # with what the MLP's norm read and wrote
     # A fused kernel: gradients of q, k, v, then the three side by side; dq is summed up in fp32.
     core = _naive_backward(rank) if naive else 2 * c * (Q + 2 * KV) + FP32 * Q
     again = {
         "none": 0,
         "selective": whole["attention core"] + (whole["qkv"] if naive else whole["attention output"]),
-        "full": sum(whole.values()) - FP32 * shape.d_model,
+        "full": sum(whole.values()) - residual_bytes(plan) * shape.d_model,
     }[plan.checkpointing]
     return LayerBackward(recomputed=again, flowing=_stream(rank) + c * Q + core - freed)
 

@@ -24,7 +24,6 @@ from redline.predict.sizes import Change, kv_heads_nearby, most_ranks, round_up,
 from redline.predict.subject import Subject, gain, predicted_gain
 from redline.predict.tiles import (
     ELEMENT_BYTES,
-    UNALIGNED_RATE,
     Estimate,
     cost_is_known,
     estimate,
@@ -132,10 +131,11 @@ class Row:
             )
         if self.refused:
             return f"fp8 matmuls refuse rows that are not whole {VECTOR_BYTES} bytes"
-        return (
-            f"wide loads take {VECTOR_BYTES} bytes at a time; without them the library falls back on narrow ones, at "
-            f"about {UNALIGNED_RATE:.2f} of the rate (SwiGLU on an H100)"
-        )
+        text = f"wide loads take {VECTOR_BYTES} bytes at a time; without them the library falls back on narrow ones"
+        if self.device is None or not cost_is_known(self.device, self.dtype):
+            return text
+        rate = self.device.narrow_rates.get(self.start_bytes)
+        return text if rate is None else f"{text}, at about {rate:.2f} of the rate"
 
 
 def vocabulary(subject: Subject) -> Advice | None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 
 from redline.core.devices import VECTOR_BYTES
 from redline.core.errors import UserError, unknown_name
-from redline.core.plan import Plan
+from redline.core.plan import PIECES, Plan
 from redline.core.workload import Shape, check_positive
 from redline.predict.activations import (
     FP32,
@@ -28,7 +28,6 @@ from redline.predict.activations import (
     layer_backward,
     mlp_tensors,
 )
-from redline.predict.operations import PIECES
 from redline.predict.optimizers import find_optimizer
 from redline.predict.parallel import Layout, check_layout
 from redline.predict.sizes import round_up

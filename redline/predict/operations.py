@@ -20,25 +20,24 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 from redline.core.devices import VECTOR_BYTES
 from redline.core.errors import unknown_name
-from redline.core.plan import Plan
+from redline.core.plan import PIECES, Plan
 from redline.core.workload import Shape
+from redline.predict.activations import Rank, residual_bytes
 from redline.predict.flops import executed_flops, parameters
 from redline.predict.gemms import Gemm, attention_gemms, linear_gemms, linear_layers
+from redline.predict.optimizers import find_optimizer
+from redline.predict.parallel import Layout
 
 CONTRACTION, NORMALISATION, ELEMENTWISE = "tensor contraction", "normalisation", "element-wise"
 OPTIMIZER, MOVEMENT = "optimizer", "data movement"
 GROUPS = (CONTRACTION, NORMALISATION, ELEMENTWISE, OPTIMIZER, MOVEMENT)
 FUSIONS = ("eager", "inductor", "ideal")
-FP32 = 4  # bytes: parameters, gradients and optimizer state in every plan, and softmax and norms in eager autocast
+FP32 = 4  # bytes: parameters and gradients unless the optimizer says otherwise, softmax and norms in eager autocast
 COPIED_BYTES = 4  # rows that start at multiples of this can be loaded by asynchronous copies at least
-# Bytes per parameter and kernels per call. One by one: decay 8, lerp 12, mul 8, addcmul 12, sqrt, div and add 8 each,
-# addcdiv 16; fused: weight, gradient and both moments read, all but the gradient written.
-OPTIMIZER_BYTES = {"adamw-loop": 80, "adamw-foreach": 80, "adamw-fused": 28}
-OPTIMIZER_KERNELS = 8
-PIECES = {"fused": 1, "chunked": 8}  # of the tokens, in a loss that computes its gradient at once (model/loss.py)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,9 +72,14 @@ class Sizes:
         return 2 if self.plan.autocast else FP32
 
     @property
+    def weight(self) -> int:
+        """Bytes of a stored weight, and of its gradient."""
+        return find_optimizer(self.plan.optimizer).weights
+
+    @property
     def stream(self) -> int:
-        """Bytes of a number in the residual stream: autocast leaves it in fp32."""
-        return self.compute if self.fusion == "ideal" else FP32
+        """Bytes of a number in the residual stream."""
+        return self.compute if self.fusion == "ideal" else residual_bytes(self.plan)
 
     @property
     def casts(self) -> bool:
@@ -139,7 +143,7 @@ def _accumulated(z: Sizes, passes: int) -> Iterator[Operation]:
     """Each further pass adds its gradients to the sum: two read, one written; or the matmul adds to what it reads."""
     if passes == 1:
         return
-    width = FP32 if z.fusion == "ideal" else 3 * FP32
+    width = z.weight if z.fusion == "ideal" else 3 * z.weight
     count = parameters(z.shape, z.plan.tied, z.plan).total
     yield Operation(
         name="gradient sums",
@@ -242,7 +246,7 @@ def _norm_passes(z: Sizes, residual: bool) -> list[tuple[str, str, str, int, int
             ("cast", MOVEMENT, "backward", 2 * cast, 2),  # the norm's gradient, and the stream's for the branch
         ]
     # One kernel: stream and branch in, stream and normalised out; backward the same the other way round.
-    copy = c if z.casts and z.fusion == "inductor" else 0
+    copy = c if r != c and z.fusion == "inductor" else 0
     gains = c + r if z.fusion == "inductor" else 0  # a reduction over tokens of its own
     return [
         ("residual + norm", NORMALISATION, "forward", 2 * r + 2 * c, 1),
@@ -365,14 +369,14 @@ def _embedding(z: Sizes) -> Iterator[Operation]:
     yield z.per_token("embedding", MOVEMENT, "forward", 2 * row + added, calls=1, kernels=2, part="rest")
     summed = row if z.shape.positions == "learned" else 0
     gathered = z.per_token("embedding", MOVEMENT, "backward", 3 * row + summed, calls=1, kernels=3, part="rest")
-    tables = FP32 * z.rows * z.shape.d_model * (1 + 3 * z.plan.tied)  # zeros; tied, the head's gradient is added
+    tables = z.weight * z.rows * z.shape.d_model * (1 + 3 * z.plan.tied)  # zeros; tied, the head's gradient is added
     yield replace(gathered, bytes=gathered.bytes + tables)
 
 
 def _weight_casts(z: Sizes) -> Iterator[Operation]:
-    """Autocast makes 16-bit weights once a step, and fp32 gradients of 16-bit ones; the ideal step has the optimizer
-    write both kinds of weights."""
-    if not z.casts:
+    """Autocast makes 16-bit weights of fp32 ones once a step, and fp32 gradients of 16-bit ones; the ideal step has the
+    optimizer write both kinds of weights."""
+    if z.compute == z.weight:
         return
     layers = linear_layers(z.shape, z.plan)
     weights = sum(layer.inputs * layer.outputs * layer.count for layer in layers)
@@ -390,20 +394,42 @@ def _weight_casts(z: Sizes) -> Iterator[Operation]:
 
 def _update(z: Sizes) -> Iterator[Operation]:
     """Clipping reads all gradients for their norm and scales them; fp16 divides them by the loss scale before that."""
-    if z.plan.optimizer not in OPTIMIZER_BYTES:
-        raise unknown_name("optimizer", z.plan.optimizer, OPTIMIZER_BYTES)
-    count = parameters(z.shape, z.plan.tied, z.plan).total
-    clip = FP32 if z.fusion == "ideal" else 3 * FP32
-    scaling = 2 * FP32 if z.plan.loss_scaling else 0
-    kernels = {"adamw-loop": OPTIMIZER_KERNELS * tensors(z.shape, z.plan), "adamw-fused": 1}
-    per_parameter = {
-        "clip": (clip + scaling, 4),
-        z.plan.optimizer: (OPTIMIZER_BYTES[z.plan.optimizer], kernels.get(z.plan.optimizer, OPTIMIZER_KERNELS)),
-    }
-    for name, (width, launched) in per_parameter.items():
-        yield Operation(
-            name=name, group=OPTIMIZER, direction="update", bytes=count * width, kernels=launched, part="rest"
-        )
+    update = partial(Operation, group=OPTIMIZER, direction="update", part="rest")
+    row, whole = find_optimizer(z.plan.optimizer), whole_model(z.shape, z.plan)
+    passes = (1 if z.fusion == "ideal" else 3) + (2 if z.plan.loss_scaling else 0)
+    yield update(name="clip", bytes=passes * z.weight * whole.parameters, kernels=4)
+    listed = [
+        (count * whole.layers, row.update(sizes, of_layer=len(sizes) > 1)) for sizes, count in whole.layer_tensors()
+    ]
+    listed += [(count, row.update(sizes, of_layer=False)) for sizes, count in whole.outer_tensors()]
+    yield update(
+        name=row.name,
+        bytes=sum(count * one.bytes for count, one in listed),
+        kernels=row.kernels + sum(count * one.kernels for count, one in listed),
+    )
+    # Timed at the plan's rate, which is theirs in 16 bit only; a step in fp32 is so long that they do not show.
+    flops = sum(count * one.matmul_flops for count, one in listed)
+    yield update(
+        name=f"{row.name} matmuls",
+        bytes=sum(count * one.matmul_bytes for count, one in listed),
+        flops=flops if z.plan.autocast else 0,
+        kernels=0,  # counted above
+        kind="gemm",
+    )
+
+
+def whole_model(shape: Shape, plan: Plan) -> Rank:
+    """One GPU with all of it: its parameters, tensor by tensor."""
+    return Rank(
+        shape=shape,
+        plan=plan,
+        micro_batch=1,
+        layout=Layout(gpus=1),
+        zero=0,
+        optimizer=find_optimizer(plan.optimizer),
+        first=True,
+        last=True,
+    )
 
 
 def tensors(shape: Shape, plan: Plan) -> int:

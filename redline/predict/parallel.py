@@ -11,7 +11,7 @@ micro batch after the other. Nothing here says what is fast: only what is possib
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from redline.core.errors import UserError
@@ -124,7 +124,7 @@ def _cuts_near(shape: Shape | None, gpus: int, tp: int, pp: int) -> str:
     """The two nearest cuts of these GPUs, and of the model if one is given: 'TP 4 x PP 1 or TP 2 x PP 1'."""
     tp_divides = gpus if shape is None else math.gcd(shape.heads, shape.key_value_heads, shape.d_ff, gpus)
     pp_divides = gpus if shape is None else math.gcd(shape.layers, gpus)
-    cuts = [(t, p) for t in _divisors(tp_divides) for p in _divisors(pp_divides) if gpus % (t * p) == 0]
+    cuts = [(t, p) for t in divisors(tp_divides) for p in divisors(pp_divides) if gpus % (t * p) == 0]
     cuts.sort(key=lambda cut: (abs(math.log(cut[0] / tp)) + abs(math.log(cut[1] / pp)), cut[1] != pp, cut))
     return " or ".join(f"TP {t} x PP {p}" for t, p in cuts[:2])
 
@@ -137,21 +137,22 @@ def _batches_near(wanted: int, once: Layout) -> Iterator[str]:
     for batch in _multiples(wanted, once.dp):
         nearer = all(abs(batch - wanted) < abs(other - wanted) for other in same)
         if batch == wanted:
-            sizes = _nearest_two(_divisors(batch // once.dp), once.micro_batch)
+            sizes = _nearest_two(divisors(batch // once.dp), once.micro_batch)
             yield f"a micro batch of {_either(sizes)}"
             return
         if nearer:
-            size = _nearest_two(_divisors(batch // once.dp), once.micro_batch)[0]
+            size = _nearest_two(divisors(batch // once.dp), once.micro_batch)[0]
             yield f"{batch} with a micro batch of {size}"
 
 
-def _nearest_two(numbers: list[int], wanted: int) -> list[int]:
+def _nearest_two(numbers: Sequence[int], wanted: int) -> list[int]:
     return sorted(sorted(numbers, key=lambda number: (abs(math.log(number / wanted)), number))[:2])
 
 
-def _divisors(size: int) -> list[int]:
-    small = [d for d in range(1, math.isqrt(size) + 1) if size % d == 0]
-    return sorted({*small, *(size // d for d in small)})
+def divisors(number: int) -> tuple[int, ...]:
+    check_positive("number", number)
+    small = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
+    return tuple(sorted({*small, *(number // size for size in small)}))
 
 
 def _multiples(wanted: int, of: int) -> list[int]:

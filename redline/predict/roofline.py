@@ -19,10 +19,10 @@ Not modelled: a host too slow to keep the queue full (small models), waiting for
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
-from redline.core.devices import TYPICAL_BANDWIDTH, TYPICAL_MATMUL, Device
+from redline.core.devices import NARROW_RATES, TYPICAL_BANDWIDTH, TYPICAL_MATMUL, Device
 from redline.core.hardware import MeasuredPeaks
 from redline.core.plan import Plan
 from redline.core.workload import Shape
@@ -38,6 +38,8 @@ class Peaks:
     """Of the device's memory, bytes per second."""
     source: str
     """A data sheet, or who measured when."""
+    narrow_rates: Mapping[int, float] = field(default_factory=lambda: NARROW_RATES)
+    """What is left of the matmul rate when rows start at multiples of so many bytes only."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,10 +48,8 @@ class Assumptions:
 
     gemm: float = 1.0
     """Share of the matmul peak in the model's own matmuls."""
-    unaligned: float = 1.0
-    """Where rows do not start at multiples of 16 bytes, as a share of `gemm`."""
-    odd: float = 1.0
-    """Where they do not even start at multiples of 4 bytes, as a share of `gemm`."""
+    narrow_loads: bool = False
+    """Matmuls whose rows do not start at multiples of 16 bytes run at the peaks' narrow rates."""
     attention: dict[str, float] = field(default_factory=dict)
     """Share of the matmul peak in a fused attention kernel, forward and backward together; 1 where not named."""
     bandwidth: float = 1.0
@@ -65,8 +65,7 @@ KERNELS = {"cudnn": 0.316, "flash": 0.243}
 IDEAL = Assumptions()
 TYPICAL = Assumptions(
     gemm=0.93,  # 24.3 TFLOP of GPT-2's matmuls in 33 ms, of 790 TFLOP/s (FACTS section 2, the step at B=32)
-    unaligned=0.68,  # d_ff 10922 against 10944 on an H100: 272.7 and 398.4 TFLOP/s (FACTS section 4)
-    odd=0.37,  # 50257 -> 50304 gave 30 % where nothing padded, 28 ms of an A100's step beside the head's own 16
+    narrow_loads=True,
     attention=KERNELS,
     bandwidth=0.79,  # 45 GB of the same step's other kernels in 13.3 ms, of 4.3 TB/s
     gap_seconds=1e-6,  # kernels of 2.9 us start every 3.8 us (NVIDIA, "Getting Started with CUDA Graphs")
@@ -162,14 +161,14 @@ def peaks_for(plan: Plan, peak_tflops: Mapping[str, float], bandwidth: float, so
 
 
 def sheet_peaks(plan: Plan, device: Device) -> Peaks | None:
-    return peaks_for(plan, device.peak_tflops, device.bandwidth, f"{device.label} data sheet")
+    return _on(device, peaks_for(plan, device.peak_tflops, device.bandwidth, f"{device.label} data sheet"))
 
 
 def reachable(plan: Plan, device: Device, measured: MeasuredPeaks | None = None) -> Peaks | None:
     """What was measured here, else the best rate that anyone measured on such a device, else nothing is known."""
     if measured is not None and plan.precision in measured.matmul_tflops:
         source = f"redline hardware --measure, {measured.date[:10]}"
-        return peaks_for(plan, measured.matmul_tflops, measured.bandwidth, source)
+        return _on(device, peaks_for(plan, measured.matmul_tflops, measured.bandwidth, source))
     if plan.precision not in device.best_tflops:
         return None
     rate = device.reachable_tflops(plan.precision)
@@ -177,12 +176,17 @@ def reachable(plan: Plan, device: Device, measured: MeasuredPeaks | None = None)
         f"{rate:g} TFLOP/s, the best that was measured ({device.best_source}), and {TYPICAL_BANDWIDTH:.0%} of the data "
         "sheet's bandwidth"
     )
-    return Peaks(matmul_tflops=rate, bandwidth=device.reachable_bandwidth, source=source)
+    return _on(device, Peaks(matmul_tflops=rate, bandwidth=device.reachable_bandwidth, source=source))
+
+
+def _on(device: Device, peaks: Peaks | None) -> Peaks | None:
+    return None if peaks is None else replace(peaks, narrow_rates=device.narrow_rates)
 
 
 def typical(sheet: Peaks) -> Peaks:
     """What large matmuls and copies will reach of a data sheet, where nobody has measured."""
-    return Peaks(
+    return replace(
+        sheet,
         matmul_tflops=TYPICAL_MATMUL * sheet.matmul_tflops,
         bandwidth=TYPICAL_BANDWIDTH * sheet.bandwidth,
         source=f"{sheet.source}, {TYPICAL_MATMUL:.0%} of its matmul rate and {TYPICAL_BANDWIDTH:.0%} of its bandwidth",
@@ -191,18 +195,18 @@ def typical(sheet: Peaks) -> Peaks:
 
 def at_most(reached: Peaks, sheet: Peaks) -> Peaks:
     """A clock above the data sheet's must not make a prediction faster than its speed of light."""
-    return Peaks(
+    return replace(
+        reached,
         matmul_tflops=min(reached.matmul_tflops, sheet.matmul_tflops),
         bandwidth=min(reached.bandwidth, sheet.bandwidth),
-        source=reached.source,
     )
 
 
 def _timed(operation: Operation, plan: Plan, peaks: Peaks, assumed: Assumptions) -> Timed:
     share = {
         "gemm": assumed.gemm,
-        "unaligned": assumed.gemm * assumed.unaligned,
-        "odd": assumed.gemm * assumed.odd,
+        "unaligned": assumed.gemm * (peaks.narrow_rates[4] if assumed.narrow_loads else 1.0),
+        "odd": assumed.gemm * (peaks.narrow_rates[2] if assumed.narrow_loads else 1.0),
         "attention": assumed.attention.get(plan.attention, 1.0),
         "memory": 1.0,
     }[operation.kind]

@@ -17,7 +17,7 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
-from redline.core.devices import VECTOR_BYTES, Device
+from redline.core.devices import Device
 from redline.predict.gemms import Gemm
 
 # The output tiles that cuBLAS and CUTLASS are built with, the efficient ones first (NVIDIA, Matrix Multiplication
@@ -27,10 +27,7 @@ TILES = ((128, 256), (256, 128), (128, 128), (256, 64), (64, 256), (128, 64), (6
 # wait; this many per number are lost to that. An assumption: it puts 64x64 tiles at 0.79 of 128x256 ones.
 LATENCY_WORK = 16
 ELEMENT_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
-# Rows that do not start at multiples of 16 bytes: older kernels with narrow loads. A SwiGLU MLP at h=4096 on an H100
-# ran at 272.7 TFLOP/s with d_ff 10922 and at 398.4 with 10944 (arXiv 2401.14489's authors, FACTS section 4).
-UNALIGNED_RATE = 272.7 / 398.4
-UNALIGNED_KNOWN_FOR = ("bf16", "fp16")
+NARROW_ROWS_KNOWN_FOR = ("bf16", "fp16")
 # cuBLAS splits the long sum of a weight gradient among idle multiprocessors when its own tiles would not fill them.
 SPLIT_BELOW_WAVES, SPLIT_FROM_K = 2, 2048
 # Sizes along which a matrix of the product is stored. Rows of tokens never are, so b*s needs no alignment.
@@ -121,13 +118,12 @@ def _busy(tile: tuple[int, int]) -> float:
 
 def _alignment_rate(gemm: Gemm, device: Device, dtype: str) -> float:
     """No figure is published for rows of 16 to 64 bytes' alignment: 1 there, as where none is known at all."""
-    known = cost_is_known(device, dtype)
-    return UNALIGNED_RATE if known and row_alignment(gemm, dtype) < VECTOR_BYTES else 1.0
+    return device.narrow_rates.get(row_alignment(gemm, dtype), 1.0) if cost_is_known(device, dtype) else 1.0
 
 
 def cost_is_known(device: Device, dtype: str) -> bool:
     """Whether a figure says what rows below 16 bytes cost."""
-    return device.vendor == "NVIDIA" and dtype in UNALIGNED_KNOWN_FOR
+    return device.vendor == "NVIDIA" and dtype in NARROW_ROWS_KNOWN_FOR
 
 
 def _splits_its_sum(gemm: Gemm, waves: float) -> bool:

@@ -10,59 +10,35 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from html import escape
 from typing import Any
 
 from redline.core.units import UNKNOWN, human_bytes, human_percent, human_rate, human_ratio, human_seconds
 from redline.report import Row, is_dropped, one_line, reason_of, rung_name, shown_mfu, status_of, verdict_of
+from redline.report.svg import (
+    AXIS_PX,
+    CHAR_PX,
+    SERIES,
+    WIDE_FROM_PX,
+    Scale,
+    bottom_axis,
+    clipped,
+    escaped,
+    left_axis,
+    legend_rows,
+    svg_line,
+    svg_picture,
+    svg_text,
+)
 
 WIDTH_PX = 760
-WIDE_FROM_PX = 600  # below this, labels are shorter
-CHAR_PX = 7.0  # upper estimate of a character at 12 px in any sans-serif a reader may have
 ROW_PX, BAR_PX = 30, 16
 NAME_CHARS = 15
-AXIS_PX = 62.0  # room for the labels of the left axis
 PLOT_PX = 300  # height of the loss plot
 GAP_PLOT_PX, GAP_SPACE_PX = 110, 40  # the plot of differences, and the space above it
 GAP_TITLE = "minus its own fp32 reference"
-LEGEND_ROW_PX = 20
+DASHES = ("none", "7 4", "2 3")  # tell apart what colours cannot
 
 Curve = Sequence[float | None]
-
-# Okabe and Ito's colour-blind-safe hues; vermilion is kept for what is wrong. Dashes tell apart what colours cannot.
-SERIES = 5
-DASHES = ("none", "7 4", "2 3")
-STYLE = """
-.redline-chart {
-  --c-ink: var(--ink, #1d2129); --c-muted: var(--muted, #5d6673); --c-grid: var(--grid, #e3e6ea);
-  --c-bar: var(--bar, #a9cbe4); --c-gain: var(--gain, #0072b2); --c-bad: var(--bad, #b84300);
-  --s0: #0072b2; --s1: #c07f00; --s2: #008561; --s3: #b5568b; --s4: #2a93cc; color: var(--c-ink);
-  font: 12px system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; font-variant-numeric: tabular-nums;
-}
-@media (prefers-color-scheme: dark) {
-  .redline-chart {
-    --c-ink: var(--ink, #e4e7eb); --c-muted: var(--muted, #98a2af); --c-grid: var(--grid, #2c333c);
-    --c-bar: var(--bar, #28516e); --c-gain: var(--gain, #56b4e9); --c-bad: var(--bad, #ff8a4c);
-    --s0: #4ea3dd; --s1: #e69f00; --s2: #2fc397; --s3: #e08fbd; --s4: #8fd0f5;
-  }
-}
-.redline-chart text { fill: currentColor; }
-.redline-chart .muted, .redline-chart .dropped text { fill: var(--c-muted); }
-.redline-chart .broken { fill: var(--c-bad); }
-.redline-chart .wrong { fill: var(--c-bad); font-weight: 600; }
-.redline-chart .grid { stroke: var(--c-grid); }
-.redline-chart .bar { fill: var(--c-bar); }
-.redline-chart .gain { fill: var(--c-gain); }
-.redline-chart .dropped .bar, .redline-chart .dropped .gain, .redline-chart .dropped .whisker { opacity: .45; }
-.redline-chart .whisker { fill: none; stroke: var(--c-ink); stroke-width: 1.25; }
-.redline-chart .absent { fill: none; stroke: var(--c-muted); stroke-dasharray: 3 3; }
-.redline-chart .absent.failed { stroke: var(--c-bad); }
-.redline-chart .hatch { stroke: var(--c-muted); opacity: .5; }
-.redline-chart .curve { fill: none; stroke-width: 1.6; stroke-linejoin: round; }
-.redline-chart .different { stroke: var(--c-bad); stroke-width: 2.6; }
-.redline-chart .reference { fill: none; stroke: var(--c-ink); stroke-width: 8; opacity: .16; stroke-linejoin: round; }
-.redline-chart .start { stroke: var(--c-muted); stroke-dasharray: 5 5; }
-""" + "\n".join(f".redline-chart .s{index} {{ stroke: var(--s{index}); }}" for index in range(SERIES))
 
 
 def ladder_chart(rows: Sequence[Row], width_px: int = WIDTH_PX) -> str:
@@ -71,29 +47,11 @@ def ladder_chart(rows: Sequence[Row], width_px: int = WIDTH_PX) -> str:
     right = _value_px(rows, wide=width_px >= WIDE_FROM_PX)
     scale = Scale(low=0.0, high=_fastest(rows) or 1.0, start_px=left, end_px=max(left + 40.0, width_px - right))
     height = ROW_PX * max(1, len(rows)) + 40
-    parts = list(_bottom_axis(scale, height - 34, "tokens per second")) if _fastest(rows) else []
+    parts = list(bottom_axis(scale, height - 34, "tokens per second")) if _fastest(rows) else []
     for index, row in enumerate(rows):
         parts += _ladder_row(row, ROW_PX * index, scale, width_px)
-    parts += [] if rows else [_text(left, 20, "no rung has been measured yet", "muted")]
-    return _svg(width_px, height, "Tokens per second of every rung", parts)
-
-
-class Scale:
-    """Values to pixels, linear; `ticks` are round numbers inside it."""
-
-    def __init__(self, *, low: float, high: float, start_px: float, end_px: float) -> None:
-        self.low, self.high, self.start_px, self.end_px = low, high, start_px, end_px
-
-    def __call__(self, value: float) -> float:
-        inside = min(max(value, self.low), self.high)  # a curve that leaves the plot runs along its edge
-        return self.start_px + (inside - self.low) / (self.high - self.low) * (self.end_px - self.start_px)
-
-    def ticks(self, spacing_px: float) -> list[float]:
-        wanted = (self.high - self.low) * spacing_px / abs(self.end_px - self.start_px)
-        power = 10.0 ** math.floor(math.log10(wanted))
-        step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= wanted * 0.999)
-        first, last = math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9)
-        return [step * index for index in range(first, last + 1)]
+    parts += [] if rows else [svg_text(left, 20, "no rung has been measured yet", "muted")]
+    return svg_picture(width_px, height, "Tokens per second of every rung", parts)
 
 
 def _fastest(rows: Sequence[Row]) -> float:
@@ -114,9 +72,9 @@ def _rate_range(row: Row) -> tuple[float, float]:
 
 def _ladder_row(row: Row, top: float, scale: Scale, width_px: int) -> Iterator[str]:
     middle = top + ROW_PX / 2
-    yield f'<g class="rung{" dropped" if is_dropped(row) else ""}"{_data(row)}><title>{_escape(tooltip(row))}</title>'
+    yield f'<g class="rung{" dropped" if is_dropped(row) else ""}"{_data(row)}><title>{escaped(tooltip(row))}</title>'
     yield f'<rect x="0" y="{top}" width="{width_px}" height="{ROW_PX}" fill="transparent"/>'  # tooltip beside the bar
-    yield _text(scale.start_px - 10, middle, _clip(rung_name(row), NAME_CHARS), anchor="end")
+    yield svg_text(scale.start_px - 10, middle, clipped(rung_name(row), NAME_CHARS), anchor="end")
     yield from (
         _measured_bar(row, middle, scale, width_px) if _is_measured(row) else _empty_bar(row, middle, scale, width_px)
     )
@@ -126,7 +84,7 @@ def _ladder_row(row: Row, top: float, scale: Scale, width_px: int) -> Iterator[s
 def _data(row: Row) -> str:
     rate = row.get("tokens_per_second")
     figure = "" if rate is None else f' data-tokens-per-second="{rate}"'
-    return f' data-rung="{_escape(rung_name(row))}" data-status="{_escape(status_of(row))}"{figure}'
+    return f' data-rung="{escaped(rung_name(row))}" data-status="{escaped(status_of(row))}"{figure}'
 
 
 def _measured_bar(row: Row, middle: float, scale: Scale, width_px: int) -> Iterator[str]:
@@ -140,7 +98,7 @@ def _measured_bar(row: Row, middle: float, scale: Scale, width_px: int) -> Itera
         a, b = scale(slow), scale(fast)
         path = f"M{a:.2f} {middle - 4}v8M{a:.2f} {middle}H{b:.2f}M{b:.2f} {middle - 4}v8"
         yield f'<path class="whisker" d="{path}"/>'
-    yield _text(max(end, scale(fast)) + 8, middle, *_value_label(row, wide=width_px >= WIDE_FROM_PX))
+    yield svg_text(max(end, scale(fast)) + 8, middle, *_value_label(row, wide=width_px >= WIDE_FROM_PX))
 
 
 def _base_rate(row: Row) -> float:
@@ -166,7 +124,7 @@ def _empty_bar(row: Row, middle: float, scale: Scale, width_px: int) -> Iterator
     yield f'<path class="hatch" d="{slashes}"/>'
     text = "no figure" if status == "ok" else f"{status}: {reason_of(row)}"
     room = int((width_px - scale.start_px - stub - 8) / CHAR_PX)
-    yield _text(scale.start_px + stub + 8, middle, _clip(text, room), "broken" if status == "failed" else "muted")
+    yield svg_text(scale.start_px + stub + 8, middle, clipped(text, room), "broken" if status == "failed" else "muted")
 
 
 def tooltip(row: Row) -> str:
@@ -201,16 +159,16 @@ def loss_chart(rows: Sequence[Row], reference: dict[str, Any] | None, width_px: 
     curves = [row for row in rows if _finite(row.get("loss_curve"))]
     base, start = reference.get("loss_curve") or [], reference.get("ln_vocab")
     if not curves and not _finite(base):
-        return _svg(width_px, 40, "Loss curves", [_text(0, 20, "no loss curve was recorded", "muted")])
+        return svg_picture(width_px, 40, "Loss curves", [svg_text(0, 20, "no loss curve was recorded", "muted")])
     x, y = _loss_scales([row["loss_curve"] for row in curves], base, start, width_px)
-    parts = [*_left_axis(y, width_px, "loss"), *_reference_marks(reference, x, y)]
+    parts = [*left_axis(y, width_px, "loss"), *_reference_marks(reference, x, y)]
     parts += [_curve(row, row["loss_curve"], _look(index, row), x, y) for index, row in enumerate(curves)]
     changing = changing_rungs(rows)
     gaps, bottom = _gap_plot(curves, [own_reference(row, reference, changing) for row in curves], x, width_px)
-    axis = _bottom_axis(x, bottom, "step", whole=True)
-    legend, legend_px = _legend(_legend_entries(curves, reference), bottom + 48, width_px)
+    axis = bottom_axis(x, bottom, "step", whole=True)
+    legend, legend_px = legend_rows(_legend_entries(curves, reference), bottom + 48, width_px)
     label = "Loss curves against the reference"
-    return _svg(width_px, bottom + 48 + legend_px, label, [*axis, *parts, *gaps, *legend])
+    return svg_picture(width_px, bottom + 48 + legend_px, label, [*axis, *parts, *gaps, *legend])
 
 
 def own_reference(row: Row, reference: dict[str, Any], changing: set[str]) -> Curve:
@@ -245,8 +203,8 @@ def _gap_plot(curves: Sequence[Row], references: Sequence[Curve], x: Scale, widt
     reach = 1.1 * max(abs(value) for gap in agreeing or gaps for value in _finite(gap)) or 1e-3
     top, bottom = PLOT_PX + GAP_SPACE_PX, PLOT_PX + GAP_SPACE_PX + GAP_PLOT_PX
     y = Scale(low=-reach, high=reach, start_px=bottom, end_px=top)
-    parts = [_text(x.start_px, top - 14, GAP_TITLE, "muted"), *_left_axis(y, width_px, "", spacing_px=26)]
-    parts.append(_line("reference", x.start_px, y(0.0), x.end_px, y(0.0)))
+    parts = [svg_text(x.start_px, top - 14, GAP_TITLE, "muted"), *left_axis(y, width_px, "", spacing_px=26)]
+    parts.append(svg_line("reference", x.start_px, y(0.0), x.end_px, y(0.0)))
     parts += [_curve(row, gap, _look(index, row).replace("curve", "curve gap", 1), x, y) for index, row, gap in shown]
     return parts, bottom
 
@@ -278,10 +236,10 @@ def _reference_marks(reference: dict[str, Any], x: Scale, y: Scale) -> Iterator[
     base, start = reference.get("loss_curve") or [], reference.get("ln_vocab")
     if _finite(base):
         title = f"{_reference_name(reference)}\n{_ends(base)}"
-        yield f'<path class="reference" d="{_path(base, x, y)}"><title>{_escape(title)}</title></path>'
+        yield f'<path class="reference" d="{_path(base, x, y)}"><title>{escaped(title)}</title></path>'
     if start is not None:
         title = f"ln V = {start:.3f}: the loss of a model that knows nothing"
-        yield _line("start", x.start_px, y(start), x.end_px, y(start), title)
+        yield svg_line("start", x.start_px, y(start), x.end_px, y(start), title)
 
 
 def _reference_name(reference: dict[str, Any]) -> str:
@@ -290,8 +248,8 @@ def _reference_name(reference: dict[str, Any]) -> str:
 
 def _curve(row: Row, values: Sequence[float | None], look: str, x: Scale, y: Scale) -> str:
     detail = one_line((row.get("equivalence") or {}).get("detail") or "")
-    title = _escape(f"{rung_name(row)}: {verdict_of(row)}\n{_ends(values)}\n{detail}".strip())
-    return f'<path {look} data-rung="{_escape(rung_name(row))}" d="{_path(values, x, y)}"><title>{title}</title></path>'
+    title = escaped(f"{rung_name(row)}: {verdict_of(row)}\n{_ends(values)}\n{detail}".strip())
+    return f'<path {look} data-rung="{escaped(rung_name(row))}" d="{_path(values, x, y)}"><title>{title}</title></path>'
 
 
 def _look(index: int, row: Row) -> str:
@@ -320,53 +278,16 @@ def _legend_entries(curves: Sequence[Row], reference: dict[str, Any]) -> list[tu
     """(look, label) of everything drawn."""
     start = reference.get("ln_vocab")
     entries = (
-        [('class="reference"', _clip(_reference_name(reference), NAME_CHARS))]
+        [('class="reference"', clipped(_reference_name(reference), NAME_CHARS))]
         if _finite(reference.get("loss_curve"))
         else []
     )
     entries += [('class="start"', f"ln V = {start:.2f}")] if start is not None else []
-    return entries + [(_look(index, row), _clip(rung_name(row), NAME_CHARS)) for index, row in enumerate(curves)]
-
-
-def _legend(entries: Sequence[tuple[str, str]], top: float, width_px: int) -> tuple[list[str], float]:
-    """Columns as wide as the longest label, as many as fit; also the height they take."""
-    column_px = 34 + CHAR_PX * max(len(label) for _, label in entries) + 12
-    left = AXIS_PX if width_px >= WIDE_FROM_PX else 0.0
-    columns = max(1, int((width_px - left) // column_px))
-    parts = []
-    for index, (look, label) in enumerate(entries):
-        x, y = left + index % columns * column_px, top + index // columns * LEGEND_ROW_PX + 8
-        parts.append(f'<path {look} d="M{x:.2f} {y}h26"/>')
-        parts.append(_text(x + 34, y, label, "legend wrong" if "different" in look else "legend"))
-    return parts, math.ceil(len(entries) / columns) * LEGEND_ROW_PX + 8
-
-
-def _bottom_axis(scale: Scale, y: float, label: str, whole: bool = False) -> Iterator[str]:
-    for tick in scale.ticks(70):
-        if whole and tick != int(tick):
-            continue
-        yield _line("grid", scale(tick), 6, scale(tick), y)
-        yield _text(scale(tick), y + 12, short_number(tick), "muted tick", anchor="middle")
-    yield _text((scale.start_px + scale.end_px) / 2, y + 28, label, "muted", anchor="middle")
-
-
-def _left_axis(scale: Scale, width_px: int, label: str, spacing_px: float = 40) -> Iterator[str]:
-    for tick in scale.ticks(spacing_px):
-        yield _line("grid", AXIS_PX, scale(tick), width_px - 14, scale(tick))
-        yield _text(AXIS_PX - 8, scale(tick), f"{tick:.6g}", "muted tick", anchor="end")
-    if label:
-        yield _text(0, (scale.start_px + scale.end_px) / 2, label, "muted")
-
-
-def short_number(value: float) -> str:
-    for factor, unit in ((1e6, "M"), (1e3, "k")):
-        if value >= factor:
-            return f"{value / factor:.4g}{unit}"
-    return f"{value:.4g}"
+    return entries + [(_look(index, row), clipped(rung_name(row), NAME_CHARS)) for index, row in enumerate(curves)]
 
 
 def _name_px(rows: Sequence[Row]) -> float:
-    longest = max((len(_clip(rung_name(row), NAME_CHARS)) for row in rows), default=0)
+    longest = max((len(clipped(rung_name(row), NAME_CHARS)) for row in rows), default=0)
     return CHAR_PX * longest + 14
 
 
@@ -375,35 +296,9 @@ def _value_px(rows: Sequence[Row], wide: bool) -> float:
     return CHAR_PX * max((len(_value_label(row, wide)[0]) for row in rows if _is_measured(row)), default=4) + 10
 
 
-def _svg(width_px: int, height_px: float, label: str, parts: Sequence[str]) -> str:
-    size = f'viewBox="0 0 {width_px} {height_px:.0f}" width="{width_px}" height="{height_px:.0f}"'
-    name = f'class="redline-chart" role="img" aria-label="{_escape(label)}"'
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" {name} {size}>'
-    return "\n".join([head, f"<style>{STYLE}</style>", *parts, "</svg>"])
-
-
 def _rect(kind: str, x: float, y: float, width: float) -> str:
     return f'<rect class="{kind}" x="{x:.2f}" y="{y}" width="{max(width, 0.5):.2f}" height="{BAR_PX}"/>'
 
 
-def _line(kind: str, x1: float, y1: float, x2: float, y2: float, title: str = "") -> str:
-    inside = f"<title>{_escape(title)}</title>" if title else ""
-    return f'<line class="{kind}" x1="{x1:.2f}" y1="{y1:.2f}" x2="{x2:.2f}" y2="{y2:.2f}">{inside}</line>'
-
-
-def _text(x: float, y: float, text: str, kind: str = "", anchor: str = "start") -> str:
-    place = f'x="{x:.2f}" y="{y:.2f}" text-anchor="{anchor}" dominant-baseline="central"'
-    return f'<text class="{kind}" {place}>{_escape(text)}</text>'
-
-
-def _clip(text: str, chars: int) -> str:
-    return text if len(text) <= chars else text[: max(1, chars - 1)].rstrip() + "…"
-
-
 def _known(value: object) -> str:
     return UNKNOWN if value is None else one_line(value)
-
-
-def _escape(text: object) -> str:
-    """For element text and attributes; newlines stay, because tooltips have lines."""
-    return "\n".join(escape(one_line(line)) for line in str(text).split("\n"))

@@ -50,7 +50,8 @@ def data_lines(document: Document) -> Iterator[tuple[str, str]]:
     tokens = document["train"]["tokens"] + document["val"]["tokens"]
     yield "text", f"{human_bytes(text)} of UTF-8, {text / tokens:.2f} bytes per token" if tokens else UNKNOWN
     words = one_line(" ".join(sources["words"]))
-    yield "source", f"{words} ({sources['files']:,} files, {human_bytes(sources['bytes'])})"
+    files = "1 file" if sources["files"] == 1 else f"{sources['files']:,} files"
+    yield "source", f"{words} ({files}, {human_bytes(sources['bytes'] or None)})"  # the hub does not say
     yield "prepared", f"{one_line(document['date'])}: {one_line(document['command'])}"
     if took and took["seconds"] and took["text_bytes"]:
         rate = took["text_bytes"] / took["seconds"] / 1e6
@@ -73,8 +74,8 @@ def print_check(document: Document, console: Console) -> None:
 class PrepareView:
     """A bar on a terminal, a line every few seconds elsewhere."""
 
-    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
-        columns = (TextColumn("preparing", style="cyan"), BarColumn(bar_width=24), TextColumn("{task.description}"))
+    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic, what: str = "preparing") -> None:
+        columns = (TextColumn(what, style="cyan"), BarColumn(bar_width=24), TextColumn("{task.description}"))
         self._console, self._clock, self._last = console, clock, clock()
         self._bar = Progress(
             *columns, console=console, transient=True, redirect_stdout=False, disable=not console.is_terminal
@@ -111,9 +112,10 @@ def standing_line(now: Document) -> str:
     left = None
     if now["bytes_done"] and now["bytes_total"]:
         left = max(0.0, now["seconds"] * (now["bytes_total"] - done) / now["bytes_done"])
+    tokens = "" if now["tokens"] is None else f"{now['tokens']:,} tokens, "  # none are made where text is only read
     return (
         f"{human_bytes(done)} of {total}, {UNKNOWN if rate is None else f'{rate:.2f}'} MB/s, "
-        f"{now['documents']:,} documents, {now['tokens']:,} tokens, {clock_time(left)} left"
+        f"{now['documents']:,} documents, {tokens}{clock_time(left)} left"
     )
 
 

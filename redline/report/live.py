@@ -109,7 +109,8 @@ class LiveLadder:
             self._console.print(notes_grid(row_notes({"rows": self._rows})))
 
     def row_started(self, rung: str, title: str, number: int, total: int) -> None:
-        self._heading, self._rung = f"[{number}/{total}] {one_line(rung)}: {one_line(title)}", rung
+        count = f"{number}/{total}" if total else f"{number}"  # a search does not know how many there will be
+        self._heading, self._rung = f"[{count}] {one_line(rung)}: {one_line(title)}", rung
         self._phase = Phase(name="starting", started=self._clock())
         if not self._live:
             self._print(Text(self._heading))
@@ -189,8 +190,18 @@ def progress_line(heading: str | None, phase: Phase, now: float, width: int) -> 
 def finished_line(row: Row) -> Text:
     """One row in one line, for logs."""
     if status_of(row) != "ok":
-        return Text(f"  {rung_name(row)} {status_of(row)}: {reason_of(row)}")
+        return Text(f"  {rung_name(row)} {status_of(row)}: {reason_of(row)}{own_batch_text(row)}")
     step = milliseconds((row.get("step_seconds") or {}).get("median")) or UNKNOWN
     speed = f"{human_rate(row.get('tokens_per_second'))} tok/s, {human_ratio(row.get('speedup_total'))} total"
     notes = "".join(f"; {note.text}" for note in row_notes({"rows": [row]}))
-    return Text(f"  {rung_name(row)} {step} ms/step, {speed}, {verdict_of(row)}{notes}")
+    return Text(f"  {rung_name(row)} {step} ms/step, {speed}, {verdict_of(row)}{notes}{own_batch_text(row)}")
+
+
+def own_batch_text(row: Row) -> str:
+    """What the row is at its own micro batch, once that is known."""
+    own = row.get("rebatched") or {}
+    if not own:
+        return ""
+    if own.get("micro_batch") is None:
+        return f"; no micro batch of its own: {reason_of(own)}"
+    return f"; at micro batch {own['micro_batch']} {human_rate(own.get('tokens_per_second'))} tok/s"

@@ -2,8 +2,9 @@
 
     Path("report.html").write_text(render_page(document), encoding="utf-8")
 
-This file turns the document into plain strings; page.html.j2 next to it places them. Autoescape is on, so text from
-outside stays text; only our own SVG is passed through, and charts.py escapes what it puts in.
+This file turns the document into plain strings; page.html.j2 next to it places them, and base.html.j2 holds what every
+page shares. Autoescape is on, so text from outside stays text; only our own SVG is passed through, and charts.py
+escapes what it puts in.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ from redline.report.table import (
     cells_of,
     device_name,
     notes_of,
+    rebatched_columns,
+    rebatched_notes,
+    rebatched_rows,
     rows_of,
     shown_columns,
     versions_text,
@@ -41,11 +45,12 @@ VERDICT_MEANINGS = {
 
 
 def render_page(document: Document) -> str:
-    return _template().render(view_of(document))
+    return template("page.html.j2").render(view_of(document))
 
 
 @cache
-def _template() -> Template:
+def template(name: str) -> Template:
+    """A page that extends base.html.j2, where the style is."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     environment = Environment(
@@ -55,7 +60,7 @@ def _template() -> Template:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    return environment.get_template("page.html.j2")
+    return environment.get_template(name)
 
 
 def view_of(document: Document) -> dict[str, Any]:
@@ -75,6 +80,7 @@ def view_of(document: Document) -> dict[str, Any]:
         "verdicts": [verdict_view(row) for row in rows if status_of(row) == "ok"],
         "meanings": {name: text for name, text in VERDICT_MEANINGS.items() if name in map(verdict_of, rows)},
         "proofs": proof_view(rows),
+        "rebatched": rebatched_view(document),
         "facts": fact_groups(document),
         "versions": versions_text(document),
         "command": one_line(document.get("command") or ""),
@@ -160,6 +166,14 @@ def _row_view(row: Row, columns: Any) -> dict[str, Any]:
         "kind": "dropped" if is_dropped(row) else status_of(row),
         "reason": reason_of(row) if row.get("reason") or not ran else "",
     }
+
+
+def rebatched_view(document: Document) -> dict[str, Any]:
+    """The second view: each rung at its own micro batch, and why it is that one."""
+    columns, rows = rebatched_columns(document), rebatched_rows(document)
+    reasons = (note.text for note in rebatched_notes(document))
+    lines = [(cells_of(row, columns), reason) for row, reason in zip(rows, reasons, strict=True)]
+    return {"columns": columns, "rows": lines}
 
 
 def verdict_view(row: Row) -> dict[str, str]:

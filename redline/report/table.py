@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -122,6 +123,59 @@ COLUMNS = (
 )
 
 
+def _own(name: str, show: Callable[[Any], str]) -> Callable[[Row], str | None]:
+    """A figure of the row at its own micro batch."""
+    return lambda row: _known((row.get("rebatched") or {}).get(name), show)
+
+
+REBATCHED_COLUMNS = (
+    Column(name="rung", meaning="in parentheses: measured, not kept", cell=_rung_cell, number=False),
+    Column(
+        name="fixed tok/s",
+        meaning="tokens per second at the ladder's own micro batch",
+        cell=lambda row: _known(row.get("tokens_per_second"), human_rate),
+    ),
+    Column(name="own batch", meaning="the micro batch that is fastest for it", cell=_own("micro_batch", str)),
+    Column(name="tok/s", meaning="tokens per second there", cell=_own("tokens_per_second", human_rate)),
+    Column(name="gain", meaning="over the fixed micro batch", cell=_own("speedup_fixed", human_ratio)),
+    Column(name="passes", meaning="micro batches per update of the global batch", cell=_own("accumulation", str)),
+    Column(
+        name="MFU",
+        meaning="model FLOP utilisation there",
+        cell=lambda row: _known(shown_mfu(row.get("rebatched") or {}), human_percent),
+    ),
+    Column(name="peak", meaning="peak memory there", cell=_own("peak_bytes", human_bytes)),
+    Column(name="predicted", meaning="the same before the run", cell=_own("predicted_peak_bytes", human_bytes)),
+    Column(name="sizes", meaning="how many were run", cell=_own("trials", lambda trials: str(len(trials)))),
+)
+
+
+def rebatched_rows(document: Document) -> list[Row]:
+    return [row for row in rows_of(document) if row.get("rebatched")]
+
+
+def rebatched_columns(document: Document) -> tuple[Column, ...]:
+    rows = rebatched_rows(document)
+    return tuple(column for column in REBATCHED_COLUMNS if any(column.cell(row) is not None for row in rows))
+
+
+def rebatched_table(document: Document, width: int = WIDTH_COLUMNS) -> Table:
+    """The second view, beside the fixed micro batch; its gaps shrink where it is tight."""
+    rows, columns = rebatched_rows(document), rebatched_columns(document)
+    gap = 2 if _width({"rows": rows}, columns, 2) <= width else 1
+    return _table(rows, columns, gap)
+
+
+def rebatched_notes(document: Document) -> list[Note]:
+    """Why each size was chosen, or why none was."""
+    notes = []
+    for row in rebatched_rows(document):
+        failed = row["rebatched"].get("status") == "failed"
+        text = f"{'failed: ' if failed else ''}{reason_of(row['rebatched'])}"
+        notes.append(Note(about=rung_name(row), text=text, kind="failed" if failed else "plain"))
+    return notes
+
+
 def shown_columns(document: Document) -> tuple[Column, ...]:
     """The columns some row can fill. Before the first measurement that is all of them."""
     measured = [row for row in rows_of(document) if status_of(row) == "ok"]
@@ -141,11 +195,15 @@ def cells_of(row: Row, columns: Sequence[Column]) -> list[str]:
 def ladder_table(document: Document, width: int = WIDTH_COLUMNS) -> Table:
     """A table at most `width` wide: first the gaps shrink, then columns go, in the order of Column.shed."""
     columns, gap = _fit(document, width)
+    return _table(rows_of(document), columns, gap)
+
+
+def _table(rows: Sequence[Row], columns: Sequence[Column], gap: int) -> Table:
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, gap - 1, 0, 0), header_style="bold")
     for column in columns:
         justify = "right" if column.number else "left"
         table.add_column(column.name, justify=justify, no_wrap=column.name == "rung", overflow="fold")  # type: ignore[arg-type]
-    for row in rows_of(document):
+    for row in rows:
         table.add_row(*_styled_cells(row, columns))
     return table
 
@@ -348,11 +406,24 @@ def print_ladder(document: Document, console: Console) -> None:
     console.print()
     console.print(notes_grid(notes))
     console.print()
+    if rebatched_rows(document):
+        _print_rebatched(document, console)
     for line in speed_bars(rows_of(document), console.width):
         console.print(line)
     console.print(
         Text.assemble(("\nbest  ", "bold"), (best_text(document), "bold green" if document.get("best") else ""))
     )
+
+
+def _print_rebatched(document: Document, console: Console) -> None:
+    console.print(Text("each rung at its own micro batch", style="bold"))
+    console.print(rebatched_table(document, console.width))
+    console.print()
+    console.print(notes_grid(rebatched_notes(document)))
+    if best := document.get("best_rebatched"):
+        words = f"{human_rate(best.get('tokens_per_second'))} tokens/s with {one_line(best.get('rung') or UNKNOWN)}"
+        console.print(Text.assemble(("fastest there  ", "bold"), f"{words}, micro batch {best.get('micro_batch')}"))
+    console.print()
 
 
 def _print_header(document: Document, console: Console) -> None:

@@ -1,15 +1,20 @@
 """A training run while it goes on: a line per cycle, a progress bar on a terminal, and metrics.jsonl for everything.
 
-    view = TrainingView(console, budget=budget, mfu=lambda rate: ...);  view("cycle", updates=10, loss=7.1, ...)
+    with TrainingView(Console(stderr=True), budget=budget) as view:
+        view("cycle", updates=10, loss=7.1, ...)
 
-What is shown and what is written are the same events: `Trainer` emits them, both are told.
+What is shown and what is written are the same events: `Trainer` emits them, and the view, the log, the page and a
+tracker are told alike.
 """
 
 from __future__ import annotations
 
 import json
+import math
+import os
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -19,110 +24,127 @@ from rich.progress import BarColumn, Progress, TextColumn
 from redline.core.training import Budget
 from redline.core.units import UNKNOWN, human_bytes, human_percent, human_rate
 from redline.report import one_line
+from redline.report.svg import short_number
 
-LINE_SECONDS = 2.0  # between two lines of a fast run; evaluations, checkpoints and notes are always shown
+LEAST_LINE_SECONDS, MOST_LINE_SECONDS = 2.0, 60.0  # between two lines; evaluations and notes are always shown
+LINES = 500  # a run of hours has about so many, a run of days one a minute: metrics.jsonl has every cycle
+HEADING_EVERY = 20
+REDRAWS_PER_SECOND = 2.0  # of the bar: drawing takes time from the thread that feeds the device
 SAMPLE_COLUMNS = 500
+INDENT = " " * 11  # what is no cycle begins under the second column
+
+
+# --- metrics.jsonl ----------------------------------------------------------------------------------------------------
+
+
+def without_nan(value: Any) -> Any:
+    """JSON has no NaN and no infinity, and half its readers stop there: what is no number is null."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {name: without_nan(item) for name, item in value.items()}
+    return [without_nan(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 class MetricsLog:
-    """metrics.jsonl: one object per event, flushed, so that a killed run loses nothing it has shown."""
+    """metrics.jsonl: one object per event, flushed, so that a killed run loses nothing it has shown.
+
+    A full disk stops nobody: lines that could not be written are counted in `lost`, and `trouble` has the reason.
+    """
 
     def __init__(self, path: Path) -> None:
-        self._file: IO[str] = open(path, "a", encoding="utf-8")  # noqa: SIM115  # held for the whole run
+        self._file: IO[bytes] = open(path, "ab", buffering=0)  # noqa: SIM115  # held for the whole run
+        # A killed writer may have left half a line, and so may a full disk: a line break closes it.
+        self._whole = ends_whole(path)
+        self.lost, self.trouble = 0, ""
 
     def __call__(self, kind: str, **fields: Any) -> None:
-        self._file.write(json.dumps({"kind": kind, "time": time.time(), **fields}) + "\n")
-        self._file.flush()
+        line = json.dumps({"kind": kind, "time": time.time(), **fields}).encode() + b"\n"
+        data = line if self._whole else b"\n" + line
+        try:
+            self._whole = self._file.write(data) == len(data)
+            self.lost += not self._whole
+        except OSError as error:
+            self._whole, self.lost, self.trouble = False, self.lost + 1, error.strerror or str(error)
 
     def close(self) -> None:
         self._file.close()
 
 
-class TrainingView:
-    """Lines on any stream; on a terminal a bar below them. `mfu` turns tokens per second into a share of the peak."""
-
-    def __init__(self, console: Console, *, budget: Budget, mfu: Callable[[float], float | None]) -> None:
-        self._console, self._budget, self._mfu = console, budget, mfu
-        self._validation: float | None = None
-        self._last_line = 0.0
-        self._bar = Progress(
-            TextColumn("training"),
-            BarColumn(),
-            TextColumn("{task.percentage:.1f} %"),
-            TextColumn("{task.fields[eta]}"),
-            console=console,
-            transient=True,
-            disable=not console.is_terminal,
-        )
-        self._task = self._bar.add_task("", total=1.0, eta="")
-
-    def __enter__(self) -> TrainingView:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
-
-    def __call__(self, kind: str, **fields: Any) -> None:
-        show = getattr(self, f"_show_{kind}")
-        show(fields)
-
-    def _show_cycle(self, fields: dict[str, Any]) -> None:
-        share = share_done(self._budget, fields)
-        self._bar.update(self._task, completed=share, eta=f"ETA {clock_text(eta_seconds(share, fields))}")
-        now = time.monotonic()
-        if now - self._last_line >= LINE_SECONDS or share >= 1:
-            self._last_line = now
-            self._print(cycle_line(fields, self._validation, self._mfu(fields["tokens_per_second"]), share))
-
-    def _show_validation(self, fields: dict[str, Any]) -> None:
-        self._validation = fields["loss"]
-        self._print(f"step {fields['updates']:>7,} | validation loss {fields['loss']:.4f}")
-
-    def _show_sample(self, fields: dict[str, Any]) -> None:
-        self._print(f"step {fields['updates']:>7,} | sample: {one_line(fields['text'])[:SAMPLE_COLUMNS]}")
-
-    def _show_checkpoint(self, fields: dict[str, Any]) -> None:
-        self._print(f"step {fields['updates']:>7,} | checkpoint")
-
-    def _show_note(self, fields: dict[str, Any]) -> None:
-        self._print(fields["text"])
-
-    def _print(self, text: str) -> None:
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+def ends_whole(path: Path) -> bool:
+    with open(path, "rb") as file:
+        if file.seek(0, os.SEEK_END) == 0:
+            return True
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) == b"\n"
 
 
-def cycle_line(fields: dict[str, Any], validation: float | None, mfu: float | None, share: float) -> str:
-    losses = " / ".join(UNKNOWN if loss is None else f"{loss:.3f}" for loss in (fields["loss"], validation))
-    parts = [
-        f"step {fields['updates']:>7,}",
-        f"loss {losses}",
-        f"tok {fields['tokens']:,}",
-        f"{human_rate(fields['tokens_per_second'])} tok/s",
-        f"MFU {human_percent(mfu)}",
-        f"peak {human_bytes(fields['peak_bytes'])}",
-        f"data wait {human_percent(fields['data_wait'])}",
-    ]
-    if fields.get("documents") is not None:
-        parts.append(f"docs {fields['documents']:,}")
-    if fields["skipped"]:
-        parts.append(f"skipped {fields['skipped']}")
-    parts.append(f"ETA {clock_text(eta_seconds(share, fields))}")
-    return " | ".join(parts)
+# --- the line ---------------------------------------------------------------------------------------------------------
 
 
-def share_done(budget: Budget, fields: dict[str, Any]) -> float:
-    """Of the limit that will be reached first."""
-    shares = [
-        fields["updates"] / budget.steps if budget.steps else 0.0,
-        fields["tokens"] / budget.tokens if budget.tokens else 0.0,
-        fields["total_seconds"] / (60 * budget.minutes) if budget.minutes else 0.0,
-    ]
-    return min(1.0, max(shares))
+@dataclass(frozen=True, kw_only=True)
+class Field:
+    """A column of the line. `width` is that of the widest value of a large run; wider ones are shown all the same."""
+
+    name: str
+    width: int
+    text: Callable[[dict[str, Any]], str]
+    shed: int = 0
+    """Order in which a narrow terminal gives columns up; 0 stays."""
 
 
-def eta_seconds(share: float, fields: dict[str, Any]) -> float | None:
-    return fields["total_seconds"] * (1 - share) / share if share else None
+FIELDS = (
+    Field(name="batches", width=9, text=lambda cycle: f"{cycle['updates']:,}"),
+    Field(name="loss/val", width=13, text=lambda cycle: f"{loss_text(cycle['loss'])}/{loss_text(cycle['validation'])}"),
+    Field(name="tokens", width=7, text=lambda cycle: short_number(cycle["tokens"])),
+    Field(name="tok/s", width=9, text=lambda cycle: human_rate(cycle["tokens_per_second"])),
+    Field(name="MFU", width=6, text=lambda cycle: human_percent(cycle["mfu"]), shed=4),
+    Field(name="epoch", width=6, text=lambda cycle: epoch_text(cycle["epoch"]), shed=5),
+    Field(name="per epoch", width=9, text=lambda cycle: clock_text(cycle["epoch_seconds"]), shed=2),
+    Field(name="docs", width=7, text=lambda cycle: documents_text(cycle["documents"], short=True), shed=1),
+    Field(name="memory", width=8, text=lambda cycle: human_bytes(cycle["peak_bytes"]), shed=3),
+    Field(name="wait", width=6, text=lambda cycle: human_percent(cycle["data_wait"]), shed=6),
+    Field(name="ETA", width=9, text=lambda cycle: clock_text(cycle["eta"])),
+)
+
+
+def fitting_fields(width: int) -> tuple[Field, ...]:
+    """As many as a line of this width holds."""
+    layouts = [tuple(field for field in FIELDS if not 0 < field.shed <= level) for level in range(len(FIELDS))]
+    return next((fields for fields in layouts if line_width(fields) <= width), layouts[-1])
+
+
+def line_width(fields: tuple[Field, ...]) -> int:
+    return sum(field.width for field in fields) + len(fields) - 1
+
+
+def heading(fields: tuple[Field, ...] = FIELDS) -> str:
+    return " ".join(field.name.rjust(field.width) for field in fields)
+
+
+def cycle_line(cycle: dict[str, Any], fields: tuple[Field, ...] = FIELDS) -> str:
+    """`cycle`: the event, with `validation` (the last loss or None), `mfu` and `eta` (seconds)."""
+    return " ".join(field.text(cycle).rjust(field.width) for field in fields)
+
+
+def loss_text(loss: float | None) -> str:
+    return UNKNOWN if loss is None else f"{loss:.3f}"
+
+
+def documents_text(documents: int | None, short: bool = False) -> str:
+    return UNKNOWN if documents is None else short_number(documents) if short else f"{documents:,}"
+
+
+def epoch_text(epoch: float | None) -> str:
+    """How many have passed: 1.50 is half-way through the second. A whole number (a stream whose length nobody knows)
+    says which one it is in: '2nd' after one has passed."""
+    if epoch is None:
+        return UNKNOWN
+    if isinstance(epoch, float):
+        return f"{epoch:.2f}"
+    number = epoch + 1
+    ending = "th" if number % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    return f"{number}{ending}"
 
 
 def clock_text(seconds: float | None) -> str:
@@ -134,20 +156,145 @@ def clock_text(seconds: float | None) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
+def share_done(budget: Budget, cycle: dict[str, Any]) -> float:
+    """Of the limit that is nearest to its end."""
+    shares = [
+        cycle["updates"] / budget.steps if budget.steps else 0.0,
+        cycle["tokens"] / budget.tokens if budget.tokens else 0.0,
+        cycle["total_seconds"] / (60 * budget.minutes) if budget.minutes else 0.0,
+    ]
+    return min(1.0, max(shares))
+
+
+def eta_seconds(budget: Budget, cycle: dict[str, Any]) -> float:
+    """Until the first limit is reached, at the speed of this cycle: the first one's compiling must not count twice."""
+    rate, each = cycle["tokens_per_second"], cycle["tokens"] / cycle["updates"]
+    limits = [
+        (budget.steps - cycle["updates"]) * each / rate if budget.steps else math.inf,
+        (budget.tokens - cycle["tokens"]) / rate if budget.tokens else math.inf,
+        60 * budget.minutes - cycle["total_seconds"] if budget.minutes else math.inf,
+    ]
+    return max(0.0, min(limits))
+
+
+# --- the view ---------------------------------------------------------------------------------------------------------
+
+
+class TrainingView:
+    """Lines on any stream; on a terminal a bar below them, and columns that fit it."""
+
+    def __init__(self, console: Console, *, budget: Budget, clock: Callable[[], float] = time.monotonic) -> None:
+        self._console, self._budget, self._clock = console, budget, clock
+        self._fields = fitting_fields(console.width) if console.is_terminal else FIELDS
+        self._validation: float | None = None
+        self._last_line, self._lines, self._skipped = -math.inf, 0, 0
+        self._bar = Progress(
+            TextColumn("training"),
+            BarColumn(),
+            TextColumn("{task.percentage:.1f} %"),
+            TextColumn("{task.fields[eta]}"),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+            refresh_per_second=REDRAWS_PER_SECOND,
+            redirect_stdout=False,  # it may be the --json document, and this console is standard error
+        )
+        self._task = self._bar.add_task("", total=1.0, eta="")
+
+    def __enter__(self) -> TrainingView:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def __call__(self, kind: str, **fields: Any) -> None:
+        show = {
+            "cycle": self._cycle,
+            "validation": self._show_validation,
+            "sample": self._show_sample,
+            "checkpoint": self._show_checkpoint,
+            "note": self._show_note,
+        }.get(kind)
+        if show is not None:  # how a session began and ended is said elsewhere
+            show(fields)
+
+    def _cycle(self, fields: dict[str, Any]) -> None:
+        share, eta = share_done(self._budget, fields), eta_seconds(self._budget, fields)
+        self._bar.update(self._task, completed=share, eta=f"ETA {clock_text(eta)}")
+        if fields["skipped"] > self._skipped:
+            self._print(f"{fields['updates']:>9,}  {skipped_text(fields)}")
+        self._skipped = fields["skipped"]
+        now = self._clock()
+        if now - self._last_line >= line_seconds(fields["total_seconds"]) or share >= 1:
+            self._last_line = now
+            if self._lines % HEADING_EVERY == 0:
+                self._print(heading(self._fields))
+            self._lines += 1
+            shown = {**fields, "validation": self._validation, "mfu": fields.get("mfu"), "eta": eta}
+            self._print(cycle_line(shown, self._fields))
+
+    def _show_validation(self, fields: dict[str, Any]) -> None:
+        self._validation = fields["loss"]
+        loss = UNKNOWN if fields["loss"] is None else f"{fields['loss']:.4f}"
+        self._print(f"{fields['updates']:>9,}  validation loss {loss}")
+
+    def _show_sample(self, fields: dict[str, Any]) -> None:
+        self._print(f"{fields['updates']:>9,}  sample: {one_line(fields['text'])[:SAMPLE_COLUMNS]}")
+
+    def _show_checkpoint(self, fields: dict[str, Any]) -> None:
+        self._print(f"{fields['updates']:>9,}  checkpoint")
+
+    def _show_note(self, fields: dict[str, Any]) -> None:
+        self._print(INDENT + one_line(fields["text"]))
+
+    def _print(self, text: str) -> None:
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def skipped_text(fields: dict[str, Any]) -> str:
+    return f"{updates_text(len(fields['skipped_at']))} skipped, gradients not finite ({fields['skipped']:,} in all)"
+
+
+def updates_text(count: int) -> str:
+    return "1 update" if count == 1 else f"{count:,} updates"
+
+
+def line_seconds(total_seconds: float) -> float:
+    """Longer runs speak less often."""
+    return min(max(total_seconds / LINES, LEAST_LINE_SECONDS), MOST_LINE_SECONDS)
+
+
+# --- the end ----------------------------------------------------------------------------------------------------------
+
+
+ENDS = {
+    "steps": "all steps are done",
+    "tokens": "all tokens are seen",
+    "minutes": "the time is up",
+    "interrupted": "interrupted",
+    "diverged": "diverged",
+    "failed": "failed",
+    None: "not yet, or killed",
+}
+
+
 def summary_lines(summary: dict[str, Any]) -> list[str]:
     """What a run came to, for people."""
-    tokens = summary["tokens"]
-    best = summary["best_validation_loss"]
+    tokens, loss, best = summary["tokens"], summary["loss"], summary["best_validation_loss"]
+    median = f"{human_rate(summary['tokens_per_second'])} tokens/s (median of the cycles)"
     lines = [
-        ("ended", f"{summary['ended']} after {summary['updates']:,} updates, {clock_text(summary['seconds'])}"),
+        ("ended", f"{ENDS[summary['ended']]}: {summary['updates']:,} updates, {clock_text(summary['seconds'])}"),
         ("tokens", f"{tokens['train']:,} train, {tokens['validation']:,} validation, {tokens['total']:,} total"),
-        ("documents", f"{summary['documents']:,}"),
-        ("speed", f"{human_rate(summary['tokens_per_second'])} tokens/s (median of the cycles)"),
-        ("loss", UNKNOWN if summary["loss"] is None else f"{summary['loss']:.4f}, best validation "
-         + (UNKNOWN if best is None else f"{best:.4f}")),
+        ("documents", documents_text(summary["documents"])),
+        ("speed", f"{median}, MFU {human_percent(summary['mfu'])}"),
+        (
+            "skipped",
+            f"{updates_text(summary['skipped'])} whose gradients were not finite" if summary["skipped"] else "",
+        ),
+        ("loss", f"{loss_text(loss)} train, best validation {loss_text(best)}"),
         ("saved", summary["checkpoint"] or UNKNOWN),
+        ("page", summary["page"] or ""),
         ("go on", f"redline train --resume {summary['out']}"),
-    ]  # fmt: skip
-    if summary["skipped"]:
-        lines.insert(4, ("skipped", f"{summary['skipped']} updates whose gradients were not finite"))
-    return [f"{name:10}{text}" for name, text in lines]
+    ]
+    return [f"{name:10}{text}" for name, text in lines if text]

@@ -3,7 +3,25 @@
 plan_of(Recipe(rungs=("tf32", "bf16"), micro_batch=16).rungs) -> Plan(matmul_precision="high", autocast="bf16", ...)
 """
 
-from redline.rungs.ladder import LADDER, find_rung, plan_of, reference_plan, usual_rungs
+from redline.rungs.ladder import (
+    LADDER,
+    find_rung,
+    group_of,
+    plan_of,
+    published_rungs,
+    reference_plan,
+    usual_rungs,
+)
 from redline.rungs.rung import Maths, Rung
 
-__all__ = ["LADDER", "Maths", "Rung", "find_rung", "plan_of", "reference_plan", "usual_rungs"]
+__all__ = [
+    "LADDER",
+    "Maths",
+    "Rung",
+    "find_rung",
+    "group_of",
+    "plan_of",
+    "published_rungs",
+    "reference_plan",
+    "usual_rungs",
+]

@@ -5,10 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from redline.core.errors import unknown_name
+from redline.core.errors import UserError, unknown_name
 from redline.core.hardware import Hardware
 from redline.core.plan import Plan
 from redline.core.workload import Workload
+from redline.rungs.optimizers import (
+    FUSED_ADAMW,
+    Adafactor,
+    AdamW8bit,
+    AdamWBf16,
+    AdamWBf16Kahan,
+    ForeachAdamW,
+    Lion,
+    Muon,
+    SgdMomentum,
+)
 from redline.rungs.rung import Maths, Rung, missing
 
 
@@ -216,12 +227,12 @@ class FusedAdamW(Rung):
     and writes every number once.
     """
 
-    name = "fused-adamw"
+    name = FUSED_ADAMW
     title = "fused AdamW"
     maths = Maths.ROUNDING
 
     def apply(self, plan: Plan) -> Plan:
-        return replace(plan, optimizer="adamw-fused")
+        return replace(plan, optimizer="adamw-fused", weights="fp32")
 
 
 class LoaderWorkers(Rung):
@@ -263,6 +274,49 @@ class FusedLoss(Rung):
 
     def apply(self, plan: Plan) -> Plan:
         return replace(plan, loss="fused")
+
+
+class Bf16Residual(Rung):
+    """The stream between the blocks in bf16.
+
+    Autocast computes matmuls in 16 bit and leaves the sum that runs through all blocks in fp32: each of the norms reads
+    and writes it at 4 bytes a number, forward and backward, and its gradient is cast for every branch. In bf16 half of
+    that traffic and all of those casts are gone; norms still compute in fp32, inside the compiled kernel. The sum of
+    twice as many branches as layers is rounded at each of them, which the gradient check weighs.
+    """
+
+    name = "bf16-residual"
+    title = "stream between blocks in bf16"
+    maths = Maths.ROUNDING
+
+    def needs(self, workload: Workload, hardware: Hardware, plan: Plan) -> str | None:
+        if plan.autocast != "bf16":
+            return "the stream takes the matmuls' type, and that is not bf16 here"
+        return None if plan.compile else "without compile every norm makes its own fp32 copy of the stream"
+
+    def apply(self, plan: Plan) -> Plan:
+        return replace(plan, residual="bf16")
+
+
+class SigmoidGelu(Rung):
+    """The tanh of GELU through the sigmoid.
+
+    (1 + tanh u) / 2 is sigmoid(2u), so it is the same function: one exponential and a division in a compiled kernel,
+    where Triton's tanh is a library call of several dozen instructions. In eager mode it would be eight kernels instead
+    of one.
+    """
+
+    name = "sigmoid-gelu"
+    title = "GELU's tanh through the sigmoid"
+    maths = Maths.ROUNDING
+
+    def needs(self, workload: Workload, hardware: Hardware, plan: Plan) -> str | None:
+        if not plan.compile:
+            return "without compile it is eight kernels instead of one"
+        return missing(hardware, "triton")
+
+    def apply(self, plan: Plan) -> Plan:
+        return replace(plan, gelu="sigmoid")
 
 
 class ChunkedLoss(Rung):
@@ -319,6 +373,79 @@ class Checkpointing(Rung):
         return replace(plan, checkpointing="full")
 
 
+class MaxAutotune(Rung):
+    """Let Inductor time several kernels for each matmul and keep the fastest.
+
+    torch's `max-autotune-no-cudagraphs`: cuBLAS and Triton templates compete for every matmul shape, and the block
+    sizes of the other kernels are searched too. Minutes of compiling; what they bring is a matter of shapes, and on a step
+    whose matmuls cuBLAS does well it is nothing. It pays in long runs only: see the break-even of `redline tune`.
+    """
+
+    name = "max-autotune"
+    title = "Inductor times kernels, keeps the best"
+    maths = Maths.ROUNDING
+    when_named = True
+    compile_factor = 10.0  # one H200: 26 s became "over 4 minutes" (FACTS section 6)
+
+    def needs(self, workload: Workload, hardware: Hardware, plan: Plan) -> str | None:
+        small = hardware.multiprocessors is not None and hardware.multiprocessors < LEAST_TO_AUTOTUNE
+        if hardware.kind == "cuda" and small:
+            return f"Inductor searches matmuls from {LEAST_TO_AUTOTUNE} multiprocessors up"
+        return _compiled_on_cuda(hardware, plan)
+
+    def apply(self, plan: Plan) -> Plan:
+        return replace(plan, max_autotune=True)
+
+
+class CudaGraphs(Rung):
+    """Record the kernels of a compiled step once and replay them with one launch.
+
+    The host then needs microseconds where it needed to queue hundreds of kernels. A small step whose device waits for
+    the host gains; one that keeps the device busy gains nothing and pays with a private memory pool. What a replay
+    writes, the next replay overwrites, so losses are copied out, and so are gradients that are added up.
+    """
+
+    name = "cuda-graphs"
+    title = "kernels recorded once, then replayed"
+    maths = Maths.ROUNDING
+    when_named = True
+
+    def needs(self, workload: Workload, hardware: Hardware, plan: Plan) -> str | None:
+        return _compiled_on_cuda(hardware, plan)
+
+    def apply(self, plan: Plan) -> Plan:
+        return replace(plan, cuda_graphs=True)
+
+
+LEAST_TO_AUTOTUNE = 68  # multiprocessors: torch/_inductor/utils.py, is_big_gpu
+
+
+def _compiled_on_cuda(hardware: Hardware, plan: Plan) -> str | None:
+    if hardware.kind != "cuda":
+        return "Inductor does this on GPUs"
+    return missing(hardware, "triton") if plan.compile else "it is a way of compiling: add compile"
+
+
+class ExpandableSegments(Rung):
+    """Let torch's allocator grow its segments instead of adding new ones.
+
+    Tensors of many sizes leave holes that no later tensor fits: memory is reserved and not in use, and near the limit
+    of a card the allocator starts to give back and ask again, which stops the device each time. Segments that grow
+    leave few holes. Speed changes only where memory is tight; a larger micro batch may fit.
+    """
+
+    name = "expandable-segments"
+    title = "allocator's segments grow"
+    maths = Maths.BIT_EXACT
+    when_named = True
+
+    def needs(self, workload: Workload, hardware: Hardware, plan: Plan) -> str | None:
+        return None if hardware.kind == "cuda" else "it is a setting of torch's allocator for GPUs"
+
+    def apply(self, plan: Plan) -> Plan:
+        return replace(plan, expandable_segments=True)
+
+
 LADDER: tuple[Rung, ...] = (
     Baseline(),
     Tf32(),
@@ -331,11 +458,24 @@ LADDER: tuple[Rung, ...] = (
     PaddedVocab(),
     TiedWeights(),
     FusedAdamW(),
+    ForeachAdamW(),
+    AdamW8bit(),
+    AdamWBf16(),
+    AdamWBf16Kahan(),
+    Adafactor(),
+    Lion(),
+    SgdMomentum(),
+    Muon(),
     LoaderWorkers(),
     FusedLoss(),
+    Bf16Residual(),
+    SigmoidGelu(),
     ChunkedLoss(),
     SelectiveCheckpointing(),
     Checkpointing(),
+    MaxAutotune(),
+    CudaGraphs(),
+    ExpandableSegments(),
 )
 
 
@@ -356,13 +496,47 @@ def plan_of(names: Iterable[str]) -> Plan:
     return plan
 
 
+def group_of(rung: Rung) -> str:
+    """Rungs that take each other's place form a group, named after the first of them; a recipe holds one of each."""
+    return rung.name if rung.instead_of is None else group_of(find_rung(rung.instead_of))
+
+
+def published_rungs(workload: Workload) -> tuple[str, ...]:
+    """What makes a model the one that was published: its head is its embedding, or it is not."""
+    return (TiedWeights.name,) if workload.shape.tied else ()
+
+
+def check_alternatives(names: Iterable[str]) -> None:
+    """Of rungs that take each other's place a recipe holds one."""
+    taken: dict[str, str] = {}
+    for name in names:
+        other = taken.setdefault(group_of(find_rung(name)), name)
+        if other != name:
+            raise UserError(
+                f"{other} and {name} were given together",
+                "each takes the place of the other, and a step has one of the two",
+                "drop one of them",
+            )
+
+
+def with_optimizer(names: Iterable[str], optimizer: str) -> tuple[str, ...]:
+    """The rungs with this optimizer, a name in optim/table.py, instead of the one they have."""
+    own = {Plan().optimizer: None} | {
+        rung.apply(Plan()).optimizer: rung.name for rung in LADDER if group_of(rung) == FUSED_ADAMW
+    }
+    if optimizer not in own:
+        raise unknown_name("optimizer", optimizer, own)
+    wanted = {own[optimizer], *(name for name in names if group_of(find_rung(name)) != FUSED_ADAMW)}
+    return tuple(rung.name for rung in LADDER if rung.name in wanted)
+
+
 def usual_rungs(workload: Workload, hardware: Hardware) -> tuple[str, ...]:
     """The plain ladder as far as it applies: what to take where nothing was measured. Of two that exclude each other
     the first stands; which one is faster only measuring tells. Weights are tied where they were published so."""
     chosen: list[str] = []
     for rung in LADDER[1:]:
-        untied = rung.name == TiedWeights.name and not workload.shape.tied
-        if rung.when_named or untied or rung.instead_of in chosen:
+        another_model = rung.maths is Maths.CHANGES and rung.name not in published_rungs(workload)
+        if rung.when_named or another_model or rung.instead_of in chosen:
             continue
         if rung.needs(workload, hardware, plan_of(chosen)) is None:
             chosen.append(rung.name)

@@ -34,7 +34,10 @@ class Rung(ABC):
     stand_in: ClassVar[bool] = False
     """Keep it only where the rung it replaces does not apply, however fast it is."""
     when_named: ClassVar[bool] = False
-    """Not part of the plain ladder: taken when --rungs names it. It gives up speed for memory."""
+    """Not part of the plain ladder: taken when --rungs names it, and weighed by `tune`. It gives up speed for memory,
+    or pays only sometimes."""
+    compile_factor: ClassVar[float] = 1.0
+    """How many times as long as plain torch.compile it compiles, so that `tune` starts nothing it cannot finish."""
 
     def needs(self, workload: Workload, hardware: Hardware, plan: Plan) -> str | None:
         """The reason it does not apply on top of this plan here, or None when it does."""

@@ -20,7 +20,8 @@ from redline.core.recipe import Recipe
 from redline.core.workload import Workload
 from redline.predict.verdict import Equivalence, judge
 from redline.rungs import LADDER, Maths, Rung, find_rung, plan_of
-from redline.search.noise import noise_between
+from redline.search.batch_size import HEADROOM, MEMORY_KINDS, BatchChoice, SizedJobs, best_batch, range_of
+from redline.search.noise import UNSEEN_RUN_TO_RUN, noise_between
 
 AGAIN = "a/a"  # the row that measures the finished recipe a second time
 TOKENS_FILE = "tokens.npy"
@@ -45,6 +46,14 @@ class LadderSettings:
     """Measure the finished recipe once more, as if it were a rung: the difference is the noise floor."""
     keep: str = "faster"
     """'faster' leaves out of the recipe what slows it down; 'all' climbs as the lectures do."""
+    rebatch: bool = False
+    """The second view: each row once more at the micro batch that is fastest for it."""
+    headroom: float = HEADROOM
+    """Of that view: the share of the memory that stays free."""
+    global_batch: int | None = None
+    """Of that view: sequences per update, which the micro batch must divide."""
+    memory_bytes: int | None = None
+    """Of that view: what there is to share; of a CPU's what the host had free when the run began."""
 
 
 @dataclass
@@ -63,9 +72,12 @@ class Row:
     status: str = "ok"
     reason: str | None = None
     kept: bool | None = None
+    failure: Failure | None = None
     equivalence: Equivalence | None = None
     reference_curve: tuple[float, ...] | None = None
     """The fp32 losses of this recipe's own maths, which the verdict rests on; None when they could not be had."""
+    rebatched: BatchChoice | None = None
+    """This recipe at its own best micro batch, where the user asked for it."""
 
     @property
     def seconds(self) -> float:
@@ -90,7 +102,8 @@ class Climb:
         """Why a row could not be checked."""
 
     def rows(self, on_start: Callable[[str, str, int, int], None] = lambda *_: None) -> Iterator[Row]:
-        """Each row when it is known; then each again, once per repeat, with more measurements in it."""
+        """Each row when it is known; then each again, once per repeat, with more measurements in it; then once more at
+        its own micro batch."""
         names = [*self.settings.rungs, *([AGAIN] if self.settings.again else [])]
         total = 1 + len(names)
         first = self._first_row()
@@ -102,6 +115,8 @@ class Climb:
             on_start(row.name, row.title, number, total)
             yield self._done(row if row.status == "skipped" else self._measure(row))
         yield from self._repeat(on_start)
+        if self.settings.rebatch:
+            yield from self._rebatch(on_start)
 
     @property
     def current(self) -> Row:
@@ -143,7 +158,7 @@ class Climb:
         )
         result = self.ask(row.job)
         if isinstance(result, Failure):
-            row.status, row.reason, row.kept = "failed", result.reason, False
+            row.status, row.reason, row.kept, row.failure = "failed", result.reason, False, result
             return row
         row.measurements.append(result)
         row.equivalence = self._judge(row, result)
@@ -239,6 +254,73 @@ class Climb:
         if again.verdict == "different":
             row.equivalence, row.kept, row.reason = again, False, f"repeat {number}: {again.detail}"
 
+    def _rebatch(self, on_start: Callable[[str, str, int, int], None]) -> Iterator[Row]:
+        """Rows that are right, and rows that only the fixed micro batch was too large for."""
+        rows = [row for row in self.finished if row.name != AGAIN and _runs_somewhere(row)]
+        for number, row in enumerate(rows, start=1):
+
+            def tell(size: int, row: Row = row, number: int = number) -> None:
+                on_start(row.name, f"micro batch {size}", number, len(rows))
+
+            row.rebatched = self._own_batch(row, tell)
+            yield row
+
+    def _own_batch(self, row: Row, on_size: Callable[[int], None]) -> BatchChoice:
+        fixed, settings = row.recipe.micro_batch, self.settings
+        answer = row.failure or row.measurements[0]
+        jobs = SizedJobs(
+            ask=self.ask,
+            job=self._job(row.recipe),
+            fault=lambda measurement: self._gradient_fault(row, measurement),
+            known={fixed: answer},
+            on_size=on_size,
+        )
+        where = range_of(
+            self.workload.shape,
+            plan_of(row.recipe.rungs),
+            device=self.hardware.kind,
+            micro_batch=fixed,
+            seconds_per_sequence=row.quick_seconds / fixed if row.measurements else None,
+            memory_bytes=settings.memory_bytes,
+            headroom=settings.headroom,
+        )
+        return best_batch(
+            jobs,
+            start=where.start,
+            limit=where.limit,
+            noise=self._noise_of(row),
+            sequence=self.workload.shape.sequence,
+            memory_bytes=settings.memory_bytes,
+            headroom=settings.headroom,
+            global_sequences=settings.global_batch,
+            known=(fixed,),
+        )
+
+    def _noise_of(self, row: Row) -> float:
+        """Of a comparison between two sizes, each run once."""
+        device, first = self.hardware.kind, row.measurements[:1]
+        return min(noise_between(first, first, device) if first else UNSEEN_RUN_TO_RUN[device], MOST_NOISE)
+
+    def _gradient_fault(self, row: Row, measurement: Measurement) -> str | None:
+        """Of the first step at another size; the loss curve was checked at the fixed one."""
+        found = judge(
+            maths=row.maths.value,
+            precision=plan_of(row.recipe.rungs).precision,
+            measurement=measurement,
+            reference=None,
+            base=None,
+            plain=None,
+            ln_vocab=self.workload.shape.ln_vocab,
+        )
+        return found.detail if found.verdict == "different" else None
+
     def _done(self, row: Row) -> Row:
         self.finished.append(row)
         return row
+
+
+def _runs_somewhere(row: Row) -> bool:
+    """At some micro batch: training that is not the same any more has no speed worth knowing."""
+    if row.failure is not None:
+        return row.failure.kind in MEMORY_KINDS
+    return row.equivalence is not None and row.equivalence.verdict != "different"

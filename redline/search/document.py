@@ -16,7 +16,7 @@ from redline.core.values import to_json
 from redline.core.workload import Workload
 from redline.predict.efficiency import efficiency
 from redline.predict.memory import predict_memory
-from redline.rungs import plan_of
+from redline.rungs import LADDER, plan_of
 from redline.search.climb import AGAIN, Climb, Row
 from redline.search.noise import UNSEEN_RUN_TO_RUN, noise_between
 
@@ -40,6 +40,7 @@ def ladder_document(climb: Climb, run: dict[str, Any], finished: bool) -> dict[s
         "noise": noise_json(rows, climb.hardware.kind),
         "rows": [row_json(row, rows[0], climb) for row in rows],
         "best": best_json(rows, climb.workload),
+        "best_rebatched": best_rebatched_json(rows),
     }
 
 
@@ -79,16 +80,39 @@ def row_json(row: Row, first: Row, climb: Climb) -> dict[str, Any]:
         "reference_curve": losses_json(row.reference_curve),
         "equivalence": equivalence_json(row),
         "kernels": to_json(measurement.proof) if measurement else {"attention": None},
+        "rebatched": rebatched_json(row, climb),
     }
 
 
-def predicted_peak(row: Row, climb: Climb) -> int | None:
+def rebatched_json(row: Row, climb: Climb) -> dict[str, Any] | None:
+    """The row at its own micro batch; None where nobody looked for one."""
+    choice = row.rebatched
+    if choice is None:
+        return None
+    rate, fixed = choice.tokens_per_second, tokens_per_second(row, climb.workload)
+    share = efficiency(climb.workload.shape, plan_of(row.recipe.rungs), climb.hardware, rate) if rate else None
+    return {
+        "status": "ok" if choice.micro_batch else "failed",
+        "reason": choice.reason,
+        "micro_batch": choice.micro_batch,
+        "accumulation": choice.accumulation,
+        "tokens_per_second": rate,
+        "speedup_fixed": rate / fixed if rate and fixed else None,
+        "mfu": share.mfu if share else None,
+        "hfu": share.hfu if share else None,
+        "peak_bytes": choice.trial.peak_bytes if choice.trial else None,
+        "predicted_peak_bytes": predicted_peak(row, climb, choice.micro_batch) if choice.micro_batch else None,
+        "trials": to_json(choice.trials),
+    }
+
+
+def predicted_peak(row: Row, climb: Climb, micro_batch: int | None = None) -> int | None:
     """What the allocator should need, also of a row that ran out of it. A CPU reports its resident set, which is
     another figure."""
     if climb.hardware.kind != "cuda" or row.status == "skipped":
         return None
-    plan = plan_of(row.recipe.rungs)
-    return predict_memory(climb.workload.shape, plan, micro_batch=row.recipe.micro_batch).allocated
+    plan, size = plan_of(row.recipe.rungs), micro_batch or row.recipe.micro_batch
+    return predict_memory(climb.workload.shape, plan, micro_batch=size).allocated
 
 
 def losses_json(curve: Sequence[float] | None) -> list[float | None] | None:
@@ -161,3 +185,28 @@ def best_row(rows: Sequence[Row]) -> Row | None:
     """The fastest row whose training is right and which the climb kept: a stand-in or an a/a row is no recipe."""
     trusted = [row for row in rows if row.trusted and row.kept]
     return min(trusted, key=lambda row: row.seconds, default=None)
+
+
+def best_rebatched_json(rows: Sequence[Row]) -> dict[str, Any] | None:
+    best = best_rebatched(rows)
+    if best is None or best.rebatched is None:
+        return None
+    choice = best.rebatched
+    return {
+        "rung": best.name,
+        "micro_batch": choice.micro_batch,
+        "accumulation": choice.accumulation,
+        "tokens_per_second": choice.tokens_per_second,
+    }
+
+
+def best_rebatched(rows: Sequence[Row]) -> Row | None:
+    """The fastest at its own micro batch among the rows whose training is right. A rung that the climb went on without
+    may win here: checkpointing pays through the batch it makes room for. A stand-in is no recipe here either."""
+    stand_ins = {rung.name for rung in LADDER if rung.stand_in}
+    trusted = [row for row in rows if row.trusted and row.name not in stand_ins and _own_rate(row)]
+    return max(trusted, key=_own_rate, default=None)
+
+
+def _own_rate(row: Row) -> float:
+    return (row.rebatched.tokens_per_second or 0.0) if row.rebatched is not None else 0.0

@@ -23,6 +23,7 @@ from redline.core.errors import UserError, unknown_name
 from redline.core.hardware import Hardware
 from redline.core.job import (
     BEST_FILE,
+    REBATCHED_FILE,
     RUN_FILE,
     Job,
     Result,
@@ -37,8 +38,9 @@ from redline.core.values import from_json, to_json
 from redline.core.workload import Workload, check_positive
 from redline.data.text import check_corpus
 from redline.rungs import LADDER, find_rung, plan_of
+from redline.search.batch_size import check_headroom, host_memory_bytes
 from redline.search.climb import TOKENS_FILE, Climb, LadderSettings, Row
-from redline.search.document import best_row, ladder_document, row_json
+from redline.search.document import best_rebatched, best_row, ladder_document, row_json
 from redline.search.launch import launch, probe_machine, remove_caches
 from redline.workloads import resolve_workload
 
@@ -112,10 +114,14 @@ class LadderRun:
         return ladder_document(climb, self.directory.read_run(), finished)
 
     def _keep_best(self, rows: Sequence[Row]) -> None:
-        best = best_row(rows)
-        if best is not None:
+        recipes = {}
+        if (best := best_row(rows)) is not None:
+            recipes[BEST_FILE] = best.recipe
+        if (own := best_rebatched(rows)) is not None and own.rebatched is not None and own.rebatched.micro_batch:
+            recipes[REBATCHED_FILE] = replace(own.recipe, micro_batch=own.rebatched.micro_batch)
+        for name, recipe in recipes.items():
             with self.directory.explaining():
-                self.directory.write(BEST_FILE, json.dumps(to_json(best.recipe), indent=2) + "\n")
+                self.directory.write(name, json.dumps(to_json(recipe), indent=2) + "\n")
 
 
 def worth_another_try(result: Result) -> bool:
@@ -150,6 +156,9 @@ def prepare_ladder(
     aa: bool = False,
     steps: int | None = None,
     check_steps: int | None = None,
+    rebatch: bool = False,
+    headroom: float | None = None,
+    global_batch: int | None = None,
     out: Path | None = None,
     command: str = "redline.ladder()",
 ) -> LadderRun:
@@ -159,9 +168,11 @@ def prepare_ladder(
         ("--repeats", repeats),
         ("--steps", steps),
         ("--check-steps", check_steps),
+        ("--global-batch", global_batch),
     ):
         if value is not None:
             check_positive(name, value)
+    check_rebatch(rebatch, headroom, global_batch)
     check_choice("device", device, ("cuda", "cpu"))
     check_choice("keep", keep, ("faster", "all"))
     if workload is not None:
@@ -198,9 +209,30 @@ def prepare_ladder(
         repeats=repeats or LadderSettings.repeats,
         again=aa,
         keep=keep or LadderSettings.keep,
+        rebatch=rebatch,
+        headroom=LadderSettings.headroom if headroom is None else headroom,
+        global_batch=global_batch,
+        memory_bytes=memory_to_share(hardware) if rebatch else None,
     )
     directory = open_directory(out or default_directory(resolved), resolved, hardware, versions, settings, command)
     return LadderRun(directory=directory, workload=resolved, hardware=hardware, settings=settings, notes=tuple(notes))
+
+
+def check_rebatch(rebatch: bool, headroom: float | None, global_batch: int | None) -> None:
+    for name, value in (("--headroom", headroom), ("--global-batch", global_batch)):
+        if value is not None and not rebatch:
+            raise UserError(
+                f"{name} without --rebatch",
+                "the rows of a ladder have one fixed micro batch; only the second view looks for others",
+                f"add --rebatch, or leave {name} out",
+            )
+    if headroom is not None:
+        check_headroom(headroom)
+
+
+def memory_to_share(hardware: Hardware) -> int | None:
+    """Of a GPU all of it, as the prediction counts; of a host what is free, as others live there too."""
+    return hardware.memory_bytes if hardware.kind == "cuda" else host_memory_bytes()
 
 
 def check_sensible(name: str, micro_batch: int) -> None:
@@ -274,8 +306,9 @@ def open_directory(
     workload: Workload,
     hardware: Hardware,
     versions: dict[str, str | None],
-    settings: LadderSettings,
+    settings: object,
     command: str,
+    kind: str = "ladder",
 ) -> RunDirectory:
     """A new run directory with its tokens and run.json: both of them, or nothing."""
     from redline.data.tokens import encode_corpus, write_tokens  # numpy takes a while to import
@@ -283,7 +316,7 @@ def open_directory(
     tokens = encode_corpus(workload)
     directory = create_run_directory(path)
     run = {
-        "kind": "ladder",
+        "kind": kind,
         "command": command,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "tokens": len(tokens),

@@ -18,20 +18,41 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 import redline
 from redline.core.errors import UserError
 from redline.core.hardware import Hardware
 from redline.core.job import Job, Result, RunDirectory, write_atomically
 from redline.core.measurement import Failure, Measurement
+from redline.core.profile import Profile
 from redline.core.values import from_json, to_json
 
+Answer = TypeVar("Answer", Measurement, Profile)
 OnPhase = Callable[..., None]
 """on_phase(name, done=None, total=None, seconds=None)"""
 
 
-def launch(run: RunDirectory, job: Job, timeout_seconds: float, on_phase: OnPhase) -> Result:
+def launch(
+    run: RunDirectory, job: Job, timeout_seconds: float, on_phase: OnPhase, *, compile_cache: str | None = None
+) -> Result:
+    """`compile_cache`: the name of a cache that several jobs share, because they compile the same code."""
+    return _launch(Measurement, run, job, timeout_seconds, on_phase, compile_cache)
+
+
+def launch_profile(run: RunDirectory, job: Job, timeout_seconds: float, on_phase: OnPhase) -> Profile | Failure:
+    """The same for a job of kind 'profile'."""
+    return _launch(Profile, run, job, timeout_seconds, on_phase, None)
+
+
+def _launch(
+    kind: type[Answer],
+    run: RunDirectory,
+    job: Job,
+    timeout_seconds: float,
+    on_phase: OnPhase,
+    compile_cache: str | None,
+) -> Answer | Failure:
     folder = run.job_folder(job)
     folder.mkdir(parents=True, exist_ok=True)
     for leftover in ("measurement.json", "failure.json"):
@@ -43,7 +64,7 @@ def launch(run: RunDirectory, job: Job, timeout_seconds: float, on_phase: OnPhas
             stdin=subprocess.PIPE,  # held open: the worker leaves when it closes
             stdout=subprocess.PIPE,
             stderr=log,
-            env=worker_environment(run, job),
+            env=worker_environment(run, job, compile_cache),
             start_new_session=True,  # a Ctrl-C reaches the worker through us, with its compiler processes
         )
         phase, in_time = follow(process, timeout_seconds, on_phase)
@@ -51,13 +72,13 @@ def launch(run: RunDirectory, job: Job, timeout_seconds: float, on_phase: OnPhas
         return Failure(
             kind="timeout", reason=f"stopped after {timeout_seconds:g} s while {phase}; --timeout allows more"
         )
-    return _answer(folder, process.returncode, phase)
+    return _answer(kind, folder, process.returncode, phase)
 
 
-def worker_environment(run: RunDirectory, job: Job) -> dict[str, str]:
+def worker_environment(run: RunDirectory, job: Job, compile_cache: str | None = None) -> dict[str, str]:
     """Own compile caches for each recipe: a shared one has served graphs that were compiled for another backend.
-    Only repeats of the very same job share one."""
-    cache = cache_folder(run) / replace(job, repeat=0).key
+    Only repeats of the very same job share one, and jobs whose caller knows that they compile the same code."""
+    cache = cache_folder(run) / (compile_cache or replace(job, repeat=0).key)
     return {
         # Inductor compiles a test program per vector instruction set into every new cache: ten seconds on two cores to
         # learn what the CPU's own flags say. The user's setting wins.
@@ -123,9 +144,9 @@ def kill_group(process: subprocess.Popen[bytes]) -> None:
         process.stdin.close()
 
 
-def _answer(folder: Path, returncode: int, phase: str) -> Result:
+def _answer(kind: type[Answer], folder: Path, returncode: int, phase: str) -> Answer | Failure:
     if (folder / "measurement.json").exists():
-        return from_json(Measurement, json.loads((folder / "measurement.json").read_text(encoding="utf-8")))
+        return from_json(kind, json.loads((folder / "measurement.json").read_text(encoding="utf-8")))
     if (folder / "failure.json").exists():
         return from_json(Failure, json.loads((folder / "failure.json").read_text(encoding="utf-8")))
     log = folder / "log.txt"

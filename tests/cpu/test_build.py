@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +16,7 @@ from redline.core.plan import Plan
 from redline.core.workload import Workload
 from redline.engine.build import Training, build, pin_attention
 from redline.model.attention import ATTENTION
+from redline.model.gpt import GELU
 
 Train = Callable[..., Training]
 CPU = torch.device("cpu")
@@ -28,10 +29,11 @@ CPU = torch.device("cpu")
         Plan(tied=True, vocab_multiple=128),
         Plan(optimizer="adamw-foreach"),
         Plan(optimizer="adamw-fused", attention="flash"),
+        Plan(optimizer="adamw-bf16", weights="bf16", autocast="bf16"),
         Plan(autocast="bf16", loss_scaling=True, read_loss_every=2),
         Plan(loss="chunked", checkpointing="full"),
     ],
-    ids=["plain", "tied padded", "foreach", "fused flash", "bf16 scaled", "in pieces"],
+    ids=["plain", "tied padded", "foreach", "fused flash", "bf16 weights", "bf16 scaled", "in pieces"],
 )
 def test_restore_gives_the_same_steps_again_bit_for_bit(train: Train, plan: Plan) -> None:
     training = train(plan)
@@ -113,6 +115,44 @@ def test_the_optimizer_reaches_the_step(train: Train, small: Workload, optimizer
     assert held == {id(parameter) for parameter in training.model.parameters()}
 
 
+def test_another_optimizer_gets_its_own_rate_and_as_much_decay(train: Train, small: Workload) -> None:
+    """A workload states AdamW's rate; Lion takes a tenth of it, at the peak and on the way there."""
+    step = train(Plan(optimizer="lion")).step
+    peak = 0.1 * small.learning_rate
+    assert [step.learning_rate(k) for k in (0, 19, 1000)] == pytest.approx([peak / 20, peak, peak])
+    assert [group["weight_decay"] for group in step.optimizer.param_groups] == [10 * small.weight_decay, 0.0]
+
+
+BF16_WEIGHTS = Plan(weights="bf16", optimizer="adamw-bf16")
+
+
+def test_weights_are_stored_as_the_plan_says(train: Train) -> None:
+    """Rounded from the very numbers that fp32 weights start with; padding, stream and norms do not depend on it."""
+    plain, stored = train(Plan(vocab_multiple=128)), train(replace(BF16_WEIGHTS, vocab_multiple=128, autocast="bf16"))
+    for one, other in zip(plain.model.parameters(), stored.model.parameters(), strict=True):
+        assert torch.equal(one.bfloat16(), other)
+    seen: set[torch.dtype] = set()
+    for block in stored.model.h:
+        block.register_forward_hook(lambda _block, given, result: seen.update((given[0].dtype, result.dtype)))
+    stored.step.compute_gradients(next(stored.batches))
+    assert seen == {torch.float32}
+    assert {parameter.grad.dtype for parameter in stored.model.parameters()} == {torch.bfloat16}
+    assert stored.model(next(stored.batches)[0]).isfinite().any()  # as sampling calls it, without autocast
+
+
+@pytest.mark.parametrize("changes", [{}, {"tied": True, "vocab_multiple": 128}, {"loss": "chunked"}])
+def test_stored_bf16_weights_without_autocast_compute_in_fp32(train: Train, changes: dict[str, object]) -> None:
+    """The reference of a recipe with bf16 weights: an fp32 model that starts from the same, rounded weights."""
+    stored, wide = train(replace(BF16_WEIGHTS, **changes)), train(replace(Plan(), **changes))
+    with torch.no_grad():
+        for mine, theirs in zip(wide.model.parameters(), stored.model.parameters(), strict=True):
+            mine.copy_(theirs)
+    batch = next(wide.batches)
+    assert torch.equal(stored.step.compute_gradients(batch), wide.step.compute_gradients(batch))
+    for mine, theirs in zip(stored.model.parameters(), wide.model.parameters(), strict=True):
+        assert torch.equal(mine.grad, theirs.grad.bfloat16())
+
+
 def test_step_fields_reach_the_step(train: Train, small: Workload) -> None:
     step = train(Plan(autocast="bf16", loss_scaling=True, read_loss_every=7), chunk=2).step
     assert (step.plan.autocast, step.plan.read_loss_every, step.chunk) == ("bf16", 7, 2)
@@ -140,9 +180,65 @@ def test_workers_reach_the_loader(small: Workload, tokens: Path, monkeypatch: py
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_only_a_compiled_plan_is_compiled(train: Train, monkeypatch: pytest.MonkeyPatch, compiled: bool) -> None:
-    monkeypatch.setattr(build_module, "compile_loss", lambda loss_of: "the compiled loss")
+    monkeypatch.setattr(build_module, "compile_loss", lambda loss_of, plan: "the compiled loss")
     training = train(Plan(compile=compiled))
     assert (training.step.loss_of == "the compiled loss") == compiled
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("autotune", [False, True])
+def test_ways_of_compiling_reach_inductor(
+    train: Train, monkeypatch: pytest.MonkeyPatch, graphs: bool, autotune: bool
+) -> None:
+    seen: dict[str, bool] = {}
+    monkeypatch.setattr(torch, "compile", lambda loss_of, dynamic, options: seen.update(options) or loss_of)
+    train(Plan(compile=True, cuda_graphs=graphs, max_autotune=autotune))
+    assert seen["triton.cudagraphs"] == graphs
+    assert seen.get("max_autotune", False) == seen.get("coordinate_descent_tuning", False) == autotune
+
+
+@pytest.mark.parametrize("chunk", [None, 2])
+def test_what_a_cuda_graph_overwrites_is_copied(
+    train: Train, monkeypatch: pytest.MonkeyPatch, chunk: int | None
+) -> None:
+    """A graph writes its loss and its gradients to the same places at every run; here a loss does that."""
+    place = torch.zeros(())
+
+    class Graph(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, loss):
+            return place.copy_(loss.detach())
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient
+
+    begun: list[bool] = []
+    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: begun.append(True))
+    monkeypatch.setattr(build_module, "compile_loss", lambda loss_of, plan: lambda *pair: Graph.apply(loss_of(*pair)))
+    training, plain = train(Plan(compile=True, cuda_graphs=True), chunk=chunk), train(Plan(), chunk=chunk)
+    batches = list(itertools.islice(training.batches, 3))
+    graphed, eager = ([one.step(batch) for batch in batches] for one in (training, plain))
+    assert torch.equal(torch.stack(graphed), torch.stack(eager))
+    assert len(begun) == 3 * (1 if chunk is None else 3)  # six sequences, two at a time
+    hooked = [parameter for parameter in training.model.parameters() if parameter._backward_hooks]
+    assert len(hooked) == (0 if chunk is None else len(list(training.model.parameters())))
+
+
+@pytest.mark.parametrize("chosen", [None, "max_split_size_mb:512"])
+def test_segments_grow_beside_what_the_user_chose(
+    train: Train, monkeypatch: pytest.MonkeyPatch, chosen: str | None
+) -> None:
+    seen: list[str] = []
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", seen.append)
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    if chosen is not None:
+        monkeypatch.setenv("PYTORCH_ALLOC_CONF", chosen)
+    train(Plan())
+    assert seen == []
+    train(Plan(expandable_segments=True))
+    assert seen == ["expandable_segments:True" if chosen is None else f"{chosen},expandable_segments:True"]
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
@@ -151,6 +247,22 @@ def test_checkpointing_reaches_the_model(train: Train, recompute: str) -> None:
     assert model.recompute_blocks == (recompute == "full")
     cores = {block.attn.attend is ATTENTION["naive"] for block in model.h}
     assert cores == {recompute != "selective"}
+
+
+@pytest.mark.parametrize(("residual", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
+def test_the_residual_type_is_that_between_the_blocks(train: Train, residual: str, dtype: torch.dtype) -> None:
+    training = train(Plan(residual=residual, autocast="bf16"))
+    seen = []
+    for block in training.model.h:
+        block.register_forward_hook(lambda _block, given, result: seen.extend((given[0].dtype, result.dtype)))
+    training.step.compute_gradients(next(training.batches))
+    assert set(seen) == {dtype}
+    assert {parameter.grad.dtype for parameter in training.model.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("gelu", GELU)
+def test_gelu_reaches_every_block(train: Train, gelu: str) -> None:
+    assert {block.mlp.gelu for block in train(Plan(gelu=gelu)).model.h} == {GELU[gelu]}
 
 
 @pytest.mark.parametrize(("loss", "pieces"), [("full", None), ("fused", 1), ("chunked", 8)])
@@ -183,12 +295,18 @@ def test_every_field_of_a_plan_is_covered_above() -> None:
         "attention",
         "tied",
         "vocab_multiple",
+        "residual",
+        "gelu",
         "loss",
         "checkpointing",
         "compile",
+        "max_autotune",
+        "cuda_graphs",
+        "expandable_segments",
         "autocast",
         "loss_scaling",
         "optimizer",
+        "weights",
         "read_loss_every",
         "loader_workers",
     }

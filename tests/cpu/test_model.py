@@ -18,7 +18,7 @@ from redline.core.errors import UserError
 from redline.core.workload import Shape
 from redline.kernels.cross_entropy import cross_entropy_
 from redline.model.attention import ATTENTION, fused_attention, naive_attention
-from redline.model.gpt import GPT, initialise
+from redline.model.gpt import GELU, GPT, initialise
 from redline.model.huggingface import from_huggingface, to_huggingface
 from redline.model.loss import head_loss, next_token_loss
 from redline.workloads import PRESETS
@@ -317,6 +317,17 @@ def test_shorter_sequences_than_the_context_are_fine(attention: str) -> None:
 
 
 # --- loss -------------------------------------------------------------------------------------------------------------
+
+
+def test_gelu_through_the_sigmoid_is_gelu() -> None:
+    x = torch.cat([torch.linspace(-12, 12, 4001), torch.tensor([-1e6, -0.0, 0.0, 1e6])]).double().requires_grad_()
+    weights = torch.randn(x.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    values, slopes = {}, {}
+    for name, gelu in GELU.items():
+        values[name] = gelu(x)
+        (slopes[name],) = torch.autograd.grad((values[name] * weights).sum(), x)
+    torch.testing.assert_close(values["sigmoid"], values["tanh"], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(slopes["sigmoid"], slopes["tanh"], rtol=1e-12, atol=1e-12)
 
 
 def test_the_loss_is_fp32_whatever_the_logits_are() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import multiprocessing
 import os
@@ -18,18 +19,14 @@ from hypothesis import strategies as st
 
 from redline.core.errors import UserError
 from redline.data import stream as module
-from redline.data.sources import Reading, read_part
+from redline.data.shards import TokenizerId, tokenizer_id
+from redline.data.sources import Reading, cut_parts, find_sources, read_part
 from redline.data.stream import TextStream
+from redline.data.survey import TextSource
 from redline.data.tokenizer import TOKENIZERS, Tokenizer, tokenizer
 
 CPU = torch.device("cpu")
 FIRST_LETTER, LETTERS, END = 0x4E00, 20_000, 0xD7FF  # enough letters for every one of a corpus to be another
-
-
-@pytest.fixture(autouse=True)
-def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many parts and chunks of a small corpus. Workers are other processes and keep the real chunk size."""
-    monkeypatch.setattr(module, "SMALLEST_PART", 300)
 
 
 def install_letters(patch: pytest.MonkeyPatch) -> None:
@@ -62,17 +59,24 @@ def write_corpus(folder: Path, lengths: list[int]) -> tuple[Path, list[list[int]
     return path, documents
 
 
-def make(path: Path, **changes) -> TextStream:
-    fields = {
-        "tokenizer": "letters",
-        "seed": 5,
-        "micro_batch": 2,
-        "sequence": 8,
-        "device": CPU,
-        "workers": 0,
-        "split": "all",
-    }
-    return TextStream([str(path)], **{**fields, **changes})
+@functools.cache
+def id_of(name: str) -> TokenizerId:
+    return tokenizer_id(tokenizer(name))
+
+
+def source_of(path: Path | str, *, name: str = "bytes", part_bytes: int = 300, **changes) -> TextSource:
+    """Many parts of a small corpus."""
+    reading = changes.pop("reading", Reading())
+    parts = cut_parts(find_sources([str(path)], reading).files, part_bytes, reading)
+    hashes = tuple(str(part) for part in parts)
+    fields = {"val_fraction": 0.005, "tokenizer": id_of(name), "hashes": hashes}
+    return TextSource(parts=parts, reading=reading, **{**fields, **changes})
+
+
+def make(path: Path | str, *, name: str = "letters", part_bytes: int = 300, source: dict | None = None, **changes):
+    fields = {"seed": 5, "micro_batch": 2, "sequence": 8, "device": CPU, "workers": 0, "split": "all"}
+    text = source_of(path, name=name, part_bytes=part_bytes, **(source or {}))
+    return TextStream(text, **{**fields, **changes})
 
 
 def epoch_inputs(stream: TextStream, tokens: int) -> list[int]:
@@ -107,10 +111,9 @@ def test_every_token_of_an_epoch_once(
     path, documents = write_corpus(tmp_path_factory.mktemp("stream"), lengths)
     with pytest.MonkeyPatch.context() as patch:
         install_letters(patch)
-        patch.setattr(module, "SMALLEST_PART", 100)
         patch.setattr(module, "CHUNK_TOKENS", chunk)
         streams = [
-            make(path, tokenizer="letters", ranks=ranks, rank=rank, seed=seed, micro_batch=micro_batch)
+            make(path, part_bytes=100, ranks=ranks, rank=rank, seed=seed, micro_batch=micro_batch)
             for rank in range(ranks)
         ]
         shares = [tokens_of(each) for each in streams]
@@ -157,7 +160,7 @@ def book(tmp_path_factory: pytest.TempPathFactory, repository: Path) -> Path:
 
 
 def first(path: Path, count: int, **changes) -> list[torch.Tensor]:
-    with make(path, **{"tokenizer": "bytes", "sequence": 64, **changes}) as stream:
+    with make(path, **{"name": "bytes", "sequence": 64, **changes}) as stream:
         return [batch.clone() for batch in islice(stream, count)]
 
 
@@ -173,29 +176,48 @@ def test_workers_change_nothing(book: Path, workers: int) -> None:
 @settings(max_examples=12, deadline=None)
 @given(taken=st.integers(0, 900), workers=st.sampled_from([0, 0, 0, 2]))
 def test_resuming_anywhere_is_no_interruption(book: Path, taken: int, workers: int) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "SMALLEST_PART", 300)
-        whole = first(book, taken + 30)
-        with make(book, tokenizer="bytes", sequence=64) as stream:
-            for _ in range(taken):
-                next(stream)
-            state = json.loads(json.dumps(stream.state()))
-        with make(book, tokenizer="bytes", sequence=64, workers=workers) as other:
+    whole = first(book, taken + 30)
+    with make(book, name="bytes", sequence=64) as stream:
+        for _ in range(taken):
+            next(stream)
+        state = json.loads(json.dumps(stream.state()))
+        with make(book, name="bytes", sequence=64, workers=workers) as other:
             other.resume(state)
+            assert other.epoch == stream.epoch
             assert same([batch.clone() for batch in islice(other, 30)], whole[taken:])
+            list(islice(stream, 30))
+            assert other.epoch == stream.epoch
 
 
 def test_a_stream_can_go_back_and_be_resumed_with_another_batch(book: Path) -> None:
-    with make(book, tokenizer="bytes", sequence=64) as stream:
+    with make(book, name="bytes", sequence=64) as stream:
         start = stream.state()
         before = [next(stream).clone() for _ in range(5)]
         stream.resume(start)
         assert same([next(stream).clone() for _ in range(5)], before)
         state = stream.state()
         expected = [next(stream).clone() for _ in range(4)]
-    with make(book, tokenizer="bytes", sequence=128, micro_batch=4) as wide:
+    with make(book, name="bytes", sequence=128, micro_batch=4) as wide:
         wide.resume(state)
         assert next(wide)[0].flatten().tolist() == torch.cat([batch[0] for batch in expected]).flatten().tolist()
+
+
+@pytest.mark.parametrize("split", ["all", "train", "val"])
+def test_an_epoch_passes_every_byte_of_the_files_once(book: Path, split: str) -> None:
+    """The share of an epoch that is shown: held-out documents are passed over, and passed all the same."""
+    with make(book, name="bytes", split=split, source={"val_fraction": 0.3}) as stream:
+        chunks, ended, passed = module.lane_chunks(stream._text, module.START, range(module.LANES)), 0, 0
+        while ended < module.LANES:
+            chunk = next(chunks)
+            ended, passed = ended + chunk.ends, passed + chunk.passed
+        assert passed == sum(file.stat().st_size for file in book.iterdir())
+        shown = [stream.epoch]
+        while shown[-1] < 1:
+            next(stream)
+            shown.append(stream.epoch)
+    assert shown[0] == 0
+    assert shown == sorted(shown)
+    assert len(set(shown)) > 5
 
 
 def test_train_and_val_are_the_split_of_prepare(book: Path, tmp_path: Path) -> None:
@@ -205,7 +227,7 @@ def test_train_and_val_are_the_split_of_prepare(book: Path, tmp_path: Path) -> N
     prepare(Preparation(sources=(str(book),), out=tmp_path / "out", tokenizer="bytes", val_fraction=0.3, processes=1))
     data = open_dataset(tmp_path / "out")
     for name, split in (("train", data.train), ("val", data.val)):
-        with make(book, tokenizer="bytes", sequence=16, split=name, val_fraction=0.3) as stream:
+        with make(book, name="bytes", sequence=16, split=name, source={"val_fraction": 0.3}) as stream:
             row = epoch_inputs(stream, split.tokens)
             assert (
                 numpy.bincount(row, minlength=257).tolist()
@@ -218,15 +240,17 @@ def test_train_and_val_are_the_split_of_prepare(book: Path, tmp_path: Path) -> N
     [
         {"seed": 6},
         {"rank": 1, "ranks": 2},
-        {"reading": Reading(separator="x")},
+        {"source": {"reading": Reading(separator="x")}},
+        {"source": {"val_fraction": 0.1}},
+        {"part_bytes": 200},
         {"split": "train"},
-        {"tokenizer": "gpt2"},
+        {"name": "gpt2"},
     ],
 )
 def test_the_state_of_another_stream_is_refused(book: Path, changes: dict) -> None:
-    with make(book, tokenizer="bytes") as stream:
+    with make(book, name="bytes") as stream:
         state = stream.state()
-    other = make(book, **{"tokenizer": "bytes", **changes})
+    other = make(book, **{"name": "bytes", **changes})
     with pytest.raises(UserError, match="state of another stream"):
         other.resume(state)
 
@@ -234,13 +258,30 @@ def test_the_state_of_another_stream_is_refused(book: Path, changes: dict) -> No
 def test_mistakes_are_told(book: Path, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("short")
     with pytest.raises(UserError, match="1 parts of text cannot be dealt to 2 ranks"):
-        make(tmp_path / "a.txt", tokenizer="bytes", ranks=2)
+        make(tmp_path / "a.txt", name="bytes", ranks=2)
     with pytest.raises(UserError, match="no rank 3 of 2"):
-        make(book, tokenizer="bytes", ranks=2, rank=3)
+        make(book, name="bytes", ranks=2, rank=3)
     with pytest.raises(UserError, match="unknown split 'dev'"):
-        make(book, tokenizer="bytes", split="dev")
+        make(book, name="bytes", split="dev")
     with pytest.raises(UserError, match="no text for this split"):
-        next(make(tmp_path / "a.txt", tokenizer="bytes", split="val", val_fraction=1e-12))
+        next(make(tmp_path / "a.txt", name="bytes", split="val", source={"val_fraction": 1e-12}))
+
+
+@pytest.mark.usefixtures("letters")
+@pytest.mark.parametrize("kind", ["hub", "saved"])
+def test_a_data_set_of_hugging_face(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Local files, through the same calls that reach the hub."""
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "d").mkdir()
+    path, documents = write_corpus(tmp_path / "d", [30] * 40)
+    if kind == "saved":
+        rows = datasets.load_dataset("json", data_files=str(path), split="train", cache_dir=str(tmp_path / "cache"))
+        rows.save_to_disk(tmp_path / "saved")
+    with make(f"hf:{tmp_path / 'd'}" if kind == "hub" else tmp_path / "saved") as stream:
+        text = "".join(map(chr, epoch_inputs(stream, 31 * 40)))
+        assert isinstance(stream.epoch, int) == (kind == "hub")  # nobody says how long an epoch of the hub is
+    assert sorted(text.split(chr(END))[:-1]) == sorted("".join(map(chr, document)) for document in documents)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -266,7 +307,7 @@ def leftovers() -> Iterator[None]:
 
 @pytest.mark.usefixtures("leftovers")
 def test_closing_ends_the_workers_and_a_dead_one_is_told(book: Path) -> None:
-    with make(book, tokenizer="bytes", workers=2) as stream:
+    with make(book, name="bytes", workers=2) as stream:
         next(stream)
         workers = multiprocessing.active_children()
         assert len(workers) >= 2
@@ -276,7 +317,7 @@ def test_closing_ends_the_workers_and_a_dead_one_is_told(book: Path) -> None:
 
 
 def test_waiting_is_measured(book: Path) -> None:
-    with make(book, tokenizer="bytes") as stream:
+    with make(book, name="bytes") as stream:
         assert stream.waited_seconds == 0
         next(stream)
         assert stream.waited_seconds > 0
@@ -287,10 +328,10 @@ def test_waiting_is_measured(book: Path) -> None:
 def test_on_a_gpu_the_batches_and_states_are_the_same(book: Path, workers: int) -> None:
     """One batch is always ahead there, and a state must not be."""
     plain = first(book, 30)
-    with make(book, tokenizer="bytes", sequence=64, workers=workers, device=torch.device("cuda")) as stream:
+    with make(book, name="bytes", sequence=64, workers=workers, device=torch.device("cuda")) as stream:
         found = [next(stream).cpu() for _ in range(20)]
         state = stream.state()
     assert same(found, plain[:20])
-    with make(book, tokenizer="bytes", sequence=64) as other:
+    with make(book, name="bytes", sequence=64) as other:
         other.resume(state)
         assert same([next(other).clone() for _ in range(10)], plain[20:])

@@ -26,7 +26,7 @@ from redline.core.workload import Workload
 from redline.data.prepare import Preparation, prepare
 from redline.engine.checkpoint import latest_checkpoint
 from redline.engine.session import TrainOrder, load_model, train
-from redline.engine.train import DivergedError, asked_to_stop
+from redline.engine.train import asked_to_stop
 
 Events = list[tuple[str, dict[str, Any]]]
 Order = Callable[..., TrainOrder]
@@ -181,8 +181,11 @@ def test_gradients_that_stay_no_numbers_stop_the_run_at_the_last_good_checkpoint
 
     monkeypatch.setattr(session_module, "build_step", poisoned)
     asked = order("fused-adamw", steps=40, most_skipped=3, eval_every=None)
-    with pytest.raises(DivergedError, match="6 updates in a row"):
-        run(asked)
+    summary, events = run(asked)
+    assert summary["ended"] == "diverged"
+    assert "6 updates in a row" in summary["reason"]
+    assert summary["checkpoint"] == str(Path(asked.out) / "checkpoints" / "step-00000008")
+    assert [place for kind, fields in events if kind == "cycle" for place in fields["skipped_at"]] == list(range(7, 13))
     tensors = saved(asked)
     assert all(tensor.isfinite().all() for tensor in tensors.values() if tensor.is_floating_point())
 
@@ -260,6 +263,7 @@ def test_a_run_that_is_ended_goes_on(tmp_path: Path, number: signal.Signals) -> 
         assert "--resume" in stdout
         lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
         assert loaded.step == [line["updates"] for line in lines if line["kind"] == "cycle"][-1]
+        assert "This run was interrupted" in (out / "report.html").read_text()
     again = redline("train", "--resume", out, "--steps", loaded.step + 5, "--json")
     stdout, stderr = again.communicate(timeout=120)
     assert again.returncode == 0, stderr

@@ -92,8 +92,8 @@ def test_the_newest_record_is_chosen_by_its_date_and_others_are_passed_over(tool
     (records / "a.json").write_text('{"rows": [{"rung": "baseline"}], "workload": "gpt2", "date": "2026-11-14"}')
     (records / "b64.json").write_text('{"rows": [{"rung": "recipe"}], "workload": "one recipe", "date": "2026-12-01"}')
     (records / "lint.json").write_text('{"findings": [], "date": "2027-01-01"}')
-    assert tool.newest_record(records)["workload"] == "gpt2"
-    assert tool.newest_record(copy / "absent") is None
+    assert tool.newest_ladder(records)["workload"] == "gpt2"
+    assert tool.newest_ladder(copy / "absent") is None
 
 
 def test_a_page_says_what_the_class_says(tool):

@@ -169,7 +169,19 @@ def test_imports_without_torch(folder):
     assert done.returncode == 0, done.stderr
 
 
-COMMANDS = ("ladder", "train", "sample", "export", "data", "lint", "estimate", "hardware", "report")  # all there are
+COMMANDS = (
+    "ladder",
+    "tune",
+    "train",
+    "sample",
+    "export",
+    "data",
+    "profile",
+    "lint",
+    "estimate",
+    "hardware",
+    "report",
+)  # all there are
 help_calls = pytest.mark.parametrize("arguments", [["--help"], *([name, "--help"] for name in COMMANDS)], ids=" ".join)
 
 

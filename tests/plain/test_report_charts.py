@@ -10,7 +10,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from redline.report.charts import CHAR_PX, Scale, ladder_chart, loss_chart, short_number
+from redline.report.charts import ladder_chart, loss_chart
+from redline.report.svg import CHAR_PX, Scale, short_number
 
 DOCUMENTS: dict[str, Any] = runpy.run_path(str(Path(__file__).with_name("test_report_documents.py")))
 full_document, ok_row = DOCUMENTS["full_document"], DOCUMENTS["ok_row"]

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from redline.core.devices import DEVICES, TYPICAL_BANDWIDTH, TYPICAL_MATMUL, find_device
+from redline.core.devices import DEVICES, NARROW_RATES, TYPICAL_BANDWIDTH, TYPICAL_MATMUL, find_device
 from redline.core.errors import UserError
 from redline.core.hardware import MeasuredPeaks
 from redline.core.plan import Plan
@@ -478,8 +478,8 @@ def test_the_assumptions_are_the_ones_the_profile_gives():
     assert rate / 4.3e12 == pytest.approx(TYPICAL.bandwidth, abs=0.005)
     # FACTS sections 1 and 4: 93 ms with 50304 and 30 % more with 50257 on an A100; d_ff 10922 and 10944 on an H100.
     head = 3 * 2 * 16 * 1024 * h * V / (0.80 * TYPICAL.gemm * 312e12)
-    assert head / (head + 0.30 * 93e-3) == pytest.approx(TYPICAL.odd, abs=0.005)
-    assert pytest.approx(TYPICAL.unaligned, abs=0.005) == 272.7 / 398.4
+    assert head / (head + 0.30 * 93e-3) == pytest.approx(NARROW_RATES[2], abs=0.005)
+    assert pytest.approx(NARROW_RATES[4], abs=0.005) == 272.7 / 398.4
     work = 12 * 3.5 * 4 * h * 1025 / 2  # FLOPs of attention per token, as executed
     for kernel, seconds in (("cudnn", 265e-9), ("flash", 345e-9)):
         assert work / seconds / 790e12 == pytest.approx(TYPICAL.attention[kernel], abs=0.0005)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from redline.core.errors import UserError
 from redline.core.plan import Plan
 from redline.core.workload import Shape
-from redline.rungs import LADDER, Maths, Rung, find_rung, plan_of, reference_plan
+from redline.rungs import LADDER, Maths, Rung, find_rung, group_of, plan_of, published_rungs, reference_plan
 
 ORDER = (
     "baseline",
@@ -26,13 +26,26 @@ ORDER = (
     "padded-vocab",
     "tied-weights",
     "fused-adamw",
+    "foreach-adamw",
+    "adamw-8bit",
+    "adamw-bf16",
+    "adamw-bf16-kahan",
+    "adafactor",
+    "lion",
+    "sgd-momentum",
+    "muon",
     "loader-workers",
     "fused-loss",
+    "bf16-residual",
+    "sigmoid-gelu",
     "chunked-loss",
     "selective-checkpointing",
     "checkpointing",
+    "max-autotune",
+    "cuda-graphs",
+    "expandable-segments",
 )
-HALF = replace(Plan(), autocast="bf16")  # the attention kernels take 16-bit inputs on a GPU
+HALF = replace(Plan(), autocast="bf16", compile=True)  # some rungs take 16-bit inputs or compiled code
 every_rung = pytest.mark.parametrize("rung", LADDER, ids=lambda rung: rung.name)
 
 
@@ -72,9 +85,12 @@ def test_an_alternative_names_an_earlier_rung_and_overrides_it(rung):
     assert rung.apply(find_rung(rung.instead_of).apply(Plan())) == rung.apply(Plan())
 
 
-def test_only_tied_weights_changes_the_maths():
-    assert [rung.name for rung in LADDER if rung.maths is Maths.CHANGES] == ["tied-weights"]
-    assert [rung.name for rung in LADDER if rung.maths is Maths.BIT_EXACT] == ["baseline", "no-sync", "loader-workers"]
+def test_only_tied_weights_and_other_optimizers_change_the_maths():
+    changing = [rung.name for rung in LADDER if rung.maths is Maths.CHANGES]
+    other = [rung.name for rung in LADDER if rung.stand_in and rung.instead_of == "fused-adamw"]
+    assert changing == ["tied-weights", *other]
+    bit_exact = [rung.name for rung in LADDER if rung.maths is Maths.BIT_EXACT]
+    assert bit_exact == ["baseline", "no-sync", "loader-workers", "expandable-segments"]
 
 
 def test_what_applies_on_an_h200(tiny, h200):
@@ -82,11 +98,25 @@ def test_what_applies_on_an_h200(tiny, h200):
 
 
 def test_what_applies_on_a_t4(tiny, t4):
-    assert applying(tiny, t4) == set(ORDER) - {"tf32", "bf16", "flash", "cudnn-attention"}
+    lacking = {"tf32", "bf16", "flash", "cudnn-attention", "adamw-bf16", "adamw-bf16-kahan"}
+    assert applying(tiny, t4) == set(ORDER) - lacking
 
 
 def test_what_applies_on_a_cpu(tiny, cpu):
-    assert applying(tiny, cpu, Plan()) == set(ORDER) - {"tf32", "no-sync", "fp16", "cudnn-attention", "fused-loss"}
+    assert applying(tiny, cpu, Plan()) == set(ORDER) - {
+        "tf32",
+        "no-sync",
+        "fp16",
+        "cudnn-attention",
+        "fused-loss",
+        "adamw-bf16",  # without the rung bf16
+        "adamw-bf16-kahan",
+        "bf16-residual",
+        "sigmoid-gelu",
+        "max-autotune",
+        "cuda-graphs",
+        "expandable-segments",
+    }
 
 
 @every_rung
@@ -105,6 +135,46 @@ def test_the_machines_own_reason_is_passed_on(tiny, cpu, t4):
 def test_fused_attention_on_a_gpu_wants_16_bits(name, tiny, h200):
     assert "16-bit" in find_rung(name).needs(tiny, h200, Plan())
     assert find_rung(name).needs(tiny, h200, replace(Plan(), autocast="fp16")) is None
+
+
+def test_a_narrow_stream_wants_bf16_and_compiled_code(tiny, h200):
+    rung = find_rung("bf16-residual")
+    assert rung.needs(tiny, h200, replace(Plan(), autocast="bf16", compile=True)) is None
+    assert "bf16" in rung.needs(tiny, h200, replace(Plan(), autocast="fp16", compile=True))
+    assert "compile" in rung.needs(tiny, h200, replace(Plan(), autocast="bf16"))
+
+
+@pytest.mark.parametrize("name", ["max-autotune", "cuda-graphs"])
+def test_ways_of_compiling_want_compiled_code_on_a_gpu(name, tiny, h200, cpu):
+    rung = find_rung(name)
+    assert rung.needs(tiny, h200, replace(Plan(), compile=True)) is None
+    assert "add compile" in rung.needs(tiny, h200, Plan())
+    assert "GPU" in rung.needs(tiny, cpu, replace(Plan(), compile=True))
+
+
+def test_inductor_autotunes_matmuls_on_large_gpus_alone(tiny, h200):
+    small = replace(h200, multiprocessors=40)
+    assert "68" in find_rung("max-autotune").needs(tiny, small, replace(Plan(), compile=True))
+    assert find_rung("cuda-graphs").needs(tiny, small, replace(Plan(), compile=True)) is None
+
+
+def test_what_compiles_for_longer_says_so():
+    assert {rung.name for rung in LADDER if rung.compile_factor > 1} == {"max-autotune"}
+
+
+def test_groups_are_what_takes_each_others_place():
+    assert group_of(find_rung("cudnn-attention")) == group_of(find_rung("flash")) == "flash"
+    assert group_of(find_rung("checkpointing")) == "selective-checkpointing"
+    for rung in LADDER:
+        first = find_rung(group_of(rung))
+        assert first.instead_of is None
+        assert LADDER.index(first) <= LADDER.index(rung)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_published_model_is_tied_or_not(tiny, tied):
+    workload = replace(tiny, shape=replace(tiny.shape, tied=tied))
+    assert published_rungs(workload) == (("tied-weights",) if tied else ())
 
 
 def test_a_vocabulary_that_is_aligned_needs_no_padding(tiny, cpu):
@@ -141,6 +211,8 @@ def test_plan_of_the_whole_ladder():
         read_loss_every=10,
         loader_workers=2,
         loss="fused",
+        residual="bf16",
+        gelu="sigmoid",
     )
     assert plan_of(()) == plan_of(("baseline",)) == Plan()
 
@@ -165,7 +237,9 @@ def test_padded_rows(vocab, rows):
 
 
 def test_the_reference_keeps_only_what_changes_the_maths():
-    assert reference_plan(ORDER) == replace(Plan(), tied=True)
+    plain = [rung.name for rung in LADDER if not rung.when_named]
+    assert reference_plan(plain) == replace(Plan(), tied=True)
+    assert reference_plan([*plain, "muon"]) == replace(Plan(), tied=True, optimizer="muon")
     assert reference_plan(["tf32", "bf16", "flash"]) == Plan()
 
 

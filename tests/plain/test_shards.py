@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from redline.core.checkpoints import differences
 from redline.core.errors import UserError
 from redline.core.values import to_json
 from redline.data import shards
@@ -256,6 +257,16 @@ def test_the_fingerprint_is_of_the_tokens(tmp_path):
     other = make_folder(tmp_path / "c", train=([[1]],))
     prints = [open_dataset(folder).fingerprint for folder in (one, two, other)]
     assert prints[0] == prints[1] != prints[2]
+    [print_differs, *others] = differences(open_dataset(one).identity, open_dataset(other).identity)
+    assert print_differs.startswith("fingerprint: ")
+    assert others == ["train.tokens: 60 there, 2 here", "train.documents: 4 there, 1 here"]
+
+
+def test_a_model_of_another_tokenizer_is_refused(tmp_path):
+    folder = make_folder(tmp_path / "d")
+    open_dataset(folder, vocab=100, tokenizer_name=SMALL.name)
+    with pytest.raises(UserError, match=f"made with the tokenizer '{SMALL.name}', the model reads and writes 'gpt2'"):
+        open_dataset(folder, vocab=100, tokenizer_name="gpt2")
 
 
 def test_a_model_with_too_small_a_vocabulary_is_refused(tmp_path):
@@ -320,7 +331,7 @@ def test_a_copy_is_read_in_full_until_it_is_checked(tmp_path):
     shutil.copytree(tmp_path / "d", tmp_path / "copy", copy_function=shutil.copyfile)
     said: list[str] = []
     open_dataset(tmp_path / "copy", say=said.append)
-    assert len(said) == 3
+    assert [line.partition(" were")[0] for line in said] == [f"3 of 3 shards in {tmp_path / 'copy'}"]
     whole, problems = check_dataset(tmp_path / "copy")
     assert (len(whole), problems) == (3, [])
     write_stamps(tmp_path / "copy", whole)
@@ -353,7 +364,7 @@ def test_damaged_stamps_cost_a_check_and_nothing_else(tmp_path):
         (folder / "stamps.json").write_text(text)
         said: list[str] = []
         open_dataset(folder, say=said.append)
-        assert len(said) == 3
+        assert len(said) == 1
 
 
 # tokenizers

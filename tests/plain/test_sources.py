@@ -278,6 +278,8 @@ def test_mistakes_are_found_before_any_work(tmp_path):
         ([tmp_path / "a.txt", tmp_path / "a.txt"], "would be read twice"),
         ([tmp_path / "a.txt", tmp_path / "link.txt"], "would be read twice"),
         ([tmp_path / "pipe"], "not a regular file"),
+        (["hf:"], "names no data set"),
+        (["hf::config"], "names no data set"),
     ):
         with pytest.raises(UserError, match=text):
             find_sources([str(word) for word in words])

@@ -216,7 +216,10 @@ def test_equal_jobs_have_equal_keys_and_any_change_makes_another(job):
         {"bit_exact_rung": "no-sync"},
         {"repeat": 1},
     )
-    assert {name for change in changes for name in change} == {field.name for field in dataclasses.fields(Job)}
+    unasked = {"give_up_seconds"}  # how long to stay is no part of the question
+    assert dataclasses.replace(job, give_up_seconds=1.5).key == job.key
+    named = {name for change in changes for name in change}
+    assert named | unasked == {field.name for field in dataclasses.fields(Job)}
     keys = {dataclasses.replace(job, **change).key for change in changes} | {job.key}
     assert len(keys) == len(changes) + 1
 

@@ -1,0 +1,409 @@
+"""`redline profile`: where a step's time and memory go, which lines cost them, and what to do first."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from redline.commands.common import EXIT_DONE, EXIT_FAILED, add_common, check_sizes, command_line
+from redline.core.errors import UserError
+
+if TYPE_CHECKING:
+    from redline.core.hardware import Hardware
+    from redline.core.job import Job, RunDirectory
+    from redline.core.measurement import Failure
+    from redline.core.plan import Plan
+    from redline.core.profile import Kernel, Profile
+    from redline.core.recipe import Recipe
+    from redline.core.workload import Workload
+    from redline.predict.advice import Candidate
+    from redline.predict.roofline import Peaks
+
+PROFILE_FILE = "profile.json"
+
+
+def add_profile(commands: Any) -> None:
+    profile = commands.add_parser(
+        "profile",
+        help="show where a training step's time and memory go, and what to do first",
+        description="Profile the step of a recipe: time by group, phase, module and kernel; memory at its peak; lines "
+        "that make the device wait; and the largest things to gain.",
+        epilog="Exit codes: 0 done; 1 the worker failed (out of memory, crash, time-out); 2 a mistake in the command; "
+        "130 interrupted.",
+    )
+    profile.add_argument(
+        "workload",
+        nargs="?",
+        metavar="WORKLOAD",
+        help="tiny, gpt2, gpt2-medium, gpt2-large or gpt2-xl (default: gpt2 on a CUDA device, tiny elsewhere)",
+    )
+    profile.add_argument("--recipe", metavar="FILE", type=Path, help="a recipe file, such as best.json of a run")
+    profile.add_argument(
+        "--rungs", metavar="A,B,...", help="the optimisations (default: all that apply here; 'none': the baseline)"
+    )
+    profile.add_argument("--micro-batch", metavar="N", type=int, help="sequences per step (default: the recipe's)")
+    profile.add_argument(
+        "--data", metavar="FILE", help="a UTF-8 text file to train on (default: the prose that ships with Python)"
+    )
+    profile.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda where torch sees one")
+    profile.add_argument("--steps", metavar="N", type=int, help="steps under the profiler (default: 3)")
+    profile.add_argument(
+        "--out", metavar="DIR", type=Path, help="run directory (default: runs/profile-WORKLOAD-DATE-TIME)"
+    )
+    profile.add_argument(
+        "--timeout", metavar="SECONDS", type=float, default=600.0, help="longest time for the worker (default: 600)"
+    )
+    add_common(profile)
+    profile.set_defaults(run=run_profile)
+
+
+def run_profile(options: argparse.Namespace) -> int:
+    return show_profile(profile(options), options)
+
+
+def show_profile(found: dict[str, Any], options: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from redline.report.profile import print_profile
+
+    if options.json:
+        print(json.dumps(found))
+    elif found["status"] == "ok":
+        print_profile(found, Console())
+    if found["status"] == "ok":
+        return EXIT_DONE
+    print(f"nothing was profiled: {found['reason']}", file=sys.stderr)
+    print(f"the worker's log is {found['log']}", file=sys.stderr)
+    return EXIT_FAILED
+
+
+def profile(options: argparse.Namespace) -> dict[str, Any]:
+    """The document that --json prints; a worker that failed is a document too."""
+    from rich.console import Console
+
+    from redline.core.measurement import Failure
+    from redline.report.hardware import MeasureBar
+    from redline.search.launch import launch_profile, remove_caches
+
+    run = prepare(options)
+    try:
+        with MeasureBar(Console(stderr=True)) as bar, explaining(run.directory.path):
+            answer = launch_profile(run.directory, run.job, options.timeout, bar.phase)
+    finally:
+        remove_caches(run.directory)
+    found = failed_document(run, answer) if isinstance(answer, Failure) else document(run, answer)
+    with explaining(run.directory.path):
+        run.directory.write(PROFILE_FILE, json.dumps(found, indent=2) + "\n")
+    return found
+
+
+@contextmanager
+def explaining(path: Path) -> Iterator[None]:
+    """A disk that is full, or gone, ends a profile in words that help."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"the profile in {path} could not be written",
+            error.strerror or str(error),
+            "free some space, or choose another --out",
+        ) from error
+
+
+# --- from words to a job ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileRun:
+    directory: RunDirectory
+    job: Job
+    hardware: Hardware
+    record: dict[str, Any]
+    """What run.json holds."""
+
+
+def prepare(options: argparse.Namespace) -> ProfileRun:
+    """Everything the user said is checked before the machine is asked and before anything is written."""
+    from redline.core.job import Job, check_run_directory
+    from redline.search.climb import TOKENS_FILE
+    from redline.search.launch import probe_machine
+
+    given = check_options(options)
+    if options.out is not None:
+        check_run_directory(options.out)
+    hardware, versions = probe_machine(options.device)
+    workload = choose_workload(options, hardware)
+    recipe = choose_recipe(options, given, workload, hardware)
+    workload = replace(workload, micro_batch=recipe.micro_batch)
+    job = Job(
+        workload=workload,
+        recipe=recipe,
+        device=hardware.kind,
+        tokens=TOKENS_FILE,
+        kind="profile",
+        timed_steps=options.steps,
+    )
+    return open_run(options, job, hardware, versions)
+
+
+def check_options(options: argparse.Namespace) -> Recipe | None:
+    """The recipe file, if one was given."""
+    from redline.core.recipe import load_recipe
+    from redline.core.workload import check_positive
+    from redline.data.text import check_corpus
+    from redline.rungs.ladder import check_alternatives
+    from redline.search.ladder import check_choice, check_timeout
+    from redline.workloads import resolve_workload
+
+    check_timeout(options.timeout)
+    check_choice("device", options.device, ("cuda", "cpu"))
+    check_sizes(options, ("micro_batch",))
+    if options.steps is not None:
+        check_positive("--steps", options.steps)
+    if options.recipe is not None and options.rungs is not None:
+        raise UserError("--recipe and --rungs were given together", "a recipe has its own rungs", "drop one of them")
+    if options.workload is not None:
+        resolve_workload(options.workload)
+    if options.data is not None:
+        check_corpus(options.data)
+    recipe = load_recipe(options.recipe) if options.recipe is not None else None
+    if recipe is not None:
+        check_alternatives(recipe.rungs)
+    if options.rungs is not None:
+        named_rungs(options.rungs)
+    return recipe
+
+
+def named_rungs(words: str) -> tuple[str, ...]:
+    """In the order of the ladder, and of two that take each other's place only one."""
+    from redline.rungs.ladder import check_alternatives
+    from redline.search.ladder import choose_rungs
+
+    rungs = choose_rungs(words, None)
+    check_alternatives(rungs)
+    return rungs
+
+
+def choose_workload(options: argparse.Namespace, hardware: Hardware) -> Workload:
+    from redline.workloads import resolve_workload
+
+    name = options.workload or ("gpt2" if hardware.kind == "cuda" else "tiny")
+    if options.workload is None:
+        print(f"workload {name}: the default on a {hardware.kind.upper()} machine", file=sys.stderr)
+    return resolve_workload(name, options.data)
+
+
+def choose_recipe(options: argparse.Namespace, given: Recipe | None, workload: Workload, hardware: Hardware) -> Recipe:
+    from redline.core.recipe import Recipe
+    from redline.rungs import usual_rungs
+
+    if given is not None:
+        recipe = given
+    elif options.rungs is not None:
+        recipe = Recipe(rungs=named_rungs(options.rungs), micro_batch=workload.micro_batch)
+    else:
+        recipe = Recipe(rungs=usual_rungs(workload, hardware), micro_batch=workload.micro_batch)
+        print(f"rungs {', '.join(recipe.rungs) or 'none'}: all that apply here", file=sys.stderr)
+    if options.micro_batch is not None:
+        recipe = replace(recipe, micro_batch=options.micro_batch)
+    check_applies(recipe, workload, hardware)
+    return recipe
+
+
+def check_applies(recipe: Recipe, workload: Workload, hardware: Hardware) -> None:
+    from redline.rungs import find_rung, plan_of
+
+    for name in recipe.rungs:
+        others = plan_of(other for other in recipe.rungs if other != name)
+        reason = find_rung(name).needs(workload, hardware, others)
+        if reason is not None:
+            raise UserError(f"{name} does not apply here", reason, f"profile without {name}")
+
+
+def open_run(options: argparse.Namespace, job: Job, hardware: Hardware, versions: dict[str, str | None]) -> ProfileRun:
+    from datetime import UTC, datetime
+
+    from redline.core.job import RUN_FILE, create_run_directory
+    from redline.core.values import to_json
+    from redline.data.tokens import encode_corpus, write_tokens
+
+    tokens = encode_corpus(job.workload)
+    now = datetime.now(UTC)
+    path = options.out or Path("runs") / f"profile-{job.workload.name}-{datetime.now():%Y%m%d-%H%M%S}"
+    directory = create_run_directory(path)
+    record = {
+        "kind": "profile",
+        "command": getattr(options, "command", None) or command_line(),
+        "date": now.isoformat(timespec="seconds"),
+        "versions": versions,
+        "workload": to_json(job.workload),
+        "hardware": to_json(hardware),
+        "recipe": to_json(job.recipe),
+    }
+    with explaining(path):
+        write_tokens(path / job.tokens, tokens, job.workload.shape.vocab)
+        directory.write(RUN_FILE, json.dumps(record, indent=2) + "\n")
+    return ProfileRun(directory=directory, job=job, hardware=hardware, record=record)
+
+
+# --- from a profile to its document -----------------------------------------------------------------------------------
+
+
+def failed_document(run: ProfileRun, failure: Failure) -> dict[str, Any]:
+    log = run.directory.job_folder(run.job) / "log.txt"
+    return {
+        "status": "failed",
+        "failure": failure.kind,
+        "reason": failure.reason,
+        **run.record,
+        "directory": str(run.directory.path),
+        "log": str(log),
+    }
+
+
+def document(run: ProfileRun, found: Profile) -> dict[str, Any]:
+    from redline.core.hardware import known_device
+    from redline.core.profile import FINDINGS
+    from redline.core.values import to_json
+    from redline.machine import find_measured
+    from redline.predict.advice import advise, rates_of
+    from redline.rungs import plan_of
+
+    workload, recipe, hardware = run.job.workload, run.job.recipe, run.hardware
+    plan = plan_of(recipe.rungs)
+    device = known_device(hardware.name, hardware.multiprocessors) if hardware.kind == "cuda" else None
+    measured, notes = find_measured((hardware.name,) if device is None else device.names, hardware.driver)
+    rates = rates_of(found, plan, device, measured)
+    advice = advise(
+        found,
+        shape=workload.shape,
+        plan=plan,
+        micro_batch=recipe.micro_batch,
+        candidates=candidates_of(recipe, workload, hardware),
+        rates=rates,
+    )
+    step = found.step_seconds.median
+    seconds, phases = found.by_group(), found.by_phase()
+    return {
+        "status": "ok",
+        **run.record,
+        "device": found.device,
+        "compiled": found.compiled,
+        "step_seconds": to_json(found.step_seconds),
+        "tokens_per_second": recipe.micro_batch * workload.shape.sequence / step,
+        "profiled_steps": found.steps,
+        "profiled_step_seconds": found.profiled_seconds,
+        "profiler_overhead": found.profiled_seconds / step - 1,
+        "groups": [{"group": name, "seconds": value, "share": value / step} for name, value in seconds.items()],
+        "phases": [{"phase": name, "seconds": value, "share": value / step} for name, value in phases.items()],
+        "parts": to_json(found.parts),
+        "modules": to_json(found.modules),
+        "kernels": [kernel_json(kernel, kernel_peaks(plan, kernel, device, measured)) for kernel in found.kernels],
+        "launches": found.launches,
+        "busy_share": found.busy_share,
+        "host_seconds": found.host_seconds,
+        "cpu_seconds": found.cpu_seconds,
+        "sync_idle_seconds": found.sync_idle_seconds,
+        "attention": found.attention,
+        "roofline": roofline_json(run, plan, device, measured),
+        "rates": None if rates is None else to_json(rates),
+        "advice": to_json(advice),
+        "findings": [{**to_json(each), "fix": FINDINGS[each.kind]} for each in found.findings],
+        "memory": None if found.memory is None else memory_json(run, plan, found),
+        "memory_reason": found.memory_reason,
+        "notes": [*found.notes, *notes],
+        "trace": None if found.trace is None else str(run.directory.path / found.trace),
+        "directory": str(run.directory.path),
+    }
+
+
+def candidates_of(recipe: Recipe, workload: Workload, hardware: Hardware) -> tuple[Candidate, ...]:
+    """Rungs that would go onto the recipe here, or in the place of one of its own, without changing the maths. Those
+    that are taken by name give up speed for memory; only recorded graphs are another matter."""
+    from redline.predict.advice import Candidate
+    from redline.rungs import LADDER, Maths, find_rung, group_of, plan_of
+
+    found = []
+    for rung in LADDER[1:]:
+        by_name = rung.when_named and rung.name != "cuda-graphs"
+        if rung.name in recipe.rungs or rung.maths is Maths.CHANGES or by_name:
+            continue
+        rest = tuple(name for name in recipe.rungs if group_of(find_rung(name)) != group_of(rung))
+        if rung.needs(workload, hardware, plan_of(rest)) is None:
+            found.append(Candidate(rung=rung.name, title=rung.title, plan=plan_of((*rest, rung.name))))
+    return tuple(found)
+
+
+def kernel_peaks(plan: Plan, kernel: Kernel, device: Any, measured: Any) -> Peaks | None:
+    """At the precision of the kernel: the data sheet's, else what was measured here."""
+    from redline.predict.roofline import Peaks
+
+    dtype = "tf32" if kernel.dtype == "fp32" and plan.matmul_precision == "high" else kernel.dtype
+    source = device if device is not None else measured
+    if source is None:
+        return None
+    tflops = source.peak_tflops if device is not None else source.matmul_tflops
+    if dtype is not None and dtype not in tflops:
+        return None
+    rate = tflops[dtype] if dtype is not None else max(tflops.values())  # no product: the rate does not count
+    return Peaks(matmul_tflops=rate, bandwidth=source.bandwidth, source="data sheet" if device else "measured")
+
+
+def kernel_json(kernel: Kernel, peaks: Peaks | None) -> dict[str, Any]:
+    """With its rates, and the share of the roofline: the least time its work could take over the time it took."""
+    from redline.core.values import to_json
+
+    compute = None if not kernel.flops or peaks is None else kernel.flops / (1e12 * peaks.matmul_tflops)
+    memory = None if kernel.bytes is None or peaks is None else kernel.bytes / peaks.bandwidth
+    least = max((time for time in (compute, memory) if time is not None), default=None)
+    return {
+        **to_json(kernel),
+        "tflops": None if not kernel.flops else kernel.flops / kernel.seconds / 1e12,
+        "bytes_per_second": None if kernel.bytes is None else kernel.bytes / kernel.seconds,
+        "roofline_share": None if least is None else least / kernel.seconds,
+        "bound": None if least is None else "compute" if least == compute else "memory",
+    }
+
+
+def roofline_json(run: ProfileRun, plan: Plan, device: Any, measured: Any) -> dict[str, Any] | None:
+    """What this step could take; None for a device without a data sheet."""
+    from redline.predict.roofline import predict_step, reachable, sheet_peaks
+
+    sheet = None if device is None else sheet_peaks(plan, device)
+    if device is None or sheet is None:
+        return None
+    predicted = predict_step(
+        run.job.workload.shape,
+        plan,
+        micro_batch=run.job.recipe.micro_batch,
+        sheet=sheet,
+        reached=reachable(plan, device, measured),
+    )
+    return {
+        "floor_seconds": predicted.floor_seconds,
+        "light_seconds": predicted.light.seconds,
+        "expected_seconds": predicted.expected.seconds,
+        "source": predicted.expected.peaks.source,
+    }
+
+
+def memory_json(run: ProfileRun, plan: Plan, found: Profile) -> dict[str, Any]:
+    """The measured anatomy beside the predicted one. A CPU has no cuBLAS workspaces: they are taken out there."""
+    from redline.core.values import to_json
+    from redline.predict.memory import WORKSPACES, predict_memory
+
+    assert found.memory is not None
+    predicted = predict_memory(run.job.workload.shape, plan, micro_batch=run.job.recipe.micro_batch)
+    if found.device == "cpu":
+        predicted = replace(predicted, temporary=predicted.temporary - WORKSPACES)
+    return {
+        **to_json(found.memory),
+        "fragmentation_bytes": found.memory.fragmentation_bytes,
+        "predicted": {**to_json(predicted), "allocated": predicted.allocated},
+    }

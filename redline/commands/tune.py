@@ -1,0 +1,146 @@
+"""`redline tune` searches for the fastest recipe that trains as fp32 does, within a number of minutes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from redline.commands.common import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, add_common, command_line
+from redline.core.errors import UserError
+
+DEFAULT_MINUTES = 8.0
+UNITS = {"": 1024**3, "gib": 1024**3, "gb": 10**9, "mib": 1024**2, "mb": 10**6}  # a bare number is GiB
+# What defines a search; with --resume these come from the run directory and may not be given again.
+CHOICES = (
+    "workload",
+    "allow",
+    "rungs",
+    "without",
+    "micro_batch",
+    "global_batch",
+    "memory_limit",
+    "data",
+    "device",
+    "steps",
+    "check_steps",
+)
+
+
+def add_tune(commands: Any) -> None:
+    tune = commands.add_parser(
+        "tune",
+        help="search for the fastest recipe that still trains right",
+        description="Search for the fastest recipe: precision, attention, compiling, loss, optimizer, memory and micro "
+        "batch, as far as they apply here. The winner has passed the same check as a ladder's row.",
+        epilog="Exit codes: 0 a recipe was found; 1 none was; 2 a mistake in the command; 130 interrupted (continue "
+        "with --resume).",
+    )
+    tune.add_argument(
+        "workload",
+        nargs="?",
+        metavar="WORKLOAD",
+        help="tiny, gpt2, gpt2-medium, gpt2-large or gpt2-xl (default: gpt2 on a CUDA device, tiny elsewhere)",
+    )
+    tune.add_argument(
+        "--minutes",
+        metavar="M",
+        type=float,
+        help=f"how long it may take; what is remembered counts as it took then (default: {DEFAULT_MINUTES:g})",
+    )
+    tune.add_argument(
+        "--allow",
+        choices=("bit-exact", "rounding", "changes-maths"),
+        help="what the winner may do to the maths of the published model (default: rounding)",
+    )
+    tune.add_argument("--rungs", metavar="A,B,...", help="only these are choices (default: all that apply)")
+    tune.add_argument("--without", metavar="A,B,...", help="these are not")
+    tune.add_argument("--micro-batch", metavar="N", type=int, help="sequences per step (default: searched)")
+    tune.add_argument(
+        "--global-batch", metavar="N", type=int, help="sequences per update; the micro batch then divides it"
+    )
+    tune.add_argument(
+        "--memory-limit", metavar="SIZE", help="a recipe may take so much, such as 40GiB (default: 95 %% of the device)"
+    )
+    tune.add_argument(
+        "--data", metavar="FILE", help="a UTF-8 text file to train on (default: the prose that ships with Python)"
+    )
+    tune.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda where torch sees one")
+    tune.add_argument("--steps", metavar="N", type=int, help="timed steps per trial (default: a few seconds' worth)")
+    tune.add_argument(
+        "--check-steps", metavar="K", type=int, help="training steps whose losses are compared with fp32 (default: 20)"
+    )
+    tune.add_argument(
+        "--timeout", metavar="SECONDS", type=float, default=600.0, help="longest time for one trial (default: 600)"
+    )
+    tune.add_argument("--fresh", action="store_true", help="measure anew what earlier runs remember")
+    tune.add_argument("--out", metavar="DIR", type=Path, help="run directory (default: runs/tune-WORKLOAD-DATE-TIME)")
+    tune.add_argument(
+        "--resume", metavar="DIR", type=Path, help="continue an interrupted run; --minutes may be given to go on longer"
+    )
+    add_common(tune)
+    tune.set_defaults(run=run_tune)
+
+
+def run_tune(options: argparse.Namespace) -> int:
+    document, directory = tune(options, command_line())
+    return show_tune(document, directory, options)
+
+
+def tune(options: argparse.Namespace, command: str) -> tuple[dict[str, Any], Path]:
+    """The document and the run directory; progress goes to standard error."""
+    from rich.console import Console
+
+    from redline.report.live import LiveLadder
+    from redline.search.ladder import check_timeout
+    from redline.search.tune_run import prepare_tune, resume_tune
+
+    check_timeout(options.timeout)
+    console = Console(stderr=True)
+    if options.resume:
+        given = {name: getattr(options, name) for name in (*CHOICES, "out")}
+        run = resume_tune(options.resume, given, options.minutes, fresh=options.fresh)
+    else:
+        choices = {name: getattr(options, name) for name in CHOICES}
+        choices["memory_limit"] = None if options.memory_limit is None else bytes_of(options.memory_limit)
+        minutes = DEFAULT_MINUTES if options.minutes is None else options.minutes
+        run = prepare_tune(**choices, minutes=minutes, fresh=options.fresh, out=options.out, command=command)
+    for note in run.notes:
+        console.print(note, style="dim", markup=False, highlight=False)
+    with LiveLadder(console) as view:
+        document = run.tune(timeout_seconds=options.timeout, view=view)
+    return document, run.directory.path
+
+
+def bytes_of(text: str) -> int:
+    """'40GiB', '40 GB' or '40' to bytes."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", text.casefold())
+    if found is None or found[2] not in UNITS:
+        raise UserError(
+            f"--memory-limit is {text!r}",
+            "it is a size in GiB, GB, MiB or MB",
+            "write it as 40GiB; a bare number counts GiB",
+        )
+    return round(float(found[1]) * UNITS[found[2]])
+
+
+def show_tune(document: dict[str, Any], directory: Path, options: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from redline.core.job import BEST_FILE
+    from redline.report.tune import print_tune
+
+    if options.json:
+        print(json.dumps(document))
+    else:
+        print_tune(document, Console())
+        if document["best"] is not None:
+            print(f"recipe   {directory / BEST_FILE}")
+            print(f"train it redline train {document['workload']['name']} --recipe {directory / BEST_FILE}")
+    if document["stopped"]["why"] == "interrupted":
+        print(f"interrupted; continue with: redline tune --resume {directory}", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    return EXIT_DONE if document["best"] is not None else EXIT_FAILED

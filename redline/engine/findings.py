@@ -1,0 +1,275 @@
+"""Lines of code that cost time, found by watching a step run: synchronisations, fp32 matmuls under autocast, attention
+that fell back to plain products, tensors on the host, graph breaks and recompilations.
+
+    with Watch(device) as watch:
+        step(batch)
+    watch.findings(steps=1)  ->  (Finding(kind="synchronisation", file="model.py", line=57, ...), ...)
+
+The dispatcher sees every operator, so a CPU finds what would make a GPU wait. On a GPU torch's own sync debug mode is
+asked besides (`watch_syncs`). Compiled functions are run as plain Python while they are watched; what the compiler has
+to say about them comes from its log (`CompilerLog`).
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch._logging._internal import set_logs
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from redline.core.profile import DATA_WAIT, Finding, Part
+from redline.engine.profiling_frames import Frame, here, in_optimizer
+
+aten = torch.ops.aten
+# Operators whose result the host must have before it can go on: a number, or a size that depends on the data.
+WAITS = {
+    aten._local_scalar_dense: "a tensor's value is read by Python (.item(), float(), if, assert)",
+    aten.nonzero: "nonzero: how many there are is known only when the device is done",
+    aten.masked_select: "masked_select: how many are selected is known only when the device is done",
+    aten.equal: "torch.equal compares on the device and answers in Python",
+    aten.unique_dim: "unique: how many there are is known only when the device is done",
+    aten._unique2: "unique: how many there are is known only when the device is done",
+    aten.unique_consecutive: "unique: how many there are is known only when the device is done",
+    aten.bincount: "bincount: its length is known only when the device is done",
+}
+# What torch hides from the dispatcher, or what a tensor on the host needs no operator for.
+WAITING_CALLS = {
+    torch.Tensor.__repr__: "a tensor is printed",
+    torch.Tensor.__format__: "a tensor is formatted",
+    torch.Tensor.tolist: "tolist copies a tensor to the host",
+    torch.Tensor.numpy: "numpy copies a tensor to the host",
+}
+MATMULS = (aten.mm, aten.addmm, aten.bmm, aten.baddbmm)
+FUSED_ATTENTION = (
+    aten._scaled_dot_product_flash_attention,
+    aten._scaled_dot_product_flash_attention_for_cpu,
+    aten._scaled_dot_product_efficient_attention,
+    aten._scaled_dot_product_cudnn_attention,
+    aten._scaled_dot_product_fused_attention_overrideable,
+)
+STARVING = 0.05  # of a step spent waiting for its batch
+LOGGERS = ("torch._dynamo.symbolic_convert.__graph_breaks", "torch._dynamo.guards.__recompiles")
+GRAPH_BREAK = re.compile(
+    r"Graph break .*?in user code at (?P<file>.+):(?P<line>\d+)\n(?:Graph Break )?Reason: (?P<why>.*)"
+)
+RECOMPILE = re.compile(
+    r"Recompiling function (?P<function>\S+) in (?P<file>.+):(?P<line>\d+)\n.*guard failure\(s\):\n\s*- (?P<why>.*)"
+)
+
+
+class Watch:
+    """Both of torch's views of a step: the calls that Python makes and the operators they end in."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.found: list[Finding] = []
+        self.may_autocast = torch.amp.is_autocast_available(device.type)
+        self.autocast_seen = False
+        self.fp32: list[Finding] = []
+        """Matmuls in fp32, which are findings only where autocast is on in some part of the step."""
+        self.fused_calls = 0
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Watch:
+        self._stack.enter_context(torch.compiler.set_stance("force_eager"))
+        self._stack.enter_context(_Calls(self))
+        self._stack.enter_context(_Operators(self))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    def note(self, kind: str, detail: str) -> None:
+        self.found.append(located(kind, detail, here()))
+
+    def findings(self, steps: int) -> tuple[Finding, ...]:
+        return merge([*self.found, *(self.fp32 if self.autocast_seen else ())], steps)
+
+
+def located(kind: str, detail: str, frame: Frame | None) -> Finding:
+    if frame is None:
+        return Finding(kind=kind, detail=detail, per_step=1)
+    return Finding(kind=kind, detail=detail, file=frame.file, line=frame.line, function=frame.function, per_step=1)
+
+
+def merge(findings: Iterable[Finding], steps: int) -> tuple[Finding, ...]:
+    """One per kind and line, with how often it came up in a step; the most frequent first."""
+    merged: dict[tuple[str, str | None], Finding] = {}
+    for each in findings:
+        known = merged.get((each.kind, each.where))
+        count = (each.per_step or 0) / steps + (0 if known is None else known.per_step or 0)
+        merged[each.kind, each.where] = replace(known or each, per_step=count)
+    return tuple(sorted(merged.values(), key=lambda each: -(each.per_step or 0)))
+
+
+class _Calls(TorchFunctionMode):
+    def __init__(self, watch: Watch) -> None:
+        super().__init__()
+        self.watch = watch
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        watch, kwargs = self.watch, kwargs or {}
+        watch.autocast_seen |= watch.may_autocast and torch.is_autocast_enabled(watch.device.type)
+        if func in WAITING_CALLS and args[0].device.type == watch.device.type:
+            watch.note("synchronisation", WAITING_CALLS[func])
+        elif func is torch.Tensor.cpu and watch.device.type == "cpu":
+            watch.note("host-copy", ".cpu() copies a tensor to the host")  # no operator runs where it is one already
+        elif func is F.scaled_dot_product_attention:
+            before = watch.fused_calls
+            result = func(*args, **kwargs)
+            if watch.fused_calls == before:
+                watch.note("math-attention", f"no fused kernel takes {_describe(args, kwargs)}: plain products ran")
+            return result
+        return func(*args, **kwargs)
+
+
+def _describe(args: Any, kwargs: Any) -> str:
+    query = args[0] if args else kwargs["query"]
+    mask = kwargs.get("attn_mask", args[3] if len(args) > 3 else None)
+    masked = "" if mask is None else f" with a mask of {str(mask.dtype).removeprefix('torch.')}"
+    return f"{str(query.dtype).removeprefix('torch.')} {list(query.shape)}{masked}"
+
+
+class _Operators(TorchDispatchMode):
+    def __init__(self, watch: Watch) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.watch = watch
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        self.look(func.overloadpacket, inputs, result)
+        return result
+
+    def look(self, operator: Any, inputs: list[torch.Tensor], result: Any) -> None:
+        watch = self.watch
+        watch.fused_calls += operator in FUSED_ATTENTION
+        if operator in WAITS:
+            self._waits(WAITS[operator], inputs)
+        elif operator is aten.index and any(each.dtype == torch.bool for each in inputs[1:]):
+            self._waits("indexing with a mask: how many it selects is known only when the device is done", inputs)
+        elif operator in MATMULS and _in_fp32(inputs) and not _in_backward():
+            shapes = " x ".join(str(list(each.shape)) for each in inputs[-2:])
+            watch.fp32.append(
+                located("fp32-matmul", f"a matmul of {shapes} runs in fp32 though autocast is on", here())
+            )
+        if watch.device.type != "cpu":
+            self._on_host(operator, inputs, result)
+
+    def _waits(self, detail: str, inputs: list[torch.Tensor]) -> None:
+        if inputs and inputs[0].device.type == self.watch.device.type and not in_optimizer():
+            self.watch.note("synchronisation", detail)
+
+    def _on_host(self, operator: Any, inputs: list[torch.Tensor], result: Any) -> None:
+        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        places = {each.device.type for each in (*inputs, *outputs)}
+        if operator in (aten._to_copy, aten.copy_) and len(places) > 1:
+            if not in_optimizer():
+                source = inputs[-1].device.type
+                self.watch.note("host-copy", f"{list(inputs[-1].shape)} numbers leave the {source} inside the step")
+        elif places == {"cpu"} and any(each.numel() > 1 for each in outputs) and not in_optimizer():
+            self.watch.note("host-tensor", f"{operator} computes {list(outputs[0].shape)} on the host")
+
+
+def _in_fp32(inputs: list[torch.Tensor]) -> bool:
+    return all(each.dtype == torch.float32 for each in inputs[-2:])
+
+
+def _in_backward() -> bool:
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+# what CUDA and the compiler say
+
+
+def watch_syncs(run: Callable[[], Any], steps: int) -> tuple[Finding, ...]:
+    """CUDA's own list of calls that made the host wait, each with the line that was running."""
+    found: list[Finding] = []
+
+    def collect(message: Warning | str, *_: Any, **__: Any) -> None:
+        if "called a synchronizing" in str(message):
+            found.append(located("synchronisation", str(message).splitlines()[0], here()))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = collect
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            run()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return merge(found, steps)
+
+
+class CompilerLog(logging.Handler):
+    """Graph breaks and recompilations with file, line and reason, off the log that TORCH_LOGS would print."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.DEBUG)
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+    def findings(self) -> tuple[Finding, ...]:
+        unique = dict.fromkeys(filter(None, map(compiler_finding, self.messages)))
+        return tuple(unique)
+
+
+@contextmanager
+def compiler_log() -> Iterator[CompilerLog]:
+    import torch._dynamo  # noqa: F401  registers the loggers
+
+    log = CompilerLog()
+    set_logs(graph_breaks=True, recompiles=True)
+    loggers = [logging.getLogger(name) for name in LOGGERS]
+    for logger in loggers:
+        logger.addHandler(log)
+    try:
+        yield log
+    finally:
+        for logger in loggers:
+            logger.removeHandler(log)
+        set_logs()
+
+
+def compiler_finding(message: str) -> Finding | None:
+    for kind, pattern in (("graph-break", GRAPH_BREAK), ("recompile", RECOMPILE)):
+        match = pattern.search(message)
+        if match is not None:
+            parts = match.groupdict()
+            return Finding(
+                kind=kind,
+                detail=parts["why"].strip(),
+                file=parts["file"],
+                line=int(parts["line"]),
+                function=parts.get("function"),
+            )
+    return None
+
+
+def starvation(parts: Iterable[Part], step_seconds: float) -> tuple[Finding, ...]:
+    waited = sum(part.seconds for part in parts if part.group == DATA_WAIT)
+    if waited <= STARVING * step_seconds:
+        return ()
+    share = waited / step_seconds
+    return (
+        Finding(
+            kind="loader-starvation",
+            detail=f"each step waits {1e3 * waited:.2f} ms ({share:.0%}) for its batch",
+            per_step=1,
+        ),
+    )

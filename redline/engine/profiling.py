@@ -1,0 +1,262 @@
+"""Profiles the very step that trains: where its time goes, what its memory is, and which lines cost both.
+
+    profile = profile_step(step, batches, module=model, device=device, optimizer=optimizer)
+
+`step` is any callable that takes a batch and trains `module` on it. Passes that would disturb one another are taken one
+after the other: warm up, time without a profiler, profile, watch for findings, watch the memory. `profile_job` does it
+for a recipe, in a worker's process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import json
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from redline.core.measurement import spread_of
+from redline.core.profile import DATA_WAIT, IDLE, Finding, MemoryProfile, Profile
+from redline.engine.build import build
+from redline.engine.clock import Clock
+from redline.engine.findings import CompilerLog, Watch, compiler_log, merge, starvation, watch_syncs
+from redline.engine.fit import free_memory
+from redline.engine.measure import Bench
+from redline.engine.memory import is_out_of_memory
+from redline.engine.memory_snapshot import module_hooks, watch_memory
+from redline.engine.profiling_summary import kernels_of, launches_of, modules_of, parts_of, work_factor
+from redline.engine.profiling_timeline import DATA_RANGE, MODULE, STEP, WINDOW, read_timeline
+from redline.engine.proof import attention_kernel
+from redline.rungs import plan_of
+
+TRACE_FILE = "trace.json.gz"
+PROFILED_STEPS = 3
+WARMUP_STEPS_BETWEEN = (3, 50)
+WARMUP_SECONDS = {"cuda": 2.0, "cpu": 0.3}  # the first seconds of a GPU are up to 20 % slow
+TIMED_STEPS_BETWEEN = (5, 50)
+TIMED_SECONDS = 2.0
+SYNC_STEPS = 2
+
+Report = Callable[..., None]
+
+
+def profile_job(bench: Bench, folder: Path) -> Profile:
+    """The recipe of a job. The trace is written into `folder`."""
+    job, plan = bench.job, plan_of(bench.job.recipe.rungs)
+    bench.report("building")
+    tell_kernels_apart()
+    with compiler_log() as log:
+        training = build(
+            job.workload, plan, micro_batch=job.recipe.micro_batch, tokens=bench.tokens, device=bench.device
+        )
+        try:
+            bench.report("compiling" if plan.compile else "warming up")
+            return profile_step(
+                training.step,
+                training.batches,
+                module=training.model,
+                optimizer=training.step.optimizer,
+                device=bench.device,
+                steps=job.timed_steps or PROFILED_STEPS,
+                compiled=plan.compile,
+                trace=folder / TRACE_FILE,
+                log=log,
+                report=bench.report,
+            )
+        finally:
+            training.close()
+
+
+def tell_kernels_apart() -> None:
+    """Before anything is compiled: C++ kernels announce themselves to the profiler, Triton kernels carry the bytes that
+    Inductor counted for them. Neither changes the code that runs."""
+    import torch._inductor.config as config
+
+    config.cpp.enable_kernel_profile = True
+    config.benchmark_combo_kernel = True  # of the switches that add the count, the one that does nothing else here
+
+
+def profile_step(
+    step: Callable[[Any], Any],
+    batches: Iterator[Any],
+    *,
+    module: nn.Module,
+    device: torch.device,
+    optimizer: torch.optim.Optimizer | None = None,
+    steps: int = PROFILED_STEPS,
+    compiled: bool = False,
+    trace: Path | None = None,
+    log: CompilerLog | None = None,
+    report: Report = lambda *_, **__: None,
+) -> Profile:
+    """`compiled`: parts of the step are, so modules cannot be told apart. `log`: open since before compiling."""
+    loop = Loop(step=step, batches=batches, device=device)
+    loop.warm_up()
+    report("timing", seconds=TIMED_SECONDS)
+    seconds, cpu_seconds = loop.time_steps()
+    report("profiling")
+    events = loop.profile_steps(steps, None if compiled else module, trace)
+    timeline = read_timeline(events, parameter_bytes=parameter_bytes(module))
+    report("finding causes")
+    found, notes = loop.watch(module)
+    report("memory")
+    memory, reason = loop.watch_memory(module, optimizer, compiled)
+    typical = spread_of(seconds)
+    parts = parts_of(timeline, typical.median, device=device.type)
+    factor = work_factor(timeline, typical.median, device=device.type)
+    waiting = sum(part.seconds for part in parts if part.group in (IDLE, DATA_WAIT))
+    said = () if log is None else log.findings()
+    return Profile(
+        device=device.type,
+        steps=timeline.steps,
+        step_seconds=typical,
+        profiled_seconds=timeline.seconds / timeline.steps,
+        parts=parts,
+        modules=modules_of(timeline, factor),
+        kernels=kernels_of(timeline, factor, device=device.type),
+        launches=launches_of(timeline, device=device.type),
+        busy_share=1 - waiting / typical.median,
+        host_seconds=timeline.host_seconds / timeline.steps,
+        cpu_seconds=cpu_seconds,
+        sync_idle_seconds=timeline.sync_idle_seconds / timeline.steps,
+        attention=attention_kernel(events),
+        compiled=compiled,
+        findings=(*starvation(parts, typical.median), *found, *said),
+        memory=memory,
+        memory_reason=reason,
+        notes=notes,
+        trace=None if trace is None else trace.name,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loop:
+    """The training loop, run again and again under other eyes."""
+
+    step: Callable[[Any], Any]
+    batches: Iterator[Any]
+    device: torch.device
+
+    def run(self, steps: int) -> None:
+        for _ in range(steps):
+            self.step(next(self.batches))
+        self.wait()
+
+    def wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def warm_up(self) -> None:
+        fewest, most = WARMUP_STEPS_BETWEEN
+        self.run(1)  # compiles
+        started = time.perf_counter()
+        for done in range(1, most):
+            self.run(1)
+            if done >= fewest and time.perf_counter() - started > WARMUP_SECONDS[self.device.type]:
+                return
+
+    def time_steps(self) -> tuple[list[float], float]:
+        """Seconds of each step, and CPU seconds of the whole process per step."""
+        fewest, most = TIMED_STEPS_BETWEEN
+        clock, before = Clock(self.device), time.process_time()
+        started = time.perf_counter()
+        clock.mark()
+        for done in range(1, most + 1):
+            self.step(next(self.batches))
+            clock.mark()
+            if done >= fewest and time.perf_counter() - started > TIMED_SECONDS:
+                break
+        return clock.seconds(), (time.process_time() - before) / done
+
+    def profile_steps(self, steps: int, module: nn.Module | None, trace: Path | None) -> list[dict[str, Any]]:
+        activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if self.device.type == "cuda" else [])
+        with (
+            named_ranges(module),
+            profile(activities=activities, record_shapes=True, acc_events=True) as profiler,
+        ):
+            self.run(1)  # the profiler's own first time is no part of the window
+            with record_function(WINDOW):
+                for _ in range(steps):
+                    with record_function(DATA_RANGE):
+                        batch = next(self.batches)
+                    with record_function(STEP):
+                        self.step(batch)
+                self.wait()
+        return export(profiler, trace)
+
+    def watch(self, module: nn.Module) -> tuple[tuple[Finding, ...], tuple[str, ...]]:
+        """Findings, and what could not be watched: compiled code runs uncompiled here, and may not fit then."""
+        found: list[Finding] = []
+        notes: tuple[str, ...] = ()
+        try:
+            found += self.watch_lines()
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            notes = ("lines were not watched: the step does not fit when it is not compiled",)
+        if notes:  # out here, where the failed step's tensors are gone
+            module.zero_grad(set_to_none=True)
+            free_memory(self.device)
+        if self.device.type == "cuda":
+            known = {finding.where for finding in found if finding.kind == "synchronisation"}
+            drawn = [next(self.batches) for _ in range(SYNC_STEPS)]  # a loader's own copies are no part of the step
+            syncs = watch_syncs(lambda: [self.step(batch) for batch in drawn], SYNC_STEPS)
+            found += [finding for finding in syncs if finding.where not in known]
+        return merge(found, steps=1), notes
+
+    def watch_lines(self) -> tuple[Finding, ...]:
+        batch = next(self.batches)
+        with Watch(self.device) as watch:
+            self.step(batch)
+        return watch.findings(steps=1)
+
+    def watch_memory(
+        self, module: nn.Module, optimizer: torch.optim.Optimizer | None, compiled: bool
+    ) -> tuple[MemoryProfile | None, str | None]:
+        if compiled and self.device.type == "cpu":
+            return None, "compiled code on a CPU allocates where nobody can look; profile the recipe without compile"
+        batch = next(self.batches)
+        memory = watch_memory(
+            self.step, batch, module=module, optimizer=optimizer, device=self.device, named_modules=not compiled
+        )
+        return memory, None
+
+
+@contextlib.contextmanager
+def named_ranges(module: nn.Module | None) -> Iterator[None]:
+    """Every module's forward as a range of the trace."""
+    ranges: list[record_function] = []
+
+    def enter(name: str) -> None:
+        ranges.append(record_function(MODULE + name))
+        ranges[-1].__enter__()
+
+    with module_hooks(module, enter, lambda: ranges.pop().__exit__(None, None, None)):
+        yield
+
+
+def export(profiler: profile, trace: Path | None) -> list[dict[str, Any]]:
+    """The events of the Chrome trace, which is also kept, compressed, for Perfetto."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        text = path.read_bytes()
+    if trace is not None:
+        with gzip.open(trace, "wb") as file:
+            file.write(text)
+    events: list[dict[str, Any]] = json.loads(text)["traceEvents"]
+    return events
+
+
+def parameter_bytes(module: nn.Module) -> int | None:
+    """Of one number of a parameter; None where they differ."""
+    sizes = {parameter.element_size() for parameter in module.parameters()}
+    return sizes.pop() if len(sizes) == 1 else None

@@ -1,0 +1,63 @@
+"""Which line of Python is to blame: the innermost frame that is neither torch's, nor the profiler's, nor generated.
+
+here()  ->  Frame(file="/home/me/model.py", line=57, function="forward")
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+_TORCH = str(Path(torch.__file__).parent) + os.sep
+_OPTIMIZERS = os.path.join(_TORCH, "optim") + os.sep
+_WATCHERS = (
+    warnings.__file__,  # tells of synchronisations
+    *(
+        str(Path(__file__).parent / name)
+        for name in ("findings.py", "memory_snapshot.py", "profiling.py", "profiling_frames.py")
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Frame:
+    file: str
+    line: int
+    function: str
+
+
+def here() -> Frame | None:
+    """Of the calling thread; None when there is no such frame, as in autograd's own threads."""
+    return users_frame(_stack(sys._getframe(1)))
+
+
+def users_frame(frames: Iterable[Frame]) -> Frame | None:
+    """Of frames from the innermost on."""
+    return next((frame for frame in frames if is_users(frame.file)), None)
+
+
+def is_users(file: str) -> bool:
+    if file.startswith((_TORCH, "<")) or file in _WATCHERS or "torchinductor" in file:
+        return False
+    generated = os.environ.get(
+        "TORCHINDUCTOR_CACHE_DIR"
+    )  # where Inductor writes its programs; else .../torchinductor_me
+    return not generated or not file.startswith(generated)
+
+
+def in_optimizer() -> bool:
+    """torch's optimizers read their step counters, which lie on the host, by themselves."""
+    return any(frame.file.startswith(_OPTIMIZERS) for frame in _stack(sys._getframe(1)))
+
+
+def _stack(frame: FrameType | None) -> Iterable[Frame]:
+    while frame is not None:
+        yield Frame(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+        frame = frame.f_back

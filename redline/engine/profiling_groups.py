@@ -1,0 +1,161 @@
+"""Which group of work an operator or a kernel belongs to, by the names that torch, Inductor and the libraries give.
+
+    group_of_operators(["aten::linear", "aten::addmm", "aten::copy_"]) -> "tensor contraction"    # outermost first
+    group_of_kernel("triton_poi_fused_gelu_3") -> "element-wise"
+
+Of nested operators the outermost that says something decides: the copy inside an addmm is part of the product. Names
+that only wrap others (linear, matmul) say nothing. No torch here: a recorded trace can be read anywhere.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+from redline.core.profile import (
+    ATTENTION,
+    COMMUNICATION,
+    CONTRACTION,
+    ELEMENTWISE,
+    IDLE,
+    LOSS,
+    MOVEMENT,
+    NORMALISATION,
+    OPTIMIZER,
+    OTHER,
+)
+
+# Parts of names, most telling first. Operators ("aten::gelu"), autograd's nodes ("GeluBackward0") and torch's own
+# annotations ("Optimizer.step#AdamW.step") are all written in these.
+OPERATOR_WORDS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    (COMMUNICATION, ("nccl", "c10d::", "gloo:", "all_reduce", "all_gather", "reduce_scatter")),
+    (OPTIMIZER, ("optimizer.step#", "optimizer.zero_grad#", "_fused_adam", "_fused_sgd")),
+    (
+        ATTENTION,
+        ("scaled_dot_product", "scaleddotproduct", "flash_attention", "efficient_attention", "flex_attention"),
+    ),
+    (LOSS, ("cross_entropy", "crossentropy", "nll_loss", "nllloss", "log_softmax", "logsoftmax")),
+    (NORMALISATION, ("layer_norm", "layernorm", "rms_norm", "rmsnorm", "batch_norm", "group_norm", "softmax")),
+    (MOVEMENT, ("aten::embedding", "embeddingbackward", "embedding_backward", "embedding_dense_backward")),
+)
+CONTRACTIONS = frozenset(f"aten::{name}" for name in ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "addmv", "mv"))
+CONTRACTION_WORDS = ("conv1d", "conv2d", "convolution")
+COPIES = frozenset(
+    f"aten::{name}"
+    for name in (
+        *("copy_", "clone", "contiguous", "_to_copy", "cat", "stack", "fill_", "zero_", "zeros", "zeros_like", "ones"),
+        *("index_select", "index", "gather", "scatter", "scatter_", "index_put_", "_index_put_impl_", "arange"),
+        *("repeat", "repeat_interleave", "roll", "flip", "index_add_", "slice_backward", "select_backward", "full"),
+    )
+)
+# Operators that move no data: what they take is the host's time.
+BOOKKEEPING = frozenset(
+    f"aten::{name}"
+    for name in (
+        *("view", "_unsafe_view", "reshape", "_reshape_alias", "t", "transpose", "permute", "as_strided", "expand"),
+        *("select", "slice", "narrow", "split", "chunk", "unbind", "squeeze", "unsqueeze", "flatten", "unflatten"),
+        *("alias", "detach", "detach_", "empty", "empty_like", "empty_strided", "new_empty", "resize_", "to", "lift"),
+        *(
+            "linear",
+            "matmul",
+            "resolve_conj",
+            "resolve_neg",
+            "result_type",
+            "item",
+            "_local_scalar_dense",
+            "is_nonzero",
+        ),
+        *(
+            "set_",
+            "requires_grad_",
+            "view_as",
+            "expand_as",
+            "type_as",
+            "movedim",
+            "numpy_T",
+            "mT",
+            "einsum",
+            "new_zeros",
+        ),
+    )
+)
+WRAPPERS = ("autograd::engine::", "torch::autograd::", "torch-compiled region", "torchdynamo", "compiledfunction")
+
+# Kernels by name alone: compiled code names its operators, libraries name their algorithms.
+FUSED = re.compile(r"^(triton_|graph_\d+_cpp_fused|cpp_fused)")
+FUSED_NORMS = ("layer_norm", "rms_norm", "softmax", "var_mean", "rsqrt", "native_batch_norm")
+FUSED_ARITHMETIC = re.compile(
+    r"_(add|sub|mul|div|gelu|silu|tanh|sigmoid|pow|sum|mean|where|exp|neg|relu|sqrt|norm)(_|$)"
+)
+KERNEL_WORDS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    (COMMUNICATION, ("nccl",)),
+    (MOVEMENT, ("memcpy", "memset", "copy_kernel", "catarray", "fillfunctor", "embedding", "index")),
+    (ATTENTION, ("attention", "sdpa", "flash_fwd", "flash_bwd", "fmha", "flash::")),
+    (CONTRACTION, ("gemm", "nvjet", "cutlass", "xmma", "splitk", "gemv")),
+    (OPTIMIZER, ("multi_tensor_apply", "adam")),
+    (LOSS, ("cross_entropy", "nll_loss", "logsoftmax", "log_softmax")),
+    (NORMALISATION, ("layer_norm", "layernorm", "rms_norm", "softmax", "gammabeta")),
+    (ELEMENTWISE, ("elementwise", "reduce_kernel")),
+)
+
+
+def group_of_operators(names: Sequence[str]) -> str | None:
+    """Of an operator and those around it, outermost first; IDLE if they only keep books, None if there are none."""
+    for name in names:
+        found = group_of_operator(name)
+        if found not in (None, IDLE):
+            return found
+    known = [name for name in names if "::" in name or FUSED.match(name)]
+    if not known:
+        return None
+    return IDLE if all(group_of_operator(name) == IDLE or _wraps(name) for name in known) else OTHER
+
+
+def group_of_operator(name: str) -> str | None:
+    """None for a name that says nothing: a wrapper, an annotation, an operator nobody listed."""
+    if FUSED.match(name):
+        return group_of_fused(name)
+    lowered = name.lower()
+    for group, words in OPERATOR_WORDS:
+        if any(word in lowered for word in words):
+            return group
+    if name in CONTRACTIONS or any(word in lowered for word in CONTRACTION_WORDS):
+        return CONTRACTION
+    if name in COPIES:
+        return MOVEMENT
+    if name in BOOKKEEPING:
+        return IDLE
+    return ELEMENTWISE if name.startswith("aten::") else None  # the rest of aten computes number by number, or sums
+
+
+def group_of_fused(name: str) -> str:
+    """Inductor strings the names of what it fused together. Attention among them is what stands around the kernel."""
+    lowered = name.lower()
+    if "triton_tem" in lowered and re.search(r"_(mm|bmm|addmm)(_|$)", lowered):
+        return CONTRACTION
+    if any(word in lowered for word in ("nll_loss", "log_softmax", "cross_entropy")):
+        return LOSS
+    if any(word in lowered for word in FUSED_NORMS):
+        return NORMALISATION
+    return ELEMENTWISE if FUSED_ARITHMETIC.search(lowered) else MOVEMENT
+
+
+def group_of_kernel(name: str) -> str:
+    """For kernels that no operator launched, such as those of a CUDA graph."""
+    if FUSED.match(name):
+        return group_of_fused(name)
+    lowered = name.lower()
+    return next((group for group, words in KERNEL_WORDS if any(word in lowered for word in words)), OTHER)
+
+
+def is_product(names: Iterable[str]) -> bool:
+    """Batched products: with a softmax beside them in one module they are attention, written out."""
+    return any(name in ("aten::bmm", "aten::baddbmm") for name in names)
+
+
+def is_softmax(names: Iterable[str]) -> bool:
+    return any("softmax" in name.lower() and not re.search("log_?softmax", name.lower()) for name in names)
+
+
+def _wraps(name: str) -> bool:
+    return name.lower().startswith(WRAPPERS)

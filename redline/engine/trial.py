@@ -1,0 +1,87 @@
+"""A short look at a recipe before the long one: most of what a tuner tries loses, and a loser needs no proof.
+
+measure_unless_slower(bench)   # a look; the whole measurement follows if the steps keep up with `give_up_seconds`
+look(bench)                    # the time alone: repeats of what was checked already
+
+A look builds, compiles, warms up and times. Its Measurement has no loss curve and no gradient check, so nothing can
+mistake it for one that was checked.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import replace
+
+import torch
+
+from redline.core.measurement import Measurement, spread_of
+from redline.engine import memory
+from redline.engine.build import Training, build
+from redline.engine.clock import Clock
+from redline.engine.fit import free_memory
+from redline.engine.measure import BLOCK_STEPS, WARMUP_SECONDS, Bench, measure, time_steps
+from redline.rungs import plan_of
+
+BRIEF_SECONDS = 0.7  # of warming up, and again of timing
+BRIEF_STEPS_BETWEEN = (8, 50)
+
+
+def measure_unless_slower(bench: Bench) -> Measurement:
+    """Quick steps decide: a disturbed process only ever looks slower than it is."""
+    first = look(bench, brief=True)
+    limit = bench.job.give_up_seconds
+    if limit is not None and spread_of(first.step_seconds).p10 > limit:
+        return first
+    torch.compiler.reset()  # CUDA graphs hold on to their memory, and the reference needs room
+    free_memory(bench.device)
+    whole = measure(bench)
+    # The second build finds its code in the cache that the first one filled: what compiling costs, that one paid.
+    return replace(whole, compile_seconds=first.compile_seconds)
+
+
+def look(bench: Bench, *, brief: bool = False) -> Measurement:
+    job, device, plan = bench.job, bench.device, plan_of(bench.job.recipe.rungs)
+    bench.report("building")
+    training = build(job.workload, plan, micro_batch=job.recipe.micro_batch, tokens=bench.tokens, device=device)
+    batch = next(training.batches)
+
+    bench.report("compiling" if plan.compile else "building")
+    started = time.perf_counter()
+    training.step.compute_gradients(batch).item()  # the first call compiles
+    first_seconds = time.perf_counter() - started
+    training.restore()
+
+    bench.report("warming up")
+    expected = warm_up(training, device, BRIEF_SECONDS if brief else WARMUP_SECONDS[device.type])
+    step_seconds = time_steps(briefly(bench, expected) if brief else bench, training, expected)
+    peak, outside, retries = memory.peak_bytes(device), memory.outside_bytes(device), memory.alloc_retries(device)
+    training.close()
+    return Measurement(
+        loss_curve=(),
+        step_seconds=tuple(step_seconds),
+        compile_seconds=max(first_seconds - statistics.median(step_seconds), 0.0) if plan.compile else None,
+        peak_bytes=peak,
+        outside_bytes=outside,
+        alloc_retries=retries,
+    )
+
+
+def warm_up(training: Training, device: torch.device, seconds: float) -> float:
+    """Steps for so long, two blocks at least. Returns what the last of them took."""
+    taken: list[float] = []
+    while sum(taken) < seconds or len(taken) < 2 * BLOCK_STEPS:
+        clock = Clock(device)
+        clock.mark()
+        for _ in range(BLOCK_STEPS):
+            training.step(next(training.batches))
+            clock.mark()
+        taken += clock.seconds()
+    return statistics.median(taken[-BLOCK_STEPS:])
+
+
+def briefly(bench: Bench, expected_step_seconds: float) -> Bench:
+    """The same job with as many timed steps as a look has time for."""
+    fewest, most = BRIEF_STEPS_BETWEEN
+    count = min(max(round(BRIEF_SECONDS / expected_step_seconds), fewest), most)
+    return replace(bench, job=replace(bench.job, timed_steps=min(bench.job.timed_steps or most, count)))

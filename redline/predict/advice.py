@@ -1,0 +1,340 @@
+"""What to do about a profile: the largest gains first, in words and in seconds, each with the rung to take.
+
+    advise(profile, shape=shape, plan=plan, micro_batch=16, candidates=candidates, rates=rates)
+    -> (Advice(what="take flash", why="attention takes 41.2 ms of ...", gain_seconds=0.031, rung="flash"), ...)
+
+The gain of a rung is measured time times a predicted ratio: what the roofline expects of each pool of operations with
+the rung, over what it expects without. So a wrong peak cancels out to first order, and a pool that the rung leaves
+alone gains nothing. Idle time shrinks with the number of kernels that have to be launched. Gains are estimates of each
+rung alone; two of them together give less than their sum. Measure: `redline ladder --from RECIPE`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from redline.core.devices import Device
+from redline.core.hardware import MeasuredPeaks
+from redline.core.plan import Plan
+from redline.core.profile import (
+    ATTENTION,
+    CONTRACTION,
+    DATA_WAIT,
+    ELEMENTWISE,
+    IDLE,
+    LOSS,
+    MOVEMENT,
+    NORMALISATION,
+    OPTIMIZER,
+    Profile,
+)
+from redline.core.units import human_seconds
+from redline.core.workload import Shape
+from redline.predict.operations import Operation, operations
+from redline.predict.roofline import IDEAL, TYPICAL, Peaks, peaks_for, roofline
+
+LEAST_SHARE = 0.01  # of the step: less is inside the noise of measuring it
+IDLE_SHARE = 0.05
+KERNELS_LOSE = replace(TYPICAL, gap_seconds=0.0)  # idle time is measured
+MEMORY_BOUND = "memory-bound"  # fusing moves work between these groups, so they are weighed together
+POOLS = {
+    CONTRACTION: CONTRACTION,
+    ATTENTION: ATTENTION,
+    LOSS: LOSS,
+    OPTIMIZER: OPTIMIZER,
+    NORMALISATION: MEMORY_BOUND,
+    ELEMENTWISE: MEMORY_BOUND,
+    MOVEMENT: MEMORY_BOUND,
+}
+POOL_NAMES = {
+    CONTRACTION: "tensor contractions take",
+    ATTENTION: "attention takes",
+    LOSS: "the loss takes",
+    OPTIMIZER: "the optimizer takes",
+    MEMORY_BOUND: "normalisations, element-wise work and copies take",
+    IDLE: "nothing runs for",
+}
+# Why a rung helps, where its title alone does not say it.
+REASONS = {
+    "tf32": "fp32 matmuls leave the tensor cores unused",
+    "bf16": "16-bit matmuls run at a multiple of the rate and move half the bytes",
+    "fp16": "16-bit matmuls run at a multiple of the rate and move half the bytes",
+    "compile": "every operator is a kernel of its own and its numbers cross the memory bus each time",
+    "flash": "the T x T scores are written to memory and read back several times",
+    "cudnn-attention": "another kernel for the same attention may be faster here",
+    "padded-vocab": "rows of the head start at odd addresses, which tensor cores cannot load at full speed",
+    "fused-adamw": "the update reads and writes every number several times, in kernels of one tensor each",
+    "fused-loss": "the logits are copied, kept and read again for their gradient",
+    "cuda-graphs": "the host launches kernels one by one and does not keep up",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A rung that applies here and is not in the recipe, and the plan with it."""
+
+    rung: str
+    title: str
+    plan: Plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """What the machine reaches, for the ratios."""
+
+    matmul_tflops: Mapping[str, float]
+    """By precision."""
+    bandwidth: float
+    source: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advice:
+    what: str
+    why: str
+    gain_seconds: float | None
+    """Of a step; None where nothing tells how much."""
+    rung: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    profile: Profile
+    shape: Shape
+    plan: Plan
+    micro_batch: int
+    candidates: Sequence[Candidate]
+    rates: Rates | None
+
+    @property
+    def step(self) -> float:
+        return self.profile.step_seconds.median
+
+    def candidate(self, rung: str) -> Candidate | None:
+        return next((each for each in self.candidates if each.rung == rung), None)
+
+    def share(self, seconds: float) -> str:
+        return f"{human_seconds(seconds)} of {human_seconds(self.step)} ({seconds / self.step:.0%})"
+
+
+def advise(
+    profile: Profile,
+    *,
+    shape: Shape,
+    plan: Plan,
+    micro_batch: int,
+    candidates: Sequence[Candidate],
+    rates: Rates | None,
+) -> tuple[Advice, ...]:
+    """Most to gain first; what is not known in seconds comes last."""
+    case = Case(profile=profile, shape=shape, plan=plan, micro_batch=micro_batch, candidates=candidates, rates=rates)
+    found = [advice for rule in RULES for advice in rule(case)]
+    worth = [each for each in found if each.gain_seconds is None or each.gain_seconds >= LEAST_SHARE * case.step]
+    return tuple(sorted(worth, key=lambda each: -1.0 if each.gain_seconds is None else each.gain_seconds, reverse=True))
+
+
+def rates_of(profile: Profile, plan: Plan, device: Device | None, measured: MeasuredPeaks | None) -> Rates | None:
+    """What was measured here, else what such a device is known to reach, else the best kernels of the profile."""
+    if measured is not None:
+        source = f"redline hardware --measure, {measured.date[:10]}"
+        return Rates(matmul_tflops=measured.matmul_tflops, bandwidth=measured.bandwidth, source=source)
+    if device is not None:
+        reached = {dtype: device.reachable_tflops(dtype) for dtype in device.peak_tflops}
+        return Rates(matmul_tflops=reached, bandwidth=device.reachable_bandwidth, source=f"{device.label}, reachable")
+    flops = [kernel.flops / kernel.seconds for kernel in profile.kernels if kernel.flops and kernel.seconds]
+    moved = [kernel.bytes / kernel.seconds for kernel in profile.kernels if kernel.bytes and kernel.seconds]
+    if not flops or not moved:
+        return None
+    return Rates(
+        matmul_tflops={plan.precision: max(flops) / 1e12},
+        bandwidth=max(moved),
+        source="the best kernels of this profile",
+    )
+
+
+# rungs
+
+
+def rungs_to_take(case: Case) -> Iterator[Advice]:
+    """One for each thing that a rung would change: of two that change the same, the one that gains more."""
+    weighed = [(gains_of(case, each), each) for each in case.candidates]
+    weighed.sort(key=lambda pair: -sum(pair[0].values()))
+    changed: set[str] = set()
+    for gains, candidate in weighed:
+        fields = changed_fields(case.plan, candidate.plan)
+        if fields & changed or sum(gains.values()) <= 0:
+            continue
+        changed |= fields
+        yield rung_advice(case, candidate, gains)
+
+
+def gains_of(case: Case, candidate: Candidate) -> dict[str, float]:
+    """Seconds by pool."""
+    before, after = pools_of(case, case.plan), pools_of(case, candidate.plan)
+    if before is None or after is None:
+        return {}
+    measured: dict[str, float] = defaultdict(float)
+    for group, seconds in case.profile.by_group().items():
+        if group in POOLS:
+            measured[POOLS[group]] += seconds
+    gains = {pool: measured[pool] * (1 - after.get(pool, 0.0) / before[pool]) for pool in before if before[pool] > 0}
+    launched = launches(case, case.plan), launches(case, candidate.plan)
+    idle = max(0.0, case.profile.by_group()[IDLE] - case.profile.sync_idle_seconds)
+    gains[IDLE] = idle * (1 - launched[1] / launched[0])
+    return {pool: gain for pool, gain in gains.items() if abs(gain) > 1e-12}
+
+
+def pools_of(case: Case, plan: Plan) -> dict[str, float] | None:
+    """Seconds that the roofline expects of each pool; None where no rate is known for the plan's precision."""
+    peaks = None if case.rates is None else _peaks(plan, case.rates)
+    if peaks is None:
+        return None
+    lost = KERNELS_LOSE if case.profile.device == "cuda" else IDEAL  # what is known of kernels was seen on GPUs
+    rows = roofline(case.shape, plan, micro_batch=case.micro_batch, peaks=peaks, assumptions=lost).rows
+    pools: dict[str, float] = defaultdict(float)
+    for row in rows:
+        pools[pool_of(row.operation)] += row.seconds
+    return dict(pools)
+
+
+def _peaks(plan: Plan, rates: Rates) -> Peaks | None:
+    return peaks_for(plan, rates.matmul_tflops, rates.bandwidth, rates.source)
+
+
+def pool_of(operation: Operation) -> str:
+    """As the profile groups what ran: the core of attention together, whatever computes it, and so the loss."""
+    if operation.part == "core":
+        return ATTENTION
+    if operation.name.startswith("loss"):
+        return LOSS
+    return POOLS[operation.group]
+
+
+def launches(case: Case, plan: Plan) -> float:
+    """Kernels that the host launches in a step; a recorded graph is one launch forward and one backward."""
+    listed = operations(case.shape, plan, micro_batch=case.micro_batch)
+    if plan.cuda_graphs:
+        return 2 + sum(each.kernels for each in listed if each.direction == "update")
+    return sum(each.kernels for each in listed)
+
+
+def changed_fields(before: Plan, after: Plan) -> set[str]:
+    """Names of what differs. Everything that sets the precision is one thing."""
+    changed = {
+        field.name for field in dataclasses.fields(Plan) if getattr(before, field.name) != getattr(after, field.name)
+    }
+    if changed & {"matmul_precision", "autocast", "loss_scaling"}:
+        changed = changed - {"matmul_precision", "autocast", "loss_scaling"} | {"precision"}
+    return changed
+
+
+def rung_advice(case: Case, candidate: Candidate, gains: Mapping[str, float]) -> Advice:
+    pool = max(gains, key=lambda each: gains[each])
+    groups = case.profile.by_group()
+    spent = groups[IDLE] if pool == IDLE else sum(groups[group] for group, of in POOLS.items() if of == pool)
+    reason = REASONS.get(candidate.rung, candidate.title)
+    return Advice(
+        what=f"take {candidate.rung}",
+        why=f"{POOL_NAMES[pool]} {case.share(spent)}: {reason}",
+        gain_seconds=sum(gains.values()),
+        rung=candidate.rung,
+    )
+
+
+# waiting
+
+
+def data_wait(case: Case) -> Iterator[Advice]:
+    waited = case.profile.by_group()[DATA_WAIT]
+    workers = case.candidate("loader-workers")
+    if waited > 0:
+        yield Advice(
+            what="take loader-workers" if workers else "make batches faster than the step takes them",
+            why=f"the step waits for its batch for {case.share(waited)}",
+            gain_seconds=waited,
+            rung=None if workers is None else workers.rung,
+        )
+
+
+def synchronisations(case: Case) -> Iterator[Advice]:
+    """Idle time after the host had to wait. Reading the loss less often leaves one wait in so many steps."""
+    idle = case.profile.sync_idle_seconds
+    if idle <= 0:
+        return
+    lines = [each.where for each in case.profile.findings if each.kind == "synchronisation" and each.where]
+    rung = case.candidate("no-sync")
+    kept = 1 / rung.plan.read_loss_every if rung is not None and rung.plan.read_loss_every else 0.0
+    at = f", at {', '.join(lines[:3])}" if lines else ""
+    yield Advice(
+        what="take no-sync" if rung else "let the host wait for the device less often",
+        why=f"the device runs dry for {case.share(idle)} while the host waits for it{at}",
+        gain_seconds=idle * (1 - kept),
+        rung=None if rung is None else rung.rung,
+    )
+
+
+def idle_gaps(case: Case) -> Iterator[Advice]:
+    """What is left idle when no rung would launch fewer kernels."""
+    idle = case.profile.by_group()[IDLE] - case.profile.sync_idle_seconds
+    helps = any(gains_of(case, each).get(IDLE, 0.0) > 0 for each in case.candidates)
+    if case.profile.device == "cuda" and idle > IDLE_SHARE * case.step and not helps:
+        yield Advice(
+            what="give each launch more work: a larger micro batch",
+            why=f"the device waits for the host for {case.share(idle)}, {case.profile.launches:,.0f} launches a step",
+            gain_seconds=idle,
+        )
+
+
+# what the findings say
+
+
+def fp32_matmuls(case: Case) -> Iterator[Advice]:
+    """Matmuls that autocast was meant to catch: at the 16-bit rate they would take less."""
+    lines = [each.where for each in case.profile.findings if each.kind == "fp32-matmul" and each.where]
+    if not lines or case.plan.autocast is None:
+        return
+    spent = sum(
+        kernel.seconds
+        for kernel in case.profile.kernels
+        if kernel.dtype == "fp32" and kernel.group in (CONTRACTION, ATTENTION) and kernel.flops
+    )
+    tflops = {} if case.rates is None else case.rates.matmul_tflops
+    slow, fast = tflops.get("tf32" if case.plan.matmul_precision == "high" else "fp32"), tflops.get(case.plan.autocast)
+    known = slow is not None and fast is not None and fast > slow
+    yield Advice(
+        what=f"let autocast see the matmuls at {', '.join(lines[:3])}",
+        why=f"fp32 matmuls take {case.share(spent)} though autocast is on",
+        gain_seconds=spent * (1 - slow / fast) if known and slow is not None and fast is not None else None,
+    )
+
+
+def other_findings(case: Case) -> Iterator[Advice]:
+    for kind, words in (
+        ("math-attention", "attention falls back to plain products"),
+        ("graph-break", "the compiled code is cut in pieces"),
+        ("recompile", "code is compiled again while training"),
+        ("host-copy", "tensors travel between host and device inside the step"),
+    ):
+        found = [each for each in case.profile.findings if each.kind == kind]
+        if found:
+            places = ", ".join(each.where or "an unknown line" for each in found[:3])
+            yield Advice(what=f"mend {places}", why=f"{words}: {found[0].detail}", gain_seconds=None)
+
+
+def recomputation(case: Case) -> Iterator[Advice]:
+    """Checkpointing buys memory with time: worth undoing where memory is left."""
+    if case.plan.checkpointing == "none":
+        return
+    kept = Candidate(rung="", title="", plan=replace(case.plan, checkpointing="none"))
+    gain = sum(gain for pool, gain in gains_of(case, kept).items() if pool != IDLE)
+    yield Advice(
+        what=f"leave {case.plan.checkpointing} checkpointing out, if the memory allows it",
+        why="activations are computed again in the backward pass",
+        gain_seconds=gain or None,
+    )
+
+
+RULES = (rungs_to_take, data_wait, synchronisations, idle_gaps, fp32_matmuls, other_findings, recomputation)

@@ -1,0 +1,115 @@
+"""Curves of a training run over the tokens it has seen, as SVG text: a panel each, all with the same tokens below.
+
+    curve_chart(Panel(title="loss", curves=(("train", points),), show=lambda loss: f"{loss:.3f}"), tokens=1e9)
+
+Drawn at the width they will have; every curve has a <title> with its figures. A value that is no number is a gap that
+`marks` can show: an update that was skipped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from redline.report.svg import (
+    AXIS_PX,
+    Scale,
+    bottom_axis,
+    escaped,
+    left_axis,
+    legend_rows,
+    short_number,
+    svg_line,
+    svg_picture,
+    svg_text,
+)
+
+MOST_DOTS = 40  # a curve of so few points shows each of them: a line through one is nothing
+MARK_PX = 8
+RIGHT_PX = 14.0
+
+Points = Sequence[tuple[float, float]]
+"""(tokens, value), in the order of tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Panel:
+    title: str
+    curves: tuple[tuple[str, Points], ...]
+    """Each with its name."""
+    show: Callable[[float], str]
+    """A value as people read it."""
+    tick: Callable[[float], str] | None = None
+    """The round numbers of the axis, where `show` has more digits than they need."""
+    from_zero: bool = False
+    high: float | None = None
+    """Values above it run along the edge, so that one that blew up does not flatten the rest."""
+    level: tuple[str, float] | None = None
+    """A dashed line with its name, such as ln V."""
+    marks: Sequence[float] = ()
+    """Tokens at which an update was skipped."""
+
+    @property
+    def is_empty(self) -> bool:
+        return not any(points for _, points in self.curves)
+
+
+def curve_chart(panel: Panel, *, tokens: float, width_px: int, height_px: int = 150) -> str:
+    """`tokens`: where the axis ends, the same for all panels of a run. `height_px` is the plot's own."""
+    if panel.is_empty:
+        return svg_picture(width_px, 40, panel.title, [svg_text(0, 20, "nothing was recorded", "muted")])
+    x = Scale(low=0.0, high=tokens or 1.0, start_px=AXIS_PX, end_px=width_px - RIGHT_PX)
+    y = _value_scale(panel, height_px)
+    parts = [*bottom_axis(x, height_px, "tokens"), *left_axis(y, width_px, "", tick_text=panel.tick or panel.show)]
+    parts += [*_level(panel, x, y), *_curves(panel, x, y), *_marks(panel, x, height_px)]
+    rows, rows_px = _legend(panel, height_px + 44, width_px)
+    return svg_picture(width_px, height_px + 44 + rows_px, panel.title, [*parts, *rows])
+
+
+def _value_scale(panel: Panel, height_px: int) -> Scale:
+    values = [value for _, points in panel.curves for _, value in points]
+    values += [panel.level[1]] if panel.level else []
+    low, high = 0.0 if panel.from_zero else min(values), max(values)
+    if panel.high is not None:
+        low, high = min(low, panel.high), min(high, panel.high)
+    margin = 0.06 * (high - low) or abs(high) * 0.1 or 1.0
+    return Scale(low=low if panel.from_zero else low - margin, high=high + margin, start_px=height_px, end_px=10.0)
+
+
+def _level(panel: Panel, x: Scale, y: Scale) -> Iterator[str]:
+    if panel.level is not None:
+        name, value = panel.level
+        yield svg_line("start", x.start_px, y(value), x.end_px, y(value), f"{name}: {panel.show(value)}")
+
+
+def _curves(panel: Panel, x: Scale, y: Scale) -> Iterator[str]:
+    for index, (name, points) in enumerate(panel.curves):
+        if not points:
+            continue
+        title = f"<title>{escaped(_figures(name, points, panel.show))}</title>"
+        path = "M" + "L".join(f"{x(place):.1f} {y(value):.1f}" for place, value in points)
+        yield f'<path class="curve s{index}" data-curve="{escaped(name)}" d="{path}">{title}</path>'
+        if len(points) <= MOST_DOTS:
+            for place, value in points:
+                told = f"<title>{escaped(f'{name}: {panel.show(value)} at {place:,.0f} tokens')}</title>"
+                yield f'<circle class="curve s{index}" cx="{x(place):.1f}" cy="{y(value):.1f}" r="2.5">{told}</circle>'
+
+
+def _figures(name: str, points: Points, show: Callable[[float], str]) -> str:
+    values = [value for _, value in points]
+    ends = f"{show(values[0])} → {show(values[-1])} at {points[-1][0]:,.0f} tokens"
+    return f"{name}\n{ends}\nlowest {show(min(values))}, highest {show(max(values))}"
+
+
+def _marks(panel: Panel, x: Scale, height_px: int) -> Iterator[str]:
+    for place in panel.marks:
+        title = f"an update was skipped at {short_number(place)} tokens: its gradients were not finite"
+        yield svg_line("mark", x(place), height_px - MARK_PX, x(place), height_px, title)
+
+
+def _legend(panel: Panel, top: float, width_px: int) -> tuple[list[str], float]:
+    """Nothing where there is one curve: the heading names it."""
+    entries = [(f'class="curve s{index}"', name) for index, (name, points) in enumerate(panel.curves) if points]
+    entries += [('class="start"', panel.level[0])] if panel.level else []
+    entries += [('class="mark"', "skipped update")] if panel.marks else []
+    return legend_rows(entries, top, width_px) if len(entries) > 1 else ([], 0.0)

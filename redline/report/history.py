@@ -1,0 +1,213 @@
+"""What a training run came to so far: its events, told one by one, as a document of bounded size that a page shows.
+
+    history = read_history(run / "metrics.jsonl")          # what earlier sessions wrote; a half line is passed over
+    history("cycle", updates=10, tokens=655_360, ...)      # and from here on each event as it happens
+    history.document(run_json)                             # curves over tokens, summary, samples, sessions
+
+A week of training is 100,000 cycles. Curves are thinned as they grow, by `thin`, which keeps the extremes: a spike that
+lasted one update stays in sight. A run that was killed repeats what came after its last checkpoint; the repetition
+replaces what it repeats.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from redline.core.job import RUN_FILE
+from redline.core.training import METRICS_FILE
+from redline.report import Document
+
+Point = tuple[float, float]
+"""(tokens trained on, value)"""
+
+MOST_POINTS = 600  # of a curve: more than one per pixel of a wide chart shows nothing new
+MOST_SAMPLES, MOST_NOTES, MOST_MARKS = 12, 40, 200
+PER_CYCLE = ("learning_rate", "tokens_per_second", "mfu", "peak_bytes", "data_wait")
+CURVES = ("loss", "validation_loss", "gradient_norm", *PER_CYCLE)
+
+
+def thin(points: Sequence[Point], most: int = MOST_POINTS) -> list[Point]:
+    """At most `most` points (from 4) in their order: the first, the last, and of each of equal stretches of tokens the
+    lowest and the highest."""
+    if len(points) <= most:
+        return list(points)
+    first, last = points[0], points[-1]
+    stretches = (most - 2) // 2
+    width = (last[0] - first[0]) / stretches or 1.0
+    extremes: dict[int, tuple[int, int]] = {}
+    for place in range(1, len(points) - 1):
+        stretch = min(int((points[place][0] - first[0]) / width), stretches - 1)
+        low, high = extremes.get(stretch, (place, place))
+        value = points[place][1]
+        extremes[stretch] = (place if value < points[low][1] else low, place if value > points[high][1] else high)
+    kept = sorted({place for pair in extremes.values() for place in pair})
+    return [first, *(points[place] for place in kept), last]
+
+
+class Cycle(NamedTuple):
+    """What medians and sums are made of: all of them are kept, since thinned points have another median."""
+
+    updates: int
+    tokens_per_second: float
+    mfu: float | None
+    seconds: float
+    waited_seconds: float
+
+
+class TrainingHistory:
+    """Takes the events of all sessions of a run, in the order of metrics.jsonl."""
+
+    def __init__(self) -> None:
+        self.curves: dict[str, list[Point]] = {name: [] for name in CURVES}
+        self.sessions: list[dict[str, Any]] = []
+        self.samples: list[dict[str, Any]] = []
+        self.notes: list[str] = []
+        self.skipped_at: list[float] = []
+        """Tokens at the updates that were skipped."""
+        self.last: dict[str, Any] = {}
+        """The newest cycle."""
+        self.validation: list[tuple[int, float | None, int | None]] = []
+        """(updates, loss, validation tokens so far)"""
+        self.cycles: list[Cycle] = []
+
+    def __call__(self, kind: str, **fields: Any) -> None:
+        tell = {
+            "cycle": self._cycle,
+            "validation": self._validation,
+            "sample": self._sample,
+            "note": self._note,
+            "session": self._session,
+            "end": self._end,
+        }.get(kind)
+        if tell is not None:  # a checkpoint is in its folder, and a later version may tell more
+            tell(fields)
+
+    # --- events -------------------------------------------------------------------------------------------------------
+
+    def _session(self, fields: dict[str, Any]) -> None:
+        told = ("command", "date", "hardware", "versions", "mfu_convention")
+        self.sessions.append({name: fields.get(name) for name in told} | {"from_updates": None, "ended": None})
+
+    def _cycle(self, fields: dict[str, Any]) -> None:
+        losses, norms, skipped = fields["losses"], fields["gradient_norms"], fields["skipped_at"]
+        updates, tokens, seconds = fields["updates"], fields["tokens"], fields["seconds"]
+        cycle = Cycle(
+            updates, fields["tokens_per_second"], fields.get("mfu"), seconds, fields["data_wait"] * seconds
+        )  # from here on nothing is missing: an event counts as a whole or not at all
+        before, each = updates - len(losses), tokens / updates
+        self._rewind(before, before * each)
+        if self.sessions and self.sessions[-1]["from_updates"] is None:
+            self.sessions[-1]["from_updates"] = before
+        self._add("loss", [(each * (before + number), loss) for number, loss in enumerate(losses, 1)])
+        self._add("gradient_norm", [(each * (before + number), norm) for number, norm in enumerate(norms, 1)])
+        for name in PER_CYCLE:
+            self._add(name, [(tokens, fields.get(name))])
+        self.skipped_at += [each * update for update in skipped]
+        self.cycles.append(cycle)
+        self.last = fields
+
+    def _validation(self, fields: dict[str, Any]) -> None:
+        self.validation = [seen for seen in self.validation if seen[0] < fields["updates"]]
+        self.validation.append((fields["updates"], fields["loss"], fields.get("validation_tokens")))
+        self.curves["validation_loss"] = [p for p in self.curves["validation_loss"] if p[0] < fields["tokens"]]
+        self._add("validation_loss", [(fields["tokens"], fields["loss"])])
+
+    def _sample(self, fields: dict[str, Any]) -> None:
+        """The first shows where it came from, the newest where it is."""
+        self.samples.append({"updates": fields["updates"], "text": fields["text"]})
+        if len(self.samples) > MOST_SAMPLES:
+            del self.samples[1]
+
+    def _note(self, fields: dict[str, Any]) -> None:
+        self.notes = [*self.notes, fields["text"]][-MOST_NOTES:]
+
+    def _end(self, fields: dict[str, Any]) -> None:
+        if self.sessions:
+            self.sessions[-1] |= {name: fields.get(name) for name in ("ended", "reason", "checkpoint")}
+
+    def _add(self, name: str, points: Iterable[tuple[float, float | None]]) -> None:
+        curve = self.curves[name]
+        curve += [(place, value) for place, value in points if value is not None and math.isfinite(value)]
+        if len(curve) >= 2 * MOST_POINTS:
+            self.curves[name] = thin(curve)
+
+    def _rewind(self, updates: int, tokens: float) -> None:
+        """A cycle that starts here says that nothing after this counts any more."""
+        if not self.last or self.last["updates"] <= updates:
+            return
+        limit = tokens + 0.5  # whole numbers, up to rounding
+        self.curves = {name: [point for point in curve if point[0] <= limit] for name, curve in self.curves.items()}
+        self.skipped_at = [place for place in self.skipped_at if place <= limit]
+        self.samples = [sample for sample in self.samples if sample["updates"] <= updates]
+        self.validation = [seen for seen in self.validation if seen[0] <= updates]
+        self.cycles = [cycle for cycle in self.cycles if cycle.updates <= updates]
+
+    # --- what they come to --------------------------------------------------------------------------------------------
+
+    def document(self, run: Document) -> Document:
+        """Plain JSON: what was asked (run.json) and what came of it. Numbers that are not known are None."""
+        order = run.get("order") or {}
+        newest = self.sessions[-1] if self.sessions else {}
+        return {
+            "kind": "train",
+            **{name: order.get(name) for name in ("workload", "recipe", "settings", "data")},
+            **{name: newest.get(name) or run.get(name) for name in ("hardware", "versions")},
+            **{name: run.get(name) for name in ("command", "date")},
+            **self.summary(),
+            "mfu_convention": newest.get("mfu_convention"),
+            "curves": {name: thin(curve) for name, curve in self.curves.items()},
+            "skipped_at": [place for place, _ in thin([(place, 0.0) for place in self.skipped_at], MOST_MARKS)],
+            "samples": self.samples,
+            "sessions": self.sessions,
+            "notes": self.notes,
+        }
+
+    def summary(self) -> Document:
+        """Over all sessions. `ended` is None while nobody has said how: it goes on, or it was killed."""
+        newest = self.sessions[-1] if self.sessions else {}
+        seconds, rates = sum(cycle.seconds for cycle in self.cycles), [cycle.tokens_per_second for cycle in self.cycles]
+        shares = [cycle.mfu for cycle in self.cycles if cycle.mfu is not None]
+        losses = [loss for _, loss, _ in self.validation if loss is not None and math.isfinite(loss)]
+        validated = next((count for _, _, count in reversed(self.validation) if count is not None), 0)
+        trained = self.last.get("tokens", 0)
+        return {
+            **{name: newest.get(name) for name in ("ended", "reason", "checkpoint")},
+            **{name: self.last.get(name) for name in ("documents", "epoch", "epoch_seconds", "loss")},
+            "updates": self.last.get("updates", 0),
+            "tokens": {"train": trained, "validation": validated, "total": trained + validated},
+            "seconds": self.last.get("total_seconds"),
+            "skipped": self.last.get("skipped", 0),
+            "cycles": len(self.cycles),
+            "tokens_per_second": statistics.median(rates) if rates else None,
+            "mfu": statistics.median(shares) if shares else None,
+            "data_wait": sum(cycle.waited_seconds for cycle in self.cycles) / seconds if seconds else None,
+            "peak_bytes": max((value for _, value in self.curves["peak_bytes"]), default=None),
+            "validation_loss": self.validation[-1][1] if self.validation else None,
+            "best_validation_loss": min(losses, default=None),
+        }
+
+
+def read_history(metrics: Path) -> TrainingHistory:
+    """From metrics.jsonl, if it is there. A line cut short (the machine died) or of another version is passed over."""
+    history = TrainingHistory()
+    if not metrics.exists():
+        return history
+    with open(metrics, encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            try:
+                event = json.loads(line)
+                history(event.pop("kind"), **event)
+            except (ValueError, KeyError, TypeError, AttributeError):
+                continue
+    return history
+
+
+def read_training(directory: Path) -> Document:
+    """The document of a run directory of `redline train`. A part of run.json that is not there is not shown."""
+    run = json.loads((directory / RUN_FILE).read_text(encoding="utf-8"))
+    return read_history(directory / METRICS_FILE).document(run)

@@ -1,0 +1,280 @@
+"""A profile for the terminal: the first things to do, where the time goes, the kernels, findings and the memory.
+
+    print_profile(document, Console())        the document is that of `redline profile --json`
+
+At most 100 columns. Layers of one kind are shown together: h.0.attn and h.1.attn are h.*.attn.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from redline.core.profile import IDLE
+from redline.core.units import UNKNOWN, human_bytes, human_percent, human_rate, human_seconds
+from redline.report import Document, one_line
+from redline.report.table import WIDTH_COLUMNS, Note, milliseconds, notes_grid
+
+SHOWN_ADVICE, SHOWN_KERNELS, SHOWN_MODULES, SHOWN_LINES, SHOWN_FINDINGS = 3, 10, 8, 6, 12
+BAR_COLUMNS = 30
+TIMELINE_ROWS, LABEL_COLUMNS = 6, 10
+NAME_COLUMNS = 32
+IDLE_ON_CPU = "between operators"
+OUTSIDE = "outside the model's modules"
+IN_COMPILED = "unknown: compiled code has no modules"
+
+
+def print_profile(document: Document, console: Console) -> None:
+    width = min(console.width, WIDTH_COLUMNS)
+    for text in header_lines(document):
+        console.print(Text(text, overflow="fold"), width=width)
+    for title, part in parts_of(document, width):
+        console.print()
+        console.print(Text(title, style="bold"), width=width)
+        console.print(part, width=width)
+    console.print()
+    console.print(notes_grid(list(notes_of(document))), width=width)
+    if document["trace"]:  # a path stays in one piece, to be copied
+        console.print(Text(f"trace  {one_line(document['trace'])}"), soft_wrap=True)
+
+
+def parts_of(document: Document, width: int) -> Iterator[tuple[str, Table | Text]]:
+    yield "to do first", advice_table(document)
+    yield "where the time goes", groups_table(document)
+    yield "by phase", phases_table(document)
+    yield "by module", modules_table(document)
+    yield "kernels" if document["device"] == "cuda" else "operators", kernels_table(document)
+    if document["findings"]:
+        yield "found in the code", findings_table(document)
+    if document["memory"] is not None:
+        yield "memory", memory_table(document["memory"])
+        yield "memory over the step", Text(memory_plot(document["memory"], width))
+        yield "memory at the peak, by line", lines_table(document["memory"])
+
+
+def header_lines(document: Document) -> Iterator[str]:
+    recipe, shape = document["recipe"], document["workload"]["shape"]
+    yield (
+        f"{one_line(document['workload']['name'])} on {one_line(document['hardware']['name'])}, "
+        f"{recipe['micro_batch']} x {shape['sequence']} tokens, {', '.join(recipe['rungs']) or 'no rungs'}"
+    )
+    step = document["step_seconds"]
+    yield (
+        f"{human_seconds(step['median'])} a step ({human_rate(document['tokens_per_second'])} tokens/s); "
+        f"{human_seconds(document['profiled_step_seconds'])} under the profiler "
+        f"({100 * document['profiler_overhead']:+.0f} %). Times below are of the step without it."
+    )
+
+
+def _table(*columns: str) -> Table:
+    """Columns that end in a space are numbers."""
+    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for name in columns:
+        number = name.endswith(" ")
+        table.add_column(name.strip(), justify="right" if number else "left", no_wrap=number, overflow="fold")
+    return table
+
+
+# time
+
+
+def advice_table(document: Document) -> Table | Text:
+    advice = document["advice"][:SHOWN_ADVICE]
+    if not advice:
+        return Text("nothing that the rules know of would gain a hundredth of the step")
+    table = _table("", "gain ", "what", "why")
+    for number, each in enumerate(advice, start=1):
+        gain = UNKNOWN if each["gain_seconds"] is None else f"{milliseconds(each['gain_seconds'])} ms"
+        table.add_row(str(number), gain, Text(one_line(each["what"]), style="bold green"), one_line(short(each["why"])))
+    return table
+
+
+def groups_table(document: Document) -> Table:
+    table = _table("group", "ms ", "share ", "")
+    groups = sorted((each for each in document["groups"] if each["seconds"] > 0), key=lambda each: -each["seconds"])
+    for each in groups:
+        name = IDLE_ON_CPU if each["group"] == IDLE and document["device"] == "cpu" else each["group"]
+        table.add_row(name, milliseconds(each["seconds"]), human_percent(each["share"]), bar(each["share"]))
+    return table
+
+
+def phases_table(document: Document) -> Table:
+    table = _table("phase", "ms ", "share ", "")
+    for each in document["phases"]:
+        table.add_row(each["phase"], milliseconds(each["seconds"]), human_percent(each["share"]), bar(each["share"]))
+    return table
+
+
+def bar(share: float, columns: int = BAR_COLUMNS) -> str:
+    """To an eighth of a cell; what is there at all shows."""
+    eighths = max(1, round(min(share, 1.0) * columns * 8)) if share > 0 else 0
+    return "█" * (eighths // 8) + ("▏▎▍▌▋▊▉"[eighths % 8 - 1] if eighths % 8 else "")
+
+
+def modules_table(document: Document) -> Table:
+    table = _table("module", "forward ms ", "backward ms ", "share ")
+    step = document["step_seconds"]["median"]
+    for name, (forward, backward) in folded_modules(document)[:SHOWN_MODULES]:
+        share = human_percent((forward + backward) / step)
+        table.add_row(name, milliseconds(forward), milliseconds(backward), share)
+    return table
+
+
+def folded_modules(document: Document) -> list[tuple[str, tuple[float, float]]]:
+    """Layers of one kind together, most time first."""
+    unnamed = IN_COMPILED if document["compiled"] else OUTSIDE
+    spent: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for each in document["modules"]:
+        name = unnamed if each["module"] is None else folded(each["module"])
+        spent[name][0] += each["forward"]
+        spent[name][1] += each["backward"]
+    ordered = sorted(spent.items(), key=lambda item: -sum(item[1]))
+    return [(name, (forward, backward)) for name, (forward, backward) in ordered]
+
+
+def folded(module: str) -> str:
+    return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", one_line(module)) or "the model itself"
+
+
+def kernels_table(document: Document) -> Table:
+    table = _table("name", "group", "calls ", "ms ", "TFLOP/s ", "GB/s ", "roofline ")
+    for each in document["kernels"][:SHOWN_KERNELS]:
+        table.add_row(
+            short_kernel(each["name"]),
+            each["group"],
+            f"{each['calls']:,.0f}",
+            milliseconds(each["seconds"]),
+            UNKNOWN if each["tflops"] is None else f"{each['tflops']:.3g}",
+            UNKNOWN if each["bytes_per_second"] is None else f"{each['bytes_per_second'] / 1e9:,.3g}",
+            human_percent(each["roofline_share"], 0),
+        )
+    return table
+
+
+def short_kernel(name: str) -> str:
+    """Without return type, arguments and template; the end is cut last."""
+    plain = one_line(name).removeprefix("void ").split("(")[0].split("<")[0]
+    plain = plain.removeprefix("autograd::engine::evaluate_function: ")
+    return plain if len(plain) <= NAME_COLUMNS else plain[: NAME_COLUMNS - 1] + "…"
+
+
+# findings
+
+
+def findings_table(document: Document) -> Table:
+    table = _table("what", "where", "per step ", "detail")
+    for each in document["findings"][:SHOWN_FINDINGS]:
+        where = UNKNOWN if each["file"] is None else f"{short(each['file'])}:{each['line']}"
+        count = UNKNOWN if each["per_step"] is None else f"{each['per_step']:g}"
+        table.add_row(each["kind"], one_line(where), count, one_line(each["detail"]))
+    return table
+
+
+def short(text: str) -> str:
+    """Paths under the working directory as they are typed there."""
+    return text.replace(os.getcwd() + os.sep, "")
+
+
+# memory
+
+
+def memory_table(memory: Document) -> Table:
+    """Measured beside predicted. What is kept and what is on its way are one row: predictions split them otherwise."""
+    measured, predicted = memory["categories"], memory["predicted"]
+    known = {"weights": ("weights", "buffers"), "optimizer": ("optimizer",), "gradients": ("gradients",)}
+    rest = sum(measured.values()) - sum(measured.get(name, 0) for names in known.values() for name in names)
+    table = _table("at the peak", "measured ", "predicted ", "what")
+    for row, names in known.items():
+        size = sum(measured.get(name, 0) for name in names)
+        table.add_row(row, human_bytes(size), human_bytes(predicted[row]), "")
+    others = predicted["allocated"] - sum(predicted[row] for row in known)
+    parts = ", ".join(
+        f"{name} {human_bytes(size)}" for name, size in measured.items() if name not in sum(known.values(), ())
+    )
+    table.add_row("activations and others", human_bytes(rest), human_bytes(others), parts)
+    total = f"{memory['peak_bytes'] / predicted['allocated']:.2f} of the prediction"
+    table.add_row("in all", human_bytes(memory["peak_bytes"]), human_bytes(predicted["allocated"]), total)
+    if memory["reserved_bytes"] is not None:
+        table.add_row("reserved", human_bytes(memory["reserved_bytes"]), UNKNOWN, _fragmentation(memory))
+    return table
+
+
+def _fragmentation(memory: Document) -> str:
+    share = memory["fragmentation_bytes"] / memory["reserved_bytes"]
+    return f"{human_bytes(memory['fragmentation_bytes'])} ({human_percent(share)}) of it not in use at the peak"
+
+
+def memory_plot(memory: Document, width: int = WIDTH_COLUMNS) -> str:
+    """Bytes alive, left to right through the step: the fullest moment of each column."""
+    columns = fullest_moments(memory, width - LABEL_COLUMNS - 1)
+    peak = max(columns) or 1
+    lines = []
+    for row in range(TIMELINE_ROWS, 0, -1):
+        cells = "".join(_cell(size / peak * TIMELINE_ROWS - (row - 1)) for size in columns)
+        label = human_bytes(peak) if row == TIMELINE_ROWS else ""
+        lines.append(f"{label:>{LABEL_COLUMNS}} {cells}".rstrip())
+    return "\n".join(lines)
+
+
+def fullest_moments(memory: Document, columns: int) -> list[int]:
+    """The largest size in each of so many equal stretches of the step."""
+    sizes = [0] * columns
+    moments = memory["timeline_seconds"]
+    length = (moments[-1] if moments else 0) or 1.0
+    for start, end, size in zip(moments, [*moments[1:], length], memory["timeline_bytes"], strict=True):
+        first, last = (min(columns - 1, int(at / length * columns)) for at in (start, end))
+        sizes[first : last + 1] = [max(size, before) for before in sizes[first : last + 1]]
+    return sizes
+
+
+def _cell(height: float) -> str:
+    return " ▁▂▃▄▅▆▇█"[round(8 * max(0.0, min(1.0, height)))]
+
+
+def lines_table(memory: Document) -> Table:
+    table = _table("line", "function", "alive at the peak ")
+    for each in memory["lines"][:SHOWN_LINES]:
+        where = one_line(f"{short(each['file'])}:{each['line']}")
+        table.add_row(where, one_line(each["function"]), human_bytes(each["bytes"]))
+    return table
+
+
+def notes_of(document: Document) -> Iterator[Note]:
+    busy = "the device works" if document["device"] == "cuda" else "operators work"
+    yield Note(
+        about="busy",
+        text=f"{busy} for {human_percent(document['busy_share'])} of the step; {document['launches']:,.0f} launches; "
+        f"issuing them takes the host {human_seconds(document['host_seconds'])} under the profiler; "
+        f"{human_seconds(document['cpu_seconds'])} of CPU time a step, all threads",
+    )
+    if document["attention"] is not None:
+        yield Note(about="attention", text=one_line(document["attention"]))
+    roofline = document["roofline"]
+    if roofline is not None:
+        text = (
+            f"speed of light {human_seconds(roofline['light_seconds'])}, expected "
+            f"{human_seconds(roofline['expected_seconds'])} ({one_line(roofline['source'])})"
+        )
+        yield Note(about="roofline", text=text)
+    if document["advice"] and document["rates"] is not None:
+        yield Note(about="gains", text=f"estimates of one change alone; rates: {one_line(document['rates']['source'])}")
+    if document["memory"] is not None:
+        yield Note(about="memory", text=f"as told by {one_line(document['memory']['source'])}")
+    elif document["memory_reason"]:
+        yield Note(about="memory", text=one_line(document["memory_reason"]))
+    if document["device"] == "cpu" and document["findings"]:
+        text = "synchronisations cost a CPU nothing; on a GPU each makes the host wait"
+        yield Note(about="findings", text=text)
+    for kind, fix in dict.fromkeys((each["kind"], each["fix"]) for each in document["findings"]):
+        yield Note(about=kind, text=fix)
+    for note in document["notes"]:
+        yield Note(about="note", text=one_line(note))
+    if document["trace"]:
+        yield Note(about="trace", text="open the file below in https://ui.perfetto.dev")

@@ -1,0 +1,234 @@
+"""One self-contained HTML page of a training run, in the ladder's own style, and when to draw it.
+
+    Path("report.html").write_text(render_training_page(history.document(run_json)), encoding="utf-8")
+
+The document is `report/history.py`'s. `LivePage` is told the run's events like everything else that shows them, and
+draws after evaluations and at the end: between cycles, never inside one.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from redline.core.job import REPORT_FILE, RunDirectory
+from redline.core.units import GIB, UNKNOWN, human_bytes, human_percent, human_rate
+from redline.report import Document, one_line
+from redline.report.curves import Panel, curve_chart
+from redline.report.history import TrainingHistory
+from redline.report.page import NARROW_PX, WIDE_PX, date_text, fact_groups, template
+from redline.report.svg import plain_tick, short_number
+from redline.report.table import device_name, workload_text
+from redline.report.training import clock_text, documents_text, epoch_text, loss_text, updates_text
+
+PLOT_WIDE_PX = 440  # two beside each other
+LOSS_PX = 300
+MIB = 1024**2
+REDRAW_SECONDS = 30.0  # between two pages of a run that evaluates often: drawing takes a tenth of a second
+SESSION_COLUMNS = ("begun", "from step", "ended", "machine", "command")
+
+
+def render_training_page(document: Document) -> str:
+    return template("training.html.j2").render(view_of(document))
+
+
+class LivePage:
+    """report.html of a run that goes on. A page that cannot be written stops nobody: `trouble` keeps the reason."""
+
+    def __init__(
+        self,
+        directory: RunDirectory,
+        run: Document,
+        history: TrainingHistory,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._directory, self._run, self._history, self._clock = directory, run, history, clock
+        self._drawn_at = -math.inf
+        self.trouble = ""
+
+    def __call__(self, kind: str, **_: Any) -> None:
+        often = self._clock() - self._drawn_at < REDRAW_SECONDS
+        if kind == "end" or (kind == "validation" and not often):
+            self.draw()
+
+    def draw(self) -> None:
+        try:
+            self._directory.write(REPORT_FILE, render_training_page(self._history.document(self._run)))
+            self.trouble = ""
+        except Exception as error:  # a full disk, a mistake of ours: a week of training must not end for a picture
+            self.trouble = str(error) or type(error).__name__
+        self._drawn_at = self._clock()
+
+
+def view_of(document: Document) -> dict[str, Any]:
+    """Every string the template shows."""
+    document = {**document, "workload": workload_as_trained(document)}
+    shape = (document.get("workload") or {}).get("shape") or {}
+    name = one_line((document.get("workload") or {}).get("name") or "unknown workload")
+    return {
+        "title": f"Training {name}",
+        "workload": workload_text(document),
+        "device": device_name(document),
+        "date": date_text(document),
+        "headline": headline_figures(document),
+        "alarms": list(alarms(document)),
+        "loss": drawings(loss_panel(document, shape.get("vocab")), document, WIDE_PX, LOSS_PX),
+        "loss_note": "Short lines at the bottom are updates that were skipped." if document["skipped_at"] else "",
+        "plots": [
+            (panel.title, meaning, drawings(panel, document, PLOT_WIDE_PX))
+            for panel, meaning in health_panels(document)
+            if not panel.is_empty
+        ],
+        "summary": summary_facts(document) if document.get("updates") else [],
+        "samples": [(f"{sample['updates']:,}", printable_lines(sample["text"])) for sample in document["samples"]],
+        "session_columns": SESSION_COLUMNS,
+        "sessions": [session_cells(session) for session in document["sessions"]],
+        "notes": [one_line(note) for note in document["notes"]],
+        "facts": fact_groups({**document, "settings": setting_facts(document)}),
+        "command": one_line(document.get("command") or ""),
+        "recipe": json.dumps(document["recipe"]) if document.get("recipe") else "",
+    }
+
+
+# --- figures ----------------------------------------------------------------------------------------------------------
+
+
+def headline_figures(document: Document) -> list[tuple[str, str, str]]:
+    """(figure, what it is, a word more)."""
+    if not document.get("updates"):
+        return []
+    tokens, best, loss = document["tokens"], document["best_validation_loss"], document["loss"]
+    mfu = document["mfu"]
+    speed = f"median of {document['cycles']:,} cycles" + ("" if mfu is None else f"; MFU {human_percent(mfu)}")
+    losses = (
+        (loss_text(loss), "train loss", "mean of the last cycle; no document was held out")
+        if best is None
+        else (loss_text(best), "best validation loss", f"train {loss_text(loss)} in the last cycle")
+    )
+    return [
+        losses,
+        (human_rate(document["tokens_per_second"]), "tokens per second", speed),
+        (short_number(tokens["train"]), "tokens trained on", f"in {clock_text(document['seconds'])} of training"),
+    ]
+
+
+def alarms(document: Document) -> Iterable[tuple[str, str]]:
+    """(kind, text) of what a reader must know before any number."""
+    ended = document.get("ended")
+    if ended in ("diverged", "failed"):
+        yield "different", f"Training stopped: {one_line(document.get('reason') or 'no reason was given')}."
+    if ended is None:
+        yield "unfinished", "This run has no end yet: it was still going on when the page was drawn, or it was killed."
+    if ended == "interrupted":
+        yield "unfinished", "This run was interrupted. It goes on with redline train --resume and its folder."
+    if document["skipped"]:
+        yield "unfinished", f"{updates_text(document['skipped'])} skipped: the gradients were not finite."
+
+
+def summary_facts(document: Document) -> list[tuple[str, str]]:
+    tokens, best = document["tokens"], document["best_validation_loss"]
+    return [
+        ("updates", f"{document['updates']:,}"),
+        ("tokens", f"{tokens['train']:,} train, {tokens['validation']:,} validation, {tokens['total']:,} total"),
+        ("documents", documents_text(document["documents"])),
+        ("epochs", epoch_text(document["epoch"])),
+        ("time per epoch", clock_text(document["epoch_seconds"])),
+        ("time", f"{clock_text(document['seconds'])}, evaluations and checkpoints not counted"),
+        ("tokens/s", f"{human_rate(document['tokens_per_second'])}, median of the cycles"),
+        ("MFU", mfu_text(document)),
+        ("data wait", f"{human_percent(document['data_wait'])} of the time"),
+        ("peak memory", human_bytes(document["peak_bytes"])),
+        ("skipped updates", f"{document['skipped']:,}"),
+        ("train loss", loss_text(document["loss"])),
+        ("validation loss", f"{loss_text(document['validation_loss'])}, best {loss_text(best)}"),
+        ("checkpoint", one_line(document.get("checkpoint") or UNKNOWN)),
+    ]  # fmt: skip
+
+
+def mfu_text(document: Document) -> str:
+    convention = one_line(document.get("mfu_convention") or "convention not stated")
+    return convention if document["mfu"] is None else f"{human_percent(document['mfu'])} ({convention})"
+
+
+def session_cells(session: Document) -> list[str]:
+    begun, first = session.get("from_updates"), session.get("hardware") or {}
+    return [
+        date_text(session) or UNKNOWN,
+        UNKNOWN if begun is None else f"{begun:,}",
+        one_line(session.get("ended") or UNKNOWN),
+        one_line(first.get("name") or UNKNOWN),
+        one_line(session.get("command") or UNKNOWN),
+    ]
+
+
+def workload_as_trained(document: Document) -> Document:
+    """With the micro batch, learning rate, ... that were chosen for this run in the place of its own."""
+    settings = document.get("settings") or {}
+    return {name: settings.get(name, value) for name, value in (document.get("workload") or {}).items()}
+
+
+def setting_facts(document: Document) -> Document:
+    """As run.json has them, the budget in words, and what names the run's parts."""
+    settings = dict(document.get("settings") or {})
+    budget = settings.pop("budget", None) or {}
+    return {
+        **settings,
+        "budget": ", ".join(f"{value:,} {name}" for name, value in budget.items() if value is not None),
+        "rungs": (document.get("recipe") or {}).get("rungs"),
+        "data": document.get("data"),
+    }
+
+
+def printable_lines(text: object) -> str:
+    """A sample with its line breaks; whatever else is not printable is a space."""
+    return "\n".join(one_line(line) for line in str(text).splitlines()).strip() or "(nothing)"
+
+
+# --- curves -----------------------------------------------------------------------------------------------------------
+
+
+def loss_panel(document: Document, vocab: int | None) -> Panel:
+    curves = document["curves"]
+    start = math.log(vocab) if vocab else None
+    return Panel(
+        title="Loss over tokens",
+        curves=(("train", curves["loss"]), ("validation", curves["validation_loss"])),
+        show=loss_text,
+        tick=plain_tick,
+        high=2 * start if start else None,
+        level=("ln V: knows nothing", start) if start else None,
+        marks=document["skipped_at"],
+    )
+
+
+def health_panels(document: Document) -> list[tuple[Panel, str]]:
+    """Each with what it means."""
+    curves = document["curves"]
+    size, unit = (GIB, "GiB") if (document["peak_bytes"] or 0) >= GIB else (MIB, "MiB")
+    memory = [(place, value / size) for place, value in curves["peak_bytes"]]
+
+    def panel(title: str, points: Any, show: Callable[[float], str], from_zero: bool = True) -> Panel:
+        return Panel(title=title, curves=((title, points),), show=show, from_zero=from_zero)
+
+    return [
+        (panel("tokens per second", curves["tokens_per_second"], short_number), "of each cycle, evaluations left out"),
+        (panel("MFU", curves["mfu"], human_percent), one_line(document.get("mfu_convention") or "")),
+        (panel("learning rate", curves["learning_rate"], lambda rate: f"{rate:.2g}"), "of the last update of a cycle"),
+        (panel("gradient norm", curves["gradient_norm"], lambda norm: f"{norm:.3g}"), "before clipping"),
+        (panel("peak memory", memory, lambda amount: f"{amount:.4g} {unit}"), "of each cycle"),
+        (panel("data wait", curves["data_wait"], human_percent), "share of a cycle spent waiting for the loader"),
+    ]
+
+
+def drawings(panel: Panel, document: Document, wide_px: int, height_px: int = 150) -> list[tuple[str, Any]]:
+    """One for a wide window and one for a narrow one."""
+    from markupsafe import Markup
+
+    tokens = document["tokens"]["train"]
+    return [
+        (size, Markup(curve_chart(panel, tokens=tokens, width_px=px, height_px=height_px)))
+        for size, px in (("wide", wide_px), ("narrow", NARROW_PX))
+    ]

@@ -1,0 +1,196 @@
+"""A tune for people: the winner, what each knob brought, the ranking, the price of compiling and the gap that is left.
+
+    print_tune(document, Console())
+
+Draws the document of `redline tune --json`; within 100 columns, and nothing that matters is cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from redline.core.units import UNKNOWN, human_bytes, human_percent, human_rate, human_ratio, human_seconds
+from redline.report import Document, Row, one_line
+from redline.report.table import (
+    STATUS_STYLES,
+    VERDICT_STYLES,
+    WIDTH_COLUMNS,
+    Note,
+    machine_text,
+    milliseconds,
+    notes_grid,
+    versions_text,
+    workload_text,
+)
+
+COLUMNS = ("#", "change from the winner", "batch", "ms/step", "tok/s", "of best", "peak", "compile", "verdict")
+NUMBERS = ("#", "batch", "ms/step", "tok/s", "of best", "peak", "compile")
+ENDINGS = {
+    "converged": "no neighbour of the winner is left to try",
+    "minutes": "the time is used up",
+    "interrupted": "interrupted",
+    "device-lost": "the device no longer answers",
+}
+
+
+def print_tune(document: Document, console: Console) -> None:
+    header = [("workload", workload_text(document)), ("machine", machine_text(document))]
+    header += [("versions", versions_text(document)), ("search", search_text(document))]
+    for name, text in header:
+        console.print(Text.assemble((f"{name:<10}", "bold"), text), soft_wrap=False)
+    console.print()
+    console.print(ranking_table(document, min(console.width, WIDTH_COLUMNS)))
+    console.print()
+    console.print(notes_grid(list(notes_of(document))))
+    console.print(Text.assemble(("\nbest  ", "bold"), (best_text(document), "bold green" if document["best"] else "")))
+
+
+def search_text(document: Document) -> str:
+    budget, stopped = document["budget"], document["stopped"]
+    ending = ENDINGS.get(stopped["why"], one_line(stopped["why"]))
+    detail = f" ({one_line(stopped['detail'])})" if stopped["detail"] else ""
+    remembered = f", {budget['remembered_trials']} of them remembered" if budget["remembered_trials"] else ""
+    used = f"{human_seconds(budget['spent_seconds'])} of {human_seconds(budget['seconds'])}"
+    return f"{budget['trials']} recipes in {used}{remembered}; ended because {ending}{detail}"
+
+
+def ranking_table(document: Document, width: int) -> Table:
+    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+    for name in COLUMNS:
+        table.add_column(name, justify="right" if name in NUMBERS else "left", overflow="fold")
+    table.width = None if width >= WIDTH_COLUMNS else width
+    for row in document["rows"]:
+        table.add_row(*styled_cells(row, document))
+    return table
+
+
+def styled_cells(row: Row, document: Document) -> Iterator[Text]:
+    verdict = verdict_of(row)
+    style = STATUS_STYLES.get(verdict, "bold" if is_best(row, document) else "")
+    cells = (
+        str(row["number"]),
+        change_text(row, document),
+        str(row["micro_batch"]),
+        milliseconds((row["step_seconds"] or {}).get("median")) or UNKNOWN,
+        human_rate(row["tokens_per_second"]),
+        human_percent(row["of_best"]),
+        human_bytes(row["peak_bytes"]),
+        human_seconds(row["compile_seconds"]),
+    )
+    for cell in cells:
+        yield Text(cell, style=style)
+    yield Text(verdict, style=VERDICT_STYLES.get(verdict, style))
+
+
+def verdict_of(row: Row) -> str:
+    """'lost' is what was given up before it was checked: it could not have won."""
+    if row["status"] != "ok":
+        return "failed"
+    verdict = one_line(row["equivalence"]["verdict"])
+    return "lost" if verdict == "not-checked" and row["loss_curve"] is None else verdict
+
+
+def is_best(row: Row, document: Document) -> bool:
+    return bool(document["best"]) and row["number"] == document["best"]["number"]
+
+
+def change_text(row: Row, document: Document) -> str:
+    """Against the winner, whatever it was tried on; of a run without one, what was changed."""
+    best = document["best"]
+    if best is None:
+        return one_line(row["change"])
+    if is_best(row, document):
+        return "the winner"
+    if document["baseline"] and row["number"] == document["baseline"]["number"]:
+        return "the plain way"
+    went = [name for name in best["rungs"] if name not in row["rungs"]]
+    came = [name for name in row["rungs"] if name not in best["rungs"]]
+    words = [f"+ {', '.join(came)}"] if came else []
+    words += [f"- {', '.join(went)}"] if went else []
+    return one_line("  ".join(words) or "its rungs, another batch")
+
+
+def notes_of(document: Document) -> Iterator[Note]:
+    """What is wrong first, then what each knob brought, then the rest."""
+    for row in document["rows"]:
+        if verdict_of(row) == "different":
+            detail = one_line(row["equivalence"]["detail"])
+            yield Note(
+                about=f"#{row['number']}",
+                text=f"DIFFERENT: this is not the same training any more, so it cannot win. {detail}",
+                kind="different",
+            )
+    for row in document["rows"]:
+        if row["status"] != "ok" or (row["reason"] and verdict_of(row) not in ("different", "lost")):
+            kind = "failed" if row["status"] != "ok" else "plain"
+            yield Note(
+                about=f"#{row['number']}", text=f"{one_line(row['change'])}: {one_line(row['reason'])}", kind=kind
+            )
+    for knob in document["knobs"]:
+        yield Note(about=knob["knob"], text=one_line(knob["text"]))
+    yield from tie_notes(document)
+    for text in break_even_texts(document):
+        yield Note(about="compiling", text=text)
+    yield from roofline_notes(document)
+    yield from left_out_notes(document)
+
+
+def left_out_notes(document: Document) -> Iterator[Note]:
+    """Rungs that are no choice, those with one reason together."""
+    reasons: dict[str, list[str]] = {}
+    for name, reason in document["space"]["left_out"].items():
+        reasons.setdefault(one_line(reason), []).append(one_line(name))
+    for reason, names in reasons.items():
+        yield Note(about="no choice", text=f"{', '.join(names)}: {reason}")
+
+
+def tie_notes(document: Document) -> Iterator[Note]:
+    best = document["best"]
+    if best and best["ties"]:
+        ties = ", ".join(f"#{number}" for number in best["ties"])
+        yield Note(about="ties", text=f"noise cannot tell the winner from {ties}; more --minutes would repeat them")
+
+
+def break_even_texts(document: Document) -> Iterator[str]:
+    for row in document["break_even"]:
+        rival = one_line(row["against"])
+        if row["tokens"] is None:
+            yield f"against {rival}: no break-even is known"
+            continue
+        yield (
+            f"{human_seconds(row['compile_seconds'])} more than {rival}: pays in runs of more than "
+            f"{row['tokens']:,.0f} tokens ({human_seconds(row['training_seconds'])} of training)"
+        )
+
+
+def roofline_notes(document: Document) -> Iterator[Note]:
+    roofline = document["roofline"]
+    if roofline is None:
+        return
+    if roofline["of_light"] is None:
+        yield Note(about="roofline", text=f"the gap is not known: {one_line(roofline['reason'])}")
+        return
+    yield Note(
+        about="roofline",
+        text=f"{human_percent(roofline['of_light'])} of this recipe's speed of light, {human_rate(roofline['light'])} "
+        f"tokens/s at the data sheet's peaks; {human_rate(roofline['expected'])} were predicted",
+    )
+
+
+def best_text(document: Document) -> str:
+    best: dict[str, Any] | None = document["best"]
+    if best is None:
+        return "no recipe was measured and found right"
+    parts = [f"{human_rate(best['tokens_per_second'])} tokens/s at micro batch {best['micro_batch']}"]
+    if best["accumulation"] is not None:
+        parts.append(f"{best['accumulation']} of them per update of {best['global_batch']}")
+    if best["speedup"] is not None:
+        parts.append(f"{human_ratio(best['speedup'])} the plain way")
+    parts.append(f"{one_line(best['verdict'])}: {' + '.join(map(one_line, best['rungs'])) or 'no rung'}")
+    return ", ".join(parts)

@@ -1,0 +1,134 @@
+"""Where a tuner's answers come from: the run directory, the user's cache, or a worker.
+
+    cache, note = open_cache(context_of(hardware, versions, tokens))
+    answers = TrialAnswers(directory, cache=cache, device="cuda", timeout_seconds=600, on_phase=view.phase)
+    answers.recall(job, 600) or answers.ask(job, 600)
+
+Every answer is kept twice: in the run directory, so that an interrupted run goes on where it was, and in
+~/.cache/redline/trials, so that the same question costs nothing next week. A remembered answer is of the very same job,
+text, device, driver, versions, code and settings of the environment: whatever can change a time is part of its folder's
+name. A cache that cannot be read or written is none, never an error.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import redline
+from redline.core.errors import UserError
+from redline.core.hardware import Hardware
+from redline.core.job import Job, RunDirectory, user_cache, write_atomically
+from redline.core.measurement import Failure
+from redline.core.values import to_json
+from redline.search.launch import OnPhase, launch, probe_machine
+from redline.search.space import compiled_part
+from redline.search.tune import Answer
+
+CONTEXT_FILE = "context.json"
+MORE_TIME = 1.25  # a time-out is asked again with more than this times the seconds it had
+# Variables that reach kernels, compilers, threads or the choice of a device.
+PREFIXES = ("TORCH", "PYTORCH", "TRITON", "CUDA", "CUDNN", "CUBLAS", "NVIDIA", "HIP", "ROCR", "OMP", "MKL", "CXX")
+MEASURING = ("core", "data", "engine", "kernels", "model", "optim", "rungs")  # folders whose code a time depends on
+
+
+class TrialAnswers:
+    def __init__(
+        self,
+        directory: RunDirectory,
+        *,
+        cache: RunDirectory | None,
+        device: str,
+        timeout_seconds: float,
+        on_phase: OnPhase,
+    ) -> None:
+        self.directory, self.cache, self.device = directory, cache, device
+        self.timeout_seconds, self.on_phase = timeout_seconds, on_phase
+        self.here = directory.answers()
+        self.cached = {} if cache is None else cache.answers()
+
+    def recall(self, job: Job, timeout_seconds: float) -> Answer | None:
+        """What is known, unless it came from outside the recipe: a killed worker may have more luck, and one that was
+        stopped may have more time."""
+        known = self.here.get(job.key) or self.cached.get(job.key)
+        if known is None:
+            return None
+        result, seconds = known
+        if isinstance(result, Failure):
+            allowed = min(timeout_seconds, self.timeout_seconds)
+            if result.kind == "killed" or (result.kind == "timeout" and allowed > MORE_TIME * seconds):
+                return None
+        return Answer(result=result, seconds=seconds, remembered=True)
+
+    def adopt(self, job: Job, answer: Answer) -> None:
+        """A remembered answer that is used belongs to this run too: its directory is all that a report needs."""
+        if job.key not in self.here:
+            self.directory.append(job, answer.result, answer.seconds)
+            self.here[job.key] = (answer.result, answer.seconds)
+
+    def ask(self, job: Job, timeout_seconds: float) -> Answer:
+        started, allowed = time.monotonic(), min(timeout_seconds, self.timeout_seconds)
+        with self.directory.explaining():  # a worker's folder takes room on the disk too
+            result = launch(self.directory, job, allowed, self.on_phase, compile_cache=graph_key(job))
+        if isinstance(result, Failure) and result.kind == "timeout" and allowed < self.timeout_seconds:
+            result = replace(result, reason=f"stopped after {allowed:.0f} s: --minutes allows no more")
+        seconds = time.monotonic() - started
+        self.directory.append(job, result, seconds)
+        self.here[job.key] = (result, seconds)
+        if self.cache is not None:
+            try:
+                self.cache.append(job, result, seconds)
+            except UserError:  # no room: the run directory has the answer
+                self.cache = None
+        return Answer(result=result, seconds=seconds)
+
+    def trouble(self) -> str | None:
+        try:
+            probe_machine(self.device)
+        except UserError as error:
+            return f"{error.problem}: {error.why}"
+        return None
+
+
+def graph_key(job: Job) -> str:
+    """Jobs with this in common compile the same code and may share its cache. The attention backend is part of it:
+    Inductor's own key is not enough there (FACTS section 6)."""
+    return f"graph-{_digest([to_json(job.workload.shape), job.device, compiled_part(job.recipe)])}"
+
+
+def context_of(hardware: Hardware, versions: dict[str, str | None], tokens: Path) -> dict[str, Any]:
+    """Everything but the job that a measured time depends on."""
+    return {
+        "hardware": to_json(hardware),
+        "versions": versions,
+        "code": code_fingerprint(),
+        "tokens": hashlib.sha256(tokens.read_bytes()).hexdigest(),
+        "environment": {name: value for name, value in sorted(os.environ.items()) if name.startswith(PREFIXES)},
+    }
+
+
+def code_fingerprint() -> str:
+    """Of the files that run in a worker: a version number says nothing in a checkout that is being worked on."""
+    package = Path(redline.__file__).resolve().parent
+    paths = sorted(path for folder in MEASURING for path in (package / folder).rglob("*.py"))
+    return _digest([(str(path.relative_to(package)), path.read_text(encoding="utf-8")) for path in paths])
+
+
+def open_cache(context: dict[str, Any]) -> tuple[RunDirectory | None, str | None]:
+    """The folder of this context, or None and why."""
+    path = user_cache() / "trials" / _digest(context)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        write_atomically(path / CONTEXT_FILE, json.dumps(context, indent=2) + "\n")
+    except OSError as error:
+        return None, f"trials are not remembered beyond this run: {path}: {error.strerror or error}"
+    return RunDirectory(path), None
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]

@@ -1,0 +1,320 @@
+"""What a tuner may change: the groups of the one table of rungs, as far as they apply here, and the micro batch.
+
+    space = open_space(workload, hardware, allow="rounding")
+    space.knobs                      # (Knob(name="flash", choices=(None, "flash", "cudnn-attention")), ...)
+    space.start()                    # where the ladder's knowledge and the predictions say to begin
+    space.change(recipe, knob, "cudnn-attention")
+
+Rungs that take each other's place are the choices of one knob; every other rung is a knob of its own, there or not. No
+second list is kept: a new rung in `rungs/ladder.py` is a new choice here. The model as it was published is no choice: a
+head that is tied there stays tied, since the tokens per second of two models are not comparable.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from redline.core.errors import unknown_name
+from redline.core.hardware import Hardware, known_device
+from redline.core.plan import Plan
+from redline.core.recipe import Recipe
+from redline.core.units import human_bytes
+from redline.core.values import to_json
+from redline.core.workload import Workload
+from redline.predict.fitting import Case
+from redline.predict.parallel import divisors
+from redline.predict.roofline import Prediction, predict_step, reachable, sheet_peaks
+from redline.rungs import LADDER, Maths, Rung, find_rung, group_of, plan_of, published_rungs, usual_rungs
+from redline.search.batch_size import HEADROOM
+
+# What may win: the verdicts a recipe may have, and the promises of the rungs it may hold.
+ALLOW = {
+    "bit-exact": (Maths.BIT_EXACT,),
+    "rounding": (Maths.BIT_EXACT, Maths.ROUNDING),
+    "changes-maths": tuple(Maths),
+}
+VERDICTS = {"bit-exact": ("same",), "rounding": ("same", "rounding"), "changes-maths": ("same", "rounding", "changed")}
+# Fields of a plan that no compiled code depends on.
+NOT_COMPILED = ("optimizer", "loader_workers", "read_loss_every", "expandable_segments")
+EFFICIENT = 0.98  # of the highest rate predicted: the smallest size that reaches it is the start; trials take its time
+WORTH_A_CHANGE = 0.005  # a prediction must promise more than this to leave the ladder's usual rungs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Knob:
+    name: str
+    """The group's first rung."""
+    choices: tuple[str | None, ...]
+    """Rungs, and None: none of them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Space:
+    workload: Workload
+    hardware: Hardware
+    knobs: tuple[Knob, ...]
+    published: tuple[str, ...]
+    """In every recipe: what makes the model the published one."""
+    left_out: dict[str, str] = field(default_factory=dict)
+    """Rungs that are no choice, with the reason."""
+    memory_limit: int | None = None
+    """Bytes a recipe may take, predicted or measured; None: nobody knows."""
+    micro_batch: int | None = None
+    """The only one to consider; None: searched."""
+    global_batch: int | None = None
+    """Sequences per update, which the micro batch must divide."""
+
+    def choice_of(self, rungs: Sequence[str], knob: Knob) -> str | None:
+        return next((choice for choice in knob.choices if choice is not None and choice in rungs), None)
+
+    def change(self, recipe: Recipe, knob: Knob, choice: str | None) -> Recipe | None:
+        """The recipe with this choice. What needs something that is gone now goes too; None where the choice itself
+        does not apply beside the others."""
+        others = [name for name in recipe.rungs if name not in knob.choices]
+        wanted = [*others, *([choice] if choice is not None else [])]
+        rungs = self._applying(wanted)
+        if choice is not None and choice not in rungs:
+            return None
+        return replace(recipe, rungs=rungs)
+
+    def _applying(self, wanted: Collection[str]) -> tuple[str, ...]:
+        """In the order of the ladder, without those that do not apply beside the rest."""
+        names = frozenset(wanted)
+        if names not in self._fitting:
+            rungs = tuple(rung.name for rung in LADDER if rung.name in names)
+            fitting = tuple(name for name in rungs if self._refusal(name, rungs) is None)
+            self._fitting[names] = rungs if fitting == rungs else self._applying(fitting)
+        return self._fitting[names]
+
+    def _refusal(self, name: str, rungs: Sequence[str]) -> str | None:
+        others = plan_of(other for other in rungs if other != name)
+        return find_rung(name).needs(self.workload, self.hardware, others)
+
+    def baseline(self) -> Recipe:
+        """The published model and nothing else, at the size the workload says or at what fits."""
+        recipe = Recipe(rungs=self.published, micro_batch=self.micro_batch or self.workload.micro_batch)
+        return replace(recipe, micro_batch=self._size_near(recipe, recipe.micro_batch))
+
+    def start(self) -> Recipe:
+        """The usual rungs, and where they were predicted to be slower than a neighbour, that neighbour."""
+        offered = {choice for knob in self.knobs for choice in knob.choices} | set(self.published)
+        usual = [name for name in usual_rungs(self.workload, self.hardware) if name in offered]
+        recipe = Recipe(rungs=self._applying([*usual, *self.published]), micro_batch=self.baseline().micro_batch)
+        recipe = self.efficient_size(recipe)
+        while (better := self._best_predicted(recipe)) is not None:
+            recipe = better
+        return self.efficient_size(recipe)
+
+    def _best_predicted(self, recipe: Recipe) -> Recipe | None:
+        here = self.predicted_rate(recipe)
+        if here is None:
+            return None
+        rates = {
+            changed: self.predicted_rate(changed) or 0.0
+            for changed in self.neighbours(recipe)
+            if self.refuses(changed) is None
+        }
+        best = max(rates, key=lambda changed: rates[changed], default=recipe)
+        return best if rates.get(best, 0.0) > (1 + WORTH_A_CHANGE) * here else None
+
+    def neighbours(self, recipe: Recipe) -> Iterator[Recipe]:
+        """One knob turned, at the same micro batch."""
+        for knob in self.knobs:
+            for choice in knob.choices:
+                changed = self.change(recipe, knob, choice)
+                if changed is not None and changed != recipe:
+                    yield changed
+
+    def recipes(self, micro_batch: int) -> list[Recipe]:
+        """Every recipe there is at this size."""
+        every = itertools.product(*(knob.choices for knob in self.knobs))
+        rungs = [self._applying([*self.published, *(one for one in chosen if one)]) for chosen in every]
+        return [Recipe(rungs=names, micro_batch=micro_batch) for names in dict.fromkeys(rungs)]
+
+    # memory
+
+    def refuses(self, recipe: Recipe) -> str | None:
+        """Why nothing needs to run to know that this recipe cannot be chosen."""
+        if self.memory_limit is None:
+            return None
+        total = self.predicted_bytes(recipe)
+        if total <= self.memory_limit:
+            return None
+        return f"predicted to take {human_bytes(total)} of the {human_bytes(self.memory_limit)} it may"
+
+    def predicted_bytes(self, recipe: Recipe) -> int:
+        if recipe not in self._bytes:
+            self._bytes[recipe] = self._case(recipe).memory(recipe.micro_batch).total
+        return self._bytes[recipe]
+
+    def largest(self, recipe: Recipe) -> int | None:
+        """The largest micro batch predicted to fit, 0 where none is; None where nobody knows the limit."""
+        if self.memory_limit is None:
+            return None
+        if recipe.rungs not in self._largest:
+            self._largest[recipe.rungs] = self._case(recipe).largest(self.memory_limit)
+        return self._largest[recipe.rungs]
+
+    def _case(self, recipe: Recipe) -> Case:
+        return Case(shape=self.workload.shape, plan=plan_of(recipe.rungs))
+
+    # sizes
+
+    def efficient_size(self, recipe: Recipe) -> Recipe:
+        """At the smallest micro batch that is predicted to be about as fast as any; as it is where nothing is
+        predicted, shrunk where it would not fit."""
+        if self.micro_batch is not None:
+            return recipe
+        rates = {size: self.predicted_rate(replace(recipe, micro_batch=size)) for size in self._sizes(recipe)}
+        known = {size: rate for size, rate in rates.items() if rate is not None}
+        if not known:
+            return replace(recipe, micro_batch=self._size_near(recipe, recipe.micro_batch))
+        enough = EFFICIENT * max(known.values())
+        return replace(recipe, micro_batch=min(size for size, rate in known.items() if rate >= enough))
+
+    def smaller(self, recipe: Recipe) -> Recipe | None:
+        """At half the size, or at the next that the global batch allows; None at one sequence."""
+        half = recipe.micro_batch // 2
+        sizes = [size for size in self._divisors if size <= half] if self._divisors else [half]
+        return replace(recipe, micro_batch=max(sizes)) if sizes and max(sizes) >= 1 else None
+
+    def larger(self, recipe: Recipe) -> Recipe | None:
+        """At twice the size or as near to it as fits; None where nothing larger does."""
+        most = self.largest(recipe)
+        room = 2 * recipe.micro_batch if most is None else min(2 * recipe.micro_batch, most)
+        sizes = [size for size in self._divisors if size <= room] if self._divisors else [room]
+        return replace(recipe, micro_batch=max(sizes)) if sizes and max(sizes) > recipe.micro_batch else None
+
+    def _sizes(self, recipe: Recipe) -> list[int]:
+        """Powers of two that fit, or the divisors of the global batch that do."""
+        most = self.largest(recipe)
+        if most is None or most < 1:
+            return []
+        sizes = self._divisors or [2**power for power in range(most.bit_length())]
+        return [size for size in sizes if size <= most]
+
+    def _size_near(self, recipe: Recipe, size: int) -> int:
+        """The largest size up to this one that is predicted to fit and divides the global batch."""
+        if self.micro_batch is not None:
+            return self.micro_batch
+        most = self.largest(recipe)
+        room = size if most is None else max(1, min(size, most))
+        return max((one for one in self._divisors if one <= room), default=room) if self._divisors else room
+
+    @cached_property
+    def _divisors(self) -> tuple[int, ...]:
+        return () if self.global_batch is None else divisors(self.global_batch)
+
+    # speed
+
+    def predict(self, recipe: Recipe) -> Prediction | None:
+        """The roofline of a step; None on a device that nobody knows the peaks of."""
+        if self.hardware.kind != "cuda":
+            return None
+        device, plan = known_device(self.hardware.name, self.hardware.multiprocessors), plan_of(recipe.rungs)
+        sheet = None if device is None else sheet_peaks(plan, device)
+        if device is None or sheet is None:
+            return None
+        return predict_step(
+            self.workload.shape,
+            plan,
+            micro_batch=recipe.micro_batch,
+            sheet=sheet,
+            reached=reachable(plan, device),
+        )
+
+    def predicted_rate(self, recipe: Recipe) -> float | None:
+        if recipe not in self._rates:
+            prediction = self.predict(recipe)
+            self._rates[recipe] = None if prediction is None else prediction.expected.tokens_per_second
+        return self._rates[recipe]
+
+    # What was worked out: a search asks for the same thousands of times.
+
+    @cached_property
+    def _fitting(self) -> dict[frozenset[str], tuple[str, ...]]:
+        return {}
+
+    @cached_property
+    def _bytes(self) -> dict[Recipe, int]:
+        return {}
+
+    @cached_property
+    def _largest(self) -> dict[tuple[str, ...], int]:
+        return {}
+
+    @cached_property
+    def _rates(self) -> dict[Recipe, float | None]:
+        return {}
+
+
+def open_space(
+    workload: Workload,
+    hardware: Hardware,
+    *,
+    allow: str = "rounding",
+    rungs: Collection[str] | None = None,
+    without: Collection[str] = (),
+    memory_limit: int | None = None,
+    micro_batch: int | None = None,
+    global_batch: int | None = None,
+) -> Space:
+    """`rungs`: only these are choices; `without`: these are not."""
+    if allow not in ALLOW:
+        raise unknown_name("class of maths to allow", allow, ALLOW)
+    published = published_rungs(workload)
+    reasons: dict[str, str] = {}
+    for rung in LADDER[1:]:
+        reason = _why_not(rung, workload, hardware, allow)
+        if reason is None and (rung.name in without or (rungs is not None and rung.name not in rungs)):
+            reason = "left out by request"
+        if reason is not None and rung.name not in published:
+            reasons[rung.name] = reason
+    limit = memory_limit
+    if limit is None and hardware.memory_bytes is not None:
+        limit = math.floor((1 - HEADROOM) * hardware.memory_bytes)
+    return Space(
+        workload=workload,
+        hardware=hardware,
+        knobs=tuple(_knobs([rung for rung in LADDER[1:] if rung.name not in {*reasons, *published}])),
+        published=published,
+        left_out=reasons,
+        memory_limit=limit,
+        micro_batch=micro_batch,
+        global_batch=global_batch,
+    )
+
+
+def _knobs(rungs: Sequence[Rung]) -> Iterator[Knob]:
+    for name in dict.fromkeys(group_of(rung) for rung in rungs):
+        yield Knob(name=name, choices=(None, *(rung.name for rung in rungs if group_of(rung) == name)))
+
+
+def _why_not(rung: Rung, workload: Workload, hardware: Hardware, allow: str) -> str | None:
+    """The reason a rung is no choice here, or None."""
+    if rung.maths not in ALLOW[allow]:
+        return f"{rung.maths.value}, and --allow is {allow}"
+    if rung.stand_in and rung.instead_of is not None:
+        kept = find_rung(rung.instead_of)
+        if _refused_everywhere(kept, workload, hardware) is None:
+            return f"stands in for {kept.name} where that does not apply"
+    return _refused_everywhere(rung, workload, hardware)
+
+
+def _refused_everywhere(rung: Rung, workload: Workload, hardware: Hardware) -> str | None:
+    """None where some recipe has a place for it: beside the usual rungs, alone, or beside one other rung."""
+    usual = plan_of(name for name in usual_rungs(workload, hardware) if group_of(find_rung(name)) != group_of(rung))
+    plans = [usual, Plan(), *(other.apply(Plan()) for other in LADDER)]
+    reasons = [rung.needs(workload, hardware, plan) for plan in plans]
+    return None if None in reasons else reasons[0]
+
+
+def compiled_part(recipe: Recipe) -> dict[str, Any]:
+    """What compiled code depends on: recipes with this in common and shapes alike compile the same."""
+    plan = {name: value for name, value in to_json(plan_of(recipe.rungs)).items() if name not in NOT_COMPILED}
+    return {**plan, "micro_batch": recipe.micro_batch}

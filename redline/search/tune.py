@@ -1,0 +1,712 @@
+"""The search for the fastest recipe that is still right, within a number of minutes.
+
+    tuner = Tuner(space, settings, answers, Budget(8 * 60), view)
+    tuner.run()
+    tuner.best, tuner.trials, tuner.stopped
+
+Begin where the ladder's knowledge and the predictions point, turn one knob at a time, keep what is faster, find the
+micro batch, and again, until nothing is. Each trial is a look first: steps that cannot keep up with the fastest so far
+are given up unproved, which is most of them; the rest get the whole measurement with its check; the leaders are timed
+again in turns. So effort goes up by levels and candidates go down, as in successive halving. `answers` answers jobs,
+from a worker or from memory: decisions rest on what it says and on the time it says it took, so a run that is asked
+again asks the same. Why no library does this: docs/tune.md.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import Protocol
+
+from redline.core.job import Job, Result
+from redline.core.measurement import Failure, Measurement, spread_of
+from redline.core.recipe import Recipe
+from redline.core.units import human_bytes
+from redline.predict.verdict import Equivalence, judge
+from redline.rungs import Maths, find_rung, group_of, plan_of
+from redline.search.batch_size import STEPPING_SECONDS, STEPS_PER_TRIAL, best_batch
+from redline.search.climb import TOKENS_FILE
+from redline.search.noise import UNSEEN_RUN_TO_RUN, noise_between
+from redline.search.space import VERDICTS, Space, compiled_part
+
+HOPELESS = 0.90  # of the present speed: a change predicted to reach less is not tried
+CLEAR_LOSS = 0.90  # of what it was put onto: a change that lost so clearly is not tried again on another base
+GIVE_UP = {"cuda": 0.03, "cpu": 0.15}  # slower than the fastest by more than a short look can be wrong
+NARROW = 2.0  # times the spread between runs: what wins by less is looked at again
+LEADERS, MOST_REPEATS = 4, 3
+LARGE_PART = 1 / 3  # of the time that is left
+# What a trial takes before one of its kind was seen. Compiling: 22 to 28 s for GPT-2's twelve layers on an H200
+# (records), 26 to 36 s on two cores (LIBRARIES, traps). The rest: starting torch, checks and steps.
+TRIAL_SECONDS = {"cuda": 20.0, "cpu": 15.0}
+COMPILE_SECONDS, COMPILED_LAYERS = {"cuda": 28.0, "cpu": 36.0}, 12
+REPLAY_MARGIN_SECONDS = 10.0  # a start-up that is quicker by less than this must not make room for one trial more
+FAILURES_IN_A_ROW = 2  # before the device is asked whether it is still there
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuneSettings:
+    """What the user chose. Stored in run.json, so that a resumed run asks the same questions."""
+
+    device: str
+    minutes: float
+    allow: str = "rounding"
+    rungs: tuple[str, ...] | None = None
+    """Only these are choices; None: all that apply."""
+    without: tuple[str, ...] = ()
+    micro_batch: int | None = None
+    """None: searched."""
+    global_batch: int | None = None
+    memory_limit: int | None = None
+    """Bytes a recipe may take; None: nobody knows."""
+    check_steps: int = 20
+    timed_steps: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    result: Result
+    seconds: float
+    """What it took, now or then."""
+    remembered: bool = False
+
+
+class Answers(Protocol):
+    def recall(self, job: Job, timeout_seconds: float) -> Answer | None:
+        """What is known already, and would not come out otherwise with so much time."""
+
+    def adopt(self, job: Job, answer: Answer) -> None:
+        """A remembered answer was used."""
+
+    def ask(self, job: Job, timeout_seconds: float) -> Answer:
+        """From a worker."""
+
+    def trouble(self) -> str | None:
+        """Why no worker can answer any more, or None."""
+
+
+class View(Protocol):
+    def trial_started(self, label: str, number: int) -> None: ...
+    def trial_finished(self, trial: Trial) -> None: ...
+
+
+class Stage(Enum):
+    """What is tried first, and what only when nothing else is left."""
+
+    CODE = "changes the code that runs"
+    REST = "changes what no kernel notices, or saves memory that nothing needs"
+    DEAR = "compiles for minutes"
+
+
+class OutOfTimeError(Exception):
+    """What would come next takes longer than there is time."""
+
+
+class DeviceLostError(Exception):
+    """Whatever comes next would fail."""
+
+
+class Budget:
+    """Minutes of measuring. What is remembered counts with the time it took then, so that a second run ends where the
+    first did instead of going on."""
+
+    def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.seconds, self.clock, self.started = seconds, clock, clock()
+        self.remembered = 0.0
+
+    @property
+    def spent(self) -> float:
+        return self.clock() - self.started + self.remembered
+
+    @property
+    def left(self) -> float:
+        return self.seconds - self.spent
+
+
+@dataclass
+class Trial:
+    number: int
+    recipe: Recipe
+    label: str
+    """What was changed, such as 'cudnn-attention instead of flash'."""
+    onto: Trial | None
+    """The trial whose recipe was changed."""
+    job: Job
+    measurements: list[Measurement] = field(default_factory=list)
+    failure: Failure | None = None
+    equivalence: Equivalence | None = None
+    reference_curve: tuple[float, ...] | None = None
+    seconds: list[float] = field(default_factory=list)
+    """What each of its processes took."""
+    remembered: bool = False
+    over_limit: str | None = None
+    """Why its memory rules it out."""
+
+    @property
+    def ran(self) -> bool:
+        return bool(self.measurements)
+
+    @property
+    def checked(self) -> bool:
+        """It kept up, so it was held against fp32; a look alone is not."""
+        return self.ran and self.measurements[0].gradients is not None
+
+    @property
+    def step_seconds(self) -> float:
+        return statistics.median(statistics.median(one.step_seconds) for one in self.measurements)
+
+    @property
+    def compiled(self) -> bool:
+        return plan_of(self.recipe.rungs).compile
+
+    @property
+    def compile_seconds(self) -> float | None:
+        """Of the first process: later ones find the code compiled."""
+        return self.measurements[0].compile_seconds if self.ran else None
+
+
+class Tuner:
+    def __init__(self, space: Space, settings: TuneSettings, answers: Answers, budget: Budget, view: View) -> None:
+        self.space, self.settings, self.answers, self.budget, self.view = space, settings, answers, budget, view
+        self.kind = space.hardware.kind
+        self.trials: dict[Recipe, Trial] = {}
+        """Everything that was run, in its order; the first is the baseline."""
+        self.not_tried: dict[Recipe, str] = {}
+        """What was considered, and why it was not run."""
+        self.references: dict[Recipe, Measurement | Failure] = {}
+        """The fp32 curves by the rungs that change the maths and the micro batch."""
+        self.reference_seconds: dict[int, float] = {}
+        """What a reference took, by micro batch."""
+        self.ratios: dict[tuple[frozenset[str], frozenset[str]], float] = {}
+        """By the rungs that went and came: the speed after a change over that before, when it was tried last."""
+        self.resized: set[tuple[str, ...]] = set()
+        self.asked = 0
+        """Answers, remembered ones too."""
+        self.failures_in_a_row = 0
+        self.short_of_time = False
+        """Something was left undone because it would have taken too long."""
+        self.proving = False
+        self.stopped: str | None = None
+        """'converged', 'minutes' or 'device-lost' at the end."""
+        self.trouble: str | None = None
+
+    def run(self) -> None:
+        try:
+            self._look_at_baseline()
+            current = self._start()
+            while True:
+                asked = self.asked
+                current = self._search(current)
+                for trial in self._leaders():  # at its own best size one of them may leave the others behind
+                    self._resize(trial)
+                self._race()
+                fastest = next(iter(self._ranking()), current)
+                if fastest is current or self.asked == asked:  # two that nothing tells apart may take turns for ever
+                    break
+                current = fastest
+            self.stopped = "minutes" if self.short_of_time else "converged"
+        except OutOfTimeError:
+            self.stopped = "minutes"
+        except DeviceLostError as error:
+            self.stopped, self.trouble = "device-lost", str(error)
+        if self.stopped == "minutes":
+            with suppress(OutOfTimeError, DeviceLostError):
+                self._race()
+        if self.stopped != "device-lost":
+            with suppress(OutOfTimeError, DeviceLostError):
+                self._price_of_compiling()
+
+    # what is there
+
+    @property
+    def baseline(self) -> Trial | None:
+        return next(iter(self.trials.values()), None)
+
+    @property
+    def best(self) -> Trial | None:
+        """The fastest that was proved. Among those that noise cannot tell from it, what compiles least."""
+        proved = [trial for trial in self.trials.values() if self.is_proved(trial)]
+        fastest = max(proved, key=self.rate, default=None)
+        if fastest is None:
+            return None
+        equal = [trial for trial in proved if self.keeps_up(trial, fastest)]
+        return min(equal, key=lambda trial: (compile_factor(trial.recipe), -self.rate(trial)))
+
+    def rate(self, trial: Trial) -> float:
+        """Tokens per second; 0 of what did not run."""
+        tokens = trial.recipe.micro_batch * self.space.workload.shape.sequence
+        return tokens / trial.step_seconds if trial.ran else 0.0
+
+    def keeps_up(self, trial: Trial, other: Trial) -> bool:
+        """Not slower beyond the noise."""
+        noise = noise_between(trial.measurements, other.measurements, self.kind)
+        return self.rate(trial) >= (1 - noise) * self.rate(other)
+
+    def is_sound(self, trial: Trial) -> bool:
+        """Nothing wrong was found as far as it was checked, and its memory is within the limit."""
+        wrong = trial.equivalence is not None and trial.equivalence.verdict == "different"
+        return trial.checked and not wrong and trial.over_limit is None
+
+    def is_proved(self, trial: Trial) -> bool:
+        verdict = None if trial.equivalence is None else trial.equivalence.verdict
+        return self.is_sound(trial) and verdict in VERDICTS[self.settings.allow]
+
+    # beginning
+
+    def _look_at_baseline(self) -> None:
+        """What speed-ups are counted from: the time alone, since nobody will choose it."""
+        recipe = self.space.baseline()
+        if self.space.refuses(recipe) is None:
+            self._try(recipe, "the plain way", None, kind="look")
+
+    def _start(self) -> Trial:
+        """The first recipe that can win. Where it does not fit after all, it shrinks; where its compiling would take a
+        large part of the time, it does without, so that there is something to show before anything is risked."""
+        recipe, label = self.space.start(), "the usual rungs, as predicted best"
+        risky = self._expected(recipe) > LARGE_PART * self.budget.left and self._recall(self._job(recipe)) is None
+        if risky and plan_of(recipe.rungs).compile:
+            knob = next(knob for knob in self.space.knobs if knob.name == "compile")
+            recipe, label = self.space.change(recipe, knob, None) or recipe, "the usual rungs, without compile"
+        trial = self._try(recipe, label, None)
+        while trial.failure is not None and trial.failure.kind == "oom" and self.space.micro_batch is None:
+            smaller = self.space.smaller(trial.recipe)
+            if smaller is None:
+                break
+            trial = self._try(smaller, f"micro batch {smaller.micro_batch}", trial)
+        with suppress(OutOfTimeError):
+            self._prove(trial)  # early: a run that ends before its time has something to show
+        return trial
+
+    # turning knobs
+
+    def _search(self, current: Trial) -> Trial:
+        """What changes the code, the size, and what no kernel notices, in turns; then what compiles for minutes, once
+        nothing cheaper is left."""
+        if current.ran and self.space.predicted_rate(current.recipe) is None:
+            current = self._resize(current)  # nobody predicted its size
+        while True:
+            found = self._turn_knobs(current, Stage.CODE)
+            found = self._resize(found) if found.ran else found
+            found = self._turn_knobs(found, Stage.REST)
+            if found is current:
+                found = self._turn_knobs(found, Stage.DEAR)
+            if found is current:
+                return current
+            current = found
+
+    def _turn_knobs(self, current: Trial, stage: Stage) -> Trial:
+        tried: set[Recipe] = set()
+        while (recipe := self._next_change(current, tried, stage)) is not None:
+            tried.add(recipe)
+            challenger = self._challenge(current, recipe)
+            if challenger is not None and self._wins(challenger, current):
+                current = challenger
+        return current
+
+    def _wins(self, challenger: Trial, current: Trial) -> bool:
+        """A narrow win must stand a second look: of many challengers the luckiest looks faster than it is, and what
+        comes after it would be measured against its luck."""
+        if not self._is_better(challenger, current):
+            return False
+        if not current.ran or self.rate(challenger) > (1 + NARROW * UNSEEN_RUN_TO_RUN[self.kind]) * self.rate(current):
+            return True
+        try:
+            self._repeat(challenger, 1)
+        except OutOfTimeError:
+            self.short_of_time = True
+        return self._is_better(challenger, current)
+
+    def _next_change(self, current: Trial, tried: set[Recipe], stage: Stage) -> Recipe | None:
+        """The most promising neighbour of a stage that was not tried in this round."""
+        promises = {recipe: self._promise(current.recipe, recipe) for recipe in self._neighbours(current.recipe)}
+        moves = [recipe for recipe, (its_stage, *_) in promises.items() if its_stage is stage and recipe not in tried]
+        return min(moves, key=lambda recipe: promises[recipe][1:], default=None)
+
+    def _neighbours(self, recipe: Recipe) -> Iterator[Recipe]:
+        """One knob turned. Where memory is short, what saves some is tried with the size it makes room for: at the
+        same size it only costs time."""
+        short = self._memory_binds(recipe)
+        for changed in self.space.neighbours(recipe):
+            larger = self.space.larger(changed) if short and self._saves_memory(recipe, changed) else None
+            yield larger or changed
+
+    def _promise(self, current: Recipe, changed: Recipe) -> tuple[Stage, bool, float]:
+        """When its turn is, and what comes first then: what is added or swapped before what is left out, and in each
+        the highest prediction."""
+        came = set(changed.rungs) - set(current.rungs)
+        idle = self._saves_memory(current, changed) and changed.micro_batch == current.micro_batch
+        if compile_factor(changed) > max(1.0, compile_factor(current)):
+            stage = Stage.DEAR
+        elif compiled_part(changed) == compiled_part(current) or (idle and any(map(is_when_named, came))):
+            stage = Stage.REST
+        else:
+            stage = Stage.CODE
+        return stage, not came, -self._predicted_ratio(current, changed)
+
+    def _predicted_ratio(self, current: Recipe, changed: Recipe) -> float:
+        """1 where nothing is predicted."""
+        here, there = self.space.predicted_rate(current), self.space.predicted_rate(changed)
+        return 1.0 if here is None or there is None else there / here
+
+    def _saves_memory(self, current: Recipe, changed: Recipe) -> bool:
+        return self.space.predicted_bytes(changed) < 0.99 * self.space.predicted_bytes(current)
+
+    def _memory_binds(self, recipe: Recipe) -> bool:
+        largest = self.space.largest(recipe)
+        return self.space.micro_batch is None and largest is not None and largest < 2 * recipe.micro_batch
+
+    def _challenge(self, current: Trial, recipe: Recipe) -> Trial | None:
+        """The trial of a neighbour, or None with the reason in `not_tried`."""
+        went, came = set(current.recipe.rungs) - set(recipe.rungs), set(recipe.rungs) - set(current.recipe.rungs)
+        change = (frozenset(went), frozenset(came))
+        ratio = self._predicted_ratio(current.recipe, recipe)
+        before = self.ratios.get(change, 1.0)
+        if recipe in self.trials:
+            return self.trials[recipe]
+        if (reason := self.space.refuses(recipe)) is not None:
+            self.not_tried[recipe] = reason
+            return None
+        if ratio < HOPELESS:
+            self.not_tried[recipe] = f"predicted to be {1 - ratio:.0%} slower"
+            return None
+        if before < CLEAR_LOSS:
+            return None  # its trial on another base says how it lost
+        if not self._may_try(recipe):
+            self.not_tried[recipe] = f"would take about {self._expected(recipe):.0f} s, and less was left"
+            self.short_of_time = True
+            return None
+        self.not_tried.pop(recipe, None)
+        trial = self._try(recipe, difference(current.recipe, recipe), current)
+        if trial.ran and current.ran:
+            self.ratios[change] = self.rate(trial) / self.rate(current)
+        return trial
+
+    def _is_better(self, trial: Trial, current: Trial) -> bool:
+        """What compiles for longer must win beyond the noise."""
+        if not self.is_sound(trial):
+            return False
+        if not self.is_sound(current):
+            return True
+        dearer = compile_factor(trial.recipe) > compile_factor(current.recipe)
+        needed = 1 + UNSEEN_RUN_TO_RUN[self.kind] if dearer else 1.0
+        return self.rate(trial) > needed * self.rate(current)
+
+    # the micro batch
+
+    def _resize(self, current: Trial) -> Trial:
+        """At the micro batch that is fastest for its rungs, once for each; a size that was given stays."""
+        rungs = current.recipe.rungs
+        if self.space.micro_batch is not None or rungs in self.resized:
+            return current
+        self.resized.add(rungs)
+
+        def ask(size: int) -> Result:
+            recipe = Recipe(rungs=rungs, micro_batch=size)
+            trial = self._try(recipe, f"micro batch {size}", current)
+            return trial.failure or trial.measurements[0]
+
+        choice = best_batch(
+            ask,
+            start=current.recipe.micro_batch,
+            limit=self._most_sequences(current),
+            noise=UNSEEN_RUN_TO_RUN[self.kind] / 2,  # what this leaves on the table adds to what the knobs leave
+            sequence=self.space.workload.shape.sequence,
+            memory_bytes=self.space.memory_limit,
+            headroom=0.0,
+            global_sequences=self.space.global_batch,
+            known=[trial.recipe.micro_batch for trial in self.trials.values() if trial.recipe.rungs == rungs],
+        )
+        if choice.micro_batch is None:
+            return current
+        sized = self.trials[replace(current.recipe, micro_batch=choice.micro_batch)]
+        return sized if self._is_better(sized, current) else current
+
+    def _most_sequences(self, current: Trial) -> int | None:
+        """What is predicted to fit, and what a trial has time to step through."""
+        by_memory = self.space.largest(current.recipe)
+        per_sequence = current.step_seconds / current.recipe.micro_batch
+        by_time = max(1, round(STEPPING_SECONDS[self.kind] / STEPS_PER_TRIAL / per_sequence))
+        return by_time if by_memory is None else max(1, min(by_memory, by_time))
+
+    # the end
+
+    def _race(self) -> None:
+        """The leaders in turns, until one is ahead of the others beyond the noise."""
+        self.proving = True
+        try:
+            self._check_baseline()
+            self._prove_fastest()
+            for repeat in range(1, MOST_REPEATS + 1):
+                leaders = self._leaders()
+                if len(leaders) < 2:
+                    break
+                for trial in leaders:
+                    self._repeat(trial, repeat)
+            self._prove_fastest()
+        finally:
+            self.proving = False
+
+    def _check_baseline(self) -> None:
+        """Where nothing is faster than the plain way, that is the answer, and is measured like one."""
+        plain, ranking = self.baseline, self._ranking()
+        if plain is None or not plain.ran or plain.checked or (ranking and self.keeps_up(ranking[0], plain)):
+            return
+        self.view.trial_started(plain.label, plain.number)
+        answer = self._answer(replace(self._job(plain.recipe), give_up_seconds=None), 2 * plain.seconds[0])
+        plain.seconds.append(answer.seconds)
+        if isinstance(answer.result, Measurement):
+            plain.measurements.insert(0, answer.result)
+            self._judge(plain)
+        self.view.trial_finished(plain)
+
+    def _prove_fastest(self) -> None:
+        """The fastest that stands the proof."""
+        next(filter(self._prove, self._ranking()), None)
+
+    def _ranking(self) -> list[Trial]:
+        return sorted(filter(self.is_sound, self.trials.values()), key=self.rate, reverse=True)
+
+    def _leaders(self) -> list[Trial]:
+        ranking = self._ranking()
+        return [trial for trial in ranking if self.keeps_up(trial, ranking[0])][:LEADERS]
+
+    def _repeat(self, trial: Trial, repeat: int) -> None:
+        if len(trial.measurements) > repeat:
+            return
+        self.view.trial_started(f"{trial.label}, again", trial.number)
+        answer = self._answer(replace(trial.job, kind="look", repeat=repeat, give_up_seconds=None), self._again(trial))
+        trial.seconds.append(answer.seconds)
+        if isinstance(answer.result, Measurement):
+            trial.measurements.append(answer.result)
+        self.view.trial_finished(trial)
+        self._check_device(answer.result)
+
+    def _price_of_compiling(self) -> None:
+        """The winner's eager twin, so that compiling can be weighed against the length of a run."""
+        best = self.best
+        knob = next((knob for knob in self.space.knobs if knob.name == "compile"), None)
+        if best is None or not best.compiled or knob is None:
+            return
+        eager = self.space.change(best.recipe, knob, None)
+        if eager is not None and self.space.refuses(eager) is None:
+            self._try(eager, difference(best.recipe, eager), best, kind="look")
+
+    # asking
+
+    def _try(self, recipe: Recipe, label: str, onto: Trial | None, kind: str = "measure") -> Trial:
+        """Runs a recipe, unless it was run."""
+        if recipe in self.trials:
+            return self.trials[recipe]
+        trial = Trial(
+            number=len(self.trials) + 1, recipe=recipe, label=label, onto=onto, job=self._job(recipe, kind=kind)
+        )
+        self.view.trial_started(trial.label, trial.number)
+        answer = self._answer(trial.job, self._expected(recipe), first=not self.trials)
+        self.trials[recipe] = trial
+        trial.seconds, trial.remembered = [answer.seconds], answer.remembered
+        if isinstance(answer.result, Failure):
+            trial.failure = answer.result
+        else:
+            trial.measurements.append(answer.result)
+            trial.over_limit = self._over_limit(answer.result)
+            self._judge(trial)
+        self.view.trial_finished(trial)
+        self._check_device(answer.result)
+        return trial
+
+    def _job(self, recipe: Recipe, kind: str = "measure") -> Job:
+        return Job(
+            workload=self.space.workload,
+            recipe=recipe,
+            device=self.settings.device,
+            tokens=TOKENS_FILE,
+            kind=kind,
+            check_steps=self.settings.check_steps,
+            timed_steps=self.settings.timed_steps,
+            give_up_seconds=self._give_up(recipe) if kind == "measure" else None,
+        )
+
+    def _give_up(self, recipe: Recipe) -> float | None:
+        """Seconds of a step beyond which the recipe has lost; None before there is anything to lose against."""
+        ranking = self._ranking()
+        if not ranking:
+            return None
+        per_sequence = ranking[0].step_seconds / ranking[0].recipe.micro_batch
+        return (1 + GIVE_UP[self.kind]) * per_sequence * recipe.micro_batch
+
+    def _answer(self, job: Job, expected_seconds: float, first: bool = False) -> Answer:
+        """From memory if it is there. A worker is started only where there is time for it, and gets no more; the very
+        first may try, since nobody knows what it takes."""
+        self.asked += 1
+        known = self._recall(job)
+        if known is not None:
+            self.budget.remembered += known.seconds
+            self.answers.adopt(job, known)
+            return known
+        allowed = self.budget.left - self._reserve()
+        if allowed <= 0 or not (first or self._affordable(expected_seconds)):
+            raise OutOfTimeError
+        return self.answers.ask(job, allowed)
+
+    def _recall(self, job: Job) -> Answer | None:
+        known = self.answers.recall(job, self.budget.left - self._reserve())
+        return None if known is None or _is_stale(known.result, job) else known
+
+    def _may_try(self, recipe: Recipe) -> bool:
+        """It is known, or there is time for it."""
+        return self._recall(self._job(recipe)) is not None or self._affordable(self._expected(recipe))
+
+    def _affordable(self, seconds: float) -> bool:
+        margin = REPLAY_MARGIN_SECONDS if self.budget.remembered else 0.0
+        return seconds + self._reserve() + margin <= self.budget.left
+
+    def _reserve(self) -> float:
+        """Seconds that the end needs: the leader's proof, and a second look at two of them."""
+        ranking = [] if self.proving else self._ranking()
+        if not ranking:
+            return 0.0
+        proof = 0.0 if self.is_proved(ranking[0]) else self._expected_reference(ranking[0].recipe)
+        return proof + sum(self._again(trial) for trial in ranking[:2] if len(ranking) > 1)
+
+    def _expected(self, recipe: Recipe) -> float:
+        """What its trial will take: as the longest of its kind so far, or by what is known of compiling."""
+        factor = compile_factor(recipe)
+        ran = [trial for trial in self.trials.values() if trial.ran]
+        alike = [trial.seconds[0] for trial in ran if compile_factor(trial.recipe) == factor]
+        if alike:
+            return max(alike)
+        eager = [trial.seconds[0] for trial in ran if not trial.compiled]
+        layers = max(1.0, self.space.workload.shape.layers / COMPILED_LAYERS)
+        return max(eager, default=TRIAL_SECONDS[self.kind]) + factor * layers * COMPILE_SECONDS[self.kind]
+
+    def _again(self, trial: Trial) -> float:
+        """A repeat finds its code compiled, and checks nothing."""
+        if len(trial.seconds) > 1:
+            return max(trial.seconds[1:])
+        return max(trial.seconds[0] - (trial.compile_seconds or 0.0), 0.0)
+
+    def _expected_reference(self, recipe: Recipe) -> float:
+        """As long as the look at the plain model took, and its steps once more at this size; or as a reference of this
+        size or a larger one took."""
+        size = recipe.micro_batch
+        known = [seconds for other, seconds in self.reference_seconds.items() if other >= size]
+        if known:
+            return min(known)
+        plain = self.baseline
+        if plain is None or not plain.ran:
+            return 2 * TRIAL_SECONDS[self.kind]
+        per_sequence = plain.step_seconds / plain.recipe.micro_batch
+        return plain.seconds[0] + self.settings.check_steps * size * per_sequence
+
+    def _check_device(self, result: Result) -> None:
+        """One recipe that crashes is a row; a device that is gone ends the run."""
+        broken = isinstance(result, Failure) and result.kind in ("error", "killed", "timeout")
+        self.failures_in_a_row = self.failures_in_a_row + 1 if broken else 0
+        if self.failures_in_a_row >= FAILURES_IN_A_ROW:
+            reason = self.answers.trouble()
+            if reason is not None:
+                raise DeviceLostError(reason)
+            self.failures_in_a_row = 0
+
+    def _over_limit(self, measurement: Measurement) -> str | None:
+        limit = self.space.memory_limit
+        if limit is None or measurement.peak_bytes is None:
+            return None
+        taken = measurement.peak_bytes + (measurement.outside_bytes or 0)
+        return None if taken <= limit else f"took {human_bytes(taken)} of the {human_bytes(limit)} it may"
+
+    # proof
+
+    def _prove(self, trial: Trial) -> bool:
+        """Hold a checked trial against the fp32 curve of its maths; True if it may win."""
+        if not self.is_sound(trial):
+            return False
+        if not self.is_proved(trial):
+            before, self.proving = self.proving, True
+            try:
+                self._ask_references(trial)
+            finally:
+                self.proving = before
+            self._judge(trial)
+            self.view.trial_finished(trial)
+        return self.is_proved(trial)
+
+    def _ask_references(self, trial: Trial) -> None:
+        for recipe in self._references_of(trial):
+            if recipe in self.references:
+                continue
+            self.view.trial_started("the fp32 reference", trial.number)
+            job = replace(self._job(recipe, kind="reference"), give_up_seconds=None)
+            answer = self._answer(job, self._expected_reference(recipe))
+            self.reference_seconds[recipe.micro_batch] = answer.seconds
+            self.references[recipe] = answer.result
+            self._check_device(answer.result)
+
+    def _references_of(self, trial: Trial) -> Iterator[Recipe]:
+        """Its own maths, and for what changes it beyond the published model, the unchanged one."""
+        changing = tuple(name for name in trial.recipe.rungs if find_rung(name).maths is Maths.CHANGES)
+        yield replace(trial.recipe, rungs=changing)
+        if changing != self.space.published:
+            yield replace(trial.recipe, rungs=self.space.published)
+
+    def _judge(self, trial: Trial) -> None:
+        """The same judge as a ladder's row has. Before the reference was run, only what the first step shows."""
+        if not trial.checked:
+            return
+        curves = [self.references.get(recipe) for recipe in self._references_of(trial)]
+        own, plain = (one.loss_curve if isinstance(one, Measurement) else None for one in (curves[0], curves[-1]))
+        trial.reference_curve = own
+        trial.equivalence = judge(
+            maths=self.maths_of(trial.recipe).value,
+            precision=plan_of(trial.recipe.rungs).precision,
+            measurement=trial.measurements[0],
+            reference=own,
+            base=None,
+            plain=plain,
+            ln_vocab=self.space.workload.shape.ln_vocab,
+        )
+        failed = next((one for one in curves if isinstance(one, Failure)), None)
+        if failed is not None and trial.equivalence.verdict == "not-checked":
+            trial.equivalence = replace(trial.equivalence, detail=f"{trial.equivalence.detail}: {failed.reason}")
+
+    def maths_of(self, recipe: Recipe) -> Maths:
+        """The strongest change beyond the model as published, which is the reference itself."""
+        promises = [find_rung(name).maths for name in recipe.rungs if name not in self.space.published]
+        return max(promises, key=list(Maths).index, default=Maths.BIT_EXACT)
+
+
+def _is_stale(result: Result, job: Job) -> bool:
+    """A look that lost against something faster than today's fastest says too little now."""
+    if job.kind != "measure" or isinstance(result, Failure) or result.gradients is not None:
+        return False
+    return job.give_up_seconds is None or spread_of(result.step_seconds).p10 <= job.give_up_seconds
+
+
+def compile_factor(recipe: Recipe) -> float:
+    """How long its compiling takes, in units of a plain torch.compile; 0 without."""
+    if not plan_of(recipe.rungs).compile:
+        return 0.0
+    return max(find_rung(name).compile_factor for name in recipe.rungs)
+
+
+def is_when_named(rung: str) -> bool:
+    return find_rung(rung).when_named
+
+
+def difference(before: Recipe, after: Recipe) -> str:
+    """A change in words: 'cudnn-attention instead of flash', 'without padded-vocab, micro batch 32'."""
+    went = [name for name in before.rungs if name not in after.rungs]
+    came = [name for name in after.rungs if name not in before.rungs]
+    words = []
+    for name in came:
+        replaced = [other for other in went if group_of(find_rung(other)) == group_of(find_rung(name))]
+        words.append(f"{name} instead of {replaced[0]}" if replaced else f"with {name}")
+        went = [other for other in went if other not in replaced]
+    if went:
+        words.append(f"without {', '.join(went)}")
+    if before.micro_batch != after.micro_batch:
+        words.append(f"micro batch {after.micro_batch}")
+    return ", ".join(words) or "the same"

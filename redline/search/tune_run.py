@@ -1,0 +1,367 @@
+"""A tune from the user's words to its document: check everything, ask the machine, open a run directory, search.
+
+    run = prepare_tune(workload="tiny", minutes=2, out=Path("runs/mine"))
+    document = run.tune(timeout_seconds=600, view=view)
+
+Mistakes are found before anything is written. From then on results.jsonl holds every answer with the time it took, so a
+run can be interrupted at any moment, resumed (`resume_tune`) and shown again anywhere (`read_tune`).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Protocol
+
+from redline.core.errors import UserError
+from redline.core.hardware import Hardware
+from redline.core.job import BEST_FILE, RUN_FILE, Job, RunDirectory, check_run_directory, open_run_directory
+from redline.core.units import human_bytes
+from redline.core.values import from_json, to_json
+from redline.core.workload import Workload, check_positive
+from redline.data.text import check_corpus
+from redline.rungs import find_rung
+from redline.search.answers import TrialAnswers, context_of, open_cache
+from redline.search.batch_size import HEADROOM
+from redline.search.climb import TOKENS_FILE
+from redline.search.ladder import check_choice, check_sensible, memory_to_share, only_climb_in, open_directory
+from redline.search.launch import probe_machine, remove_caches
+from redline.search.space import ALLOW, Space, open_space
+from redline.search.tune import Answer, Budget, OutOfTimeError, Trial, Tuner, TuneSettings
+from redline.search.tune_document import row_json, tune_document
+from redline.workloads import resolve_workload
+
+DOCUMENT_FILE = "tune.json"
+MOST_MINUTES = 7 * 24 * 60
+KIND = "tune"
+
+
+class View(Protocol):
+    """What a tune tells whoever watches; `report.live.LiveLadder` draws it."""
+
+    def row_started(self, rung: str, title: str, number: int, total: int) -> None: ...
+    def phase(self, name: str, done: int | None, total: int | None, seconds: float | None) -> None: ...
+    def row_finished(self, row: dict[str, Any]) -> None: ...
+    def message(self, text: str) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuneRun:
+    directory: RunDirectory
+    workload: Workload
+    hardware: Hardware
+    settings: TuneSettings
+    budget: Budget
+    fresh: bool = False
+    """Nothing is remembered from other runs."""
+    notes: tuple[str, ...] = ()
+    """Choices made for the user, with their reasons."""
+
+    @property
+    def space(self) -> Space:
+        chosen = self.settings
+        return open_space(
+            self.workload,
+            self.hardware,
+            allow=chosen.allow,
+            rungs=chosen.rungs,
+            without=chosen.without,
+            memory_limit=chosen.memory_limit,
+            micro_batch=chosen.micro_batch,
+            global_batch=chosen.global_batch,
+        )
+
+    def tune(self, *, timeout_seconds: float, view: View) -> dict[str, Any]:
+        """Search until the time is over or nothing is left to gain. An interrupt ends the search, not the document."""
+        with only_climb_in(self.directory):
+            return self._tune(timeout_seconds, view)
+
+    def _tune(self, timeout_seconds: float, view: View) -> dict[str, Any]:
+        run = self.directory.read_run()
+        cache = None if self.fresh else self._cache(run, view)
+        answers = TrialAnswers(
+            self.directory,
+            cache=cache,
+            device=self.settings.device,
+            timeout_seconds=timeout_seconds,
+            on_phase=view.phase,
+        )
+        watcher = Watcher(view, self._keep_best)
+        tuner = Tuner(self.space, self.settings, answers, self.budget, watcher)
+        watcher.tuner = tuner
+        try:
+            tuner.run()
+        except KeyboardInterrupt:
+            tuner.stopped = "interrupted"
+        finally:
+            remove_caches(self.directory)
+        self._keep_best(tuner)
+        document = tune_document(tuner, run)
+        with self.directory.explaining():
+            self.directory.write(DOCUMENT_FILE, json.dumps(document) + "\n")
+        return document
+
+    def _cache(self, run: dict[str, Any], view: View) -> RunDirectory | None:
+        tokens = self.directory.path / TOKENS_FILE
+        cache, note = open_cache(context_of(self.hardware, run["versions"], tokens))
+        if note is not None:
+            view.message(note)
+        return cache
+
+    def replay(self) -> dict[str, Any]:
+        """The document of what was measured, without starting anything: the same search, from memory alone."""
+        still = Budget(60 * self.settings.minutes, clock=lambda: 0.0)
+        answers = OnlyRemembered(
+            self.directory, cache=None, device=self.settings.device, timeout_seconds=0.0, on_phase=lambda *_, **__: None
+        )
+        watcher = Watcher(None, lambda _: None)
+        tuner = Tuner(self.space, self.settings, answers, still, watcher)
+        watcher.tuner = tuner
+        tuner.run()
+        return tune_document(tuner, self.directory.read_run())
+
+    def _keep_best(self, tuner: Tuner) -> None:
+        best = tuner.best
+        if best is not None:
+            with self.directory.explaining():
+                self.directory.write(BEST_FILE, json.dumps(to_json(best.recipe), indent=2) + "\n")
+
+
+class OnlyRemembered(TrialAnswers):
+    """For a report: what was not answered then is not answered now."""
+
+    def ask(self, job: Job, timeout_seconds: float) -> Answer:
+        raise OutOfTimeError
+
+    def trouble(self) -> str | None:
+        return None
+
+
+class Watcher:
+    """Tells a ladder's view about trials, and keeps the best recipe on the disk as it changes."""
+
+    tuner: Tuner
+
+    def __init__(self, view: View | None, keep_best: Callable[[Tuner], None]) -> None:
+        self.view, self.keep_best = view, keep_best
+
+    def trial_started(self, label: str, number: int) -> None:
+        if self.view is not None:
+            self.view.row_started(f"{number:02d}", label, number, 0)
+
+    def trial_finished(self, trial: Trial) -> None:
+        self.keep_best(self.tuner)
+        if self.view is not None:
+            self.view.row_finished(self._row(trial))
+
+    def _row(self, trial: Trial) -> dict[str, Any]:
+        """As a ladder's table shows it: a name, and 'kept' for what leads."""
+        row, change = row_json(self.tuner, trial), trial.label
+        short = change if len(change) <= MOST_LETTERS else change[: MOST_LETTERS - 1] + "…"
+        return {**row, "rung": f"{trial.number:02d} {short}", "kept": trial is self.tuner.best}
+
+
+MOST_LETTERS = 34  # of a change in the live table, which has columns besides
+
+
+def prepare_tune(
+    *,
+    workload: str | None = None,
+    minutes: float,
+    allow: str | None = None,
+    rungs: str | None = None,
+    without: str | None = None,
+    micro_batch: int | None = None,
+    global_batch: int | None = None,
+    memory_limit: int | None = None,
+    data: str | None = None,
+    device: str | None = None,
+    steps: int | None = None,
+    check_steps: int | None = None,
+    out: Path | None = None,
+    fresh: bool = False,
+    command: str = "redline.tune()",
+) -> TuneRun:
+    """Everything the user said is checked here, before the machine is asked and before anything is written."""
+    budget = Budget(60 * minutes)  # from here on it is the user's time
+    check_minutes(minutes)
+    for name, value in (
+        ("--micro-batch", micro_batch),
+        ("--global-batch", global_batch),
+        ("--memory-limit", memory_limit),
+        ("--steps", steps),
+        ("--check-steps", check_steps),
+    ):
+        if value is not None:
+            check_positive(name, value)
+    check_choice("device", device, ("cuda", "cpu"))
+    check_choice("class of maths to allow", allow, tuple(ALLOW))
+    if micro_batch is not None:
+        check_sensible("--micro-batch", micro_batch)
+    check_batches(micro_batch, global_batch)
+    if workload is not None:
+        resolve_workload(workload)
+    if data is not None:
+        check_corpus(data)
+    chosen, unwanted = names_of(rungs), names_of(without)
+    if out is not None:
+        check_run_directory(out)
+
+    hardware, versions = probe_machine(device)
+    notes = []
+    if workload is None:
+        workload = "gpt2" if hardware.kind == "cuda" else "tiny"
+        notes.append(f"workload {workload}: the default on a {hardware.kind.upper()} machine ({hardware.name})")
+    resolved = resolve_workload(workload, data)
+    settings = TuneSettings(
+        device=hardware.kind,
+        minutes=minutes,
+        allow=allow or TuneSettings.allow,
+        rungs=chosen,
+        without=unwanted or (),
+        micro_batch=micro_batch,
+        global_batch=global_batch,
+        memory_limit=memory_limit or usable_bytes(hardware),
+        check_steps=check_steps or TuneSettings.check_steps,
+        timed_steps=steps,
+    )
+    run = TuneRun(
+        directory=RunDirectory(out or default_directory(resolved)),
+        workload=resolved,
+        hardware=hardware,
+        settings=settings,
+        budget=budget,
+        fresh=fresh,
+    )
+    check_fits(run.space)
+    directory = open_directory(run.directory.path, resolved, hardware, versions, settings, command, kind=KIND)
+    return replace(run, directory=directory, notes=(*notes, *space_notes(run.space)))
+
+
+def usable_bytes(hardware: Hardware) -> int | None:
+    """Of the device, less the headroom; None where nobody knows."""
+    memory = memory_to_share(hardware)
+    return None if memory is None else math.floor((1 - HEADROOM) * memory)
+
+
+def check_minutes(minutes: float) -> None:
+    if not 0 < minutes <= MOST_MINUTES:  # NaN is neither
+        raise UserError(
+            f"--minutes is {minutes:g}", "it is the time the search may take", "choose a number above 0, such as 8"
+        )
+
+
+def check_batches(micro_batch: int | None, global_batch: int | None) -> None:
+    if micro_batch is not None and global_batch is not None and global_batch % micro_batch:
+        raise UserError(
+            f"a global batch of {global_batch} is not a multiple of the micro batch {micro_batch}",
+            "an update adds up whole micro batches",
+            "leave --micro-batch out: the search then tries what divides the global batch",
+        )
+
+
+def check_fits(space: Space) -> None:
+    """Nothing that fits is a mistake of the limit or of the model, and no trial would change it."""
+    start = space.start()
+    reason = space.refuses(start)
+    if reason is not None and all(space.refuses(recipe) for recipe in space.neighbours(start)):
+        raise UserError(
+            f"{space.workload.name} does not fit at micro batch {start.micro_batch}",
+            reason,
+            "allow more with --memory-limit, choose a smaller --micro-batch, or see `redline estimate` for what to "
+            "change",
+        )
+
+
+def space_notes(space: Space) -> list[str]:
+    start = space.start()
+    rungs = " + ".join(start.rungs) or "no rung"
+    found = [f"{len(space.knobs)} knobs; the start: {rungs} at micro batch {start.micro_batch}"]
+    if space.memory_limit is not None:
+        found.append(f"recipes predicted to take more than {human_bytes(space.memory_limit)} are not run")
+    return found
+
+
+def names_of(text: str | None) -> tuple[str, ...] | None:
+    if text is None:
+        return None
+    return tuple(find_rung(name.strip()).name for name in text.split(","))
+
+
+def default_directory(workload: Workload) -> Path:
+    return Path("runs") / f"tune-{workload.name}-{datetime.now():%Y%m%d-%H%M%S}"
+
+
+def resume_tune(path: Path, choices: dict[str, Any], minutes: float | None, fresh: bool = False) -> TuneRun:
+    """An interrupted run on the same machine with the same versions. Only the minutes may be given again, to search
+    longer; those that were used count."""
+    given = [
+        "workload" if name == "workload" else "--" + name.replace("_", "-")
+        for name, value in choices.items()
+        if value is not None and value is not False  # a micro batch of 0 was given too
+    ]
+    if given:
+        raise UserError(
+            f"--resume does not go with {', '.join(given)}",
+            "a resumed run asks what it asked before, or its rows could not be compared",
+            f"leave them out: redline tune --resume {path}",
+        )
+    started = time.monotonic()
+    run = open_tune(path, fresh=fresh)
+    hardware, versions = probe_machine(run.settings.device)
+    before, now = run.directory.read_run()["versions"], {**versions, "device": hardware.name}
+    changed = [
+        f"{key} was {old}, is {now.get(key)}"
+        for key, old in {**before, "device": run.hardware.name}.items()
+        if old != now.get(key)
+    ]
+    if changed:
+        raise UserError(f"{path} was measured elsewhere", "; ".join(changed), "start a new tune here")
+    settings = run.settings
+    if minutes is not None:
+        check_minutes(minutes)
+        settings = replace(settings, minutes=minutes)
+        document = {**run.directory.read_run(), "settings": to_json(settings)}
+        with run.directory.explaining():
+            run.directory.write(RUN_FILE, json.dumps(document, indent=2) + "\n")
+    budget = Budget(60 * settings.minutes)
+    budget.started = started
+    return replace(run, settings=settings, budget=budget)
+
+
+def read_tune(path: Path) -> dict[str, Any]:
+    """What the run wrote at its end; of one that was killed, what its answers say."""
+    run = open_tune(path)
+    try:
+        document: dict[str, Any] = json.loads((path / DOCUMENT_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return run.replay()
+    return document
+
+
+def open_tune(path: Path, fresh: bool = False) -> TuneRun:
+    directory = open_run_directory(path)
+    try:
+        run = directory.read_run()
+        if run.get("kind") != KIND:
+            raise ValueError(f"it holds a {run.get('kind')}")
+        settings = from_json(TuneSettings, run["settings"])
+        return TuneRun(
+            directory=directory,
+            workload=from_json(Workload, run["workload"]),
+            hardware=from_json(Hardware, run["hardware"]),
+            settings=settings,
+            budget=Budget(60 * settings.minutes),
+            fresh=fresh,
+        )
+    except (KeyError, ValueError, TypeError) as error:
+        raise UserError(
+            f"{path} is not a tune this version can read",
+            f"{RUN_FILE}: {error}",
+            "use the version that made it, or start a new tune",
+        ) from error

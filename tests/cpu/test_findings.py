@@ -1,0 +1,341 @@
+"""Faults planted in models, each on a line of its own, and found there."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import linecache
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from redline.core import profile as names
+from redline.core.profile import FINDINGS, Finding, Part
+from redline.engine import profiling
+from redline.engine.findings import Watch, compiler_finding, compiler_log, merge, starvation
+from redline.engine.profiling import profile_step
+
+CPU, META = torch.device("cpu"), torch.device("meta")
+
+
+class Planted(nn.Module):
+    """A layer, and after it whatever `fault` does with what the layer gave."""
+
+    def __init__(self, fault: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.fault = fault
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layer(x)
+        self.fault(y)
+        return y.sum()
+
+
+def train_on(model: nn.Module, *, autocast: bool = False) -> Callable[[torch.Tensor], None]:
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)  # reads its step counters with .item()
+
+    def step(batch: torch.Tensor) -> None:
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            loss = model(batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def watched(step: Callable[[torch.Tensor], Any]) -> tuple[Finding, ...]:
+    batch = torch.randn(4, 8)
+    step(batch)
+    with Watch(CPU) as watch:
+        step(batch)
+    return watch.findings(steps=1)
+
+
+def text_at(finding: Finding) -> str:
+    assert finding.file is not None
+    assert finding.line is not None
+    return linecache.getline(finding.file, finding.line).strip()
+
+
+# synchronisations: each function's last line is the fault
+
+
+def item(y: torch.Tensor) -> None:
+    y.sum().item()
+
+
+def branch(y: torch.Tensor) -> None:
+    assert y.sum() == y.sum()
+
+
+def printing(y: torch.Tensor) -> None:
+    print(y)
+
+
+def formatting(y: torch.Tensor) -> None:
+    str(f"{y.sum().detach():.2f}")
+
+
+def listing(y: torch.Tensor) -> None:
+    y.tolist()
+
+
+def numpy(y: torch.Tensor) -> None:
+    y.detach().numpy()
+
+
+def nonzero(y: torch.Tensor) -> None:
+    y.nonzero()
+
+
+def mask(y: torch.Tensor) -> None:
+    y[y > 0]
+
+
+def where(y: torch.Tensor) -> None:
+    torch.where(y > 0)
+
+
+def equal(y: torch.Tensor) -> None:
+    torch.equal(y, y)
+
+
+def unique(y: torch.Tensor) -> None:
+    torch.unique(y)
+
+
+SYNCHRONISATIONS = (item, branch, printing, formatting, listing, numpy, nonzero, mask, where, equal, unique)
+
+
+@pytest.mark.parametrize("fault", SYNCHRONISATIONS, ids=lambda fault: fault.__name__)
+def test_synchronisations_are_found_at_their_line(fault, capsys):
+    (found,) = watched(train_on(Planted(fault)))
+    assert found.kind == "synchronisation"
+    assert found.function == fault.__name__
+    assert text_at(found) == inspect.getsource(fault).splitlines()[-1].strip()
+    assert found.per_step == 2 if fault is formatting else found.per_step >= 1
+
+
+def test_a_clean_step_has_no_findings():
+    def nothing(y: torch.Tensor) -> None:
+        y * 2
+
+    assert watched(train_on(Planted(nothing))) == ()
+    assert watched(train_on(Planted(nothing), autocast=True)) == ()
+
+
+def test_how_often_is_counted():
+    def thrice(y: torch.Tensor) -> None:
+        for _ in range(3):
+            y.sum().item()
+
+    (found,) = watched(train_on(Planted(thrice)))
+    assert found.per_step == 3
+
+
+# precision and attention
+
+
+class HalfWatched(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.first(x)
+        with torch.autocast("cpu", enabled=False):
+            return self.second(y.float()).sum()  # planted
+
+
+def test_matmuls_in_fp32_though_autocast_is_on():
+    (found,) = watched(train_on(HalfWatched(), autocast=True))
+    assert found.kind == "fp32-matmul"
+    assert "# planted" in text_at(found)
+    assert watched(train_on(HalfWatched())) == ()  # without autocast fp32 is what was asked for
+
+
+class Attention(nn.Module):
+    def __init__(self, mask: bool) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.bias = nn.Parameter(torch.zeros(4, 4)) if mask else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q = self.layer(x)[None, None]  # [1, 1, T, d]
+        return F.scaled_dot_product_attention(q, q, q, attn_mask=self.bias, is_causal=self.bias is None).sum()
+
+
+def test_attention_that_falls_back_to_plain_products():
+    """A mask with a gradient is what no fused kernel of the CPU takes."""
+    (found,) = watched(train_on(Attention(mask=True)))
+    assert found.kind == "math-attention"
+    assert "scaled_dot_product_attention(" in text_at(found)
+    assert "with a mask of float32" in found.detail
+    assert watched(train_on(Attention(mask=False))) == ()
+
+
+# host and device: 'meta' plays the device
+
+
+def look_at(run: Callable[[], Any]) -> tuple[Finding, ...]:
+    with Watch(META) as watch:
+        run()
+    return watch.findings(steps=1)
+
+
+def test_a_tensor_made_on_the_host():
+    device_tensor = torch.ones(4, 4, device="meta")
+
+    def forward() -> None:
+        device_tensor.add(1)
+        torch.arange(4)  # planted
+
+    (found,) = look_at(forward)
+    assert found.kind == "host-tensor"
+    assert "# planted" in text_at(found)
+
+
+def test_a_copy_between_host_and_device():
+    host_tensor = torch.ones(4, 4)
+    (found,) = look_at(lambda: host_tensor.to("meta"))
+    assert found.kind == "host-copy"
+    assert 'to("meta")' in text_at(found)
+
+
+def test_a_copy_to_the_host_is_found_on_a_cpu_too():
+    def copying(y: torch.Tensor) -> None:
+        y.cpu()
+
+    (found,) = watched(train_on(Planted(copying)))
+    assert (found.kind, found.function) == ("host-copy", "copying")
+
+
+# the compiler
+
+
+def compiled_findings(function: Callable[..., Any], *batches: torch.Tensor) -> tuple[Finding, ...]:
+    torch._dynamo.reset()
+    with compiler_log() as log:
+        compiled = torch.compile(function, backend="eager", dynamic=False)
+        for batch in batches:
+            compiled(batch)
+    torch._dynamo.reset()
+    return log.findings()
+
+
+def test_graph_breaks_have_a_reason_and_a_line():
+    def broken(x: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        torch._dynamo.graph_break()  # planted
+        return y + 1
+
+    (found,) = compiled_findings(broken, torch.randn(4))
+    assert found.kind == "graph-break"
+    assert "# planted" in text_at(found)
+    assert found.detail
+
+
+def test_recompilations_name_the_guard():
+    def changing(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    (found,) = compiled_findings(changing, torch.randn(4), torch.randn(5))
+    assert (found.kind, found.function) == ("recompile", "changing")
+    assert found.line == inspect.getsourcelines(changing)[1]
+    assert "size mismatch" in found.detail
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "Graph break in user code at /home/me/model.py:12\nReason: Unsupported: print\nUser code traceback:",
+        "Graph break in user code at /home/me/model.py:12\nGraph Break Reason: Unsupported: print\n",
+        "Graph break (user stack suppressed due to duplicate graph break) in user code at /home/me/model.py:12\n"
+        "Graph Break Reason: Unsupported: print",
+    ],
+)
+def test_every_wording_of_a_graph_break_is_understood(message):
+    wanted = Finding(kind="graph-break", detail="Unsupported: print", file="/home/me/model.py", line=12)
+    assert compiler_finding(message) == wanted
+
+
+def test_other_messages_are_no_findings():
+    assert compiler_finding("step 1: torchdynamo start tracing") is None
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo looks at it after a graph break
+def test_compiled_code_is_watched_as_python():
+    """What would be a graph break to the compiler is still a line that waits."""
+    model = Planted(item)
+    step = train_on(model)
+    model.compile(backend="eager")
+    (found,) = watched(step)
+    assert (found.kind, found.function) == ("synchronisation", "item")
+    torch._dynamo.reset()
+
+
+# data
+
+
+def test_a_slow_loader_is_found_by_a_profile(monkeypatch):
+    def slow_batches() -> Iterator[torch.Tensor]:
+        while True:
+            time.sleep(0.02)
+            yield torch.randn(4, 8)
+
+    monkeypatch.setattr(profiling, "TIMED_STEPS_BETWEEN", (2, 2))
+    model = nn.Linear(8, 8)
+    step = train_on(nn.Sequential(model, Total()))
+    profile = profile_step(step, slow_batches(), module=model, device=CPU)
+    assert "loader-starvation" in {found.kind for found in profile.findings}
+    assert profile.by_group()[names.DATA_WAIT] > 0.5 * profile.step_seconds.median
+
+
+class Total(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.sum()
+
+
+def test_a_loader_that_keeps_up_is_no_finding():
+    assert starvation([Part(phase=names.DATA, group=names.DATA_WAIT, seconds=0.004)], 0.1) == ()
+    (found,) = starvation([Part(phase=names.DATA, group=names.DATA_WAIT, seconds=0.02)], 0.1)
+    assert "20.00 ms (20%)" in found.detail
+
+
+def test_a_step_that_fits_only_compiled_is_profiled_without_its_lines(monkeypatch):
+    monkeypatch.setattr(profiling, "TIMED_STEPS_BETWEEN", (2, 2))
+
+    def step(batch: torch.Tensor) -> None:
+        if torch.utils._python_dispatch._get_current_dispatch_mode() is not None and not remembered:
+            remembered.append(True)
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        model(batch).sum().backward()
+
+    remembered: list[bool] = []
+    model = nn.Linear(8, 8)
+    profile = profile_step(step, itertools.repeat(torch.randn(4, 8)), module=model, device=CPU, steps=1)
+    assert remembered
+    assert profile.notes == ("lines were not watched: the step does not fit when it is not compiled",)
+    assert sum(part.seconds for part in profile.parts) == pytest.approx(profile.step_seconds.median)
+
+
+# lists
+
+
+def test_findings_of_one_line_are_one():
+    one = Finding(kind="synchronisation", detail="a", file="model.py", line=3, per_step=1)
+    other = Finding(kind="synchronisation", detail="b", file="model.py", line=4, per_step=1)
+    merged = merge([one, one, other], steps=2)
+    assert [(found.line, found.per_step) for found in merged] == [(3, 1.0), (4, 0.5)]
+
+
+def test_every_kind_has_a_fix():
+    kinds = {"synchronisation", "fp32-matmul", "math-attention", "host-tensor", "host-copy"}
+    assert set(FINDINGS) == kinds | {"graph-break", "recompile", "loader-starvation"}

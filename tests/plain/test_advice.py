@@ -1,0 +1,200 @@
+"""Advice on profiles made by hand: the right rung, a gain that the times allow, and silence where it is due."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from redline.core import profile as names
+from redline.core.devices import find_device
+from redline.core.measurement import Spread
+from redline.core.plan import Plan
+from redline.core.profile import Finding, Kernel, Part, Profile
+from redline.core.workload import Shape
+from redline.predict.advice import Advice, Candidate, Rates, advise, pools_of, rates_of
+from redline.rungs import LADDER, Maths, plan_of
+from redline.workloads import PRESETS
+
+GPT2 = PRESETS["gpt2"].shape
+H200 = Rates(matmul_tflops={"fp32": 50.0, "tf32": 400.0, "bf16": 790.0}, bandwidth=4.3e12, source="by hand")
+BEST = ("tf32", "no-sync", "bf16", "compile", "flash", "padded-vocab", "fused-adamw", "loader-workers", "fused-loss")
+
+
+def profile(groups: dict[str, float], **changes: Any) -> Profile:
+    """A step made of these groups, in milliseconds."""
+    step = sum(groups.values()) / 1e3
+    found = Profile(
+        device="cuda",
+        steps=3,
+        step_seconds=Spread(median=step, p10=step, p90=step, n=10),
+        profiled_seconds=step,
+        parts=tuple(Part(phase=names.FORWARD, group=group, seconds=ms / 1e3) for group, ms in groups.items()),
+        modules=(),
+        kernels=(),
+        launches=100.0,
+        busy_share=0.9,
+        host_seconds=step,
+        cpu_seconds=step,
+        sync_idle_seconds=0.0,
+        attention=None,
+        compiled=False,
+    )
+    return replace(found, **changes)
+
+
+EVEN = {
+    names.CONTRACTION: 40.0,
+    names.ATTENTION: 40.0,
+    names.NORMALISATION: 10.0,
+    names.ELEMENTWISE: 10.0,
+    names.MOVEMENT: 5.0,
+    names.LOSS: 20.0,
+    names.OPTIMIZER: 20.0,
+}
+
+
+def advice_on(found: Profile, rungs: tuple[str, ...] = (), rates: Rates | None = H200) -> tuple[Advice, ...]:
+    plan = plan_of(rungs)
+    candidates = [
+        Candidate(rung=rung.name, title=rung.title, plan=rung.apply(plan))
+        for rung in LADDER[1:]
+        if rung.name not in rungs and rung.maths is not Maths.CHANGES and not rung.when_named
+    ]
+    return advise(found, shape=GPT2, plan=plan, micro_batch=16, candidates=candidates, rates=rates)
+
+
+def gains(found: tuple[Advice, ...]) -> dict[str | None, float | None]:
+    return {each.rung: each.gain_seconds for each in found}
+
+
+def test_naive_attention_asks_for_a_fused_kernel():
+    found = advice_on(profile(EVEN), ("tf32", "bf16"))
+    fused = next(each for each in found if each.rung in ("flash", "cudnn-attention"))
+    assert 0.030 < (fused.gain_seconds or 0) < 0.040  # most of the 40 ms, never all
+    assert "attention takes 40.0 ms of 145 ms (28%)" in fused.why
+
+
+def test_of_two_attention_kernels_one_is_advised():
+    rungs = [each.rung for each in advice_on(profile(EVEN), ("tf32", "bf16"))]
+    assert len({"flash", "cudnn-attention"} & set(rungs)) == 1
+    assert len(rungs) == len(set(rungs))
+
+
+def test_fp32_asks_for_the_tensor_cores_once():
+    found = advice_on(profile(EVEN))
+    precise = [each for each in found if each.rung in ("tf32", "bf16", "fp16")]
+    assert len(precise) == 1  # the one with the larger gain, not one after the other
+    assert precise[0].rung in ("tf32", "bf16")  # fp16 has no rate here
+    assert (precise[0].gain_seconds or 0) > 0.8 * 0.040  # 50 -> 400 TFLOP/s or more in 40 ms of products alone
+
+
+def test_the_loss_and_the_optimizer_have_their_rungs():
+    found = gains(advice_on(profile(EVEN), ("tf32", "bf16")))
+    assert 0.010 < (found["fused-loss"] or 0) <= 0.020
+    assert (found["fused-adamw"] or 0) == pytest.approx(0.020 * (80 - 28) / (80 + 12), rel=0.05)  # bytes a parameter
+
+
+def test_a_rung_gains_nothing_where_no_time_is_spent():
+    found = gains(advice_on(profile({**EVEN, names.ATTENTION: 0.0, names.OPTIMIZER: 0.0}), ("tf32", "bf16")))
+    assert "flash" not in found
+    assert "fused-adamw" not in found
+
+
+def test_gains_never_exceed_the_step():
+    for rungs in ((), ("tf32", "bf16"), ("tf32", "bf16", "compile")):
+        assert all((each.gain_seconds or 0) < 0.145 for each in advice_on(profile(EVEN), rungs))
+
+
+def test_a_finished_recipe_is_left_alone():
+    assert [each.rung for each in advice_on(profile(EVEN), BEST) if each.rung not in (None, "cudnn-attention")] in (
+        [],
+        ["bf16-residual"],
+        ["bf16-residual", "sigmoid-gelu"],
+    )
+
+
+def test_compile_is_for_launches_and_for_traffic():
+    idle = {**EVEN, names.IDLE: 100.0}
+    rungs = ("tf32", "bf16", "fused-adamw")  # the loop's launches stay, compiled or not
+    with_idle, without = (gains(advice_on(profile(each), rungs))["compile"] for each in (idle, EVEN))
+    assert (without or 0) + 0.020 < (with_idle or 0) < (without or 0) + 0.100
+
+
+def test_waiting_for_data_asks_for_workers():
+    found = advice_on(profile({**EVEN, names.DATA_WAIT: 30.0}), ("tf32", "bf16"))
+    workers = next(each for each in found if each.rung == "loader-workers")
+    assert workers.gain_seconds == pytest.approx(0.030)
+    again = advice_on(profile({**EVEN, names.DATA_WAIT: 30.0}), (*BEST[:7], "loader-workers"))
+    assert any(each.rung is None and "batches" in each.what for each in again)
+
+
+def test_idle_time_behind_synchronisations_asks_for_no_sync_and_names_the_line():
+    line = Finding(kind="synchronisation", detail="", file="train.py", line=12)
+    found = advice_on(profile({**EVEN, names.IDLE: 30.0}, sync_idle_seconds=0.030, findings=(line,)), ("tf32", "bf16"))
+    quiet = next(each for each in found if each.rung == "no-sync")
+    assert quiet.gain_seconds == pytest.approx(0.030 * 0.9)  # one read in ten steps is left
+    assert "train.py:12" in quiet.why
+
+
+def test_idle_time_that_no_rung_mends_asks_for_more_work_per_launch():
+    plan = plan_of(BEST)
+    found = advise(profile({**EVEN, names.IDLE: 30.0}), shape=GPT2, plan=plan, micro_batch=1, candidates=(), rates=H200)
+    assert [each.gain_seconds for each in found] == [pytest.approx(0.030)]
+    assert "micro batch" in found[0].what
+
+
+def test_fp32_matmuls_under_autocast_cost_their_time_over_the_16_bit_rate():
+    line = Finding(kind="fp32-matmul", detail="", file="model.py", line=7)
+    slow = Kernel(name="sgemm", group=names.CONTRACTION, calls=1, seconds=0.02, flops=1e12, bytes=1e9, dtype="fp32")
+    found = advice_on(profile(EVEN, findings=(line,), kernels=(slow,)), BEST)
+    mended = next(each for each in found if "model.py:7" in each.what)
+    assert mended.gain_seconds == pytest.approx(0.02 * (1 - 400 / 790))  # fp32 runs as TF32 in this recipe
+
+
+@pytest.mark.parametrize("kind", ["math-attention", "graph-break", "recompile", "host-copy"])
+def test_findings_without_a_time_come_last_and_say_where(kind):
+    line = Finding(kind=kind, detail="because", file="model.py", line=7)
+    found = advice_on(profile(EVEN, findings=(line,)), ("tf32", "bf16"))
+    assert found[-1] == Advice(what="mend model.py:7", why=found[-1].why, gain_seconds=None)
+    assert "because" in found[-1].why
+
+
+def test_checkpointing_is_named_as_what_it_costs():
+    found = advice_on(profile(EVEN), (*BEST, "checkpointing"))
+    kept = next(each for each in found if "checkpointing" in each.what)
+    assert 0.2 * 0.080 < (kept.gain_seconds or 0) < 0.5 * 0.145
+
+
+def test_without_rates_only_what_was_measured_is_promised():
+    found = advice_on(profile({**EVEN, names.DATA_WAIT: 30.0}), ("tf32", "bf16"), rates=None)
+    assert [each.rung for each in found if each.gain_seconds is not None] == ["loader-workers"]
+
+
+def test_most_to_gain_comes_first():
+    found = advice_on(profile(EVEN), ("tf32",))
+    known = [each.gain_seconds for each in found if each.gain_seconds is not None]
+    assert known == sorted(known, reverse=True)
+    assert len(known) >= 3
+
+
+def test_rates_come_from_the_data_sheet_or_from_the_profile_itself():
+    device = find_device("H200")
+    assert rates_of(profile(EVEN), Plan(), device, None).bandwidth == device.reachable_bandwidth  # type: ignore[union-attr]
+    kernels = (
+        Kernel(name="mm", group=names.CONTRACTION, calls=1, seconds=0.5, flops=1e12, bytes=1e9, dtype="fp32"),
+        Kernel(name="add", group=names.ELEMENTWISE, calls=1, seconds=0.1, flops=None, bytes=1e9, dtype=None),
+    )
+    found = rates_of(profile(EVEN, kernels=kernels), Plan(), None, None)
+    assert found == Rates(matmul_tflops={"fp32": 2.0}, bandwidth=1e10, source="the best kernels of this profile")
+    assert rates_of(profile(EVEN), Plan(), None, None) is None
+
+
+def test_every_predicted_operation_has_a_pool():
+    shape = Shape(layers=2, heads=2, d_model=32, d_ff=128, vocab=257, sequence=16)
+    for plan in (Plan(), plan_of(BEST), replace(plan_of(BEST), checkpointing="full")):
+        from redline.predict.advice import Case
+
+        case = Case(profile=profile(EVEN), shape=shape, plan=plan, micro_batch=2, candidates=(), rates=H200)
+        assert set(pools_of(case, plan) or {}) >= {names.CONTRACTION, names.ATTENTION, names.LOSS, names.OPTIMIZER}

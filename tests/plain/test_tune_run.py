@@ -1,0 +1,250 @@
+"""`redline tune` without a machine: words to a run directory, answers that are kept and found again, an interrupt, a
+resumed run, a report, and the mistakes that stop before anything is written. Workers are made up."""
+
+from __future__ import annotations
+
+import json
+import runpy
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from redline.cli import main
+from redline.commands.tune import bytes_of
+from redline.core.errors import UserError
+from redline.core.job import Job, RunDirectory
+from redline.core.measurement import Failure, Measurement
+from redline.core.recipe import Recipe, load_recipe
+from redline.search import answers as answers_module
+from redline.search import tune_run
+from redline.search.answers import TrialAnswers, context_of, open_cache
+from redline.workloads import resolve_workload
+
+made_up = runpy.run_path(str(Path(__file__).with_name("test_tune.py")))  # tests are no package
+Machine, H200 = made_up["Machine"], made_up["H200"]
+VERSIONS = {"torch": "2.13", "redline": "0.1.0"}
+WORDS = ("tune", "tiny", "--rungs", "bf16,compile,flash,cudnn-attention", "--micro-batch", "4", "--check-steps", "5")
+TINY = resolve_workload("tiny")
+
+
+class Workers:
+    """In the place of launch(): the made-up machine, at once; `stop_at` is a Ctrl-C in that answer."""
+
+    def __init__(self, **machine) -> None:
+        self.machine, self.asked, self.stop_at = Machine(noise=0.0, **machine), [], None
+
+    def launch(self, run, job, timeout_seconds, on_phase, *, compile_cache=None):
+        if self.stop_at is not None and len(self.asked) == self.stop_at:
+            raise KeyboardInterrupt
+        self.asked.append(job)
+        result = self.machine.answer(job)
+        if isinstance(result, Measurement) and result.gradients is not None:
+            small = replace(result.gradients, loss=TINY.shape.ln_vocab)
+            result = replace(result, gradients=small)
+        return result
+
+
+@pytest.fixture
+def workers(monkeypatch, tmp_path) -> Workers:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    hired = Workers()
+    monkeypatch.setattr(answers_module, "launch", hired.launch)
+    monkeypatch.setattr(answers_module, "probe_machine", lambda device: (H200, VERSIONS))
+    monkeypatch.setattr(tune_run, "probe_machine", lambda device: (H200, VERSIONS))
+    return hired
+
+
+def tune(capsys, *words: object) -> tuple[int, dict, str]:
+    code = main([*map(str, words), "--json"])
+    shown = capsys.readouterr()
+    return code, json.loads(shown.out) if shown.out else {}, shown.err
+
+
+def test_from_words_to_a_recipe_that_train_takes(workers, capsys):
+    code, document, _ = tune(capsys, *WORDS, "--out", "run")
+    assert code == 0
+    best = load_recipe(Path("run/best.json"))
+    assert list(best.rungs) == document["best"]["rungs"]
+    assert best.micro_batch == 4
+    assert {"bf16", "compile", "tied-weights"} <= set(best.rungs)
+    assert document["best"]["verdict"] == "rounding"
+    assert document["best"]["speedup"] > 1
+    assert document["workload"]["name"] == "tiny"
+    assert document["versions"] == VERSIONS
+    run = json.loads(Path("run/run.json").read_text())
+    assert run["kind"] == "tune"
+    assert run["settings"]["rungs"] == ["bf16", "compile", "flash", "cudnn-attention"]
+    lines = [json.loads(line) for line in Path("run/results.jsonl").read_text().splitlines()]
+    assert [line["key"] for line in lines] == [job.key for job in workers.asked]
+    assert all(line["seconds"] is not None for line in lines)
+
+
+def test_a_second_call_asks_no_worker(workers, capsys):
+    _, first, _ = tune(capsys, *WORDS, "--out", "one")
+    asked = len(workers.asked)
+    _, second, _ = tune(capsys, *WORDS, "--out", "two")
+    assert len(workers.asked) == asked
+    assert second["best"] == first["best"]
+    assert second["budget"]["remembered_trials"] == second["budget"]["trials"] == first["budget"]["trials"]
+    assert RunDirectory(Path("two")).answers() == RunDirectory(Path("one")).answers()
+
+
+def test_fresh_asks_again_and_remembers_nothing(workers, capsys):
+    tune(capsys, *WORDS, "--out", "one")
+    asked = len(workers.asked)
+    tune(capsys, *WORDS, "--out", "two", "--fresh")
+    assert len(workers.asked) == 2 * asked
+
+
+@pytest.mark.parametrize("stop_at", [0, 1, 3, 5])
+def test_an_interrupted_run_goes_on_where_it_was(workers, capsys, stop_at):
+    workers.stop_at = stop_at
+    code, document, stderr = tune(capsys, *WORDS, "--out", "run", "--fresh")
+    assert code == 130
+    assert document["stopped"]["why"] == "interrupted"
+    assert not document["finished"]
+    assert "--resume run" in stderr
+    workers.stop_at = None
+    code, resumed, _ = tune(capsys, "tune", "--resume", "run", "--fresh")
+    assert code == 0
+    assert resumed["finished"]
+    assert len({job.key for job in workers.asked}) == len(workers.asked)  # nothing twice
+    workers.asked.clear()
+    _, whole, _ = tune(capsys, *WORDS, "--out", "whole", "--fresh")
+    assert resumed["best"]["rungs"] == whole["best"]["rungs"]
+
+
+def test_a_report_draws_it_again(workers, capsys):
+    _, document, _ = tune(capsys, *WORDS, "--out", "run")
+    asked = len(workers.asked)
+    assert tune(capsys, "report", "run")[1] == document
+    Path("run/tune.json").unlink()  # as after a power cut
+    again = tune(capsys, "report", "run")[1]
+    assert again["best"] == document["best"]
+    assert [row["number"] for row in again["rows"]] == [row["number"] for row in document["rows"]]
+    assert len(workers.asked) == asked
+
+
+def test_nothing_that_runs_is_exit_code_1(workers, capsys):
+    workers.machine.failures["tied-weights"] = Failure(kind="oom", reason="out of memory")
+    code, document, _ = tune(capsys, *WORDS, "--out", "run")
+    assert code == 1
+    assert document["best"] is None
+    assert not Path("run/best.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (("--minutes", "0"), "--minutes is 0"),
+        (("--minutes", "nan"), "--minutes is nan"),
+        (("--micro-batch", "0"), "--micro-batch is 0"),
+        (("--micro-batch", "7", "--global-batch", "16"), "a global batch of 16 is not a multiple of the micro batch 7"),
+        (("--memory-limit", "much"), "--memory-limit is 'much'"),
+        (("--memory-limit", "1MiB"), "tiny does not fit at micro batch"),
+        (("--rungs", "flsh"), "unknown rung 'flsh'"),
+        (("--timeout", "0"), "timeout is 0"),
+        (("--resume", "nowhere"), "--resume does not go with workload"),
+    ],
+)
+def test_mistakes_stop_before_anything_is_written(workers, capsys, words, problem):
+    code, document, stderr = tune(capsys, "tune", "tiny", *words, "--out", "run")
+    assert code == 2
+    assert document == {}
+    assert f"problem: {problem}" in stderr
+    assert "fix:" in stderr
+    assert not Path("run").exists()
+    assert workers.asked == []
+
+
+def test_a_run_is_resumed_where_it_was_measured(workers, capsys, monkeypatch):
+    tune(capsys, *WORDS, "--out", "run")
+    monkeypatch.setattr(tune_run, "probe_machine", lambda device: (replace(H200, name="another"), VERSIONS))
+    code, _, stderr = tune(capsys, "tune", "--resume", "run")
+    assert code == 2
+    assert "device was NVIDIA H200, is another" in stderr
+
+
+def test_more_minutes_may_be_given_to_a_resumed_run(workers, capsys):
+    tune(capsys, *WORDS, "--out", "run")
+    _, document, _ = tune(capsys, "tune", "--resume", "run", "--minutes", "20")
+    assert document["budget"]["seconds"] == 1200
+    assert json.loads(Path("run/run.json").read_text())["settings"]["minutes"] == 20
+
+
+@pytest.mark.parametrize(
+    ("text", "count"), [("40", 40 * 1024**3), ("40GiB", 40 * 1024**3), ("1.5 gb", 1_500_000_000), ("512MiB", 2**29)]
+)
+def test_sizes_in_words(text, count):
+    assert bytes_of(text) == count
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1", "4 pounds", "1e3"])
+def test_sizes_that_are_none(text):
+    with pytest.raises(UserError, match="memory-limit"):
+        bytes_of(text)
+
+
+# what is remembered
+
+
+def asking(directory: Path, cache: RunDirectory | None = None) -> TrialAnswers:
+    return TrialAnswers(
+        RunDirectory(directory), cache=cache, device="cuda", timeout_seconds=100.0, on_phase=lambda *_, **__: None
+    )
+
+
+JOB = Job(workload=TINY, recipe=Recipe(micro_batch=4), device="cuda", tokens="tokens.npy")
+
+
+@pytest.mark.parametrize(
+    ("result", "seconds", "allowed", "recalled"),
+    [
+        (Measurement(loss_curve=(1.0,)), 10.0, 5.0, True),
+        (Failure(kind="oom", reason="full"), 10.0, 5.0, True),
+        (Failure(kind="killed", reason="shot"), 10.0, 5.0, False),  # from outside the recipe
+        (Failure(kind="timeout", reason="slow"), 50.0, 55.0, True),  # as little time as then
+        (Failure(kind="timeout", reason="slow"), 50.0, 90.0, False),
+        (Failure(kind="timeout", reason="slow"), 100.0, 900.0, True),  # --timeout allows no more
+    ],
+)
+def test_what_is_recalled(tmp_path, result, seconds, allowed, recalled):
+    RunDirectory(tmp_path).append(JOB, result, seconds)
+    found = asking(tmp_path).recall(JOB, allowed)
+    assert (found is not None) == recalled
+    if found is not None:
+        assert (found.result, found.seconds, found.remembered) == (result, seconds, True)
+
+
+def test_how_long_to_stay_is_no_part_of_the_question():
+    assert replace(JOB, give_up_seconds=0.1).key == JOB.key
+    assert replace(JOB, kind="look").key != JOB.key
+
+
+def test_whatever_changes_a_time_changes_the_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    tokens = tmp_path / "tokens.npy"
+    tokens.write_bytes(b"one text")
+    paths = [open_cache(context_of(H200, VERSIONS, tokens))[0].path]
+    paths.append(open_cache(context_of(replace(H200, driver="581"), VERSIONS, tokens))[0].path)
+    paths.append(open_cache(context_of(H200, {**VERSIONS, "torch": "2.14"}, tokens))[0].path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    paths.append(open_cache(context_of(H200, VERSIONS, tokens))[0].path)
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    tokens.write_bytes(b"another text")
+    paths.append(open_cache(context_of(H200, VERSIONS, tokens))[0].path)
+    monkeypatch.setattr(answers_module, "code_fingerprint", lambda: "other code")
+    paths.append(open_cache(context_of(H200, VERSIONS, tokens))[0].path)
+    assert len(set(paths)) == len(paths)
+    assert all(path.is_relative_to(tmp_path / "redline" / "trials") for path in paths)
+
+
+def test_a_cache_that_cannot_be_written_is_none(workers, capsys, monkeypatch):
+    Path("file").write_text("in the way")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(Path("file").resolve()))
+    code, document, stderr = tune(capsys, *WORDS, "--out", "run")
+    assert code == 0
+    assert document["best"] is not None
+    assert "trials are not remembered beyond this run" in stderr
