@@ -41,7 +41,7 @@ def _cuda() -> Hardware:
     if not torch.cuda.is_available():
         raise SystemExit("torch sees no CUDA device")
     device = torch.cuda.get_device_properties(0)
-    missing = _cuda_missing((device.major, device.minor))
+    missing = {**_cuda_missing((device.major, device.minor)), **_packages_missing()}
     return Hardware(
         kind="cuda",
         name=device.name,
@@ -58,7 +58,7 @@ def _cuda() -> Hardware:
 
 
 def _cpu() -> Hardware:
-    missing = _cpu_missing()
+    missing = {**_cpu_missing(), **_packages_missing()}
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else None
     return Hardware(
         kind="cpu",
@@ -76,6 +76,11 @@ FEATURES = ("tf32", "bf16", "fp16", "compile", "triton", "flash", "cudnn-attenti
 
 def _features(missing: dict[str, str]) -> tuple[str, ...]:
     return tuple(feature for feature in FEATURES if feature not in missing)
+
+
+def _packages_missing() -> dict[str, str]:
+    """Extras that a rung takes."""
+    return {} if _installed("torchao") else {"torchao": "the package torchao is not installed (pip install torchao)"}
 
 
 def _cuda_missing(capability: tuple[int, int]) -> dict[str, str]:

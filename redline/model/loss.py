@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from redline.core.plan import PIECES as PIECES
 from redline.kernels.cross_entropy import cross_entropy_
 
 

@@ -120,8 +120,6 @@ def case_notes(case: Case) -> Iterator[str]:
     unmeasured = list(reasoned(case))
     if unmeasured:
         yield f"memory is reasoned, not measured, for {', '.join(unmeasured)}: docs/memory.md"
-    if case.optimizer is not None:
-        yield f"the roofline's update is that of {plan.optimizer}: only memory knows {case.optimizer}"
 
 
 def reasoned(case: Case) -> Iterator[str]:

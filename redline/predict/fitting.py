@@ -163,7 +163,7 @@ def _options(case: Case) -> Iterator[Option]:
     yield Option(what="compile", cost="time to compile", apply=_planned("compile", True))
     if case.shape.tied:
         yield Option(what="tied-weights", cost="nothing: as published", apply=_planned("tied", True), free=True)
-    if case.optimizer is None:
+    if case.optimizer_name in ("adamw-loop", "adamw-foreach"):
         yield Option(what="fused-adamw", cost=FASTER, apply=_planned("optimizer", "adamw-fused"), free=True)
     if case.plan.loss == "full":
         yield Option(what="fused-loss", cost=FASTER, apply=_planned("loss", "fused"), free=True)
@@ -211,7 +211,8 @@ def _one_sequence(case: Case, micro_batch: int) -> Tried | None:
 
 
 def _eight_bit(case: Case, micro_batch: int) -> Tried | None:
-    if OPTIMIZERS[case.optimizer_name].state <= OPTIMIZERS["adamw-8bit"].state:
+    own, other = OPTIMIZERS[case.optimizer_name], OPTIMIZERS["adamw-8bit"]
+    if own.state + 2 * own.weights <= other.state + 2 * other.weights:  # bf16 weights are smaller in all
         return None
     return replace(case, optimizer="adamw-8bit"), micro_batch
 

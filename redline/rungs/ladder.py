@@ -377,8 +377,8 @@ class MaxAutotune(Rung):
     """Let Inductor time several kernels for each matmul and keep the fastest.
 
     torch's `max-autotune-no-cudagraphs`: cuBLAS and Triton templates compete for every matmul shape, and the block
-    sizes of the other kernels are searched too. Minutes of compiling; what they bring is a matter of shapes, and on a step
-    whose matmuls cuBLAS does well it is nothing. It pays in long runs only: see the break-even of `redline tune`.
+    sizes of the other kernels are searched too. Minutes of compiling; what they bring is a matter of shapes, and on a
+    step whose matmuls cuBLAS does well it is nothing. It pays in long runs only: see the break-even of `redline tune`.
     """
 
     name = "max-autotune"

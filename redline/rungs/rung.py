@@ -33,6 +33,9 @@ class Rung(ABC):
     """This rung takes the place of that one in a recipe: both are measured on the same base."""
     stand_in: ClassVar[bool] = False
     """Keep it only where the rung it replaces does not apply, however fast it is."""
+    least_learning: ClassVar[float | None] = None
+    """Of the nats that the unchanged maths sheds over the compared steps, the share that this one must shed; None: what
+    predict/verdict.py asks of every changed model."""
     when_named: ClassVar[bool] = False
     """Not part of the plain ladder: taken when --rungs names it, and weighed by `tune`. It gives up speed for memory,
     or pays only sometimes."""

@@ -18,8 +18,8 @@ from redline.core.job import Job, Result
 from redline.core.measurement import Failure, Measurement, spread_of
 from redline.core.recipe import Recipe
 from redline.core.workload import Workload
-from redline.predict.verdict import Equivalence, judge
-from redline.rungs import LADDER, Maths, Rung, find_rung, plan_of
+from redline.predict.verdict import LEAST_LEARNING, Equivalence, judge
+from redline.rungs import LADDER, Maths, Rung, find_rung, group_of, plan_of
 from redline.search.batch_size import HEADROOM, MEMORY_KINDS, BatchChoice, SizedJobs, best_batch, range_of
 from redline.search.noise import UNSEEN_RUN_TO_RUN, noise_between
 
@@ -136,7 +136,7 @@ class Climb:
         if name == AGAIN:
             return Row(AGAIN, f"{current.name} measured again", current.maths, current.recipe, base=current)
         rung = find_rung(name)
-        replaced = rung.instead_of if rung.instead_of in current.recipe.rungs else None
+        replaced = self._in_the_place_of(rung)
         onto = tuple(kept for kept in current.recipe.rungs if kept != replaced)
         reason = rung.needs(self.workload, self.hardware, plan_of(onto))
         row = Row(rung.name, rung.title, rung.maths, current.recipe.adding(name, without=replaced))
@@ -144,6 +144,11 @@ class Climb:
             row.status, row.reason = "skipped", reason
         row.base = self._row_of(onto) or current
         return row
+
+    def _in_the_place_of(self, rung: Rung) -> str | None:
+        """The rung of the recipe so far whose place this one would take."""
+        kept = self.current.recipe.rungs
+        return next((name for name in kept if group_of(find_rung(name)) == group_of(rung)), None)
 
     def _row_of(self, rungs: tuple[str, ...]) -> Row | None:
         """The row that measured exactly these rungs, if one did."""
@@ -176,6 +181,7 @@ class Climb:
             base=base_curve,
             plain=self.plain_curve,
             ln_vocab=self.workload.shape.ln_vocab,
+            least_learning=least_learning(row.recipe),
         )
         if found.verdict == "not-checked" and self.reference_trouble:
             return replace(found, detail=f"{found.detail}: {self.reference_trouble}")
@@ -191,10 +197,12 @@ class Climb:
             row.kept, row.reason = False, row.equivalence.detail
         elif current is None or not current.measurements:
             row.kept = True
-        elif rung is not None and rung.stand_in and rung.instead_of in current.recipe.rungs:
-            row.kept, row.reason = False, f"stands in for {rung.instead_of} where that does not apply"
         else:
-            self._decide_by_speed(row, current, replaces=rung is not None and rung.instead_of in current.recipe.rungs)
+            replaced = None if rung is None else self._in_the_place_of(rung)
+            if rung is not None and rung.stand_in and replaced is not None:
+                row.kept, row.reason = False, f"stands in for {replaced} where that does not apply"
+            else:
+                self._decide_by_speed(row, current, replaces=replaced is not None)
 
     def _decide_by_speed(self, row: Row, current: Row, replaces: bool) -> None:
         """An alternative must win, or the kept one stays. An addition may cost what noise could explain, within reason;
@@ -324,3 +332,9 @@ def _runs_somewhere(row: Row) -> bool:
     if row.failure is not None:
         return row.failure.kind in MEMORY_KINDS
     return row.equivalence is not None and row.equivalence.verdict != "different"
+
+
+def least_learning(recipe: Recipe) -> float:
+    """Of a recipe whose maths is another: what the most patient of its rungs asks for."""
+    shares = (find_rung(name).least_learning for name in recipe.rungs)
+    return min((share for share in shares if share is not None), default=LEAST_LEARNING)

@@ -37,7 +37,7 @@ from redline.core.recipe import Recipe, load_recipe
 from redline.core.values import from_json, to_json
 from redline.core.workload import Workload, check_positive
 from redline.data.text import check_corpus
-from redline.rungs import LADDER, find_rung, plan_of
+from redline.rungs import LADDER, find_rung, group_of, plan_of
 from redline.search.batch_size import check_headroom, host_memory_bytes
 from redline.search.climb import TOKENS_FILE, Climb, LadderSettings, Row
 from redline.search.document import best_rebatched, best_row, ladder_document, row_json
@@ -250,12 +250,13 @@ def check_alternatives(recipe: Recipe) -> None:
     for name in recipe.rungs:
         if recipe.rungs.count(name) > 1:
             raise UserError(f"the recipe has {name} twice", "a rung is there or it is not", f"name {name} once")
-        other = find_rung(name).instead_of
-        if other in recipe.rungs:
+        alike = [other for other in recipe.rungs if group_of(find_rung(other)) == group_of(find_rung(name))]
+        if len(alike) > 1:
+            one, other = sorted(alike, key=[rung.name for rung in LADDER].index)[:2]
             raise UserError(
-                f"the recipe has both {other} and {name}",
-                f"{name} takes the place of {other}: a step runs one of them",
-                f"take {other} or {name} out of the recipe file",
+                f"the recipe has both {one} and {other}",
+                f"{other} takes the place of {one}: a step runs one of them",
+                f"take {one} or {other} out of the recipe file",
             )
 
 

@@ -15,10 +15,10 @@ import transformers
 from torch.utils.checkpoint import set_checkpoint_early_stop
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-from redline.core.plan import Plan
+from redline.core.plan import PIECES, Plan
 from redline.core.workload import Shape
 from redline.model.gpt import GPT
-from redline.model.loss import PIECES, head_loss, next_token_loss
+from redline.model.loss import head_loss, next_token_loss
 from redline.predict.flops import (
     executed_flops,
     executed_flops_per_token,

@@ -17,8 +17,7 @@ from torch.utils._pytree import tree_leaves
 from redline.core.plan import Plan
 from redline.core.workload import Shape
 from redline.model.gpt import GPT
-from redline.model.loss import PIECES, next_token_loss
-from redline.predict import operations as predicted
+from redline.model.loss import next_token_loss
 from redline.predict.operations import CONTRACTION, OPTIMIZER, operations
 
 SHAPE = Shape(layers=6, heads=8, d_model=512, d_ff=2048, vocab=5003, sequence=512)
@@ -101,7 +100,3 @@ def test_the_whole_step_is_what_torch_moves(tied: bool) -> None:
     theirs += seen["aten.native_layer_norm_backward"] * 2 // 3
     ours = sum(op.bytes for op in operations(SHAPE, Plan(tied=tied), micro_batch=B) if op.group != OPTIMIZER)
     assert ours == pytest.approx(theirs, rel=0.02)
-
-
-def test_pieces_of_a_chunked_loss_are_the_models() -> None:
-    assert predicted.PIECES == PIECES

@@ -594,3 +594,31 @@ def test_a_reference_that_fails_is_named_in_every_row_it_leaves_unchecked():
     for row in measured:
         assert row.equivalence.verdict == "not-checked"
         assert "tried to allocate 12 GiB" in row.equivalence.detail
+
+
+def test_a_recipe_has_one_optimizer_and_speed_does_not_choose_it():
+    """Each is measured in the place of the one that the recipe has; only the other AdamW may win there."""
+    machine = Machine(factors={"lion": 0.1, "sgd-momentum": 0.01, "foreach-adamw": 0.95})
+    climb = climbed(machine, rungs=("fused-adamw", "foreach-adamw", "lion", "sgd-momentum"))
+    assert machine.asked == [(), ("fused-adamw",), ("foreach-adamw",), ("lion",), ("sgd-momentum",)]
+    assert kept(climb) == ["baseline", "fused-adamw"]
+    assert rows_of(climb)["lion"].reason == "stands in for fused-adamw where that does not apply"
+    faster = climbed(Machine(factors={"foreach-adamw": 0.5}), rungs=("fused-adamw", "foreach-adamw"))
+    assert faster.current.recipe.rungs == ("foreach-adamw",)
+    alone = climbed(Machine(), rungs=("lion", "muon"))
+    assert alone.current.recipe.rungs == ("lion",)
+    assert rows_of(alone)["muon"].reason == "stands in for lion where that does not apply"
+
+
+@pytest.mark.parametrize(("rung", "share"), [("tied-weights", 0.8), ("adafactor", 0.5), ("lion", 0.25)])
+def test_another_rule_may_learn_at_another_pace(rung, share):
+    def verdict(learned):
+        curve = tuple(START - learned * 0.1 * step for step in range(5))
+        machine = Machine(curves={rung: curve})
+        machine.answer = lambda job, own=machine.answer: (
+            Measurement(loss_curve=curve) if job.kind == "reference" and job.recipe.rungs else own(job)
+        )
+        return rows_of(climbed(machine, rungs=(rung,)))[rung].equivalence.verdict
+
+    assert verdict(share + 0.02) == "changed"
+    assert verdict(share - 0.02) == "different"

@@ -11,6 +11,8 @@ import pytest
 from redline.core.errors import UserError
 from redline.core.plan import Plan
 from redline.core.workload import Shape
+from redline.predict import fitting
+from redline.predict.fitting import Case
 from redline.predict.memory import predict_memory
 from redline.predict.operations import operations, tensors
 from redline.predict.optimizers import OPTIMIZERS, find_optimizer
@@ -210,3 +212,17 @@ def test_the_page_shows_what_an_update_moves_and_launches(repository):
         update = updates_of(plan_for(name))[name]
         assert float(moved) == pytest.approx(OPTIMIZERS[name].traffic, abs=0.05)
         assert int(kernels.replace(",", "")) == update.kernels
+
+
+def test_what_to_change_leaves_the_optimizer_that_was_chosen():
+    """Fused AdamW is a gain over the other two alone; 8 bits save nothing where weights are in bf16."""
+
+    def offered(name):
+        case = Case(shape=GPT2, plan=plan_for(name))
+        return {option.what for option in fitting._options(case) if option.apply(case, 64) is not None}
+
+    for name in OPTIMIZERS:
+        assert ("fused-adamw" in offered(name)) == (name in ("adamw-loop", "adamw-foreach"))
+        assert ("optimizer adamw-8bit" in offered(name)) == (
+            name not in ("adamw-8bit", "adamw-bf16", "adamw-bf16-kahan")
+        )
