@@ -132,8 +132,8 @@ def told(record: dict[str, Any]) -> str:
     lines += [
         f"{name.replace('_', ' ')}: {speed[name]:,.0f}, {share:.1%}" for name, share in speed["of_the_ladder"].items()
     ]
-    if record["at_equal_tokens"]:
-        equal = record["at_equal_tokens"]
+    equal = record["at_equal_tokens"]
+    if equal and equal["recipe_loss"] is not None:
         lines.append(
             f"after {equal['updates']} updates: loss {equal['recipe_loss']} against {equal['plain_loss']} of plain TF32"
         )

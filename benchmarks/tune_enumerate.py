@@ -4,9 +4,9 @@
     python benchmarks/tune_enumerate.py gpt2 --fixed tf32,no-sync,bf16,compile,fused-adamw,loader-workers \\
         --rungs flash,cudnn-attention,padded-vocab,fused-loss,chunked-loss --micro-batch 32
 
-The micro batch is given, so that the space is finite. Rungs of --fixed are in every recipe. Enumerated recipes are timed
-in rounds, so that a drift of the machine hits all of them alike. The recipe found is judged by its enumerated rate: the
-search must not be its own judge. The last line says whether it came within 2 % at a quarter of the trials.
+The micro batch is given, so that the space is finite. Rungs of --fixed are in every recipe. Enumerated recipes are
+timed in rounds, so that a drift of the machine hits all of them alike. The recipe found is judged by its enumerated
+rate: the search must not be its own judge. The last line says whether it came within 2 % at a quarter of the trials.
 """
 
 from __future__ import annotations
@@ -173,10 +173,9 @@ def verdict(result: dict[str, Any]) -> str:
     near = result["of_best"] is not None and result["of_best"] >= 1 - WITHIN
     few = result["share_tried"] <= SHARE
     share = "unknown" if result["of_best"] is None else f"{result['of_best']:.1%}"
-    return (
-        f"{share} of the best, after {result['recipes_tried']} of {result['recipes']} recipes: "
-        f"{'within' if near else 'NOT within'} {WITHIN:.0%}, {'at' if few else 'NOT at'} a quarter of the trials or fewer"
-    )
+    how_near, how_many = "within" if near else "NOT within", "at" if few else "NOT at"
+    words = f"{how_near} {WITHIN:.0%}, {how_many} a quarter of the trials or fewer"
+    return f"{share} of the best, after {result['recipes_tried']} of {result['recipes']} recipes: {words}"
 
 
 def timed(work: Any) -> tuple[Any, float]:

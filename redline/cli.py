@@ -7,6 +7,7 @@ at once.
 from __future__ import annotations
 
 import argparse
+import importlib
 import io
 import os
 import signal
@@ -17,31 +18,22 @@ from typing import NoReturn
 
 from redline import __version__
 from redline.commands.common import EXIT_DONE, EXIT_INTERRUPTED, EXIT_MISTAKE
-from redline.commands.data import add_data
-from redline.commands.estimate import add_estimate
-from redline.commands.hardware import add_hardware
-from redline.commands.ladder import add_ladder
-from redline.commands.lint import add_lint
-from redline.commands.profile import add_profile
-from redline.commands.report import add_report
-from redline.commands.train import add_export, add_sample, add_train
-from redline.commands.tune import add_tune
 from redline.core.errors import UserError
 
 DESCRIPTION = "Finds out how fast a machine can train a GPT, gets it there, and proves that nothing broke on the way."
-ADD_COMMANDS = (  # in the order of --help
-    add_ladder,
-    add_tune,
-    add_train,
-    add_sample,
-    add_export,
-    add_data,
-    add_profile,
-    add_lint,
-    add_estimate,
-    add_hardware,
-    add_report,
-)
+COMMANDS = {  # in the order of --help: the file in redline/commands, and its function add_NAME
+    "ladder": "ladder",
+    "tune": "tune",
+    "train": "train",
+    "sample": "train",
+    "export": "train",
+    "data": "data",
+    "profile": "profile",
+    "lint": "lint",
+    "estimate": "estimate",
+    "hardware": "hardware",
+    "report": "report",
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -52,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="replace")  # a terminal without UTF-8 shows question marks, not a traceback
     signal.signal(signal.SIGTERM, interrupt)
     try:
-        options = build_parser().parse_args(words)
+        options = build_parser(words[:1]).parse_args(words)
         code = int(options.run(options))
         sys.stdout.flush()  # here, where a reader that has left can be answered for
         return code
@@ -86,10 +78,11 @@ class Parser(argparse.ArgumentParser):
         raise UserError(message, "the command line could not be understood", f"see `{self.prog} --help`")
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser(first_words: Sequence[str] = ()) -> argparse.ArgumentParser:
+    """With the command that the first word names alone, so that no other one's file is read; else with all."""
     parser = Parser(prog="redline", description=DESCRIPTION)
     parser.add_argument("--version", action="version", version=f"redline {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=Parser)
-    for add_command in ADD_COMMANDS:
-        add_command(commands)
+    for name in [word for word in first_words if word in COMMANDS] or COMMANDS:
+        getattr(importlib.import_module(f"redline.commands.{COMMANDS[name]}"), f"add_{name}")(commands)
     return parser

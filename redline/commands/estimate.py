@@ -151,7 +151,7 @@ def hardware_of(device: Device | None) -> Hardware:
         if "bf16" in lacks:
             lacks |= {"flash", "cudnn-attention"}  # both came with the generation that brought bf16
         if device.vendor != "NVIDIA":
-            lacks |= {"tf32", "cudnn-attention"}
+            lacks |= {"cudnn-attention"}
         missing = {feature: f"{device.label} has no {feature}" for feature in lacks}
     return Hardware(
         kind="cuda",

@@ -205,6 +205,8 @@ def list_rungs(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps([{"rung": rung.name, "class": rung.maths.value, "title": rung.title} for rung in LADDER]))
         return EXIT_DONE
+    width = max(len(rung.name) for rung in LADDER)
     for rung in LADDER:
-        print(f"{rung.name:16} {rung.maths.value:14} {rung.title}")
+        named = "  (when --rungs names it)" if rung.when_named else ""
+        print(f"{rung.name:{width}} {rung.maths.value:14} {rung.title}{named}")
     return EXIT_DONE

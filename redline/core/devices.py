@@ -69,6 +69,8 @@ class Device:
     @property
     def narrow_rates(self) -> dict[int, float]:
         """Shares of the matmul rate for rows that start at multiples of 2, 4 or 8 bytes."""
+        if self.vendor != "NVIDIA":
+            return dict.fromkeys(NARROW_RATES, 1.0)  # no figure is known
         return NARROW_RATES_ON.get(self.architecture, NARROW_RATES)
 
     @property

@@ -12,7 +12,6 @@ import os
 import platform
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -262,6 +261,8 @@ def _ram_bytes() -> int | None:
 
 
 def _installed(package: str) -> str | None:
+    from importlib import metadata  # 40 ms that only `hardware` needs
+
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

@@ -29,13 +29,8 @@ from redline.predict.memory import Memory
 from redline.predict.parallel import Layout
 from redline.predict.roofline import Prediction, Roofline, predict_step, reachable, sheet_peaks
 
-# The peaks of docs/memory.md are of GPT-2 on one GPU with AdamW; of the losses that compute their gradient at once only
-# one was measured: records/2026-11-15-h200-recipe-gpt2-b64-fused-loss.json.
+# The peaks of docs/memory.md are of GPT-2 on one GPU with AdamW.
 MEASURED_OPTIMIZERS = ("adamw-loop", "adamw-foreach", "adamw-fused")
-FUSED_LOSS_NOTE = (
-    "a compiled step with a fused or chunked loss (one was measured: gpt2 at micro batch 64 on an H200, predicted "
-    "0.6 % above)"
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,8 +124,6 @@ def reasoned(case: Case) -> Iterator[str]:
         return
     if case.shape.positions != "learned" or case.shape.norm != "layernorm" or case.shape.gated:
         yield "other models than GPT-2"
-    if case.plan.compile and case.plan.loss != "full":
-        yield FUSED_LOSS_NOTE
     if case.layout is not None and case.layout.gpus > 1:
         yield "several GPUs"
     if case.optimizer_name not in MEASURED_OPTIMIZERS:

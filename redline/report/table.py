@@ -22,6 +22,7 @@ from redline.core.units import UNKNOWN, human_bytes, human_percent, human_rate, 
 from redline.report import Document, Row, is_dropped, one_line, reason_of, rung_name, shown_mfu, status_of, verdict_of
 
 WIDTH_COLUMNS = 100
+MOST_SWING = 2.0  # of p90 over p10: a quiet machine's steps differ by per cents
 VERDICT_STYLES = {
     "same": "green",
     "rounding": "green",
@@ -280,6 +281,9 @@ def _subject_notes(document: Document) -> Iterator[Note]:
             text=f"step is against the recipe the rung was put onto, total against {rung_name(rows[0])}",
         )
         yield Note(about="noise", text=noise_text(document))
+    disturbed = [row for row in rows if swing_of(row) > MOST_SWING]
+    if disturbed:
+        yield Note(about="disturbed", text=disturbed_text(disturbed), kind="failed")
     yield from (Note(about="MFU", text=text) for text in mfu_texts(rows))
     yield from (Note(about="memory", text=text) for text in memory_texts(rows))
     yield from _missing_notes(document)
@@ -287,12 +291,30 @@ def _subject_notes(document: Document) -> Iterator[Note]:
         yield Note(about="unfinished", text="the run was interrupted: later rungs are not here", kind="failed")
 
 
+def swing_of(row: Row) -> float:
+    """How many times its quick steps a row's slow ones take: 1 is even."""
+    spread = row.get("step_seconds") or {}
+    slow, quick = spread.get("p90"), spread.get("p10")
+    return float(slow / quick) if slow and quick else 1.0
+
+
+def disturbed_text(rows: Sequence[Row]) -> str:
+    """Something else ran on the machine: the figure stands, and nobody should build on it."""
+    worst = max(rows, key=swing_of)
+    others = f" and {len(rows) - 1} more" if len(rows) > 1 else ""
+    return (
+        f"slow steps of {rung_name(worst)} took {swing_of(worst):.1f} times its quick ones{others}: speed-ups from and to "
+        "such rows mean little; measure again on a quiet machine, or with --repeats"
+    )
+
+
 def noise_text(document: Document) -> str:
     noise = document.get("noise") or {}
     if noise.get("fraction") is None:
         return "the noise floor is not known, so no step is marked ~"
     source = f" ({one_line(noise['source'])})" if noise.get("source") else ""
-    return f"floor ±{human_percent(noise['fraction'])}{source}; ~ marks a step inside it"
+    floor = human_percent(noise["fraction"])
+    return f"typically ±{floor}{source}; ~ marks a step inside the noise of its own two rows"
 
 
 def mfu_texts(rows: Sequence[Row]) -> Iterator[str]:

@@ -22,6 +22,8 @@ from redline.rungs.optimizers import (
 )
 from redline.rungs.rung import Maths, Rung, missing
 
+LEAST_TO_AUTOTUNE = 68  # multiprocessors: torch/_inductor/utils.py, is_big_gpu
+
 
 class Baseline(Rung):
     """The plain way, which every speed-up is counted from.
@@ -313,7 +315,7 @@ class SigmoidGelu(Rung):
     def needs(self, workload: Workload, hardware: Hardware, plan: Plan) -> str | None:
         if not plan.compile:
             return "without compile it is eight kernels instead of one"
-        return missing(hardware, "triton")
+        return "it is Triton's tanh that is slow, and there is no Triton here" if missing(hardware, "triton") else None
 
     def apply(self, plan: Plan) -> Plan:
         return replace(plan, gelu="sigmoid")
@@ -415,9 +417,6 @@ class CudaGraphs(Rung):
 
     def apply(self, plan: Plan) -> Plan:
         return replace(plan, cuda_graphs=True)
-
-
-LEAST_TO_AUTOTUNE = 68  # multiprocessors: torch/_inductor/utils.py, is_big_gpu
 
 
 def _compiled_on_cuda(hardware: Hardware, plan: Plan) -> str | None:

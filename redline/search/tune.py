@@ -173,7 +173,7 @@ class Tuner:
         self.space, self.settings, self.answers, self.budget, self.view = space, settings, answers, budget, view
         self.kind = space.hardware.kind
         self.trials: dict[Recipe, Trial] = {}
-        """Everything that was run, in its order; the first is the baseline."""
+        """Everything that was run, in its order."""
         self.not_tried: dict[Recipe, str] = {}
         """What was considered, and why it was not run."""
         self.references: dict[Recipe, Measurement | Failure] = {}
@@ -195,8 +195,8 @@ class Tuner:
 
     def run(self) -> None:
         try:
-            self._look_at_baseline()
             current = self._start()
+            self._look_at_baseline(current)
             while True:
                 asked = self.asked
                 current = self._search(current)
@@ -223,7 +223,7 @@ class Tuner:
 
     @property
     def baseline(self) -> Trial | None:
-        return next(iter(self.trials.values()), None)
+        return self.trials.get(self.space.baseline())
 
     @property
     def best(self) -> Trial | None:
@@ -256,12 +256,6 @@ class Tuner:
 
     # beginning
 
-    def _look_at_baseline(self) -> None:
-        """What speed-ups are counted from: the time alone, since nobody will choose it."""
-        recipe = self.space.baseline()
-        if self.space.refuses(recipe) is None:
-            self._try(recipe, "the plain way", None, kind="look")
-
     def _start(self) -> Trial:
         """The first recipe that can win. Where it does not fit after all, it shrinks; where its compiling would take a
         large part of the time, it does without, so that there is something to show before anything is risked."""
@@ -279,6 +273,18 @@ class Tuner:
         with suppress(OutOfTimeError):
             self._prove(trial)  # early: a run that ends before its time has something to show
         return trial
+
+    def _look_at_baseline(self, start: Trial) -> None:
+        """What speed-ups are counted from: the time alone, since nobody will choose it. After the start, which is what
+        a run without time for both needs. A start that is slower was disturbed, so it is looked at again; or the plain
+        way is the one to beat, and is measured like any other."""
+        recipe = self.space.baseline()
+        if self.space.refuses(recipe) is not None:
+            return
+        plain = self._try(recipe, "the plain way", None, kind="look")
+        if plain.ran and start.ran and not self.keeps_up(start, plain):
+            self._repeat(start, 1)
+            self._check_baseline()
 
     # turning knobs
 
@@ -538,8 +544,8 @@ class Tuner:
         return (1 + GIVE_UP[self.kind]) * per_sequence * recipe.micro_batch
 
     def _answer(self, job: Job, expected_seconds: float, first: bool = False) -> Answer:
-        """From memory if it is there. A worker is started only where there is time for it, and gets no more; the very
-        first may try, since nobody knows what it takes."""
+        """From memory if it is there. A worker is started only where there is time for it, and gets no more. The first
+        trial and the first proof may try in any case: without them there is no result."""
         self.asked += 1
         known = self._recall(job)
         if known is not None:
@@ -597,7 +603,8 @@ class Tuner:
             return min(known)
         plain = self.baseline
         if plain is None or not plain.ran:
-            return 2 * TRIAL_SECONDS[self.kind]
+            eager = [trial.seconds[0] for trial in self.trials.values() if trial.ran and not trial.compiled]
+            return max(eager, default=2 * TRIAL_SECONDS[self.kind])
         per_sequence = plain.step_seconds / plain.recipe.micro_batch
         return plain.seconds[0] + self.settings.check_steps * size * per_sequence
 
@@ -640,7 +647,8 @@ class Tuner:
                 continue
             self.view.trial_started("the fp32 reference", trial.number)
             job = replace(self._job(recipe, kind="reference"), give_up_seconds=None)
-            answer = self._answer(job, self._expected_reference(recipe))
+            nothing_proved = not any(map(self.is_proved, self.trials.values()))
+            answer = self._answer(job, self._expected_reference(recipe), first=nothing_proved)
             self.reference_seconds[recipe.micro_batch] = answer.seconds
             self.references[recipe] = answer.result
             self._check_device(answer.result)

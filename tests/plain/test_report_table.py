@@ -117,9 +117,18 @@ def test_mfu_above_the_peak_is_refused_with_a_note() -> None:
 
 def test_notes_say_noise_convention_and_interruption() -> None:
     text = printed(DOCUMENTS["unfinished_document"](), 100)
-    assert "floor ±1.2 % (within-run)" in text
+    assert "typically ±1.2 % (within-run)" in text
     assert text.count(DOCUMENTS["CONVENTION"]) == 1, "the convention is said once"
     assert "the run was interrupted" in text
+
+
+def test_a_disturbed_row_is_warned_of() -> None:
+    document = full_document()
+    assert not any(note.about == "disturbed" for note in notes_of(document))
+    row = ok_row("baseline", 138.5, None)
+    row["step_seconds"] = {"median": 2.4, "p10": 0.5, "p90": 3.1, "n": 20}
+    (note,) = [note for note in notes_of({**document, "rows": [row]}) if note.about == "disturbed"]
+    assert "slow steps of baseline took 6.2 times its quick ones" in note.text
 
 
 def test_different_is_bold_red_and_comes_first() -> None:

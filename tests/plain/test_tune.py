@@ -240,13 +240,14 @@ def test_what_saves_memory_pays_through_a_larger_batch():
     assert machine.rate(found) >= 0.98 * max(map(machine.rate, fitting))
 
 
-def test_minutes_of_compiling_must_win_beyond_the_noise():
-    knobs = ("bf16", "compile", "max-autotune")
-    narrow, wide = ({"max-autotune": factor} for factor in (0.996, 0.9))
-    for factors, pays in ((narrow, False), (wide, True)):
-        space = open_space(GPT2, H200, rungs=knobs, micro_batch=64)
-        found = best_of(tuned(Machine(noise=0.0, host_seconds=0.0, factors=factors), space))
-        assert ("max-autotune" in found.rungs) == pays
+@pytest.mark.parametrize(("factor", "pays"), [(0.996, False), (0.9, True)])
+def test_minutes_of_compiling_must_win_beyond_the_noise(factor, pays):
+    machine = Machine(noise=0.0, host_seconds=0.0, factors={"max-autotune": factor})
+    knobs = ("bf16", "compile", "padded-vocab", "fused-loss", "max-autotune")
+    found = best_of(tuned(machine, open_space(GPT2, H200, rungs=knobs, micro_batch=64)))
+    assert ("max-autotune" in found.rungs) == pays
+    dear = [job for job in machine.jobs if job.kind == "measure" and "max-autotune" in job.recipe.rungs]
+    assert (len(dear) > 1) == pays  # nothing is built on what won by its luck
 
 
 # time
@@ -367,6 +368,22 @@ def test_where_nothing_is_faster_the_plain_way_wins():
         assert tuner.best.equivalence.verdict == "same"
 
 
+def test_a_start_that_was_disturbed_is_looked_at_again():
+    machine, calm = Machine(noise=0.0), Machine.answer
+
+    def answer(job: Job) -> Measurement | Failure:
+        result = calm(machine, job)
+        first = len(machine.jobs) == 1
+        return replace(result, step_seconds=tuple(50 * one for one in result.step_seconds)) if first else result
+
+    machine.answer = answer
+    tuner = tuned(machine, open_space(GPT2, H200, rungs=KNOBS, micro_batch=64))
+    kinds = [(job.kind, job.repeat) for job in machine.jobs]
+    assert kinds[:4] == [("measure", 0), ("reference", 0), ("look", 0), ("look", 1)]
+    assert machine.jobs[3].recipe == machine.jobs[0].recipe
+    assert tuner.rate(tuner.best) > tuner.rate(tuner.baseline)
+
+
 def test_the_published_model_is_the_reference():
     machine = Machine()
     tuned(machine, open_space(GPT2, H200, rungs=KNOBS, micro_batch=64))
@@ -429,7 +446,7 @@ def test_a_device_that_is_lost_ends_the_search_with_what_there_is(answers):
     assert tuner.stopped == "device-lost"
     assert "torch sees none" in tuner.trouble
     assert len(machine.jobs) <= answers + 4
-    assert (tuner.best is not None) == (answers > 3)
+    assert (tuner.best is not None) == (answers > 1)  # the start and its proof
     document = tune_document(tuner, RUN)
     assert not document["finished"]
     assert "no longer answers" in drawn(document)
