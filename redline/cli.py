@@ -74,8 +74,12 @@ def interrupt(*_: object) -> NoReturn:
 class Parser(argparse.ArgumentParser):
     """argparse whose mistakes are ours: problem, why, fix, exit code 2."""
 
+    command = ""
+    """The one whose words argparse leaves to the parser of all commands when it does not know them."""
+
     def error(self, message: str) -> NoReturn:
-        raise UserError(message, "the command line could not be understood", f"see `{self.prog} --help`")
+        words = f"{self.prog} {self.command}".strip()
+        raise UserError(message, "the command line could not be understood", f"see `{words} --help`")
 
 
 def build_parser(first_words: Sequence[str] = ()) -> argparse.ArgumentParser:
@@ -83,6 +87,8 @@ def build_parser(first_words: Sequence[str] = ()) -> argparse.ArgumentParser:
     parser = Parser(prog="redline", description=DESCRIPTION)
     parser.add_argument("--version", action="version", version=f"redline {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=Parser)
-    for name in [word for word in first_words if word in COMMANDS] or COMMANDS:
+    asked = [word for word in first_words if word in COMMANDS]
+    parser.command = " ".join(asked)
+    for name in asked or COMMANDS:
         getattr(importlib.import_module(f"redline.commands.{COMMANDS[name]}"), f"add_{name}")(commands)
     return parser

@@ -303,8 +303,8 @@ def disturbed_text(rows: Sequence[Row]) -> str:
     worst = max(rows, key=swing_of)
     others = f" and {len(rows) - 1} more" if len(rows) > 1 else ""
     return (
-        f"slow steps of {rung_name(worst)} took {swing_of(worst):.1f} times its quick ones{others}: speed-ups from and to "
-        "such rows mean little; measure again on a quiet machine, or with --repeats"
+        f"slow steps of {rung_name(worst)} took {swing_of(worst):.1f} times its quick ones{others}: speed-ups from and "
+        "to such rows mean little; measure again on a quiet machine, or with --repeats"
     )
 
 
