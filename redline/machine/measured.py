@@ -10,21 +10,18 @@ passed over with a note: a cache must never stop a command.
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Collection
 from pathlib import Path
 
 from redline.core.devices import lookup
 from redline.core.hardware import MeasuredPeaks, beyond_the_data_sheet
-from redline.core.job import write_atomically
+from redline.core.job import user_cache, write_atomically
 from redline.core.values import from_json, to_json
 
 
 def peaks_folder() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    root = Path(base) if os.path.isabs(base) else Path.home() / ".cache"  # the XDG rule: a relative path is ignored
-    return root / "redline" / "peaks"
+    return user_cache() / "peaks"
 
 
 def save_measured(peaks: MeasuredPeaks) -> Path:

@@ -197,16 +197,17 @@ class Tuner:
         try:
             current = self._start()
             self._look_at_baseline(current)
+            current = self._compile_after_all(current)
             while True:
                 asked = self.asked
                 current = self._search(current)
                 for trial in self._leaders():  # at its own best size one of them may leave the others behind
                     self._resize(trial)
                 self._race()
-                fastest = next(iter(self._ranking()), current)
-                if fastest is current or self.asked == asked:  # two that nothing tells apart may take turns for ever
+                first = self._first_of(self._ranking()) or current
+                if first is current or self.asked == asked:  # two that nothing tells apart may take turns for ever
                     break
-                current = fastest
+                current = first
             self.stopped = "minutes" if self.short_of_time else "converged"
         except OutOfTimeError:
             self.stopped = "minutes"
@@ -227,12 +228,15 @@ class Tuner:
 
     @property
     def best(self) -> Trial | None:
-        """The fastest that was proved. Among those that noise cannot tell from it, what compiles least."""
-        proved = [trial for trial in self.trials.values() if self.is_proved(trial)]
-        fastest = max(proved, key=self.rate, default=None)
+        """The first of those that were proved."""
+        return self._first_of(list(filter(self.is_proved, self.trials.values())))
+
+    def _first_of(self, trials: list[Trial]) -> Trial | None:
+        """The fastest. Among those that noise cannot tell from it, what compiles least."""
+        fastest = max(trials, key=self.rate, default=None)
         if fastest is None:
             return None
-        equal = [trial for trial in proved if self.keeps_up(trial, fastest)]
+        equal = [trial for trial in trials if self.keeps_up(trial, fastest)]
         return min(equal, key=lambda trial: (compile_factor(trial.recipe), -self.rate(trial)))
 
     def rate(self, trial: Trial) -> float:
@@ -285,6 +289,14 @@ class Tuner:
         if plain.ran and start.ran and not self.keeps_up(start, plain):
             self._repeat(start, 1)
             self._check_baseline()
+
+    def _compile_after_all(self, current: Trial) -> Trial:
+        """What the start did without, now that there is something to show."""
+        recipe = replace(self.space.start(), micro_batch=current.recipe.micro_batch)
+        if current.compiled or recipe == current.recipe:
+            return current
+        challenger = self._challenge(current, recipe)
+        return challenger if challenger is not None and self._wins(challenger, current) else current
 
     # turning knobs
 

@@ -1,11 +1,7 @@
-"""A trial in this process, and `redline tune` as a user runs it: workers, a recipe, and a run that trains it."""
+"""A trial in this process, and `redline tune` as a user runs it: workers, a recipe, and a second run without any."""
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,10 +10,11 @@ import pytest
 
 from redline.core.recipe import load_recipe
 from redline.engine import measure, trial
-from redline.search.launch import worker_path
+from redline.engine.session import training_plan
+from redline.search import tune, tune_run
+from redline.search.launch import probe_machine
 
 Bench = Callable[..., measure.Bench]
-LIMIT_SECONDS = 240
 
 
 @pytest.fixture
@@ -62,53 +59,37 @@ def test_a_brief_look_has_no_more_steps_than_time(bench: Bench, seconds: float, 
     assert trial.briefly(bench(timed_steps=3), seconds).job.timed_steps == 3
 
 
-def redline(folder: Path, *words: object) -> tuple[int, str, str]:
-    done = subprocess.run(
-        [sys.executable, "-m", "redline", *map(str, words)],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": worker_path(), "XDG_CACHE_HOME": str(folder / "cache")},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_SECONDS,
-    )
-    return done.returncode, done.stdout, done.stderr
+class Quiet:
+    """A view that shows nothing."""
+
+    def row_started(self, *_: object) -> None: ...
+    def row_finished(self, *_: object) -> None: ...
+    def phase(self, *_: object, **__: object) -> None: ...
+    def message(self, *_: object) -> None: ...
 
 
 @pytest.mark.slow
-def test_tune_finds_a_recipe_that_trains_and_remembers_it(tmp_path: Path) -> None:
-    words = (
-        "tune",
-        "tiny",
-        "--rungs",
-        "flash",
-        "--micro-batch",
-        2,
-        "--steps",
-        3,
-        "--check-steps",
-        3,
-        "--device",
-        "cpu",
-    )
-    code, stdout, stderr = redline(tmp_path, *words, "--minutes", 3, "--json", "--out", "run")
-    assert code == 0, stderr
-    document: dict[str, Any] = json.loads(stdout)
+def test_tune_finds_a_recipe_and_remembers_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Real workers; test_tune_run.py has the command around made-up ones."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(tune, "MOST_REPEATS", 0)
+    machine = probe_machine("cpu")
+    monkeypatch.setattr(tune_run, "probe_machine", lambda device: machine)
+
+    def run(out: str) -> dict[str, Any]:
+        words: dict[str, Any] = {"workload": "tiny", "rungs": "flash", "device": "cpu", "micro_batch": 2}
+        prepared = tune_run.prepare_tune(**words, steps=3, check_steps=3, minutes=4, out=tmp_path / out)
+        return prepared.tune(timeout_seconds=200, view=Quiet())
+
+    document = run("run")
     assert document["best"]["verdict"] in ("same", "rounding")
     assert {row["status"] for row in document["rows"]} == {"ok"}
+    assert all(row["reference_curve"] is not None for row in document["rows"] if row["loss_curve"])
     recipe = load_recipe(tmp_path / "run" / "best.json")
     assert list(recipe.rungs) == document["best"]["rungs"]
-    assert "tied-weights" in recipe.rungs
-    checked = [row for row in document["rows"] if row["loss_curve"]]
-    assert all(row["reference_curve"] is not None for row in checked)
+    assert training_plan(recipe).tied  # what `train --recipe` makes of it; test_train.py trains with recipe files
 
-    code, stdout, stderr = redline(tmp_path, *words, "--minutes", 3, "--json", "--out", "again")
-    assert code == 0, stderr
-    again = json.loads(stdout)
+    again = run("again")
     assert again["best"] == document["best"]
     assert again["budget"]["remembered_trials"] == again["budget"]["trials"]
     assert not (tmp_path / "again" / "jobs").exists()  # no worker was started
-
-    code, _, stderr = redline(
-        tmp_path, "train", "tiny", "--recipe", "run/best.json", "--steps", 2, "--device", "cpu", "--out", "trained"
-    )
-    assert code == 0, stderr
