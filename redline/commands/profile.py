@@ -191,11 +191,12 @@ def named_rungs(words: str) -> tuple[str, ...]:
 
 
 def choose_workload(options: argparse.Namespace, hardware: Hardware) -> Workload:
+    from redline.search.ladder import named_or_default
     from redline.workloads import resolve_workload
 
-    name = options.workload or ("gpt2" if hardware.kind == "cuda" else "tiny")
-    if options.workload is None:
-        print(f"workload {name}: the default on a {hardware.kind.upper()} machine", file=sys.stderr)
+    name, notes = named_or_default(options.workload, hardware)
+    for note in notes:
+        print(note, file=sys.stderr)
     return resolve_workload(name, options.data)
 
 

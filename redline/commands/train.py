@@ -173,7 +173,7 @@ def new_order(options: argparse.Namespace, console: Any) -> TrainOrder:
     from redline.rungs import usual_rungs
     from redline.rungs.ladder import check_alternatives, with_optimizer
     from redline.search.launch import probe_machine
-    from redline.workloads import resolve_workload
+    from redline.workloads import default_workload, resolve_workload
 
     budget = Budget(steps=options.steps, tokens=options.tokens, minutes=options.minutes)
     recipe = load_recipe(options.recipe) if options.recipe else None
@@ -183,7 +183,7 @@ def new_order(options: argparse.Namespace, console: Any) -> TrainOrder:
     if options.optimizer is not None:
         with_optimizer((), options.optimizer)  # likewise
     hardware, versions = probe_machine(options.device)
-    workload = resolve_workload(options.workload or ("gpt2" if hardware.kind == "cuda" else "tiny"))
+    workload = resolve_workload(options.workload or default_workload(hardware.kind))
     if recipe is None:
         recipe = Recipe(rungs=usual_rungs(workload, hardware), micro_batch=workload.micro_batch)
     if options.micro_batch is not None:

@@ -13,6 +13,7 @@ import itertools
 import multiprocessing
 import multiprocessing.forkserver
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -49,12 +50,12 @@ class BatchSource(Protocol):
     def close(self) -> None: ...
 
 
-class Batches(Dataset[torch.Tensor]):
+class Batches(Dataset[torch.Tensor], ABC):
     """A map from i to the i-th batch, [2, B, T]. It has no length: there is a batch for every i from 0."""
 
+    @abstractmethod
     def open(self) -> None:
         """Raises what is wrong with the data, before any worker is there to stumble over it."""
-        raise NotImplementedError
 
 
 @final

@@ -41,7 +41,16 @@ class ForeachAdamW(Rung):
         return replace(plan, optimizer="adamw-foreach", weights="fp32")
 
 
-class AdamW8bit(Rung):
+class OtherRule(Rung):
+    """A rung whose optimizer follows another rule than AdamW, or rounds where AdamW does not."""
+
+    maths = Maths.CHANGES
+    instead_of = FUSED_ADAMW
+    stand_in = True
+    when_named = True
+
+
+class AdamW8bit(OtherRule):
     """AdamW whose moments have 8 bits, 256 of them to a scale.
 
     2 bytes of state per parameter instead of 8 (arXiv 2110.02861): 0.74 GB less for GPT-2, 9.3 GB for GPT-2 XL. From
@@ -51,10 +60,6 @@ class AdamW8bit(Rung):
 
     name = "adamw-8bit"
     title = "AdamW with 8-bit moments"
-    maths = Maths.CHANGES
-    instead_of = FUSED_ADAMW
-    stand_in = True
-    when_named = True
 
     def needs(self, workload: Workload, hardware: Hardware, plan: Plan) -> str | None:
         # Not a feature of the device: what was not looked for is not missing (estimate asks for any machine).
@@ -71,7 +76,7 @@ def _bf16_weights_need(hardware: Hardware, plan: Plan) -> str | None:
     return lacks
 
 
-class AdamWBf16(Rung):
+class AdamWBf16(OtherRule):
     """Weights, gradients and moments in bf16 alone: 8 bytes per parameter instead of 16.
 
     An update is mostly smaller than the last bit of a bf16 weight and would be lost. It is computed in fp32 and rounded
@@ -81,10 +86,6 @@ class AdamWBf16(Rung):
 
     name = "adamw-bf16"
     title = "bf16 weights, rounded by chance"
-    maths = Maths.CHANGES
-    instead_of = FUSED_ADAMW
-    stand_in = True
-    when_named = True
 
     def needs(self, workload: Workload, hardware: Hardware, plan: Plan) -> str | None:
         return _bf16_weights_need(hardware, plan)
@@ -93,7 +94,7 @@ class AdamWBf16(Rung):
         return replace(plan, optimizer="adamw-bf16", weights="bf16")
 
 
-class AdamWBf16Kahan(Rung):
+class AdamWBf16Kahan(OtherRule):
     """Weights, gradients and moments in bf16, and a second bf16 tensor with what rounding cut off the weights.
 
     10 bytes per parameter. What is cut off is added at the next step (Kahan summation), so weight and rest have 16 bits
@@ -102,10 +103,6 @@ class AdamWBf16Kahan(Rung):
 
     name = "adamw-bf16-kahan"
     title = "bf16 weights, Kahan summation"
-    maths = Maths.CHANGES
-    instead_of = FUSED_ADAMW
-    stand_in = True
-    when_named = True
 
     def needs(self, workload: Workload, hardware: Hardware, plan: Plan) -> str | None:
         return _bf16_weights_need(hardware, plan)
@@ -114,7 +111,7 @@ class AdamWBf16Kahan(Rung):
         return replace(plan, optimizer="adamw-bf16-kahan", weights="bf16")
 
 
-class Adafactor(Rung):
+class Adafactor(OtherRule):
     """Adam whose second moment of a matrix is one number per row and one per column.
 
     Half of AdamW's state (arXiv 1804.04235), and no package is needed. A matrix of second moments becomes the product
@@ -123,17 +120,13 @@ class Adafactor(Rung):
 
     name = "adafactor"
     title = "Adafactor: rows x columns"
-    maths = Maths.CHANGES
-    instead_of = FUSED_ADAMW
-    stand_in = True
     least_learning = LEAST_LEARNING
-    when_named = True
 
     def apply(self, plan: Plan) -> Plan:
         return replace(plan, optimizer="adafactor", weights="fp32")
 
 
-class Lion(Rung):
+class Lion(OtherRule):
     """The sign of a moment, with that moment as the only state.
 
     Half of AdamW's state and five operations per tensor (arXiv 2302.06675). Every weight moves by the learning rate, so
@@ -143,17 +136,13 @@ class Lion(Rung):
 
     name = "lion"
     title = "Lion: the sign of a moment"
-    maths = Maths.CHANGES
-    instead_of = FUSED_ADAMW
-    stand_in = True
     least_learning = LEAST_OF_LION
-    when_named = True
 
     def apply(self, plan: Plan) -> Plan:
         return replace(plan, optimizer="lion", weights="fp32")
 
 
-class SgdMomentum(Rung):
+class SgdMomentum(OtherRule):
     """Gradient descent with momentum, in one fused kernel: the least that an optimizer can cost.
 
     One moment, 20 bytes moved per parameter where AdamW moves 28. There is no second moment, so one rate serves tensors
@@ -162,17 +151,13 @@ class SgdMomentum(Rung):
 
     name = "sgd-momentum"
     title = "SGD with momentum, fused"
-    maths = Maths.CHANGES
-    instead_of = FUSED_ADAMW
-    stand_in = True
     least_learning = LEAST_LEARNING
-    when_named = True
 
     def apply(self, plan: Plan) -> Plan:
         return replace(plan, optimizer="sgd-momentum", weights="fp32")
 
 
-class Muon(Rung):
+class Muon(OtherRule):
     """Muon for the matrices of the layers, fused AdamW for embedding, head and vectors.
 
     The momentum of a matrix is made nearly orthogonal by five rounds of three matmuls in bf16 (Newton-Schulz), so that
@@ -182,11 +167,7 @@ class Muon(Rung):
 
     name = "muon"
     title = "Muon for matrices, AdamW for the rest"
-    maths = Maths.CHANGES
-    instead_of = FUSED_ADAMW
-    stand_in = True
     least_learning = LEAST_LEARNING
-    when_named = True
 
     def apply(self, plan: Plan) -> Plan:
         return replace(plan, optimizer="muon", weights="fp32")

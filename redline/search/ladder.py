@@ -42,7 +42,7 @@ from redline.search.batch_size import check_headroom, host_memory_bytes
 from redline.search.climb import TOKENS_FILE, Climb, LadderSettings, Row
 from redline.search.document import best_rebatched, best_row, ladder_document, row_json
 from redline.search.launch import launch, probe_machine, remove_caches
-from redline.workloads import resolve_workload
+from redline.workloads import default_workload, resolve_workload
 
 MOST_SEQUENCES = 2**20  # of one token each, their logits alone would be 196 GiB for GPT-2
 
@@ -191,10 +191,7 @@ def prepare_ladder(
         check_run_directory(out)
 
     hardware, versions = probe_machine(device)
-    notes = []
-    if workload is None:
-        workload = "gpt2" if hardware.kind == "cuda" else "tiny"
-        notes.append(f"workload {workload}: the default on a {hardware.kind.upper()} machine ({hardware.name})")
+    workload, notes = named_or_default(workload, hardware)
     resolved = resolve_workload(workload, data)
     size = micro_batch or (recipe.micro_batch if recipe else resolved.micro_batch)
     resolved = replace(resolved, micro_batch=size)
@@ -215,7 +212,15 @@ def prepare_ladder(
         memory_bytes=memory_to_share(hardware) if rebatch else None,
     )
     directory = open_directory(out or default_directory(resolved), resolved, hardware, versions, settings, command)
-    return LadderRun(directory=directory, workload=resolved, hardware=hardware, settings=settings, notes=tuple(notes))
+    return LadderRun(directory=directory, workload=resolved, hardware=hardware, settings=settings, notes=notes)
+
+
+def named_or_default(workload: str | None, hardware: Hardware) -> tuple[str, tuple[str, ...]]:
+    """A workload's name, and a note where nobody gave one."""
+    if workload is not None:
+        return workload, ()
+    name = default_workload(hardware.kind)
+    return name, (f"workload {name}: the default on a {hardware.kind.upper()} machine ({hardware.name})",)
 
 
 def check_rebatch(rebatch: bool, headroom: float | None, global_batch: int | None) -> None:

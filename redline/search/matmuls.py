@@ -25,7 +25,7 @@ from redline.core.plan import Plan
 from redline.core.workload import Shape, check_positive
 from redline.predict.gemms import Gemm, linear_gemms
 from redline.search import launch
-from redline.workloads import PRESETS, resolve_shape
+from redline.workloads import PRESETS, default_workload, resolve_shape
 
 DTYPES = ("fp32", "tf32", "bf16", "fp16")
 SQUARES = {"cuda": (1024, 2048, 4096, 8192, 16384), "cpu": (256, 512, 1024, 2048)}
@@ -72,7 +72,7 @@ def measure_peaks(
     chosen = resolve_shape(workload) if workload else None  # a mistake stops before any device work
     (on_progress or _silent)("looking at the machine")
     hardware, versions = launch.probe_machine(device)
-    chosen = chosen or resolve_shape("gpt2" if hardware.kind == "cuda" else "tiny")
+    chosen = chosen or resolve_shape(default_workload(hardware.kind))
     micro_batch = micro_batch or default_micro_batch(chosen.name)
     gemms = peak_gemms(chosen.shape, micro_batch, hardware)
     asked = [(dtype, gemm) for gemm in gemms for dtype in measured_dtypes(hardware)]

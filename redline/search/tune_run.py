@@ -29,7 +29,14 @@ from redline.rungs import find_rung
 from redline.search.answers import TrialAnswers, context_of, open_cache
 from redline.search.batch_size import HEADROOM
 from redline.search.climb import TOKENS_FILE
-from redline.search.ladder import check_choice, check_sensible, memory_to_share, only_climb_in, open_directory
+from redline.search.ladder import (
+    check_choice,
+    check_sensible,
+    memory_to_share,
+    named_or_default,
+    only_climb_in,
+    open_directory,
+)
 from redline.search.launch import probe_machine, remove_caches
 from redline.search.space import ALLOW, Space, open_space
 from redline.search.tune import Answer, Budget, OutOfTimeError, Trial, Tuner, TuneSettings
@@ -213,10 +220,7 @@ def prepare_tune(
         check_run_directory(out)
 
     hardware, versions = probe_machine(device)
-    notes = []
-    if workload is None:
-        workload = "gpt2" if hardware.kind == "cuda" else "tiny"
-        notes.append(f"workload {workload}: the default on a {hardware.kind.upper()} machine ({hardware.name})")
+    workload, notes = named_or_default(workload, hardware)
     resolved = resolve_workload(workload, data)
     settings = TuneSettings(
         device=hardware.kind,

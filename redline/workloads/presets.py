@@ -36,6 +36,11 @@ PRESETS: dict[str, Workload] = {
 }
 
 
+def default_workload(kind: str) -> str:
+    """What to take on a 'cuda' or a 'cpu' machine when nobody names one."""
+    return "gpt2" if kind == "cuda" else "tiny"
+
+
 def resolve_workload(name: str, corpus: str | None = None) -> Workload:
     if name not in PRESETS:
         raise unknown_name("workload", name, PRESETS)
