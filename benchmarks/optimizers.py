@@ -33,8 +33,9 @@ from redline.core.errors import UserError
 from redline.core.measurement import spread_of
 from redline.core.units import UNKNOWN
 from redline.core.workload import Workload
-from redline.engine.build import build_model, optimizer_settings
+from redline.engine.build import optimizer_settings
 from redline.engine.clock import Clock
+from redline.model.adapter import adapter_of
 from redline.optim import OPTIMIZERS, build_optimizer
 from redline.predict.activations import Rank
 from redline.predict.operations import OPTIMIZER, whole_model
@@ -112,7 +113,7 @@ def read_options() -> argparse.Namespace:
 def prepare(name: str, workload: Workload, device: torch.device) -> Subject:
     """Model, gradients and an optimizer that has made its state, with the bytes that took."""
     plan = plan_of(with_optimizer(RUNGS, name))
-    model = build_model(workload, plan, device)
+    model = adapter_of(workload).build(plan, device)
     generator = torch.Generator(device).manual_seed(0)
     for parameter in model.parameters():
         noise = torch.randn(parameter.shape, generator=generator, device=device)

@@ -246,11 +246,11 @@ def choose_rungs(
 
 def check_rungs_apply(names: Iterable[str], shape: Shape, machine: Target) -> None:
     from redline.core.plan import Plan
-    from redline.rungs import find_rung
+    from redline.rungs import find_rung, why_not
 
     plan = Plan()
     for rung in map(find_rung, names):
-        reason = rung.needs(_workload(shape), machine.hardware, plan)
+        reason = why_not(rung, _workload(shape), machine.hardware, plan)
         if reason is not None:
             raise UserError(
                 f"{rung.name} does not apply", reason, f"leave {rung.name} out of the rungs, or choose another --gpu"

@@ -11,7 +11,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from redline.commands.common import EXIT_DONE, EXIT_FAILED, add_common, check_sizes, command_line
+from redline.commands.common import (
+    EXIT_DONE,
+    EXIT_FAILED,
+    add_common,
+    check_sizes,
+    command_line,
+    try_page,
+    warn_of,
+)
 from redline.core.errors import UserError
 
 if TYPE_CHECKING:
@@ -67,15 +75,22 @@ def run_profile(options: argparse.Namespace) -> int:
     return show_profile(profile(options), options)
 
 
-def show_profile(found: dict[str, Any], options: argparse.Namespace) -> int:
+def show_profile(found: dict[str, Any], options: argparse.Namespace, directory: Path | None = None) -> int:
+    """`directory`: where the run lies now, if that is not where it was made."""
     from rich.console import Console
 
     from redline.report.profile import print_profile
+    from redline.report.profile_page import render_profile_page
 
+    page, trouble = try_page(found, directory or Path(found["directory"]), render_profile_page)
     if options.json:
         print(json.dumps(found))
     elif found["status"] == "ok":
         print_profile(found, Console())
+        if page is not None:
+            print(f"page   {page}")
+    if trouble is not None:
+        warn_of(trouble)
     if found["status"] == "ok":
         return EXIT_DONE
     print(f"nothing was profiled: {found['reason']}", file=sys.stderr)
@@ -218,11 +233,11 @@ def choose_recipe(options: argparse.Namespace, given: Recipe | None, workload: W
 
 
 def check_applies(recipe: Recipe, workload: Workload, hardware: Hardware) -> None:
-    from redline.rungs import find_rung, plan_of
+    from redline.rungs import find_rung, plan_of, why_not
 
     for name in recipe.rungs:
         others = plan_of(other for other in recipe.rungs if other != name)
-        reason = find_rung(name).needs(workload, hardware, others)
+        reason = why_not(find_rung(name), workload, hardware, others)
         if reason is not None:
             raise UserError(f"{name} does not apply here", reason, f"profile without {name}")
 
@@ -328,7 +343,7 @@ def candidates_of(recipe: Recipe, workload: Workload, hardware: Hardware) -> tup
     """Rungs that would go onto the recipe here, or in the place of one of its own, without changing the maths. Those
     that are taken by name give up speed for memory; only recorded graphs are another matter."""
     from redline.predict.advice import Candidate
-    from redline.rungs import LADDER, Maths, find_rung, group_of, plan_of
+    from redline.rungs import LADDER, Maths, find_rung, group_of, plan_of, why_not
 
     found = []
     for rung in LADDER[1:]:
@@ -336,7 +351,7 @@ def candidates_of(recipe: Recipe, workload: Workload, hardware: Hardware) -> tup
         if rung.name in recipe.rungs or rung.maths is Maths.CHANGES or by_name:
             continue
         rest = tuple(name for name in recipe.rungs if group_of(find_rung(name)) != group_of(rung))
-        if rung.needs(workload, hardware, plan_of(rest)) is None:
+        if why_not(rung, workload, hardware, plan_of(rest)) is None:
             found.append(Candidate(rung=rung.name, title=rung.title, plan=plan_of((*rest, rung.name))))
     return tuple(found)
 

@@ -105,12 +105,13 @@ def run_sample(options: argparse.Namespace) -> int:
     from redline.engine.sample import sample
     from redline.engine.session import load_model
 
-    model, name = load_model(options.checkpoint)
-    encoder = tokenizer(name)
+    adapter, model = load_model(options.checkpoint)
+    encoder = tokenizer(adapter.workload.tokenizer)
     prompt = [encoder.end_of_text, *encoder.encode(options.prompt).tolist()]
     ids = sample(
         model,
         prompt,
+        shape=adapter.workload.shape,
         count=options.tokens,
         temperature=options.temperature,
         top_k=options.top_k,
@@ -129,7 +130,8 @@ def run_export(options: argparse.Namespace) -> int:
     from redline.engine.export import export_huggingface
     from redline.engine.session import load_model
 
-    model, name = load_model(options.checkpoint)
+    adapter, model = load_model(options.checkpoint)
+    name = adapter.workload.tokenizer
     export_huggingface(model, options.out, end_of_text=tokenizer(name).end_of_text)
     print(json.dumps({"out": str(options.out), "tokenizer": name}) if options.json else f"wrote {options.out}")
     return EXIT_DONE
@@ -213,12 +215,12 @@ def new_order(options: argparse.Namespace, console: Any) -> TrainOrder:
 
 def other_optimizer(name: str, rungs: tuple[str, ...], workload: Any, hardware: Any) -> tuple[str, ...]:
     """The rungs with this optimizer's in the place of theirs."""
-    from redline.rungs import find_rung, plan_of
+    from redline.rungs import find_rung, plan_of, why_not
     from redline.rungs.ladder import with_optimizer
 
     chosen = with_optimizer(rungs, name)
     for rung in map(find_rung, set(chosen) - set(rungs)):
-        reason = rung.needs(workload, hardware, plan_of(other for other in chosen if other != rung.name))
+        reason = why_not(rung, workload, hardware, plan_of(other for other in chosen if other != rung.name))
         if reason is not None:
             raise UserError(f"--optimizer {name} does not apply here", reason, "choose another, or another recipe")
     return chosen

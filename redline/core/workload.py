@@ -6,7 +6,8 @@ Workload(name="tiny", shape=Shape(...), tokenizer="bytes", micro_batch=16, learn
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 from redline.core.errors import UserError, unknown_name
 
@@ -156,6 +157,26 @@ class Shape:
         return math.log(self.vocab)
 
 
+def other_than_gpt2(shape: Shape) -> list[str]:
+    """The fields in which a shape is not GPT-2's. Reading shorter pieces than the context is no difference."""
+    sizes = {name: getattr(shape, name) for name in (*SIZES, "max_positions")}
+    plain = Shape(**sizes)
+    return [one.name for one in fields(Shape) if getattr(shape, one.name) != getattr(plain, one.name)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """Whose code the model is. A job that holds this holds everything a worker needs to build it."""
+
+    kind: str = "gpt2"
+    """'gpt2': the built-in model; 'huggingface': transformers' own, built from `config`."""
+    config: dict[str, Any] | None = field(default=None, hash=False)
+    """A Hugging Face config.json as it was read."""
+
+
+BUILT_IN = Source()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Workload:
     """A model, its text and its training settings; a Recipe says how to run it."""
@@ -173,6 +194,11 @@ class Workload:
     weight_decay: float = 0.1
     clip_norm: float = 1.0
     seed: int = 1337
+    source: Source = BUILT_IN
+    cannot: dict[str, str] = field(default_factory=dict, hash=False)
+    """Rungs that this model's code does not allow from outside, with the reason. The built-in model allows all."""
+    notes: tuple[str, ...] = ()
+    """Choices that were made for the user, with their reasons."""
 
 
 def check_positive(name: str, value: int) -> None:

@@ -16,12 +16,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from redline.core.plan import PIECES, Plan
+from redline.core.plan import Plan
 from redline.core.workload import Workload
 from redline.data.batches import TokenBatches, stream_batches
-from redline.engine.step import DTYPES, LossOf, TrainStep
-from redline.model.gpt import GPT, initialise
-from redline.model.loss import head_loss, next_token_loss
+from redline.engine.step import TrainStep
+from redline.model.adapter import Adapter, LossOf, adapter_of
 from redline.optim import build_optimizer, reset_optimizer, settings_for, warm_up
 
 
@@ -30,13 +29,14 @@ class Training:
     """A model on its way: everything a loop needs, and the way back to step 0."""
 
     workload: Workload
-    model: GPT
+    adapter: Adapter
+    model: nn.Module
     step: TrainStep
     batches: Generator[torch.Tensor, None, None]
 
     def restore(self) -> None:
         """Initial weights and an empty optimizer, in place: compiled code and fused kernels keep their tensors."""
-        initialise(self.model, self.workload.seed)
+        self.adapter.restore(self.model)
         reset_optimizer(self.step.optimizer)
         self.step.optimizer.zero_grad(set_to_none=True)
         self.step.reset()
@@ -52,7 +52,7 @@ def build(
     step = build_step(workload, plan, device=device, chunk=chunk)
     # The loader comes last: its workers start when the first batch is asked for.
     batches = TokenBatches(path=tokens, micro_batch=micro_batch, sequence=workload.shape.sequence, seed=workload.seed)
-    return Training(workload, step.model, step, stream_batches(batches, device, plan.loader_workers))
+    return Training(workload, step.adapter, step.model, step, stream_batches(batches, device, plan.loader_workers))
 
 
 def build_step(
@@ -68,9 +68,12 @@ def build_step(
     # 1. Process switches first: they decide which kernels everything after them picks.
     switch_process(plan)
     # 2. The model at its final shape, on the device, before anything holds on to its parameters.
-    model = build_model(workload, plan, device)
+    adapter = adapter_of(workload)
+    model = adapter.build(plan, device)
     # 3. Compile wraps forward and loss together, so that the loss is fused into the head's epilogue.
-    loss_of = compile_loss(plain_loss(model, plan), plan) if plan.compile else plain_loss(model, plan)
+    loss_of = plain_loss(adapter, model, plan)
+    if plan.compile:
+        loss_of = compile_loss(loss_of, plan)
     if plan.cuda_graphs:
         loss_of = outlive_replays(loss_of, model, accumulates=chunk is not None)
     # 4. The optimizer gets the parameters themselves, not the compiled wrapper.
@@ -79,6 +82,7 @@ def build_step(
     # 5. The step reads precision, scaling and synchronisation off the plan.
     warming = partial(warm_up, peak=own["learning_rate"], warmup_steps=workload.warmup_steps)
     return TrainStep(
+        adapter=adapter,
         model=model,
         loss_of=loss_of,
         optimizer=optimizer,
@@ -119,52 +123,27 @@ def pin_attention(backend: str) -> None:
     torch.backends.cuda.enable_math_sdp(False)
 
 
-def build_model(workload: Workload, plan: Plan, device: torch.device) -> GPT:
-    with device:
-        model = GPT(
-            workload.shape,
-            attention=plan.attention,
-            tied=plan.tied,
-            vocab_rows=plan.vocab_rows(workload.shape.vocab),
-            checkpointing=plan.checkpointing,
-            residual=DTYPES.get(plan.residual, torch.float32),
-            gelu=plan.gelu,
-        )
-    model.to(DTYPES.get(plan.weights, torch.float32))  # before the weights are drawn, as `restore` draws them
-    initialise(model, workload.seed)
-    return model
-
-
 class Widened(nn.Module):
     """A loss in fp32 of a model whose weights are stored in bf16: copies take the weights' place for one pass, and the
     gradients are rounded on their way to the stored ones. Slow, and what a recipe with bf16 weights is held against."""
 
-    def __init__(self, model: GPT, loss_of: LossOf) -> None:
+    def __init__(self, model: nn.Module, loss_of: LossOf) -> None:
         super().__init__()
         self.model, self.loss_of = model, loss_of
 
-    def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return self.loss_of(inputs, targets)
+    def forward(self, *batch: torch.Tensor) -> torch.Tensor:
+        return self.loss_of(*batch)
 
-    def in_fp32(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def in_fp32(self, *batch: torch.Tensor) -> torch.Tensor:
         stored = (*self.named_parameters(), *self.named_buffers())
         wide = {name: tensor.float() for name, tensor in stored if tensor.is_floating_point()}
-        loss: torch.Tensor = torch.func.functional_call(self, wide, (inputs, targets))
+        loss: torch.Tensor = torch.func.functional_call(self, wide, batch)
         return loss
 
 
-def plain_loss(model: GPT, plan: Plan) -> LossOf:
-    loss_of = _loss_at_stored_width(model, plan)
+def plain_loss(adapter: Adapter, model: nn.Module, plan: Plan) -> LossOf:
+    loss_of = adapter.loss_of(model, plan)
     return Widened(model, loss_of).in_fp32 if plan.weights == "bf16" and plan.autocast is None else loss_of
-
-
-def _loss_at_stored_width(model: GPT, plan: Plan) -> LossOf:
-    if plan.loss == "full":
-        return lambda inputs, targets: next_token_loss(model(inputs), targets)
-    loss_of_head = partial(
-        head_loss, vocab=model.shape.vocab, pieces=PIECES[plan.loss], dtype=DTYPES.get(plan.autocast or "")
-    )
-    return lambda inputs, targets: loss_of_head(model.features(inputs), model.lm_head.weight, targets)
 
 
 def compile_loss(loss_of: LossOf, plan: Plan) -> LossOf:
@@ -176,15 +155,15 @@ def compile_loss(loss_of: LossOf, plan: Plan) -> LossOf:
     return torch.compile(loss_of, dynamic=False, options=options)
 
 
-def outlive_replays(loss_of: LossOf, model: GPT, accumulates: bool) -> LossOf:
+def outlive_replays(loss_of: LossOf, model: nn.Module, accumulates: bool) -> LossOf:
     """What a CUDA graph writes, its next run overwrites. Losses are read later, so they are copied. Gradients are used
     up before the next run, unless they are added up: then they are copied too."""
     if accumulates:
         for parameter in model.parameters():
             parameter.register_hook(torch.clone)
 
-    def loss(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def loss(*batch: torch.Tensor) -> torch.Tensor:
         torch.compiler.cudagraph_mark_step_begin()
-        return loss_of(inputs, targets).clone()
+        return loss_of(*batch).clone()
 
     return loss

@@ -21,7 +21,6 @@ from redline.core.plan import Plan
 from redline.core.workload import Workload
 from redline.engine.build import Training, build
 from redline.engine.fit import in_pieces_that_fit
-from redline.model.gpt import unpadded
 from redline.rungs import find_rung, reference_plan
 
 REFERENCE_CHUNK = 4  # sequences at a time, fewer if they do not fit: plain attention in fp32 takes most of all
@@ -104,7 +103,7 @@ def check_gradients(training: Training, batch: torch.Tensor, expected: Expected)
 def gradients_of(training: Training) -> dict[str, torch.Tensor]:
     """By published name and without padding, so that padded and plain variants can be compared."""
     return {
-        name: unpadded(training.model, name, parameter.grad)
+        name: training.adapter.unpadded(training.model, name, parameter.grad)
         for name, parameter in training.model.named_parameters()
         if parameter.grad is not None
     }
@@ -112,7 +111,7 @@ def gradients_of(training: Training) -> dict[str, torch.Tensor]:
 
 def weights_of(training: Training) -> dict[str, torch.Tensor]:
     return {
-        name: unpadded(training.model, name, parameter.detach())
+        name: training.adapter.unpadded(training.model, name, parameter.detach())
         for name, parameter in training.model.named_parameters()
     }
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from redline.core.errors import UserError
 from redline.model.gpt import GPT, INIT_STD
@@ -24,21 +25,29 @@ from redline.model.huggingface import from_huggingface, to_huggingface
 WEIGHTS_FILE, CONFIG_FILE = "model.safetensors", "config.json"
 
 
-def export_huggingface(model: GPT, folder: Path, *, end_of_text: int | None = None) -> None:
+def export_huggingface(model: nn.Module, folder: Path, *, end_of_text: int | None = None) -> None:
+    """Of the built-in GPT, or of a model that is transformers' own already."""
     if folder.exists():
         raise UserError(f"{folder} exists already", "an export never overwrites", "choose another folder")
     draft = folder.with_name(folder.name + ".draft")
     shutil.rmtree(draft, ignore_errors=True)
     try:
         draft.mkdir(parents=True)
-        save_file(exported_weights(model), draft / WEIGHTS_FILE, metadata={"format": "pt"})
-        (draft / CONFIG_FILE).write_text(json.dumps(config_of(model, end_of_text), indent=2) + "\n", encoding="utf-8")
+        if isinstance(model, GPT):
+            write_gpt2(model, draft, end_of_text)
+        else:
+            model.save_pretrained(draft)  # type: ignore[operator]
         os.replace(draft, folder)
     except OSError as error:
         shutil.rmtree(draft, ignore_errors=True)
         raise UserError(
             f"cannot write {folder}", error.strerror or str(error), "choose a folder with room that you may write to"
         ) from error
+
+
+def write_gpt2(model: GPT, folder: Path, end_of_text: int | None) -> None:
+    save_file(exported_weights(model), folder / WEIGHTS_FILE, metadata={"format": "pt"})
+    (folder / CONFIG_FILE).write_text(json.dumps(config_of(model, end_of_text), indent=2) + "\n", encoding="utf-8")
 
 
 def exported_weights(model: GPT) -> dict[str, torch.Tensor]:
@@ -59,7 +68,7 @@ def config_of(model: GPT, end_of_text: int | None) -> dict[str, Any]:
         "model_type": "gpt2",
         "architectures": ["GPT2LMHeadModel"],
         "vocab_size": shape.vocab,
-        "n_positions": shape.sequence,
+        "n_positions": shape.positions_count,
         "n_embd": shape.d_model,
         "n_layer": shape.layers,
         "n_head": shape.heads,

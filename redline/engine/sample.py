@@ -1,21 +1,23 @@
 """Text from a model, a token at a time. Plain and slow: the whole context goes through the model for each token.
 
-sample(model, ids, count=100, temperature=0.8, top_k=50, seed=0) -> ids of the continuation
+sample(model, ids, shape=shape, count=100, temperature=0.8, top_k=50, seed=0) -> ids of the continuation
 """
 
 from __future__ import annotations
 
 import torch
+from torch import nn
 
 from redline.core.errors import UserError
-from redline.model.gpt import GPT
+from redline.core.workload import Shape
 
 
 @torch.no_grad()
 def sample(
-    model: GPT,
+    model: nn.Module,
     prompt: list[int],
     *,
+    shape: Shape,
     count: int,
     temperature: float = 1.0,
     top_k: int | None = None,
@@ -28,8 +30,9 @@ def sample(
     generator = torch.Generator(device).manual_seed(seed)
     tokens = torch.tensor([prompt], device=device)
     for _ in range(count):
-        logits = model(tokens[:, -model.shape.sequence :])[0, -1, : model.shape.vocab].float()
-        chosen = choose(logits, temperature, top_k, generator)
+        output = model(tokens[:, -shape.sequence :])
+        logits = getattr(output, "logits", output)  # transformers wraps them
+        chosen = choose(logits[0, -1, : shape.vocab].float(), temperature, top_k, generator)
         if chosen.item() == end_of_text:
             break
         tokens = torch.cat((tokens, chosen.view(1, 1)), dim=1)

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from redline.core.checkpoints import STATE_FILE, list_checkpoints, order_of
 from redline.core.errors import UserError
@@ -26,7 +27,7 @@ from redline.core.plan import Plan
 from redline.core.recipe import Recipe
 from redline.core.training import TrainSettings
 from redline.core.values import from_json, to_json
-from redline.core.workload import Shape, Workload
+from redline.core.workload import BUILT_IN, Shape, Source, Workload
 from redline.data.batches import BatchSource
 from redline.data.loader import Loader, WindowBatches
 from redline.data.shards import Dataset, open_dataset
@@ -39,7 +40,7 @@ from redline.engine.memory import is_out_of_memory
 from redline.engine.sample import sample
 from redline.engine.step import TrainStep
 from redline.engine.train import DivergedError, Emit, Trainer
-from redline.model.gpt import GPT
+from redline.model.adapter import Adapter, adapter_of
 from redline.optim.schedule import make_schedule
 from redline.rungs import plan_of
 
@@ -156,8 +157,10 @@ def validation_batches(order: TrainOrder, data: Dataset | StreamedText, device: 
 def identity_of(order: TrainOrder, data: Dataset | StreamedText) -> dict[str, Any]:
     """What must be the same for a checkpoint to go on: the maths of the run. Speed may change."""
     plan, settings = plan_of(order.recipe.rungs), order.settings
+    source = order.workload.source
     return {
         "model": {**to_json(order.workload.shape), "tied head": plan.tied},
+        **({} if source == BUILT_IN else {"source": to_json(source)}),
         "tokenizer": to_json(data.tokenizer),
         "data": data.identity,
         "seed": order.workload.seed,
@@ -169,7 +172,14 @@ def identity_of(order: TrainOrder, data: Dataset | StreamedText) -> dict[str, An
 
 def sampled_text(step: TrainStep, workload: Workload) -> str:
     encoder = tokenizer(workload.tokenizer)
-    ids = sample(step.model, [encoder.end_of_text], count=SAMPLE_TOKENS, temperature=0.8, seed=workload.seed)
+    ids = sample(
+        step.model,
+        [encoder.end_of_text],
+        shape=workload.shape,
+        count=SAMPLE_TOKENS,
+        temperature=0.8,
+        seed=workload.seed,
+    )
     return encoder.decode(ids)
 
 
@@ -202,18 +212,26 @@ def newest_checkpoint(folder: Path, updates: int) -> str | None:
     return next((str(path) for order, path in found if order is not None and order[0] <= updates), None)
 
 
-def load_model(path: Path) -> tuple[GPT, str]:
-    """The model of a run directory's newest whole checkpoint, or of one checkpoint, and its tokenizer's name. A
-    checkpoint says itself what model it holds."""
+def load_model(path: Path) -> tuple[Adapter, nn.Module]:
+    """The model of a run directory's newest whole checkpoint, or of one checkpoint, on the host. A checkpoint says
+    itself what model it holds."""
     loaded = load_from(path) if (path / STATE_FILE).exists() else newest_of(path)
     about = dict(loaded.identity["model"])
-    tied = about.pop("tied head")
-    model = GPT(from_json(Shape, about), tied=tied, vocab_rows=loaded.identity["vocabulary rows"])
-    tensors = loaded.tensors()
+    plan = Plan(tied=about.pop("tied head"))
+    workload = Workload(
+        name=path.name,
+        shape=from_json(Shape, about),
+        tokenizer=loaded.identity["tokenizer"]["name"],
+        micro_batch=1,
+        learning_rate=0.0,
+        source=from_json(Source, loaded.identity.get("source", {})),
+    )
+    adapter = adapter_of(workload)
+    model, tensors = adapter.build(plan, torch.device("cpu")), loaded.tensors()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(tensors[f"model.{name}"])
-    return model, loaded.identity["tokenizer"]["name"]
+            parameter.copy_(tensors[f"model.{name}"][: parameter.size(0)])  # the published rows of a padded vocabulary
+    return adapter, model
 
 
 def newest_of(run: Path) -> Loaded:

@@ -7,25 +7,24 @@ loss = step(batch)        # a tensor on the device; reading it makes the host wa
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
 
 from redline.core.plan import Plan
-from redline.model.gpt import GPT
+from redline.model.adapter import DTYPES, Adapter, LossOf
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 INITIAL_LOSS_SCALE = 2.0**14  # low enough that GPT-2's first gradients do not overflow, so no update is lost
-
-LossOf = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class TrainStep:
     def __init__(
         self,
         *,
-        model: GPT,
+        adapter: Adapter,
+        model: nn.Module,
         loss_of: LossOf,
         optimizer: torch.optim.Optimizer,
         plan: Plan,
@@ -34,7 +33,7 @@ class TrainStep:
         chunk: int | None = None,
     ) -> None:
         """`chunk` splits a batch into pieces of that many sequences whose gradients are added up."""
-        self.model, self.loss_of, self.optimizer, self.plan = model, loss_of, optimizer, plan
+        self.adapter, self.model, self.loss_of, self.optimizer, self.plan = adapter, model, loss_of, optimizer, plan
         self.learning_rate, self.clip_norm, self.chunk = learning_rate, clip_norm, chunk
         self.parameters = list(model.parameters())
         self.device = self.parameters[0].device
@@ -57,8 +56,8 @@ class TrainStep:
             self.device.type, init_scale=INITIAL_LOSS_SCALE, enabled=self.plan.loss_scaling
         )
 
-    def __call__(self, batch: torch.Tensor) -> torch.Tensor:
-        """batch [2, B, T] of inputs and targets -> the mean loss."""
+    def __call__(self, batch: Any) -> torch.Tensor:
+        """A batch as the adapter's model takes it ([2, B, T] of inputs and targets) -> the mean loss."""
         loss = self.compute_gradients(batch)
         self.apply_gradients()
         self.steps_taken += 1
@@ -66,26 +65,24 @@ class TrainStep:
             self.last_read_loss = loss.item()  # the host waits here for everything queued so far
         return loss
 
-    def compute_gradients(self, batch: torch.Tensor) -> torch.Tensor:
+    def compute_gradients(self, batch: Any) -> torch.Tensor:
         """Unscaled, unclipped gradients of the mean loss in every parameter's .grad."""
-        losses = [self._backward(piece, piece.size(1) / batch.size(1)) for piece in self._pieces(batch)]
+        pieces = [(batch, 1.0)] if self.chunk is None else self.adapter.pieces(batch, self.chunk)
+        losses = [self._backward(piece, share) for piece, share in pieces]
         self.scaler.unscale_(self.optimizer)
         return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
 
-    def _pieces(self, batch: torch.Tensor) -> Sequence[torch.Tensor]:
-        return [batch] if self.chunk is None else batch.split(self.chunk, dim=1)
-
-    def _backward(self, piece: torch.Tensor, share: float) -> torch.Tensor:
+    def _backward(self, piece: Any, share: float) -> torch.Tensor:
         """Adds a piece's gradients, weighted by its share of the batch, and returns its share of the loss."""
         loss = self.loss(piece)
         loss = loss if share == 1 else loss * share
         self.scaler.scale(loss).backward()  # outside autocast: the backward follows the forward's dtypes
         return loss.detach()
 
-    def loss(self, piece: torch.Tensor) -> torch.Tensor:
-        """piece [2, B, T] -> its mean loss, with the graph for a backward pass."""
+    def loss(self, piece: Any) -> torch.Tensor:
+        """Of a batch or a piece of one, with the graph for a backward pass."""
         with self._autocast():
-            return self.loss_of(piece[0], piece[1])
+            return self.loss_of(*self.adapter.arguments(piece))
 
     def apply_gradients(self) -> None:
         """Clip and update. `gradient_norm` stays on the device. A norm that is no number leaves everything as it is

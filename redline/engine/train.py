@@ -171,12 +171,12 @@ class Trainer:
         if settings.budget.steps is not None:
             limits.append(settings.budget.steps - done)
         if settings.budget.tokens is not None:
-            per_update = settings.global_batch * self.step.model.shape.sequence
+            per_update = settings.global_batch * self.step.adapter.workload.shape.sequence
             limits.append(math.ceil((settings.budget.tokens - self.progress.tokens) / per_update))
         return max(1, min(limits))
 
     def _account(self, losses: list[float], norms: list[float], seconds: float, waited: float) -> None:
-        progress, shape = self.progress, self.step.model.shape
+        progress, shape = self.progress, self.step.adapter.workload.shape
         tokens = len(losses) * self.settings.global_batch * shape.sequence
         progress.updates += len(losses)
         progress.tokens += tokens

@@ -21,8 +21,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from redline.core.errors import UserError
-from redline.core.values import to_json
-from redline.core.workload import SIZES, Shape
+from redline.core.workload import Shape, other_than_gpt2
 from redline.model.attention import ATTENTION
 
 INIT_STD = 0.02
@@ -118,7 +117,7 @@ class GPT(nn.Module):
         self.recompute_blocks = checkpointing == "full"
         rows = vocab_rows or shape.vocab
         self.wte = nn.Embedding(rows, shape.d_model)
-        self.wpe = nn.Embedding(shape.sequence, shape.d_model)
+        self.wpe = nn.Embedding(shape.positions_count, shape.d_model)
         self.h = nn.ModuleList(
             Block(shape, attention, recompute_attention=checkpointing == "selective", gelu=gelu)
             for _ in range(shape.layers)
@@ -154,9 +153,7 @@ def recomputed(run: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 
 
 def check_is_gpt2(shape: Shape) -> None:
-    sizes = {name: getattr(shape, name) for name in SIZES}
-    other = [name for name, value in to_json(shape).items() if value != getattr(Shape(**sizes), name)]
-    if other:
+    if other := other_than_gpt2(shape):
         raise UserError(
             f"the built-in model has no {', '.join(other)} other than GPT-2's",
             "it is GPT-2 as published; other shapes can be estimated and linted, not built",

@@ -12,7 +12,7 @@ from redline.rungs.ladder import (
     reference_plan,
     usual_rungs,
 )
-from redline.rungs.rung import Maths, Rung
+from redline.rungs.rung import Maths, Rung, why_not
 
 __all__ = [
     "LADDER",
@@ -24,4 +24,5 @@ __all__ = [
     "published_rungs",
     "reference_plan",
     "usual_rungs",
+    "why_not",
 ]

@@ -20,7 +20,7 @@ from redline.rungs.optimizers import (
     Muon,
     SgdMomentum,
 )
-from redline.rungs.rung import Maths, Rung, missing
+from redline.rungs.rung import Maths, Rung, missing, why_not
 
 LEAST_TO_AUTOTUNE = 68  # multiprocessors: torch/_inductor/utils.py, is_big_gpu
 
@@ -537,7 +537,7 @@ def usual_rungs(workload: Workload, hardware: Hardware) -> tuple[str, ...]:
         another_model = rung.maths is Maths.CHANGES and rung.name not in published_rungs(workload)
         if rung.when_named or another_model or rung.instead_of in chosen:
             continue
-        if rung.needs(workload, hardware, plan_of(chosen)) is None:
+        if why_not(rung, workload, hardware, plan_of(chosen)) is None:
             chosen.append(rung.name)
     return tuple(chosen)
 

@@ -51,6 +51,11 @@ class Rung(ABC):
         """The plan with this optimisation in it."""
 
 
+def why_not(rung: Rung, workload: Workload, hardware: Hardware, plan: Plan) -> str | None:
+    """The reason a rung does not apply to this model on this machine on top of this plan; None when it does."""
+    return workload.cannot.get(rung.name) or rung.needs(workload, hardware, plan)
+
+
 def missing(hardware: Hardware, feature: str) -> str | None:
     """The reason a machine lacks a feature, or None when it has it."""
     if feature in hardware.features:

@@ -19,7 +19,7 @@ from redline.core.measurement import Failure, Measurement, spread_of
 from redline.core.recipe import Recipe
 from redline.core.workload import Workload
 from redline.predict.verdict import LEAST_LEARNING, Equivalence, judge
-from redline.rungs import LADDER, Maths, Rung, find_rung, group_of, plan_of
+from redline.rungs import LADDER, Maths, Rung, find_rung, group_of, plan_of, why_not
 from redline.search.batch_size import HEADROOM, MEMORY_KINDS, BatchChoice, SizedJobs, best_batch, range_of
 from redline.search.noise import UNSEEN_RUN_TO_RUN, noise_between
 
@@ -138,7 +138,7 @@ class Climb:
         rung = find_rung(name)
         replaced = self._in_the_place_of(rung)
         onto = tuple(kept for kept in current.recipe.rungs if kept != replaced)
-        reason = rung.needs(self.workload, self.hardware, plan_of(onto))
+        reason = why_not(rung, self.workload, self.hardware, plan_of(onto))
         row = Row(rung.name, rung.title, rung.maths, current.recipe.adding(name, without=replaced))
         if reason is not None:
             row.status, row.reason = "skipped", reason

@@ -37,7 +37,7 @@ from redline.core.recipe import Recipe, load_recipe
 from redline.core.values import from_json, to_json
 from redline.core.workload import Workload, check_positive
 from redline.data.text import check_corpus
-from redline.rungs import LADDER, find_rung, group_of, plan_of
+from redline.rungs import LADDER, find_rung, group_of, plan_of, why_not
 from redline.search.batch_size import check_headroom, host_memory_bytes
 from redline.search.climb import TOKENS_FILE, Climb, LadderSettings, Row
 from redline.search.document import best_rebatched, best_row, ladder_document, row_json
@@ -269,7 +269,7 @@ def check_recipe_applies(recipe: Recipe, workload: Workload, hardware: Hardware)
     """A rung that does not apply is a row on a ladder; in a recipe that was asked for as a whole it is a mistake."""
     for name in recipe.rungs:
         others = plan_of(other for other in recipe.rungs if other != name)
-        reason = find_rung(name).needs(workload, hardware, others)
+        reason = why_not(find_rung(name), workload, hardware, others)
         if reason is not None:
             raise UserError(
                 f"the recipe's {name} does not apply here",

@@ -29,7 +29,7 @@ from redline.core.workload import Workload
 from redline.predict.fitting import Case
 from redline.predict.parallel import divisors
 from redline.predict.roofline import Prediction, predict_step, reachable, sheet_peaks
-from redline.rungs import LADDER, Maths, Rung, find_rung, group_of, plan_of, published_rungs, usual_rungs
+from redline.rungs import LADDER, Maths, Rung, find_rung, group_of, plan_of, published_rungs, usual_rungs, why_not
 from redline.search.batch_size import HEADROOM
 
 # What may win: the verdicts a recipe may have, and the promises of the rungs it may hold.
@@ -93,7 +93,7 @@ class Space:
 
     def _refusal(self, name: str, rungs: Sequence[str]) -> str | None:
         others = plan_of(other for other in rungs if other != name)
-        return find_rung(name).needs(self.workload, self.hardware, others)
+        return why_not(find_rung(name), self.workload, self.hardware, others)
 
     def baseline(self) -> Recipe:
         """The published model and nothing else, at the size the workload says or at what fits."""
@@ -310,7 +310,7 @@ def _refused_everywhere(rung: Rung, workload: Workload, hardware: Hardware) -> s
     """None where some recipe has a place for it: beside the usual rungs, alone, or beside one other rung."""
     usual = plan_of(name for name in usual_rungs(workload, hardware) if group_of(find_rung(name)) != group_of(rung))
     plans = [usual, Plan(), *(other.apply(Plan()) for other in LADDER)]
-    reasons = [rung.needs(workload, hardware, plan) for plan in plans]
+    reasons = [why_not(rung, workload, hardware, plan) for plan in plans]
     return None if None in reasons else reasons[0]
 
 

@@ -39,6 +39,9 @@ GPT2_NAMES = {
 }
 MAY_BE_NULL = ("kv_heads", "head_dim")  # null means what it means in Shape: derived from the heads
 SLIDING = "sliding_attention"
+TANH_GELUS = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
+FUSED_LOSSES, FUSED_ATTENTION = ("fused-loss", "chunked-loss"), ("flash", "cudnn-attention")
+BF16_WEIGHTS = ("adamw-bf16", "adamw-bf16-kahan")
 QWEN = ("qwen2", "qwen3")  # their window is switched on by a key of its own
 
 
@@ -192,6 +195,41 @@ def read_config(config: Config) -> tuple[Shape, tuple[str, ...]]:
         **_window(model_type, values, sizes["layers"]),
     )
     return shape, () if family.note is None else (family.note,)
+
+
+def obstacles(config: Config, shape: Shape) -> dict[str, str]:
+    """Rungs that cannot be had from outside for this model, with the reason: what Workload.cannot holds."""
+    model_type, text = text_model(config)
+    values = {**FAMILIES[model_type].defaults, **text}
+    found = {
+        "selective-checkpointing": "transformers recomputes whole blocks: use checkpointing",
+        **dict.fromkeys(BF16_WEIGHTS, "it takes a model that adds up in fp32 what it stores in bf16"),
+    }
+    if not shape.tied:
+        found["tied-weights"] = "the published model has a head of its own"
+    if values.get("hidden_act", values.get("activation_function", "")) not in TANH_GELUS:
+        found["sigmoid-gelu"] = "the model has no tanh GELU"
+    found |= dict.fromkeys(FUSED_LOSSES, _head_obstacle(values, shape)) if _head_obstacle(values, shape) else {}
+    found |= dict.fromkeys(FUSED_ATTENTION, _mask_obstacle(values, shape)) if _mask_obstacle(values, shape) else {}
+    if shape.head_bias:
+        found["padded-vocab"] = "the head has a bias, which would give the padding a logit of its own"
+    return found
+
+
+def _head_obstacle(values: Config, shape: Shape) -> str:
+    """Why the loss cannot be computed from the head's inputs and weight alone."""
+    if values.get("final_logit_softcapping") is not None:
+        return "the model caps its logits after the head (final_logit_softcapping)"
+    return "the head has a bias" if shape.head_bias else ""
+
+
+def _mask_obstacle(values: Config, shape: Shape) -> str:
+    """Why attention is more than a causal softmax, which is all that the fused kernels compute."""
+    if values.get("attn_logit_softcapping") is not None:
+        return "the model caps its attention scores (attn_logit_softcapping)"
+    if shape.window is not None and shape.window < shape.sequence:
+        return f"a window of {shape.window} in sequences of {shape.sequence} takes a mask"
+    return ""
 
 
 def text_model(config: Config) -> tuple[str, Config]:

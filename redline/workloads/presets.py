@@ -1,13 +1,7 @@
-"""The built-in workloads: GPT-2 as published, and `tiny`, which trains visibly on two CPU cores in seconds.
-
-resolve_workload("gpt2", corpus="novel.txt") -> Workload
-"""
+"""The built-in workloads: GPT-2 as published, and `tiny`, which trains visibly on two CPU cores in seconds."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from redline.core.errors import unknown_name
 from redline.core.workload import Shape, Workload
 
 
@@ -39,10 +33,3 @@ PRESETS: dict[str, Workload] = {
 def default_workload(kind: str) -> str:
     """What to take on a 'cuda' or a 'cpu' machine when nobody names one."""
     return "gpt2" if kind == "cuda" else "tiny"
-
-
-def resolve_workload(name: str, corpus: str | None = None) -> Workload:
-    if name not in PRESETS:
-        raise unknown_name("workload", name, PRESETS)
-    workload = PRESETS[name]
-    return workload if corpus is None else replace(workload, corpus=corpus)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import redline.engine.build as build_module
+import redline.model.adapter as adapter_module
 from redline.core.plan import Plan
 from redline.core.workload import Workload
 from redline.engine.build import Training, build, pin_attention
@@ -270,7 +271,7 @@ def test_the_loss_reaches_the_step(
     train: Train, monkeypatch: pytest.MonkeyPatch, loss: str, pieces: int | None
 ) -> None:
     seen: dict[str, object] = {}
-    monkeypatch.setattr(build_module, "head_loss", lambda *_, **choices: seen.update(choices))
+    monkeypatch.setattr(adapter_module, "head_loss", lambda *_, **choices: seen.update(choices))
     training = train(Plan(loss=loss, autocast="bf16"))
     batch = next(training.batches)
     training.step.loss_of(batch[0], batch[1])
@@ -279,13 +280,13 @@ def test_the_loss_reaches_the_step(
 
 def test_switches_come_before_the_model(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
     order = []
-    for name in ("switch_process", "build_model", "build_optimizer", "stream_batches"):
+    for name in ("switch_process", "adapter_of", "build_optimizer", "stream_batches"):
         real = getattr(build_module, name)
         monkeypatch.setattr(
             build_module, name, lambda *words, _n=name, _r=real, **more: (order.append(_n), _r(*words, **more))[1]
         )
     train(Plan())
-    assert order == ["switch_process", "build_model", "build_optimizer", "stream_batches"]
+    assert order == ["switch_process", "adapter_of", "build_optimizer", "stream_batches"]
 
 
 def test_every_field_of_a_plan_is_covered_above() -> None:

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 
 import redline.engine.build as build_module
+import redline.model.adapter as adapter_module
 from redline.core.job import Job, RunDirectory
 from redline.core.measurement import Measurement
 from redline.core.recipe import Recipe
@@ -354,7 +355,7 @@ def tied_embedding_of_std(std: float, monkeypatch: pytest.MonkeyPatch) -> None:
             with torch.no_grad():
                 model.wte.weight.mul_(std / 0.02)
 
-    monkeypatch.setattr(build_module, "initialise", initialise_loudly)
+    monkeypatch.setattr(adapter_module, "initialise", initialise_loudly)
 
 
 def test_a_tied_embedding_of_n01_is_different(

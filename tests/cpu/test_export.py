@@ -79,20 +79,20 @@ def test_pickles_and_broken_files_are_refused(tmp_path: Path) -> None:
 def test_greedy_samples_are_the_likeliest_tokens_and_never_padding() -> None:
     model = some_model(vocab_rows=384)
     tokens = [1, 2, 3]
-    for token in sample(model, tokens, count=5, temperature=0):
+    for token in sample(model, tokens, shape=SHAPE, count=5, temperature=0):
         with torch.no_grad():
             assert token == int(model(torch.tensor([tokens]))[0, -1, : SHAPE.vocab].argmax())
         tokens.append(token)
-    drawn = sample(model, [5], count=200, temperature=5.0, seed=3)
+    drawn = sample(model, [5], shape=SHAPE, count=200, temperature=5.0, seed=3)
     assert max(drawn) < SHAPE.vocab
-    assert drawn == sample(model, [5], count=200, temperature=5.0, seed=3)
-    assert len(set(sample(model, [5], count=60, temperature=5.0, top_k=1))) <= len(set(drawn))
+    assert drawn == sample(model, [5], shape=SHAPE, count=200, temperature=5.0, seed=3)
+    assert len(set(sample(model, [5], shape=SHAPE, count=60, temperature=5.0, top_k=1))) <= len(set(drawn))
 
 
 def test_top_k_leaves_k_and_end_of_text_ends() -> None:
     model = some_model()
-    likeliest = sample(model, [5], count=1, temperature=0)[0]
-    assert sample(model, [5], count=1, temperature=9.0, top_k=1) == [likeliest]
-    assert sample(model, [5], count=9, temperature=0, end_of_text=likeliest) == []
+    likeliest = sample(model, [5], shape=SHAPE, count=1, temperature=0)[0]
+    assert sample(model, [5], shape=SHAPE, count=1, temperature=9.0, top_k=1) == [likeliest]
+    assert sample(model, [5], shape=SHAPE, count=9, temperature=0, end_of_text=likeliest) == []
     with pytest.raises(UserError):
-        sample(model, [5], count=0)
+        sample(model, [5], shape=SHAPE, count=0)

@@ -21,9 +21,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from redline.core.plan import Plan
-from redline.core.workload import Shape
+from redline.core.workload import Shape, Workload
 from redline.engine.build import plain_loss
-from redline.engine.step import DTYPES, TrainStep
+from redline.engine.step import TrainStep
+from redline.model.adapter import DTYPES, adapter_of
 from redline.model.gpt import GPT
 from redline.optim import build_optimizer
 from redline.predict.activations import layer_activations
@@ -99,11 +100,14 @@ class Alive(TorchDispatchMode):
 
 
 def peak_of_a_step(shape: Shape, plan: Plan, micro_batch: int) -> int:
-    model = build_model(shape, plan)
+    workload = Workload(name="test", shape=shape, tokenizer="bytes", micro_batch=micro_batch, learning_rate=1e-3)
+    adapter = adapter_of(workload)
+    model = adapter.build(plan, torch.device("cpu"))
     optimizer = build_optimizer(plan.optimizer, model, learning_rate=1e-3, weight_decay=0.1)
     step = TrainStep(
+        adapter=adapter,
         model=model,
-        loss_of=plain_loss(model, plan),
+        loss_of=plain_loss(adapter, model, plan),
         optimizer=optimizer,
         plan=plan,
         learning_rate=lambda _: 1e-3,

@@ -208,11 +208,11 @@ def test_a_checkpoint_is_sampled_and_exported(order: Order, tmp_path: Path, caps
     assert 0 < len(shown["tokens"]) <= 8
     assert main(["export", asked.out, "--out", str(tmp_path / "hf")]) == 0
     theirs = GPT2LMHeadModel.from_pretrained(tmp_path / "hf", attn_implementation="eager").eval()
-    model, name = load_model(Path(asked.out))
+    adapter, model = load_model(Path(asked.out))
     tokens = torch.randint(257, (2, 20), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         torch.testing.assert_close(model(tokens)[..., :257], theirs(tokens).logits, rtol=1e-4, atol=1e-4)
-    assert name == "bytes"
+    assert adapter.workload.tokenizer == "bytes"
     assert theirs.config.vocab_size == 257
     assert main(["export", asked.out, "--out", str(tmp_path / "hf")]) == 2
     assert main(["sample", str(tmp_path)]) == 2

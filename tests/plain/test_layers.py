@@ -21,7 +21,7 @@ LAYERS = {
     "model": {"core", "kernels"},
     "optim": {"core"},
     "data": {"core"},
-    "workloads": {"core"},
+    "workloads": {"core", "predict"},
     "rungs": {"core", "model", "kernels", "optim"},
     "engine": {"core", "model", "kernels", "optim", "data", "workloads", "rungs"},
     "search": {"core", "predict", "data", "workloads", "rungs"},  # starts engine.worker as a process, imports it never

@@ -1,0 +1,105 @@
+"""What the engine asks of a model, whoever wrote it. One adapter per kind of source; `adapter_of` finds it.
+
+    adapter = adapter_of(workload)
+    model = adapter.build(plan, device);  loss_of = adapter.loss_of(model, plan)
+
+A plan acts on a model from outside: an adapter says how each of its fields is realised for its models. What cannot be
+done from outside stands in `Workload.cannot`, with the reason, so that no plan asks for it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from redline.core.plan import PIECES, Plan
+from redline.core.workload import Workload
+from redline.model.gpt import GPT, initialise, unpadded
+from redline.model.loss import head_loss, next_token_loss
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+LossOf = Callable[..., torch.Tensor]
+"""The mean loss of a batch, given as the adapter's `arguments`."""
+
+
+class Adapter(ABC):
+    def __init__(self, workload: Workload) -> None:
+        self.workload = workload
+
+    @abstractmethod
+    def build(self, plan: Plan, device: torch.device) -> nn.Module:
+        """The model at its final shape, on the device, with its initial weights."""
+
+    @abstractmethod
+    def restore(self, model: nn.Module) -> None:
+        """The initial weights again, in place: compiled code and fused kernels keep their tensors."""
+
+    @abstractmethod
+    def loss_of(self, model: nn.Module, plan: Plan) -> LossOf:
+        """Forward and loss as one function, which is what gets compiled."""
+
+    def unpadded(self, model: nn.Module, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """The rows of a parameter, or of its gradient, that the model has without padding."""
+        return tensor
+
+    def arguments(self, batch: Any) -> tuple[Any, ...]:
+        """A batch as `loss_of` takes it: inputs and targets of [2, B, T]."""
+        return batch[0], batch[1]
+
+    def pieces(self, batch: Any, size: int) -> list[tuple[Any, float]]:
+        """A batch in pieces of so many sequences, each with its share of the whole."""
+        return [(piece, piece.size(1) / batch.size(1)) for piece in batch.split(size, dim=1)]
+
+
+class BuiltIn(Adapter):
+    """GPT-2 as model/gpt.py writes it."""
+
+    def build(self, plan: Plan, device: torch.device) -> GPT:
+        shape = self.workload.shape
+        with device:
+            model = GPT(
+                shape,
+                attention=plan.attention,
+                tied=plan.tied,
+                vocab_rows=plan.vocab_rows(shape.vocab),
+                checkpointing=plan.checkpointing,
+                residual=DTYPES.get(plan.residual, torch.float32),
+                gelu=plan.gelu,
+            )
+        model.to(DTYPES.get(plan.weights, torch.float32))  # before the weights are drawn, as `restore` draws them
+        initialise(model, self.workload.seed)
+        return model
+
+    def restore(self, model: nn.Module) -> None:
+        assert isinstance(model, GPT)
+        initialise(model, self.workload.seed)
+
+    def loss_of(self, model: nn.Module, plan: Plan) -> LossOf:
+        assert isinstance(model, GPT)
+        if plan.loss == "full":
+            return lambda inputs, targets: next_token_loss(model(inputs), targets)
+        loss_of_head = fused_head(plan, model.shape.vocab)
+        return lambda inputs, targets: loss_of_head(model.features(inputs), model.lm_head.weight, targets)
+
+    def unpadded(self, model: nn.Module, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        assert isinstance(model, GPT)
+        return unpadded(model, name, tensor)
+
+
+def fused_head(plan: Plan, vocab: int) -> LossOf:
+    """The loss of features, the head's weight and targets, as a plan that is not 'full' wants it."""
+    return partial(head_loss, vocab=vocab, pieces=PIECES[plan.loss], dtype=DTYPES.get(plan.autocast or ""))
+
+
+def adapter_of(workload: Workload) -> Adapter:
+    if workload.source.kind == "huggingface":
+        from redline.model.transformers_adapter import TransformersAdapter  # transformers takes a second to import
+
+        return TransformersAdapter(workload)
+    return BuiltIn(workload)

@@ -1,0 +1,136 @@
+"""A causal language model of transformers, built from its config; nobody edits its code.
+
+    model = TransformersAdapter(workload).build(plan, device)
+
+Attention, tying, padding and checkpointing go through transformers' own switches. The loss is computed here and once:
+labels are never handed to the model, which would compute its own. Two things are done with hooks because there is no
+switch for them: the stream between the blocks takes the type of what the embedding gives, and a tanh GELU is a module
+that can be exchanged.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.activations import ACT2FN
+
+from redline.core.errors import UserError
+from redline.core.plan import Plan
+from redline.core.workload import Workload
+from redline.model.adapter import DTYPES, Adapter, LossOf, fused_head
+from redline.model.gpt import gelu_by_sigmoid, hide_padding
+from redline.model.loss import next_token_loss
+
+ATTENTION = {"naive": "eager", "flash": "sdpa", "cudnn": "sdpa"}  # which backend runs, engine/build.py has pinned
+# Of a config: with dropout no two runs give the same loss, and equivalence could not be checked.
+DROPOUTS = ("attention_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop", "hidden_dropout", "embd_dropout")
+TANH_GELUS = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
+
+
+class TransformersAdapter(Adapter):
+    def __init__(self, workload: Workload) -> None:
+        super().__init__(workload)
+        self._initial: dict[str, torch.Tensor] | None = None
+
+    def build(self, plan: Plan, device: torch.device) -> PreTrainedModel:
+        model = self._plain(plan, device)
+        if plan.vocab_multiple > 1:
+            pad_vocabulary(model, self.workload.shape.vocab, plan.vocab_multiple)
+        if plan.residual != "fp32":
+            cast_stream(model, DTYPES[plan.residual])
+        if plan.gelu == "sigmoid":
+            exchange_gelus(model)
+        if plan.checkpointing == "full":
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        self._initial = {name: parameter.detach().to("cpu", copy=True) for name, parameter in model.named_parameters()}
+        return model
+
+    def _plain(self, plan: Plan, device: torch.device) -> PreTrainedModel:
+        """As transformers makes it, from the workload's seed."""
+        config = self._config(plan)
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
+            torch.manual_seed(self.workload.seed)
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+                config, attn_implementation=ATTENTION[plan.attention], dtype=torch.float32
+            )
+        return model.train()
+
+    def _config(self, plan: Plan) -> Any:
+        assert self.workload.source.config is not None
+        settings = dict(self.workload.source.config)
+        config = AutoConfig.for_model(settings.pop("model_type"), **settings)
+        text = config.get_text_config()
+        text.tie_word_embeddings = config.tie_word_embeddings = plan.tied
+        text.use_cache = False  # keys and values of a step are of no use to the next
+        for name in DROPOUTS:
+            if hasattr(text, name):
+                setattr(text, name, 0.0)
+        return text
+
+    @torch.no_grad()
+    def restore(self, model: nn.Module) -> None:
+        assert self._initial is not None, "build comes first"
+        for name, parameter in model.named_parameters():
+            parameter.copy_(self._initial[name])
+
+    def loss_of(self, model: nn.Module, plan: Plan) -> LossOf:
+        assert isinstance(model, PreTrainedModel)
+        if plan.loss == "full":
+            return lambda inputs, targets: next_token_loss(model(input_ids=inputs).logits, targets)
+        features, head, loss_of_head = model.base_model, head_of(model), fused_head(plan, self.workload.shape.vocab)
+        return lambda inputs, targets: loss_of_head(features(input_ids=inputs).last_hidden_state, head.weight, targets)
+
+    def unpadded(self, model: nn.Module, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        assert isinstance(model, PreTrainedModel)
+        tables = {id(model.get_input_embeddings().weight), id(head_of(model).weight)}
+        padded = id(model.get_parameter(name)) in tables
+        return tensor[: self.workload.shape.vocab] if padded else tensor
+
+
+def head_of(model: PreTrainedModel) -> nn.Linear:
+    head: object = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    if not isinstance(head, nn.Linear):
+        raise UserError(
+            f"{type(model).__name__} has no linear head",
+            "redline trains causal language models, whose last layer gives a logit per token",
+            "point at the config of a causal language model",
+        )
+    return head
+
+
+@torch.no_grad()
+def pad_vocabulary(model: PreTrainedModel, vocab: int, multiple: int) -> None:
+    """Rows that are never looked up and whose logits are -inf: the loss is the unpadded model's."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # advice for those who add tokens to a trained model
+        model.resize_token_embeddings(vocab, pad_to_multiple_of=multiple, mean_resizing=False)
+    for table in (model.get_input_embeddings(), head_of(model)):
+        table.get_parameter("weight")[vocab:].zero_()
+    if head_of(model).out_features > vocab:
+        device = head_of(model).weight.device
+        with device:
+            hide_padding(head_of(model), vocab)
+
+
+def cast_stream(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """What the blocks add to takes its type from the embedding; under autocast their branches are `dtype` already."""
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            module.register_forward_hook(lambda _module, _inputs, output: output.to(dtype))
+
+
+class SigmoidGelu(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return gelu_by_sigmoid(x)
+
+
+def exchange_gelus(model: nn.Module) -> None:
+    kinds = tuple(type(ACT2FN[name]) for name in TANH_GELUS)
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, kinds):
+                setattr(parent, name, SigmoidGelu())
