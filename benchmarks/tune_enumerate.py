@@ -30,7 +30,8 @@ from redline.core.recipe import Recipe
 from redline.search.answers import TrialAnswers
 from redline.search.launch import probe_machine, remove_caches
 from redline.search.space import Space, open_space
-from redline.search.tune import Budget, Trial, Tuner, TuneSettings
+from redline.search.trials import Budget, Trial, TuneSettings
+from redline.search.tune import Tuner
 from redline.workloads import resolve_workload
 
 WITHIN, SHARE = 0.02, 0.25

@@ -6,7 +6,11 @@ import argparse
 import shlex
 import sys
 from collections.abc import Callable, Iterable
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from redline.core.errors import UserError
 
 EXIT_DONE, EXIT_FAILED, EXIT_MISTAKE, EXIT_INTERRUPTED = 0, 1, 2, 130
 # Beyond what anyone trains with, by far: a slip of the keyboard.
@@ -36,6 +40,27 @@ def check_sizes(options: argparse.Namespace, names: Iterable[str]) -> None:
             raise UserError(
                 f"{option} is {value:,}", f"nobody trains with it (the most is {MOST[name]:,})", f"check {option}"
             )
+
+
+def try_page(
+    document: dict[str, Any], directory: Path, render: Callable[[dict[str, Any]], str]
+) -> tuple[Path | None, UserError | None]:
+    """The page of a run in its directory, or why there is none: results are shown all the same."""
+    from redline.core.errors import UserError
+    from redline.core.job import REPORT_FILE, RunDirectory
+
+    try:
+        return RunDirectory(directory).write(REPORT_FILE, render(document)), None
+    except OSError as error:
+        return None, UserError(
+            f"cannot write {directory / REPORT_FILE}",
+            error.strerror or str(error),
+            "copy the run directory to a place you may write to and use `redline report` there",
+        )
+
+
+def warn_of(trouble: UserError) -> None:
+    print(f"warning: {trouble.problem}: {trouble.why}; {trouble.fix}", file=sys.stderr)
 
 
 def options_of(add_command: Callable[[Any], None], name: str, given: dict[str, Any]) -> argparse.Namespace:

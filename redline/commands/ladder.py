@@ -14,8 +14,9 @@ from redline.commands.common import (
     EXIT_INTERRUPTED,
     add_common,
     command_line,
+    try_page,
+    warn_of,
 )
-from redline.core.errors import UserError
 
 
 def add_ladder(commands: Any) -> None:
@@ -153,10 +154,11 @@ def show_ladder(document: dict[str, Any], directory: Path, options: argparse.Nam
     from rich.console import Console
 
     from redline.core.job import BEST_FILE, REBATCHED_FILE
+    from redline.report.page import render_page
     from redline.report.table import print_ladder
 
     # Written before the table is shown, whose reader may close the pipe; a page that fails waits until after it.
-    page, trouble = try_page(document, directory)
+    page, trouble = try_page(document, directory, render_page)
     if options.json:
         print(json.dumps(document))
     else:
@@ -171,7 +173,7 @@ def show_ladder(document: dict[str, Any], directory: Path, options: argparse.Nam
     if trouble is not None and options.run is run_ladder:
         raise trouble
     if trouble is not None:  # a report was asked for and has been shown; its run may lie where nothing can be written
-        print(f"warning: {trouble.problem}: {trouble.why}; {trouble.fix}", file=sys.stderr)
+        warn_of(trouble)
     if not document["finished"]:
         return EXIT_INTERRUPTED if options.run is run_ladder else EXIT_DONE
     broken = any(row["equivalence"]["verdict"] == "different" for row in document["rows"])
@@ -182,21 +184,6 @@ def print_paths(**paths: Path | None) -> None:
     for name, path in paths.items():
         if path is not None:
             print(f"{name:8} {path}")
-
-
-def try_page(document: dict[str, Any], directory: Path) -> tuple[Path | None, UserError | None]:
-    """The page, or why there is none."""
-    from redline.core.job import REPORT_FILE, RunDirectory
-    from redline.report.page import render_page
-
-    try:
-        return RunDirectory(directory).write(REPORT_FILE, render_page(document)), None
-    except OSError as error:
-        return None, UserError(
-            f"cannot write {directory / REPORT_FILE}",
-            error.strerror or str(error),
-            "copy the run directory to a place you may write to and use `redline report` there",
-        )
 
 
 def list_rungs(options: argparse.Namespace) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -69,13 +70,20 @@ def add_lint(commands: Any) -> None:
     parser.add_argument(
         "--seconds", metavar="S", type=float, help=f"with --measure: time to spend (default: {MEASURE_SECONDS:g})"
     )
+    parser.add_argument(
+        "--html", metavar="FILE", type=Path, help="write a page with every GEMM and its efficiency, before and after"
+    )
     add_common(parser)
     parser.set_defaults(run=run_lint)
 
 
 def run_lint(options: argparse.Namespace) -> int:
+    if options.html is not None:
+        check_html(options.html)
     found = lint(options)
     show(found, options)
+    if options.html is not None:
+        write_html(found, options.html)
     costly = any(not finding["mild"] for finding in found["findings"])
     return EXIT_FAILED if options.strict and costly else EXIT_DONE
 
@@ -308,6 +316,29 @@ def write_fix(target: Path | None, resolved: Resolved, report: Report, options: 
             f"cannot write {target}", error.strerror or str(error), "choose a FILE you may write to"
         ) from error
     return (f"wrote {target}",)
+
+
+# --html
+
+
+def check_html(path: Path) -> None:
+    """Before anything is measured."""
+    if path.is_dir() or not path.parent.is_dir():
+        why = "it is a folder" if path.is_dir() else f"{path.parent} is no folder"
+        raise UserError(f"cannot write {path}", why, "name a FILE in a folder that is there, such as lint.html")
+
+
+def write_html(found: dict[str, Any], path: Path) -> None:
+    from redline.core.job import write_atomically
+    from redline.report.lint_page import render_lint_page
+
+    try:
+        write_atomically(path, render_lint_page(found))
+    except OSError as error:
+        raise UserError(
+            f"cannot write {path}", error.strerror or str(error), "choose a FILE you may write to"
+        ) from error
+    print(f"page {path}", file=sys.stderr)
 
 
 def show(found: dict[str, Any], options: argparse.Namespace) -> None:

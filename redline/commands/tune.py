@@ -5,12 +5,22 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
 
-from redline.commands.common import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, add_common, command_line
+from redline.commands.common import (
+    EXIT_DONE,
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    add_common,
+    command_line,
+    try_page,
+    warn_of,
+)
 from redline.core.errors import UserError
+from redline.core.workload import SAMPLE_CORPUS
 
 DEFAULT_MINUTES = 8.0
 UNITS = {"": 1024**3, "gib": 1024**3, "gb": 10**9, "mib": 1024**2, "mb": 10**6}  # a bare number is GiB
@@ -127,19 +137,35 @@ def bytes_of(text: str) -> int:
     return round(float(found[1]) * UNITS[found[2]])
 
 
+def train_command(document: dict[str, Any], recipe: Path) -> str:
+    """What goes on where the search ended: the same text and the same update."""
+    words = ["redline", "train", document["workload"]["name"], "--recipe", str(recipe)]
+    if document["workload"]["corpus"] != SAMPLE_CORPUS:
+        words += ["--data", document["workload"]["corpus"]]
+    if document["best"]["global_batch"] is not None:
+        words += ["--global-batch", str(document["best"]["global_batch"])]
+    return shlex.join(words)
+
+
 def show_tune(document: dict[str, Any], directory: Path, options: argparse.Namespace) -> int:
     from rich.console import Console
 
     from redline.core.job import BEST_FILE
     from redline.report.tune import print_tune
+    from redline.report.tune_page import render_tune_page
 
+    page, trouble = try_page(document, directory, render_tune_page)
     if options.json:
         print(json.dumps(document))
     else:
         print_tune(document, Console())
+        if page is not None:
+            print(f"page     {page}")
         if document["best"] is not None:
             print(f"recipe   {directory / BEST_FILE}")
-            print(f"train it redline train {document['workload']['name']} --recipe {directory / BEST_FILE}")
+            print(f"train it {train_command(document, directory / BEST_FILE)}")
+    if trouble is not None:
+        warn_of(trouble)
     if document["stopped"]["why"] == "interrupted":
         print(f"interrupted; continue with: redline tune --resume {directory}", file=sys.stderr)
         return EXIT_INTERRUPTED

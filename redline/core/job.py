@@ -190,7 +190,8 @@ def _unwritable(path: Path, error: OSError) -> UserError:
 def open_run_directory(path: Path) -> RunDirectory:
     """An existing run, with a run.json that parses."""
     try:
-        json.loads((path / RUN_FILE).read_text(encoding="utf-8"))
+        if not isinstance(json.loads((path / RUN_FILE).read_text(encoding="utf-8")), dict):
+            raise ValueError("it holds no JSON object")
     except OSError as error:
         raise UserError(
             f"{path} is not a run directory",

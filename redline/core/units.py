@@ -40,6 +40,11 @@ def human_ratio(ratio: float | None) -> str:
     return UNKNOWN if ratio is None else f"{ratio:.2f}x"
 
 
+def counted(count: int, thing: str) -> str:
+    """'1 recipe', '3 recipes'."""
+    return f"{count:,} {thing}" if count == 1 else f"{count:,} {thing}s"
+
+
 def _three(value: float) -> str:
     if value >= 100:
         return f"{value:.0f}"

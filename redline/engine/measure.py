@@ -75,7 +75,8 @@ def measure(bench: Bench) -> Measurement:
     training.restore()
     step_seconds = time_steps(bench, training, statistics.median(warm_seconds[-BLOCK_STEPS:]))
     evaluate(training)
-    peak, outside, retries = memory.peak_bytes(device), memory.outside_bytes(device), memory.alloc_retries(device)
+    peak = memory.peak_bytes(device, recorded=plan.cuda_graphs)
+    outside, retries = memory.outside_bytes(device), memory.alloc_retries(device)
 
     bench.report("proving")
     proof = Proof() if job.kind == "trial" else prove(training, plan, device)

@@ -24,9 +24,11 @@ def reset_peak(device: torch.device) -> None:
         _CLEAR.write_text("5")  # Linux: 5 sets the high-water mark of the resident set back to now
 
 
-def peak_bytes(device: torch.device) -> int | None:
+def peak_bytes(device: torch.device, recorded: bool = False) -> int | None:
+    """`recorded`: the step replays CUDA graphs. Their tensors lie in a pool that the allocator counts as free between
+    replays, so that only what it has reserved tells what the step needs."""
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated()
+        return torch.cuda.max_memory_reserved() if recorded else torch.cuda.max_memory_allocated()
     if not _STATUS.exists():
         return None  # not Linux: the peak since the start would count compiling, so it is left unknown
     line = next(line for line in _STATUS.read_text().splitlines() if line.startswith("VmHWM"))

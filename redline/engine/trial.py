@@ -55,7 +55,8 @@ def look(bench: Bench, *, brief: bool = False) -> Measurement:
     bench.report("warming up")
     expected = warm_up(training, device, BRIEF_SECONDS if brief else WARMUP_SECONDS[device.type])
     step_seconds = time_steps(briefly(bench, expected) if brief else bench, training, expected)
-    peak, outside, retries = memory.peak_bytes(device), memory.outside_bytes(device), memory.alloc_retries(device)
+    peak = memory.peak_bytes(device, recorded=plan.cuda_graphs)
+    outside, retries = memory.outside_bytes(device), memory.alloc_retries(device)
     training.close()
     return Measurement(
         loss_curve=(),

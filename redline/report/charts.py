@@ -1,9 +1,9 @@
-"""The ladder and its loss curves as SVG text: no library, no script, light and dark by the reader's own setting.
+"""The ladder as bars and its loss curves as SVG text: no library, light and dark by the reader's own setting.
 
-    ladder_chart(document["rows"]);  loss_chart(document["rows"], document["reference"], width_px=340)
+    ladder_chart(document["rows"], width_px=320);  loss_chart(document["rows"], document["reference"], width_px=340)
 
-A chart is drawn at the width it will have, not scaled to it, so that text keeps its size on a phone. Every mark has a
-<title> with its figures. Colours are CSS variables with fallbacks: a page may set them, a lone file works as well.
+A chart is drawn at the width it will have, not scaled to it, so that text keeps its size on a phone. Every mark shows
+its figures when it is pointed at (`svg.hot_area`). The ladder of a wide window is `steps.steps_chart`.
 """
 
 from __future__ import annotations
@@ -17,94 +17,122 @@ from redline.report import Row, is_dropped, one_line, reason_of, rung_name, show
 from redline.report.svg import (
     AXIS_PX,
     CHAR_PX,
-    SERIES,
     WIDE_FROM_PX,
+    Box,
     Scale,
+    Size,
     bottom_axis,
     clipped,
     escaped,
+    hot_area,
+    hot_path,
     left_axis,
     legend_rows,
     svg_line,
     svg_picture,
+    svg_rect,
     svg_text,
 )
 
 WIDTH_PX = 760
 ROW_PX, BAR_PX = 30, 16
+OWN_PX = 5  # of a bar's height: the same rung at its own micro batch
 NAME_CHARS = 15
 PLOT_PX = 300  # height of the loss plot
 GAP_PLOT_PX, GAP_SPACE_PX = 110, 40  # the plot of differences, and the space above it
 GAP_TITLE = "minus its own fp32 reference"
+LOOKS = 5  # colours that thin lines on either background tell apart
+MOST_SLICES = 40  # of a plot: where losses can be asked for
 DASHES = ("none", "7 4", "2 3")  # tell apart what colours cannot
 
 Curve = Sequence[float | None]
 
 
-def ladder_chart(rows: Sequence[Row], width_px: int = WIDTH_PX) -> str:
-    """A bar of tokens per second for each rung; the dark end is what the rung added to the recipe it was put onto."""
-    left = _name_px(rows)
-    right = _value_px(rows, wide=width_px >= WIDE_FROM_PX)
-    scale = Scale(low=0.0, high=_fastest(rows) or 1.0, start_px=left, end_px=max(left + 40.0, width_px - right))
-    height = ROW_PX * max(1, len(rows)) + 40
-    parts = list(bottom_axis(scale, height - 34, "tokens per second")) if _fastest(rows) else []
-    for index, row in enumerate(rows):
-        parts += _ladder_row(row, ROW_PX * index, scale, width_px)
-    parts += [] if rows else [svg_text(left, 20, "no rung has been measured yet", "muted")]
-    return svg_picture(width_px, height, "Tokens per second of every rung", parts)
+# --- rates of a row ---------------------------------------------------------------------------------------------------
 
 
-def _fastest(rows: Sequence[Row]) -> float:
-    """The furthest a bar or its whisker reaches."""
-    return max((max(row["tokens_per_second"], _rate_range(row)[1]) for row in rows if _is_measured(row)), default=0.0)
-
-
-def _is_measured(row: Row) -> bool:
+def is_measured(row: Row) -> bool:
     return status_of(row) == "ok" and row.get("tokens_per_second") is not None
 
 
-def _rate_range(row: Row) -> tuple[float, float]:
+def own_rate(row: Row) -> float | None:
+    """At the micro batch that is fastest for it, where somebody looked."""
+    return (row.get("rebatched") or {}).get("tokens_per_second")
+
+
+def fastest_of(rows: Sequence[Row]) -> float:
+    """The furthest a bar or its whisker reaches."""
+    ends = [max(row["tokens_per_second"], rate_range(row)[1], own_rate(row) or 0.0) for row in rows if is_measured(row)]
+    return max(ends, default=0.0)
+
+
+def rate_range(row: Row) -> tuple[float, float]:
     """Tokens per second of a slow step (p90) and of a fast one (p10)."""
     rate, seconds = float(row["tokens_per_second"]), row.get("step_seconds") or {}
     median, p10, p90 = (seconds.get(name) for name in ("median", "p10", "p90"))
     return (rate * median / p90, rate * median / p10) if median and p10 and p90 else (rate, rate)
 
 
+def base_rate(row: Row) -> float:
+    """What the recipe without this rung reached; the whole bar is old where a gain is unknown or inside the noise."""
+    ratio, rate = row.get("speedup_step"), float(row["tokens_per_second"])
+    return rate if not ratio or row.get("within_noise") else rate / ratio
+
+
+def row_data(row: Row) -> str:
+    """Attributes with the figures as they are in the document, for whoever reads the page with a program."""
+    rate, own = row.get("tokens_per_second"), own_rate(row)
+    figures = "" if rate is None else f' data-tokens-per-second="{rate}"'
+    figures += "" if own is None else f' data-own-tokens-per-second="{own}"'
+    return f' data-rung="{escaped(rung_name(row))}" data-status="{escaped(status_of(row))}"{figures}'
+
+
+# --- bars -------------------------------------------------------------------------------------------------------------
+
+
+def ladder_chart(rows: Sequence[Row], width_px: int = WIDTH_PX) -> str:
+    """A bar of tokens per second for each rung; the dark end is what the rung added to the recipe it was put onto."""
+    left = _name_px(rows)
+    right = _value_px(rows, wide=width_px >= WIDE_FROM_PX)
+    fastest = fastest_of(rows)
+    scale = Scale(low=0.0, high=fastest or 1.0, start_px=left, end_px=max(left + 40.0, width_px - right))
+    height = ROW_PX * max(1, len(rows)) + 40
+    parts = list(bottom_axis(scale, height - 34, "tokens per second")) if fastest else []
+    marks = []
+    for index, row in enumerate(rows):
+        parts += _ladder_row(row, ROW_PX * index, scale, width_px)
+        box = Box(0, ROW_PX * index, width_px, ROW_PX)
+        marks.append(hot_area(box, tooltip(row), Size(width_px, height), f' data-kind="rung"{row_data(row)}'))
+    parts += [] if rows else [svg_text(left, 20, "no rung has been measured yet", "muted")]
+    return svg_picture(width_px, height, "Tokens per second of every rung", parts, marks)
+
+
 def _ladder_row(row: Row, top: float, scale: Scale, width_px: int) -> Iterator[str]:
     middle = top + ROW_PX / 2
-    yield f'<g class="rung{" dropped" if is_dropped(row) else ""}"{_data(row)}><title>{escaped(tooltip(row))}</title>'
-    yield f'<rect x="0" y="{top}" width="{width_px}" height="{ROW_PX}" fill="transparent"/>'  # tooltip beside the bar
+    yield f'<g class="rung{" dropped" if is_dropped(row) else ""}" data-rung="{escaped(rung_name(row))}">'
     yield svg_text(scale.start_px - 10, middle, clipped(rung_name(row), NAME_CHARS), anchor="end")
     yield from (
-        _measured_bar(row, middle, scale, width_px) if _is_measured(row) else _empty_bar(row, middle, scale, width_px)
+        _measured_bar(row, middle, scale, width_px) if is_measured(row) else _empty_bar(row, middle, scale, width_px)
     )
     yield "</g>"
 
 
-def _data(row: Row) -> str:
-    rate = row.get("tokens_per_second")
-    figure = "" if rate is None else f' data-tokens-per-second="{rate}"'
-    return f' data-rung="{escaped(rung_name(row))}" data-status="{escaped(status_of(row))}"{figure}'
-
-
 def _measured_bar(row: Row, middle: float, scale: Scale, width_px: int) -> Iterator[str]:
-    rate, (slow, fast) = row["tokens_per_second"], _rate_range(row)
+    rate, own, (slow, fast) = row["tokens_per_second"], own_rate(row), rate_range(row)
     top, end = middle - BAR_PX / 2, scale(rate)
-    yield _rect("bar", scale.start_px, top, end - scale.start_px)
-    base = scale(_base_rate(row))
+    height = BAR_PX - OWN_PX - 1 if own else BAR_PX
+    yield svg_rect("bar", scale.start_px, top, end - scale.start_px, height)
+    base = scale(base_rate(row))
     if base < end:
-        yield _rect("gain", base, top, end - base)
+        yield svg_rect("gain", base, top, end - base, height)
+    if own:
+        yield svg_rect("own", scale.start_px, top + height + 1, scale(own) - scale.start_px, OWN_PX)
     if fast > slow:
-        a, b = scale(slow), scale(fast)
-        path = f"M{a:.2f} {middle - 4}v8M{a:.2f} {middle}H{b:.2f}M{b:.2f} {middle - 4}v8"
+        a, b, y = scale(slow), scale(fast), top + height / 2
+        path = f"M{a:.2f} {y - 4}v8M{a:.2f} {y}H{b:.2f}M{b:.2f} {y - 4}v8"
         yield f'<path class="whisker" d="{path}"/>'
-    yield svg_text(max(end, scale(fast)) + 8, middle, *_value_label(row, wide=width_px >= WIDE_FROM_PX))
-
-
-def _base_rate(row: Row) -> float:
-    """What the recipe without this rung reached; the whole bar is old where a gain is unknown or inside the noise."""
-    ratio, rate = row.get("speedup_step"), float(row["tokens_per_second"])
-    return rate if not ratio or row.get("within_noise") else rate / ratio
+    furthest = max(end, scale(fast), scale(own or 0.0))
+    yield svg_text(furthest + 8, middle, *_value_label(row, wide=width_px >= WIDE_FROM_PX))
 
 
 def _value_label(row: Row, wide: bool) -> tuple[str, str]:
@@ -119,7 +147,7 @@ def _empty_bar(row: Row, middle: float, scale: Scale, width_px: int) -> Iterator
     status = status_of(row)
     top, stub = middle - BAR_PX / 2, 36
     kind = "absent failed" if status == "failed" else "absent"
-    yield f'<rect class="{kind}" x="{scale.start_px:.2f}" y="{top}" width="{stub}" height="{BAR_PX}"/>'
+    yield svg_rect(kind, scale.start_px, top, stub, BAR_PX)
     slashes = "".join(f"M{scale.start_px + x:.2f} {top + BAR_PX}l8 -{BAR_PX}" for x in range(0, stub - 7, 7))
     yield f'<path class="hatch" d="{slashes}"/>'
     text = "no figure" if status == "ok" else f"{status}: {reason_of(row)}"
@@ -128,8 +156,8 @@ def _empty_bar(row: Row, middle: float, scale: Scale, width_px: int) -> Iterator
 
 
 def tooltip(row: Row) -> str:
-    """Every figure of a row, a line each."""
-    lines = [f"{rung_name(row)}: {one_line(row.get('title') or '')}", one_line(row.get("reason") or "")]
+    """Every figure of a row, a line each; the name first."""
+    lines = [rung_name(row), one_line(row.get("title") or ""), one_line(row.get("reason") or "")]
     lines += _figure_lines(row) if status_of(row) == "ok" else [status_of(row)]
     return "\n".join(line for line in lines if line)
 
@@ -144,10 +172,28 @@ def _figure_lines(row: Row) -> list[str]:
         f"step {median} (p10 {p10}, p90 {p90}, n {_known(seconds.get('n'))})",
         f"{human_ratio(row.get('speedup_step'))} this step{noise}, {human_ratio(row.get('speedup_total'))} in total",
         f"MFU {human_percent(shown_mfu(row))}, HFU {human_percent(row.get('hfu'))}",
+        *_light_lines(row),
+        *_own_lines(row),
         f"peak memory {memory}",
         f"compiled in {human_seconds(row.get('compile_seconds'))}, verdict {verdict_of(row)}",
         "measured, not kept" if is_dropped(row) else "",
     ]
+
+
+def _light_lines(row: Row) -> Iterator[str]:
+    light, rate = (row.get("roofline") or {}).get("light"), row.get("tokens_per_second")
+    if light and rate is not None:
+        yield f"{human_percent(rate / light, 0)} of its speed of light, {human_rate(light)} tokens/s"
+
+
+def _own_lines(row: Row) -> Iterator[str]:
+    own = row.get("rebatched") or {}
+    if own.get("tokens_per_second") is not None:
+        gain = human_ratio(own.get("speedup_fixed"))
+        yield f"at its own micro batch {_known(own.get('micro_batch'))}: {human_rate(own_rate(row))} tokens/s, {gain}"
+
+
+# --- loss curves ------------------------------------------------------------------------------------------------------
 
 
 def loss_chart(rows: Sequence[Row], reference: dict[str, Any] | None, width_px: int = WIDTH_PX) -> str:
@@ -163,12 +209,32 @@ def loss_chart(rows: Sequence[Row], reference: dict[str, Any] | None, width_px: 
     x, y = _loss_scales([row["loss_curve"] for row in curves], base, start, width_px)
     parts = [*left_axis(y, width_px, "loss"), *_reference_marks(reference, x, y)]
     parts += [_curve(row, row["loss_curve"], _look(index, row), x, y) for index, row in enumerate(curves)]
+    marks = [*_step_slices(curves, reference, x, y, Size(width_px, PLOT_PX))]
+    marks += [_hot_curve(row, row["loss_curve"], x, y, Size(width_px, PLOT_PX)) for row in curves]
     changing = changing_rungs(rows)
     gaps, bottom = _gap_plot(curves, [own_reference(row, reference, changing) for row in curves], x, width_px)
     axis = bottom_axis(x, bottom, "step", whole=True)
     legend, legend_px = legend_rows(_legend_entries(curves, reference), bottom + 48, width_px)
     label = "Loss curves against the reference"
-    return svg_picture(width_px, bottom + 48 + legend_px, label, [*axis, *parts, *gaps, *legend])
+    return svg_picture(width_px, bottom + 48 + legend_px, label, [*axis, *parts, *gaps, *legend], marks)
+
+
+def _step_slices(curves: Sequence[Row], reference: dict[str, Any], x: Scale, y: Scale, chart: Size) -> Iterator[str]:
+    """Upright stretches of the plot that show every curve's loss at their step."""
+    base, steps = reference.get("loss_curve") or [], int(x.high) + 1
+    named = [(_reference_name(reference), base)] if _finite(base) else []
+    named += [(rung_name(row), row["loss_curve"]) for row in curves]
+    every = max(1, math.ceil(steps / MOST_SLICES))
+    half = (x.end_px - x.start_px) / max(1, steps - 1) * every / 2
+    for step in range(0, steps, every):
+        losses = [f"{name} {_loss(curve[step])}" for name, curve in named if step < len(curve)]
+        left, right = max(x.start_px, x(step) - half), min(x.end_px, x(step) + half)
+        box = Box(left, y.end_px, right - left, y.start_px - y.end_px)
+        yield hot_area(box, "\n".join([f"step {step}", *losses]), chart, ' data-kind="slice"', focus=False)
+
+
+def _loss(value: float | None) -> str:
+    return UNKNOWN if value is None else f"{value:.4f}"
 
 
 def own_reference(row: Row, reference: dict[str, Any], changing: set[str]) -> Curve:
@@ -247,15 +313,20 @@ def _reference_name(reference: dict[str, Any]) -> str:
 
 
 def _curve(row: Row, values: Sequence[float | None], look: str, x: Scale, y: Scale) -> str:
+    return f'<path {look} data-rung="{escaped(rung_name(row))}" d="{_path(values, x, y)}"/>'
+
+
+def _hot_curve(row: Row, values: Sequence[float | None], x: Scale, y: Scale, chart: Size) -> str:
     detail = one_line((row.get("equivalence") or {}).get("detail") or "")
-    title = escaped(f"{rung_name(row)}: {verdict_of(row)}\n{_ends(values)}\n{detail}".strip())
-    return f'<path {look} data-rung="{escaped(rung_name(row))}" d="{_path(values, x, y)}"><title>{title}</title></path>'
+    text = f"{rung_name(row)}: {verdict_of(row)}\n{_ends(values)}\n{detail}".strip()
+    data = f' data-kind="curve" data-rung="{escaped(rung_name(row))}"'
+    return hot_path(_path(values, x, y), text, chart, (x(len(values) / 3), y.end_px), data)
 
 
 def _look(index: int, row: Row) -> str:
     """The attributes that tell a curve apart: colours first, then the same colours dashed."""
-    kind = "different" if verdict_of(row) == "different" else f"s{index % SERIES}"
-    return f'class="curve {kind}" stroke-dasharray="{DASHES[index // SERIES % len(DASHES)]}"'
+    kind = "different" if verdict_of(row) == "different" else f"s{index % LOOKS}"
+    return f'class="curve {kind}" stroke-dasharray="{DASHES[index // LOOKS % len(DASHES)]}"'
 
 
 def _path(curve: Sequence[float | None], x: Scale, y: Scale) -> str:
@@ -270,8 +341,7 @@ def _path(curve: Sequence[float | None], x: Scale, y: Scale) -> str:
 
 
 def _ends(curve: Sequence[float | None]) -> str:
-    first, last = (UNKNOWN if value is None else f"{value:.4f}" for value in (curve[0], curve[-1]))
-    return f"{first} → {last} after {len(curve)} steps"
+    return f"{_loss(curve[0])} → {_loss(curve[-1])} after {len(curve)} steps"
 
 
 def _legend_entries(curves: Sequence[Row], reference: dict[str, Any]) -> list[tuple[str, str]]:
@@ -293,11 +363,7 @@ def _name_px(rows: Sequence[Row]) -> float:
 
 def _value_px(rows: Sequence[Row], wide: bool) -> float:
     """Room to the right of the longest bar for its label."""
-    return CHAR_PX * max((len(_value_label(row, wide)[0]) for row in rows if _is_measured(row)), default=4) + 10
-
-
-def _rect(kind: str, x: float, y: float, width: float) -> str:
-    return f'<rect class="{kind}" x="{x:.2f}" y="{y}" width="{max(width, 0.5):.2f}" height="{BAR_PX}"/>'
+    return CHAR_PX * max((len(_value_label(row, wide)[0]) for row in rows if is_measured(row)), default=4) + 10
 
 
 def _known(value: object) -> str:

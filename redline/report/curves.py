@@ -1,9 +1,10 @@
 """Curves of a training run over the tokens it has seen, as SVG text: a panel each, all with the same tokens below.
 
-    curve_chart(Panel(title="loss", curves=(("train", points),), show=lambda loss: f"{loss:.3f}"), tokens=1e9)
+    curve_chart(Panel(title="loss", curves=(("train", points),), show="{:.3f}".format), end=1e9, width_px=440)
 
-Drawn at the width they will have; every curve has a <title> with its figures. A value that is no number is a gap that
-`marks` can show: an update that was skipped.
+Drawn at the width they will have. Pointing anywhere shows the values there; the end of a curve takes the focus and
+tells its figures. A value that is no number is a gap that `marks` can show: an update that was skipped. A profile's
+memory over time is such a curve too, over seconds.
 """
 
 from __future__ import annotations
@@ -13,9 +14,13 @@ from dataclasses import dataclass
 
 from redline.report.svg import (
     AXIS_PX,
+    WIDE_FROM_PX,
+    Box,
     Scale,
+    Size,
     bottom_axis,
     escaped,
+    hot_area,
     left_axis,
     legend_rows,
     short_number,
@@ -27,9 +32,15 @@ from redline.report.svg import (
 MOST_DOTS = 40  # a curve of so few points shows each of them: a line through one is nothing
 MARK_PX = 8
 RIGHT_PX = 14.0
+SLICES_WIDE, SLICES = 24, 14  # of the width: where the values of a curve can be asked for
+END_PX = 16.0
 
 Points = Sequence[tuple[float, float]]
 """(tokens, value), in the order of tokens."""
+
+
+def tokens_text(place: float) -> str:
+    return f"{place:,.0f} tokens"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,22 +59,51 @@ class Panel:
     """A dashed line with its name, such as ln V."""
     marks: Sequence[float] = ()
     """Tokens at which an update was skipped."""
+    axis: str = "tokens"
+    place: Callable[[float], str] = tokens_text
+    """A point of the axis as people read it."""
 
     @property
     def is_empty(self) -> bool:
         return not any(points for _, points in self.curves)
 
 
-def curve_chart(panel: Panel, *, tokens: float, width_px: int, height_px: int = 150) -> str:
-    """`tokens`: where the axis ends, the same for all panels of a run. `height_px` is the plot's own."""
+def curve_chart(panel: Panel, *, end: float, width_px: int, height_px: int = 150) -> str:
+    """`end`: where the axis ends, the same for all panels of a run. `height_px` is the plot's own."""
     if panel.is_empty:
         return svg_picture(width_px, 40, panel.title, [svg_text(0, 20, "nothing was recorded", "muted")])
-    x = Scale(low=0.0, high=tokens or 1.0, start_px=AXIS_PX, end_px=width_px - RIGHT_PX)
+    x = Scale(low=0.0, high=end or 1.0, start_px=AXIS_PX, end_px=width_px - RIGHT_PX)
     y = _value_scale(panel, height_px)
-    parts = [*bottom_axis(x, height_px, "tokens"), *left_axis(y, width_px, "", tick_text=panel.tick or panel.show)]
+    parts = [*bottom_axis(x, height_px, panel.axis), *left_axis(y, width_px, "", tick_text=panel.tick or panel.show)]
     parts += [*_level(panel, x, y), *_curves(panel, x, y), *_marks(panel, x, height_px)]
     rows, rows_px = _legend(panel, height_px + 44, width_px)
-    return svg_picture(width_px, height_px + 44 + rows_px, panel.title, [*parts, *rows])
+    size = Size(width_px, height_px + 44 + rows_px)
+    marks = [*_slices(panel, x, y, size), *_ends(panel, x, y, size)]
+    return svg_picture(width_px, size.height, panel.title, [*parts, *rows], marks)
+
+
+def _slices(panel: Panel, x: Scale, y: Scale, size: Size) -> Iterator[str]:
+    """Upright stretches that show the values in the middle of them; the table has them for the keyboard."""
+    count = SLICES_WIDE if size.width >= WIDE_FROM_PX else SLICES
+    width = (x.end_px - x.start_px) / count
+    for index in range(count):
+        middle = x.low + (index + 0.5) * (x.high - x.low) / count
+        near = [
+            (name, min(points, key=lambda point: abs(point[0] - middle))) for name, points in panel.curves if points
+        ]
+        place = min((point[0] for _, point in near), key=lambda at: abs(at - middle))
+        lines = [panel.place(place), *(f"{name}: {panel.show(point[1])}" for name, point in near)]
+        box = Box(x.start_px + index * width, y.end_px, width, y.start_px - y.end_px)
+        yield hot_area(box, "\n".join(lines), size, ' data-kind="slice"', focus=False)
+
+
+def _ends(panel: Panel, x: Scale, y: Scale, size: Size) -> Iterator[str]:
+    for name, points in panel.curves:
+        if points:
+            place, value = points[-1]
+            box = Box(x(place) - END_PX / 2, y(value) - END_PX / 2, END_PX, END_PX)
+            data = f' data-kind="end" data-curve-name="{escaped(name)}"'
+            yield hot_area(box, _figures(name, points, panel), size, data)
 
 
 def _value_scale(panel: Panel, height_px: int) -> Scale:
@@ -86,19 +126,17 @@ def _curves(panel: Panel, x: Scale, y: Scale) -> Iterator[str]:
     for index, (name, points) in enumerate(panel.curves):
         if not points:
             continue
-        title = f"<title>{escaped(_figures(name, points, panel.show))}</title>"
         path = "M" + "L".join(f"{x(place):.1f} {y(value):.1f}" for place, value in points)
-        yield f'<path class="curve s{index}" data-curve="{escaped(name)}" d="{path}">{title}</path>'
+        yield f'<path class="curve s{index}" data-curve="{escaped(name)}" d="{path}"/>'
         if len(points) <= MOST_DOTS:
             for place, value in points:
-                told = f"<title>{escaped(f'{name}: {panel.show(value)} at {place:,.0f} tokens')}</title>"
-                yield f'<circle class="curve s{index}" cx="{x(place):.1f}" cy="{y(value):.1f}" r="2.5">{told}</circle>'
+                yield f'<circle class="curve s{index}" cx="{x(place):.1f}" cy="{y(value):.1f}" r="2.5"/>'
 
 
-def _figures(name: str, points: Points, show: Callable[[float], str]) -> str:
+def _figures(name: str, points: Points, panel: Panel) -> str:
     values = [value for _, value in points]
-    ends = f"{show(values[0])} → {show(values[-1])} at {points[-1][0]:,.0f} tokens"
-    return f"{name}\n{ends}\nlowest {show(min(values))}, highest {show(max(values))}"
+    ends = f"{panel.show(values[0])} → {panel.show(values[-1])} at {panel.place(points[-1][0])}"
+    return f"{name}\n{ends}\nlowest {panel.show(min(values))}, highest {panel.show(max(values))}"
 
 
 def _marks(panel: Panel, x: Scale, height_px: int) -> Iterator[str]:

@@ -1,22 +1,29 @@
-"""One self-contained HTML page of a ladder: no network, no script, light or dark by the reader's setting, prints well.
+"""One self-contained HTML page of a ladder: no network, light or dark by the reader's setting, prints well.
 
     Path("report.html").write_text(render_page(document), encoding="utf-8")
 
 This file turns the document into plain strings; page.html.j2 next to it places them, and base.html.j2 holds what every
-page shares. Autoescape is on, so text from outside stays text; only our own SVG is passed through, and charts.py
-escapes what it puts in.
+page shares. Autoescape is on, so text from outside stays text; only our own SVG is passed through, and svg.py escapes
+what it puts in. The one script copies text to the clipboard; its hash is in the page's policy: no other can run.
 """
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import itertools
-from collections.abc import Iterable
+import json
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from redline.core.units import UNKNOWN, human_bytes, human_percent, human_rate, human_seconds
+from redline.core.units import GIB, UNKNOWN, human_bytes, human_percent, human_rate, human_seconds
 from redline.report import Document, Row, is_dropped, one_line, reason_of, rung_name, shown_mfu, status_of, verdict_of
+from redline.report.bars import Bar, stacked_chart
 from redline.report.charts import ladder_chart, loss_chart
+from redline.report.next_steps import ladder_steps
+from redline.report.steps import steps_chart, steps_key
+from redline.report.svg import STYLE, plain_tick
 from redline.report.table import (
     best_row,
     cells_of,
@@ -27,7 +34,6 @@ from redline.report.table import (
     rebatched_rows,
     rows_of,
     shown_columns,
-    versions_text,
     workload_text,
 )
 
@@ -42,10 +48,54 @@ VERDICT_MEANINGS = {
     "different": "outside the band: not the same training any more",
     "not-checked": "no curve to compare",
 }
+# What holds memory, in the order of the predicted anatomy; colours follow it in every chart.
+MEMORY_PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "temporary")
+RECIPE_NOTE = "A file that --recipe and --from take."
+# Buttons are shown only where this runs. Some browsers lend the clipboard to no local file: then the text is selected
+# and copied the old way.
+SCRIPT = """(function () {
+  "use strict";
+  document.documentElement.classList.add("js");
+  function said(button, word) {
+    var before = button.textContent;
+    button.textContent = word;
+    setTimeout(function () { button.textContent = before; }, 1500);
+  }
+  function selected(text) {
+    var area = document.createElement("textarea");
+    area.value = text;
+    document.body.appendChild(area);
+    area.select();
+    var done = document.execCommand("copy");
+    area.remove();
+    return done;
+  }
+  document.addEventListener("click", function (event) {
+    var button = event.target.closest("button.copy");
+    if (!button) { return; }
+    var text = document.getElementById(button.dataset.copy).textContent;
+    var old = function () { said(button, selected(text) ? "copied" : "not copied"); };
+    if (!navigator.clipboard) { old(); return; }
+    navigator.clipboard.writeText(text).then(function () { said(button, "copied"); }, old);
+  });
+})();"""
 
 
 def render_page(document: Document) -> str:
-    return template("page.html.j2").render(view_of(document))
+    return render("page.html.j2", view_of(document))
+
+
+def render(name: str, view: dict[str, Any]) -> str:
+    """With what every page needs: the charts' style, and the script with its hash."""
+    from markupsafe import Markup
+
+    digest = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
+    shared = {"chart_style": Markup(STYLE), "script": Markup(SCRIPT), "script_hash": Markup(f"sha256-{digest}")}
+    return template(name).render({**SHARED_VIEW, **shared, **view})
+
+
+# What a page may leave out.
+SHARED_VIEW: dict[str, Any] = {"sections": [], "recipe": "", "recipe_note": RECIPE_NOTE}
 
 
 @cache
@@ -72,9 +122,13 @@ def view_of(document: Document) -> dict[str, Any]:
         "workload": workload_text(document),
         "device": device_name(document),
         "date": date_text(document),
+        "sections": list(sections(document)),
         "headline": headline_figures(document),
         "alarms": alarms(document),
+        "todo": ladder_steps(document),
+        "key": steps_key(document),
         "charts": _charts(document),
+        "memory_table": memory_table(rows),
         "table": ladder_view(document),
         "notes": [note for note in notes_of(document) if note.about not in shown_elsewhere],
         "verdicts": [verdict_view(row) for row in rows if status_of(row) == "ok"],
@@ -82,9 +136,33 @@ def view_of(document: Document) -> dict[str, Any]:
         "proofs": proof_view(rows),
         "rebatched": rebatched_view(document),
         "facts": fact_groups(document),
-        "versions": versions_text(document),
         "command": one_line(document.get("command") or ""),
+        "recipe": best_recipe(document),
     }
+
+
+def sections(document: Document) -> Iterator[tuple[str, str]]:
+    """(id, words) of what the page holds, for the line of links at its top."""
+    rows = rows_of(document)
+    yield "ladder", "Ladder"
+    if rebatched_rows(document):
+        yield "own-batch", "Own micro batch"
+    if has_anatomy(rows):
+        yield "memory", "Memory"
+    yield "training", "Same training?"
+    if proof_view(rows)["rows"]:
+        yield "kernels", "Kernels"
+    yield "machine", "Machine"
+    if document.get("command"):
+        yield "again", "Do it again"
+
+
+def best_recipe(document: Document) -> str:
+    """As best.json holds it."""
+    row = best_row(document)
+    if row is None or row.get("recipe") is None:
+        return ""
+    return json.dumps({"rungs": row["recipe"], "micro_batch": row.get("micro_batch")})
 
 
 def date_text(document: Document) -> str:
@@ -139,15 +217,85 @@ def alarms(document: Document) -> list[tuple[str, str]]:
 
 
 def _charts(document: Document) -> dict[str, Any]:
-    from markupsafe import Markup
-
     rows, reference = rows_of(document), document.get("reference")
     return {
-        "ladder": [(size, Markup(ladder_chart(rows, px))) for size, px in (("wide", WIDE_PX), ("narrow", NARROW_PX))],
-        "loss": [
-            (size, Markup(loss_chart(rows, reference, px))) for size, px in (("wide", WIDE_PX), ("narrow", NARROW_PX))
-        ],
+        "ladder": drawings(lambda px: steps_chart(document, px) if px == WIDE_PX else ladder_chart(rows, px)),
+        "memory": drawings(lambda px: memory_chart(rows, px)) if has_anatomy(rows) else [],
+        "loss": drawings(lambda px: loss_chart(rows, reference, px)),
     }
+
+
+def drawings(draw: Callable[[int], str], wide_px: int = WIDE_PX) -> list[tuple[str, Any]]:
+    """One for a wide window and one for a narrow one."""
+    from markupsafe import Markup
+
+    return [(size, Markup(draw(px))) for size, px in (("wide", wide_px), ("narrow", NARROW_PX))]
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def has_anatomy(rows: Iterable[Row]) -> bool:
+    return any(row.get("memory") for row in rows)
+
+
+def memory_chart(rows: Iterable[Row], width_px: int) -> str:
+    """Predicted parts against the measured peak; also of a rung that ran out of memory, which has no peak."""
+    bars = [
+        Bar(
+            name=rung_name(row),
+            parts=tuple((part, float(row["memory"].get(part) or 0)) for part in MEMORY_PARTS),
+            label=human_bytes(row["peak_bytes"]) if row.get("peak_bytes") else "",
+            marker=row.get("peak_bytes"),
+            tip=_memory_tip(row),
+        )
+        for row in rows
+        if row.get("memory")
+    ]
+    return stacked_chart(
+        bars,
+        names=MEMORY_PARTS,
+        title="Peak memory of every rung by part",
+        axis="GiB",
+        width_px=width_px,
+        show=plain_tick,
+        unit=GIB,
+        marker="measured",
+    )
+
+
+def _memory_tip(row: Row) -> str:
+    memory = row["memory"]
+    measured, predicted = row.get("peak_bytes"), sum(memory.get(part) or 0 for part in MEMORY_PARTS)
+    off = f" ({predicted / measured - 1:+.1%})" if measured else ""
+    lines = [rung_name(row), f"measured {human_bytes(measured)}, predicted {human_bytes(predicted)}{off}"]
+    lines += [f"{part} {human_bytes(memory[part])}" for part in MEMORY_PARTS if memory.get(part)]
+    return "\n".join([*lines, f"fullest at the {one_line(memory.get('moment') or 'peak')}"])
+
+
+def memory_table(rows: Iterable[Row]) -> dict[str, Any]:
+    columns = [("rung", "words"), *((part, "number") for part in MEMORY_PARTS)]
+    columns += [("predicted", "number"), ("measured", "number"), ("fullest at the", "words")]
+    lines = []
+    for row in rows:
+        if memory := row.get("memory"):
+            sizes = [memory.get(part) or 0 for part in MEMORY_PARTS]
+            cells = [
+                rung_name(row),
+                *map(human_bytes, sizes),
+                human_bytes(sum(sizes)),
+                human_bytes(row.get("peak_bytes")),
+            ]
+            lines.append(table_row([*cells, one_line(memory.get("moment") or UNKNOWN)]))
+    return {"label": "memory by part", "columns": columns, "rows": lines}
+
+
+def table_row(cells: list[str], kind: str = "", why: str = "") -> dict[str, Any]:
+    """A line of parts.html.j2's plain table."""
+    return {"cells": cells, "kind": kind, "why": why}
+
+
+# --- tables -----------------------------------------------------------------------------------------------------------
 
 
 def ladder_view(document: Document) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from redline.core.units import GIB, UNKNOWN, human_bytes, human_percent, human_r
 from redline.report import Document, one_line
 from redline.report.curves import Panel, curve_chart
 from redline.report.history import TrainingHistory
-from redline.report.page import NARROW_PX, WIDE_PX, date_text, fact_groups, template
+from redline.report.page import WIDE_PX, date_text, drawings, fact_groups, render, table_row
 from redline.report.svg import plain_tick, short_number
 from redline.report.table import device_name, workload_text
 from redline.report.training import clock_text, documents_text, epoch_text, loss_text, updates_text
@@ -32,7 +32,7 @@ SESSION_COLUMNS = ("begun", "from step", "ended", "machine", "command")
 
 
 def render_training_page(document: Document) -> str:
-    return template("training.html.j2").render(view_of(document))
+    return render("training.html.j2", view_of(document))
 
 
 class LivePage:
@@ -68,6 +68,7 @@ def view_of(document: Document) -> dict[str, Any]:
     document = {**document, "workload": workload_as_trained(document)}
     shape = (document.get("workload") or {}).get("shape") or {}
     name = one_line((document.get("workload") or {}).get("name") or "unknown workload")
+    loss, health = loss_panel(document, shape.get("vocab")), health_panels(document)
     return {
         "title": f"Training {name}",
         "workload": workload_text(document),
@@ -75,13 +76,14 @@ def view_of(document: Document) -> dict[str, Any]:
         "date": date_text(document),
         "headline": headline_figures(document),
         "alarms": list(alarms(document)),
-        "loss": drawings(loss_panel(document, shape.get("vocab")), document, WIDE_PX, LOSS_PX),
+        "loss": curve_drawings(loss, document, WIDE_PX, LOSS_PX),
         "loss_note": "Short lines at the bottom are updates that were skipped." if document["skipped_at"] else "",
         "plots": [
-            (panel.title, meaning, drawings(panel, document, PLOT_WIDE_PX))
-            for panel, meaning in health_panels(document)
+            (panel.title, meaning, curve_drawings(panel, document, PLOT_WIDE_PX))
+            for panel, meaning in health
             if not panel.is_empty
         ],
+        "curves": curve_table([loss, *(panel for panel, _ in health)]),
         "summary": summary_facts(document) if document.get("updates") else [],
         "samples": [(f"{sample['updates']:,}", printable_lines(sample["text"])) for sample in document["samples"]],
         "session_columns": SESSION_COLUMNS,
@@ -223,12 +225,20 @@ def health_panels(document: Document) -> list[tuple[Panel, str]]:
     ]
 
 
-def drawings(panel: Panel, document: Document, wide_px: int, height_px: int = 150) -> list[tuple[str, Any]]:
-    """One for a wide window and one for a narrow one."""
-    from markupsafe import Markup
+def curve_drawings(panel: Panel, document: Document, wide_px: int, height_px: int = 150) -> list[tuple[str, Any]]:
+    end = document["tokens"]["train"]
+    return drawings(lambda px: curve_chart(panel, end=end, width_px=px, height_px=height_px), wide_px)
 
-    tokens = document["tokens"]["train"]
-    return [
-        (size, Markup(curve_chart(panel, tokens=tokens, width_px=px, height_px=height_px)))
-        for size, px in (("wide", wide_px), ("narrow", NARROW_PX))
-    ]
+
+def curve_table(panels: Iterable[Panel]) -> dict[str, Any]:
+    """Every curve by its ends and extremes: what the charts say, for those who do not see them."""
+    columns = [("curve", "words"), *((name, "number") for name in ("first", "last", "lowest", "highest", "points"))]
+    rows = []
+    for panel in panels:
+        for name, points in panel.curves:
+            if points:
+                values = [value for _, value in points]
+                ends = (values[0], values[-1], min(values), max(values))
+                title = name if name == panel.title else f"{name} loss"
+                rows.append(table_row([title, *map(panel.show, ends), f"{len(points):,}"]))
+    return {"label": "curves", "columns": columns, "rows": rows}

@@ -15,16 +15,19 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from redline.core.units import UNKNOWN, human_bytes, human_percent, human_rate, human_ratio, human_seconds
+from redline.core.units import UNKNOWN, counted, human_bytes, human_percent, human_rate, human_ratio, human_seconds
 from redline.report import Document, Row, one_line
 from redline.report.table import (
+    MOST_SWING,
     STATUS_STYLES,
     VERDICT_STYLES,
     WIDTH_COLUMNS,
     Note,
+    disturbed_text,
     machine_text,
     milliseconds,
     notes_grid,
+    swing_of,
     versions_text,
     workload_text,
 )
@@ -32,7 +35,7 @@ from redline.report.table import (
 COLUMNS = ("#", "change from the winner", "batch", "ms/step", "tok/s", "of best", "peak", "compile", "verdict")
 NUMBERS = ("#", "batch", "ms/step", "tok/s", "of best", "peak", "compile")
 ENDINGS = {
-    "converged": "no neighbour of the winner is left to try",
+    "converged": "nothing is left to try",
     "minutes": "the time is used up",
     "interrupted": "interrupted",
     "device-lost": "the device no longer answers",
@@ -57,7 +60,7 @@ def search_text(document: Document) -> str:
     detail = f" ({one_line(stopped['detail'])})" if stopped["detail"] else ""
     remembered = f", {budget['remembered_trials']} of them remembered" if budget["remembered_trials"] else ""
     used = f"{human_seconds(budget['spent_seconds'])} of {human_seconds(budget['seconds'])}"
-    return f"{budget['trials']} recipes in {used}{remembered}; ended because {ending}{detail}"
+    return f"{counted(budget['trials'], 'recipe')} in {used}{remembered}; ended because {ending}{detail}"
 
 
 def ranking_table(document: Document, width: int) -> Table:
@@ -132,6 +135,10 @@ def notes_of(document: Document) -> Iterator[Note]:
             yield Note(
                 about=f"#{row['number']}", text=f"{one_line(row['change'])}: {one_line(row['reason'])}", kind=kind
             )
+    disturbed = [row for row in document["rows"] if swing_of(row) > MOST_SWING]
+    if disturbed:
+        names = [{**row, "rung": f"#{row['number']}"} for row in disturbed]
+        yield Note(about="disturbed", text=disturbed_text(names), kind="failed")
     for knob in document["knobs"]:
         yield Note(about=knob["knob"], text=one_line(knob["text"]))
     yield from tie_notes(document)

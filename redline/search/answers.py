@@ -28,9 +28,10 @@ from redline.core.measurement import Failure
 from redline.core.values import to_json
 from redline.search.launch import OnPhase, launch, probe_machine
 from redline.search.space import compiled_part
-from redline.search.tune import Answer
+from redline.search.trials import Answer
 
 CONTEXT_FILE = "context.json"
+FROM_OUTSIDE = ("killed", "error")  # kinds of failures that the same recipe need not meet again
 MORE_TIME = 1.25  # a time-out is asked again with more than this times the seconds it had
 # Variables that reach kernels, compilers, threads or the choice of a device.
 PREFIXES = ("TORCH", "PYTORCH", "TRITON", "CUDA", "CUDNN", "CUBLAS", "NVIDIA", "HIP", "ROCR", "OMP", "MKL", "CXX")
@@ -53,15 +54,15 @@ class TrialAnswers:
         self.cached = {} if cache is None else cache.answers()
 
     def recall(self, job: Job, timeout_seconds: float) -> Answer | None:
-        """What is known, unless it came from outside the recipe: a killed worker may have more luck, and one that was
-        stopped may have more time."""
+        """What is known, unless it came from outside the recipe: a killed worker may have more luck, one that was
+        stopped may have more time, and a device that was lost may be back."""
         known = self.here.get(job.key) or self.cached.get(job.key)
         if known is None:
             return None
         result, seconds = known
         if isinstance(result, Failure):
             allowed = min(timeout_seconds, self.timeout_seconds)
-            if result.kind == "killed" or (result.kind == "timeout" and allowed > MORE_TIME * seconds):
+            if result.kind in FROM_OUTSIDE or (result.kind == "timeout" and allowed > MORE_TIME * seconds):
                 return None
         return Answer(result=result, seconds=seconds, remembered=True)
 

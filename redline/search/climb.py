@@ -21,11 +21,10 @@ from redline.core.workload import Workload
 from redline.predict.verdict import LEAST_LEARNING, Equivalence, judge
 from redline.rungs import LADDER, Maths, Rung, find_rung, group_of, plan_of, why_not
 from redline.search.batch_size import HEADROOM, MEMORY_KINDS, BatchChoice, SizedJobs, best_batch, range_of
-from redline.search.noise import UNSEEN_RUN_TO_RUN, noise_between
+from redline.search.noise import UNSEEN_RUN_TO_RUN, tolerated_noise
 
 AGAIN = "a/a"  # the row that measures the finished recipe a second time
 TOKENS_FILE = "tokens.npy"
-MOST_NOISE = 0.25  # a rung that costs more than this is not kept, however noisy the machine
 
 Ask = Callable[[Job], Result]
 
@@ -211,7 +210,7 @@ class Climb:
         if replaces:
             row.kept = ratio >= 1.0
         else:
-            noise = min(noise_between(row.measurements, current.measurements, self.hardware.kind), MOST_NOISE)
+            noise = tolerated_noise(row.measurements, current.measurements, self.hardware.kind)
             at_best = max(ratio, current.quick_seconds / row.quick_seconds)
             row.kept = at_best >= 1.0 - noise or self.settings.keep == "all"
         if not row.kept:
@@ -307,7 +306,7 @@ class Climb:
     def _noise_of(self, row: Row) -> float:
         """Of a comparison between two sizes, each run once."""
         device, first = self.hardware.kind, row.measurements[:1]
-        return min(noise_between(first, first, device) if first else UNSEEN_RUN_TO_RUN[device], MOST_NOISE)
+        return tolerated_noise(first, first, device) if first else UNSEEN_RUN_TO_RUN[device]
 
     def _gradient_fault(self, row: Row, measurement: Measurement) -> str | None:
         """Of the first step at another size; the loss curve was checked at the fixed one."""

@@ -18,6 +18,7 @@ from redline.predict.efficiency import efficiency
 from redline.predict.memory import predict_memory
 from redline.rungs import LADDER, plan_of
 from redline.search.climb import AGAIN, Climb, Row
+from redline.search.limits import anatomy_json, limits_json, roofline_json
 from redline.search.noise import UNSEEN_RUN_TO_RUN, noise_between
 
 
@@ -38,6 +39,7 @@ def ladder_document(climb: Climb, run: dict[str, Any], finished: bool) -> dict[s
             "loss_curve": losses_json(climb.plain_curve),
         },
         "noise": noise_json(rows, climb.hardware.kind),
+        "limits": limits_json(climb.workload.shape, climb.hardware),
         "rows": [row_json(row, rows[0], climb) for row in rows],
         "best": best_json(rows, climb.workload),
         "best_rebatched": best_rebatched_json(rows),
@@ -54,6 +56,8 @@ def row_json(row: Row, first: Row, climb: Climb) -> dict[str, Any]:
     share = efficiency(climb.workload.shape, plan_of(row.recipe.rungs), climb.hardware, rate) if rate else None
     base = row.base if row.base is not None and row.base.measurements else None
     losses = losses_json(measurement.loss_curve if measurement else None)
+    shape, plan, size = climb.workload.shape, plan_of(row.recipe.rungs), row.recipe.micro_batch
+    predicts = row.status != "skipped"
     return {
         "rung": row.name,
         "title": row.title,
@@ -73,6 +77,8 @@ def row_json(row: Row, first: Row, climb: Climb) -> dict[str, Any]:
         "peak_bytes": measurement.peak_bytes if measurement else None,
         "outside_bytes": measurement.outside_bytes if measurement else None,
         "predicted_peak_bytes": predicted_peak(row, climb),
+        "memory": anatomy_json(shape, plan, size, climb.hardware) if predicts else None,
+        "roofline": roofline_json(shape, plan, size, climb.hardware) if predicts else None,
         "compile_seconds": measurement.compile_seconds if measurement else None,
         "loss_first": losses[0] if losses else None,
         "loss_last": losses[-1] if losses else None,

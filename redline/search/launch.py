@@ -28,6 +28,7 @@ from redline.core.measurement import Failure, Measurement
 from redline.core.profile import Profile
 from redline.core.values import from_json, to_json
 
+PROBE_SECONDS = 300.0  # torch's first import from a cold network disk takes a minute or two
 Answer = TypeVar("Answer", Measurement, Profile)
 OnPhase = Callable[..., None]
 """on_phase(name, done=None, total=None, seconds=None)"""
@@ -167,7 +168,14 @@ def probe_machine(device: str | None) -> tuple[Hardware, dict[str, str | None]]:
     """Ask torch about this machine, in a process of its own."""
     command = [sys.executable, "-m", "redline.engine.probe", *([device] if device else [])]
     environment = {**os.environ, **import_environment()}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=PROBE_SECONDS)
+    except subprocess.TimeoutExpired as error:
+        raise UserError(
+            "torch does not answer about this machine",
+            f"nothing came within {PROBE_SECONDS:.0f} s: a driver that hangs looks like this",
+            "run `nvidia-smi`; a device that is lost needs a reset or a restart",
+        ) from error
     if done.returncode:
         reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
         raise UserError(

@@ -17,6 +17,7 @@ from redline.core.measurement import Measurement
 # Seen between processes: 1 to 3 % on an H200; on two shared CPU cores 10 % and more.
 UNSEEN_RUN_TO_RUN = {"cuda": 0.02, "cpu": 0.10}
 STRETCHES = 4
+MOST_NOISE = 0.25  # however noisy the machine: what is slower than its rival by more has lost
 
 
 def looks_of(measurements: Sequence[Measurement]) -> list[float]:
@@ -43,3 +44,8 @@ def noise_between(one: Sequence[Measurement], other: Sequence[Measurement], devi
     noise = 2 * math.hypot(standard_error(one), standard_error(other))
     fewest = min(len(one), len(other))
     return max(noise, UNSEEN_RUN_TO_RUN[device] / fewest)  # two repeats may agree by chance
+
+
+def tolerated_noise(one: Sequence[Measurement], other: Sequence[Measurement], device: str) -> float:
+    """The same, where something is decided: a machine that swings by half of itself must not make all rivals equal."""
+    return min(noise_between(one, other, device), MOST_NOISE)

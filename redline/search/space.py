@@ -149,7 +149,9 @@ class Space:
 
     def predicted_bytes(self, recipe: Recipe) -> int:
         if recipe not in self._bytes:
-            self._bytes[recipe] = self._case(recipe).memory(recipe.micro_batch).total
+            memory = self._case(recipe).memory(recipe.micro_batch)
+            # A CPU's process has neither a CUDA context nor an allocator that keeps what it freed.
+            self._bytes[recipe] = memory.total if self.hardware.kind == "cuda" else memory.allocated
         return self._bytes[recipe]
 
     def largest(self, recipe: Recipe) -> int | None:
@@ -157,7 +159,10 @@ class Space:
         if self.memory_limit is None:
             return None
         if recipe.rungs not in self._largest:
-            self._largest[recipe.rungs] = self._case(recipe).largest(self.memory_limit)
+            case = self._case(recipe)
+            least = case.memory(1)
+            extra = 0 if self.hardware.kind == "cuda" else least.total - least.allocated  # as `predicted_bytes` has it
+            self._largest[recipe.rungs] = case.largest(self.memory_limit + extra)
         return self._largest[recipe.rungs]
 
     def _case(self, recipe: Recipe) -> Case:

@@ -14,24 +14,31 @@ again asks the same. Why no library does this: docs/tune.md.
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from enum import Enum
-from typing import Protocol
 
 from redline.core.job import Job, Result
 from redline.core.measurement import Failure, Measurement, spread_of
 from redline.core.recipe import Recipe
 from redline.core.units import human_bytes
-from redline.predict.verdict import Equivalence, judge
+from redline.predict.verdict import judge
 from redline.rungs import Maths, find_rung, group_of, plan_of
 from redline.search.batch_size import STEPPING_SECONDS, STEPS_PER_TRIAL, best_batch
 from redline.search.climb import TOKENS_FILE
-from redline.search.noise import UNSEEN_RUN_TO_RUN, noise_between
+from redline.search.noise import UNSEEN_RUN_TO_RUN, tolerated_noise
 from redline.search.space import VERDICTS, Space, compiled_part
+from redline.search.trials import (
+    Answer,
+    Answers,
+    Budget,
+    DeviceLostError,
+    OutOfTimeError,
+    Trial,
+    TuneSettings,
+    View,
+)
 
 HOPELESS = 0.90  # of the present speed: a change predicted to reach less is not tried
 CLEAR_LOSS = 0.90  # of what it was put onto: a change that lost so clearly is not tried again on another base
@@ -47,125 +54,12 @@ REPLAY_MARGIN_SECONDS = 10.0  # a start-up that is quicker by less than this mus
 FAILURES_IN_A_ROW = 2  # before the device is asked whether it is still there
 
 
-@dataclass(frozen=True, kw_only=True)
-class TuneSettings:
-    """What the user chose. Stored in run.json, so that a resumed run asks the same questions."""
-
-    device: str
-    minutes: float
-    allow: str = "rounding"
-    rungs: tuple[str, ...] | None = None
-    """Only these are choices; None: all that apply."""
-    without: tuple[str, ...] = ()
-    micro_batch: int | None = None
-    """None: searched."""
-    global_batch: int | None = None
-    memory_limit: int | None = None
-    """Bytes a recipe may take; None: nobody knows."""
-    check_steps: int = 20
-    timed_steps: int | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Answer:
-    result: Result
-    seconds: float
-    """What it took, now or then."""
-    remembered: bool = False
-
-
-class Answers(Protocol):
-    def recall(self, job: Job, timeout_seconds: float) -> Answer | None:
-        """What is known already, and would not come out otherwise with so much time."""
-
-    def adopt(self, job: Job, answer: Answer) -> None:
-        """A remembered answer was used."""
-
-    def ask(self, job: Job, timeout_seconds: float) -> Answer:
-        """From a worker."""
-
-    def trouble(self) -> str | None:
-        """Why no worker can answer any more, or None."""
-
-
-class View(Protocol):
-    def trial_started(self, label: str, number: int) -> None: ...
-    def trial_finished(self, trial: Trial) -> None: ...
-
-
 class Stage(Enum):
     """What is tried first, and what only when nothing else is left."""
 
     CODE = "changes the code that runs"
     REST = "changes what no kernel notices, or saves memory that nothing needs"
     DEAR = "compiles for minutes"
-
-
-class OutOfTimeError(Exception):
-    """What would come next takes longer than there is time."""
-
-
-class DeviceLostError(Exception):
-    """Whatever comes next would fail."""
-
-
-class Budget:
-    """Minutes of measuring. What is remembered counts with the time it took then, so that a second run ends where the
-    first did instead of going on."""
-
-    def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self.seconds, self.clock, self.started = seconds, clock, clock()
-        self.remembered = 0.0
-
-    @property
-    def spent(self) -> float:
-        return self.clock() - self.started + self.remembered
-
-    @property
-    def left(self) -> float:
-        return self.seconds - self.spent
-
-
-@dataclass
-class Trial:
-    number: int
-    recipe: Recipe
-    label: str
-    """What was changed, such as 'cudnn-attention instead of flash'."""
-    onto: Trial | None
-    """The trial whose recipe was changed."""
-    job: Job
-    measurements: list[Measurement] = field(default_factory=list)
-    failure: Failure | None = None
-    equivalence: Equivalence | None = None
-    reference_curve: tuple[float, ...] | None = None
-    seconds: list[float] = field(default_factory=list)
-    """What each of its processes took."""
-    remembered: bool = False
-    over_limit: str | None = None
-    """Why its memory rules it out."""
-
-    @property
-    def ran(self) -> bool:
-        return bool(self.measurements)
-
-    @property
-    def checked(self) -> bool:
-        """It kept up, so it was held against fp32; a look alone is not."""
-        return self.ran and self.measurements[0].gradients is not None
-
-    @property
-    def step_seconds(self) -> float:
-        return statistics.median(statistics.median(one.step_seconds) for one in self.measurements)
-
-    @property
-    def compiled(self) -> bool:
-        return plan_of(self.recipe.rungs).compile
-
-    @property
-    def compile_seconds(self) -> float | None:
-        """Of the first process: later ones find the code compiled."""
-        return self.measurements[0].compile_seconds if self.ran else None
 
 
 class Tuner:
@@ -246,7 +140,7 @@ class Tuner:
 
     def keeps_up(self, trial: Trial, other: Trial) -> bool:
         """Not slower beyond the noise."""
-        noise = noise_between(trial.measurements, other.measurements, self.kind)
+        noise = tolerated_noise(trial.measurements, other.measurements, self.kind)
         return self.rate(trial) >= (1 - noise) * self.rate(other)
 
     def is_sound(self, trial: Trial) -> bool:
@@ -463,14 +357,18 @@ class Tuner:
                     break
                 for trial in leaders:
                     self._repeat(trial, repeat)
+            self._check_baseline()
             self._prove_fastest()
         finally:
             self.proving = False
 
     def _check_baseline(self) -> None:
-        """Where nothing is faster than the plain way, that is the answer, and is measured like one."""
+        """Where nothing is faster than the plain way, that is the answer, and is measured like one. Noise is no excuse
+        here: a winner slower than what it is compared with has won nothing."""
         plain, ranking = self.baseline, self._ranking()
-        if plain is None or not plain.ran or plain.checked or (ranking and self.keeps_up(ranking[0], plain)):
+        if plain is None or not plain.ran or plain.checked:
+            return
+        if ranking and self.rate(ranking[0]) >= self.rate(plain):
             return
         self.view.trial_started(plain.label, plain.number)
         answer = self._answer(replace(self._job(plain.recipe), give_up_seconds=None), 2 * plain.seconds[0])

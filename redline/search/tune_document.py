@@ -22,7 +22,8 @@ from redline.rungs import find_rung, plan_of
 from redline.search.document import hardware_json, losses_json, step_spread
 from redline.search.noise import noise_between
 from redline.search.space import Knob, compiled_part
-from redline.search.tune import Trial, Tuner, compile_factor, difference
+from redline.search.trials import Trial
+from redline.search.tune import Tuner, compile_factor, difference
 
 
 def tune_document(tuner: Tuner, run: dict[str, Any]) -> dict[str, Any]:
@@ -229,7 +230,7 @@ def why_not_compared(tuner: Tuner, best: Trial, knob: Knob, other: str | None) -
     failed = [trial for trial in tuner.trials.values() if trial.failure is not None and trial.recipe == changed]
     if failed and failed[0].failure is not None:
         return f"{name}: failed: {failed[0].failure.reason}"
-    return f"{name}: not tried: {tuner.not_tried.get(changed, 'the time was over')}"
+    return f"{name}: not tried: {tuner.not_tried.get(changed, 'the search ended before its turn')}"
 
 
 def gain_text(chosen: str | None, other: str | None, gain: float, noise: float, theirs: Trial) -> str:

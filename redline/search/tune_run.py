@@ -21,7 +21,7 @@ from typing import Any, Protocol
 from redline.core.errors import UserError
 from redline.core.hardware import Hardware
 from redline.core.job import BEST_FILE, RUN_FILE, Job, RunDirectory, check_run_directory, open_run_directory
-from redline.core.units import human_bytes
+from redline.core.units import counted, human_bytes
 from redline.core.values import from_json, to_json
 from redline.core.workload import Workload, check_positive
 from redline.data.text import check_corpus
@@ -39,7 +39,8 @@ from redline.search.ladder import (
 )
 from redline.search.launch import probe_machine, remove_caches
 from redline.search.space import ALLOW, Space, open_space
-from redline.search.tune import Answer, Budget, OutOfTimeError, Trial, Tuner, TuneSettings
+from redline.search.trials import Answer, Budget, OutOfTimeError, Trial, TuneSettings
+from redline.search.tune import Tuner
 from redline.search.tune_document import row_json, tune_document
 from redline.workloads import resolve_workload
 
@@ -130,6 +131,7 @@ class TuneRun:
         tuner = Tuner(self.space, self.settings, answers, still, watcher)
         watcher.tuner = tuner
         tuner.run()
+        tuner.stopped = "interrupted"  # or its own document would be there
         return tune_document(tuner, self.directory.read_run())
 
     def _keep_best(self, tuner: Tuner) -> None:
@@ -140,7 +142,11 @@ class TuneRun:
 
 
 class OnlyRemembered(TrialAnswers):
-    """For a report: what was not answered then is not answered now."""
+    """For a report: what was answered then is the answer, whatever it was; what was not is not answered now."""
+
+    def recall(self, job: Job, timeout_seconds: float) -> Answer | None:
+        known = self.here.get(job.key)
+        return None if known is None else Answer(result=known[0], seconds=known[1], remembered=True)
 
     def ask(self, job: Job, timeout_seconds: float) -> Answer:
         raise OutOfTimeError
@@ -256,7 +262,9 @@ def usable_bytes(hardware: Hardware) -> int | None:
 def check_minutes(minutes: float) -> None:
     if not 0 < minutes <= MOST_MINUTES:  # NaN is neither
         raise UserError(
-            f"--minutes is {minutes:g}", "it is the time the search may take", "choose a number above 0, such as 8"
+            f"--minutes is {minutes:g}",
+            "it is the time the search may take",
+            f"choose a number above 0, such as 8, up to {MOST_MINUTES:,} (a week)",
         )
 
 
@@ -274,18 +282,18 @@ def check_fits(space: Space) -> None:
     start = space.start()
     reason = space.refuses(start)
     if reason is not None and all(space.refuses(recipe) for recipe in space.neighbours(start)):
+        smaller = ", choose a smaller --micro-batch" if start.micro_batch > 1 else ""
         raise UserError(
             f"{space.workload.name} does not fit at micro batch {start.micro_batch}",
             reason,
-            "allow more with --memory-limit, choose a smaller --micro-batch, or see `redline estimate` for what to "
-            "change",
+            f"allow more with --memory-limit{smaller}, or see `redline estimate` for what to change",
         )
 
 
 def space_notes(space: Space) -> list[str]:
     start = space.start()
     rungs = " + ".join(start.rungs) or "no rung"
-    found = [f"{len(space.knobs)} knobs; the start: {rungs} at micro batch {start.micro_batch}"]
+    found = [f"{counted(len(space.knobs), 'knob')}; the start: {rungs} at micro batch {start.micro_batch}"]
     if space.memory_limit is not None:
         found.append(f"recipes predicted to take more than {human_bytes(space.memory_limit)} are not run")
     return found
@@ -342,10 +350,10 @@ def read_tune(path: Path) -> dict[str, Any]:
     """What the run wrote at its end; of one that was killed, what its answers say."""
     run = open_tune(path)
     try:
-        document: dict[str, Any] = json.loads((path / DOCUMENT_FILE).read_text(encoding="utf-8"))
+        document: object = json.loads((path / DOCUMENT_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return run.replay()
-    return document
+        document = None
+    return document if isinstance(document, dict) else run.replay()
 
 
 def open_tune(path: Path, fresh: bool = False) -> TuneRun:

@@ -6,7 +6,9 @@ import inspect
 import itertools
 import linecache
 import time
+import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +19,7 @@ from torch import nn
 from redline.core import profile as names
 from redline.core.profile import FINDINGS, Finding, Part
 from redline.engine import profiling
-from redline.engine.findings import Watch, compiler_finding, compiler_log, merge, starvation
+from redline.engine.findings import Watch, compiler_finding, compiler_log, merge, starvation, watch_syncs
 from redline.engine.profiling import profile_step
 
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -339,3 +341,19 @@ def test_findings_of_one_line_are_one():
 def test_every_kind_has_a_fix():
     kinds = {"synchronisation", "fp32-matmul", "math-attention", "host-tensor", "host-copy"}
     assert set(FINDINGS) == kinds | {"graph-break", "recompile", "loader-starvation"}
+
+
+def test_what_cuda_says_of_waiting_is_found_at_its_line(monkeypatch):
+    """CUDA's debug mode warns from C++ at the Python line that runs; here the line itself warns with its words."""
+    modes = []
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+
+    def step():
+        warnings.warn("called a synchronizing CUDA operation (Triggered internally at x.cpp)", stacklevel=1)
+        warnings.warn("something else", stacklevel=1)
+
+    line = step.__code__.co_firstlineno + 1
+    (found,) = watch_syncs(lambda: [step(), step()], steps=2)
+    assert (found.kind, found.line, found.per_step) == ("synchronisation", line, 1.0)
+    assert Path(found.file).name == Path(__file__).name
+    assert modes == ["warn", "default"]

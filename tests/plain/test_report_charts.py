@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 import runpy
 from pathlib import Path
@@ -10,7 +11,10 @@ from xml.etree import ElementTree
 
 import pytest
 
+from redline.report.bars import Bar, Gain, gain_chart, stacked_chart
 from redline.report.charts import ladder_chart, loss_chart
+from redline.report.points import Point, front_of, points_chart
+from redline.report.steps import name_lines, steps_chart, steps_key
 from redline.report.svg import CHAR_PX, Scale, short_number
 
 DOCUMENTS: dict[str, Any] = runpy.run_path(str(Path(__file__).with_name("test_report_documents.py")))
@@ -35,13 +39,14 @@ def loss_points(chart: str, rung: str) -> list[tuple[float, float]]:
 @pytest.mark.parametrize("width_px", WIDTHS)
 def test_bars_are_proportional_to_tokens_per_second(width_px: int) -> None:
     rows = full_document()["rows"]
-    groups = {group.get("data-rung"): group for group in marks(ladder_chart(rows, width_px), "rung")}
+    chart = ladder_chart(rows, width_px)
+    groups = {group.get("data-rung"): group for group in marks(chart, "rung")}
     measured = [row for row in rows if row["status"] == "ok"]
     bars = {row["rung"]: next(e for e in groups[row["rung"]] if e.get("class") == "bar") for row in measured}
     scale = {float(bars[row["rung"]].get("width", 0)) / row["tokens_per_second"] for row in measured}
     assert max(scale) == pytest.approx(min(scale), rel=1e-3)
-    for row in measured:
-        assert float(groups[row["rung"]].get("data-tokens-per-second", 0)) == row["tokens_per_second"]
+    told = {mark.get("data-rung"): mark.get("data-tokens-per-second") for mark in marks(chart, "hot")}
+    assert told == {row["rung"]: str(rate) if (rate := row["tokens_per_second"]) else None for row in rows}
 
 
 def test_every_rung_has_its_marks() -> None:
@@ -67,9 +72,22 @@ def test_whisker_spans_p90_to_p10() -> None:
     assert (fast - start) / median == pytest.approx(1.25, abs=0.01)
 
 
+def tips(svg: str) -> dict[str, str]:
+    """By rung, what its mark tells a screen reader; the box that a pointer sees must say the same."""
+    told = {}
+    for mark in marks(svg, "hot"):
+        (box,) = [part for part in mark if part.get("class") == "tip"]
+        shown = " ".join(line.text or "" for line in box.iter(f"{SVG}text"))
+        label = mark.get("aria-label", "")
+        assert label.replace("; ", " ") == shown.replace("; ", " ")
+        assert mark.get("tabindex") == "0"
+        told[mark.get("data-rung", "")] = label
+    return told
+
+
 def test_titles_hold_the_figures_and_the_whole_reason() -> None:
-    groups = {group.get("data-rung"): group for group in marks(ladder_chart(full_document()["rows"]), "rung")}
-    flash = groups["flash"].findtext(f"{SVG}title") or ""
+    told = tips(ladder_chart(full_document()["rows"]))
+    flash = told["flash"]
     for part in (
         "597,956 tokens/s",
         "27.4 ms",
@@ -80,13 +98,17 @@ def test_titles_hold_the_figures_and_the_whole_reason() -> None:
         "41.0 s",
     ):
         assert part in flash
-    assert DOCUMENTS["LONG_REASON"] in (groups["cudnn-attention"].findtext(f"{SVG}title") or "")
+    assert DOCUMENTS["LONG_REASON"] in told["cudnn-attention"]
 
 
 def text_boxes(svg: str) -> list[tuple[str, float, float, float]]:
     """(text, left, right, middle) of every text, with the width that charts.py itself allows for."""
     boxes = []
-    for element in ElementTree.fromstring(svg).iter(f"{SVG}text"):
+    root = ElementTree.fromstring(svg)
+    hidden = {text for tip in root.iter() if tip.get("class") == "tip" for text in tip.iter(f"{SVG}text")}
+    for element in root.iter(f"{SVG}text"):
+        if element in hidden:
+            continue
         text, x, width = element.text or "", float(element.get("x", 0)), CHAR_PX * len(element.text or "")
         left = x - width * {"start": 0.0, "middle": 0.5, "end": 1.0}[element.get("text-anchor", "start")]
         boxes.append((text, left, left + width, float(element.get("y", 0))))
@@ -246,3 +268,266 @@ def test_charts_escape_text_from_outside() -> None:
 def test_ticks_are_round_and_inside() -> None:
     assert Scale(low=0, high=650_000, start_px=0, end_px=500).ticks(70) == [0, 1e5, 2e5, 3e5, 4e5, 5e5, 6e5]
     assert [short_number(value) for value in (0, 500, 1500, 2e5, 1.5e6)] == ["0", "500", "1.5k", "200k", "1.5M"]
+
+
+# --- the staircase ----------------------------------------------------------------------------------------------------
+
+
+def climbed(**changes: Any) -> dict[str, Any]:
+    """Every kind of row, with the limits of an H200 and a second view of two rungs."""
+    document = full_document()
+    for row in document["rows"]:
+        if row["status"] == "ok":
+            row["roofline"] = {"light": 2.5 * row["tokens_per_second"], "expected": None, "floor": None}
+    for row, size in ((document["rows"][3], 64), (document["rows"][10], 48)):
+        rate = 1.25 * row["tokens_per_second"]
+        row["rebatched"] = {"micro_batch": size, "tokens_per_second": rate, "speedup_fixed": 1.25, "status": "ok"}
+    peak = document["rows"][0]["tokens_per_second"] / document["rows"][0]["mfu"]
+    sheet = {"name": "data-sheet peak", "tflops": 989.4, "tokens_per_second": peak}
+    best = {"name": "best measured matmul", "tflops": 795.0, "tokens_per_second": 795.0 / 989.4 * peak}
+    return {**document, "limits": [best, sheet], **changes}
+
+
+def rungs_of(chart: str) -> list[ElementTree.Element]:
+    return marks(chart, "rung")
+
+
+def rects(group: ElementTree.Element, kind: str) -> list[dict[str, float]]:
+    """Boxes of one kind inside a group, as numbers."""
+    found = [part for part in group if kind in part.get("class", "").split() and part.tag == f"{SVG}rect"]
+    return [{name: float(part.get(name, 0)) for name in ("x", "y", "width", "height")} for part in found]
+
+
+def test_a_step_is_as_high_as_its_rate() -> None:
+    document = climbed()
+    rows, groups = document["rows"], rungs_of(steps_chart(document, 960))
+    assert len(groups) == len(rows)
+    scales = []
+    for row, group in zip(rows, groups, strict=True):
+        if row["status"] == "ok":
+            blocks = rects(group, "bar") + rects(group, "gain")
+            scales.append(sum(block["height"] for block in blocks) / row["tokens_per_second"])
+            assert {block["x"] for block in blocks} == {blocks[0]["x"]}
+        else:
+            assert rects(group, "bar") == []
+            assert len(rects(group, "absent")) == 1
+    assert max(scales) == pytest.approx(min(scales), rel=2e-3)
+
+
+def test_the_cap_of_a_step_is_what_the_rung_added() -> None:
+    document = climbed()
+    groups = dict(zip([row["rung"] for row in document["rows"]], rungs_of(steps_chart(document, 960)), strict=True))
+    (bar,), (gain,) = rects(groups["tf32"], "bar"), rects(groups["tf32"], "gain")
+    assert (bar["height"] + gain["height"]) / bar["height"] == pytest.approx(1.916, rel=5e-3)
+    assert gain["y"] + gain["height"] == pytest.approx(bar["y"], abs=0.02)
+    assert rects(groups["no-sync"], "gain") == [], "inside the noise"
+    assert rects(groups["baseline"], "gain") == []
+
+
+def test_the_second_view_stands_beside_the_first() -> None:
+    document = climbed()
+    groups = dict(zip([row["rung"] for row in document["rows"]], rungs_of(steps_chart(document, 960)), strict=True))
+    fixed = sum(block["height"] for kind in ("bar", "gain") for block in rects(groups["bf16"], kind))
+    (own,) = rects(groups["bf16"], "own")
+    assert own["height"] / fixed == pytest.approx(1.25, rel=5e-3)
+    (bar,) = rects(groups["bf16"], "bar")
+    assert own["x"] >= bar["x"] + bar["width"]
+    assert sum(len(rects(group, "own")) for group in groups.values()) == 2
+    told = {mark.get("data-rung"): mark for mark in marks(steps_chart(document, 960), "hot")}
+    assert float(told["bf16"].get("data-own-tokens-per-second", 0)) == 1.25 * document["rows"][3]["tokens_per_second"]
+    assert "at its own micro batch 64: " in told["bf16"].get("aria-label", "")
+    assert len(marks(ladder_chart(document["rows"], 320), "own")) == 2
+
+
+def heights(path: str) -> list[float]:
+    """The y of each flat piece of a line of steps."""
+    found, level = [], 0.0
+    for word, numbers in re.findall(r"([MVH])([-\d. ]+)", path):
+        if word in "MV":
+            level = float(numbers.split()[-1])
+        else:
+            found.append(level)
+    return found
+
+
+def test_the_stair_goes_on_from_what_was_kept() -> None:
+    document = climbed()
+    rows, chart = document["rows"], steps_chart(document, 960)
+    (stair,) = marks(chart, "stair")
+    levels = heights(stair.get("d", ""))
+    assert len(levels) == len(rows)
+    place = {row["rung"]: index for index, row in enumerate(rows)}
+    assert levels[place["fp16"]] == levels[place["bf16"]], "fp16 was not kept"
+    assert levels[place["cudnn-attention"]] == levels[place["flash"]], "it failed"
+    assert levels[place["compile"]] < levels[place["bf16"]]
+
+
+def test_the_limits_are_on_the_scale_of_the_steps() -> None:
+    document = climbed()
+    chart = steps_chart(document, 960)
+    baseline = rects(rungs_of(chart)[0], "bar")[0]
+    foot = baseline["y"] + baseline["height"]
+    per_px = document["rows"][0]["tokens_per_second"] / baseline["height"]
+    lines = [mark for mark in marks(chart, "limit") if mark.tag == f"{SVG}line"]
+    drawn = [per_px * (foot - float(line.get("y1", 0))) for line in lines]
+    assert drawn == pytest.approx([limit["tokens_per_second"] for limit in document["limits"]], rel=0.01)
+    (light,) = marks(chart, "light")
+    lights = [per_px * (foot - y) for y in heights(light.get("d", ""))]
+    assert lights == pytest.approx(
+        [2.5 * r["tokens_per_second"] for r in document["rows"] if r["status"] == "ok"], rel=0.03
+    )
+    percent = {mark.text: float(mark.get("y", 0)) for mark in marks(chart, "tick") if (mark.text or "").endswith("%")}
+    assert foot - percent["100 %"] == pytest.approx(foot - float(lines[-1].get("y1", 0)), abs=0.1), "MFU 1 is the peak"
+
+
+def test_limits_far_above_are_told_in_words_and_leave_the_steps_their_room() -> None:
+    document = climbed()
+    slow = [
+        {**row, "tokens_per_second": (row["tokens_per_second"] or 0) / 50 or None, "rebatched": None}
+        for row in document["rows"]
+    ]
+    chart = steps_chart({**document, "rows": slow}, 960)
+    assert [mark.tag for mark in marks(chart, "limit")] == [f"{SVG}text"] * 2
+    assert all((mark.text or "").startswith("above the chart: ") for mark in marks(chart, "limit"))
+    assert marks(chart, "light") == [], "50 times 2.5"
+    tallest = max(
+        sum(block["height"] for block in rects(group, "bar") + rects(group, "gain")) for group in rungs_of(chart)
+    )
+    assert tallest > 200
+
+
+def test_what_is_not_known_is_not_drawn() -> None:
+    document = climbed(limits=[])
+    for row in document["rows"]:
+        row.update(roofline=None, mfu=None)
+    chart = steps_chart(document, 960)
+    assert marks(chart, "limit") == marks(chart, "light") == []
+    assert "MFU" not in {mark.text for mark in marks(chart, "muted")}
+    assert ("limit", "peaks of the device") not in steps_key(document)
+    assert ("limit", "peaks of the device") in steps_key(climbed())
+
+
+def test_a_ladder_too_long_for_steps_is_drawn_as_bars() -> None:
+    rows = [ok_row(f"rung-{index}", 10.0, 1.0) for index in range(40)]
+    assert marks(steps_chart({"rows": rows}, 960), "stair") == []
+    assert len(rungs_of(steps_chart({"rows": rows}, 960))) == 40
+
+
+@pytest.mark.parametrize(
+    ("name", "lines"),
+    [
+        ("tf32", ["tf32"]),
+        ("cudnn-attention", ["cudnn-", "attention"]),
+        ("selective-checkpointing", ["selective-", "checkpoin…"]),
+        ("unbreakably-long", ["unbreakab…"]),
+    ],
+)
+def test_names_under_the_steps(name: str, lines: list[str]) -> None:
+    assert name_lines(name, 10) == lines
+
+
+def test_texts_of_the_staircase_do_not_meet() -> None:
+    boxes = text_boxes(steps_chart(climbed(), 960))
+    for index, (text, left, right, middle) in enumerate(boxes):
+        assert left >= -1, text
+        assert right <= 960 + CHAR_PX, text
+        for other, other_left, other_right, other_middle in boxes[index + 1 :]:
+            # names are set at 11 px: nine tenths of what is allowed for
+            apart = right - 0.1 * (right - left) <= other_left or other_right <= left + 0.1 * (right - left)
+            assert apart or abs(middle - other_middle) >= 9, f"{text!r} meets {other!r}"
+
+
+# --- boxes of figures -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width_px", WIDTHS)
+def test_a_box_of_figures_stays_inside_the_width(width_px: int) -> None:
+    """Or a phone would scroll sideways when it is shown."""
+    document = climbed()
+    points_of = [Point(number=n, memory=1e9 + n * 1e8, rate=1e5 - n, kind="sound", tip="x" * 80) for n in range(9)]
+    charts = [ladder_chart(document["rows"], width_px), loss_chart(document["rows"], document["reference"], width_px)]
+    charts += [steps_chart(document, width_px), points_chart(points_of, width_px=width_px)]
+    for chart in charts:
+        boxes = [tip[0] for tip in marks(chart, "tip")]
+        assert boxes
+        for box in boxes:
+            left, width = float(box.get("x", 0)), float(box.get("width", 0))
+            assert left >= 0
+            assert left + width <= width_px
+
+
+# --- bars of parts, gains, points -------------------------------------------------------------------------------------
+
+
+def test_parts_add_up_and_the_marker_stands_where_it_was_measured() -> None:
+    bars = (
+        Bar(name="a", parts=(("weights", 2e9), ("logits", 6e9)), tip="a", marker=6e9),
+        Bar(name="b", parts=(("weights", 0.0), ("logits", 4e9)), tip="b"),
+    )
+    chart = stacked_chart(
+        bars, names=("weights", "logits"), title="t", axis="GB", width_px=760, show=str, unit=1e9, marker="measured"
+    )
+    parts = [mark for mark in marks(chart, "part") if float(mark.get("height", 0)) == 16]
+    widths = [float(part.get("width", 0)) + 0.6 for part in parts]  # less the gap between neighbours
+    assert len(parts) == 3, "what is zero is not drawn"
+    assert widths[1] == pytest.approx(3 * widths[0], rel=0.01)
+    assert widths[2] == pytest.approx(2 * widths[0], rel=0.01)
+    assert parts[1].get("class") == parts[2].get("class") != parts[0].get("class"), "a name keeps its colour"
+    start = float(parts[0].get("x", 0))
+    marker = marks(chart, "measured")[-1]  # the one before it is the legend's
+    assert float(marker.get("x1", 0)) - start == pytest.approx(3 * widths[0], rel=0.01)
+    assert {mark.text for mark in marks(chart, "legend")} == {"weights", "logits", "measured"}
+
+
+def test_gains_left_and_right_of_nothing() -> None:
+    gains = (
+        Gain(name="up", share=0.5, noise=0.02, tip="up"),
+        Gain(name="down", share=-0.25, noise=0.02, tip="down"),
+        Gain(name="unsure", share=0.01, noise=0.02, tip="unsure"),
+    )
+    chart = gain_chart(gains, title="t", width_px=760)
+    (up,), (down,), (unsure,) = marks(chart, "gain"), marks(chart, "loss"), marks(chart, "bar")
+    zero = float(marks(chart, "start")[0].get("x1", 0))
+    assert float(up.get("x", 0)) == pytest.approx(zero, abs=0.1)
+    assert float(down.get("x", 0)) + float(down.get("width", 0)) == pytest.approx(zero, abs=0.1)
+    assert float(up.get("width", 0)) == pytest.approx(2 * float(down.get("width", 0)), rel=0.01)
+    assert float(unsure.get("x", 0)) == pytest.approx(zero, abs=0.1)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_nothing_beats_the_front_and_the_front_beats_the_rest(seed: int) -> None:
+    dice = random.Random(seed)
+    kinds = ("sound", "sound", "sound", "lost", "bad")
+    points = [
+        Point(number=n, memory=dice.randint(1, 30), rate=dice.randint(1, 30), kind=dice.choice(kinds), tip="")
+        for n in range(40)
+    ]
+    sound = [point for point in points if point.kind == "sound"]
+
+    def beaten(point: Point) -> bool:
+        return any(
+            other.memory <= point.memory
+            and other.rate >= point.rate
+            and (other.memory, other.rate) != (point.memory, point.rate)
+            for other in sound
+        )
+
+    front = front_of(points)
+    assert {(one.memory, one.rate) for one in front} == {(one.memory, one.rate) for one in sound if not beaten(one)}
+    assert [one.memory for one in front] == sorted(one.memory for one in front)
+
+
+def test_points_are_where_their_figures_are() -> None:
+    points = [
+        Point(number=number, memory=memory * 1024**3, rate=rate, kind="sound", tip=f"#{number}")
+        for number, (memory, rate) in enumerate([(10, 1e5), (20, 2e5), (40, 4e5)])
+    ]
+    chart = points_chart(points, width_px=960, light=5e5)
+    circles = sorted(marks(chart, "point"), key=lambda mark: float(mark.get("cx", 0)))
+    (x0, y0), (x1, y1), (x2, y2) = ((float(c.get("cx", 0)), float(c.get("cy", 0))) for c in circles)
+    assert (x2 - x0) / (x1 - x0) == pytest.approx(3, rel=0.01)
+    assert (y2 - y0) / (y1 - y0) == pytest.approx(3, rel=0.01)
+    (light,) = [mark for mark in marks(chart, "limit") if mark.tag == f"{SVG}line"]
+    assert (float(light.get("y1", 0)) - y0) / (y1 - y0) == pytest.approx(4, rel=0.01)
+    assert len(marks(chart, "front")) == 1
+    assert [mark.get("data-number") for mark in marks(chart, "hot")] == ["2", "1", "0"], "the fastest first"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import json
 import re
 import runpy
 from html.parser import HTMLParser
@@ -10,7 +13,17 @@ from typing import Any
 
 import pytest
 
-from redline.report.page import VERDICT_MEANINGS, date_text, headline_figures, proof_view, render_page, short_kernel
+from redline.report.next_steps import SHOWN, ladder_steps
+from redline.report.page import (
+    MEMORY_PARTS,
+    SCRIPT,
+    VERDICT_MEANINGS,
+    date_text,
+    headline_figures,
+    proof_view,
+    render_page,
+    short_kernel,
+)
 
 DOCUMENTS: dict[str, Any] = runpy.run_path(str(Path(__file__).with_name("test_report_documents.py")))
 full_document = DOCUMENTS["full_document"]
@@ -26,6 +39,7 @@ class Outline(HTMLParser):
         self.attributes: list[tuple[str, str | None]] = []
         self.open: list[str] = []
         self.text = ""
+        self.scripts: list[str] = []
         self.feed(page)
         assert self.open == []
 
@@ -42,16 +56,27 @@ class Outline(HTMLParser):
         assert self.open.pop() == tag
 
     def handle_data(self, data: str) -> None:
-        if self.open[-1:] != ["style"]:
+        if self.open[-1:] == ["script"]:
+            self.scripts.append(data)
+        elif self.open[-1:] != ["style"]:
             self.text += data
+
+
+def assert_loads_nothing(outline: Outline) -> None:
+    """One script, our own; links that stay on the page; no handler in an attribute."""
+    assert not {"link", "img", "iframe", "object", "base", "form", "use", "image"} & set(outline.tags)
+    assert outline.tags.count("script") == 1
+    assert outline.scripts == [SCRIPT]
+    attributes = dict(outline.attributes)
+    assert not {"src", "xlink:href", "style"} & set(attributes)
+    assert all((value or "").startswith("#") for key, value in outline.attributes if key == "href")
+    assert not [key for key in attributes if key.startswith("on")]
 
 
 @pytest.mark.parametrize("name", DOCUMENTS["DOCUMENTS"])
 def test_page_is_well_formed_and_loads_nothing(name: str) -> None:
     outline = Outline(render_page(DOCUMENTS["DOCUMENTS"][name]()))
-    assert not {"script", "link", "img", "iframe", "object"} & set(outline.tags)
-    assert not {"src", "href"} & {key for key, _ in outline.attributes}
-    assert not [key for key, _ in outline.attributes if key.startswith("on")]
+    assert_loads_nothing(outline)
 
 
 def test_styles_load_nothing() -> None:
@@ -62,8 +87,17 @@ def test_planted_script_stays_text() -> None:
     document = full_document()
     document["rows"][7]["reason"] = DOCUMENTS["SCRIPT"]
     page = render_page(document)
-    assert "<script" not in page
-    assert DOCUMENTS["SCRIPT"] in Outline(page).text
+    outline = Outline(page)
+    assert_loads_nothing(outline)
+    assert DOCUMENTS["SCRIPT"] in outline.text
+
+
+def test_the_policy_lets_our_script_run_and_no_other() -> None:
+    page = render_page(full_document())
+    (policy,) = [value for _, value in Outline(page).attributes if "default-src" in (value or "")]
+    digest = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
+    assert policy == f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+    assert f"<script>{SCRIPT}</script>" in page
 
 
 def test_headline_is_best_speedup_and_mfu_with_its_convention() -> None:
@@ -200,3 +234,136 @@ def test_page_adapts_to_dark_phone_and_paper() -> None:
 )
 def test_dates(date: str | None, shown: str) -> None:
     assert date_text({"date": date}) == shown
+
+
+# --- memory, limits, what to do next ----------------------------------------------------------------------------------
+
+GIB = 1024**3
+
+
+def rich_document() -> dict[str, Any]:
+    """With everything that a document may hold: limits, anatomies, and each rung at its own micro batch."""
+    document = full_document()
+    for row in document["rows"]:
+        if row["status"] != "skipped":
+            row["memory"] = {
+                "moment": "backward of the loss",
+                **{part: GIB * size for size, part in enumerate(MEMORY_PARTS, 1)},
+            }
+        if row["status"] == "ok":
+            rate = row["tokens_per_second"]
+            row["roofline"] = {"light": 1_300_000.0, "expected": 900_000.0, "floor": 2e6}
+            row["rebatched"] = {
+                "status": "ok",
+                "reason": "the fastest of 3 sizes",
+                "micro_batch": 48,
+                "tokens_per_second": 1.2 * rate,
+                "speedup_fixed": 1.2,
+            }
+    best = document["best"]
+    own = {"rung": best["rung"], "micro_batch": 48, "tokens_per_second": 1.2 * best["tokens_per_second"]}
+    limits = [{"name": "data-sheet peak", "tflops": 989.4, "tokens_per_second": 1_157_000.0, "source": "a sheet"}]
+    return {**document, "limits": limits, "best_rebatched": own}
+
+
+def test_memory_is_shown_by_part_beside_what_was_measured() -> None:
+    page = render_page(rich_document())
+    outline = Outline(page)
+    assert_loads_nothing(outline)
+    bars = re.findall(r'data-kind="bar" data-name="([^"]+)" data-total="([^"]+)"(?: data-marker="(\d+)")?', page)
+    assert len(bars) == 2 * 11, "eleven rungs ran or failed, each in two widths"
+    assert {float(total) for _, total, _ in bars} == {21.0 * GIB}
+    markers = {name: marker for name, _, marker in bars}
+    assert markers["flash"] == str(int(24.2 * GIB))
+    assert markers["cudnn-attention"] == "", "it failed: nothing was measured"
+    flash = "flash; measured 24.2 GiB, predicted 21.0 GiB (-13.2%); weights 1.00 GiB; gradients 2.00 GiB"
+    assert flash in page
+    assert "fullest at the backward of the loss" in page
+    assert 'id="memory"' not in render_page(full_document()), "no anatomy, no panel"
+
+
+@pytest.mark.parametrize("key", ["limits", "best_rebatched", "roofline", "memory", "rebatched"])
+def test_what_a_document_may_lack(key: str) -> None:
+    for empty in (None, {}):
+        document = rich_document()
+        document = {**document, key: empty} if key in document else document
+        document["rows"] = [{**row, key: empty} if key in row else row for row in document["rows"]]
+        text = Outline(render_page(document)).text
+        assert "None" not in text
+        assert "gpt2 on NVIDIA H200" in text
+
+
+def words_of(document: dict[str, Any]) -> list[str]:
+    return [step.what for step in ladder_steps(document)]
+
+
+def right_rows(document: dict[str, Any]) -> dict[str, Any]:
+    """Without what is wrong or failed: those come first."""
+    bad = ("tied-weights", "cudnn-attention")
+    return {**document, "rows": [row for row in document["rows"] if row["rung"] not in bad]}
+
+
+def test_what_is_wrong_comes_first_and_there_are_three() -> None:
+    document = rich_document()
+    assert words_of(document) == [
+        "Leave out tied-weights",
+        "See why cudnn-attention failed",
+        "Train at micro batch 48",
+    ]
+    assert words_of({**document, "finished": False})[1] == "Finish the ladder"
+    page = Outline(render_page(document)).text
+    for step in ladder_steps(document):
+        assert step.what in page
+        assert step.why in page
+        assert step.command in page
+    assert len(ladder_steps(document)) == SHOWN
+
+
+def test_a_larger_batch_is_proposed_where_there_is_room_and_taken_where_it_paid() -> None:
+    document = right_rows(rich_document())
+    (step,) = [step for step in ladder_steps(document) if step.what.startswith("Train at")]
+    assert "780,190 tokens/s with fused-adamw, 1.20x" in step.why
+    assert step.command == "redline train gpt2 --recipe DIR/best-rebatched.json"
+    nobody_looked = {**document, "best_rebatched": None}
+    (step,) = [step for step in ladder_steps(nobody_looked) if step.what.startswith("Try larger")]
+    assert "31.4 GiB of 140 GiB" in step.why
+    full = {**nobody_looked, "hardware": {**document["hardware"], "memory_bytes": 40 * GIB}}
+    assert not [step for step in ladder_steps(full) if "larger" in step.what]
+    no_gain = {**document, "best_rebatched": {**document["best_rebatched"], "tokens_per_second": 650_200.0}}
+    assert not [step for step in ladder_steps(no_gain) if step.what.startswith(("Train at", "Try larger"))]
+
+
+def test_the_gap_and_the_noise_are_named_with_their_figures() -> None:
+    document = right_rows({**rich_document(), "best_rebatched": None})
+    document["hardware"]["memory_bytes"] = None
+    gap, noise, search = ladder_steps(document)
+    assert "fused-adamw reaches 50 % of its recipe's speed of light (1,300,000 tokens/s)" in gap.why
+    assert noise.what == "Find out whether no-sync pays"
+    assert search.what == "Search beyond the ladder"
+    repeated = {**document, "settings": {"repeats": 3}}
+    assert "no-sync" not in " ".join(words_of(repeated))
+    slow = document["rows"][1]["step_seconds"]
+    slow["p90"] = 3 * slow["p10"]
+    assert words_of(document)[0] == "Measure again on a quiet machine"
+
+
+def test_names_from_outside_cannot_reach_a_shell_command() -> None:
+    document = rich_document()
+    document["workload"]["name"] = "x; rm -rf ~"
+    assert all("'x; rm -rf ~'" in step.command for step in ladder_steps(document) if "x;" in step.command)
+    assert "'x; rm -rf ~'" in ladder_steps(document)[0].command
+
+
+def test_the_recipe_is_that_of_the_best_row_and_can_be_copied() -> None:
+    document = full_document()
+    page = render_page(document)
+    text = re.search(r'<code id="recipe-text">([^<]+)</code>', page)
+    assert text is not None
+    recipe = json.loads(text[1].replace("&#34;", '"'))
+    assert recipe == {"rungs": ["fused-adamw"], "micro_batch": 16}
+    ids = {value for key, value in Outline(page).attributes if key == "id"}
+    wanted = {value for key, value in Outline(page).attributes if key == "data-copy"}
+    assert wanted == {"command", "recipe-text", "facts-text"}
+    assert wanted <= ids
+    assert {value[1:] for key, value in Outline(page).attributes if key == "href" and value} <= ids
+    assert "The recipe" not in Outline(render_page({**document, "best": None})).text

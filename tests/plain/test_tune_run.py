@@ -123,8 +123,96 @@ def test_a_report_draws_it_again(workers, capsys):
     Path("run/tune.json").unlink()  # as after a power cut
     again = tune(capsys, "report", "run")[1]
     assert again["best"] == document["best"]
+    assert not again["finished"]
+    assert again["stopped"]["why"] == "interrupted"
     assert [row["number"] for row in again["rows"]] == [row["number"] for row in document["rows"]]
     assert len(workers.asked) == asked
+
+
+@pytest.mark.parametrize("name", ["run.json", "tune.json"])
+@pytest.mark.parametrize("text", ["[1]", "{", "3"])
+def test_damaged_files_are_told_or_worked_around(workers, capsys, name, text):
+    _, document, _ = tune(capsys, *WORDS, "--out", "run")
+    Path("run", name).write_text(text)
+    code, again, stderr = tune(capsys, "report", "run")
+    if name == "tune.json":  # the answers tell the same
+        assert again["best"] == document["best"]
+        return
+    assert code == 2
+    assert "problem: run/run.json is damaged" in stderr
+    assert tune(capsys, "tune", "--resume", "run")[0] == 2
+
+
+def test_a_device_that_is_back_is_measured(workers, capsys):
+    """Lost in the first answers; a resumed run asks them again, and so does another run."""
+    workers.machine.gone_after = -1
+    code, document, _ = tune(capsys, *WORDS, "--out", "run")
+    assert code == 1
+    assert all(row["status"] == "failed" for row in document["rows"])
+    workers.machine.gone_after = None
+    for words in (("tune", "--resume", "run"), (*WORDS, "--out", "other")):
+        code, document, _ = tune(capsys, *words)
+        assert code == 0
+        assert document["baseline"]["tokens_per_second"] > 0
+
+
+def test_what_was_asked_for_reaches_the_search(workers, capsys):
+    _, document, _ = tune(
+        capsys,
+        "tune",
+        "tiny",
+        "--rungs",
+        "bf16,flash,lion",
+        "--allow",
+        "bit-exact",
+        "--global-batch",
+        "12",
+        "--out",
+        "a",
+    )
+    assert document["best"]["rungs"] == ["tied-weights"]
+    assert {12 % job.recipe.micro_batch for job in workers.asked} == {0}
+    assert document["best"]["accumulation"] * document["best"]["micro_batch"] == 12
+
+
+def test_a_trial_gets_no_more_than_its_timeout(workers, capsys, monkeypatch):
+    allowed, launch = [], workers.launch
+    monkeypatch.setattr(
+        answers_module,
+        "launch",
+        lambda run, job, seconds, *rest, **more: (allowed.append(seconds), launch(run, job, seconds, *rest, **more))[1],
+    )
+    tune(capsys, *WORDS, "--timeout", "33", "--out", "run")
+    assert max(allowed) == 33
+
+
+def test_the_best_so_far_is_on_the_disk_while_the_search_goes_on(workers, capsys, monkeypatch):
+    there, launch = [], workers.launch
+    monkeypatch.setattr(
+        answers_module,
+        "launch",
+        lambda *words, **more: (there.append(Path("run/best.json").exists()), launch(*words, **more))[1],
+    )
+    tune(capsys, *WORDS, "--out", "run")
+    assert not there[0]
+    assert there[-1]
+
+
+def test_a_device_that_does_not_answer_is_trouble(tmp_path, monkeypatch):
+    def gone(device: str) -> None:
+        raise UserError("no cuda device to measure on", "torch sees none", "look for it")
+
+    monkeypatch.setattr(answers_module, "probe_machine", gone)
+    assert asking(tmp_path).trouble() == "no cuda device to measure on: torch sees none"
+    monkeypatch.setattr(answers_module, "probe_machine", lambda device: (H200, VERSIONS))
+    assert asking(tmp_path).trouble() is None
+
+
+def test_the_command_that_trains_it_keeps_text_and_update(workers, capsys):
+    Path("novel.txt").write_text("It was a dark and stormy night. " * 500)
+    assert main([*WORDS, "--global-batch", "8", "--data", "novel.txt", "--out", "run"]) == 0
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("train it"))
+    assert line.split("train it ")[1] == "redline train tiny --recipe run/best.json --data novel.txt --global-batch 8"
 
 
 def test_nothing_that_runs_is_exit_code_1(workers, capsys):
@@ -204,7 +292,9 @@ JOB = Job(workload=TINY, recipe=Recipe(micro_batch=4), device="cuda", tokens="to
     [
         (Measurement(loss_curve=(1.0,)), 10.0, 5.0, True),
         (Failure(kind="oom", reason="full"), 10.0, 5.0, True),
+        (Failure(kind="compile", reason="no kernel"), 10.0, 5.0, True),
         (Failure(kind="killed", reason="shot"), 10.0, 5.0, False),  # from outside the recipe
+        (Failure(kind="error", reason="the device is lost"), 10.0, 5.0, False),
         (Failure(kind="timeout", reason="slow"), 50.0, 55.0, True),  # as little time as then
         (Failure(kind="timeout", reason="slow"), 50.0, 90.0, False),
         (Failure(kind="timeout", reason="slow"), 100.0, 900.0, True),  # --timeout allows no more
@@ -229,6 +319,7 @@ def test_whatever_changes_a_time_changes_the_folder(tmp_path, monkeypatch):
     tokens.write_bytes(b"one text")
     paths = [open_cache(context_of(H200, VERSIONS, tokens))[0].path]
     paths.append(open_cache(context_of(replace(H200, driver="581"), VERSIONS, tokens))[0].path)
+    paths.append(open_cache(context_of(replace(H200, multiprocessors=114), VERSIONS, tokens))[0].path)
     paths.append(open_cache(context_of(H200, {**VERSIONS, "torch": "2.14"}, tokens))[0].path)
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     paths.append(open_cache(context_of(H200, VERSIONS, tokens))[0].path)

@@ -1,0 +1,93 @@
+"""What a row could reach and what it should hold, computed beside what was measured: the lines a page draws in.
+
+    roofline_json(shape, plan_of(rungs), 16, hardware) -> {"light": 818082.3, "expected": 536457.0, "floor": 1225212.1}
+    with_limits(document)       a document of before these fields, with them: nothing in it is measured again
+
+Everything here is arithmetic on a workload, a recipe and the table of devices. Nothing is known of a device that is not
+in it: None, or no line.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from redline.core.hardware import Hardware, known_device
+from redline.core.plan import Plan
+from redline.core.values import from_json
+from redline.core.workload import Shape
+from redline.predict.efficiency import efficiency
+from redline.predict.memory import predict_memory
+from redline.predict.roofline import predict_step, reachable, sheet_peaks
+from redline.rungs import plan_of
+
+SIXTEEN_BIT = Plan(autocast="bf16"), Plan(autocast="fp16")
+
+
+def limits_json(shape: Shape, hardware: Hardware) -> list[dict[str, Any]]:
+    """The device's matmul peaks as tokens per second, in the convention of MFU: the data sheet's, and the best that
+    was measured on such a device."""
+    device = known_device(hardware.name, hardware.multiprocessors) if hardware.kind == "cuda" else None
+    plan = next((plan for plan in SIXTEEN_BIT if device is not None and plan.precision in device.peak_tflops), None)
+    if device is None or plan is None:
+        return []
+    mfu = efficiency(shape, plan, hardware, 1.0).mfu  # of one token per second
+    sheet, reached = sheet_peaks(plan, device), reachable(plan, device)
+    return [
+        {
+            "name": name,
+            "tflops": peaks.matmul_tflops,
+            "dtype": plan.precision,
+            "tokens_per_second": peaks.matmul_tflops / sheet.matmul_tflops / mfu,
+            "source": device.source if name == "data-sheet peak" else device.best_source,
+        }
+        for name, peaks in (("data-sheet peak", sheet), ("best measured matmul", reached))
+        if peaks is not None and sheet is not None and mfu
+    ]
+
+
+def roofline_json(shape: Shape, plan: Plan, micro_batch: int, hardware: Hardware) -> dict[str, float] | None:
+    """Tokens per second of this recipe: at its speed of light, as expected, and of its FLOPs alone."""
+    device = known_device(hardware.name, hardware.multiprocessors) if hardware.kind == "cuda" else None
+    sheet = None if device is None else sheet_peaks(plan, device)
+    if device is None or sheet is None:
+        return None
+    found = predict_step(shape, plan, micro_batch=micro_batch, sheet=sheet, reached=reachable(plan, device))
+    return {
+        "light": found.light.tokens_per_second,
+        "expected": found.expected.tokens_per_second,
+        "floor": found.light.tokens / found.floor_seconds,
+    }
+
+
+def anatomy_json(shape: Shape, plan: Plan, micro_batch: int, hardware: Hardware) -> dict[str, Any] | None:
+    """The predicted peak by part; the parts add up to `predicted_peak_bytes`. A CPU reports its resident set, which
+    has other parts."""
+    if hardware.kind != "cuda":
+        return None
+    memory = predict_memory(shape, plan, micro_batch=micro_batch)
+    return {
+        "moment": memory.moment,
+        "weights": memory.weights,
+        "gradients": memory.gradients,
+        "optimizer": memory.optimizer,
+        "activations": memory.activation_bytes,
+        "logits": memory.logits,
+        "temporary": memory.temporary + memory.autocast_cache,
+    }
+
+
+def with_limits(document: dict[str, Any]) -> dict[str, Any]:
+    """A ladder's document from before these fields, such as a record. What it says itself stays."""
+    shape = from_json(Shape, document["workload"]["shape"])
+    fields = {name: value for name, value in document["hardware"].items() if name != "peak_tflops"}
+    hardware = from_json(Hardware, fields)
+    rows = []
+    for row in document["rows"]:
+        ran = row["status"] != "skipped"
+        plan, size = plan_of(row["recipe"] or ()), row["micro_batch"]
+        found = {
+            "roofline": roofline_json(shape, plan, size, hardware) if ran else None,
+            "memory": anatomy_json(shape, plan, size, hardware) if ran else None,
+        }
+        rows.append({**found, **row})
+    return {"limits": limits_json(shape, hardware), **document, "rows": rows}
