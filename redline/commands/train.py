@@ -10,7 +10,15 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from redline.commands.common import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, add_common, command_line
+from redline.commands.common import (
+    EXIT_DONE,
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    WORKLOAD_HELP,
+    add_common,
+    add_sequence,
+    command_line,
+)
 from redline.commands.training_data import (
     TEXT_OPTIONS,
     add_data_options,
@@ -24,8 +32,12 @@ from redline.core.workload import check_positive
 
 if TYPE_CHECKING:
     from redline.commands.watch import Session
+    from redline.core.recipe import Recipe
+    from redline.core.training import TrainSettings
+    from redline.core.workload import Workload
     from redline.engine.session import TrainOrder
 
+DEFAULT_MINUTES = 5.0
 DEFAULT_OUT = "runs/train-WORKLOAD-DATE-TIME"
 
 
@@ -37,15 +49,19 @@ def add_train(commands: Any) -> None:
         epilog="Ctrl-C saves a checkpoint and leaves; a second one leaves at once. Exit codes: 0 the budget is used "
         "up; 1 training failed; 2 a mistake in the command; 130 interrupted (continue with --resume).",
     )
-    train.add_argument("workload", nargs="?", metavar="WORKLOAD", help="a preset (default: gpt2 on CUDA, else tiny)")
+    train.add_argument("workload", nargs="?", metavar="WORKLOAD", help=WORKLOAD_HELP)
     train.add_argument("--recipe", metavar="FILE", type=Path, help="best.json of a ladder (default: what applies here)")
     train.add_argument(
         "--optimizer", metavar="NAME", help="another than the recipe's, such as muon: short for its rung in the recipe"
     )
     add_data_options(train)
+    add_sequence(train)
+    train.add_argument(
+        "--init", metavar="FOLDER", type=Path, help="begin with the weights of a Hugging Face folder (safetensors)"
+    )
     train.add_argument("--steps", metavar="N", type=int, help="stop after N updates")
     train.add_argument("--tokens", metavar="N", type=int, help="stop after N tokens")
-    train.add_argument("--minutes", metavar="M", type=float, help="stop after M minutes of training")
+    train.add_argument("--minutes", metavar="M", type=float, help="stop after M minutes of training (default: 5)")
     train.add_argument("--micro-batch", metavar="N", type=int, help="sequences per pass (default: the recipe's)")
     train.add_argument("--global-batch", metavar="N", type=int, help="sequences per update (default: the micro batch)")
     train.add_argument("--batch-tokens", metavar="N", type=int, help="the same in tokens, instead of --global-batch")
@@ -58,12 +74,20 @@ def add_train(commands: Any) -> None:
     )
     train.add_argument("--eval-every", metavar="N", type=int, help="updates between evaluations (default: 100)")
     train.add_argument("--checkpoint-every", metavar="N", type=int, help="updates between checkpoints (default: 500)")
+    train.add_argument("--keep-last", metavar="N", type=int, help="newest checkpoints to keep (default: 2)")
+    train.add_argument("--keep-best", metavar="N", type=int, help="best ones to keep, by validation loss (default: 1)")
     train.add_argument("--sample-every", metavar="N", type=int, help="updates between samples of text (default: none)")
     train.add_argument("--cycle", metavar="N", type=int, help="updates between two looks at the device (default: 10)")
     train.add_argument(
         "--tracker", metavar="NAME", help="curves for a tracker too: tensorboard (pip install 'redline[tensorboard]')"
     )
     train.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda where torch sees one")
+    train.add_argument(
+        "--deterministic",
+        action="store_true",
+        default=None,
+        help="slower algorithms that repeat bit for bit: a resumed run on a GPU then equals one that never stopped",
+    )
     train.add_argument("--out", metavar="DIR", type=Path, help=f"run directory (default: {DEFAULT_OUT})")
     train.add_argument("--resume", metavar="DIR", type=Path, help="go on from the newest whole checkpoint of a run")
     add_common(train)
@@ -177,21 +201,29 @@ def new_order(options: argparse.Namespace, console: Any) -> TrainOrder:
     from redline.search.launch import probe_machine
     from redline.workloads import default_workload, resolve_workload
 
-    budget = Budget(steps=options.steps, tokens=options.tokens, minutes=options.minutes)
+    given = {"steps": options.steps, "tokens": options.tokens, "minutes": options.minutes}
+    if all(value is None for value in given.values()):
+        console.print(f"--minutes {DEFAULT_MINUTES:g}: no budget was given")
+        given["minutes"] = DEFAULT_MINUTES
+    budget = Budget(**given)
     recipe = load_recipe(options.recipe) if options.recipe else None
     check_alternatives(recipe.rungs if recipe else ())
     if options.workload:
-        resolve_workload(options.workload)  # a wrong name is told before torch is asked anything
+        resolve_workload(options.workload, sequence=options.sequence)  # a mistake is told before torch is asked
     if options.optimizer is not None:
         with_optimizer((), options.optimizer)  # likewise
     hardware, versions = probe_machine(options.device)
-    workload = resolve_workload(options.workload or default_workload(hardware.kind))
+    name = options.workload or default_workload(hardware.kind)
+    workload = resolve_workload(name, sequence=options.sequence, trained_on=hardware.kind)
+    for note in workload.notes:
+        console.print(note, style="dim", markup=False, highlight=False)
     if recipe is None:
         recipe = Recipe(rungs=usual_rungs(workload, hardware), micro_batch=workload.micro_batch)
     if options.micro_batch is not None:
         recipe = replace(recipe, micro_batch=options.micro_batch)
     if options.optimizer is not None:
         recipe = replace(recipe, rungs=other_optimizer(options.optimizer, recipe.rungs, workload, hardware))
+    check_allowed(recipe, workload)
     settings = settings_of(options, workload, recipe, budget)
     out = options.out or Path("runs") / f"train-{workload.name}-{datetime.now().strftime('%Y%m%d-%H%M%S')}"
     check_data(options, workload)
@@ -199,7 +231,13 @@ def new_order(options: argparse.Namespace, console: Any) -> TrainOrder:
     with nothing_left_behind(out):
         data = training_data(options, workload, settings, out, console)
     order = TrainOrder(
-        workload=workload, recipe=recipe, settings=settings, device=hardware.kind, data=str(data), out=str(out)
+        workload=workload,
+        recipe=recipe,
+        settings=settings,
+        device=hardware.kind,
+        data=str(data),
+        out=str(out),
+        init=None if options.init is None else str(options.init),
     )
     record = {
         "kind": "train",
@@ -211,6 +249,17 @@ def new_order(options: argparse.Namespace, console: Any) -> TrainOrder:
     }
     directory.write("run.json", json.dumps(record, indent=2))
     return order
+
+
+def check_allowed(recipe: Recipe, workload: Workload) -> None:
+    """A recipe was measured on some model; this one's code may not take it."""
+    for name in recipe.rungs:
+        if name in workload.cannot:
+            raise UserError(
+                f"the recipe's {name} does not go with {workload.name}",
+                workload.cannot[name],
+                f"take {name} out of the recipe, or let `redline tune` find one for this model",
+            )
 
 
 def other_optimizer(name: str, rungs: tuple[str, ...], workload: Any, hardware: Any) -> tuple[str, ...]:
@@ -253,7 +302,8 @@ def settings_of(options: argparse.Namespace, workload: Any, recipe: Any, budget:
         schedule=schedule,
         schedule_steps=schedule_steps if schedule != "constant" else None,
         warmup_steps=warmup,
-        learning_rate=options.learning_rate or own["learning_rate"],
+        learning_rate=own["learning_rate"] if options.learning_rate is None else options.learning_rate,
+        deterministic=bool(options.deterministic),
         **often(options),
     )
 
@@ -265,6 +315,8 @@ def often(options: argparse.Namespace) -> dict[str, Any]:
         "checkpoint_every": options.checkpoint_every,
         "sample_every": options.sample_every,
         "cycle_steps": options.cycle,
+        "keep_last": options.keep_last,
+        "keep_best": options.keep_best,
     }
     return {name: value for name, value in chosen.items() if value is not None}
 
@@ -299,6 +351,7 @@ def resumed_order(options: argparse.Namespace) -> TrainOrder:
 
     fixed = (
         "workload",
+        "sequence",
         "optimizer",
         "data",
         "global_batch",
@@ -306,9 +359,14 @@ def resumed_order(options: argparse.Namespace) -> TrainOrder:
         "learning_rate",
         "warmup_steps",
         "schedule",
+        "init",
+        "deterministic",
     )
-    fixed_too = (*fixed, *TEXT_OPTIONS, "out")
-    given = [f"--{name.replace('_', '-')}" for name in fixed_too if getattr(options, name) is not None]
+    given = [
+        "workload" if name == "workload" else f"--{name.replace('_', '-')}"
+        for name in (*fixed, *TEXT_OPTIONS, "out")
+        if getattr(options, name) is not None
+    ]
     if given:
         raise UserError(
             f"{', '.join(given)} cannot change in a resumed run",
@@ -329,15 +387,30 @@ def resumed_order(options: argparse.Namespace) -> TrainOrder:
             "use the version that made it, or start a new run",
         ) from error
     order = replace(order, data=data_of_run(order.data, options.resume))
-    if options.steps or options.tokens or options.minutes:
-        budget = Budget(steps=options.steps, tokens=options.tokens, minutes=options.minutes)
-        order = replace(order, settings=replace(order.settings, budget=budget))
+    longer = {"steps": options.steps, "tokens": options.tokens, "minutes": options.minutes}
+    if any(value is not None for value in longer.values()):
+        order = replace(order, settings=replace(order.settings, budget=Budget(**longer)))
+        say_of_schedule(order.settings, order.workload.shape.sequence)
     recipe = load_recipe(options.recipe) if options.recipe else order.recipe
-    recipe = replace(recipe, micro_batch=options.micro_batch or recipe.micro_batch)
+    if options.micro_batch is not None:
+        recipe = replace(recipe, micro_batch=options.micro_batch)
+    check_allowed(recipe, order.workload)
     settings = replace(order.settings, micro_batch=recipe.micro_batch, **often(options))
     return replace(
         order, recipe=recipe, settings=settings, device=options.device or order.device, out=str(options.resume)
     )
+
+
+def say_of_schedule(settings: TrainSettings, sequence: int) -> None:
+    """A schedule keeps the end it was started with: to stretch it would change the updates that were made."""
+    end, budget = settings.schedule_steps, settings.budget
+    tokens = None if budget.tokens is None else -(-budget.tokens // (settings.global_batch * sequence))
+    wanted = min((steps for steps in (budget.steps, tokens) if steps is not None), default=None)
+    if end is not None and (wanted is None or wanted > end):
+        print(
+            f"note: the {settings.schedule} schedule ends at step {end:,}: later updates keep its lowest rate",
+            file=sys.stderr,
+        )
 
 
 def session_of(order: TrainOrder, options: argparse.Namespace) -> Session:

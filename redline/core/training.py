@@ -63,13 +63,26 @@ class TrainSettings:
     sample_every: int | None = None
     most_skipped: int = 5
     """Updates in a row that may be skipped because the gradient is no number."""
+    keep_last: int = 2
+    keep_best: int = 1
+    """Checkpoints that rotation keeps: the newest, and those with the lowest validation loss."""
+    deterministic: bool = False
+    """Only algorithms that repeat themselves bit for bit, at a price in speed."""
 
     def __post_init__(self) -> None:
-        for name in ("micro_batch", "global_batch", "cycle_steps", "eval_batches", "most_skipped"):
+        for name in ("micro_batch", "global_batch", "cycle_steps", "eval_batches", "most_skipped", "keep_last"):
             check_positive(f"--{name.replace('_', '-')}", getattr(self, name))
         for name in ("eval_every", "checkpoint_every", "sample_every"):
             if getattr(self, name) is not None:
                 check_positive(f"--{name.replace('_', '-')}", getattr(self, name))
+        if self.warmup_steps < 0:
+            raise UserError(f"--warmup-steps is {self.warmup_steps}", "it counts updates", "set it to 0 (none) or more")
+        if not 0 < self.learning_rate < float("inf"):  # NaN is neither
+            raise UserError(
+                f"--learning-rate is {self.learning_rate:g}",
+                "each update is as large as it says",
+                "set it above 0, such as 6e-4",
+            )
         if self.global_batch % self.micro_batch:
             below = self.global_batch // self.micro_batch * self.micro_batch
             nearest = " or ".join(str(size) for size in (below, below + self.micro_batch) if size)

@@ -123,7 +123,10 @@ class CheckpointStore:
         # As text now: the training goes on and changes what the state is made of.
         text = state_text(step=step, metric=metric, identity=identity, state=state).encode()
         copied = self._copy(tensors)
-        self._thread = threading.Thread(target=self._write, args=(step, text, copied), name=f"checkpoint-{step}")
+        # A daemon: whoever leaves at once does not wait for it. `close` does, and a draft left behind is no checkpoint.
+        self._thread = threading.Thread(
+            target=self._write, args=(step, text, copied), name=f"checkpoint-{step}", daemon=True
+        )
         self._thread.start()
         return failure
 
@@ -149,9 +152,10 @@ class CheckpointStore:
     ) -> None:
         if kind is None:
             self.close()
-        else:  # what ended the block matters more than a checkpoint that failed
-            self.wait()
-            self._release()
+            return
+        if not issubclass(kind, KeyboardInterrupt):  # somebody who presses it a second time wants to leave now
+            self.wait()  # what ended the block matters more than a checkpoint that failed
+        self._release()
 
     # --- loading ------------------------------------------------------------------------------------------------------
 

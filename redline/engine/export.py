@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from redline.core.errors import UserError
+from redline.model.adapter import Adapter
 from redline.model.gpt import GPT, INIT_STD
 from redline.model.huggingface import from_huggingface, to_huggingface
 
@@ -85,17 +86,41 @@ def config_of(model: GPT, end_of_text: int | None) -> dict[str, Any]:
     }
 
 
+def load_weights(adapter: Adapter, model: nn.Module, folder: Path) -> None:
+    """The weights of a Hugging Face folder into a model of the same shape, in place; padded rows stay zero."""
+    weights = read_weights(folder)
+    if isinstance(model, GPT):
+        from_huggingface(model, weights)
+        return
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            ours, theirs = adapter.unpadded(model, name, parameter), weights.get(name)
+            if theirs is None or theirs.shape != ours.shape:
+                found = "is missing" if theirs is None else f"is {tuple(theirs.shape)}, not {tuple(ours.shape)}"
+                raise UserError(
+                    f"{folder} does not fit the model",
+                    f"its {name} {found}",
+                    "point at the folder that belongs to this config",
+                )
+            ours.copy_(theirs)
+
+
 def import_huggingface(model: GPT, folder: Path) -> None:
-    """Their weights into a model of the same shape, in place."""
-    path = folder / WEIGHTS_FILE
-    try:
-        weights = load_file(path)
-    except FileNotFoundError as error:
+    """Their weights into a built-in model of the same shape, in place."""
+    from_huggingface(model, read_weights(folder))
+
+
+def read_weights(folder: Path) -> dict[str, torch.Tensor]:
+    """Of one file, or of all that a large model was cut into."""
+    paths = sorted(folder.glob("*.safetensors"))
+    if not paths:
         pickled = any(folder.glob("*.bin")) or any(folder.glob("*.pt"))
         why = "its weights are pickled, and a pickle can run anything" if pickled else f"it has no {WEIGHTS_FILE}"
-        raise UserError(
-            f"cannot import {folder}", why, "save it with safetensors: model.save_pretrained(folder)"
-        ) from error
-    except Exception as error:  # the library's own class is not public: whatever it says, the file is not whole
-        raise UserError(f"{path} cannot be read", str(error), "download or export it again") from error
-    from_huggingface(model, weights)
+        raise UserError(f"cannot import {folder}", why, "save it with safetensors: model.save_pretrained(folder)")
+    weights: dict[str, torch.Tensor] = {}
+    for path in paths:
+        try:
+            weights |= load_file(path)
+        except Exception as error:  # the library's own class is not public: whatever it says, the file is not whole
+            raise UserError(f"{path} cannot be read", str(error), "download or export it again") from error
+    return weights

@@ -12,6 +12,7 @@ text/            what is known of a text that is streamed, and its held-out docu
 
 from __future__ import annotations
 
+import os
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -36,13 +37,15 @@ from redline.data.survey import TEXT_FILE, StreamedText, open_text
 from redline.data.tokenizer import tokenizer
 from redline.engine.build import build_step
 from redline.engine.checkpoint import CheckpointStore, Loaded, latest_checkpoint, load_from
+from redline.engine.export import CONFIG_FILE, load_weights
 from redline.engine.memory import is_out_of_memory
 from redline.engine.sample import sample
 from redline.engine.step import TrainStep
-from redline.engine.train import DivergedError, Emit, Trainer
+from redline.engine.train import DivergedError, Emit, NotSavedError, Trainer
 from redline.model.adapter import Adapter, adapter_of
 from redline.optim.schedule import make_schedule
 from redline.rungs import plan_of
+from redline.workloads import resolve_workload
 
 SAMPLE_TOKENS = 60
 STREAM_WORKERS = 2  # tokenising in the training process itself would stop the device for it
@@ -59,16 +62,22 @@ class TrainOrder:
     data: str
     """A folder of token shards, or one that describes a text to stream (`data/survey.py`)."""
     out: str
+    init: str | None = None
+    """A Hugging Face folder whose weights the run begins with; None: drawn from the seed."""
 
 
 def train(order: TrainOrder, emit: Emit) -> dict[str, Any]:
     """Returns what it came to; `ended` says why it is over: 'steps', 'tokens', 'minutes', 'interrupted', 'diverged'
     or 'failed' (out of memory)."""
     device, settings = torch.device(order.device), order.settings
+    if settings.deterministic:
+        be_deterministic()
     plan = training_plan(order.recipe)
     data = open_data(order, emit)
     step = build_step(order.workload, plan, device=device, chunk=settings.micro_batch, learning_rate=rate_of(settings))
-    store = CheckpointStore(Path(order.out) / "checkpoints")
+    if order.init is not None:
+        load_weights(step.adapter, step.model, Path(order.init))
+    store = CheckpointStore(Path(order.out) / "checkpoints", keep_last=settings.keep_last, keep_best=settings.keep_best)
     trainer = Trainer(
         step=step,
         settings=settings,
@@ -79,16 +88,36 @@ def train(order: TrainOrder, emit: Emit) -> dict[str, Any]:
         emit=emit,
         sample=lambda: sampled_text(step, order.workload),
     )
+    torch.manual_seed(order.workload.seed)  # for what a model drops; a checkpoint holds where its numbers had got to
     trainer.resume()
     try:
         why, reason = trainer.run(), None
     except DivergedError as error:
         why, reason = "diverged", str(error)
+    except NotSavedError as error:
+        why, reason = "failed", str(error)
     except Exception as error:
-        if not is_out_of_memory(error):
+        why, reason = "failed", known_failure(error, settings)
+        if reason is None:
             raise
-        why, reason = "failed", f"out of memory with micro batches of {settings.micro_batch} sequences ({SMALLER})"
     return {**summary_of(trainer, why), "reason": reason}
+
+
+def known_failure(error: Exception, settings: TrainSettings) -> str | None:
+    """What ends a run without being anybody's mistake; None for everything else."""
+    if is_out_of_memory(error):
+        return f"out of memory with micro batches of {settings.micro_batch} sequences ({SMALLER})"
+    if isinstance(error, (ConnectionError, EOFError)) or "DataLoader worker" in str(error):
+        text = str(error).splitlines()[0] if str(error) else type(error).__name__
+        return f"a process of the loader died ({text}): killed, or out of memory on the host"
+    return None
+
+
+def be_deterministic() -> None:
+    """Every kernel must repeat itself, or it is an error. cuBLAS wants its word before CUDA starts."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
 
 
 def training_plan(recipe: Recipe) -> Plan:
@@ -172,14 +201,15 @@ def identity_of(order: TrainOrder, data: Dataset | StreamedText) -> dict[str, An
 
 def sampled_text(step: TrainStep, workload: Workload) -> str:
     encoder = tokenizer(workload.tokenizer)
-    ids = sample(
-        step.model,
-        [encoder.end_of_text],
-        shape=workload.shape,
-        count=SAMPLE_TOKENS,
-        temperature=0.8,
-        seed=workload.seed,
-    )
+    with step.adapter.evaluating(step.model):
+        ids = sample(
+            step.model,
+            [encoder.end_of_text],
+            shape=workload.shape,
+            count=SAMPLE_TOKENS,
+            temperature=0.8,
+            seed=workload.seed,
+        )
     return encoder.decode(ids)
 
 
@@ -215,6 +245,8 @@ def newest_checkpoint(folder: Path, updates: int) -> str | None:
 def load_model(path: Path) -> tuple[Adapter, nn.Module]:
     """The model of a run directory's newest whole checkpoint, or of one checkpoint, on the host. A checkpoint says
     itself what model it holds."""
+    if (path / CONFIG_FILE).exists():
+        return exported_model(path)
     loaded = load_from(path) if (path / STATE_FILE).exists() else newest_of(path)
     about = dict(loaded.identity["model"])
     plan = Plan(tied=about.pop("tied head"))
@@ -231,6 +263,15 @@ def load_model(path: Path) -> tuple[Adapter, nn.Module]:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(tensors[f"model.{name}"][: parameter.size(0)])  # the published rows of a padded vocabulary
+    return adapter, model.eval()
+
+
+def exported_model(folder: Path) -> tuple[Adapter, nn.Module]:
+    """A Hugging Face folder: its own config and weights."""
+    workload = resolve_workload(str(folder))
+    adapter = adapter_of(workload)
+    model = adapter.build(Plan(tied=workload.shape.tied), torch.device("cpu"))
+    load_weights(adapter, model, folder)
     return adapter, model
 
 

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from redline.core.checkpoints import check_same_run
+from redline.core.errors import UserError
 from redline.core.training import Progress, TrainSettings
 from redline.data.batches import BatchSource
 from redline.engine import memory
@@ -40,6 +41,10 @@ that were read already: nobody who listens makes the device wait."""
 
 class DivergedError(Exception):
     """Too many updates in a row had gradients that are no numbers."""
+
+
+class NotSavedError(Exception):
+    """The last checkpoint is not on the disk; those before it are whole."""
 
 
 class Trainer:
@@ -64,6 +69,8 @@ class Trainer:
         self.loader: BatchSource | None = None
         self.data_state: dict[str, Any] | None = None
         self.saved_at = self.validated_at = -1
+        self.told_saved: int | None = None
+        self.told_failure: UserError | None = None
         self.validation_loss: float | None = None
         self.last_loss: float | None = None
         self.peak_bytes: int | None = None
@@ -96,15 +103,14 @@ class Trainer:
         self.emit("note", text=f"resumed from {loaded.path.name} at step {self.progress.updates:,}")
 
     def save(self) -> None:
-        """Nothing to do when nothing has changed since the last one. A write that failed is told and training goes on:
-        the checkpoints before it are whole."""
+        """Nothing to do when nothing has changed since the last one. The writing goes on beside the training."""
         if self.saved_at == self.progress.updates:
             return
         state_tensors, state_values = optimizer_tensors(self.step.optimizer, self.step.model)
         tensors = {f"model.{name}": parameter.detach() for name, parameter in self.step.model.named_parameters()}
         tensors |= {f"optimizer.{name}": tensor for name, tensor in state_tensors.items()}
         progress = {name: value for name, value in asdict(self.progress).items() if name != "rates"}
-        failure = self.store.save(
+        self.store.save(
             step=self.progress.updates,
             tensors=tensors,
             state={
@@ -116,12 +122,20 @@ class Trainer:
                 "rng": capture_rng(self.step.device),
             },
             identity=self.identity,
-            metric=self.validation_loss,
+            # A loss of other weights would let rotation keep the wrong ones as the best.
+            metric=self.validation_loss if self.validated_at == self.progress.updates else None,
         )
-        if failure is not None:
-            self.emit("note", text=str(failure))
         self.saved_at = self.progress.updates
-        self.emit("checkpoint", updates=self.progress.updates)
+
+    def _tell_saves(self) -> None:
+        """What is on the disk since the last look, and what is not: training goes on, as the ones before are whole."""
+        saved, failure = self.store.last_saved, self.store.last_error
+        if failure is not None and failure is not self.told_failure:
+            self.emit("note", text=str(failure))
+        elif saved is not None and saved != self.told_saved:
+            self.emit("checkpoint", updates=saved)
+            self.told_saved = saved
+        self.told_failure = failure
 
     # --- the loop -----------------------------------------------------------------------------------------------------
 
@@ -137,6 +151,10 @@ class Trainer:
             if why != "interrupted":
                 self._validate()
             self.save()
+            failure = self.store.wait()
+            self._tell_saves()
+            if failure is not None:
+                raise NotSavedError(f"{failure.problem}: {failure.why}; make room and go on with --resume")
         return why
 
     def _cycle(self, loader: BatchSource, asked: Callable[[], str | None]) -> None:
@@ -198,7 +216,7 @@ class Trainer:
             losses=losses,
             loss=self.last_loss,
             gradient_norms=norms,
-            learning_rate=self.step.learning_rate(self.step.steps_taken - 1),
+            learning_rate=self.step.optimizer.param_groups[0]["lr"],  # as the last update took it
             seconds=seconds,
             total_seconds=progress.seconds,
             tokens_per_second=tokens / seconds,
@@ -223,6 +241,7 @@ class Trainer:
 
     def _between_cycles(self) -> None:
         settings, done = self.settings, self.progress.updates
+        self._tell_saves()
         if settings.eval_every is not None and done % settings.eval_every == 0:
             self._validate()
         if settings.sample_every is not None and done % settings.sample_every == 0 and self.sample is not None:
@@ -237,9 +256,10 @@ class Trainer:
         if self.validated_at == progress.updates:
             return
         self.validated_at = progress.updates
-        for batch in self.validation():
-            losses.append(self.step.loss(batch).detach())
-            progress.validation_tokens += batch[0].numel()
+        with self.step.adapter.evaluating(self.step.model):
+            for batch in self.validation():
+                losses.append(self.step.loss(batch).detach())
+                progress.validation_tokens += batch[0].numel()
         if not losses:
             return
         loss = torch.stack(losses).mean().item()

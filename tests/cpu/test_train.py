@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,15 +18,18 @@ import pytest
 import torch
 from transformers import GPT2LMHeadModel
 
+import redline.engine.checkpoint as checkpoint_module
 import redline.engine.session as session_module
 from redline.cli import main
+from redline.commands.train import say_of_schedule
 from redline.core.errors import UserError
 from redline.core.recipe import Recipe
 from redline.core.training import Budget, TrainSettings
 from redline.core.workload import Workload
 from redline.data.prepare import Preparation, prepare
-from redline.engine.checkpoint import latest_checkpoint
+from redline.engine.checkpoint import CheckpointStore, latest_checkpoint, load_from
 from redline.engine.session import TrainOrder, load_model, train
+from redline.engine.step import INITIAL_LOSS_SCALE
 from redline.engine.train import asked_to_stop
 
 Events = list[tuple[str, dict[str, Any]]]
@@ -188,6 +192,202 @@ def test_gradients_that_stay_no_numbers_stop_the_run_at_the_last_good_checkpoint
     assert [place for kind, fields in events if kind == "cycle" for place in fields["skipped_at"]] == list(range(7, 13))
     tensors = saved(asked)
     assert all(tensor.isfinite().all() for tensor in tensors.values() if tensor.is_floating_point())
+
+
+def test_a_checkpoint_is_judged_by_its_own_loss_alone(order: Order) -> None:
+    """Evaluations at 4, 8 and 12, checkpoints at every third update: what was not evaluated has no figure."""
+    asked = order(checkpoint_every=3, keep_last=9)
+    _, events = run(asked)
+    seen = {fields["updates"]: fields["loss"] for kind, fields in events if kind == "validation"}
+    found = {one.step: one.metric for one in map(load_from, (Path(asked.out) / "checkpoints").glob("step-*"))}
+    assert found == {3: None, 6: None, 9: None, 12: seen[12]}
+
+
+def test_rotation_keeps_as_many_as_it_is_told(order: Order) -> None:
+    asked = order(checkpoint_every=2, eval_every=None, keep_last=3, keep_best=0)
+    run(asked)
+    names = sorted(path.name for path in (Path(asked.out) / "checkpoints").glob("step-*"))
+    assert names == ["step-00000008", "step-00000010", "step-00000012"]
+
+
+def test_a_last_checkpoint_that_does_not_fit_ends_the_run_as_failed(
+    order: Order, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Told once, at once, with what is whole; the summary is there all the same."""
+    real = checkpoint_module.write_checkpoint
+
+    def full(folder: Path, step: int, files: Any) -> Path:
+        if step > 4:
+            raise OSError(28, "No space left on device", str(folder))
+        return real(folder, step, files)
+
+    monkeypatch.setattr(checkpoint_module, "write_checkpoint", full)
+    asked = order()
+    summary, events = run(asked)
+    assert summary["ended"] == "failed"
+    assert "step 12 was not written: No space left on device" in summary["reason"]
+    assert summary["updates"] == 12
+    assert Path(summary["checkpoint"]).name == "step-00000004"
+    assert [fields["updates"] for kind, fields in events if kind == "checkpoint"] == [4]
+    notes = [fields["text"] for kind, fields in events if kind == "note"]
+    assert [f"step {step} was not written" in " ".join(notes) for step in (8, 12)] == [True, True]
+
+
+def test_the_best_loss_is_the_lowest_and_skipped_updates_are_counted(
+    order: Order, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = session_module.build_step
+
+    def poisoned(*words: Any, **more: Any) -> Any:
+        step = real(*words, **more)
+        loss_of = step.loss_of
+        step.loss_of = lambda *batch: loss_of(*batch) * (torch.nan if step.steps_taken in (5, 9) else 1)
+        return step
+
+    monkeypatch.setattr(session_module, "build_step", poisoned)
+    summary, events = run(order("fused-adamw"))
+    losses = [fields["loss"] for kind, fields in events if kind == "validation"]
+    assert summary["best_validation_loss"] == min(losses) < max(losses)
+    assert summary["skipped"] == 2
+    assert [fields["skipped"] for kind, fields in events if kind == "cycle"] == [0, 1, 2]
+
+
+def test_waiting_for_data_is_the_share_that_was_waited(order: Order, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loader that says it stood still for half a second at every batch."""
+    real = session_module.open_loader
+
+    class Slow:
+        def __init__(self, inner: Any) -> None:
+            self.inner, self.batches = inner, 0
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.inner, name)
+
+        @property
+        def waited_seconds(self) -> float:
+            return 0.5 * self.batches
+
+        def __next__(self) -> torch.Tensor:
+            self.batches += 1
+            return next(self.inner)
+
+    monkeypatch.setattr(session_module, "open_loader", lambda *words: Slow(real(*words)))
+    _, events = run(order(steps=4, eval_every=None))
+    (cycle,) = [fields for kind, fields in events if kind == "cycle"]
+    assert cycle["data_wait"] == pytest.approx(0.5 * 4 / cycle["seconds"])
+
+
+def test_the_scaler_goes_on_where_it_was(order: Order, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One overflow halves the scale; a resumed run that began with the first scale again would not know."""
+    real, poison = session_module.build_step, {3}
+
+    def poisoned(*words: Any, **more: Any) -> Any:
+        step = real(*words, **more)
+        loss_of = step.loss_of
+        step.loss_of = lambda *batch: loss_of(*batch) * (torch.inf if step.steps_taken in poison else 1)
+        steps.append(step)
+        return step
+
+    steps: list[Any] = []
+    monkeypatch.setattr(session_module, "build_step", poisoned)
+    run(order("fp16", steps=8))
+    run(order("fp16", steps=12))
+    first, again = (step.scaler.get_scale() for step in steps)
+    assert again == first < INITIAL_LOSS_SCALE
+
+
+def test_a_second_interrupt_does_not_wait_for_the_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = threading.Event()
+    monkeypatch.setattr(checkpoint_module, "write_checkpoint", lambda *_: written.wait())
+
+    def interrupted() -> None:
+        with CheckpointStore(tmp_path) as store:
+            store.save(step=1, tensors={"model.x": torch.zeros(2)}, state={}, identity={})
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert not written.is_set()  # it would have waited for ever
+    CheckpointStore(tmp_path).close()  # and the folder is free
+    written.set()
+
+
+def test_a_run_begins_with_the_weights_of_a_folder(
+    order: Order, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = order("padded-vocab", "tied-weights", steps=4, name="first")
+    run(first)
+    assert main(["export", first.out, "--out", str(tmp_path / "hf")]) == 0
+    going_on = replace(order("tied-weights", steps=1, name="second"), init=str(tmp_path / "hf"))
+    _, events = run(going_on)
+    _, fresh = run(order("tied-weights", steps=1, name="third"))
+    assert losses_of(events)[0] < losses_of(fresh)[0] - 0.1
+    assert main(["sample", str(tmp_path / "hf"), "--tokens", "3", "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out.splitlines()[-1])["tokens"]) <= 3
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (RuntimeError("DataLoader worker (pid(s) 7) exited unexpectedly"), "a process of the loader died"),
+        (ConnectionResetError(104, "Connection reset by peer"), "a process of the loader died"),
+        (torch.OutOfMemoryError("CUDA out of memory"), "out of memory with micro batches of 2"),
+    ],
+    ids=["worker", "server", "memory"],
+)
+def test_what_is_nobodys_mistake_ends_in_a_summary(
+    order: Order, monkeypatch: pytest.MonkeyPatch, error: Exception, words: str
+) -> None:
+    real = session_module.build_step
+
+    def failing(*given: Any, **more: Any) -> Any:
+        step = real(*given, **more)
+        loss_of = step.loss_of
+
+        def loss(*batch: torch.Tensor) -> torch.Tensor:
+            if step.steps_taken >= 6:
+                raise error
+            return loss_of(*batch)
+
+        step.loss_of = loss
+        return step
+
+    monkeypatch.setattr(session_module, "build_step", failing)
+    summary, _ = run(order())
+    assert summary["ended"] == "failed"
+    assert words in summary["reason"]
+    assert Path(summary["checkpoint"]).name == "step-00000004"
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (("--learning-rate", "0"), "--learning-rate is 0"),
+        (("--learning-rate", "nan"), "--learning-rate is nan"),
+        (("--learning-rate", "-1"), "--learning-rate is -1"),
+        (("--warmup-steps", "-5"), "--warmup-steps is -5"),
+        (("--keep-last", "0"), "--keep-last is 0"),
+        (("--steps", "0"), "--steps is 0"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_mistakes_stop_before_anything_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], problem: str
+) -> None:
+    out = tmp_path / "run"
+    assert main(["train", "tiny", "--device", "cpu", "--steps", "1", *words, "--out", str(out)]) == 2
+    assert f"problem: {problem}" in capsys.readouterr().err
+    assert not out.exists()
+
+
+def test_a_resumed_run_is_told_that_its_schedule_ends(order: Order, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = order().settings
+    say_of_schedule(settings, 64)
+    assert capsys.readouterr().err == ""
+    say_of_schedule(replace(settings, budget=Budget(steps=40)), 64)
+    assert "cosine schedule ends at step 12" in capsys.readouterr().err
+    say_of_schedule(replace(settings, budget=Budget(minutes=1)), 64)
+    assert "ends at step 12" in capsys.readouterr().err
 
 
 def test_a_first_signal_asks_and_a_second_leaves() -> None:
