@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any
 from redline.commands.common import (
     EXIT_DONE,
     EXIT_FAILED,
+    WORKLOAD_HELP,
     add_common,
+    add_sequence,
     check_sizes,
     command_line,
     try_page,
@@ -49,13 +51,14 @@ def add_profile(commands: Any) -> None:
         "workload",
         nargs="?",
         metavar="WORKLOAD",
-        help="tiny, gpt2, gpt2-medium, gpt2-large or gpt2-xl (default: gpt2 on a CUDA device, tiny elsewhere)",
+        help=WORKLOAD_HELP,
     )
     profile.add_argument("--recipe", metavar="FILE", type=Path, help="a recipe file, such as best.json of a run")
     profile.add_argument(
         "--rungs", metavar="A,B,...", help="the optimisations (default: all that apply here; 'none': the baseline)"
     )
     profile.add_argument("--micro-batch", metavar="N", type=int, help="sequences per step (default: the recipe's)")
+    add_sequence(profile)
     profile.add_argument(
         "--data", metavar="FILE", help="a UTF-8 text file to train on (default: the prose that ships with Python)"
     )
@@ -151,7 +154,7 @@ def prepare(options: argparse.Namespace) -> ProfileRun:
 
     given = check_options(options)
     if options.out is not None:
-        check_run_directory(options.out)
+        check_run_directory(options.out, resumable=False)
     hardware, versions = probe_machine(options.device)
     workload = choose_workload(options, hardware)
     recipe = choose_recipe(options, given, workload, hardware)
@@ -184,7 +187,7 @@ def check_options(options: argparse.Namespace) -> Recipe | None:
     if options.recipe is not None and options.rungs is not None:
         raise UserError("--recipe and --rungs were given together", "a recipe has its own rungs", "drop one of them")
     if options.workload is not None:
-        resolve_workload(options.workload)
+        resolve_workload(options.workload, sequence=options.sequence)
     if options.data is not None:
         check_corpus(options.data)
     recipe = load_recipe(options.recipe) if options.recipe is not None else None
@@ -210,9 +213,10 @@ def choose_workload(options: argparse.Namespace, hardware: Hardware) -> Workload
     from redline.workloads import resolve_workload
 
     name, notes = named_or_default(options.workload, hardware)
-    for note in notes:
+    workload = resolve_workload(name, options.data, options.sequence)
+    for note in (*notes, *workload.notes):
         print(note, file=sys.stderr)
-    return resolve_workload(name, options.data)
+    return workload
 
 
 def choose_recipe(options: argparse.Namespace, given: Recipe | None, workload: Workload, hardware: Hardware) -> Recipe:

@@ -150,7 +150,7 @@ def user_cache() -> Path:
     return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "redline"
 
 
-def check_run_directory(path: Path) -> None:
+def check_run_directory(path: Path, resumable: bool = True) -> None:
     """A run never overwrites another."""
     try:
         in_use = path.exists() and (not path.is_dir() or any(path.iterdir()))
@@ -160,7 +160,7 @@ def check_run_directory(path: Path) -> None:
         raise UserError(
             f"{path} is already in use",
             "a run never overwrites another",
-            f"choose another --out, or continue it with --resume {path}",
+            f"choose another --out, or continue it with --resume {path}" if resumable else "choose another --out",
         )
 
 

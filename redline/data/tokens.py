@@ -48,7 +48,7 @@ def write_tokens(path: Path, ids: numpy.ndarray, vocab: int) -> None:
         draft.unlink(missing_ok=True)
         raise UserError(
             f"cannot write the tokens {path}",
-            error.strerror or str(error),
+            error.strerror or "the disk is full",  # numpy says how many numbers it could not write, and no errno
             "free some space, or choose another folder with --out",
         ) from error
 

@@ -56,6 +56,8 @@ def parts_of(document: Document, width: int) -> Iterator[tuple[str, Table | Text
     if document["memory"] is not None:
         yield "memory", memory_table(document["memory"])
         yield "memory over the step", Text(memory_plot(document["memory"], width))
+        if document["memory"]["modules"]:
+            yield "memory at the peak, by module", memory_modules_table(document["memory"])
         yield "memory at the peak, by line", lines_table(document["memory"])
 
 
@@ -243,6 +245,17 @@ def lines_table(memory: Document) -> Table:
     for each in memory["lines"][:SHOWN_LINES]:
         where = one_line(f"{short(each['file'])}:{each['line']}")
         table.add_row(where, one_line(each["function"]), human_bytes(each["bytes"]))
+    return table
+
+
+def memory_modules_table(memory: Document) -> Table:
+    """Layers of one kind together, as the times have them."""
+    sizes: dict[str, int] = {}
+    for module, size in memory["modules"].items():
+        sizes[folded(module)] = sizes.get(folded(module), 0) + size
+    table = _table("module", "alive at the peak ")
+    for name, size in sorted(sizes.items(), key=lambda pair: -pair[1])[:SHOWN_MODULES]:
+        table.add_row(name, human_bytes(size))
     return table
 
 

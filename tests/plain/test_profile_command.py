@@ -292,6 +292,14 @@ def test_compiled_code_has_no_modules_and_says_so(document):
     assert "unknown: compiled code has no modules" in shown({**document, "compiled": True, "modules": modules})
 
 
+def test_memory_by_module_folds_layers_of_a_kind(document):
+    sizes = {"h.0.mlp": 3 * 2**20, "h.1.mlp": 2 * 2**20, "wte": 4 * 2**20}
+    text = shown({**document, "memory": {**document["memory"], "modules": sizes}})
+    part = text.split("by module")[-1].split("by line")[0]
+    assert part.index("h.*.mlp") < part.index("wte")
+    assert "5.00 MiB" in part
+
+
 def test_no_memory_profile_says_why(document):
     text = shown({**document, "memory": None, "memory_reason": "nobody could look"})
     assert "nobody could look" in text
