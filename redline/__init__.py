@@ -1,6 +1,6 @@
 """redline finds out how fast a machine can train a model, gets it there, and proves that nothing broke on the way.
 
-The commands are also functions, which return the document that `--json` prints:
+The commands are also functions, which return the document that `--json` prints; `print` and notebooks show its table:
 
     redline.ladder("tiny")["best"]
     redline.tune("tiny", minutes=2)["best"]
@@ -9,25 +9,53 @@ The commands are also functions, which return the document that `--json` prints:
     redline.hardware("NVIDIA L40S")["known"]["peak_tflops"]
     redline.profile("tiny", rungs="none")["advice"]
 
+And for a model and a loop of one's own (docs/api.md):
+
+    prepared = redline.prepare(model, "best.json");  loss = prepared.step(batch)
+    meter = redline.Meter(tokens_per_step=8192, model=model)
+
 Importing redline imports nothing heavy. A mistake raises `redline.core.errors.UserError`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from redline.api.document import Document
+    from redline.api.meter import Meter
+    from redline.api.prepare import Prepared
+    from redline.core.recipe import Recipe
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "estimate", "hardware", "ladder", "lint", "profile", "tune"]
+__all__ = [
+    "Document",
+    "Meter",
+    "Prepared",
+    "__version__",
+    "estimate",
+    "hardware",
+    "ladder",
+    "lint",
+    "prepare",
+    "profile",
+    "tune",
+]
 
 
 def ladder(
-    workload: str | None = None,
+    workload: str | Callable[[], nn.Module] | None = None,
     *,
     rungs: str | None = None,
     without: str | None = None,
     start: Path | str | None = None,
     micro_batch: int | None = None,
+    sequence: int | None = None,
     data: str | None = None,
     device: str | None = None,
     keep: str | None = None,
@@ -40,14 +68,17 @@ def ladder(
     global_batch: int | None = None,
     out: Path | str | None = None,
     timeout_seconds: float = 600.0,
-) -> dict[str, Any]:
+) -> Document:
     """Measure the ladder and return its document, the same one `redline ladder --json` prints.
 
-    The arguments are the command's options (`redline ladder --help`); `start` is `--from`. Progress goes to standard
-    error, results to the run directory `out`. A mistake raises `redline.core.errors.UserError`.
+    `workload`: words as on the command line, or a function of a file that builds the model. The other arguments are
+    the command's options (`redline ladder --help`); `start` is `--from`. Progress goes to standard error, results
+    to the run directory `out`. A mistake raises `redline.core.errors.UserError`.
     """
     from rich.console import Console
 
+    from redline.api.document import Document
+    from redline.api.factory import words_of
     from redline.core.job import REPORT_FILE
     from redline.report.live import LiveLadder
     from redline.report.page import render_page
@@ -55,11 +86,12 @@ def ladder(
 
     check_timeout(timeout_seconds)
     run = prepare_ladder(
-        workload=workload,
+        workload=words_of(workload, "redline.ladder"),
         rungs=rungs,
         without=without,
         start=None if start is None else Path(start),
         micro_batch=micro_batch,
+        sequence=sequence,
         data=data,
         device=device,
         keep=keep,
@@ -76,11 +108,11 @@ def ladder(
         document = run.climb(timeout_seconds=timeout_seconds, view=view)
     with run.directory.explaining():
         run.directory.write(REPORT_FILE, render_page(document))
-    return document
+    return Document(document, kind="ladder")
 
 
 def tune(
-    workload: str | None = None,
+    workload: str | Callable[[], nn.Module] | None = None,
     *,
     minutes: float | None = None,
     allow: str | None = None,
@@ -89,6 +121,7 @@ def tune(
     micro_batch: int | None = None,
     global_batch: int | None = None,
     memory_limit: str | None = None,
+    sequence: int | None = None,
     data: str | None = None,
     device: str | None = None,
     steps: int | None = None,
@@ -96,18 +129,21 @@ def tune(
     timeout: float | None = None,
     fresh: bool = False,
     out: Path | str | None = None,
-) -> dict[str, Any]:
+) -> Document:
     """Search for the fastest recipe that still trains right: the document of `redline tune --json`.
 
-    The arguments are the command's options (`redline tune --help`), with its defaults; the recipe is best.json in the
-    run directory `out`. Progress goes to standard error.
+    `workload`: words as on the command line, or a function of a file that builds the model. The other arguments are
+    the command's options (`redline tune --help`), with its defaults; the recipe is best.json in the run directory
+    `out`. Progress goes to standard error.
     """
+    from redline.api.document import Document
+    from redline.api.factory import words_of
     from redline.commands.common import options_of
     from redline.commands.tune import add_tune
     from redline.commands.tune import tune as document_of
 
     given = {
-        "workload": workload,
+        "workload": words_of(workload, "redline.tune"),
         "minutes": minutes,
         "allow": allow,
         "rungs": rungs,
@@ -115,6 +151,7 @@ def tune(
         "micro_batch": micro_batch,
         "global_batch": global_batch,
         "memory_limit": memory_limit,
+        "sequence": sequence,
         "data": data,
         "device": device,
         "steps": steps,
@@ -123,7 +160,7 @@ def tune(
         "fresh": fresh or None,
         "out": None if out is None else Path(out),
     }
-    return document_of(options_of(add_tune, "tune", given), _call("tune", given))[0]
+    return Document(document_of(options_of(add_tune, "tune", given), _call("tune", given))[0], kind="tune")
 
 
 def estimate(
@@ -141,12 +178,13 @@ def estimate(
     zero: int | None = None,
     global_batch: int | None = None,
     inference: bool | str = False,
-) -> dict[str, Any]:
+) -> Document:
     """Parameters, FLOPs, memory and speed of a step, worked out: the document of `redline estimate --json`.
 
     The arguments are the command's options (`redline estimate --help`), with its defaults; `recipe` is `--from`, and
     `inference` is True or a precision.
     """
+    from redline.api.document import Document
     from redline.commands.common import options_of
     from redline.commands.estimate import AS_THE_PLAN, add_estimate
     from redline.commands.estimate import estimate as document_of
@@ -166,7 +204,8 @@ def estimate(
         "global_batch": global_batch,
         "inference": AS_THE_PLAN if inference is True else inference or None,
     }
-    return {**document_of(options_of(add_estimate, "estimate", given)), "command": _call("estimate", given)}
+    found = document_of(options_of(add_estimate, "estimate", given))
+    return Document({**found, "command": _call("estimate", given)}, kind="estimate")
 
 
 def lint(
@@ -182,12 +221,13 @@ def lint(
     seconds: float | None = None,
     fix: Path | str | None = None,
     overwrite: bool = False,
-) -> dict[str, Any]:
+) -> Document:
     """The sizes of a model that cost speed, and the nearest good ones: the document of `redline lint --json`.
 
     The arguments are the command's options (`redline lint --help`), with its defaults. Nothing is timed without
     `measure`, and nothing written unless `fix` names a file.
     """
+    from redline.api.document import Document
     from redline.commands.common import options_of
     from redline.commands.lint import add_lint
     from redline.commands.lint import lint as document_of
@@ -205,7 +245,8 @@ def lint(
         "fix": None if fix is None else str(fix),
         "overwrite": overwrite or None,
     }
-    return {**document_of(options_of(add_lint, "lint", given)), "command": _call("lint", given)}
+    found = document_of(options_of(add_lint, "lint", given))
+    return Document({**found, "command": _call("lint", given)}, kind="lint")
 
 
 def hardware(
@@ -215,11 +256,12 @@ def hardware(
     micro_batch: int | None = None,
     seconds: float | None = None,
     device: str | None = None,
-) -> dict[str, Any]:
+) -> Document:
     """This machine, or the device of that name, beside its data sheet: the document of `redline hardware --json`.
 
     `measure`: True, or a workload: time its products here, and keep the result.
     """
+    from redline.api.document import Document
     from redline.commands.common import options_of
     from redline.commands.hardware import DEFAULT_WORKLOAD, add_hardware
     from redline.commands.hardware import hardware as document_of
@@ -231,26 +273,43 @@ def hardware(
         "seconds": seconds,
         "device": device,
     }
-    return document_of(options_of(add_hardware, "hardware", {**given, "command": _call("hardware", given)}))
+    options = options_of(add_hardware, "hardware", {**given, "command": _call("hardware", given)})
+    return Document(document_of(options), kind="hardware")
 
 
 def profile(
-    workload: str | None = None,
+    workload: str | Callable[..., Any] | None = None,
     *,
     recipe: Path | str | None = None,
     rungs: str | None = None,
     micro_batch: int | None = None,
+    sequence: int | None = None,
     data: str | None = None,
     device: str | None = None,
     steps: int | None = None,
     out: Path | str | None = None,
     timeout: float | None = None,
-) -> dict[str, Any]:
+    batches: Iterable[Any] | None = None,
+    model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> Document:
     """Where a step's time and memory go, and what to do first: the document of `redline profile --json`.
 
-    The arguments are the command's options (`redline profile --help`), with its defaults. A worker that failed is a
-    document too: its "status" is "failed", its "reason" says why.
+    A workload's name or file is profiled in a process of its own; the arguments are the command's options (`redline
+    profile --help`), with its defaults. A worker that failed is a document too: its "status" is "failed", its "reason"
+    says why.
+
+    A function is a step of your own, and is profiled here: called some dozens of times, with one of `batches` after
+    the other if it takes any. `model` tells its modules apart; with `optimizer` both are put back as they were. `steps`
+    and `out`, for the trace, are the only other arguments it takes.
+
+    >>> import torch, redline
+    >>> model = torch.nn.Linear(8, 8)
+    >>> found = redline.profile(lambda: model(torch.ones(4, 8)).sum().backward(), model=model, steps=1)
+    >>> found["device"], found["findings"]
+    ('cpu', [])
     """
+    from redline.api.document import Document
     from redline.commands.common import options_of
     from redline.commands.profile import add_profile
     from redline.commands.profile import profile as document_of
@@ -260,13 +319,89 @@ def profile(
         "recipe": None if recipe is None else Path(recipe),
         "rungs": rungs,
         "micro_batch": micro_batch,
+        "sequence": sequence,
         "data": data,
         "device": device,
         "steps": steps,
         "out": None if out is None else Path(out),
         "timeout": timeout,
     }
-    return document_of(options_of(add_profile, "profile", {**given, "command": _call("profile", given)}))
+    own = {"batches": batches, "model": model, "optimizer": optimizer}
+    if callable(workload):
+        from redline.api.profile import profile_callable
+
+        _refuse(given, "profile", "a function is profiled as it is", but=("workload", "steps", "out"))
+        place = None if out is None else Path(out)
+        return profile_callable(workload, **own, steps=steps, out=place, command="redline.profile(step)")
+    _refuse(own, "profile", "a workload brings its own")
+    options = options_of(add_profile, "profile", {**given, "command": _call("profile", given)})
+    return Document(document_of(options), kind="profile")
+
+
+def prepare(
+    model: nn.Module,
+    recipe: Path | str | Recipe | Iterable[str],
+    *,
+    learning_rate: float | Callable[[int], float] | None = None,
+    weight_decay: float = 0.1,
+    clip_norm: float = 1.0,
+    loss: Callable[[Any, Any], torch.Tensor] | None = None,
+    device: torch.device | str | None = None,
+) -> Prepared:
+    """A recipe on a module of your own: model, optimizer, autocast, scaler and step for a plain training loop.
+
+    `recipe`: a file such as best.json of a run, a Recipe, or names of rungs. What cannot be done to the module from
+    outside is in `prepared.left_out`, with the reason. `loss(model, batch)` returns a scalar; without it the model is
+    called with the batch and must return a loss, or logits for a pair of inputs and targets (docs/api.md).
+    `learning_rate` is AdamW's, a number (torch's schedulers may change it) or a function of the steps taken; another
+    optimizer gets its own factor on it. The module is changed in place and moved to `device` if that is given.
+
+    >>> import torch, redline
+    >>> model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.GELU(approximate="tanh"), torch.nn.Linear(32, 4))
+    >>> prepared = redline.prepare(model, ["bf16", "fused-adamw", "loader-workers"], learning_rate=1e-2)
+    >>> inputs, classes = torch.ones(16, 8), torch.zeros(16, dtype=torch.int64)
+    >>> losses = [prepared.step((inputs, classes)).item() for _ in range(10)]
+    >>> losses[-1] < losses[0]
+    True
+    >>> prepared.rungs, list(prepared.left_out)
+    (('bf16', 'fused-adamw'), ['loader-workers'])
+    """
+    from redline.api.prepare import prepare as prepare_module
+
+    return prepare_module(
+        model,
+        recipe,
+        learning_rate=learning_rate,
+        weight_decay=weight_decay,
+        clip_norm=clip_norm,
+        loss=loss,
+        device=device,
+    )
+
+
+def __getattr__(name: str) -> Any:
+    """Classes that need torch, or are rarely named, are imported when they are."""
+    from importlib import import_module
+
+    if name not in _CLASSES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_CLASSES[name]), name)
+
+
+_CLASSES = {
+    "Document": "redline.api.document",
+    "Meter": "redline.api.meter",
+    "Prepared": "redline.api.prepare",
+}
+
+
+def _refuse(given: dict[str, Any], function: str, why: str, but: tuple[str, ...] = ()) -> None:
+    """Arguments that would be ignored are mistakes."""
+    from redline.core.errors import UserError
+
+    for name, value in given.items():
+        if value is not None and name not in but:
+            raise UserError(f"redline.{function} was given {name}", why, f"drop {name}")
 
 
 def _call(function: str, given: dict[str, Any]) -> str:

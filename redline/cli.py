@@ -33,6 +33,7 @@ COMMANDS = {  # in the order of --help: the file in redline/commands, and its fu
     "estimate": "estimate",
     "hardware": "hardware",
     "report": "report",
+    "watch": "watch",
 }
 
 

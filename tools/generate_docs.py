@@ -139,7 +139,7 @@ def records_with(folder: Path, rung: str) -> list[dict[str, Any]]:
     return [
         document
         for document in loaded
-        if isinstance(document, dict) and any(row["rung"] == rung for row in document.get("rows", ()))
+        if isinstance(document, dict) and any(row.get("rung") == rung for row in document.get("rows", ()))
     ]
 
 

@@ -17,6 +17,21 @@ EXIT_DONE, EXIT_FAILED, EXIT_MISTAKE, EXIT_INTERRUPTED = 0, 1, 2, 130
 MOST = {"micro_batch": 2**20, "sequence": 2**24, "gpus": 2**20, "tp": 1024, "pp": 4096, "global_batch": 2**30}
 
 
+WORKLOAD_HELP = (
+    "tiny, gpt2, gpt2-medium, gpt2-large or gpt2-xl; a Hugging Face config.json, model folder or a name in its local "
+    "cache; a shape file (default: gpt2 on a CUDA device, tiny elsewhere)"
+)
+
+
+def add_sequence(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--sequence",
+        metavar="N",
+        type=int,
+        help="tokens per sequence (default: the preset's; of a config its context, 1024 at most)",
+    )
+
+
 def add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json",
@@ -57,6 +72,28 @@ def try_page(
             error.strerror or str(error),
             "copy the run directory to a place you may write to and use `redline report` there",
         )
+
+
+def check_html(path: Path, example: str) -> None:
+    """Where --html writes to, before anything is measured."""
+    from redline.core.errors import UserError
+
+    if path.is_dir() or not path.parent.is_dir():
+        why = "it is a folder" if path.is_dir() else f"{path.parent} is no folder"
+        raise UserError(f"cannot write {path}", why, f"name a FILE in a folder that is there, such as {example}")
+
+
+def write_html(path: Path, page: str) -> None:
+    from redline.core.errors import UserError
+    from redline.core.job import write_atomically
+
+    try:
+        write_atomically(path, page)
+    except OSError as error:
+        raise UserError(
+            f"cannot write {path}", error.strerror or str(error), "choose a FILE you may write to"
+        ) from error
+    print(f"page {path}", file=sys.stderr)
 
 
 def warn_of(trouble: UserError) -> None:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from redline.core.workload import Shape, Workload
     from redline.predict.estimate import Subject, Target
     from redline.predict.parallel import Layout
+    from redline.predict.traced_estimate import TracedSubject
     from redline.workloads import Resolved
 
 DEFAULT_WORKLOAD = "gpt2"
@@ -91,9 +92,14 @@ def run_estimate(options: argparse.Namespace) -> int:
 def estimate(options: argparse.Namespace) -> dict[str, Any]:
     """The document that --json prints."""
     from redline.predict.estimate import document
+    from redline.workloads.python_file import is_python_file
 
     check_options(options)
     machine = choose_machine(options)
+    if is_python_file(options.workload):
+        from redline.predict.traced_estimate import traced_document
+
+        return {"command": command_line(), **traced_document(choose_traced(options, machine), machine)}
     return {"command": command_line(), **document(choose_subject(options, machine), machine)}
 
 
@@ -165,22 +171,54 @@ def hardware_of(device: Device | None) -> Hardware:
 # the subject
 
 
-def choose_subject(options: argparse.Namespace, machine: Target) -> Subject:
+def choose_traced(options: argparse.Namespace, machine: Target) -> TracedSubject:
+    """A user's file: the model is run once, on the host, to see what it is."""
+    from redline.core.traced import Traced
+    from redline.predict.fitting import TracedCase
+    from redline.predict.traced import one_gpu_only
+    from redline.predict.traced_estimate import TracedSubject
+    from redline.rungs import plan_of
+    from redline.search.inspect import find_workload
+
+    for name, plain in (("gpus", 1), ("tp", 1), ("pp", 1), ("zero", 0), ("inference", None), ("global_batch", None)):
+        if getattr(options, name) != plain:
+            raise one_gpu_only("--" + name.replace("_", "-"))
+    workload = find_workload(options.workload, sequence=options.sequence)
+    words, micro_batch = words_of(options)
+    micro_batch = micro_batch or workload.micro_batch
+    rungs, assumed = choose_rungs(words, workload, machine, options.optimizer)
+    assert isinstance(workload.shape, Traced)
+    return TracedSubject(
+        name=workload.name,
+        origin=f"Python file {options.workload}",
+        case=TracedCase(shape=workload.shape, plan=plan_of(rungs)),
+        rungs=rungs,
+        micro_batch=micro_batch,
+        notes=(*assumed, *workload.notes),
+    )
+
+
+def words_of(options: argparse.Namespace) -> tuple[str | None, int | None]:
+    """Rungs and micro batch as given, by options or by a recipe."""
     from redline.core.recipe import load_recipe
+
+    if options.recipe is None:
+        return options.rungs, options.micro_batch
+    recipe = load_recipe(Path(options.recipe))
+    return ",".join(recipe.rungs) or "none", options.micro_batch or recipe.micro_batch
+
+
+def choose_subject(options: argparse.Namespace, machine: Target) -> Subject:
     from redline.predict.estimate import Subject
     from redline.predict.fitting import Case
     from redline.rungs import plan_of
     from redline.workloads import resolve_shape
 
     resolved = resolve_shape(options.workload)
-    words = options.rungs
-    if options.recipe is not None:
-        recipe = load_recipe(Path(options.recipe))
-        words = ",".join(recipe.rungs) or "none"
-        if options.micro_batch is None:
-            options = argparse.Namespace(**{**vars(options), "micro_batch": recipe.micro_batch})
+    words, micro_batch = words_of(options)
+    options = argparse.Namespace(**{**vars(options), "micro_batch": micro_batch})
     shape, micro_batch, notes = choose_sizes(options, resolved)
-    rungs, assumed = choose_rungs(words, shape, machine, options.optimizer)
+    rungs, assumed = choose_rungs(words, _workload(shape), machine, options.optimizer)
     if resolved.origin.kind != "preset":
         rungs, tying = tied_as_published(rungs, shape)
         assumed += tying
@@ -225,7 +263,7 @@ def choose_sizes(options: argparse.Namespace, resolved: Resolved) -> tuple[Shape
 
 
 def choose_rungs(
-    words: str | None, shape: Shape, machine: Target, optimizer: str | None = None
+    words: str | None, workload: Workload, machine: Target, optimizer: str | None = None
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Rungs in the ladder's order, and notes. Named ones must apply; without a name it is all that do. An optimizer's
     rung takes the place of the one among them."""
@@ -233,24 +271,24 @@ def choose_rungs(
     from redline.rungs.ladder import LADDER, check_alternatives, with_optimizer
 
     if words is None:
-        named: Iterable[str] = usual_rungs(_workload(shape), machine.hardware)
+        named: Iterable[str] = usual_rungs(workload, machine.hardware)
     else:
         named = [] if words.strip() == "none" else [find_rung(word.strip()).name for word in words.split(",")]
     chosen = tuple(rung.name for rung in LADDER[1:] if rung.name in named)
     check_alternatives(chosen)
     if optimizer is not None:
         chosen = with_optimizer(chosen, optimizer)
-    check_rungs_apply(chosen, shape, machine)
+    check_rungs_apply(chosen, workload, machine)
     return chosen, () if words is not None else (f"rungs assumed: {', '.join(chosen)} (--rungs)",)
 
 
-def check_rungs_apply(names: Iterable[str], shape: Shape, machine: Target) -> None:
+def check_rungs_apply(names: Iterable[str], workload: Workload, machine: Target) -> None:
     from redline.core.plan import Plan
     from redline.rungs import find_rung, why_not
 
     plan = Plan()
     for rung in map(find_rung, names):
-        reason = why_not(rung, _workload(shape), machine.hardware, plan)
+        reason = why_not(rung, workload, machine.hardware, plan)
         if reason is not None:
             raise UserError(
                 f"{rung.name} does not apply", reason, f"leave {rung.name} out of the rungs, or choose another --gpu"

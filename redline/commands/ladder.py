@@ -12,7 +12,9 @@ from redline.commands.common import (
     EXIT_DONE,
     EXIT_FAILED,
     EXIT_INTERRUPTED,
+    WORKLOAD_HELP,
     add_common,
+    add_sequence,
     command_line,
     try_page,
     warn_of,
@@ -31,7 +33,7 @@ def add_ladder(commands: Any) -> None:
         "workload",
         nargs="?",
         metavar="WORKLOAD",
-        help="tiny, gpt2, gpt2-medium, gpt2-large or gpt2-xl (default: gpt2 on a CUDA device, tiny elsewhere)",
+        help=WORKLOAD_HELP,
     )
     ladder.add_argument(
         "--rungs", metavar="A,B,...", help="climb only these, on top of the baseline ('none': the first row alone)"
@@ -46,6 +48,7 @@ def add_ladder(commands: Any) -> None:
         help="start from a recipe file, such as best.json of a run, instead of the baseline",
     )
     ladder.add_argument("--micro-batch", metavar="N", type=int, help="sequences per step (default: the workload's)")
+    add_sequence(ladder)
     ladder.add_argument(
         "--data", metavar="FILE", help="a UTF-8 text file to train on (default: the prose that ships with Python)"
     )
@@ -137,6 +140,7 @@ CHOICES = (
     "without",
     "start",
     "micro_batch",
+    "sequence",
     "data",
     "device",
     "keep",

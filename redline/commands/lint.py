@@ -5,12 +5,19 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from redline.commands.common import EXIT_DONE, EXIT_FAILED, add_common, check_sizes, command_line
+from redline.commands.common import (
+    EXIT_DONE,
+    EXIT_FAILED,
+    add_common,
+    check_html,
+    check_sizes,
+    command_line,
+    write_html,
+)
 from redline.core.errors import UserError, unknown_name
 
 if TYPE_CHECKING:
@@ -79,11 +86,11 @@ def add_lint(commands: Any) -> None:
 
 def run_lint(options: argparse.Namespace) -> int:
     if options.html is not None:
-        check_html(options.html)
+        check_html(options.html, "lint.html")
     found = lint(options)
     show(found, options)
     if options.html is not None:
-        write_html(found, options.html)
+        write_page(found, options.html)
     costly = any(not finding["mild"] for finding in found["findings"])
     return EXIT_FAILED if options.strict and costly else EXIT_DONE
 
@@ -93,9 +100,12 @@ def lint(options: argparse.Namespace) -> dict[str, Any]:
     from redline.predict.lint import document
     from redline.predict.lint import lint as lint_subject
     from redline.workloads import resolve_shape
+    from redline.workloads.python_file import is_python_file
 
     check_options(options)
     ignored = ignored_rules(options.ignore)
+    if is_python_file(options.workload):
+        return lint_python_file(options, ignored)
     resolved = resolve_shape(options.workload)
     device, hardware = measured_device(options) if options.measure else known_device(options)
     subject, notes = choose_subject(options, resolved, device)
@@ -112,6 +122,58 @@ def lint(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def lint_python_file(options: argparse.Namespace, ignored: tuple[str, ...]) -> dict[str, Any]:
+    """A user's own model: sizes and lines as they were seen. Where the file describes a shape, its sizes are linted as
+    any shape's are, and only the lines come from the model."""
+    from redline.core.traced import Traced
+    from redline.core.workload import Shape
+    from redline.predict.lint import document
+    from redline.predict.lint import lint as lint_subject
+    from redline.predict.subject import Subject
+    from redline.predict.traced_lint import findings_of, traced_lint_document
+    from redline.search.inspect import find_workload
+
+    refuse_for_python(options)
+    workload = find_workload(options.workload, sequence=options.sequence)
+    traced = workload.shape
+    assert isinstance(traced, Traced)
+    device, hardware = known_device(options)
+    size, dtype = options.micro_batch or workload.micro_batch, choose_dtype(options.dtype, device)
+    described = None if traced.described is None else Shape(**traced.described)
+    found = findings_of(
+        traced,
+        micro_batch=size,
+        dtype=dtype,
+        device=device,
+        ignore=ignored if described is None else (*ignored, "layer-size"),
+    )
+    if described is None:
+        body = traced_lint_document(traced, found, hardware=hardware, micro_batch=size, dtype=dtype)
+    else:
+        subject = Subject(shape=described, micro_batch=size, dtype=dtype, device=device)
+        body = document(lint_subject(subject, ignored), hardware)
+        body["findings"] += [finding.document() for finding in found]
+    return {
+        "name": workload.name,
+        "origin": f"Python file {options.workload}",
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": command_line(),
+        **body,
+        "notes": [] if options.micro_batch else [f"micro batch {size} is assumed (--micro-batch)"],
+    }
+
+
+def refuse_for_python(options: argparse.Namespace) -> None:
+    for name, why in (
+        ("fix", "its sizes are written in its own code: there is no config to write"),
+        ("measure", "what a change of its code brings only the changed code tells"),
+        ("html", "the page draws the products of a described shape"),
+        ("tp", "how a model of one's own is cut among GPUs is not known"),
+    ):
+        if getattr(options, name) not in (None, False, 1):
+            raise UserError(f"--{name} with a Python file", why, f"leave --{name} out")
+
+
 def check_options(options: argparse.Namespace) -> None:
     check_sizes(options, ("micro_batch", "tp", "sequence"))
     if options.seconds is not None:
@@ -126,11 +188,13 @@ def check_options(options: argparse.Namespace) -> None:
 
 def ignored_rules(words: str | None) -> tuple[str, ...]:
     from redline.predict.lint_rules import RULES
+    from redline.predict.traced_lint import RULES as TRACED_RULES
 
     names = tuple(word.strip() for word in (words or "").split(",") if word.strip())
+    known = [*(rule.name for rule in RULES), *TRACED_RULES]
     for name in names:
-        if name not in {rule.name for rule in RULES}:
-            raise unknown_name("rule", name, [rule.name for rule in RULES])
+        if name not in known:
+            raise unknown_name("rule", name, known)
     return names
 
 
@@ -321,24 +385,10 @@ def write_fix(target: Path | None, resolved: Resolved, report: Report, options: 
 # --html
 
 
-def check_html(path: Path) -> None:
-    """Before anything is measured."""
-    if path.is_dir() or not path.parent.is_dir():
-        why = "it is a folder" if path.is_dir() else f"{path.parent} is no folder"
-        raise UserError(f"cannot write {path}", why, "name a FILE in a folder that is there, such as lint.html")
-
-
-def write_html(found: dict[str, Any], path: Path) -> None:
-    from redline.core.job import write_atomically
+def write_page(found: dict[str, Any], path: Path) -> None:
     from redline.report.lint_page import render_lint_page
 
-    try:
-        write_atomically(path, render_lint_page(found))
-    except OSError as error:
-        raise UserError(
-            f"cannot write {path}", error.strerror or str(error), "choose a FILE you may write to"
-        ) from error
-    print(f"page {path}", file=sys.stderr)
+    write_html(path, render_lint_page(found))
 
 
 def show(found: dict[str, Any], options: argparse.Namespace) -> None:

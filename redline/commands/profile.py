@@ -177,7 +177,7 @@ def check_options(options: argparse.Namespace) -> Recipe | None:
     from redline.data.text import check_corpus
     from redline.rungs.ladder import check_alternatives
     from redline.search.ladder import check_choice, check_timeout
-    from redline.workloads import resolve_workload
+    from redline.search.inspect import find_workload
 
     check_timeout(options.timeout)
     check_choice("device", options.device, ("cuda", "cpu"))
@@ -187,7 +187,7 @@ def check_options(options: argparse.Namespace) -> Recipe | None:
     if options.recipe is not None and options.rungs is not None:
         raise UserError("--recipe and --rungs were given together", "a recipe has its own rungs", "drop one of them")
     if options.workload is not None:
-        resolve_workload(options.workload, sequence=options.sequence)
+        find_workload(options.workload, sequence=options.sequence)
     if options.data is not None:
         check_corpus(options.data)
     recipe = load_recipe(options.recipe) if options.recipe is not None else None
@@ -210,10 +210,10 @@ def named_rungs(words: str) -> tuple[str, ...]:
 
 def choose_workload(options: argparse.Namespace, hardware: Hardware) -> Workload:
     from redline.search.ladder import named_or_default
-    from redline.workloads import resolve_workload
+    from redline.search.inspect import find_workload
 
     name, notes = named_or_default(options.workload, hardware)
-    workload = resolve_workload(name, options.data, options.sequence)
+    workload = find_workload(name, options.data, options.sequence)
     for note in (*notes, *workload.notes):
         print(note, file=sys.stderr)
     return workload
@@ -253,7 +253,7 @@ def open_run(options: argparse.Namespace, job: Job, hardware: Hardware, versions
     from redline.core.values import to_json
     from redline.data.tokens import encode_corpus, write_tokens
 
-    tokens = encode_corpus(job.workload)
+    tokens = encode_corpus(job.workload) if job.workload.reads_text else None
     now = datetime.now(UTC)
     path = options.out or Path("runs") / f"profile-{job.workload.name}-{datetime.now():%Y%m%d-%H%M%S}"
     directory = create_run_directory(path)
@@ -267,7 +267,8 @@ def open_run(options: argparse.Namespace, job: Job, hardware: Hardware, versions
         "recipe": to_json(job.recipe),
     }
     with explaining(path):
-        write_tokens(path / job.tokens, tokens, job.workload.shape.vocab)
+        if tokens is not None:
+            write_tokens(path / job.tokens, tokens, job.workload.decoder.vocab)
         directory.write(RUN_FILE, json.dumps(record, indent=2) + "\n")
     return ProfileRun(directory=directory, job=job, hardware=hardware, record=record)
 
@@ -289,7 +290,6 @@ def failed_document(run: ProfileRun, failure: Failure) -> dict[str, Any]:
 
 def document(run: ProfileRun, found: Profile) -> dict[str, Any]:
     from redline.core.hardware import known_device
-    from redline.core.profile import FINDINGS
     from redline.core.values import to_json
     from redline.machine import find_measured
     from redline.predict.advice import advise, rates_of
@@ -308,15 +308,32 @@ def document(run: ProfileRun, found: Profile) -> dict[str, Any]:
         candidates=candidates_of(recipe, workload, hardware),
         rates=rates,
     )
-    step = found.step_seconds.median
-    seconds, phases = found.by_group(), found.by_phase()
     return {
         "status": "ok",
         **run.record,
+        **figures(found, plan, device, measured),
+        "tokens_per_second": recipe.micro_batch * workload.shape.sequence / found.step_seconds.median,
+        "roofline": roofline_json(run, plan, device, measured),
+        "rates": None if rates is None else to_json(rates),
+        "advice": to_json(advice),
+        "memory": None if found.memory is None else memory_json(run, plan, found),
+        "notes": [*found.notes, *notes],
+        "trace": None if found.trace is None else str(run.directory.path / found.trace),
+        "directory": str(run.directory.path),
+    }
+
+
+def figures(found: Profile, plan: Plan, device: Any, measured: Any) -> dict[str, Any]:
+    """What was measured, of whatever step; `plan` tells TF32 from fp32."""
+    from redline.core.profile import FINDINGS
+    from redline.core.values import to_json
+
+    step = found.step_seconds.median
+    seconds, phases = found.by_group(), found.by_phase()
+    return {
         "device": found.device,
         "compiled": found.compiled,
         "step_seconds": to_json(found.step_seconds),
-        "tokens_per_second": recipe.micro_batch * workload.shape.sequence / step,
         "profiled_steps": found.steps,
         "profiled_step_seconds": found.profiled_seconds,
         "profiler_overhead": found.profiled_seconds / step - 1,
@@ -331,15 +348,8 @@ def document(run: ProfileRun, found: Profile) -> dict[str, Any]:
         "cpu_seconds": found.cpu_seconds,
         "sync_idle_seconds": found.sync_idle_seconds,
         "attention": found.attention,
-        "roofline": roofline_json(run, plan, device, measured),
-        "rates": None if rates is None else to_json(rates),
-        "advice": to_json(advice),
         "findings": [{**to_json(each), "fix": FINDINGS[each.kind]} for each in found.findings],
-        "memory": None if found.memory is None else memory_json(run, plan, found),
         "memory_reason": found.memory_reason,
-        "notes": [*found.notes, *notes],
-        "trace": None if found.trace is None else str(run.directory.path / found.trace),
-        "directory": str(run.directory.path),
     }
 
 
@@ -392,14 +402,15 @@ def kernel_json(kernel: Kernel, peaks: Peaks | None) -> dict[str, Any]:
 
 
 def roofline_json(run: ProfileRun, plan: Plan, device: Any, measured: Any) -> dict[str, Any] | None:
-    """What this step could take; None for a device without a data sheet."""
+    """What this step could take; None for a device without a data sheet, and for a model whose operations nobody
+    described."""
     from redline.predict.roofline import predict_step, reachable, sheet_peaks
 
     sheet = None if device is None else sheet_peaks(plan, device)
-    if device is None or sheet is None:
+    if device is None or sheet is None or not run.job.workload.reads_text:
         return None
     predicted = predict_step(
-        run.job.workload.shape,
+        run.job.workload.decoder,
         plan,
         micro_batch=run.job.recipe.micro_batch,
         sheet=sheet,

@@ -1,4 +1,9 @@
-"""`redline report` draws what a run directory holds again: a ladder's table and page, a training run's, a profile."""
+"""`redline report` draws what a run directory holds again, serves it while the run goes on, or compares two runs.
+
+redline report DIR                          the table or summary, and report.html
+redline report DIR --serve                  the page on 127.0.0.1, drawn anew as the run goes on
+redline report A B --fail-below 0.95        side by side; exit code 1 when B is slower than that share of A
+"""
 
 from __future__ import annotations
 
@@ -8,29 +13,137 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from redline.commands.common import EXIT_DONE, add_common
+from redline.commands.common import EXIT_DONE, EXIT_FAILED, add_common, command_line
+from redline.core.errors import UserError
 
 
 def add_report(commands: Any) -> None:
     report = commands.add_parser(
         "report",
-        help="draw a run's table or curves and its page again",
-        description="Draw what a run directory holds again, on any machine: the table and report.html of a ladder, "
-        "the summary and report.html of a training run, also while it goes on.",
+        help="draw a run's table and page again, serve it, or compare two runs",
+        description="Draw what a run directory holds again, on any machine: the table and report.html of a ladder or a "
+        "tune, a profile, the summary and report.html of a training run, also while it goes on. With two runs, say "
+        "what changed from A to B and whether it is more than noise.",
+        epilog="Exit codes: 0 done; 1 B is below --fail-below, or a ladder's row is different; 2 a mistake in the "
+        "command, or a figure that --fail-below needs is not known.",
     )
-    report.add_argument("directory", metavar="DIR", type=Path, help="a run directory")
+    report.add_argument("directory", metavar="DIR", type=Path, help="a run directory; as A of two also a results file")
+    report.add_argument(
+        "other",
+        metavar="B",
+        type=Path,
+        nargs="?",
+        help="compare: a run directory, or a file that `ladder --json`, `tune --json` or `report DIR --json` printed",
+    )
+    report.add_argument(
+        "--fail-below",
+        metavar="SHARE",
+        type=float,
+        help="with B: exit code 1 when its figure is less than this share of A's, such as 0.95",
+    )
+    report.add_argument("--rung", metavar="NAME", help="with B: compare this rung (default: the best of each)")
+    report.add_argument("--html", metavar="FILE", type=Path, help="with B: write the comparison as a page")
+    report.add_argument(
+        "--serve", action="store_true", help="serve the page to this machine alone (127.0.0.1) until Ctrl-C"
+    )
+    report.add_argument("--port", metavar="N", type=int, help="with --serve (default: 8765; 0: any that is free)")
     add_common(report)
     report.set_defaults(run=run_report)
 
 
 def run_report(options: argparse.Namespace) -> int:
-    from redline.core.job import open_run_directory
+    check_options(options)
+    if options.other is not None:
+        return report_comparison(options)
+    if options.serve:
+        from redline.commands.serve import DEFAULT_PORT, serve
 
-    record: object = open_run_directory(options.directory).read_run()
-    kind = record.get("kind") if isinstance(record, dict) else None
-    return {"train": report_training, "profile": report_profile, "tune": report_tune}.get(str(kind), report_ladder)(
-        options
+        return serve(options.directory, DEFAULT_PORT if options.port is None else options.port)
+    from redline.commands.standing import kind_of_run
+
+    return {
+        "ladder": report_ladder,
+        "tune": report_tune,
+        "train": report_training,
+        "profile": report_profile,
+    }[kind_of_run(options.directory)](options)
+
+
+def check_options(options: argparse.Namespace) -> None:
+    """What belongs to a comparison needs two runs, and what is served is one."""
+    of_two = [name for name in ("fail_below", "rung", "html") if getattr(options, name) is not None]
+    if of_two and options.other is None:
+        option = "--" + of_two[0].replace("_", "-")
+        raise UserError(f"{option} with one run", "it belongs to a comparison", "give two: redline report A B")
+    if options.serve and (options.other is not None or options.json):
+        other = "two runs" if options.other is not None else "--json"
+        raise UserError(f"--serve with {other}", "it shows the page of one run to a browser", "leave one of them out")
+    if options.port is not None and not options.serve:
+        raise UserError("--port without --serve", "nothing listens", "add --serve, or leave --port out")
+
+
+# --- two runs ---------------------------------------------------------------------------------------------------------
+
+
+def report_comparison(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from redline.commands.common import check_html, write_html
+    from redline.report.compare import check_share, compare
+    from redline.report.compare_page import render_comparison
+    from redline.report.compare_table import print_comparison
+
+    check_share(options.fail_below)
+    if options.html is not None:
+        check_html(options.html, "compare.html")
+    paths = (options.directory, options.other)
+    found = compare(
+        *map(read_results, paths),
+        sources=(str(paths[0]), str(paths[1])),
+        rung=options.rung,
+        fail_below=options.fail_below,
     )
+    found = {**found, "command": command_line()}
+    if options.html is not None:  # before the table, whose reader may close the pipe
+        write_html(options.html, render_comparison(found))
+    if options.json:
+        print(json.dumps(found))
+    else:
+        print_comparison(found, Console())
+    return EXIT_FAILED if found["figure"]["passed"] is False else EXIT_DONE
+
+
+def read_results(path: Path) -> dict[str, Any]:
+    """The document of a run directory, or the one in a file. What it holds is judged by whoever compares it."""
+    if not path.is_dir():
+        return read_document(path)
+    from redline.commands.standing import read_standing
+
+    standing = read_standing(path)
+    if standing.kind == "profile":
+        raise UserError(
+            f"{path} is a profile",
+            "it says where the time of a step goes; its speed was measured in passing",
+            "compare ladders, tunes or training runs",
+        )
+    assert standing.document is not None
+    return standing.document
+
+
+def read_document(path: Path) -> dict[str, Any]:
+    wanted = "give a run directory, or what `redline ladder --json` or `redline report DIR --json` printed"
+    try:
+        document: object = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"cannot read {path}", error.strerror or str(error), wanted) from error
+    except ValueError as error:
+        raise UserError(f"{path} is no results document", f"it is not JSON: {error}", wanted) from error
+    if not isinstance(document, dict):
+        raise UserError(f"{path} is no results document", "it holds no JSON object", wanted)
+    return document
+
+
+# --- one run ----------------------------------------------------------------------------------------------------------
 
 
 def report_ladder(options: argparse.Namespace) -> int:
@@ -41,9 +154,10 @@ def report_ladder(options: argparse.Namespace) -> int:
 
 
 def report_profile(options: argparse.Namespace) -> int:
-    from redline.commands.profile import PROFILE_FILE, show_profile
+    from redline.commands.profile import show_profile
+    from redline.commands.standing import read_profile
 
-    return show_profile(json.loads((options.directory / PROFILE_FILE).read_text(encoding="utf-8")), options)
+    return show_profile(read_profile(options.directory), options, options.directory)
 
 
 def report_tune(options: argparse.Namespace) -> int:

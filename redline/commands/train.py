@@ -31,7 +31,7 @@ from redline.core.errors import UserError
 from redline.core.workload import check_positive
 
 if TYPE_CHECKING:
-    from redline.commands.watch import Session
+    from redline.commands.watchers import Session
     from redline.core.recipe import Recipe
     from redline.core.training import TrainSettings
     from redline.core.workload import Workload
@@ -135,7 +135,7 @@ def run_sample(options: argparse.Namespace) -> int:
     ids = sample(
         model,
         prompt,
-        shape=adapter.workload.shape,
+        shape=adapter.workload.decoder,
         count=options.tokens,
         temperature=options.temperature,
         top_k=options.top_k,
@@ -164,7 +164,7 @@ def run_export(options: argparse.Namespace) -> int:
 def run_train(options: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from redline.commands.watch import Watchers
+    from redline.commands.watchers import Watchers
     from redline.engine.trackers import check_tracker
 
     if options.tracker is not None:
@@ -198,8 +198,9 @@ def new_order(options: argparse.Namespace, console: Any) -> TrainOrder:
     from redline.engine.session import TrainOrder
     from redline.rungs import usual_rungs
     from redline.rungs.ladder import check_alternatives, with_optimizer
+    from redline.search.inspect import find_workload
     from redline.search.launch import probe_machine
-    from redline.workloads import default_workload, resolve_workload
+    from redline.workloads import default_workload
 
     given = {"steps": options.steps, "tokens": options.tokens, "minutes": options.minutes}
     if all(value is None for value in given.values()):
@@ -209,12 +210,12 @@ def new_order(options: argparse.Namespace, console: Any) -> TrainOrder:
     recipe = load_recipe(options.recipe) if options.recipe else None
     check_alternatives(recipe.rungs if recipe else ())
     if options.workload:
-        resolve_workload(options.workload, sequence=options.sequence)  # a mistake is told before torch is asked
+        find_workload(options.workload, sequence=options.sequence)  # a mistake is told before torch is asked
     if options.optimizer is not None:
         with_optimizer((), options.optimizer)  # likewise
     hardware, versions = probe_machine(options.device)
     name = options.workload or default_workload(hardware.kind)
-    workload = resolve_workload(name, sequence=options.sequence, trained_on=hardware.kind)
+    workload = find_workload(name, sequence=options.sequence, trained_on=hardware.kind)
     for note in workload.notes:
         console.print(note, style="dim", markup=False, highlight=False)
     if recipe is None:
@@ -229,7 +230,7 @@ def new_order(options: argparse.Namespace, console: Any) -> TrainOrder:
     check_data(options, workload)
     directory = create_run_directory(out)
     with nothing_left_behind(out):
-        data = training_data(options, workload, settings, out, console)
+        data = training_data(options, workload, settings, out, console) if workload.reads_text else ""
     order = TrainOrder(
         workload=workload,
         recipe=recipe,
@@ -415,7 +416,7 @@ def say_of_schedule(settings: TrainSettings, sequence: int) -> None:
 
 def session_of(order: TrainOrder, options: argparse.Namespace) -> Session:
     """A run that is resumed may be on another machine than run.json's: its MFU is a share of this one's peak."""
-    from redline.commands.watch import Session
+    from redline.commands.watchers import Session
     from redline.core.hardware import Hardware
     from redline.core.job import RunDirectory
     from redline.core.values import from_json
@@ -434,6 +435,7 @@ def show_summary(summary: dict[str, Any], order: TrainOrder, options: argparse.N
     document = {
         **without_nan(summary),
         "workload": order.workload.name,
+        "unit": order.workload.unit,
         "rungs": list(order.recipe.rungs),
         "out": order.out,
     }

@@ -48,6 +48,9 @@ def check_data(options: argparse.Namespace, workload: Workload) -> None:
     from redline.data.shards import open_dataset
     from redline.data.sources import find_sources
 
+    if not workload.reads_text:
+        check_made(options, workload)
+        return
     reading = reading_of(options)
     if options.data is None:
         return
@@ -61,8 +64,20 @@ def check_data(options: argparse.Namespace, workload: Workload) -> None:
             f"{options.data} was prepared already: it holds tokens",
             "leave it out, or name the text itself with --data",
         )
-    folder, shape = Path(options.data).expanduser(), workload.shape
+    folder, shape = Path(options.data).expanduser(), workload.decoder
     open_dataset(folder, vocab=shape.vocab, tokenizer_name=workload.tokenizer, verify=False)
+
+
+def check_made(options: argparse.Namespace, workload: Workload) -> None:
+    """A Python file makes its own batches, and a text is nothing to it."""
+    names = ("data", "sample_every", "init", *TEXT_OPTIONS)
+    given = [f"--{name.replace('_', '-')}" for name in names if getattr(options, name, None) is not None]
+    if given:
+        raise UserError(
+            f"{given[0]} with {workload.words or workload.name}",
+            "its make_batch makes the batches: there is no text, no tokenizer and no published weights",
+            f"leave {given[0]} out",
+        )
 
 
 def training_data(

@@ -14,7 +14,9 @@ from redline.commands.common import (
     EXIT_DONE,
     EXIT_FAILED,
     EXIT_INTERRUPTED,
+    WORKLOAD_HELP,
     add_common,
+    add_sequence,
     command_line,
     try_page,
     warn_of,
@@ -33,6 +35,7 @@ CHOICES = (
     "micro_batch",
     "global_batch",
     "memory_limit",
+    "sequence",
     "data",
     "device",
     "steps",
@@ -53,7 +56,7 @@ def add_tune(commands: Any) -> None:
         "workload",
         nargs="?",
         metavar="WORKLOAD",
-        help="tiny, gpt2, gpt2-medium, gpt2-large or gpt2-xl (default: gpt2 on a CUDA device, tiny elsewhere)",
+        help=WORKLOAD_HELP,
     )
     tune.add_argument(
         "--minutes",
@@ -75,6 +78,7 @@ def add_tune(commands: Any) -> None:
     tune.add_argument(
         "--memory-limit", metavar="SIZE", help="a recipe may take so much, such as 40GiB (default: 95 %% of the device)"
     )
+    add_sequence(tune)
     tune.add_argument(
         "--data", metavar="FILE", help="a UTF-8 text file to train on (default: the prose that ships with Python)"
     )
@@ -139,7 +143,10 @@ def bytes_of(text: str) -> int:
 
 def train_command(document: dict[str, Any], recipe: Path) -> str:
     """What goes on where the search ended: the same text and the same update."""
-    words = ["redline", "train", document["workload"]["name"], "--recipe", str(recipe)]
+    workload = document["workload"]
+    words = ["redline", "train", workload.get("words") or workload["name"], "--recipe", str(recipe)]
+    if workload["shape"].get("max_positions") is not None:  # pieces shorter than the context
+        words += ["--sequence", str(workload["shape"]["sequence"])]
     if document["workload"]["corpus"] != SAMPLE_CORPUS:
         words += ["--data", document["workload"]["corpus"]]
     if document["best"]["global_batch"] is not None:

@@ -1,120 +1,212 @@
-"""Everybody who is told what a training run does: metrics.jsonl, the live view, the page, and a tracker if asked for.
+"""`redline watch` shows a run that another process makes, in this terminal, as its own command would: until it ends.
 
-    with Watchers(order, session, console, tracker="tensorboard") as watchers:
-        summary = train(order, watchers.emit)
-        watchers.end(summary)
+    redline watch runs/ladder-gpt2-...      the table as it grows;  Ctrl-C leaves, and the run goes on
 
-All of them get the same events. None may stop the training: what one could not write is said at the end.
+Everything comes from the run directory: rows from results.jsonl, the job at work from its folder, a training run from
+metrics.jsonl. Nothing is written, and a look costs the measured machine some milliseconds of one core a second.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
-from collections.abc import Callable
-from contextlib import ExitStack
-from dataclasses import dataclass
-from datetime import UTC, datetime
+import time
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from redline.commands.common import command_line
-from redline.core.job import REPORT_FILE, RUN_FILE, RunDirectory
-from redline.core.training import METRICS_FILE
-from redline.core.values import to_json
-from redline.engine.trackers import TrackerFeed, open_tracker
-from redline.predict.efficiency import Efficiency, efficiency
-from redline.report.history import read_history
-from redline.report.training import MetricsLog, TrainingView, without_nan
-from redline.report.training_page import LivePage
-from redline.rungs import plan_of
+from redline.commands.common import EXIT_DONE, add_common
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from redline.core.hardware import Hardware
-    from redline.engine.session import TrainOrder
+    from redline.commands.standing import Standing
+    from redline.core.training import Budget
+    from redline.report.live import LiveLadder
+
+POLL_SECONDS = 1.0
+SILENT_SECONDS = 180.0  # of a training run: an evaluation or a checkpoint may take that long
+SHOWN_EVENTS = 40  # of what was before: the page has all of it
 
 
-@dataclass(frozen=True, kw_only=True)
-class Session:
-    """Where this part of a run takes place: a run may go on elsewhere than it began."""
+def add_watch(commands: Any) -> None:
+    watch = commands.add_parser(
+        "watch",
+        help="follow a run that goes on, from another terminal",
+        description="Follow a ladder, a tune, a training run or a profile that another process makes, until it ends. "
+        "Of a run that has ended, show what it came to.",
+        epilog="Ctrl-C leaves; the run goes on. Exit codes: 0 seen; 2 a mistake in the command.",
+    )
+    watch.add_argument("directory", metavar="DIR", type=Path, help="a run directory")
+    add_common(watch)
+    watch.set_defaults(run=run_watch)
 
-    hardware: Hardware
-    versions: dict[str, str | None]
+
+def run_watch(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from redline.commands.standing import kind_of_run, print_standing
+
+    path, console = options.directory, Console(stderr=True)
+    follow = follow_training if kind_of_run(path) == "train" else follow_rows
+    try:
+        standing = follow(path, console)
+    except KeyboardInterrupt:
+        console.print("left; the run goes on", style="dim")
+        return EXIT_DONE
+    if options.json:
+        print(json.dumps(standing.document))
+    else:
+        print_standing(standing, path)
+    return EXIT_DONE
 
 
-class Watchers:
-    def __init__(self, order: TrainOrder, session: Session, console: Console, *, tracker: str | None) -> None:
-        self._order, self._session = order, session
-        out = Path(order.out)
-        run = json.loads((out / RUN_FILE).read_text(encoding="utf-8"))
-        history = read_history(out / METRICS_FILE)  # of the sessions before, and before this one writes its own
-        self._feed = TrackerFeed(open_tracker(tracker, out)) if tracker is not None else None
-        self._log = MetricsLog(out / METRICS_FILE)
-        self._page = LivePage(RunDirectory(out), run, history)
-        self._view = TrainingView(console, budget=order.settings.budget)
-        self._listeners: list[Callable[..., None]] = [self._log, self._view, history]
-        self._listeners += [self._feed] if self._feed is not None else []
-        self._listeners.append(self._page)  # last: it draws what the history has been told
-        self._closing = ExitStack()
+# --- ladders, tunes and profiles --------------------------------------------------------------------------------------
 
-    def __enter__(self) -> Watchers:
-        self._closing.callback(self._log.close)
-        if self._feed is not None:
-            self._closing.callback(self._feed.close)
-        self._closing.enter_context(self._view)
-        self.emit(
-            "session",
-            command=command_line(),
-            date=datetime.now(UTC).isoformat(timespec="seconds"),
-            hardware=to_json(self._session.hardware),
-            versions=self._session.versions,
-            mfu_convention=self._efficiency(0.0).convention,
-        )
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if isinstance(error, Exception):  # Ctrl-C leaves at once
-            self.emit("end", ended="failed", reason=str(error), checkpoint=None)
-        self._closing.close()
-        for text in self.troubles():
-            print(f"warning: {text}", file=sys.stderr)
+def follow_rows(path: Path, console: Console) -> Standing:
+    """Rows as they come, and the job at work; returns when nobody measures there any more."""
+    from redline.commands.standing import read_standing, stamp_of
+    from redline.report.live import LiveLadder
 
-    def emit(self, kind: str, **fields: Any) -> None:
-        if kind == "cycle":
-            fields["mfu"] = self.mfu(fields["tokens_per_second"])
-        told = without_nan(fields)
-        for listener in self._listeners:
-            listener(kind, **told)
+    with LiveLadder(console) as view:
+        told = Told(view)
+        while True:
+            stamp = stamp_of(path)  # before the look: what comes in between is a reason to look again
+            standing = read_standing(path)
+            told.tell(standing)
+            if not standing.under_way:
+                return standing
+            while stamp_of(path) == stamp:
+                time.sleep(POLL_SECONDS)
 
-    def end(self, summary: dict[str, Any]) -> None:
-        self.emit("end", **{name: summary[name] for name in ("ended", "reason", "checkpoint")})
 
-    def mfu(self, tokens_per_second: float | None) -> float | None:
-        return None if tokens_per_second is None else self._efficiency(tokens_per_second).mfu
+class Told:
+    """What the view was told already: a row again only when it has more measurements, another fate or its own batch."""
 
-    @property
-    def page(self) -> str | None:
-        """Where it is, if it could be written."""
-        return None if self._page.trouble else str(Path(self._order.out) / REPORT_FILE)
+    def __init__(self, view: LiveLadder) -> None:
+        self._view = view
+        self._rows: dict[str, object] = {}
+        self._doing: object = None
 
-    def troubles(self) -> list[str]:
-        out = Path(self._order.out)
-        texts = []
-        if self._log.lost:
-            why = self._log.trouble or "the disk took a part of them"
-            texts.append(f"{self._log.lost} lines are missing in {out / METRICS_FILE}: {why}")
-        if self._page.trouble:
-            why = self._page.trouble
-            texts.append(f"cannot draw {out / REPORT_FILE}: {why}; draw it later with `redline report {out}`")
-        if self._feed is not None and self._feed.trouble:
-            texts.append(f"the tracker was left: {self._feed.trouble}; {out / METRICS_FILE} has everything")
-        return texts
+    def tell(self, standing: Standing) -> None:
+        rows = rows_to_show(standing)
+        for row in rows:
+            known = [row.get(name) for name in ("status", "reason", "step_seconds", "rebatched")]
+            if self._rows.get(row["rung"]) != known:
+                self._rows[row["rung"]] = known
+                self._view.row_finished(row)
+                self._doing = None  # the view forgets it with the row
+        doing = standing.doing
+        if doing is not None and doing != self._doing:
+            self._doing = doing
+            self._view.row_started(doing.what, doing.recipe, len(rows) + 1, 0)
+            self._view.phase(f"since {doing.since}")
+        elif standing.document is None and self._doing is None:
+            self._doing = "profile"
+            self._view.phase("no result yet")
 
-    def _efficiency(self, tokens_per_second: float) -> Efficiency:
-        order = self._order
-        return efficiency(order.workload.shape, plan_of(order.recipe.rungs), self._session.hardware, tokens_per_second)
+
+def rows_to_show(standing: Standing) -> list[dict[str, Any]]:
+    """A ladder's own; of a tune each trial in its order, named by its change, the leader 'kept'."""
+    from redline.search.tune_run import named_row
+
+    document = standing.document or {}
+    if standing.kind != "tune":
+        return list(document.get("rows") or [])
+    best = (document["best"] or {}).get("number")
+    rows = sorted(document["rows"], key=lambda row: row["number"])
+    return [named_row(row, leads=row["number"] == best) for row in rows]
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+
+def follow_training(path: Path, console: Console) -> Standing:
+    """Its lines as they come; returns when the newest session has said how it ended."""
+    from redline.commands.standing import read_standing
+    from redline.core.training import METRICS_FILE
+    from redline.report.table import unit_of
+    from redline.report.training import TrainingView
+
+    clock = EventClock()
+    tail = Tail(path / METRICS_FILE)
+    standing, events = read_standing(path), tail.events()
+    if not standing.under_way:
+        return standing
+    order = standing.record.get("order") or {}
+    with TrainingView(console, budget=budget_of(standing.record), clock=clock, unit=unit_of(order) or "token") as view:
+        show(view, clock, events[-SHOWN_EVENTS:])
+        heard = time.monotonic()
+        while True:
+            time.sleep(POLL_SECONDS)
+            if events := tail.events():
+                show(view, clock, events)
+                heard = time.monotonic()
+                if any(event["kind"] == "end" for event in events):
+                    standing = read_standing(path)
+                    if not standing.under_way:
+                        return standing
+            elif time.monotonic() - heard > SILENT_SECONDS:
+                view("note", text=f"nothing new for {SILENT_SECONDS:.0f} s: it is busy, or it was killed")
+                heard = time.monotonic()
+
+
+def show(view: Any, clock: EventClock, events: list[dict[str, Any]]) -> None:
+    for event in events:
+        clock.now = event.get("time") or clock.now
+        fields = {name: value for name, value in event.items() if name not in ("kind", "time")}
+        try:
+            view(event["kind"], **fields)
+        except (KeyError, TypeError):  # an event of another version
+            continue
+
+
+class EventClock:
+    """The view thins its lines by time; those that are read at once were written at their own times."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Tail:
+    """The lines a file has gained. Half a line waits until it is whole."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._read = path, 0
+
+    def events(self) -> list[dict[str, Any]]:
+        try:
+            with open(self._path, "rb") as file:
+                file.seek(self._read)
+                data = file.read()
+        except FileNotFoundError:  # the first line is still to come
+            return []
+        whole = data.rfind(b"\n") + 1
+        self._read += whole
+        return [event for line in data[:whole].splitlines() if (event := event_in(line)) is not None]
+
+
+def event_in(line: bytes) -> dict[str, Any] | None:
+    try:
+        event = json.loads(line)
+    except ValueError:
+        return None
+    return event if isinstance(event, dict) and isinstance(event.get("kind"), str) else None
+
+
+def budget_of(record: dict[str, Any]) -> Budget:
+    """As run.json has it."""
+    from redline.core.errors import UserError
+    from redline.core.training import Budget
+    from redline.core.values import from_json
+
+    try:
+        return from_json(Budget, record["order"]["settings"]["budget"])
+    except (KeyError, ValueError, TypeError) as error:
+        raise UserError(
+            "this is not a training run this version can watch",
+            f"run.json: {error}",
+            "use the version that made it, or draw it with `redline report`",
+        ) from error

@@ -60,6 +60,8 @@ class Proof:
     matmul_dtypes: tuple[str, ...] = ()
     graph_breaks: int | None = None
     syncs_per_step: float | None = None
+    groups: dict[str, float] | None = None
+    """Seconds of a step by what they go into (core/profile.py, GROUPS); they add up to the step that was timed."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,7 +27,8 @@ WORK_GROUPS = (
     COMMUNICATION,
     OTHER,
 )
-GROUPS = (*WORK_GROUPS, IDLE, DATA_WAIT)
+WAITING = (IDLE, DATA_WAIT)
+GROUPS = (*WORK_GROUPS, *WAITING)
 """Idle on a GPU: no kernel runs. On a CPU: between operators, in Python and in torch's own bookkeeping."""
 
 DATA, FORWARD, BACKWARD, UPDATE = "data", "forward", "backward", "optimizer"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 UNKNOWN = "—"
 GIB = 1024**3
 
@@ -11,6 +14,19 @@ def human_rate(tokens_per_second: float | None) -> str:
     if tokens_per_second is None:
         return UNKNOWN
     return f"{tokens_per_second:,.0f}" if tokens_per_second >= 100 else f"{tokens_per_second:,.1f}"
+
+
+def rate_unit(unit: str | None, short: bool = True) -> str:
+    """What a rate counts: 'tok/s' and 'tokens/s', or 'samples/s' of a user's own model."""
+    if unit in (None, "token"):
+        return "tok/s" if short else "tokens/s"
+    return f"{unit}s/s"
+
+
+def batch_words(micro_batch: int, shape: Mapping[str, Any]) -> str:
+    """'16 x 1024 tokens', '16 samples', '16 x 197 patches'. `shape`: of a described model, or of a traced one."""
+    unit, items = shape.get("unit", "token"), shape.get("items_per_sample", shape.get("sequence", 1))
+    return f"{micro_batch} {unit}s" if items == 1 else f"{micro_batch} x {items} {unit}s"
 
 
 def human_seconds(seconds: float | None) -> str:

@@ -41,7 +41,7 @@ def _convert(hint: Any, item: Any) -> Any:
     if origin in (typing.Union, types.UnionType):
         if item is None:
             return None
-        return _convert(next(arg for arg in args if arg is not type(None)), item)
+        return _convert(_member(args, item), item)
     if origin is tuple:
         if not isinstance(item, (list, tuple)):
             raise ValueError(f"{item!r} is not a list")  # a string would come apart into letters
@@ -51,3 +51,11 @@ def _convert(hint: Any, item: Any) -> Any:
     if hint is str and not isinstance(item, str):
         raise ValueError(f"{item!r} is not text")
     return item
+
+
+def _member(args: tuple[Any, ...], item: Any) -> Any:
+    """Of a union: the first, or of several dataclasses the first that has every field."""
+    members = [arg for arg in args if arg is not type(None)]
+    kinds = [arg for arg in members if dataclasses.is_dataclass(arg)] if isinstance(item, dict) else []
+    fitting = (kind for kind in kinds if set(item) <= {field.name for field in dataclasses.fields(kind)})
+    return next(fitting, members[0])

@@ -10,11 +10,13 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from redline.core.errors import UserError, unknown_name
+from redline.core.traced import TOKEN, Traced
 
 SIZES = ("layers", "heads", "d_model", "d_ff", "vocab", "sequence")
 OPTIONAL_SIZES = ("max_positions", "kv_heads", "head_dim", "window", "windowed_layers")
 CHOICES = {"positions": ("learned", "rope", "none"), "norm": ("layernorm", "rmsnorm")}
 SAMPLE_CORPUS = "sample"  # the prose that ships with every Python; see data/text.py
+NO_TOKENIZER = "none"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,9 +171,15 @@ class Source:
     """Whose code the model is. A job that holds this holds everything a worker needs to build it."""
 
     kind: str = "gpt2"
-    """'gpt2': the built-in model; 'huggingface': transformers' own, built from `config`."""
+    """'gpt2': the built-in model; 'huggingface': transformers' own, built from `config`; 'python': a user's file."""
     config: dict[str, Any] | None = field(default=None, hash=False)
     """A Hugging Face config.json as it was read."""
+    file: str | None = None
+    """Of a user's file: its absolute path, the function in it that makes the model, and the file's SHA-256."""
+    factory: str | None = None
+    digest: str | None = None
+    dropout: bool = False
+    """Of a user's file: what it drops is dropped. Measurements leave it out: with it no two could be compared."""
 
 
 BUILT_IN = Source()
@@ -182,9 +190,10 @@ class Workload:
     """A model, its text and its training settings; a Recipe says how to run it."""
 
     name: str
-    shape: Shape
+    shape: Shape | Traced
+    """What was described, or what was seen of a user's module."""
     tokenizer: str
-    """'bytes' or 'gpt2'."""
+    """'bytes' or 'gpt2'; NO_TOKENIZER where a file makes its own batches."""
     micro_batch: int
     """Sequences per step when nobody says otherwise."""
     learning_rate: float
@@ -199,6 +208,34 @@ class Workload:
     """Rungs that this model's code does not allow from outside, with the reason. The built-in model allows all."""
     notes: tuple[str, ...] = ()
     """Choices that were made for the user, with their reasons."""
+    words: str | None = None
+    """What to type to get it again, where that is not its name."""
+
+    @property
+    def decoder(self) -> Shape:
+        """The sizes of a model that was described. Who asks has made sure that it was: `reads_text`."""
+        assert isinstance(self.shape, Shape), f"{self.name} was traced, not described"
+        return self.shape
+
+    @property
+    def reads_text(self) -> bool:
+        """Batches are windows of a text's tokens; a user's file makes its own."""
+        return self.source.kind != "python"
+
+    @property
+    def unit(self) -> str:
+        """What a rate counts."""
+        return self.shape.unit if isinstance(self.shape, Traced) else TOKEN
+
+    @property
+    def splits(self) -> bool:
+        """The loss of a batch is the mean over its parts, so that a large one may be taken in pieces."""
+        return self.shape.splits if isinstance(self.shape, Traced) else True
+
+    @property
+    def why_unchecked(self) -> str | None:
+        """Why equivalence cannot be checked whatever is measured; None where it can."""
+        return self.shape.why_random if isinstance(self.shape, Traced) else None
 
 
 def check_positive(name: str, value: int) -> None:

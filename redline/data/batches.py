@@ -23,6 +23,7 @@ from typing import Any, Protocol, final
 
 import numpy
 import torch
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, Dataset
 
 from redline.core.errors import UserError
@@ -42,7 +43,7 @@ class BatchSource(Protocol):
     def epoch(self) -> float:
         """1.5 is half-way through the second. An int where nobody knows how long one is."""
 
-    def __next__(self) -> torch.Tensor: ...
+    def __next__(self) -> Any: ...
 
     def state(self) -> dict[str, Any]:
         """Plain JSON, of the batches that were handed out: what a checkpoint keeps."""
@@ -50,8 +51,9 @@ class BatchSource(Protocol):
     def close(self) -> None: ...
 
 
-class Batches(Dataset[torch.Tensor], ABC):
-    """A map from i to the i-th batch, [2, B, T]. It has no length: there is a batch for every i from 0."""
+class Batches(Dataset[Any], ABC):
+    """A map from i to the i-th batch: [2, B, T], or a tree of tensors that a user's file makes (`data/made.py`). It has
+    no length: there is a batch for every i from 0."""
 
     @abstractmethod
     def open(self) -> None:
@@ -91,27 +93,29 @@ class TokenBatches(Batches):
         return {name: value for name, value in self.__dict__.items() if name != "windows"}
 
 
-def stream_batches(
-    batches: Batches, device: torch.device, workers: int, start: int = 0
-) -> Generator[torch.Tensor, None, None]:
-    """Batches start, start + 1, ... on the device, each [2, B, T]. Close the generator to end the workers."""
+def stream_batches(batches: Batches, device: torch.device, workers: int, start: int = 0) -> Generator[Any, None, None]:
+    """Batches start, start + 1, ... on the device. Close the generator to end the workers."""
     batches.open()  # a missing or damaged file is told here, as itself, and not by a worker as a crash
     if workers == 0:
-        return (batches[index].to(device) for index in itertools.count(start))
+        return (moved(batches[index], device) for index in itertools.count(start))
     context = worker_context()  # here and not at the first batch: it gets ready while the caller builds its model
     return _stream_from_workers(batches, device, workers, start, context)
 
 
+def moved(batch: Any, device: torch.device, non_blocking: bool = False) -> Any:
+    return tree_map(lambda tensor: tensor.to(device, non_blocking=non_blocking), batch)
+
+
 def _stream_from_workers(
     batches: Batches, device: torch.device, workers: int, start: int, context: BaseContext
-) -> Generator[torch.Tensor, None, None]:
+) -> Generator[Any, None, None]:
     host_batches = _start_workers(batches, device, workers, start, context)
     try:
         if device.type == "cuda":
             yield from copy_ahead(host_batches, device)
         else:
             for batch in host_batches:
-                yield batch.to(device)
+                yield moved(batch, device)
     finally:
         # torch ends and joins the workers when the last reference to their iterator goes, so none may stay behind in
         # this frame, which an exception's traceback can keep alive.
@@ -120,7 +124,7 @@ def _stream_from_workers(
 
 def _start_workers(
     batches: Batches, device: torch.device, workers: int, start: int, context: BaseContext
-) -> Iterator[torch.Tensor]:
+) -> Iterator[Any]:
     with warnings.catch_warnings():
         # More workers than cores may be slow. That is a result to measure here, not something to warn about.
         warnings.filterwarnings("ignore", message="This DataLoader will create")
@@ -147,28 +151,42 @@ class _Telling(Dataset[Any]):
     def __init__(self, batches: Batches) -> None:
         self._batches = batches
 
-    def __getitem__(self, index: int) -> torch.Tensor | list[str]:
+    def __getitem__(self, index: int) -> torch.Tensor | _Parcel | list[str]:
         try:
-            return self._batches[index]
+            batch = self._batches[index]
         except UserError as error:
             return [error.problem, error.why, error.fix]
+        return batch if isinstance(batch, torch.Tensor) else _Parcel(batch)
 
 
-def _told(found: torch.Tensor | list[str]) -> torch.Tensor:
+@dataclass
+class _Parcel:
+    """A tree on its way out of a worker. torch's loader would make lists of its tuples."""
+
+    batch: Any
+
+    def pin_memory(self) -> _Parcel:
+        """What torch's loader calls."""
+        return _Parcel(tree_map(torch.Tensor.pin_memory, self.batch))
+
+
+def _told(found: torch.Tensor | _Parcel | list[str]) -> Any:
+    if isinstance(found, _Parcel):
+        return found.batch
     if isinstance(found, torch.Tensor):
         return found
     raise UserError(*found)
 
 
-def copy_ahead(host_batches: Iterator[torch.Tensor], device: torch.device) -> Iterator[torch.Tensor]:
+def copy_ahead(host_batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
     """Keep one batch ahead on a CUDA device, copied on a stream of its own while the step computes on the caller's."""
     copies = torch.cuda.Stream(device)
 
-    def send(host_batch: torch.Tensor) -> torch.Tensor:
+    def send(host_batch: Any) -> Any:
         # torch's host allocator notes which stream reads a pinned block and does not hand the block out again before
         # the copy is done, so `host_batch` may be dropped at once.
         with torch.cuda.stream(copies):
-            return host_batch.to(device, non_blocking=True)
+            return moved(host_batch, device, non_blocking=True)
 
     ahead = send(next(host_batches))
     for host_batch in host_batches:
@@ -178,7 +196,8 @@ def copy_ahead(host_batches: Iterator[torch.Tensor], device: torch.device) -> It
         compute.wait_stream(copies)
         # The block belongs to the copy stream's pool. Without this note, freeing `batch` on the host would let the
         # next copy overwrite it while queued kernels of the step have yet to read it.
-        batch.record_stream(compute)
+        for tensor in tree_leaves(batch):
+            tensor.record_stream(compute)
         ahead = send(host_batch)
         yield batch
 

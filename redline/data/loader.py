@@ -179,7 +179,7 @@ class Loader:
 
     def __next__(self) -> torch.Tensor:
         started = time.perf_counter()
-        batch = next(self._stream)
+        batch: torch.Tensor = next(self._stream)
         self.waited_seconds += time.perf_counter() - started
         self.documents += self.batches.documents_of(self._taken)
         self._taken += 1

@@ -21,7 +21,7 @@ from redline.data.tokenizer import tokenizer
 def prepare_tokens(workload: Workload, path: Path) -> int:
     """Write the workload's text as tokens. Returns how many there are."""
     ids = encode_corpus(workload)
-    write_tokens(path, ids, workload.shape.vocab)
+    write_tokens(path, ids, workload.decoder.vocab)
     return len(ids)
 
 
@@ -32,7 +32,7 @@ def encode_corpus(workload: Workload) -> numpy.ndarray:
         encoder.encode(read_corpus(workload.corpus)).astype(numpy.uint32), numpy.uint32(encoder.end_of_text)
     )
     _check_count(len(ids), workload)
-    _check_ids(ids, workload.shape.vocab)
+    _check_ids(ids, workload.decoder.vocab)
     return ids
 
 

@@ -18,7 +18,8 @@ from torch import nn
 
 from redline.core.plan import Plan
 from redline.core.workload import Workload
-from redline.data.batches import TokenBatches, stream_batches
+from redline.data.batches import Batches, TokenBatches, stream_batches, worker_context
+from redline.data.made import MadeBatches
 from redline.engine.step import TrainStep
 from redline.model.adapter import Adapter, LossOf, adapter_of
 from redline.optim import build_optimizer, reset_optimizer, settings_for, warm_up
@@ -32,7 +33,7 @@ class Training:
     adapter: Adapter
     model: nn.Module
     step: TrainStep
-    batches: Generator[torch.Tensor, None, None]
+    batches: Generator[Any, None, None]
 
     def restore(self) -> None:
         """Initial weights and an empty optimizer, in place: compiled code and fused kernels keep their tensors."""
@@ -49,10 +50,18 @@ def build(
     workload: Workload, plan: Plan, *, micro_batch: int, tokens: Path, device: torch.device, chunk: int | None = None
 ) -> Training:
     """Model, step and an endless stream of batches: what a measurement needs."""
+    if plan.loader_workers:
+        worker_context()  # its server imports torch while the model is built
     step = build_step(workload, plan, device=device, chunk=chunk)
     # The loader comes last: its workers start when the first batch is asked for.
-    batches = TokenBatches(path=tokens, micro_batch=micro_batch, sequence=workload.shape.sequence, seed=workload.seed)
+    batches = batches_of(workload, micro_batch, tokens)
     return Training(workload, step.adapter, step.model, step, stream_batches(batches, device, plan.loader_workers))
+
+
+def batches_of(workload: Workload, micro_batch: int, tokens: Path) -> Batches:
+    if not workload.reads_text:
+        return MadeBatches(source=workload.source, seed=workload.seed, micro_batch=micro_batch)
+    return TokenBatches(path=tokens, micro_batch=micro_batch, sequence=workload.shape.sequence, seed=workload.seed)
 
 
 def build_step(
@@ -66,7 +75,7 @@ def build_step(
     """The step that is timed and the step that trains. `learning_rate` is a function of the steps taken, in the plan's
     own optimizer's terms; without one it warms up and stays."""
     # 1. Process switches first: they decide which kernels everything after them picks.
-    switch_process(plan)
+    switch_process(plan, calls_sdpa=not workload.reads_text)
     # 2. The model at its final shape, on the device, before anything holds on to its parameters.
     adapter = adapter_of(workload)
     model = adapter.build(plan, device)
@@ -98,12 +107,13 @@ def optimizer_settings(workload: Workload, plan: Plan) -> dict[str, float]:
     return settings_for(plan.optimizer, learning_rate=workload.learning_rate, weight_decay=workload.weight_decay)
 
 
-def switch_process(plan: Plan) -> None:
-    """Flags that belong to the process. One measurement, one process: nothing leaks into another row."""
+def switch_process(plan: Plan, calls_sdpa: bool = False) -> None:
+    """Flags that belong to the process. One measurement, one process: nothing leaks into another row. `calls_sdpa`:
+    the model may call SDPA whatever the plan says, so that 'naive' is a backend to be pinned too."""
     if plan.expandable_segments:
         grow_segments()
     torch.set_float32_matmul_precision(plan.matmul_precision)
-    if plan.attention != "naive":
+    if plan.attention != "naive" or calls_sdpa:
         pin_attention(plan.attention)
 
 
@@ -120,7 +130,7 @@ def pin_attention(backend: str) -> None:
     torch.backends.cuda.enable_flash_sdp(backend == "flash")
     torch.backends.cuda.enable_cudnn_sdp(backend == "cudnn")
     torch.backends.cuda.enable_mem_efficient_sdp(False)
-    torch.backends.cuda.enable_math_sdp(False)
+    torch.backends.cuda.enable_math_sdp(backend == "naive")
 
 
 class Widened(nn.Module):

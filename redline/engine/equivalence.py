@@ -45,6 +45,8 @@ def reference_gradients(
 ) -> Expected:
     where: dict[str, Any] = {"micro_batch": micro_batch, "tokens": tokens, "device": device}
     fit: dict[str, Any] = {"chunk": min(REFERENCE_CHUNK, micro_batch), "device": device}
+    if not workload.splits:
+        fit["chunk"] = None
     # Two functions, so that the first model is gone before the second is made.
     expected = in_pieces_that_fit(partial(_reference_step, workload, reference, where), **fit)
     if plan.precision == "fp32":
@@ -58,7 +60,7 @@ def reference_gradients(
     return replace(expected, yardstick_errors=errors, yardstick_error=overall)
 
 
-def _reference_step(workload: Workload, reference: Plan, where: dict[str, Any], chunk: int) -> Expected:
+def _reference_step(workload: Workload, reference: Plan, where: dict[str, Any], chunk: int | None) -> Expected:
     """The first step of the plain fp32 model, which is its own yardstick."""
     training, loss = _plain_gradients(workload, reference, **where, chunk=chunk)
     gradients = _on_host(gradients_of(training))
@@ -76,7 +78,7 @@ def _reference_step(workload: Workload, reference: Plan, where: dict[str, Any], 
 
 
 def _yardstick_errors(
-    workload: Workload, plan: Plan, gradients: dict[str, torch.Tensor], where: dict[str, Any], chunk: int
+    workload: Workload, plan: Plan, gradients: dict[str, torch.Tensor], where: dict[str, Any], chunk: int | None
 ) -> tuple[dict[str, float], float]:
     """What the row's precision costs plain code by itself."""
     training, _ = _plain_gradients(workload, plan, **where, chunk=chunk)

@@ -59,6 +59,7 @@ FUSED_ATTENTION = (
     aten._scaled_dot_product_fused_attention_overrideable,
 )
 STARVING = 0.05  # of a step spent waiting for its batch
+SYNCHRONISING = "called a synchronizing"  # as torch words it in its sync debug mode
 LOGGERS = ("torch._dynamo.symbolic_convert.__graph_breaks", "torch._dynamo.guards.__recompiles")
 GRAPH_BREAK = re.compile(
     r"Graph break .*?in user code at (?P<file>.+):(?P<line>\d+)\n(?:Graph Break )?Reason: (?P<why>.*)"
@@ -197,21 +198,33 @@ def _in_backward() -> bool:
 
 def watch_syncs(run: Callable[[], Any], steps: int) -> tuple[Finding, ...]:
     """CUDA's own list of calls that made the host wait, each with the line that was running."""
+    with collecting_syncs() as found:
+        run()
+    return merge(found, steps)
+
+
+@contextmanager
+def collecting_syncs() -> Iterator[list[Finding]]:
+    """The list grows while this is open. Other warnings go where they went before."""
     found: list[Finding] = []
-
-    def collect(message: Warning | str, *_: Any, **__: Any) -> None:
-        if "called a synchronizing" in str(message):
-            found.append(located("synchronisation", str(message).splitlines()[0], here()))
-
     with warnings.catch_warnings():
-        warnings.simplefilter("always")
+        show = warnings.showwarning
+
+        def collect(message: Warning | str, *others: Any, **named: Any) -> None:
+            if SYNCHRONISING in str(message):
+                found.append(located("synchronisation", str(message).splitlines()[0], here()))
+            else:
+                show(message, *others, **named)
+
+        warnings.filterwarnings("always", message=f".*{SYNCHRONISING}")
+        warnings.filterwarnings("ignore", message=".*Synchronization debug mode is a prototype")
         warnings.showwarning = collect
+        before = torch.cuda.get_sync_debug_mode()
         torch.cuda.set_sync_debug_mode("warn")
         try:
-            run()
+            yield found
         finally:
-            torch.cuda.set_sync_debug_mode("default")
-    return merge(found, steps)
+            torch.cuda.set_sync_debug_mode(before)
 
 
 class CompilerLog(logging.Handler):

@@ -18,16 +18,18 @@ from redline.engine.memory import is_out_of_memory
 Answer = TypeVar("Answer")
 
 
-def in_pieces_that_fit(attempt: Callable[[int], Answer], *, chunk: int, device: torch.device) -> Answer:
+def in_pieces_that_fit(attempt: Callable[[int | None], Answer], *, chunk: int | None, device: torch.device) -> Answer:
     """What `attempt(chunk)` returns for the first of chunk, chunk / 2, ..., 1 sequences that fits. One sequence that
-    does not fit is out of memory, and every other error is what it is."""
+    does not fit is out of memory, and every other error is what it is. None: a batch that must not be cut."""
+    if chunk is None:
+        return attempt(None)
     while (found := _try(attempt, chunk)) is None:
         chunk = -(-chunk // 2)
         free_memory(device)
     return found[0]
 
 
-def _try(attempt: Callable[[int], Answer], chunk: int) -> tuple[Answer] | None:
+def _try(attempt: Callable[[int | None], Answer], chunk: int) -> tuple[Answer] | None:
     """None when it does not fit. A function of its own, so that a failed attempt's tensors die with its frames."""
     try:
         return (attempt(chunk),)

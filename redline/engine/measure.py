@@ -79,7 +79,7 @@ def measure(bench: Bench) -> Measurement:
     outside, retries = memory.outside_bytes(device), memory.alloc_retries(device)
 
     bench.report("proving")
-    proof = Proof() if job.kind == "trial" else prove(training, plan, device)
+    proof = Proof() if job.kind == "trial" else prove(training, plan, device, statistics.median(step_seconds))
     training.close()
     del training
     free_memory(device)
@@ -100,12 +100,12 @@ def measure(bench: Bench) -> Measurement:
 
 def measure_reference(bench: Bench) -> Measurement:
     """The loss curve in plain fp32, the batch in pieces that fit."""
-    whole = bench.job.recipe.micro_batch
+    whole = bench.job.recipe.micro_batch if bench.job.workload.splits else None
     curve = in_pieces_that_fit(partial(reference_curve, bench), chunk=whole, device=bench.device)
     return Measurement(loss_curve=tuple(curve))
 
 
-def reference_curve(bench: Bench, chunk: int) -> list[float]:
+def reference_curve(bench: Bench, chunk: int | None) -> list[float]:
     bench.report("reference", done=0, total=bench.job.check_steps)
     plan = reference_plan(bench.job.recipe.rungs)
     training = build(bench.job.workload, plan, **_batch_of(bench), chunk=chunk)

@@ -34,6 +34,7 @@ def versions() -> dict[str, str | None]:
         "cudnn": _cudnn_version(),
         "triton": _installed("triton"),
         "numpy": _installed("numpy"),
+        "transformers": _installed("transformers"),  # whose code a Hugging Face model is
     }
 
 

@@ -21,7 +21,13 @@ _WATCHERS = (
     warnings.__file__,  # tells of synchronisations
     *(
         str(Path(__file__).parent / name)
-        for name in ("findings.py", "memory_snapshot.py", "profiling.py", "profiling_frames.py")
+        for name in (
+            "findings.py",
+            "inspect_trace.py",
+            "memory_snapshot.py",
+            "profiling.py",
+            "profiling_frames.py",
+        )
     ),
 )
 

@@ -12,11 +12,10 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from redline.core.profile import BACKWARD, DATA_WAIT, FORWARD, IDLE, Kernel, ModuleTime, Part
+from redline.core.profile import BACKWARD, FORWARD, WAITING, Kernel, ModuleTime, Part
 from redline.engine.profiling_timeline import Call, Timeline
 
 SHOWN_KERNELS = 30
-WAITING = (IDLE, DATA_WAIT)
 CLOCK_SECONDS = 1e-9  # what a trace can tell apart
 
 

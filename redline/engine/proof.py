@@ -13,11 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from redline.core.measurement import Proof
 from redline.core.plan import Plan
+from redline.core.profile import GROUPS
 from redline.engine.build import Training
+from redline.engine.profiling_summary import parts_of
+from redline.engine.profiling_timeline import DATA_RANGE, STEP, WINDOW, read_timeline
 
 PROFILED_STEPS = 1
 SYNC_STEPS = 10  # a whole cycle of the no-sync rung, so that its one read counts as a tenth
@@ -28,7 +31,8 @@ SHORT_DTYPES = {"float": "fp32", "c10::BFloat16": "bf16", "c10::Half": "fp16", "
 ATTENTION_WORDS = ("attention", "sdpa", "flash_fwd", "fmha", "flash::")
 
 
-def prove(training: Training, plan: Plan, device: torch.device) -> Proof:
+def prove(training: Training, plan: Plan, device: torch.device, step_seconds: float) -> Proof:
+    """`step_seconds`: what a step takes without a profiler."""
     syncs = count_syncs(training) if device.type == "cuda" else None
     events = profile_steps(training, device)
     return Proof(
@@ -37,15 +41,27 @@ def prove(training: Training, plan: Plan, device: torch.device) -> Proof:
         matmul_dtypes=matmul_dtypes(events),
         graph_breaks=graph_breaks() if plan.compile else None,
         syncs_per_step=syncs,
+        groups=groups_of(events, step_seconds, device),
     )
+
+
+def groups_of(events: list[dict[str, Any]], step_seconds: float, device: torch.device) -> dict[str, float]:
+    """Where the time of the step goes, by the profile's own reading of the trace."""
+    spent: Counter[str] = Counter()
+    for part in parts_of(read_timeline(events), step_seconds, device=device.type):
+        spent[part.group] += part.seconds
+    return {group: spent[group] for group in GROUPS if group in spent}
 
 
 def profile_steps(training: Training, device: torch.device) -> list[dict[str, Any]]:
     """The events of a Chrome trace: the one public form that carries kernel names and input dtypes both."""
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device.type == "cuda" else [])
-    with profile(activities=activities, record_shapes=True, acc_events=True) as profiler:
+    with profile(activities=activities, record_shapes=True, acc_events=True) as profiler, record_function(WINDOW):
         for _ in range(PROFILED_STEPS):
-            training.step(next(training.batches))
+            with record_function(DATA_RANGE):
+                batch = next(training.batches)
+            with record_function(STEP):
+                training.step(batch)
         if device.type == "cuda":
             torch.cuda.synchronize()
     with tempfile.TemporaryDirectory() as folder:

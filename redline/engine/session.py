@@ -26,11 +26,14 @@ from redline.core.checkpoints import STATE_FILE, list_checkpoints, order_of
 from redline.core.errors import UserError
 from redline.core.plan import Plan
 from redline.core.recipe import Recipe
+from redline.core.traced import Traced
 from redline.core.training import TrainSettings
 from redline.core.values import from_json, to_json
 from redline.core.workload import BUILT_IN, Shape, Source, Workload
 from redline.data.batches import BatchSource
 from redline.data.loader import Loader, WindowBatches
+from redline.data.made import MadeData, MadeLoader
+from redline.data.made import validation_batches as made_validation
 from redline.data.shards import Dataset, open_dataset
 from redline.data.stream import TextStream
 from redline.data.survey import TEXT_FILE, StreamedText, open_text
@@ -86,7 +89,7 @@ def train(order: TrainOrder, emit: Emit) -> dict[str, Any]:
         store=store,
         identity=identity_of(order, data),
         emit=emit,
-        sample=lambda: sampled_text(step, order.workload),
+        sample=(lambda: sampled_text(step, order.workload)) if order.workload.reads_text else None,
     )
     torch.manual_seed(order.workload.seed)  # for what a model drops; a checkpoint holds where its numbers had got to
     trainer.resume()
@@ -134,13 +137,18 @@ def rate_of(settings: TrainSettings) -> Any:
     return make_schedule(name, peak=settings.learning_rate, warmup_steps=settings.warmup_steps, steps=steps)
 
 
-def open_data(order: TrainOrder, emit: Emit) -> Dataset | StreamedText:
+Data = Dataset | StreamedText | MadeData
+
+
+def open_data(order: TrainOrder, emit: Emit) -> Data:
     """Checked before anything is built: whole, unchanged, and of the model's tokenizer."""
     folder, workload = Path(order.data), order.workload
+    if isinstance(workload.shape, Traced):
+        return MadeData(source=workload.source, imports=workload.shape.imports)
     opened = open_text if (folder / TEXT_FILE).exists() else open_dataset
     return opened(
         folder,
-        vocab=workload.shape.vocab,
+        vocab=workload.decoder.vocab,
         tokenizer_name=workload.tokenizer,
         say=lambda text: emit("note", text=text),
     )
@@ -148,12 +156,21 @@ def open_data(order: TrainOrder, emit: Emit) -> Dataset | StreamedText:
 
 def open_loader(
     order: TrainOrder,
-    data: Dataset | StreamedText,
+    data: Data,
     plan: Plan,
     device: torch.device,
     position: int,
     state: dict[str, Any] | None,
 ) -> BatchSource:
+    if isinstance(data, MadeData):
+        return MadeLoader(
+            data.source,
+            seed=order.workload.seed,
+            global_batch=order.settings.global_batch,
+            device=device,
+            workers=plan.loader_workers,
+            position=position,
+        )
     common: dict[str, Any] = {
         "seed": order.workload.seed,
         "micro_batch": order.settings.global_batch,
@@ -168,8 +185,15 @@ def open_loader(
     return stream
 
 
-def validation_batches(order: TrainOrder, data: Dataset | StreamedText, device: torch.device) -> Iterator[torch.Tensor]:
-    """The first batches of the held-out documents, in their own order; none where no document was held out."""
+def validation_batches(order: TrainOrder, data: Data, device: torch.device) -> Iterator[Any]:
+    """The first batches of the held-out documents, in their own order; none where no document was held out. A file
+    makes them from seeds of their own."""
+    if isinstance(data, MadeData):
+        seed, settings = order.workload.seed, order.settings
+        yield from made_validation(
+            data.source, seed=seed, micro_batch=settings.micro_batch, count=settings.eval_batches, device=device
+        )
+        return
     if data.val is None or data.val.tokens <= order.workload.shape.sequence:
         return
     batches = WindowBatches(
@@ -183,19 +207,29 @@ def validation_batches(order: TrainOrder, data: Dataset | StreamedText, device: 
         yield batches[index].to(device)
 
 
-def identity_of(order: TrainOrder, data: Dataset | StreamedText) -> dict[str, Any]:
+def identity_of(order: TrainOrder, data: Data) -> dict[str, Any]:
     """What must be the same for a checkpoint to go on: the maths of the run. Speed may change."""
     plan, settings = plan_of(order.recipe.rungs), order.settings
+    return {
+        **(made_identity(data) if isinstance(data, MadeData) else text_identity(order, data, plan)),
+        "seed": order.workload.seed,
+        "global_batch": settings.global_batch,
+        "optimizer": "adamw" if plan.optimizer in SAME_ADAMW else plan.optimizer,
+    }
+
+
+def made_identity(data: MadeData) -> dict[str, Any]:
+    return {"model": {"kind": "python", **data.identity}}
+
+
+def text_identity(order: TrainOrder, data: Dataset | StreamedText, plan: Plan) -> dict[str, Any]:
     source = order.workload.source
     return {
         "model": {**to_json(order.workload.shape), "tied head": plan.tied},
         **({} if source == BUILT_IN else {"source": to_json(source)}),
         "tokenizer": to_json(data.tokenizer),
         "data": data.identity,
-        "seed": order.workload.seed,
-        "global_batch": settings.global_batch,
-        "vocabulary rows": plan.vocab_rows(order.workload.shape.vocab),
-        "optimizer": "adamw" if plan.optimizer in SAME_ADAMW else plan.optimizer,
+        "vocabulary rows": plan.vocab_rows(order.workload.decoder.vocab),
     }
 
 
@@ -205,7 +239,7 @@ def sampled_text(step: TrainStep, workload: Workload) -> str:
         ids = sample(
             step.model,
             [encoder.end_of_text],
-            shape=workload.shape,
+            shape=workload.decoder,
             count=SAMPLE_TOKENS,
             temperature=0.8,
             seed=workload.seed,
@@ -249,6 +283,13 @@ def load_model(path: Path) -> tuple[Adapter, nn.Module]:
         return exported_model(path)
     loaded = load_from(path) if (path / STATE_FILE).exists() else newest_of(path)
     about = dict(loaded.identity["model"])
+    if about.get("kind") == "python":
+        raise UserError(
+            f"{path} holds a model of a Python file ({about['factory']})",
+            "its checkpoint has the weights by their names in that file, and no tokenizer: there is no text to sample "
+            "and no config to export",
+            "load model.safetensors into the module: safetensors.torch.load_file(...), then load_state_dict",
+        )
     plan = Plan(tied=about.pop("tied head"))
     workload = Workload(
         name=path.name,

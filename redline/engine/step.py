@@ -23,17 +23,18 @@ class TrainStep:
     def __init__(
         self,
         *,
-        adapter: Adapter,
+        adapter: Adapter | None,
         model: nn.Module,
         loss_of: LossOf,
         optimizer: torch.optim.Optimizer,
         plan: Plan,
-        learning_rate: Callable[[int], float],
+        learning_rate: Callable[[int], float] | None,
         clip_norm: float,
         chunk: int | None = None,
     ) -> None:
-        """`chunk` splits a batch into pieces of that many sequences whose gradients are added up."""
-        self.adapter, self.model, self.loss_of, self.optimizer, self.plan = adapter, model, loss_of, optimizer, plan
+        """`chunk` splits a batch into pieces of that many sequences whose gradients are added up. Without an adapter
+        `loss_of` takes the batch as it comes; without a learning rate the optimizer's groups keep their own."""
+        self._adapter, self.model, self.loss_of, self.optimizer, self.plan = adapter, model, loss_of, optimizer, plan
         self.learning_rate, self.clip_norm, self.chunk = learning_rate, clip_norm, chunk
         self.parameters = list(model.parameters())
         self.device = self.parameters[0].device
@@ -42,6 +43,11 @@ class TrainStep:
         self.gradient_norm = torch.zeros((), device=self.device)
         self.last_read_loss = math.nan
         self.reset()
+
+    @property
+    def adapter(self) -> Adapter:
+        assert self._adapter is not None, "a step of somebody's own module has no workload"
+        return self._adapter
 
     @property
     def skips_on_device(self) -> bool:
@@ -81,14 +87,15 @@ class TrainStep:
 
     def loss(self, piece: Any) -> torch.Tensor:
         """Of a batch or a piece of one, with the graph for a backward pass."""
-        with self._autocast():
-            return self.loss_of(*self.adapter.arguments(piece))
+        with self.autocast():
+            return self.loss_of(*((piece,) if self._adapter is None else self._adapter.arguments(piece)))
 
     def apply_gradients(self) -> None:
         """Clip and update. `gradient_norm` stays on the device. A norm that is no number leaves everything as it is
         where the optimizer can be told so on the device (fused), and where `may_wait` lets the host look."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.learning_rate(self.steps_taken)
+        if self.learning_rate is not None:
+            for group in self.optimizer.param_groups:
+                group["lr"] = self.learning_rate(self.steps_taken)
         self.gradient_norm = nn.utils.clip_grad_norm_(self.parameters, self.clip_norm)
         if self.plan.loss_scaling:
             self.scaler.step(self.optimizer)  # has its own test for infinities
@@ -104,6 +111,7 @@ class TrainStep:
         """Updates refused because of overflow: each halves the scale, and growth needs 2,000 clean steps."""
         return round(math.log2(INITIAL_LOSS_SCALE / self.scaler.get_scale())) if self.plan.loss_scaling else 0
 
-    def _autocast(self) -> torch.autocast:
+    def autocast(self) -> torch.autocast:
+        """As the plan wants it, around forward and loss; a context that changes nothing where it wants none."""
         dtype = DTYPES.get(self.plan.autocast or "")
         return torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None)

@@ -93,6 +93,7 @@ class Trainer:
         check_same_run(loaded.path, loaded.identity, self.identity)
         tensors = loaded.tensors()  # memory-mapped on the host and copied one by one
         copy_into(dict(self.step.model.named_parameters()), tensors.of("model"), what="model")
+        copy_into(self.step.adapter.state(self.step.model), tensors.of("buffers"), what="model")
         load_optimizer_tensors(self.step.optimizer, self.step.model, tensors.of("optimizer"), loaded.state["optimizer"])
         self.step.scaler.load_state_dict(loaded.state["scaler"])
         self.step.steps_taken = loaded.state["steps_taken"]
@@ -108,6 +109,7 @@ class Trainer:
             return
         state_tensors, state_values = optimizer_tensors(self.step.optimizer, self.step.model)
         tensors = {f"model.{name}": parameter.detach() for name, parameter in self.step.model.named_parameters()}
+        tensors |= {f"buffers.{name}": tensor for name, tensor in self.step.adapter.state(self.step.model).items()}
         tensors |= {f"optimizer.{name}": tensor for name, tensor in state_tensors.items()}
         progress = {name: value for name, value in asdict(self.progress).items() if name != "rates"}
         self.store.save(
@@ -259,7 +261,7 @@ class Trainer:
         with self.step.adapter.evaluating(self.step.model):
             for batch in self.validation():
                 losses.append(self.step.loss(batch).detach())
-                progress.validation_tokens += batch[0].numel()
+                progress.validation_tokens += self.step.adapter.items(batch)
         if not losses:
             return
         loss = torch.stack(losses).mean().item()

@@ -13,12 +13,15 @@ import sys
 import threading
 import time
 import traceback
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from redline.core.errors import UserError
 from redline.core.job import Job, write_atomically
 from redline.core.measurement import Failure, Measurement
 from redline.core.profile import Profile
+from redline.core.user_code import users_line
 from redline.core.values import from_json, to_json
 
 
@@ -31,7 +34,7 @@ def main(folder: Path) -> int:
         measurement = run(job, folder.parent.parent, report)
     except Exception as error:  # the boundary of the process: every failure becomes a row
         traceback.print_exc()
-        write_atomically(folder / "failure.json", json.dumps(to_json(describe(error))))
+        write_atomically(folder / "failure.json", json.dumps(to_json(with_users_line(describe(error), error, folder))))
         return 1
     write_atomically(folder / "measurement.json", json.dumps(to_json(measurement)))
     report("done")
@@ -74,6 +77,14 @@ def leave_with_parent() -> None:
     while os.read(0, 1024):  # empty when the parent closes the pipe, which it does only by ending
         pass
     os._exit(1)
+
+
+def with_users_line(failure: Failure, error: Exception, folder: Path) -> Failure:
+    """Of a user's own model: the line of theirs that was running, if one was."""
+    text = (folder / "job.json").read_text(encoding="utf-8")
+    file = json.loads(text)["workload"].get("source", {}).get("file")
+    line = None if file is None or isinstance(error, UserError) else users_line(error, file)
+    return failure if line is None else replace(failure, reason=f"{failure.reason} (at {line})")
 
 
 def describe(error: Exception) -> Failure:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch import nn
 
 from redline.core.plan import PIECES, Plan
 from redline.core.workload import Workload
-from redline.model.gpt import GPT, initialise, unpadded
+from redline.model.gpt import GPT, gelu_by_sigmoid, initialise, unpadded
 from redline.model.loss import head_loss, next_token_loss
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -48,6 +49,10 @@ class Adapter(ABC):
         """The rows of a parameter, or of its gradient, that the model has without padding."""
         return tensor
 
+    def evaluating(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Around a validation or a sample: what training drops is not dropped there. The built-in model drops none."""
+        return nullcontext()
+
     def arguments(self, batch: Any) -> tuple[Any, ...]:
         """A batch as `loss_of` takes it: inputs and targets of [2, B, T]."""
         return batch[0], batch[1]
@@ -56,12 +61,20 @@ class Adapter(ABC):
         """A batch in pieces of so many sequences, each with its share of the whole."""
         return [(piece, piece.size(1) / batch.size(1)) for piece in batch.split(size, dim=1)]
 
+    def items(self, batch: Any) -> int:
+        """What a rate counts: the tokens of a batch."""
+        return int(batch[0].numel())
+
+    def state(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        """What training changes besides the parameters: a checkpoint must hold it."""
+        return {}
+
 
 class BuiltIn(Adapter):
     """GPT-2 as model/gpt.py writes it."""
 
     def build(self, plan: Plan, device: torch.device) -> GPT:
-        shape = self.workload.shape
+        shape = self.workload.decoder
         with device:
             model = GPT(
                 shape,
@@ -97,7 +110,24 @@ def fused_head(plan: Plan, vocab: int) -> LossOf:
     return partial(head_loss, vocab=vocab, pieces=PIECES[plan.loss], dtype=DTYPES.get(plan.autocast or ""))
 
 
+class SigmoidGelu(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return gelu_by_sigmoid(x)
+
+
+def exchange_gelus(model: nn.Module, is_gelu: Callable[[nn.Module], bool]) -> None:
+    """In the place of every module that computes a tanh GELU."""
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if is_gelu(child):
+                setattr(parent, name, SigmoidGelu())
+
+
 def adapter_of(workload: Workload) -> Adapter:
+    if workload.source.kind == "python":
+        from redline.model.python_adapter import PythonAdapter  # nobody else needs it
+
+        return PythonAdapter(workload)
     if workload.source.kind == "huggingface":
         from redline.model.transformers_adapter import TransformersAdapter  # transformers takes a second to import
 

@@ -3,20 +3,24 @@
     model = TransformersAdapter(workload).build(plan, device)
 
 Attention, tying, padding and checkpointing go through transformers' own switches. The loss is computed here and once:
-labels are never handed to the model, which would compute its own. Two things are done with hooks because there is no
-switch for them: the stream between the blocks takes the type of what the embedding gives, and a tanh GELU is a module
-that can be exchanged.
+labels are never handed to the model, which would compute its own. Two things have no switch: the stream between the
+blocks takes the type of what enters the first of them, which a hook casts, and a tanh GELU is a module that can be
+exchanged. What is dropped in training the workload's config says (workloads/resolve.py).
 """
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.activations import ACT2FN
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from redline.core.errors import UserError
 from redline.core.plan import Plan
@@ -25,9 +29,11 @@ from redline.model.adapter import DTYPES, Adapter, LossOf, fused_head
 from redline.model.gpt import gelu_by_sigmoid, hide_padding
 from redline.model.loss import next_token_loss
 
-ATTENTION = {"naive": "eager", "flash": "sdpa", "cudnn": "sdpa"}  # which backend runs, engine/build.py has pinned
-# Of a config: with dropout no two runs give the same loss, and equivalence could not be checked.
-DROPOUTS = ("attention_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop", "hidden_dropout", "embd_dropout")
+# Their SDPA under a name of ours. For its own name transformers makes a mask whenever it is traced (torch before 2.14),
+# and no fused kernel takes one: a name without a function for masks gets none, and SDPA is told to be causal. Which
+# kernel runs, engine/build.py has pinned; that a causal softmax is all there is, `Workload.cannot` has made sure.
+CAUSAL = "redline_causal"
+ATTENTION = {"naive": "eager", "flash": CAUSAL, "cudnn": CAUSAL}
 TANH_GELUS = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
 
 
@@ -37,9 +43,10 @@ class TransformersAdapter(Adapter):
         self._initial: dict[str, torch.Tensor] | None = None
 
     def build(self, plan: Plan, device: torch.device) -> PreTrainedModel:
-        model = self._plain(plan, device)
-        if plan.vocab_multiple > 1:
-            pad_vocabulary(model, self.workload.shape.vocab, plan.vocab_multiple)
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
+            model = self._plain(plan)
+            if plan.vocab_multiple > 1:
+                pad_vocabulary(model, self.workload.decoder.vocab, plan.vocab_multiple)
         if plan.residual != "fp32":
             cast_stream(model, DTYPES[plan.residual])
         if plan.gelu == "sigmoid":
@@ -49,26 +56,29 @@ class TransformersAdapter(Adapter):
         self._initial = {name: parameter.detach().to("cpu", copy=True) for name, parameter in model.named_parameters()}
         return model
 
-    def _plain(self, plan: Plan, device: torch.device) -> PreTrainedModel:
-        """As transformers makes it, from the workload's seed."""
-        config = self._config(plan)
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
-            torch.manual_seed(self.workload.seed)
+    def _plain(self, plan: Plan) -> PreTrainedModel:
+        """As transformers makes it, from the workload's seed. The head is drawn last, so that tied and untied models
+        start alike."""
+        AttentionInterface.register(CAUSAL, sdpa_attention_forward)
+        torch.manual_seed(self.workload.seed)
+        try:
             model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-                config, attn_implementation=ATTENTION[plan.attention], dtype=torch.float32
+                self._config(plan), attn_implementation=ATTENTION[plan.attention], dtype=torch.float32
             )
+        except (ValueError, AssertionError, KeyError) as error:
+            raise refused(error) from error
         return model.train()
 
     def _config(self, plan: Plan) -> Any:
         assert self.workload.source.config is not None
         settings = dict(self.workload.source.config)
-        config = AutoConfig.for_model(settings.pop("model_type"), **settings)
+        try:
+            config = AutoConfig.for_model(settings.pop("model_type"), **settings)
+        except Exception as error:  # its own classes for what it finds wrong are not public
+            raise refused(error) from error
         text = config.get_text_config()
         text.tie_word_embeddings = config.tie_word_embeddings = plan.tied
         text.use_cache = False  # keys and values of a step are of no use to the next
-        for name in DROPOUTS:
-            if hasattr(text, name):
-                setattr(text, name, 0.0)
         return text
 
     @torch.no_grad()
@@ -81,14 +91,37 @@ class TransformersAdapter(Adapter):
         assert isinstance(model, PreTrainedModel)
         if plan.loss == "full":
             return lambda inputs, targets: next_token_loss(model(input_ids=inputs).logits, targets)
-        features, head, loss_of_head = model.base_model, head_of(model), fused_head(plan, self.workload.shape.vocab)
+        features, head, loss_of_head = model.base_model, head_of(model), fused_head(plan, self.workload.decoder.vocab)
         return lambda inputs, targets: loss_of_head(features(input_ids=inputs).last_hidden_state, head.weight, targets)
 
     def unpadded(self, model: nn.Module, name: str, tensor: torch.Tensor) -> torch.Tensor:
         assert isinstance(model, PreTrainedModel)
         tables = {id(model.get_input_embeddings().weight), id(head_of(model).weight)}
         padded = id(model.get_parameter(name)) in tables
-        return tensor[: self.workload.shape.vocab] if padded else tensor
+        return tensor[: self.workload.decoder.vocab] if padded else tensor
+
+    @contextmanager
+    def evaluating(self, model: nn.Module) -> Iterator[None]:
+        """A model that drops nothing stays as it is: compiled code would be compiled again for the other mode."""
+        if not drops(model):
+            yield
+            return
+        model.eval()
+        try:
+            yield
+        finally:
+            model.train()
+
+
+def refused(error: Exception) -> UserError:
+    text = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return UserError("transformers cannot build the config", text, "mend it; `redline estimate` reads its sizes alone")
+
+
+def drops(model: nn.Module) -> bool:
+    """By its layers, not by its config, which may name what the code does not have."""
+    layers = model.modules()
+    return any((isinstance(m, nn.Dropout) and m.p > 0) or getattr(m, "attention_dropout", 0.0) for m in layers)
 
 
 def head_of(model: PreTrainedModel) -> nn.Linear:
@@ -117,10 +150,13 @@ def pad_vocabulary(model: PreTrainedModel, vocab: int, multiple: int) -> None:
 
 
 def cast_stream(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """What the blocks add to takes its type from the embedding; under autocast their branches are `dtype` already."""
+    """What enters the first block is what all of them add to; under autocast their branches are `dtype` already. Not
+    what the embedding gives: some models scale that, by a factor that 16 bits would round."""
+    first = next(module for module in model.modules() if isinstance(module, GradientCheckpointingLayer))
+    first.register_forward_pre_hook(lambda _module, inputs: (inputs[0].to(dtype), *inputs[1:]))
     for module in model.modules():
-        if isinstance(module, nn.Embedding):
-            module.register_forward_hook(lambda _module, _inputs, output: output.to(dtype))
+        if isinstance(module, nn.LayerNorm):  # in fp32, as a GPU's autocast has it and a CPU's has not
+            module.register_forward_pre_hook(lambda _module, inputs: (inputs[0].float(),))
 
 
 class SigmoidGelu(nn.Module):

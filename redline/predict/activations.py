@@ -76,12 +76,12 @@ class Rank:
     def linear(self) -> tuple[Layer, ...]:
         return tuple(layer for layer in linear_layers(self.shape, self.plan, self.layout.tp) if layer.where != "head")
 
-    @property
+    @cached_property
     def matrices(self) -> int:
         """Parameters in the matrices of one layer."""
         return sum(layer.inputs * layer.outputs * layer.count for layer in self.linear) // self.shape.layers
 
-    @property
+    @cached_property
     def layer(self) -> int:
         """Parameters of one layer."""
         return sum(count * math.prod(sizes) for sizes, count in self.layer_tensors())
@@ -122,7 +122,7 @@ class Rank:
         if self.last and self.shape.head_bias:
             yield (self.rows,), 1
 
-    @property
+    @cached_property
     def parameters(self) -> int:
         return self.layers * self.layer + self.outer
 
@@ -161,7 +161,7 @@ class Rank:
         """Those of earlier micro batches, during a forward."""
         return self.gradient_bytes if self.layout.accumulation > 1 else 0
 
-    @property
+    @cached_property
     def optimizer_bytes(self) -> int:
         state = self.optimizer.state_bytes
         inside = sum(count * state(sizes, of_layer=len(sizes) > 1) for sizes, count in self.layer_tensors())

@@ -31,6 +31,7 @@ from redline.core.profile import (
     OPTIMIZER,
     Profile,
 )
+from redline.core.traced import Traced
 from redline.core.units import human_seconds
 from redline.core.workload import Shape
 from redline.predict.operations import Operation, operations
@@ -103,7 +104,7 @@ class Advice:
 @dataclass(frozen=True, kw_only=True)
 class Case:
     profile: Profile
-    shape: Shape
+    shape: Shape | Traced
     plan: Plan
     micro_batch: int
     candidates: Sequence[Candidate]
@@ -123,7 +124,7 @@ class Case:
 def advise(
     profile: Profile,
     *,
-    shape: Shape,
+    shape: Shape | Traced,
     plan: Plan,
     micro_batch: int,
     candidates: Sequence[Candidate],
@@ -188,9 +189,10 @@ def gains_of(case: Case, candidate: Candidate) -> dict[str, float]:
 
 
 def pools_of(case: Case, plan: Plan) -> dict[str, float] | None:
-    """Seconds that the roofline expects of each pool; None where no rate is known for the plan's precision."""
+    """Seconds that the roofline expects of each pool; None where no rate is known for the plan's precision, and of a
+    model whose operations nobody described."""
     peaks = None if case.rates is None else _peaks(plan, case.rates)
-    if peaks is None:
+    if peaks is None or isinstance(case.shape, Traced):
         return None
     lost = KERNELS_LOSE if case.profile.device == "cuda" else IDEAL  # what is known of kernels was seen on GPUs
     rows = roofline(case.shape, plan, micro_batch=case.micro_batch, peaks=peaks, assumptions=lost).rows
@@ -215,6 +217,7 @@ def pool_of(operation: Operation) -> str:
 
 def launches(case: Case, plan: Plan) -> float:
     """Kernels that the host launches in a step; a recorded graph is one launch forward and one backward."""
+    assert not isinstance(case.shape, Traced)  # `pools_of` has no answer for one
     listed = operations(case.shape, plan, micro_batch=case.micro_batch)
     if plan.cuda_graphs:
         return 2 + sum(each.kernels for each in listed if each.direction == "update")
@@ -324,6 +327,30 @@ def other_findings(case: Case) -> Iterator[Advice]:
             yield Advice(what=f"mend {places}", why=f"{words}: {found[0].detail}", gain_seconds=None)
 
 
+def written_out_attention(case: Case) -> Iterator[Advice]:
+    """Of a user's own model: what no rung can change from outside."""
+    found = case.shape.attention if isinstance(case.shape, Traced) else ()
+    if found:
+        places = ", ".join(dict.fromkeys(str(each.place) for each in found))
+        call = "F.scaled_dot_product_attention" + ("(..., is_causal=True)" if found[0].causal else "")
+        yield Advice(
+            what=f"call {call} at {places}",
+            why="attention is written out there: its scores are stored and read back several times",
+            gain_seconds=None,
+        )
+
+
+def rungs_to_measure(case: Case) -> Iterator[Advice]:
+    """Of a user's own model nobody can tell beforehand what a rung brings."""
+    if isinstance(case.shape, Traced) and case.candidates:
+        names = ", ".join(each.rung for each in case.candidates)
+        yield Advice(
+            what="measure what rungs bring with `redline ladder`",
+            why=f"{names} apply; what they bring to a model of one's own is not predicted",
+            gain_seconds=None,
+        )
+
+
 def recomputation(case: Case) -> Iterator[Advice]:
     """Checkpointing buys memory with time: worth undoing where memory is left."""
     if case.plan.checkpointing == "none":
@@ -337,4 +364,14 @@ def recomputation(case: Case) -> Iterator[Advice]:
     )
 
 
-RULES = (rungs_to_take, data_wait, synchronisations, idle_gaps, fp32_matmuls, other_findings, recomputation)
+RULES = (
+    rungs_to_take,
+    data_wait,
+    synchronisations,
+    idle_gaps,
+    fp32_matmuls,
+    written_out_attention,
+    other_findings,
+    recomputation,
+    rungs_to_measure,
+)

@@ -15,8 +15,11 @@ from dataclasses import dataclass
 from redline.core.errors import unknown_name
 from redline.core.hardware import Hardware
 from redline.core.plan import Plan
+from redline.core.traced import Traced
 from redline.core.workload import Shape
 from redline.predict.flops import CONVENTION, executed_flops_per_token, flops_per_token
+from redline.predict.traced import CONVENTION as COUNTED
+from redline.predict.traced import flops_per_item
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +31,7 @@ class Efficiency:
 
 
 def efficiency(
-    shape: Shape, plan: Plan, hardware: Hardware, tokens_per_second: float, peak: str | None = None
+    shape: Shape | Traced, plan: Plan, hardware: Hardware, tokens_per_second: float, peak: str | None = None
 ) -> Efficiency:
     """`tokens_per_second` of one device; `peak`: the dtype to be held against instead of the 16-bit one."""
     peaks = hardware.peak_tflops
@@ -44,11 +47,26 @@ def efficiency(
     if dtype not in peaks:
         raise unknown_name(f"peak of {hardware.name}", dtype, peaks)
     rate = peaks[dtype] * 1e12
-    mfu = flops_per_token(shape) * tokens_per_second / rate
-    hfu = executed_flops_per_token(shape, plan) * tokens_per_second / rate
-    if max(mfu, hfu) > 1:  # more than the device can do: a wrong peak, a wrong clock, or work that was skipped
-        return _none(f"{max(mfu, hfu):.0%} of the peak cannot be right; check device and timing")
-    return Efficiency(mfu=mfu, hfu=hfu, convention=f"{CONVENTION}; {dtype} dense peak {peaks[dtype]:g} TFLOP/s")
+    if isinstance(shape, Traced):
+        mfu, hfu, counted = flops_per_item(shape) * tokens_per_second / rate, None, COUNTED
+    else:
+        mfu, counted = flops_per_token(shape) * tokens_per_second / rate, CONVENTION
+        hfu = executed_flops_per_token(shape, plan) * tokens_per_second / rate
+    if (most := max(mfu, hfu or 0.0)) > 1:  # more than the device can do: a wrong peak or clock, or work skipped
+        return _none(f"{most:.0%} of the peak cannot be right; check device and timing")
+    return Efficiency(mfu=mfu, hfu=hfu, convention=f"{counted}; {dtype} dense peak {peaks[dtype]:g} TFLOP/s")
+
+
+def share_of_peak(flops_per_second: float, hardware: Hardware) -> tuple[float | None, str]:
+    """FLOPs that somebody counted against the same peak, and which one that is, or why there is no number."""
+    peaks = hardware.peak_tflops
+    if peaks is None:
+        return None, f"{'a CPU' if hardware.kind == 'cpu' else hardware.name} is not in the table of device peaks"
+    dtype = _sixteen_bit(peaks)
+    share = flops_per_second / (peaks[dtype] * 1e12)
+    if share > 1:
+        return None, f"{share:.0%} of the peak cannot be right; check device and timing"
+    return share, f"{dtype} dense peak {peaks[dtype]:g} TFLOP/s"
 
 
 def _none(reason: str) -> Efficiency:

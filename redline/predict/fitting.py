@@ -8,10 +8,12 @@ The peak grows with the micro batch at every moment of a step, so the largest is
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 
 from redline.core.plan import Plan
+from redline.core.traced import Traced
 from redline.core.workload import Shape, check_positive
 from redline.predict.memory import Memory, inference_precision, predict_memory
 from redline.predict.optimizers import OPTIMIZERS
@@ -23,8 +25,43 @@ FASTER = "nothing: faster too"
 SAME = 0.005  # a change that moves the peak by less is not worth naming
 
 
+class Fitting(ABC):
+    @abstractmethod
+    def memory(self, micro_batch: int) -> Memory:
+        """The predicted peak."""
+
+    def largest(self, memory_bytes: int) -> int:
+        """The largest micro batch whose total fits; 0 if none does."""
+        check_positive("memory_bytes", memory_bytes)
+        fits, beyond = 0, 1
+        while beyond <= MOST_SEQUENCES and self.memory(beyond).total <= memory_bytes:
+            fits, beyond = beyond, 2 * beyond
+        while beyond - fits > 1 and fits < MOST_SEQUENCES:
+            middle = (fits + beyond) // 2
+            if self.memory(middle).total <= memory_bytes:
+                fits = middle
+            else:
+                beyond = middle
+        return fits
+
+
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class TracedCase(Fitting):
+    """A user's own model on one GPU."""
+
+    shape: Traced
+    plan: Plan
+
+    def memory(self, micro_batch: int) -> Memory:
+        return predict_memory(self.shape, self.plan, micro_batch=micro_batch)
+
+
+def case_of(shape: Shape | Traced, plan: Plan) -> Case | TracedCase:
+    return TracedCase(shape=shape, plan=plan) if isinstance(shape, Traced) else Case(shape=shape, plan=plan)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case(Fitting):
     """What predict_memory asks for, but the micro batch."""
 
     shape: Shape
@@ -48,20 +85,6 @@ class Case:
             optimizer=self.optimizer,
             inference=self.inference,
         )
-
-    def largest(self, memory_bytes: int) -> int:
-        """The largest micro batch whose total fits; 0 if none does."""
-        check_positive("memory_bytes", memory_bytes)
-        fits, beyond = 0, 1
-        while beyond <= MOST_SEQUENCES and self.memory(beyond).total <= memory_bytes:
-            fits, beyond = beyond, 2 * beyond
-        while beyond - fits > 1 and fits < MOST_SEQUENCES:
-            middle = (fits + beyond) // 2
-            if self.memory(middle).total <= memory_bytes:
-                fits = middle
-            else:
-                beyond = middle
-        return fits
 
 
 def largest_micro_batch(

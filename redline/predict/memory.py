@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from redline.core.devices import VECTOR_BYTES
 from redline.core.errors import UserError, unknown_name
 from redline.core.plan import PIECES, Plan
+from redline.core.traced import Traced
 from redline.core.workload import Shape, check_positive
 from redline.predict.activations import (
     FP32,
@@ -31,6 +32,7 @@ from redline.predict.activations import (
 from redline.predict.optimizers import find_optimizer
 from redline.predict.parallel import Layout, check_layout
 from redline.predict.sizes import round_up
+from redline.predict.traced import one_gpu_only, traced_bytes
 
 KINDS = ("residual", "normalised", "qkv", "attention core", "attention output", "mlp", "embedding", "recomputed")
 MIB = 1024**2
@@ -85,7 +87,7 @@ class Memory:
 
 
 def predict_memory(
-    shape: Shape,
+    shape: Shape | Traced,
     plan: Plan,
     *,
     micro_batch: int,
@@ -98,7 +100,11 @@ def predict_memory(
     stage among the data-parallel GPUs; 3 is FSDP. `inference`: True, or a precision of INFERENCE_BYTES."""
     check_positive("micro batch", micro_batch)
     layout = layout or Layout(gpus=1)
-    check_layout(layout, shape)
+    if isinstance(shape, Traced):
+        if inference or zero or layout.gpus > 1:
+            raise one_gpu_only("inference, ZeRO or several GPUs")
+        return _traced_memory(shape, plan, micro_batch, optimizer)
+    check_layout(shape, layout)
     _check_choices(plan, layout, zero)
     if inference:
         return _generate(
@@ -122,6 +128,20 @@ def predict_memory(
         )
     ]
     return max(moments, key=lambda memory: memory.total)
+
+
+def _traced_memory(traced: Traced, plan: Plan, micro_batch: int, optimizer: str | None) -> Memory:
+    """Of a model that was seen and not described: what is kept is known, what lives for a moment is not."""
+    parts = traced_bytes(traced, plan, micro_batch=micro_batch, optimizer=optimizer)
+    return Memory(
+        moment="sum of all parts",
+        weights=parts.weights,
+        gradients=parts.gradients,
+        optimizer=parts.optimizer,
+        activations={"saved for the backward": parts.activations},
+        temporary=WORKSPACES + parts.batch,
+        context=CONTEXT,
+    )
 
 
 def _check_choices(plan: Plan, layout: Layout, zero: int) -> None:

@@ -22,6 +22,7 @@ GRADIENT_FLOOR = {"fp32": 1e-4, "tf32": 2e-3, "fp16": 2e-3, "bf16": 1e-2}
 GRADIENT_CEILING = {"fp32": 1e-3, "tf32": 2e-2, "fp16": 2e-2, "bf16": 1e-1}
 # Largest distance of a loss curve from the reference, in nats, over the first steps.
 CURVE_TOLERANCE = {"fp32": 0.002, "tf32": 0.01, "fp16": 0.03, "bf16": 0.03}
+USUAL_LOSS = 12.0  # above ln V of every vocabulary here; a user's own loss may be larger, and rounds in proportion
 # A first update this far from the reference's, by its own size, is no rounding: 1 is a tensor that never moves or moves
 # twice as far. AdamW's first step is the gradient's sign, so gradients that are nothing but rounding (the keys' biases,
 # a third of a tensor) may point anywhere and reach 0.82.
@@ -51,11 +52,17 @@ def judge(
     reference: Sequence[float] | None,
     base: Sequence[float] | None,
     plain: Sequence[float] | None,
-    ln_vocab: float,
+    ln_vocab: float | None,
     least_learning: float = LEAST_LEARNING,
+    unchecked: str | None = None,
 ) -> Equivalence:
     """`reference`: the fp32 curve with the recipe's maths; `base`: the curve of the recipe this rung was put onto;
-    `plain`: the fp32 curve of the unchanged maths, which a rung that changes the maths is compared with."""
+    `plain`: the fp32 curve of the unchanged maths, which a rung that changes the maths is compared with. `ln_vocab`:
+    None where nobody knows the loss to start at. `unchecked`: why nothing can be compared."""
+    if unchecked is not None:
+        finite = _is_finite(measurement.loss_curve)
+        detail = unchecked if finite else "the loss is not finite"
+        return Equivalence(maths=maths, verdict="not-checked" if finite else "different", detail=detail)
     changes = maths == "changes-maths"
     # Whatever part of the reference is missing, the rest still shows faults: a wrong gradient needs no curve.
     faults = [
@@ -91,7 +98,7 @@ def _agreement(maths: str, measurement: Measurement, reference: Sequence[float],
     return "same" if maths == "bit-exact" and equal_to_base else "rounding"
 
 
-def _step_faults(gradients: GradientCheck, precision: str, ln_vocab: float) -> list[str]:
+def _step_faults(gradients: GradientCheck, precision: str, ln_vocab: float | None) -> list[str]:
     """Of the first step, which each worker holds against its own fp32 model."""
     return [
         *_start_faults(gradients, ln_vocab),
@@ -100,8 +107,8 @@ def _step_faults(gradients: GradientCheck, precision: str, ln_vocab: float) -> l
     ]
 
 
-def _start_faults(gradients: GradientCheck, ln_vocab: float) -> list[str]:
-    if abs(gradients.loss - ln_vocab) <= START_TOLERANCE:
+def _start_faults(gradients: GradientCheck, ln_vocab: float | None) -> list[str]:
+    if ln_vocab is None or abs(gradients.loss - ln_vocab) <= START_TOLERANCE:
         return []
     return [f"starts at {gradients.loss:.3f}, not near ln V = {ln_vocab:.3f}"]
 
@@ -130,10 +137,10 @@ def _curve_faults(curve: Sequence[float], reference: Sequence[float] | None, pre
         return ["the loss is not finite"]
     if not _is_finite(reference):  # max() passes over a NaN that is not first: the gap would look small
         return []
-    gap = curve_gap(curve, reference)
-    if gap <= CURVE_TOLERANCE[precision]:
+    gap, tolerance = curve_gap(curve, reference), CURVE_TOLERANCE[precision] * max(1.0, abs(reference[0]) / USUAL_LOSS)
+    if gap <= tolerance:
         return []
-    return [f"loss curve leaves fp32 by {gap:.3f} nats, tolerance {CURVE_TOLERANCE[precision]:g}"]
+    return [f"loss curve leaves fp32 by {gap:.3f} nats, tolerance {tolerance:g}"]
 
 
 def _learning_faults(curve: Sequence[float], plain: Sequence[float], least: float) -> list[str]:

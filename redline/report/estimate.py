@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from redline.core.units import UNKNOWN, human_bytes, human_percent, human_rate, human_seconds
+from redline.core.units import UNKNOWN, batch_words, human_bytes, human_percent, human_rate, human_seconds, rate_unit
 from redline.report import Document, one_line
 from redline.report.table import Note, notes_grid
 
@@ -33,6 +33,7 @@ PARTS = {
     "fragmentation": ("f", "bright_black", "reserved and not used: a typical share"),
     "context": ("x", "red", "outside the allocator: CUDA context, libraries, NCCL"),
 }
+WIDTHS = (("d_model", "d_model"), ("d_ff", "d_ff"), ("vocabulary", "vocab"))
 LABELS = {"autocast_cache": "autocast cache", "working": "temporary"}
 IN_INFERENCE = {
     "weights": "parameters",
@@ -57,7 +58,7 @@ def print_estimate(document: Document, console: Console, *, operations: bool = F
     if document["roofline"] is not None:
         console.print()
         console.print(roofline_table(document["roofline"]))
-        if operations:
+        if operations and document["roofline"]["expected"] is not None:
             console.print()
             console.print(operations_table(document["roofline"]))
     console.print()
@@ -66,19 +67,27 @@ def print_estimate(document: Document, console: Console, *, operations: bool = F
 
 def subject_text(document: Document) -> str:
     shape, settings = document["shape"], document["settings"]
-    kv = f" ({shape['kv_heads']} for keys and values)" if shape.get("kv_heads") else ""
     parts = [
-        f"{one_line(document['name'])}: {document['parameters']:,} parameters, {shape['layers']} layers",
-        f"{shape['heads']} heads{kv}",
-        f"d_model {shape['d_model']}",
-        f"d_ff {shape['d_ff']}",
-        f"vocabulary {shape['vocab']}",
-        f"{settings['micro_batch']} x {settings['sequence']} tokens",
+        f"{one_line(document['name'])}: {document['parameters']:,} parameters",
+        *model_words(shape),
+        batch_words(settings["micro_batch"], {"sequence": settings["sequence"], **shape}),
         settings["precision"],
         "inference" if settings["inference"] else settings["optimizer"],
         one_line(document["hardware"]["name"] or "no device"),
     ]
     return ", ".join(parts)
+
+
+def model_words(shape: Document) -> Iterator[str]:
+    """Sizes of a decoder; of a user's own model the list of its blocks."""
+    if "heads" not in shape:
+        if (blocks := shape.get("blocks")) is not None:
+            yield f"{blocks['count']} x {one_line(blocks['kind'])}"
+        return
+    kv = f" ({shape['kv_heads']} for keys and values)" if shape.get("kv_heads") else ""
+    yield f"{shape['layers']} layers"
+    yield f"{shape['heads']} heads{kv}"
+    yield from (f"{words} {shape[name]}" for words, name in WIDTHS)
 
 
 def _table(*columns: str) -> Table:
@@ -92,7 +101,7 @@ def _table(*columns: str) -> Table:
 
 def flops_table(document: Document) -> Table:
     flops = document["flops_per_token"]
-    table = _table("FLOPs per token", "MFLOP ", f"convention ({flops['passes']})")
+    table = _table(f"FLOPs per {flops.get('unit', 'token')}", "MFLOP ", f"convention ({flops['passes']})")
     for name, key, convention in (
         ("model (MFU counts it)", "model", flops["convention"]),
         ("model, causal", "causal", flops["causal_convention"]),
@@ -171,20 +180,22 @@ def changes_table(document: Document) -> Table:
 
 
 def roofline_table(roofline: Document) -> Table:
-    """Three answers, and where the realistic one spends its time."""
-    table = _table("roofline", "step ", "tokens/s ", "what")
-    expected = roofline["expected"]
-    for name, key, what in (
-        ("floor", "floor", "the FLOPs alone, at the data sheet's matmul rate"),
-        ("speed of light", "light", "every operation at the data sheet's peaks, one after the other"),
-        ("expected", "expected", expected["peaks"]["source"]),
-    ):
+    """Three answers, and where the realistic one spends its time. Of a user's own model only bounds are known."""
+    expected, unit = roofline["expected"], rate_unit(roofline.get("unit"), short=False)
+    table = _table("roofline", "step ", f"{unit} ", "what")
+    light = "every operation at the data sheet's peaks, one after the other"
+    rows = [("floor", "floor", "the FLOPs alone, at the data sheet's matmul rate")]
+    if expected is None:
+        rows.append(("bound", "light", "its products and its update alone, at the data sheet's peaks"))
+    else:
+        rows += [("speed of light", "light", light), ("expected", "expected", expected["peaks"]["source"])]
+    for name, key, what in rows:
         side = roofline[key]
         style = "bold" if key == "expected" else ""
         table.add_row(
             Text(name, style=style), human_seconds(side["seconds"]), human_rate(side["tokens_per_second"]), what
         )
-    for group, seconds in expected["groups"].items():
+    for group, seconds in (expected or {"groups": {}})["groups"].items():
         share = human_percent(seconds / expected["seconds"])
         table.add_row(Text(f"  {group}", style="dim"), human_seconds(seconds), "", f"{share} of the expected step")
     return table
@@ -215,7 +226,7 @@ def operations_table(roofline: Document) -> Table:
 
 
 def notes_of(document: Document) -> Iterator[Note]:
-    yield Note(about="tokens/s", text=speed_text(document))
+    yield Note(about=rate_unit(document["shape"].get("unit"), short=False), text=speed_text(document))
     yield Note(about="batch", text=document["batch"]["sentence"])
     if document["hardware"]["reason"]:
         yield Note(about="device", text=one_line(document["hardware"]["reason"]))

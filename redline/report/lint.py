@@ -15,8 +15,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from redline.core.units import UNKNOWN
+from redline.core.units import UNKNOWN, batch_words
 from redline.report import Document, one_line
+from redline.report.estimate import model_words
 from redline.report.table import Note, notes_grid
 
 KIND_STYLES = {"alignment": "yellow", "tile": "cyan", "wave": "blue", "rule-of-thumb": "magenta"}
@@ -37,13 +38,10 @@ def print_lint(document: Document, console: Console) -> None:
 
 def subject_text(document: Document) -> str:
     shape, settings, hardware = document["shape"], document["settings"], document["hardware"]
-    kv = f" ({shape['kv_heads']} for keys and values)" if shape.get("kv_heads") else ""
+    traced = [f"{shape['parameters']:,} parameters"] if "parameters" in shape else []
     parts = [
-        f"{one_line(document['name'])}: {shape['layers']} layers, {shape['heads']} heads{kv}",
-        f"d_model {shape['d_model']}",
-        f"d_ff {shape['d_ff']}",
-        f"vocabulary {shape['vocab']}",
-        f"{settings['micro_batch']} x {shape['sequence']} tokens",
+        f"{one_line(document['name'])}: {', '.join([*traced, *model_words(shape)])}",
+        batch_words(settings["micro_batch"], shape),
         settings["dtype"],
         f"tp {settings['tp']}",
         one_line(hardware["name"] or "unknown device"),
@@ -53,6 +51,8 @@ def subject_text(document: Document) -> str:
 
 def clean_text(document: Document) -> str:
     """What was checked, so that silence means something."""
+    if "parameters" in document["shape"]:
+        return "nothing ugly: the rows of every product that was seen, attention, and lines that make the host wait"
     known = document["hardware"]["name"] is not None
     checked = "alignment, tiles, waves and rules of thumb" if known else "alignment and rules of thumb"
     return f"nothing ugly: {checked} of every GEMM, forward and backward"

@@ -23,7 +23,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from redline.core.units import UNKNOWN, human_rate, human_ratio
+from redline.core.units import UNKNOWN, human_rate, human_ratio, rate_unit
 from redline.report import Row, one_line, reason_of, rung_name, status_of, verdict_of
 from redline.report.table import ladder_table, milliseconds, notes_grid, row_notes
 
@@ -192,7 +192,8 @@ def finished_line(row: Row) -> Text:
     if status_of(row) != "ok":
         return Text(f"  {rung_name(row)} {status_of(row)}: {reason_of(row)}{own_batch_text(row)}")
     step = milliseconds((row.get("step_seconds") or {}).get("median")) or UNKNOWN
-    speed = f"{human_rate(row.get('tokens_per_second'))} tok/s, {human_ratio(row.get('speedup_total'))} total"
+    unit = rate_unit(row.get("unit"))
+    speed = f"{human_rate(row.get('tokens_per_second'))} {unit}, {human_ratio(row.get('speedup_total'))} total"
     notes = "".join(f"; {note.text}" for note in row_notes({"rows": [row]}))
     return Text(f"  {rung_name(row)} {step} ms/step, {speed}, {verdict_of(row)}{notes}{own_batch_text(row)}")
 
@@ -204,4 +205,6 @@ def own_batch_text(row: Row) -> str:
         return ""
     if own.get("micro_batch") is None:
         return f"; no micro batch of its own: {reason_of(own)}"
-    return f"; at micro batch {own['micro_batch']} {human_rate(own.get('tokens_per_second'))} tok/s"
+    return (
+        f"; at micro batch {own['micro_batch']} {human_rate(own.get('tokens_per_second'))} {rate_unit(row.get('unit'))}"
+    )

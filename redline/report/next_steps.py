@@ -43,7 +43,8 @@ def tune_steps(document: Document) -> list[Step]:
 
 def workload_name(document: Document) -> str:
     """As a shell takes it."""
-    return shlex.quote(one_line((document.get("workload") or {}).get("name") or "gpt2"))
+    workload = document.get("workload") or {}
+    return shlex.quote(one_line(workload.get("words") or workload.get("name") or "gpt2"))
 
 
 # --- a ladder ---------------------------------------------------------------------------------------------------------
@@ -60,7 +61,7 @@ def drop_what_is_wrong(document: Document) -> Iterator[Step]:
 
 
 def finish(document: Document) -> Iterator[Step]:
-    if document.get("finished") is False:
+    if document.get("finished") is False and not document.get("under_way"):
         yield Step(
             what="Finish the ladder",
             why=f"it was interrupted after {len(rows_of(document))} rungs; what is there is not measured again",

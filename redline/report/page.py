@@ -21,6 +21,7 @@ from redline.core.units import GIB, UNKNOWN, human_bytes, human_percent, human_r
 from redline.report import Document, Row, is_dropped, one_line, reason_of, rung_name, shown_mfu, status_of, verdict_of
 from redline.report.bars import Bar, stacked_chart
 from redline.report.charts import ladder_chart, loss_chart
+from redline.report.groups import groups_chart, groups_table, has_groups
 from redline.report.next_steps import ladder_steps
 from redline.report.steps import steps_chart, steps_key
 from redline.report.svg import STYLE, plain_tick
@@ -129,6 +130,7 @@ def view_of(document: Document) -> dict[str, Any]:
         "key": steps_key(document),
         "charts": _charts(document),
         "memory_table": memory_table(rows),
+        "groups_table": groups_table(rows),
         "table": ladder_view(document),
         "notes": [note for note in notes_of(document) if note.about not in shown_elsewhere],
         "verdicts": [verdict_view(row) for row in rows if status_of(row) == "ok"],
@@ -147,6 +149,8 @@ def sections(document: Document) -> Iterator[tuple[str, str]]:
     yield "ladder", "Ladder"
     if rebatched_rows(document):
         yield "own-batch", "Own micro batch"
+    if has_groups(rows):
+        yield "time", "Time"
     if has_anatomy(rows):
         yield "memory", "Memory"
     yield "training", "Same training?"
@@ -208,7 +212,9 @@ def _baseline_rate(document: Document) -> str:
 def alarms(document: Document) -> list[tuple[str, str]]:
     """(kind, text) of what a reader must know before any number."""
     lines = [(note.kind, f"{note.about}: {note.text}") for note in notes_of(document) if note.kind == "different"]
-    if document.get("finished") is False:
+    if document.get("under_way"):
+        lines.append(("unfinished", "This run goes on: the rows below are those so far."))
+    elif document.get("finished") is False:
         left = (
             "The rows below were measured; later rungs are missing." if rows_of(document) else "Nothing was measured."
         )
@@ -220,6 +226,7 @@ def _charts(document: Document) -> dict[str, Any]:
     rows, reference = rows_of(document), document.get("reference")
     return {
         "ladder": drawings(lambda px: steps_chart(document, px) if px == WIDE_PX else ladder_chart(rows, px)),
+        "groups": drawings(lambda px: groups_chart(rows, px)) if has_groups(rows) else [],
         "memory": drawings(lambda px: memory_chart(rows, px)) if has_anatomy(rows) else [],
         "loss": drawings(lambda px: loss_chart(rows, reference, px)),
     }
@@ -339,10 +346,16 @@ PROOF_COLUMNS = (*PROOF_WORDS, "graph breaks", "syncs/step", "compiling", "HFU",
 
 
 def proof_view(rows: Iterable[Row]) -> dict[str, Any]:
-    """What the profile saw, and memory against its prediction; columns nobody could fill are left out."""
+    """What the profile saw, and memory against its prediction, unless a panel of its own has that; columns nobody could
+    fill are left out."""
     measured = [row for row in rows if status_of(row) == "ok"]
     table = [_proof_cells(row) for row in measured]
-    filled = [index for index in range(len(PROOF_COLUMNS)) if any(cells[index][0] != UNKNOWN for cells in table)]
+    told = ("peak", "predicted") if has_anatomy(measured) else ()
+    filled = [
+        index
+        for index, name in enumerate(PROOF_COLUMNS)
+        if name not in told and any(cells[index][0] != UNKNOWN for cells in table)
+    ]
     lines = [(rung_name(row), [cells[index] for index in filled]) for row, cells in zip(measured, table, strict=True)]
     columns = [PROOF_COLUMNS[index] for index in filled]
     return {"columns": columns, "words": PROOF_WORDS, "rows": lines if filled else []}
@@ -429,4 +442,6 @@ def machine_facts(document: Document) -> dict[str, Any]:
 def workload_facts(document: Document) -> dict[str, Any]:
     workload = document.get("workload") or {}
     plain = {name: value for name, value in workload.items() if name != "shape"}
-    return {"name": plain.pop("name", None), **(workload.get("shape") or {}), **plain}
+    # What was seen of a user's own model is lists of products and modules: no facts to be read here.
+    sizes = {name: size for name, size in (workload.get("shape") or {}).items() if not isinstance(size, (list, dict))}
+    return {"name": plain.pop("name", None), **sizes, **plain}

@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from redline.core.profile import IDLE
-from redline.core.units import UNKNOWN, human_bytes, human_percent, human_rate, human_seconds
+from redline.core.units import UNKNOWN, batch_words, human_bytes, human_percent, human_rate, human_seconds, rate_unit
 from redline.report import Document, one_line
 from redline.report.table import WIDTH_COLUMNS, Note, milliseconds, notes_grid
 
@@ -46,7 +46,8 @@ def print_profile(document: Document, console: Console) -> None:
 
 
 def parts_of(document: Document, width: int) -> Iterator[tuple[str, Table | Text]]:
-    yield "to do first", advice_table(document)
+    if document["advice"] is not None:  # a step that somebody wrote has no workload to advise on
+        yield "to do first", advice_table(document)
     yield "where the time goes", groups_table(document)
     yield "by phase", phases_table(document)
     yield "by module", modules_table(document)
@@ -63,13 +64,14 @@ def parts_of(document: Document, width: int) -> Iterator[tuple[str, Table | Text
 
 def header_lines(document: Document) -> Iterator[str]:
     recipe, shape = document["recipe"], document["workload"]["shape"]
-    yield (
-        f"{one_line(document['workload']['name'])} on {one_line(document['hardware']['name'])}, "
-        f"{recipe['micro_batch']} x {shape['sequence']} tokens, {', '.join(recipe['rungs']) or 'no rungs'}"
-    )
+    sizes = "" if recipe is None else f", {batch_words(recipe['micro_batch'], shape)}"
+    rungs = "" if recipe is None else f", {', '.join(recipe['rungs']) or 'no rungs'}"
+    yield f"{one_line(document['workload']['name'])} on {one_line(document['hardware']['name'])}{sizes}{rungs}"
     step = document["step_seconds"]
+    unit = rate_unit((shape or {}).get("unit"), short=False)
+    rate = "" if recipe is None else f" ({human_rate(document['tokens_per_second'])} {unit})"
     yield (
-        f"{human_seconds(step['median'])} a step ({human_rate(document['tokens_per_second'])} tokens/s); "
+        f"{human_seconds(step['median'])} a step{rate}; "
         f"{human_seconds(document['profiled_step_seconds'])} under the profiler "
         f"({100 * document['profiler_overhead']:+.0f} %). Times below are of the step without it."
     )
@@ -195,14 +197,14 @@ def memory_table(memory: Document) -> Table:
     table = _table("at the peak", "measured ", "predicted ", "what")
     for row, names in known.items():
         size = sum(measured.get(name, 0) for name in names)
-        table.add_row(row, human_bytes(size), human_bytes(predicted[row]), "")
-    others = predicted["allocated"] - sum(predicted[row] for row in known)
+        table.add_row(row, human_bytes(size), human_bytes(predicted and predicted[row]), "")
+    others = predicted and predicted["allocated"] - sum(predicted[row] for row in known)
     parts = ", ".join(
         f"{name} {human_bytes(size)}" for name, size in measured.items() if name not in sum(known.values(), ())
     )
     table.add_row("activations and others", human_bytes(rest), human_bytes(others), parts)
-    total = f"{memory['peak_bytes'] / predicted['allocated']:.2f} of the prediction"
-    table.add_row("in all", human_bytes(memory["peak_bytes"]), human_bytes(predicted["allocated"]), total)
+    total = f"{memory['peak_bytes'] / predicted['allocated']:.2f} of the prediction" if predicted else ""
+    table.add_row("in all", human_bytes(memory["peak_bytes"]), human_bytes(predicted and predicted["allocated"]), total)
     if memory["reserved_bytes"] is not None:
         table.add_row("reserved", human_bytes(memory["reserved_bytes"]), UNKNOWN, _fragmentation(memory))
     return table

@@ -8,6 +8,7 @@ The document is that of `redline profile --json`. A profile that failed is a pag
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -68,9 +69,7 @@ def measured_view(document: Document) -> dict[str, Any]:
         "sections": list(sections(document)),
         "headline": headline_figures(document),
         "alarms": [],
-        "todo": [
-            Step(what=one_line(each["what"]), why=advice_text(each)) for each in document["advice"][:SHOWN_ADVICE]
-        ],
+        "todo": todo_of(document),
         "overhead": overhead_text(document),
         "time": drawings(lambda px: time_chart(document, px)),
         "groups": group_table(document),
@@ -83,6 +82,14 @@ def measured_view(document: Document) -> dict[str, Any]:
         "memory_lines": line_table(memory) if memory else {"rows": []},
         "notes": list(notes_of(document)),
     }
+
+
+def todo_of(document: Document) -> list[Step] | None:
+    """None: a step that somebody wrote has no workload to advise on."""
+    advice = document["advice"]
+    if advice is None:
+        return None
+    return [Step(what=one_line(each["what"]), why=advice_text(each)) for each in advice[:SHOWN_ADVICE]]
 
 
 def sections(document: Document) -> Iterator[tuple[str, str]]:
@@ -102,15 +109,17 @@ def headline_figures(document: Document) -> list[tuple[str, str, str]]:
     spread = f"p10 {human_seconds(step['p10'])}, p90 {human_seconds(step['p90'])}, without the profiler"
     figures = [
         (human_seconds(step["median"]), "a step", spread),
-        (human_rate(document["tokens_per_second"]), "tokens per second", ""),
     ]
+    if document["tokens_per_second"] is not None:
+        figures.append((human_rate(document["tokens_per_second"]), "tokens per second", ""))
     if roofline is not None:
         light = roofline["light_seconds"]
         share = human_percent(light / step["median"])
         figures.append((share, "of its speed of light", f"{human_seconds(light)} a step at the data sheet's peaks"))
     else:
         busy = "of the step the device works" if document["device"] == "cuda" else "of the step operators work"
-        figures.append((human_percent(document["busy_share"]), busy, "no peaks are known for this device"))
+        why = "no peaks are known for this device" if document["recipe"] else ""
+        figures.append((human_percent(document["busy_share"]), busy, why))
     return figures
 
 
@@ -182,7 +191,7 @@ def group_table(document: Document) -> dict[str, Any]:
 
 
 def _phase_seconds(document: Document, phase: str, group: str) -> float:
-    return sum(part["seconds"] for part in document["parts"] if (part["phase"], part["group"]) == (phase, group))
+    return math.fsum(part["seconds"] for part in document["parts"] if (part["phase"], part["group"]) == (phase, group))
 
 
 def module_table(document: Document) -> dict[str, Any]:
@@ -246,16 +255,18 @@ def finding_table(document: Document) -> dict[str, Any]:
 
 def memory_chart(memory: Document, width_px: int) -> str:
     """Measured at the fullest moment beside predicted; what the two split otherwise is one part."""
-    unit, name = _unit(max(memory["peak_bytes"], memory["predicted"]["allocated"]))
+    unit, name = _unit(max(memory["peak_bytes"], (memory["predicted"] or {}).get("allocated", 0)))
     measured = {part: sum(memory["categories"].get(one, 0) for one in own) for part, own in KNOWN_PARTS.items()}
     measured[REST] = sum(memory["categories"].values()) - sum(measured.values())
-    predicted = {part: memory["predicted"][part] for part in KNOWN_PARTS}
-    predicted[REST] = memory["predicted"]["allocated"] - sum(predicted.values())
-    bars = [_memory_bar("measured", measured), _memory_bar("predicted", predicted)]
+    bars = [_memory_bar("measured", measured)]
+    if memory["predicted"] is not None:
+        predicted = {part: memory["predicted"][part] for part in KNOWN_PARTS}
+        predicted[REST] = memory["predicted"]["allocated"] - sum(predicted.values())
+        bars.append(_memory_bar("predicted", predicted))
     return stacked_chart(
         bars,
         names=tuple(measured),
-        title="Memory at the peak, measured and predicted",
+        title="Memory at the peak, " + " and ".join(bar.name for bar in bars),
         axis=name,
         width_px=width_px,
         show=plain_tick,

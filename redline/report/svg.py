@@ -22,6 +22,8 @@ WIDE_FROM_PX = 600  # below this, labels are shorter
 CHAR_PX = 7.0  # upper estimate of a character at 12 px in any sans-serif a reader may have
 AXIS_PX = 62.0  # room for the labels of the left axis
 LEGEND_ROW_PX = 20
+NARROW_PLOT_PX = 300  # ticks stand closer together there, or there would be one
+BOLD = 1.12  # a bold character against a plain one
 TIP_CHARS, TIP_LINE_PX, TIP_PAD_PX = 46, 17, 10
 
 # Okabe and Ito's colour-blind-safe hues; vermilion is kept for what is wrong. Neighbours differ in lightness too.
@@ -121,7 +123,8 @@ def short_number(value: float) -> str:
 def bottom_axis(
     scale: Scale, y: float, label: str, whole: bool = False, tick_text: Callable[[float], str] = short_number
 ) -> Iterator[str]:
-    for tick in scale.ticks(70):
+    narrow = abs(scale.end_px - scale.start_px) < NARROW_PLOT_PX
+    for tick in scale.ticks(46 if narrow else 70):
         if whole and tick != int(tick):
             continue
         yield svg_line("grid", scale(tick), 6, scale(tick), y)
@@ -201,7 +204,8 @@ def tip_box(text: str, box: Box, chart: Size) -> str:
     """Beside the mark, where there is room; inside the chart's width always, or a phone would scroll sideways."""
     chars = int(min(TIP_CHARS, (chart.width - 2 * TIP_PAD_PX) / CHAR_PX))
     lines = [piece for line in text.split("\n") for piece in textwrap.wrap(one_line(line), chars) or [""]]
-    width = CHAR_PX * max(map(len, lines)) + 2 * TIP_PAD_PX
+    widths = [len(line) * (BOLD if index == 0 else 1.0) for index, line in enumerate(lines)]
+    width = min(CHAR_PX * max(widths) + 2 * TIP_PAD_PX, chart.width)
     height = TIP_LINE_PX * len(lines) + 2 * TIP_PAD_PX - 4
     right, left = box.x + box.width + 8, box.x - width - 8
     x = right if right + width <= chart.width else left if left >= 0 else max(0.0, (chart.width - width) / 2)

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from redline.core.units import UNKNOWN, human_bytes, human_percent, human_rate, human_ratio
+from redline.core.units import UNKNOWN, human_bytes, human_percent, human_rate, human_ratio, rate_unit
 from redline.report import Document, Row, is_dropped, one_line, reason_of, rung_name, shown_mfu, status_of, verdict_of
 
 WIDTH_COLUMNS = 100
@@ -199,11 +199,21 @@ def ladder_table(document: Document, width: int = WIDTH_COLUMNS) -> Table:
     return _table(rows_of(document), columns, gap)
 
 
+def unit_of(document: Document) -> str | None:
+    """What its rates count: tokens, unless its model is a user's own."""
+    shape = (document.get("workload") or {}).get("shape") or {}
+    return shape.get("unit")
+
+
+def _heading(column: Column, rows: Sequence[Row]) -> str:
+    return column.name.replace("tok/s", rate_unit(rows[0].get("unit") if rows else None))
+
+
 def _table(rows: Sequence[Row], columns: Sequence[Column], gap: int) -> Table:
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, gap - 1, 0, 0), header_style="bold")
     for column in columns:
         justify = "right" if column.number else "left"
-        table.add_column(column.name, justify=justify, no_wrap=column.name == "rung", overflow="fold")  # type: ignore[arg-type]
+        table.add_column(_heading(column, rows), justify=justify, no_wrap=column.name == "rung", overflow="fold")  # type: ignore[arg-type]
     for row in rows:
         table.add_row(*_styled_cells(row, columns))
     return table
@@ -217,7 +227,10 @@ def _fit(document: Document, width: int) -> tuple[tuple[Column, ...], int]:
 
 
 def _width(document: Document, columns: Sequence[Column], gap: int) -> int:
-    lines = [[column.name for column in columns], *(cells_of(row, columns) for row in rows_of(document))]
+    lines = [
+        [_heading(column, rows_of(document)) for column in columns],
+        *(cells_of(row, columns) for row in rows_of(document)),
+    ]
     return sum(max(map(len, cells)) for cells in zip(*lines, strict=True)) + gap * len(columns)
 
 
@@ -287,7 +300,9 @@ def _subject_notes(document: Document) -> Iterator[Note]:
     yield from (Note(about="MFU", text=text) for text in mfu_texts(rows))
     yield from (Note(about="memory", text=text) for text in memory_texts(rows))
     yield from _missing_notes(document)
-    if document.get("finished") is False:
+    if document.get("under_way"):
+        yield Note(about="unfinished", text="the run goes on: later rungs are not here yet")
+    elif document.get("finished") is False:
         yield Note(about="unfinished", text="the run was interrupted: later rungs are not here", kind="failed")
 
 
@@ -371,6 +386,7 @@ def workload_text(document: Document) -> str:
         ("sequence", "{} tokens of context"),
     ]
     parts = [form.format(_count(shape[key])) for key, form in words if shape.get(key) is not None]
+    parts += [f"{_count(shape['parameters'])} parameters"] if shape.get("parameters") is not None else []
     if workload.get("micro_batch") is not None:
         parts.append(f"micro batch {_count(workload['micro_batch'])}")
     return f"{one_line(workload.get('name') or 'unknown workload')}: {', '.join(parts) or 'shape not known'}"
@@ -407,7 +423,8 @@ def best_text(document: Document) -> str:
     if not best:
         return "no row was measured and found right"
     row = best_row(document) or {}
-    parts = [f"{human_rate(best.get('tokens_per_second'))} tokens/s with {one_line(best.get('rung') or UNKNOWN)}"]
+    unit = rate_unit(unit_of(document), short=False)
+    parts = [f"{human_rate(best.get('tokens_per_second'))} {unit} with {one_line(best.get('rung') or UNKNOWN)}"]
     parts += [f"micro batch {best['micro_batch']}"] if best.get("micro_batch") is not None else []
     if row.get("speedup_total") is not None:
         parts.append(f"{human_ratio(row['speedup_total'])} the {rung_name(rows_of(document)[0])}")
@@ -430,8 +447,7 @@ def print_ladder(document: Document, console: Console) -> None:
     console.print()
     if rebatched_rows(document):
         _print_rebatched(document, console)
-    for line in speed_bars(rows_of(document), console.width):
-        console.print(line)
+    print_bars(rows_of(document), console)
     console.print(
         Text.assemble(("\nbest  ", "bold"), (best_text(document), "bold green" if document.get("best") else ""))
     )
@@ -443,7 +459,8 @@ def _print_rebatched(document: Document, console: Console) -> None:
     console.print()
     console.print(notes_grid(rebatched_notes(document)))
     if best := document.get("best_rebatched"):
-        words = f"{human_rate(best.get('tokens_per_second'))} tokens/s with {one_line(best.get('rung') or UNKNOWN)}"
+        unit = rate_unit(unit_of(document), short=False)
+        words = f"{human_rate(best.get('tokens_per_second'))} {unit} with {one_line(best.get('rung') or UNKNOWN)}"
         console.print(Text.assemble(("fastest there  ", "bold"), f"{words}, micro batch {best.get('micro_batch')}"))
     console.print()
 
@@ -473,8 +490,13 @@ def _two_columns() -> Table:
     return grid
 
 
-def speed_bars(rows: Sequence[Row], width: int) -> Iterator[Text]:
-    """Tokens per second as bars; rungs that were not kept are lighter."""
+def print_bars(rows: Sequence[Row], console: Console) -> None:
+    for line in speed_bars(rows, console.width, plain=console.options.ascii_only):
+        console.print(line)
+
+
+def speed_bars(rows: Sequence[Row], width: int, plain: bool = False) -> Iterator[Text]:
+    """Tokens per second as bars; rungs that were not kept are lighter. `plain`: of signs that every terminal has."""
     measured = [row for row in rows if row.get("tokens_per_second") is not None]
     if not measured:
         return
@@ -482,8 +504,9 @@ def speed_bars(rows: Sequence[Row], width: int) -> Iterator[Text]:
     values = max(len(human_rate(row["tokens_per_second"])) for row in measured)
     room = max(8, min(width, WIDTH_COLUMNS) - names - values - 4)
     fastest = max(row["tokens_per_second"] for row in measured)
+    draw = _plain_bar if plain else _bar
     for row in measured:
-        bar = _bar(row["tokens_per_second"] / fastest * room if fastest else 0, light=is_dropped(row))
+        bar = draw(row["tokens_per_second"] / fastest * room if fastest else 0, light=is_dropped(row))
         value = human_rate(row["tokens_per_second"])
         yield Text.assemble(
             f"{_rung_cell(row):<{names}}  ", (bar, "dim" if is_dropped(row) else "cyan"), f"  {value}", no_wrap=True
@@ -496,3 +519,7 @@ def _bar(length: float, light: bool) -> str:
         return "░" * max(1, round(length))
     eighths = max(1, round(length * 8))
     return "█" * (eighths // 8) + ("▏▎▍▌▋▊▉"[eighths % 8 - 1] if eighths % 8 else "")
+
+
+def _plain_bar(length: float, light: bool) -> str:
+    return ("." if light else "#") * max(1, round(length))

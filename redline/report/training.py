@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from redline.core.training import Budget
-from redline.core.units import UNKNOWN, human_bytes, human_percent, human_rate
+from redline.core.units import UNKNOWN, human_bytes, human_percent, human_rate, rate_unit
 from redline.report import one_line
 from redline.report.svg import short_number
 
@@ -118,8 +118,9 @@ def line_width(fields: tuple[Field, ...]) -> int:
     return sum(field.width for field in fields) + len(fields) - 1
 
 
-def heading(fields: tuple[Field, ...] = FIELDS) -> str:
-    return " ".join(field.name.rjust(field.width) for field in fields)
+def heading(fields: tuple[Field, ...] = FIELDS, unit: str = "token") -> str:
+    names = {"tokens": f"{unit}s", "tok/s": rate_unit(unit)}
+    return " ".join(names.get(field.name, field.name).rjust(field.width) for field in fields)
 
 
 def cycle_line(cycle: dict[str, Any], fields: tuple[Field, ...] = FIELDS) -> str:
@@ -183,8 +184,11 @@ def eta_seconds(budget: Budget, cycle: dict[str, Any]) -> float:
 class TrainingView:
     """Lines on any stream; on a terminal a bar below them, and columns that fit it."""
 
-    def __init__(self, console: Console, *, budget: Budget, clock: Callable[[], float] = time.monotonic) -> None:
-        self._console, self._budget, self._clock = console, budget, clock
+    def __init__(
+        self, console: Console, *, budget: Budget, clock: Callable[[], float] = time.monotonic, unit: str = "token"
+    ) -> None:
+        """`unit`: what the rates count."""
+        self._console, self._budget, self._clock, self._unit = console, budget, clock, unit
         self._fields = fitting_fields(console.width) if console.is_terminal else FIELDS
         self._validation: float | None = None
         self._last_line, self._lines, self._skipped = -math.inf, 0, 0
@@ -229,7 +233,7 @@ class TrainingView:
         if now - self._last_line >= line_seconds(fields["total_seconds"]) or share >= 1:
             self._last_line = now
             if self._lines % HEADING_EVERY == 0:
-                self._print(heading(self._fields))
+                self._print(heading(self._fields, self._unit))
             self._lines += 1
             shown = {**fields, "validation": self._validation, "mfu": fields.get("mfu"), "eta": eta}
             self._print(cycle_line(shown, self._fields))
@@ -282,11 +286,12 @@ ENDS = {
 def summary_lines(summary: dict[str, Any]) -> list[str]:
     """What a run came to, for people."""
     tokens, loss, best = summary["tokens"], summary["loss"], summary["best_validation_loss"]
-    median = f"{human_rate(summary['tokens_per_second'])} tokens/s (median of the cycles)"
+    unit = summary.get("unit") or "token"
+    median = f"{human_rate(summary['tokens_per_second'])} {unit}s/s (median of the cycles)"
     lines = [
         ("ended", f"{ENDS[summary['ended']]}: {summary['updates']:,} updates, {clock_text(summary['seconds'])}"),
-        ("tokens", f"{tokens['train']:,} train, {tokens['validation']:,} validation, {tokens['total']:,} total"),
-        ("documents", documents_text(summary["documents"])),
+        (f"{unit}s", f"{tokens['train']:,} train, {tokens['validation']:,} validation, {tokens['total']:,} total"),
+        ("documents", documents_text(summary["documents"]) if unit == "token" else ""),
         ("speed", f"{median}, MFU {human_percent(summary['mfu'])}"),
         (
             "skipped",

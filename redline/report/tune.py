@@ -15,8 +15,18 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from redline.core.units import UNKNOWN, counted, human_bytes, human_percent, human_rate, human_ratio, human_seconds
+from redline.core.units import (
+    UNKNOWN,
+    counted,
+    human_bytes,
+    human_percent,
+    human_rate,
+    human_ratio,
+    human_seconds,
+    rate_unit,
+)
 from redline.report import Document, Row, one_line
+from redline.report.svg import clipped
 from redline.report.table import (
     MOST_SWING,
     STATUS_STYLES,
@@ -27,7 +37,9 @@ from redline.report.table import (
     machine_text,
     milliseconds,
     notes_grid,
+    print_bars,
     swing_of,
+    unit_of,
     versions_text,
     workload_text,
 )
@@ -40,6 +52,8 @@ ENDINGS = {
     "interrupted": "interrupted",
     "device-lost": "the device no longer answers",
 }
+MOST_BARS, BAR_LETTERS = 12, 36  # the table above has all of them
+UNDER_WAY = "under-way"  # why a search has not stopped, where somebody looks at it meanwhile
 
 
 def print_tune(document: Document, console: Console) -> None:
@@ -51,26 +65,38 @@ def print_tune(document: Document, console: Console) -> None:
     console.print(ranking_table(document, min(console.width, WIDTH_COLUMNS)))
     console.print()
     console.print(notes_grid(list(notes_of(document))))
+    console.print()
+    print_bars(list(bar_rows(document)), console)
     console.print(Text.assemble(("\nbest  ", "bold"), (best_text(document), "bold green" if document["best"] else "")))
 
 
 def search_text(document: Document) -> str:
     budget, stopped = document["budget"], document["stopped"]
-    ending = ENDINGS.get(stopped["why"], one_line(stopped["why"]))
+    reason = ENDINGS.get(stopped["why"], one_line(stopped["why"]))
+    ending = "it goes on" if stopped["why"] == UNDER_WAY else f"ended because {reason}"
     detail = f" ({one_line(stopped['detail'])})" if stopped["detail"] else ""
     remembered = f", {budget['remembered_trials']} of them remembered" if budget["remembered_trials"] else ""
     used = f"{human_seconds(budget['spent_seconds'])} of {human_seconds(budget['seconds'])}"
-    return f"{counted(budget['trials'], 'recipe')} in {used}{remembered}; ended because {ending}{detail}"
+    return f"{counted(budget['trials'], 'recipe')} in {used}{remembered}; {ending}{detail}"
 
 
 def ranking_table(document: Document, width: int) -> Table:
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
     for name in COLUMNS:
-        table.add_column(name, justify="right" if name in NUMBERS else "left", overflow="fold")
+        heading = name.replace("tok/s", rate_unit(unit_of(document)))
+        table.add_column(heading, justify="right" if name in NUMBERS else "left", overflow="fold")
     table.width = None if width >= WIDTH_COLUMNS else width
     for row in document["rows"]:
         table.add_row(*styled_cells(row, document))
     return table
+
+
+def bar_rows(document: Document) -> Iterator[Row]:
+    """The fastest trials as the rows of a ladder; what cannot win is 'not kept'."""
+    measured = [row for row in document["rows"] if row["tokens_per_second"] is not None]
+    for row in sorted(measured, key=lambda row: -row["tokens_per_second"])[:MOST_BARS]:
+        name = clipped(f"#{row['number']} {change_text(row, document)}", BAR_LETTERS)
+        yield {**row, "rung": name, "kept": verdict_of(row) not in ("lost", "different")}
 
 
 def styled_cells(row: Row, document: Document) -> Iterator[Text]:
@@ -194,7 +220,8 @@ def best_text(document: Document) -> str:
     best: dict[str, Any] | None = document["best"]
     if best is None:
         return "no recipe was measured and found right"
-    parts = [f"{human_rate(best['tokens_per_second'])} tokens/s at micro batch {best['micro_batch']}"]
+    unit = rate_unit(unit_of(document), short=False)
+    parts = [f"{human_rate(best['tokens_per_second'])} {unit} at micro batch {best['micro_batch']}"]
     if best["accumulation"] is not None:
         parts.append(f"{best['accumulation']} of them per update of {best['global_batch']}")
     if best["speedup"] is not None:

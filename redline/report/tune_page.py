@@ -20,6 +20,7 @@ from redline.report.page import date_text, drawings, fact_groups, render, table_
 from redline.report.points import Point, front_of, points_chart
 from redline.report.table import Note, device_name, milliseconds, workload_text
 from redline.report.tune import (
+    UNDER_WAY,
     break_even_texts,
     change_text,
     is_best,
@@ -31,6 +32,7 @@ from redline.report.tune import (
 )
 
 NOT_TRIED_SHOWN = 60
+DOUBTFUL = 2.0  # times: predictions of memory are right to per cents, so one of two such figures is wrong
 
 
 def render_tune_page(document: Document) -> str:
@@ -56,6 +58,7 @@ def view_of(document: Document) -> dict[str, Any]:
         "kinds": sorted({point.kind for point in points}),
         "has_front": len(front_of(points)) > 1,
         "no_point": [row["number"] for row in document["rows"] if row["number"] not in {one.number for one in points}],
+        "doubts": list(doubtful_peaks(document)),
         "knob_chart": drawings(lambda px: gain_chart(knobs, title="What each knob brought", width_px=px))
         if knobs
         else [],
@@ -96,7 +99,7 @@ def headline_figures(document: Document) -> list[tuple[str, str, str]]:
     best = document["best"]
     if best is None:
         return []
-    row = next((row for row in document["rows"] if is_best(row, document)), {})
+    row: Row = next((row for row in document["rows"] if is_best(row, document)), {})
     figures = [
         (
             human_rate(best["tokens_per_second"]),
@@ -124,6 +127,8 @@ def alarms(document: Document) -> Iterator[tuple[str, str]]:
     if wrong:
         yield "different", f"{', '.join(wrong)}: not the same training any more, so they cannot win."
     why, detail = document["stopped"]["why"], document["stopped"]["detail"]
+    if why == UNDER_WAY:
+        yield "unfinished", "This search goes on: what follows is what it has found so far."
     if why in ("interrupted", "device-lost"):
         words = "This search was interrupted." if why == "interrupted" else "The device no longer answered."
         yield "unfinished", f"{words} {one_line(detail or '')}".strip()
@@ -145,6 +150,17 @@ def points_of(document: Document) -> list[Point]:
         for row in document["rows"]
         if row["tokens_per_second"] is not None and row["peak_bytes"]
     ]
+
+
+def doubtful_peaks(document: Document) -> Iterator[str]:
+    """Points whose place cannot be trusted: what a recorded graph holds, for one, is not what the allocator counts."""
+    for row in document["rows"]:
+        measured, predicted = row["peak_bytes"], row["predicted_peak_bytes"]
+        if measured and predicted and not 1 / DOUBTFUL < measured / predicted < DOUBTFUL:
+            yield (
+                f"#{row['number']}: {human_bytes(measured)} measured, {human_bytes(predicted)} predicted. One of them "
+                "is wrong, so do not build on its place in the chart."
+            )
 
 
 def kind_of(row: Row, document: Document) -> str:

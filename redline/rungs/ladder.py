@@ -199,7 +199,7 @@ class PaddedVocab(Rung):
     maths = Maths.ROUNDING
 
     def needs(self, workload: Workload, hardware: Hardware, plan: Plan) -> str | None:
-        vocab = workload.shape.vocab
+        vocab = workload.decoder.vocab
         return f"the vocabulary, {vocab}, is a multiple of 128 already" if vocab % 128 == 0 else None
 
     def apply(self, plan: Plan) -> Plan:

@@ -108,7 +108,7 @@ def context_of(hardware: Hardware, versions: dict[str, str | None], tokens: Path
         "hardware": to_json(hardware),
         "versions": versions,
         "code": code_fingerprint(),
-        "tokens": hashlib.sha256(tokens.read_bytes()).hexdigest(),
+        "tokens": hashlib.sha256(tokens.read_bytes()).hexdigest() if tokens.exists() else None,  # a file makes its own
         "environment": {name: value for name, value in sorted(os.environ.items()) if name.startswith(PREFIXES)},
     }
 

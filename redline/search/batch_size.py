@@ -22,9 +22,10 @@ from redline.core.errors import UserError
 from redline.core.job import Job, Result
 from redline.core.measurement import Failure, Measurement
 from redline.core.plan import Plan
+from redline.core.traced import Traced
 from redline.core.units import human_percent
 from redline.core.workload import Shape, check_positive
-from redline.predict.fitting import Case
+from redline.predict.fitting import case_of
 from redline.predict.memory import FRAGMENTATION
 from redline.predict.parallel import divisors, layout_for_batch
 
@@ -423,7 +424,7 @@ class Range:
 
 
 def range_of(
-    shape: Shape,
+    shape: Shape | Traced,
     plan: Plan,
     *,
     device: str,
@@ -440,7 +441,7 @@ def range_of(
         by_time = max(micro_batch, int(STEPPING_SECONDS[device] / STEPS_PER_TRIAL / seconds_per_sequence))
     if device != "cuda" or memory_bytes is None:
         return Range(start=micro_batch, limit=by_time)
-    case, usable = Case(shape=shape, plan=plan), math.floor((1 - headroom) * memory_bytes)
+    case, usable = case_of(shape, plan), math.floor((1 - headroom) * memory_bytes)
     context = case.memory(1).context
     # Where the allocator loses nothing to fragments; the start allows for what it loses as a rule.
     unfragmented = round((1 + FRAGMENTATION) * (usable - context) + context)

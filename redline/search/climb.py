@@ -17,7 +17,7 @@ from redline.core.hardware import Hardware
 from redline.core.job import Job, Result
 from redline.core.measurement import Failure, Measurement, spread_of
 from redline.core.recipe import Recipe
-from redline.core.workload import Workload
+from redline.core.workload import BUILT_IN, Workload
 from redline.predict.verdict import LEAST_LEARNING, Equivalence, judge
 from redline.rungs import LADDER, Maths, Rung, find_rung, group_of, plan_of, why_not
 from redline.search.batch_size import HEADROOM, MEMORY_KINDS, BatchChoice, SizedJobs, best_batch, range_of
@@ -181,6 +181,7 @@ class Climb:
             plain=self.plain_curve,
             ln_vocab=self.workload.shape.ln_vocab,
             least_learning=least_learning(row.recipe),
+            unchecked=self.workload.why_unchecked,
         )
         if found.verdict == "not-checked" and self.reference_trouble:
             return replace(found, detail=f"{found.detail}: {self.reference_trouble}")
@@ -288,7 +289,8 @@ class Climb:
             device=self.hardware.kind,
             micro_batch=fixed,
             seconds_per_sequence=row.quick_seconds / fixed if row.measurements else None,
-            memory_bytes=settings.memory_bytes,
+            # Others' code is predicted roughly: there measured sizes say what fits.
+            memory_bytes=settings.memory_bytes if self.workload.source == BUILT_IN else None,
             headroom=settings.headroom,
         )
         return best_batch(
@@ -318,6 +320,7 @@ class Climb:
             base=None,
             plain=None,
             ln_vocab=self.workload.shape.ln_vocab,
+            unchecked=self.workload.why_unchecked,
         )
         return found.detail if found.verdict == "different" else None
 

@@ -68,6 +68,7 @@ def row_json(row: Row, first: Row, climb: Climb) -> dict[str, Any]:
         "micro_batch": row.recipe.micro_batch,
         "step_seconds": to_json(step_spread(row.measurements)) if measurement else None,
         "tokens_per_second": rate,
+        "unit": climb.workload.unit,
         "speedup_total": first.seconds / row.seconds if measurement and first.measurements else None,
         "speedup_step": base.seconds / row.seconds if measurement and base else None,
         "within_noise": within_noise(row, base, climb) if measurement and base else None,

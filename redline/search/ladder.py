@@ -12,6 +12,7 @@ from __future__ import annotations
 import fcntl
 import json
 import shutil
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -41,9 +42,11 @@ from redline.rungs import LADDER, find_rung, group_of, plan_of, why_not
 from redline.search.batch_size import check_headroom, host_memory_bytes
 from redline.search.climb import TOKENS_FILE, Climb, LadderSettings, Row
 from redline.search.document import best_rebatched, best_row, ladder_document, row_json
+from redline.search.inspect import find_workload
 from redline.search.launch import launch, probe_machine, remove_caches
-from redline.workloads import default_workload, resolve_workload
+from redline.workloads import default_workload
 
+LOCK_TRIES, LOCK_SECONDS = 3, 0.05  # somebody who watches may look at the lock just now
 MOST_SEQUENCES = 2**20  # of one token each, their logits alone would be 196 GiB for GPT-2
 
 
@@ -133,13 +136,30 @@ def worth_another_try(result: Result) -> bool:
 def only_climb_in(directory: RunDirectory) -> Iterator[None]:
     """Two climbs in one directory would start workers in the same folders. The lock ends with the process."""
     with open(directory.path / RUN_FILE) as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise UserError(
-                f"{directory.path} is in use", "another process measures there", "wait for it, or stop it first"
-            ) from error
+        for tries_left in reversed(range(LOCK_TRIES)):
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError as error:
+                if not tries_left:
+                    raise UserError(
+                        f"{directory.path} is in use", "another process measures there", "wait for it, or stop it first"
+                    ) from error
+                time.sleep(LOCK_SECONDS)
         yield
+
+
+def is_measuring(path: Path) -> bool:
+    """Whether a process climbs or searches there now. The question holds the lock for an instant, which is why
+    `only_climb_in` tries more than once."""
+    with open(path / RUN_FILE) as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:  # a file system without locks: nobody can say, and the files are all there is
+            return False
+    return False
 
 
 def prepare_ladder(
@@ -149,6 +169,7 @@ def prepare_ladder(
     without: str | None = None,
     start: Path | None = None,
     micro_batch: int | None = None,
+    sequence: int | None = None,
     data: str | None = None,
     device: str | None = None,
     keep: str | None = None,
@@ -176,7 +197,7 @@ def prepare_ladder(
     check_choice("device", device, ("cuda", "cpu"))
     check_choice("keep", keep, ("faster", "all"))
     if workload is not None:
-        resolve_workload(workload)
+        find_workload(workload, sequence=sequence)
     if data is not None:
         check_corpus(data)
     recipe = load_recipe(start) if start is not None else None
@@ -192,7 +213,7 @@ def prepare_ladder(
 
     hardware, versions = probe_machine(device)
     workload, notes = named_or_default(workload, hardware)
-    resolved = resolve_workload(workload, data)
+    resolved = find_workload(workload, data, sequence)
     size = micro_batch or (recipe.micro_batch if recipe else resolved.micro_batch)
     resolved = replace(resolved, micro_batch=size)
     if recipe is not None:
@@ -212,6 +233,7 @@ def prepare_ladder(
         memory_bytes=memory_to_share(hardware) if rebatch else None,
     )
     directory = open_directory(out or default_directory(resolved), resolved, hardware, versions, settings, command)
+    notes = (*notes, *resolved.notes)
     return LadderRun(directory=directory, workload=resolved, hardware=hardware, settings=settings, notes=notes)
 
 
@@ -319,20 +341,21 @@ def open_directory(
     """A new run directory with its tokens and run.json: both of them, or nothing."""
     from redline.data.tokens import encode_corpus, write_tokens  # numpy takes a while to import
 
-    tokens = encode_corpus(workload)
+    tokens = encode_corpus(workload) if workload.reads_text else None
     directory = create_run_directory(path)
     run = {
         "kind": kind,
         "command": command,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "tokens": len(tokens),
+        "tokens": None if tokens is None else len(tokens),
         "versions": versions,
         "workload": to_json(workload),
         "hardware": to_json(hardware),
         "settings": to_json(settings),
     }
     try:
-        write_tokens(path / TOKENS_FILE, tokens, workload.shape.vocab)
+        if tokens is not None:
+            write_tokens(path / TOKENS_FILE, tokens, workload.decoder.vocab)
         directory.write(RUN_FILE, json.dumps(run, indent=2) + "\n")
     except UserError:  # write_tokens explains itself
         shutil.rmtree(path, ignore_errors=True)

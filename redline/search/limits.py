@@ -4,7 +4,7 @@
     with_limits(document)       a document of before these fields, with them: nothing in it is measured again
 
 Everything here is arithmetic on a workload, a recipe and the table of devices. Nothing is known of a device that is not
-in it: None, or no line.
+in it, nor of a model that is no decoder of ours: None, or no line.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 from redline.core.hardware import Hardware, known_device
 from redline.core.plan import Plan
+from redline.core.traced import Traced
 from redline.core.values import from_json
 from redline.core.workload import Shape
 from redline.predict.efficiency import efficiency
@@ -23,12 +24,12 @@ from redline.rungs import plan_of
 SIXTEEN_BIT = Plan(autocast="bf16"), Plan(autocast="fp16")
 
 
-def limits_json(shape: Shape, hardware: Hardware) -> list[dict[str, Any]]:
+def limits_json(shape: object, hardware: Hardware) -> list[dict[str, Any]]:
     """The device's matmul peaks as tokens per second, in the convention of MFU: the data sheet's, and the best that
     was measured on such a device."""
     device = known_device(hardware.name, hardware.multiprocessors) if hardware.kind == "cuda" else None
     plan = next((plan for plan in SIXTEEN_BIT if device is not None and plan.precision in device.peak_tflops), None)
-    if device is None or plan is None:
+    if device is None or plan is None or not isinstance(shape, (Shape, Traced)):
         return []
     mfu = efficiency(shape, plan, hardware, 1.0).mfu  # of one token per second
     sheet, reached = sheet_peaks(plan, device), reachable(plan, device)
@@ -45,11 +46,11 @@ def limits_json(shape: Shape, hardware: Hardware) -> list[dict[str, Any]]:
     ]
 
 
-def roofline_json(shape: Shape, plan: Plan, micro_batch: int, hardware: Hardware) -> dict[str, float] | None:
+def roofline_json(shape: object, plan: Plan, micro_batch: int, hardware: Hardware) -> dict[str, float] | None:
     """Tokens per second of this recipe: at its speed of light, as expected, and of its FLOPs alone."""
     device = known_device(hardware.name, hardware.multiprocessors) if hardware.kind == "cuda" else None
     sheet = None if device is None else sheet_peaks(plan, device)
-    if device is None or sheet is None:
+    if device is None or sheet is None or not isinstance(shape, Shape):
         return None
     found = predict_step(shape, plan, micro_batch=micro_batch, sheet=sheet, reached=reachable(plan, device))
     return {
@@ -59,10 +60,10 @@ def roofline_json(shape: Shape, plan: Plan, micro_batch: int, hardware: Hardware
     }
 
 
-def anatomy_json(shape: Shape, plan: Plan, micro_batch: int, hardware: Hardware) -> dict[str, Any] | None:
+def anatomy_json(shape: object, plan: Plan, micro_batch: int, hardware: Hardware) -> dict[str, Any] | None:
     """The predicted peak by part; the parts add up to `predicted_peak_bytes`. A CPU reports its resident set, which
     has other parts."""
-    if hardware.kind != "cuda":
+    if hardware.kind != "cuda" or not isinstance(shape, (Shape, Traced)):
         return None
     memory = predict_memory(shape, plan, micro_batch=micro_batch)
     return {

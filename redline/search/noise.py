@@ -13,9 +13,9 @@ import statistics
 from collections.abc import Sequence
 
 from redline.core.measurement import Measurement
+from redline.predict.noise import UNSEEN_RUN_TO_RUN, noise_of_ratio
 
-# Seen between processes: 1 to 3 % on an H200; on two shared CPU cores 10 % and more.
-UNSEEN_RUN_TO_RUN = {"cuda": 0.02, "cpu": 0.10}
+__all__ = ["MOST_NOISE", "UNSEEN_RUN_TO_RUN", "looks_of", "noise_between", "standard_error", "tolerated_noise"]
 STRETCHES = 4
 MOST_NOISE = 0.25  # however noisy the machine: what is slower than its rival by more has lost
 
@@ -41,9 +41,8 @@ def standard_error(measurements: Sequence[Measurement]) -> float:
 
 def noise_between(one: Sequence[Measurement], other: Sequence[Measurement], device: str = "cuda") -> float:
     """Ratios of the two closer to 1 than this are noise."""
-    noise = 2 * math.hypot(standard_error(one), standard_error(other))
     fewest = min(len(one), len(other))
-    return max(noise, UNSEEN_RUN_TO_RUN[device] / fewest)  # two repeats may agree by chance
+    return noise_of_ratio(standard_error(one), standard_error(other), device=device, repeats=fewest)
 
 
 def tolerated_noise(one: Sequence[Measurement], other: Sequence[Measurement], device: str) -> float:

@@ -23,10 +23,11 @@ from redline.core.errors import unknown_name
 from redline.core.hardware import Hardware, known_device
 from redline.core.plan import Plan
 from redline.core.recipe import Recipe
+from redline.core.traced import Traced
 from redline.core.units import human_bytes
 from redline.core.values import to_json
-from redline.core.workload import Workload
-from redline.predict.fitting import Case
+from redline.core.workload import BUILT_IN, Workload
+from redline.predict.fitting import Case, TracedCase, case_of
 from redline.predict.parallel import divisors
 from redline.predict.roofline import Prediction, predict_step, reachable, sheet_peaks
 from redline.rungs import LADDER, Maths, Rung, find_rung, group_of, plan_of, published_rungs, usual_rungs, why_not
@@ -42,6 +43,7 @@ VERDICTS = {"bit-exact": ("same",), "rounding": ("same", "rounding"), "changes-m
 # Fields of a plan that no compiled code depends on.
 NOT_COMPILED = ("optimizer", "loader_workers", "read_loss_every", "expandable_segments")
 EFFICIENT = 0.98  # of the highest rate predicted: the smallest size that reaches it is the start; trials take its time
+ROUGHLY = 2  # times the memory limit
 WORTH_A_CHANGE = 0.005  # a prediction must promise more than this to leave the ladder's usual rungs
 
 
@@ -140,12 +142,24 @@ class Space:
 
     def refuses(self, recipe: Recipe) -> str | None:
         """Why nothing needs to run to know that this recipe cannot be chosen."""
-        if self.memory_limit is None:
+        if self.memory_limit is None or self.refused_above is None:
             return None
         total = self.predicted_bytes(recipe)
-        if total <= self.memory_limit:
+        if total <= self.refused_above:
             return None
         return f"predicted to take {human_bytes(total)} of the {human_bytes(self.memory_limit)} it may"
+
+    @property
+    def predicts_roughly(self) -> bool:
+        """Memory is predicted tensor by tensor for the built-in model alone; others' code keeps what it keeps."""
+        return self.workload.source != BUILT_IN
+
+    @property
+    def refused_above(self) -> int | None:
+        """Predicted bytes that nobody tries. A rough prediction must be far off before it refuses what would fit."""
+        if self.memory_limit is None:
+            return None
+        return ROUGHLY * self.memory_limit if self.predicts_roughly else self.memory_limit
 
     def predicted_bytes(self, recipe: Recipe) -> int:
         if recipe not in self._bytes:
@@ -165,8 +179,8 @@ class Space:
             self._largest[recipe.rungs] = case.largest(self.memory_limit + extra)
         return self._largest[recipe.rungs]
 
-    def _case(self, recipe: Recipe) -> Case:
-        return Case(shape=self.workload.shape, plan=plan_of(recipe.rungs))
+    def _case(self, recipe: Recipe) -> Case | TracedCase:
+        return case_of(self.workload.shape, plan_of(recipe.rungs))
 
     # sizes
 
@@ -218,15 +232,16 @@ class Space:
     # speed
 
     def predict(self, recipe: Recipe) -> Prediction | None:
-        """The roofline of a step; None on a device that nobody knows the peaks of."""
-        if self.hardware.kind != "cuda":
+        """The roofline of a step; None on a device that nobody knows the peaks of, and of a model that was traced."""
+        shape = self.workload.shape
+        if self.hardware.kind != "cuda" or isinstance(shape, Traced):
             return None
         device, plan = known_device(self.hardware.name, self.hardware.multiprocessors), plan_of(recipe.rungs)
         sheet = None if device is None else sheet_peaks(plan, device)
         if device is None or sheet is None:
             return None
         return predict_step(
-            self.workload.shape,
+            shape,
             plan,
             micro_batch=recipe.micro_batch,
             sheet=sheet,

@@ -337,8 +337,9 @@ class Tuner:
         return sized if self._is_better(sized, current) else current
 
     def _most_sequences(self, current: Trial) -> int | None:
-        """What is predicted to fit, and what a trial has time to step through."""
-        by_memory = self.space.largest(current.recipe)
+        """What is predicted to fit, and what a trial has time to step through. A rough prediction is no limit: sizes
+        that were measured say what fits."""
+        by_memory = None if self.space.predicts_roughly else self.space.largest(current.recipe)
         per_sequence = current.step_seconds / current.recipe.micro_batch
         by_time = max(1, round(STEPPING_SECONDS[self.kind] / STEPS_PER_TRIAL / per_sequence))
         return by_time if by_memory is None else max(1, min(by_memory, by_time))
@@ -585,6 +586,7 @@ class Tuner:
             base=None,
             plain=plain,
             ln_vocab=self.space.workload.shape.ln_vocab,
+            unchecked=self.space.workload.why_unchecked,
         )
         failed = next((one for one in curves if isinstance(one, Failure)), None)
         if failed is not None and trial.equivalence.verdict == "not-checked":

@@ -99,6 +99,7 @@ def row_json(tuner: Tuner, trial: Trial) -> dict[str, Any]:
         "step_seconds": to_json(step_spread(trial.measurements)) if trial.ran else None,
         "repeats": len(trial.measurements),
         "tokens_per_second": rate,
+        "unit": tuner.space.workload.unit,
         "speedup_total": ratio(rate, tuner.baseline, tuner),
         "speedup_step": ratio(rate, trial.onto, tuner),
         "of_best": ratio(rate, tuner.best, tuner),
@@ -288,6 +289,7 @@ def roofline_json(tuner: Tuner, best: Trial) -> dict[str, Any]:
     if prediction is None:
         kind, name = tuner.space.hardware.kind, tuner.space.hardware.name
         why = "a CPU has no data sheet of peaks here" if kind == "cpu" else f"no peaks are known for {name}"
+        why = why if tuner.space.workload.reads_text else "the operations of a Python file's model are not all known"
         return {"light": None, "expected": None, "floor": None, "of_light": None, "groups": None, "reason": why}
     light, expected = prediction.light, prediction.expected
     return {

@@ -29,6 +29,7 @@ from redline.rungs import find_rung
 from redline.search.answers import TrialAnswers, context_of, open_cache
 from redline.search.batch_size import HEADROOM
 from redline.search.climb import TOKENS_FILE
+from redline.search.inspect import find_workload
 from redline.search.ladder import (
     check_choice,
     check_sensible,
@@ -42,7 +43,6 @@ from redline.search.space import ALLOW, Space, open_space
 from redline.search.trials import Answer, Budget, OutOfTimeError, Trial, TuneSettings
 from redline.search.tune import Tuner
 from redline.search.tune_document import row_json, tune_document
-from redline.workloads import resolve_workload
 
 DOCUMENT_FILE = "tune.json"
 MOST_MINUTES = 7 * 24 * 60
@@ -173,13 +173,17 @@ class Watcher:
             self.view.row_finished(self._row(trial))
 
     def _row(self, trial: Trial) -> dict[str, Any]:
-        """As a ladder's table shows it: a name, and 'kept' for what leads."""
-        row, change = row_json(self.tuner, trial), trial.label
-        short = change if len(change) <= MOST_LETTERS else change[: MOST_LETTERS - 1] + "…"
-        return {**row, "rung": f"{trial.number:02d} {short}", "kept": trial is self.tuner.best}
+        return named_row(row_json(self.tuner, trial), leads=trial is self.tuner.best)
 
 
 MOST_LETTERS = 34  # of a change in the live table, which has columns besides
+
+
+def named_row(row: dict[str, Any], *, leads: bool) -> dict[str, Any]:
+    """A trial as a ladder's table shows it: a name, and 'kept' for what leads."""
+    change = row["change"]
+    short = change if len(change) <= MOST_LETTERS else change[: MOST_LETTERS - 1] + "…"
+    return {**row, "rung": f"{row['number']:02d} {short}", "kept": leads}
 
 
 def prepare_tune(
@@ -192,6 +196,7 @@ def prepare_tune(
     micro_batch: int | None = None,
     global_batch: int | None = None,
     memory_limit: int | None = None,
+    sequence: int | None = None,
     data: str | None = None,
     device: str | None = None,
     steps: int | None = None,
@@ -218,7 +223,7 @@ def prepare_tune(
         check_sensible("--micro-batch", micro_batch)
     check_batches(micro_batch, global_batch)
     if workload is not None:
-        resolve_workload(workload)
+        find_workload(workload, sequence=sequence)
     if data is not None:
         check_corpus(data)
     chosen, unwanted = names_of(rungs), names_of(without)
@@ -227,7 +232,7 @@ def prepare_tune(
 
     hardware, versions = probe_machine(device)
     workload, notes = named_or_default(workload, hardware)
-    resolved = resolve_workload(workload, data)
+    resolved = find_workload(workload, data, sequence)
     settings = TuneSettings(
         device=hardware.kind,
         minutes=minutes,
@@ -250,7 +255,7 @@ def prepare_tune(
     )
     check_fits(run.space)
     directory = open_directory(run.directory.path, resolved, hardware, versions, settings, command, kind=KIND)
-    return replace(run, directory=directory, notes=(*notes, *space_notes(run.space)))
+    return replace(run, directory=directory, notes=(*notes, *resolved.notes, *space_notes(run.space)))
 
 
 def usable_bytes(hardware: Hardware) -> int | None:
@@ -294,8 +299,8 @@ def space_notes(space: Space) -> list[str]:
     start = space.start()
     rungs = " + ".join(start.rungs) or "no rung"
     found = [f"{counted(len(space.knobs), 'knob')}; the start: {rungs} at micro batch {start.micro_batch}"]
-    if space.memory_limit is not None:
-        found.append(f"recipes predicted to take more than {human_bytes(space.memory_limit)} are not run")
+    if space.refused_above is not None:
+        found.append(f"recipes predicted to take more than {human_bytes(space.refused_above)} are not run")
     return found
 
 

@@ -2,6 +2,8 @@
 
     read_config({"model_type": "llama", "hidden_size": 4096, ...}) -> (Shape(...), ("note", ...))
     change_config(config, shape, fixed) -> the same JSON with only the changed fields changed
+    obstacles(config, shape) -> {"fused-loss": "the head has a bias", ...}      # what its code does not allow
+    without_dropout(config) -> the same JSON with every dropout at 0
 
 FAMILIES is the one table: what a `model_type` calls its sizes, and what its code does that its config does not say.
 Left out: mixtures of experts, encoders, and every family whose layers do not all have the same sizes.
@@ -39,6 +41,7 @@ GPT2_NAMES = {
 }
 MAY_BE_NULL = ("kv_heads", "head_dim")  # null means what it means in Shape: derived from the heads
 SLIDING = "sliding_attention"
+ACTIVATIONS = ("activation_function", "hidden_activation", "hidden_act")  # a family reads the one in its defaults
 TANH_GELUS = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
 FUSED_LOSSES, FUSED_ATTENTION = ("fused-loss", "chunked-loss"), ("flash", "cudnn-attention")
 BF16_WEIGHTS = ("adamw-bf16", "adamw-bf16-kahan")
@@ -63,6 +66,8 @@ class Family:
     head_bias: bool = False
     layer_norms: int = 2
     qk_norms: bool | str = False
+    dropouts: tuple[str, ...] = ("attention_dropout",)
+    """The keys of those that its code has. The first is of the attention's weights."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     note: str | None = None
 
@@ -78,7 +83,15 @@ FAMILIES: dict[str, Family] = {
         qkv_biases=True,
         proj_biases=True,
         mlp_biases=True,
-        defaults={"tie_word_embeddings": True, "n_inner": None},
+        dropouts=("attn_pdrop", "embd_pdrop", "resid_pdrop"),
+        defaults={
+            "tie_word_embeddings": True,
+            "n_inner": None,
+            "activation_function": "gelu_new",
+            "attn_pdrop": 0.1,
+            "embd_pdrop": 0.1,
+            "resid_pdrop": 0.1,
+        },
     ),
     "llama": Family(
         qkv_biases="attention_bias",
@@ -90,12 +103,21 @@ FAMILIES: dict[str, Family] = {
             "head_dim": None,
             "attention_bias": False,
             "mlp_bias": False,
+            "hidden_act": "silu",
         },
     ),
-    "mistral": Family(defaults={"tie_word_embeddings": False, "head_dim": None, "sliding_window": 4096}),
+    "mistral": Family(
+        defaults={"tie_word_embeddings": False, "head_dim": None, "sliding_window": 4096, "hidden_act": "silu"}
+    ),
     "qwen2": Family(
         qkv_biases=True,
-        defaults={"tie_word_embeddings": False, "head_dim": None, "use_sliding_window": False, "max_window_layers": 28},
+        defaults={
+            "tie_word_embeddings": False,
+            "head_dim": None,
+            "use_sliding_window": False,
+            "max_window_layers": 28,
+            "hidden_act": "silu",
+        },
     ),
     "qwen3": Family(
         qkv_biases="attention_bias",
@@ -106,18 +128,32 @@ FAMILIES: dict[str, Family] = {
             "attention_bias": False,
             "use_sliding_window": False,
             "max_window_layers": 28,
+            "hidden_act": "silu",
         },
         qk_norms=True,
     ),
     "gemma": Family(
         qkv_biases="attention_bias",
         proj_biases="attention_bias",
-        defaults={"tie_word_embeddings": True, "head_dim": 256, "attention_bias": False},
+        defaults={
+            "tie_word_embeddings": True,
+            "head_dim": 256,
+            "attention_bias": False,
+            "hidden_act": "gelu_pytorch_tanh",
+        },
     ),
     "gemma2": Family(
         qkv_biases="attention_bias",
         proj_biases="attention_bias",
-        defaults={"tie_word_embeddings": True, "head_dim": 256, "attention_bias": False, "sliding_window": 4096},
+        defaults={
+            "tie_word_embeddings": True,
+            "head_dim": 256,
+            "attention_bias": False,
+            "sliding_window": 4096,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+        },
         layer_norms=4,
     ),
     "gemma3_text": Family(
@@ -132,6 +168,7 @@ FAMILIES: dict[str, Family] = {
             "max_position_embeddings": 131072,
             "attention_bias": False,
             "sliding_window": 4096,
+            "hidden_activation": "gelu_pytorch_tanh",
         },
         layer_norms=4,
         qk_norms=True,
@@ -145,7 +182,14 @@ FAMILIES: dict[str, Family] = {
         head_bias=True,
         layer_norms=1,
         qk_norms="qk_layernorm",
-        defaults={"tie_word_embeddings": False, "num_key_value_heads": None, "head_dim": None, "qk_layernorm": False},
+        dropouts=("attention_dropout", "embd_pdrop", "resid_pdrop"),
+        defaults={
+            "tie_word_embeddings": False,
+            "num_key_value_heads": None,
+            "head_dim": None,
+            "qk_layernorm": False,
+            "hidden_act": "gelu_new",
+        },
     ),
     "phi3": Family(
         fused_qkv=True,
@@ -154,7 +198,9 @@ FAMILIES: dict[str, Family] = {
             "num_key_value_heads": None,
             "head_dim": None,
             "sliding_window": None,
+            "hidden_act": "silu",
         },
+        dropouts=("attention_dropout", "resid_pdrop"),
         note="gate and up are one matmul there: the shape counts two of half the width",
     ),
     "gpt_neox": Family(
@@ -165,7 +211,8 @@ FAMILIES: dict[str, Family] = {
         qkv_biases="attention_bias",
         proj_biases="attention_bias",
         mlp_biases=True,
-        defaults={"tie_word_embeddings": False, "attention_bias": True},
+        dropouts=("attention_dropout", "hidden_dropout"),
+        defaults={"tie_word_embeddings": False, "attention_bias": True, "hidden_act": "gelu"},
     ),
 }
 # Files that wrap the text model: where it is, and what it is when it does not say.
@@ -207,12 +254,16 @@ def obstacles(config: Config, shape: Shape) -> dict[str, str]:
     }
     if not shape.tied:
         found["tied-weights"] = "the published model has a head of its own"
-    if values.get("hidden_act", values.get("activation_function", "")) not in TANH_GELUS:
+    if _activation(model_type, values) not in TANH_GELUS:
         found["sigmoid-gelu"] = "the model has no tanh GELU"
-    found |= dict.fromkeys(FUSED_LOSSES, _head_obstacle(values, shape)) if _head_obstacle(values, shape) else {}
-    found |= dict.fromkeys(FUSED_ATTENTION, _mask_obstacle(values, shape)) if _mask_obstacle(values, shape) else {}
+    if reason := _head_obstacle(values, shape):
+        found |= dict.fromkeys(FUSED_LOSSES, reason)
+    if reason := _mask_obstacle(values, shape):
+        found |= dict.fromkeys(FUSED_ATTENTION, reason)
     if shape.head_bias:
         found["padded-vocab"] = "the head has a bias, which would give the padding a logit of its own"
+    elif values.get("final_logit_softcapping") is not None:
+        found["padded-vocab"] = "the cap on the logits would give the padding one above minus infinity"
     return found
 
 
@@ -228,8 +279,53 @@ def _mask_obstacle(values: Config, shape: Shape) -> str:
     if values.get("attn_logit_softcapping") is not None:
         return "the model caps its attention scores (attn_logit_softcapping)"
     if shape.window is not None and shape.window < shape.sequence:
-        return f"a window of {shape.window} in sequences of {shape.sequence} takes a mask"
+        return (
+            f"a window of {shape.window} in sequences of {shape.sequence} takes a mask, which fused kernels have not "
+            f"(--sequence {shape.window} needs none)"
+        )
     return ""
+
+
+def _activation(model_type: str, values: Config) -> Any:
+    return next(values[key] for key in ACTIVATIONS if key in FAMILIES[model_type].defaults)
+
+
+def check_causal(config: Config) -> None:
+    """Gemmas that embed texts read them in both directions, and would see the token that they are to predict."""
+    if text_model(config)[1].get("use_bidirectional_attention"):
+        raise UserError(
+            "use_bidirectional_attention is on",
+            "the model sees what comes next, so predicting it teaches nothing",
+            "point at the config of a causal language model",
+        )
+
+
+def dropouts(config: Config) -> dict[str, float]:
+    """The shares that the model's code drops in training, by their keys; none that are 0."""
+    model_type, text = text_model(config)
+    values = {**FAMILIES[model_type].defaults, **text}
+    shares = {key: values.get(key) or 0.0 for key in FAMILIES[model_type].dropouts}
+    for key, share in shares.items():
+        if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share < 1:
+            raise UserError(f"{key} is {shown(share)}", f"{key} is a share of what is dropped", "mend it: 0 drops none")
+    return {key: share for key, share in shares.items() if share}
+
+
+def drops_attention(config: Config) -> bool:
+    """What fused kernels must know: the weights of attention are dropped, which exist in them alone."""
+    return FAMILIES[text_model(config)[0]].dropouts[0] in dropouts(config)
+
+
+def without_dropout(config: Config) -> Config:
+    """A copy that drops nothing: with dropout no two runs give the same loss, and nothing could be compared."""
+    _, text = text_model(config)
+    return _with_text(config, {**text, **dict.fromkeys(dropouts(config), 0.0)})
+
+
+def _with_text(config: Config, text: Config) -> Config:
+    """A copy of the file with another description of the text model."""
+    wrapped = config.get("model_type") in WRAPPED
+    return {**config, WRAPPED[config["model_type"]][0]: text} if wrapped else text
 
 
 def text_model(config: Config) -> tuple[str, Config]:
@@ -268,7 +364,7 @@ def change_config(config: Config, before: Shape, after: Shape) -> Config:
             changed[key] = value
     if before.layers != after.layers:
         changed |= _layer_list(text, after)
-    return changed if text is config else {**config, WRAPPED[config["model_type"]][0]: changed}
+    return _with_text(config, changed)
 
 
 def _layer_list(text: Config, after: Shape) -> Config:

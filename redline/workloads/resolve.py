@@ -2,6 +2,7 @@
 
     resolve_workload("gpt2", corpus="novel.txt")
     resolve_workload("models/llama/config.json", sequence=2048)
+    resolve_workload("Qwen/Qwen2-0.5B", trained_on="cuda")      # for `redline train`: with the config's own dropout
 
 What the files do not say is chosen here, once, and said in the workload's notes. Nothing is downloaded, and no model
 code is run.
@@ -10,11 +11,20 @@ code is run.
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib.util import find_spec
 
 from redline.core.errors import UserError
 from redline.core.workload import Shape, Source, Workload, check_positive, other_than_gpt2
 from redline.predict.flops import parameters
-from redline.workloads.huggingface import obstacles
+from redline.workloads.huggingface import (
+    FUSED_ATTENTION,
+    Config,
+    check_causal,
+    dropouts,
+    drops_attention,
+    obstacles,
+    without_dropout,
+)
 from redline.workloads.presets import PRESETS
 from redline.workloads.shapes import Resolved, resolve_shape
 
@@ -25,12 +35,17 @@ GPT2_TOKENS, BYTE_TOKENS = 50257, 257
 BY_SIZE = ((200e6, 6e-4, 16), (500e6, 3e-4, 8), (1.0e9, 2.5e-4, 4), (2.0e9, 2e-4, 2), (float("inf"), 1.2e-4, 1))
 
 
-def resolve_workload(words: str, corpus: str | None = None, sequence: int | None = None) -> Workload:
+def resolve_workload(
+    words: str, corpus: str | None = None, sequence: int | None = None, *, trained_on: str | None = None
+) -> Workload:
+    """`trained_on`: 'cuda' or 'cpu', for a training run there and not for measurements: a config's dropout stays on."""
     if sequence is not None:
         check_positive("--sequence", sequence)
-    workload = PRESETS[words] if words in PRESETS else _from_file(resolve_shape(words))
-    if sequence is not None:
-        workload = replace(workload, shape=with_sequence(workload.shape, sequence))
+    if words in PRESETS:
+        workload = PRESETS[words]
+        workload = workload if sequence is None else replace(workload, shape=with_sequence(workload.decoder, sequence))
+    else:
+        workload = replace(_from_file(resolve_shape(words), sequence, trained_on), words=words)
     return workload if corpus is None else replace(workload, corpus=corpus)
 
 
@@ -45,27 +60,66 @@ def with_sequence(shape: Shape, sequence: int) -> Shape:
     return replace(shape, sequence=sequence, max_positions=shape.positions_count)
 
 
-def _from_file(resolved: Resolved) -> Workload:
-    shape, notes = resolved.shape, list(resolved.origin.notes)
-    if shape.sequence > USUAL_SEQUENCE:
-        notes.append(f"sequences of {USUAL_SEQUENCE:,} tokens; the context is {shape.sequence:,} (--sequence)")
-        shape = with_sequence(shape, USUAL_SEQUENCE)
+def _from_file(resolved: Resolved, sequence: int | None, trained_on: str | None) -> Workload:
+    shape, notes = _shape_to_run(resolved.shape, sequence)
     tokenizer = _tokenizer_for(shape.vocab)
-    notes.append(f"tokens by {tokenizer!r}: the model's own tokenizer is not needed to measure it")
     rate, micro_batch = next((rate, size) for most, rate, size in BY_SIZE if parameters(shape).total <= most)
-    config = resolved.origin.config
-    if config is None:
-        check_built_in(shape)
-    return Workload(
+    workload = Workload(
         name=resolved.name,
         shape=shape,
         tokenizer=tokenizer,
         micro_batch=micro_batch,
         learning_rate=rate,
-        source=Source() if config is None else Source(kind="huggingface", config=config),
-        cannot={} if config is None else obstacles(config, shape),
-        notes=tuple(notes),
+        notes=(*resolved.origin.notes, *notes, f"tokens by {tokenizer!r}: a model's own tokenizer is not needed here"),
     )
+    if resolved.origin.config is None:
+        check_built_in(shape)
+        return workload
+    return _from_config(workload, resolved.origin.config, trained_on)
+
+
+def _shape_to_run(shape: Shape, sequence: int | None) -> tuple[Shape, tuple[str, ...]]:
+    if sequence is not None:
+        return with_sequence(shape, sequence), ()
+    if shape.sequence <= USUAL_SEQUENCE:
+        return shape, ()
+    note = f"sequences of {USUAL_SEQUENCE:,} tokens; the context is {shape.sequence:,} (--sequence)"
+    return with_sequence(shape, USUAL_SEQUENCE), (note,)
+
+
+def _from_config(workload: Workload, config: Config, trained_on: str | None) -> Workload:
+    """transformers' own model of it. What it drops is written into the config that goes with the workload, so that
+    whoever builds it need not know what it is for."""
+    check_transformers()
+    check_causal(config)
+    cannot, notes = obstacles(config, workload.decoder), ["weights as the config initialises them, not as published"]
+    dropped = dropouts(config)
+    shares = ", ".join(f"{key} {share:g}" for key, share in dropped.items())
+    if dropped:
+        if trained_on is None:
+            notes.append(f"dropout is off ({shares} in the config): with it no two runs could be compared")
+        else:
+            notes.append(f"dropout as in the config: {shares}; measurements leave it out")
+    if trained_on == "cpu" and drops_attention(config):
+        reason = (
+            f"fused attention on a CPU has no dropout, and the config has ({shares}): train without, or set it to 0"
+        )
+        cannot |= dict.fromkeys(FUSED_ATTENTION, reason)
+    return replace(
+        workload,
+        source=Source(kind="huggingface", config=without_dropout(config) if trained_on is None else config),
+        cannot=cannot,
+        notes=(*workload.notes, *notes),
+    )
+
+
+def check_transformers() -> None:
+    if find_spec("transformers") is None:
+        raise UserError(
+            "transformers is not installed",
+            "a Hugging Face model is its code, built from the config; without it redline can only lint and estimate",
+            "pip install transformers",
+        )
 
 
 def _tokenizer_for(vocab: int) -> str:

@@ -1,7 +1,8 @@
-"""What a user points at, as a shape: a preset's name, a Hugging Face config or model folder, a shape file.
+"""What a user points at, as a shape: a preset, a Hugging Face config, model folder or cached name, a shape file.
 
     name, shape, origin = resolve_shape("gpt2")
     name, shape, origin = resolve_shape("models/llama/config.json")
+    name, shape, origin = resolve_shape("Qwen/Qwen2-0.5B")  # where it is in the local cache
     name, shape, origin = resolve_shape("shape.json")       # {"layers": 12, "heads": 12, ...}: the fields of Shape
 
 Nothing is downloaded and no model code is run; a Python file of the user's own is not read here.
@@ -20,6 +21,7 @@ from typing import Any, NamedTuple
 from redline.core.errors import UserError, unknown_name
 from redline.core.values import to_json
 from redline.core.workload import SIZES, Shape
+from redline.workloads.hub_cache import find_cached, is_hub_name, not_cached
 from redline.workloads.huggingface import change_config, is_config, read_config, shown
 from redline.workloads.presets import PRESETS
 
@@ -67,7 +69,7 @@ def resolve_shape(words: str) -> Resolved:
         return Resolved(words, PRESETS[words].shape, Origin(kind="preset", text="preset"))
     path = _existing_path(words)
     data = read_json_object(path)
-    name = path.parent.resolve().name if path.name == CONFIG_FILE else path.stem
+    name = _name_of(words, path)
     if is_config(data):
         shape, notes = read_config(data)
         origin = Origin(kind="huggingface", text=f"Hugging Face config {path}", path=path, config=data, notes=notes)
@@ -161,6 +163,8 @@ def _existing_path(words: str) -> Path:
         return path / CONFIG_FILE
     if words and os.path.exists(path):
         return path
+    if is_hub_name(words):
+        return _cached_path(words)
     words = words if len(words) <= LONGEST_NAME else f"{words[:LONGEST_NAME]}..."
     if path.suffix == ".json" or len(path.parts) > 1:
         raise UserError(
@@ -168,5 +172,23 @@ def _existing_path(words: str) -> Path:
             "a name with a folder or with .json is taken for a file, and nothing is downloaded",
             f"check the path, or use a preset: {', '.join(PRESETS)}",
         )
+    raise _unknown(words)
+
+
+def _cached_path(words: str) -> Path:
+    folder = find_cached(words)
+    if folder is not None:
+        return folder / CONFIG_FILE
+    raise not_cached(words) if "/" in words else _unknown(words)
+
+
+def _unknown(words: str) -> UserError:
     error = unknown_name("workload", words, PRESETS)
-    raise UserError(error.problem, error.why, f"{error.fix}; or a config.json, a model folder or a shape file")
+    return UserError(error.problem, error.why, f"{error.fix}; or a config.json, a model folder or a shape file")
+
+
+def _name_of(words: str, path: Path) -> str:
+    """Of the file, or of the folder around a config; a cached model's folder is named after its version."""
+    if not os.path.exists(os.path.expanduser(words)):
+        return words.split("/")[-1]
+    return path.parent.resolve().name if path.name == CONFIG_FILE else path.stem

@@ -154,7 +154,7 @@ def test_versions_are_those_that_run() -> None:
     found = versions()
     assert found["torch"] == torch.__version__
     assert found["python"] == ".".join(map(str, sys.version_info[:3]))
-    assert set(found) == {"redline", "python", "torch", "cuda", "cudnn", "triton", "numpy"}
+    assert set(found) == {"redline", "python", "torch", "cuda", "cudnn", "triton", "numpy", "transformers"}
 
 
 # --- as a process -----------------------------------------------------------------------------------------------------

@@ -135,11 +135,15 @@ def test_the_matmul_that_took_longest_is_named() -> None:
 )
 def test_a_row_shows_its_own_kernels(train: Train, plan: Plan, attention: str, dtypes: tuple[str, ...]) -> None:
     training = train(plan)
-    proof = prove(training, plan, CPU)
+    proof = prove(training, plan, CPU, step_seconds=0.5)
     assert proof.attention == attention
     assert proof.matmul_dtypes == dtypes
     assert proof.graph_breaks is None
     assert proof.syncs_per_step is None
+    assert proof.groups is not None
+    assert sum(proof.groups.values()) == pytest.approx(0.5)
+    assert {"tensor contraction", "attention", "normalisation", "loss", "optimizer"} <= set(proof.groups)
+    assert max(proof.groups.values()) < 0.5
 
 
 def test_one_matmul_that_was_left_in_fp32_shows(train: Train) -> None:
@@ -200,4 +204,4 @@ def test_a_break_is_counted(train: Train, counters: None) -> None:
     compiled_without_a_compiler(training)
     training.step(next(training.batches))
     assert graph_breaks() > 0
-    assert prove(training, Plan(compile=True), CPU).graph_breaks == graph_breaks()
+    assert prove(training, Plan(compile=True), CPU, step_seconds=0.5).graph_breaks == graph_breaks()

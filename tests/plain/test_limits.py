@@ -70,3 +70,9 @@ def test_devices_that_nobody_knows_have_no_lines(h200: Hardware, cpu: Hardware) 
 
 def test_a_card_without_bf16_has_the_limits_of_fp16(t4: Hardware) -> None:
     assert [(limit["name"], limit["dtype"]) for limit in limits_json(SHAPE, t4)] == [("data-sheet peak", "fp16")]
+
+
+def test_a_model_that_is_no_decoder_of_ours_has_no_lines(h200: Hardware) -> None:
+    traced = object()
+    assert limits_json(traced, h200) == []
+    assert roofline_json(traced, Plan(), 16, h200) is anatomy_json(traced, Plan(), 16, h200) is None

@@ -89,7 +89,7 @@ def test_gpus_that_the_model_cannot_be_cut_among_either():
 
 @pytest.mark.parametrize(("shape", "cut"), [(GPT2, {"tp": 6, "pp": 4}), (GROUPED, {"tp": 8, "pp": 16})])
 def test_a_model_that_can(shape, cut):
-    check_layout(Layout(gpus=384, **cut), shape)
+    check_layout(shape, Layout(gpus=384, **cut))
 
 
 @quick
@@ -98,16 +98,16 @@ def test_what_is_proposed_works_and_nothing_is_nearer(gpus, tp, pp, heads, layer
     """Every cut in a refusal is one that these GPUs and this model accept, and so is every number of GPUs."""
     shape = Shape(layers=layers, heads=heads, d_model=64 * heads, d_ff=5040, vocab=100, sequence=8)
     try:
-        check_layout(layout_for_batch(gpus=gpus, tp=tp, pp=pp, micro_batch=1, shape=shape), shape)
+        check_layout(shape, layout_for_batch(gpus=gpus, tp=tp, pp=pp, micro_batch=1, shape=shape))
     except UserError as error:
         cuts = [(int(t), int(p)) for t, p in re.findall(r"TP (\d+) x PP (\d+)", error.fix)]
         for t, p in cuts:
-            check_layout(Layout(gpus=gpus, tp=t, pp=p), shape)
+            check_layout(shape, Layout(gpus=gpus, tp=t, pp=p))
         possible = [(t, p) for t in range(1, gpus + 1) for p in range(1, gpus // t + 1) if can_cut(shape, gpus, t, p)]
         nearest = min(distance(cut, (tp, pp)) for cut in possible)
         assert distance(cuts[0], (tp, pp)) == pytest.approx(nearest)
         for number in re.findall(r"(\d+)(?= or \d+ GPUs| GPUs)", error.fix):
-            check_layout(Layout(gpus=int(number), tp=tp, pp=pp), shape)
+            check_layout(shape, Layout(gpus=int(number), tp=tp, pp=pp))
 
 
 def can_cut(shape: Shape, gpus: int, tp: int, pp: int) -> bool:
@@ -143,7 +143,7 @@ def test_heads_divide_where_the_layout_says_so(shape):
     for tp in range(1, 33):
         cut = replace(shape, d_ff=math.lcm(*range(1, 33)))
         try:
-            check_layout(Layout(gpus=tp, tp=tp), cut)
+            check_layout(cut, Layout(gpus=tp, tp=tp))
         except UserError:
             assert not heads_divide(cut, tp)
         else:

@@ -474,6 +474,8 @@ def test_parts_add_up_and_the_marker_stands_where_it_was_measured() -> None:
     assert widths[2] == pytest.approx(2 * widths[0], rel=0.01)
     assert parts[1].get("class") == parts[2].get("class") != parts[0].get("class"), "a name keeps its colour"
     start = float(parts[0].get("x", 0))
+    assert float(parts[1].get("x", 0)) == pytest.approx(start + widths[0], abs=0.1), "one after the other"
+    assert float(parts[2].get("x", 0)) == start
     marker = marks(chart, "measured")[-1]  # the one before it is the legend's
     assert float(marker.get("x1", 0)) - start == pytest.approx(3 * widths[0], rel=0.01)
     assert {mark.text for mark in marks(chart, "legend")} == {"weights", "logits", "measured"}
@@ -531,3 +533,6 @@ def test_points_are_where_their_figures_are() -> None:
     assert (float(light.get("y1", 0)) - y0) / (y1 - y0) == pytest.approx(4, rel=0.01)
     assert len(marks(chart, "front")) == 1
     assert [mark.get("data-number") for mark in marks(chart, "hot")] == ["2", "1", "0"], "the fastest first"
+    for grip, place in zip(marks(chart, "grip"), ((x2, y2), (x1, y1), (x0, y0)), strict=True):
+        left, top, width = (float(grip.get(name, 0)) for name in ("x", "y", "width"))
+        assert (left + width / 2, top + width / 2) == pytest.approx(place, abs=0.1)

@@ -148,6 +148,9 @@ def test_proof_leaves_out_what_nobody_knows() -> None:
     view = proof_view([DOCUMENTS["ok_row"]("tf32", 10.0, 1.0, hfu=None, kernels=None)])
     assert view["columns"] == ["peak", "predicted", "outside"]
     assert proof_view([{"rung": "tf32", "status": "ok"}])["rows"] == []
+    assert {"peak", "predicted"} & set(proof_view(rich_document()["rows"])["columns"]) == set(), (
+        "the memory panel has them"
+    )
 
 
 CUDNN = "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x64_4x1x1_cga1x1x1_kernel0_0"
@@ -282,6 +285,18 @@ def test_memory_is_shown_by_part_beside_what_was_measured() -> None:
     assert 'id="memory"' not in render_page(full_document()), "no anatomy, no panel"
 
 
+def test_time_is_shown_by_what_it_goes_into() -> None:
+    document = full_document()
+    assert 'id="time"' not in render_page(document), "nobody profiled, no panel"
+    row = next(row for row in document["rows"] if row["status"] == "ok")
+    row["kernels"] = {"attention": None, "groups": {"tensor contraction": 0.030, "attention": 0.008, "idle": 0.002}}
+    page = render_page(document)
+    assert 'id="time"' in page
+    assert "40.0 ms a step" in page
+    assert "tensor contraction 30.0 ms, 75%" in page
+    assert "<th" in page.split('id="time"')[1].split('id="training"')[0], "a table beside the chart"
+
+
 @pytest.mark.parametrize("key", ["limits", "best_rebatched", "roofline", "memory", "rebatched"])
 def test_what_a_document_may_lack(key: str) -> None:
     for empty in (None, {}):
@@ -367,3 +382,17 @@ def test_the_recipe_is_that_of_the_best_row_and_can_be_copied() -> None:
     assert wanted <= ids
     assert {value[1:] for key, value in Outline(page).attributes if key == "href" and value} <= ids
     assert "The recipe" not in Outline(render_page({**document, "best": None})).text
+
+
+def test_what_was_seen_of_a_users_model_does_not_flood_the_facts() -> None:
+    document = full_document()
+    document["workload"]["shape"] = {
+        "unit": "sample",
+        "sequence": None,
+        "products": [{"m": 12345}],
+        "flops": {"k": 54321},
+    }
+    text = Outline(render_page(document)).text
+    assert "sample" in text
+    assert "12,345" not in text
+    assert "54,321" not in text

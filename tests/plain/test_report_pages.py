@@ -95,6 +95,15 @@ def test_knobs_that_were_compared_are_bars(tune_document: dict[str, Any]) -> Non
     assert drawn == known + known, "the largest first, in both widths"
 
 
+def test_a_peak_that_cannot_be_right_is_named(tune_document: dict[str, Any]) -> None:
+    document = copy.deepcopy(tune_document)
+    assert "do not build on" not in render_tune_page(document)
+    document["rows"][0].update(peak_bytes=1_500_000_000, predicted_peak_bytes=28_000_000_000)
+    number = document["rows"][0]["number"]
+    text = Outline(render_tune_page(document)).text
+    assert f"#{number}: 1.40 GiB measured, 26.1 GiB predicted. One of them is wrong" in text
+
+
 def test_what_to_do_after_a_tune(tune_document: dict[str, Any]) -> None:
     first, *_ = tune_steps(tune_document)
     assert first.command == "redline train gpt2 --recipe DIR/best.json"
@@ -165,6 +174,15 @@ def test_a_profile_leaves_its_page_in_the_run_directory(profile_run: Any, capsys
     page = (out / "report.html").read_text()
     assert page == render_profile_page(document)
     assert_loads_nothing(Outline(page))
+
+
+def test_a_profile_is_drawn_again_where_it_lies_now(profile_run: Any, tmp_path: Path) -> None:
+    _, out = profile_run()
+    moved = out.rename(tmp_path / "moved")
+    (moved / "report.html").unlink()
+    assert main(["report", str(moved)]) == 0
+    assert (moved / "report.html").exists()
+    assert not out.exists()
 
 
 def test_the_bars_of_a_profile_are_its_phases_and_add_up(profile_run: Any) -> None:

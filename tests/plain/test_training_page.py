@@ -172,6 +172,38 @@ def test_points_are_where_their_values_are() -> None:
     assert y1 == pytest.approx((y0 + y2) / 2, abs=0.1)
 
 
+def test_pointing_shows_the_values_there_and_the_end_tells_the_figures() -> None:
+    points = [(float(place), float(place * place)) for place in range(101)]
+    panel = Panel(title="t", curves=(("square", points),), show=lambda value: f"{value:g}", from_zero=True)
+    svg = curve_chart(panel, end=100, width_px=440)
+    marks = [mark for mark in ElementTree.fromstring(svg).iter() if mark.get("class") == "hot"]
+    slices = [mark for mark in marks if mark.get("data-kind") == "slice"]
+    assert len(slices) == 14
+    for mark in slices:
+        grip, tip = mark
+        left, width = float(grip.get("x", 0)), float(grip.get("width", 0))
+        place, value = ("".join(line.itertext()) for line in list(tip)[1:])
+        seen = int(place.removesuffix(" tokens"))
+        assert left - 1.9 <= 62 + seen * 3.64 <= left + width + 1.9, "half a token to either side"
+        assert value == f"square: {seen * seen}"
+    (end,) = [mark for mark in marks if mark.get("data-kind") == "end"]
+    assert end.get("aria-label") == "square; 0 → 10000 at 100 tokens; lowest 0, highest 10000"
+    x, y = points_of(svg, "square")[-1]
+    left, top, width = (float(end[0].get(name, 0)) for name in ("x", "y", "width"))
+    assert (left + width / 2, top + width / 2) == pytest.approx((x, y), abs=0.1)
+
+
+def test_every_curve_is_in_the_table_with_its_ends() -> None:
+    table = page_of(history_of(**FINISHED)).split("Every curve in figures")[1].split("</table>")[0]
+    rows = re.findall(r'<th scope="row">([^<]+)</th>(.*?)</tr>', table)
+    cells = {name: re.findall(r">([^<]*)</td>", rest) for name, rest in rows}
+    assert list(cells)[:4] == ["train loss", "validation loss", "tokens per second", "MFU"]
+    assert cells["train loss"] == ["10.840", "3.000", "3.000", "10.840", "50"]
+    assert cells["validation loss"] == ["3.210", "3.210", "3.210", "3.210", "1"]
+    assert cells["data wait"][0] == "1.0 %"
+    assert len(cells) == 8
+
+
 def test_one_value_that_blew_up_does_not_flatten_the_rest() -> None:
     history = TrainingHistory()
     for updates, loss in enumerate((11.0, 1e9, 3.0), 1):

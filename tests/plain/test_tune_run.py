@@ -16,6 +16,7 @@ from redline.core.errors import UserError
 from redline.core.job import Job, RunDirectory
 from redline.core.measurement import Failure, Measurement
 from redline.core.recipe import Recipe, load_recipe
+from redline.report.tune_page import render_tune_page
 from redline.search import answers as answers_module
 from redline.search import tune_run
 from redline.search.answers import TrialAnswers, context_of, open_cache
@@ -114,6 +115,19 @@ def test_an_interrupted_run_goes_on_where_it_was(workers, capsys, stop_at):
     workers.asked.clear()
     _, whole, _ = tune(capsys, *WORDS, "--out", "whole", "--fresh")
     assert resumed["best"]["rungs"] == whole["best"]["rungs"]
+
+
+def test_a_page_is_left_in_the_run_directory(workers, capsys):
+    _, document, _ = tune(capsys, *WORDS, "--out", "run")
+    assert Path("run/report.html").read_text() == render_tune_page(document)
+    Path("run/report.html").unlink()
+    assert main(["report", "run"]) == 0
+    assert f"page     {Path('run/report.html')}" in capsys.readouterr().out
+    assert Path("run/report.html").read_text() == render_tune_page(document)
+    Path("run/report.html").unlink()
+    Path("run/report.html.draft").mkdir()  # root may write anywhere, but not over a folder
+    assert main(["report", "run"]) == 0
+    assert capsys.readouterr().err.startswith("warning: cannot write run/report.html: ")
 
 
 def test_a_report_draws_it_again(workers, capsys):

@@ -1,0 +1,114 @@
+"""FLOPs of a step of any module, counted on tensors that hold nothing.
+
+    count_flops(lambda batch: loss(model, batch), model, (batch,))  ->  6_690_816
+
+torch's FlopCounterMode watches forward and backward go by on fake tensors: no memory, no device, no effect on the
+module. Counted are matmuls and convolutions, a multiply-add as two, of attention the full square, its backward as
+twice its forward; what checkpointing computes again is not counted. That is the convention of MFU (docs/flops.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.flop_counter import FlopCounterMode
+
+CONVENTION = "matmuls of forward and backward as counted, full attention square, nothing that is computed again"
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Blank:
+    """A tensor of which only this is known."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+
+def _attention_flops(query: Any, key: Any, value: Any) -> int:
+    """Two products of [heads, T, d] with [heads, d, S]; the shapes are lists here."""
+    *batch, tokens, width = query
+    heads = 1
+    for size in batch:
+        heads *= size
+    return int(2 * heads * tokens * key[-2] * (width + value[-1]))
+
+
+def _forward(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    return _attention_flops(query, key, value)
+
+
+def _backward(_above: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    """Four products, not the five that a fused kernel runs: it computes the scores again."""
+    return 2 * _attention_flops(query, key, value)
+
+
+_KERNELS = ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
+FORMULAS = {getattr(aten, f"_scaled_dot_product_{name}"): _forward for name in _KERNELS} | {
+    getattr(aten, f"_scaled_dot_product_{name}_backward"): _backward for name in _KERNELS
+}
+
+
+class Counter(FlopCounterMode):
+    def __init__(self) -> None:
+        super().__init__(display=False, custom_mapping=dict(FORMULAS))
+
+    def _count_flops(self, func_packet: Any, out: Any, args: Any, kwargs: Any) -> Any:
+        # The backward pass runs without recording gradients; what records them in it is computed again.
+        if torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled():
+            return out
+        return super()._count_flops(func_packet, out, args, kwargs)  # type: ignore[no-untyped-call]
+
+
+def count_flops(function: Callable[..., Any], model: nn.Module, arguments: Any, named: Any = None) -> int:
+    """Of function(*arguments, **named), which calls the module, and of the backward pass of all it returns. Tensors
+    may be `Blank`s."""
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    with fake, torch.random.fork_rng(devices=[]), torch.compiler.set_stance("force_eager"):
+
+        def faked(leaf: Any) -> Any:
+            if isinstance(leaf, Blank):
+                return torch.empty(leaf.shape, dtype=leaf.dtype, device=leaf.device)
+            return fake.from_tensor(leaf.detach()) if isinstance(leaf, torch.Tensor) else leaf
+
+        inputs, words = tree_map(faked, (arguments, named or {}))
+        with replaced(model, faked), Counter() as counter:
+            result = function(*inputs, **words)
+            outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+            if outputs:
+                torch.autograd.backward([output.sum() for output in outputs])
+        return int(counter.get_total_flops())
+
+
+@contextmanager
+def replaced(model: nn.Module, faked: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
+    """Fake parameters and buffers take the place of the real ones, a shared one once; gradients go to them."""
+    own: dict[int, Any] = {}
+    places = [(module, name, tensor) for module in model.modules() for name, tensor in _held(module)]
+    for module, name, tensor in places:
+        if id(tensor) not in own:
+            fake = faked(tensor)
+            own[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
+        _table(module, tensor)[name] = own[id(tensor)]
+    try:
+        yield
+    finally:
+        for module, name, tensor in places:
+            _table(module, tensor)[name] = tensor
+
+
+def _held(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    tables = (module._parameters, module._buffers)
+    return [(name, tensor) for table in tables for name, tensor in table.items() if tensor is not None]
+
+
+def _table(module: nn.Module, tensor: torch.Tensor) -> dict[str, Any]:
+    return module._parameters if isinstance(tensor, nn.Parameter) else module._buffers

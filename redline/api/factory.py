@@ -1,0 +1,62 @@
+"""What was given as a workload: its words, or a function whose file and name are the words.
+
+    words_of("gpt2") -> "gpt2";  words_of(build_model) -> "/home/me/model.py:build_model"
+
+Ladder and tune build the model in processes of their own, one per measurement, so they need to be told where its code
+is: a live module, a lambda or a function that exists in a notebook alone cannot be told to another process.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+from redline.core.errors import UserError
+
+EXAMPLE = "write `def build(): return MyModel()` at the top level of a file, import it and pass build"
+
+
+def words_of(workload: str | Callable[..., Any] | None, command: str) -> str | None:
+    """As the command line would have it; `command` names who asks."""
+    if workload is None or isinstance(workload, str):
+        return workload
+    if is_module(workload):
+        raise UserError(
+            f"{command} was given a module and not a function that builds one",
+            "each measurement builds the model anew, in a process of its own",
+            EXAMPLE,
+        )
+    if not isinstance(workload, FunctionType):
+        raise UserError(
+            f"{command} was given a {type(workload).__name__}",
+            "it takes a workload's name, a file, or a function of a file that builds a module",
+            EXAMPLE,
+        )
+    return _file_and_name(workload)
+
+
+def _file_and_name(function: FunctionType) -> str:
+    name, file = function.__name__, Path(function.__code__.co_filename)
+    if name == "<lambda>":
+        raise _unreachable("a lambda", "it has no name by which another process could find it")
+    if function.__qualname__ != name:
+        raise _unreachable(f"{name}, a function inside another", "another process cannot reach it by its name")
+    if file.suffix != ".py" or not file.is_file():
+        raise _unreachable(f"{name}, which is in no file", f"it was defined in {file}, which no other process can read")
+    own = getattr(sys.modules.get(function.__module__), name, function)
+    if own is not function:
+        raise _unreachable(f"{name}, which its file calls something else", f"there {name} is {own!r:.60}")
+    return f"{file.resolve()}:{name}"
+
+
+def _unreachable(what: str, why: str) -> UserError:
+    return UserError(f"the model is built by {what}", why, EXAMPLE)
+
+
+def is_module(value: object) -> bool:
+    """An nn.Module; whoever has one has imported torch already, and nobody else needs to."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.nn.Module)

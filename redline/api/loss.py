@@ -1,0 +1,55 @@
+"""The loss of a module that nobody here has seen: the user's own function, or what a call of the model gives.
+
+    loss_of = live_loss(model, None);  loss_of({"input_ids": ids, "labels": ids})
+
+Without a function it is as in a file of one's own (docs/your-model.md): the model is called with the batch, a tensor as
+it is, a tuple by its order, a dict by its names, and returns a scalar or an object with `.loss`; a pair of inputs and
+targets for a model that takes inputs alone gets cross-entropy. Everything else is refused, with what came back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from redline.core.errors import UserError
+from redline.core.user_code import described
+from redline.model.adapter import LossOf
+from redline.model.python_adapter import called, cross_entropy, is_pair, takes_inputs_only
+
+Loss = Callable[[Any, Any], torch.Tensor]
+"""(model, batch) -> a scalar."""
+EXAMPLE = "give one: loss=lambda model, batch: F.mse_loss(model(batch[0]), batch[1])"
+
+
+def live_loss(model: nn.Module, loss: Loss | None) -> LossOf:
+    if loss is not None:
+        return lambda batch: loss(model, batch)
+    inputs_only = takes_inputs_only(model)
+    return lambda batch: loss_of_call(model, batch, inputs_only)
+
+
+def loss_of_call(model: nn.Module, batch: Any, inputs_only: bool) -> torch.Tensor:
+    if is_pair(batch) and inputs_only:
+        return loss_of_logits(logits_of(model(batch[0])), batch[1])
+    found = called(model, dict(batch) if isinstance(batch, Mapping) else batch)
+    loss = getattr(found, "loss", found)
+    if isinstance(loss, torch.Tensor) and loss.dim() == 0:
+        return loss
+    why = f"called with the batch it returned {described(found)}, which is no scalar and has no .loss"
+    raise UserError("the model gives no loss", why, EXAMPLE)
+
+
+def logits_of(found: Any) -> Any:
+    """transformers' models wrap theirs."""
+    return getattr(found, "logits", found)
+
+
+def loss_of_logits(logits: Any, targets: torch.Tensor) -> torch.Tensor:
+    if isinstance(logits, torch.Tensor) and targets.dtype == torch.int64 and logits.dim() == targets.dim() + 1:
+        return cross_entropy(logits.float(), targets)
+    why = f"it returned {described(logits)} for targets of {described(targets)}, and cross-entropy takes classes"
+    raise UserError("the model gives no loss", why, EXAMPLE)

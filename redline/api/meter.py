@@ -1,0 +1,275 @@
+"""How fast somebody's own training loop is, in three lines of it, and without slowing it down.
+
+    meter = redline.Meter(tokens_per_step=16 * 1024, model=model)
+    for batch in meter.data(loader):
+        ...                                      # the loop as it was
+        meter.step()
+    print(meter)
+
+Nothing waits for the device until somebody asks: steps are marked with CUDA events, which are read by `summary`. FLOPs
+are counted once, on tensors that hold nothing, when first asked for. One step of the warm-up is run under torch's sync
+debug mode, to count the calls that made the host wait.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+from torch.utils.hooks import RemovableHandle
+
+from redline.api.counting import CONVENTION, Blank, count_flops
+from redline.api.document import Document
+from redline.api.prepare import Prepared
+from redline.core.errors import UserError
+from redline.core.measurement import spread_of
+from redline.core.profile import Finding
+from redline.core.values import to_json
+from redline.core.workload import check_positive
+from redline.engine.clock import Clock
+from redline.engine.findings import collecting_syncs, merge
+from redline.engine.memory import peak_bytes
+from redline.engine.probe import probe
+from redline.predict.efficiency import share_of_peak
+
+WARMUP_STEPS = 3  # the first compile and fill the allocator; the last of them is the one whose waits are counted
+KEPT_STEPS = 1000  # an event per step: a long run is judged by its latest steps
+
+Batch = TypeVar("Batch")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """One call of the model, with nothing of its tensors but their sizes."""
+
+    arguments: Any
+    named: Any
+    autocast: torch.dtype | None
+    gradients: bool
+
+
+class Meter:
+    """Tokens/s, MFU, memory, waiting for data and synchronisations of a loop; see the module for the three lines.
+
+    >>> import redline
+    >>> meter = redline.Meter(tokens_per_step=4 * 16, flops_per_step=1e6)
+    >>> for batch in meter.data(range(8)):
+    ...     meter.step()
+    >>> meter.summary()["steps"], meter.summary()["step_seconds"]["n"]
+    (8, 5)
+    """
+
+    def __init__(
+        self,
+        *,
+        tokens_per_step: int,
+        model: nn.Module | Prepared | None = None,
+        flops_per_step: float | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        """`model`: what the FLOPs are counted of, a module or what `redline.prepare` returned, unless they are given.
+        `device`: where the loop runs (default: where the model is, else CUDA if there is any)."""
+        check_positive("tokens_per_step", tokens_per_step)
+        self.tokens_per_step, self.device = tokens_per_step, _place(device, model)
+        self.steps = 0
+        # Of each step that is kept: a mark of the device and one of the host at its end, and its wait for data.
+        self._clock = Clock(self.device)
+        self._host_marks: list[float] = []
+        self._waits: list[float] = []
+        self._warming = WARMUP_STEPS  # how many of these are left out
+        self._waited = 0.0
+        self._fed = False
+        self._flops = _Flops(model, flops_per_step, self.device)
+        self._syncs: tuple[Finding, ...] | None = None
+        self._watching: tuple[ExitStack, list[Finding]] | None = None
+
+    def data(self, loader: Iterable[Batch]) -> Iterator[Batch]:
+        """The batches of the loader, and how long the loop waited for each."""
+        self._fed = True
+        if not self._host_marks:
+            self._mark()
+        batches = iter(loader)
+        while True:
+            started = time.perf_counter()
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            self._waited += time.perf_counter() - started
+            self._flops.see_batch(batch)
+            self._watch_syncs()
+            yield batch
+
+    def step(self) -> None:
+        """At the end of each update, whatever it was made of."""
+        self._count_syncs()
+        self._flops.end_step()
+        if self._host_marks:
+            self._waits.append(self._waited)
+        else:
+            self._warming -= 1  # nobody saw the first step begin
+        self._mark()
+        self.steps, self._waited = self.steps + 1, 0.0
+        if not self._fed:
+            self._watch_syncs()  # without `data` a step begins where the last one ended
+        if len(self._waits) >= 2 * KEPT_STEPS:  # cut once in a while, not at every step
+            self._forget()
+
+    def _mark(self) -> None:
+        self._clock.mark()
+        self._host_marks.append(time.perf_counter())
+
+    def _forget(self) -> None:
+        self._warming = 0
+        del self._waits[:-KEPT_STEPS]
+        del self._host_marks[: -KEPT_STEPS - 1]
+        del self._clock.marks[: -KEPT_STEPS - 1]
+
+    # synchronisations
+
+    def _watch_syncs(self) -> None:
+        if self.device.type == "cuda" and self.steps == WARMUP_STEPS - 1 and self._watching is None:
+            stack = ExitStack()
+            self._watching = stack, stack.enter_context(collecting_syncs())
+
+    def _count_syncs(self) -> None:
+        if self._watching is not None:
+            stack, found = self._watching
+            stack.close()
+            self._syncs, self._watching = merge(found, steps=1), None
+
+    # what it came to
+
+    def summary(self) -> Document:
+        """The numbers so far; on a GPU this waits for the steps that are queued. What is not known is None."""
+        seconds = self._clock.seconds()[self._warming :]
+        step = spread_of(seconds) if seconds else None
+        flops, counted = self._flops.count()
+        hardware = probe(self.device.type)
+        mfu, convention = None, counted
+        if flops is not None and step is not None:
+            mfu, peak = share_of_peak(flops / step.median, hardware)
+            convention = f"no MFU: {peak}" if mfu is None else f"{counted}; {peak}"
+        return Document(
+            {
+                "device": hardware.name,
+                "steps": self.steps,
+                "warmup_steps": min(self.steps, WARMUP_STEPS),
+                "tokens_per_step": self.tokens_per_step,
+                "step_seconds": None if step is None else to_json(step),
+                "tokens_per_second": None if step is None else self.tokens_per_step / step.median,
+                "tokens_per_second_p10": None if step is None else self.tokens_per_step / step.p90,
+                "tokens_per_second_p90": None if step is None else self.tokens_per_step / step.p10,
+                "flops_per_step": flops,
+                "mfu": mfu,
+                "mfu_convention": convention,
+                "peak_bytes": peak_bytes(self.device),
+                "data_wait_share": self._data_wait_share(),
+                "syncs_per_step": None if self._syncs is None else sum(each.per_step or 0 for each in self._syncs),
+                "syncs": None if self._syncs is None else to_json(self._syncs),
+            },
+            kind="meter",
+        )
+
+    def _data_wait_share(self) -> float | None:
+        """Of the host's time. A GPU may have had work queued meanwhile: it is starved only when this is the whole."""
+        waits, marks = self._waits[self._warming :], self._host_marks[self._warming :]
+        return sum(waits) / (marks[-1] - marks[0]) if waits and self._fed else None
+
+    def __str__(self) -> str:
+        return str(self.summary())
+
+    def _repr_html_(self) -> str:
+        return self.summary()._repr_html_()
+
+
+class _Flops:
+    """FLOPs of a step: given, or counted of what the first step was seen to call."""
+
+    def __init__(self, model: nn.Module | Prepared | None, given: float | None, device: torch.device) -> None:
+        if model is not None and not isinstance(model, (nn.Module, Prepared)):
+            raise UserError(
+                f"model is a {type(model).__name__}",
+                "FLOPs are counted of a torch.nn.Module or of what redline.prepare returned",
+                "pass one of these, or flops_per_step",
+            )
+        self.given, self.device = given, device
+        self.prepared = model if isinstance(model, Prepared) else None
+        self.module = model if isinstance(model, nn.Module) else None
+        self.calls: list[Call] = []
+        self.counted: tuple[float | None, str] | None = None
+        self.hook: RemovableHandle | None = None
+        self.open = given is None
+        if self.module is not None and self.open:
+            self.hook = self.module.register_forward_pre_hook(self._see_call, with_kwargs=True)
+
+    def _see_call(self, _: nn.Module, arguments: Any, named: Any) -> None:
+        if not torch.compiler.is_compiling():  # inside of compiled code there is nobody who could look
+            self._keep(arguments, named)
+
+    def see_batch(self, batch: Any) -> None:
+        if self.prepared is not None and self.open:
+            self._keep((batch,), {})
+
+    def _keep(self, arguments: Any, named: Any) -> None:
+        kind = self.device.type
+        cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        blank, words = tree_map(self._blank, (arguments, named))
+        self.calls.append(Call(arguments=blank, named=words, autocast=cast, gradients=torch.is_grad_enabled()))
+
+    def _blank(self, leaf: Any) -> Any:
+        return Blank(leaf.shape, leaf.dtype, self.device) if isinstance(leaf, torch.Tensor) else leaf
+
+    def end_step(self) -> None:
+        self.open = False
+        if self.hook is not None:
+            self.hook.remove()
+            self.hook = None
+
+    def count(self) -> tuple[float | None, str]:
+        """And what was counted, or why nothing could be."""
+        if self.given is not None:
+            return self.given, "FLOPs as given"
+        if self.open:
+            return None, "no MFU: no step has ended yet"
+        if self.counted is None:
+            self.counted = self._count()
+        return self.counted
+
+    def _count(self) -> tuple[float | None, str]:
+        if self.prepared is None and self.module is None:
+            return None, "no MFU: give model or flops_per_step"
+        if not self.calls:
+            return None, "no MFU: no call of the model was seen in the first step; give flops_per_step"
+        try:
+            return float(sum(map(self._count_call, self.calls))), CONVENTION
+        except Exception as error:  # somebody's model, on tensors without values: whatever it raises is the reason
+            text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+            return None, f"no MFU: FLOPs could not be counted, {type(error).__name__}: {text}; give flops_per_step"
+
+    def _count_call(self, call: Call) -> int:
+        if self.prepared is not None:
+            with self.prepared.autocast():
+                return count_flops(self.prepared.loss, self.prepared.step.model, call.arguments)
+        assert self.module is not None
+        module: nn.Module = getattr(self.module, "_orig_mod", self.module)  # what a compiled one was made of
+        cast = torch.autocast(self.device.type, dtype=call.autocast, enabled=call.autocast is not None)
+        with cast, torch.set_grad_enabled(call.gradients):
+            return count_flops(module, module, call.arguments, call.named)
+
+
+def _place(device: torch.device | str | None, model: nn.Module | Prepared | None) -> torch.device:
+    if device is not None:
+        return torch.device(device)
+    if isinstance(model, Prepared):
+        return model.step.device
+    parameter = next(model.parameters(), None) if isinstance(model, nn.Module) else None
+    if parameter is not None:
+        return parameter.device
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")

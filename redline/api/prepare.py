@@ -1,0 +1,182 @@
+"""A recipe on a user's own module: everything that a plain training loop needs.
+
+    prepared = redline.prepare(model, "runs/mine/best.json", learning_rate=3e-4)
+    for batch in loader:
+        loss = prepared.step(batch)          # forward, backward, clip, update; a tensor on the device
+
+The module keeps its weights and its code. The step is engine/step.py's, the very one that the ladder measures and the
+trainer runs. Flags of the process (TF32, which attention kernel) hold for everything else in it too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from redline.api.loss import Loss, live_loss
+from redline.api.realise import BF16_WEIGHTS, obstacles_of, realise
+from redline.core.errors import UserError
+from redline.core.plan import Plan
+from redline.core.recipe import Recipe, load_recipe
+from redline.engine.build import compile_loss, outlive_replays
+from redline.engine.probe import probe
+from redline.engine.step import TrainStep
+from redline.model.adapter import LossOf
+from redline.optim import build_optimizer, settings_for
+from redline.rungs import LADDER, plan_of
+from redline.rungs.ladder import check_alternatives
+from redline.rungs.optimizers import FUSED_ADAMW
+from redline.workloads.resolve import BY_SIZE
+
+Rate = float | Callable[[int], float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """A module with a recipe on it. `step(batch)` is a whole update; the other parts are for loops of one's own."""
+
+    model: nn.Module
+    """The module itself, or its compiled form where the recipe compiles; parameters are the same either way."""
+    optimizer: torch.optim.Optimizer
+    step: TrainStep
+    """step(batch) -> the loss, on the device; `step.gradient_norm` is there too."""
+    plan: Plan
+    rungs: tuple[str, ...]
+    """What was done, in the order of the ladder."""
+    left_out: dict[str, str]
+    """What the recipe wants and could not be done to this module from outside, with the reason."""
+    notes: tuple[str, ...]
+    """Choices that were made for you, and what to know of them."""
+    loss: LossOf
+    """(batch) -> the loss, as it is before compiling."""
+
+    @property
+    def scaler(self) -> torch.amp.GradScaler:
+        """Of an fp16 recipe; of every other one it is disabled, and passes everything through."""
+        return self.step.scaler
+
+    def autocast(self) -> torch.autocast:
+        """Around forward and loss: `with prepared.autocast(): ...`."""
+        return self.step.autocast()
+
+    def __str__(self) -> str:
+        lines = [f"done       {', '.join(self.rungs) or 'nothing: the recipe is the baseline'}"]
+        lines += [f"left out   {name}: {reason}" for name, reason in self.left_out.items()]
+        return "\n".join([*lines, *(f"note       {note}" for note in self.notes)])
+
+
+def prepare(
+    model: nn.Module,
+    recipe: Path | str | Recipe | Iterable[str],
+    *,
+    learning_rate: Rate | None = None,
+    weight_decay: float = 0.1,
+    clip_norm: float = 1.0,
+    loss: Loss | None = None,
+    device: torch.device | str | None = None,
+) -> Prepared:
+    check_module(model)
+    if device is not None:
+        model.to(device)
+    place = next(model.parameters()).device
+    wanted = rungs_of(recipe)
+    left_out = obstacles_of(wanted, model, probe(place.type))
+    rungs = tuple(name for name in wanted if name not in left_out)
+    if any(name in left_out for name in BF16_WEIGHTS):
+        rungs = in_order((*rungs, FUSED_ADAMW))
+    plan = replace(plan_of(rungs), read_loss_every=0)  # when to read the loss is the loop's own affair
+    rate, notes = choose_rate(learning_rate, model)
+    # The order is that of engine/build.py: the process, the module, compiling, the optimizer, the step.
+    notes += realise(plan, model)
+    plain = live_loss(model, loss)
+    optimizer, schedule = build_updates(plan, model, rate, weight_decay)
+    step = TrainStep(
+        adapter=None,
+        model=model,
+        loss_of=moved_first(compiled_loss(plain, model, plan), place),
+        optimizer=optimizer,
+        plan=plan,
+        learning_rate=schedule,
+        clip_norm=clip_norm,
+    )
+    return Prepared(
+        model=compile_loss(model, plan) if plan.compile else model,  # type: ignore[arg-type]
+        optimizer=optimizer,
+        step=step,
+        plan=plan,
+        rungs=rungs,
+        left_out=left_out,
+        notes=notes,
+        loss=plain,
+    )
+
+
+def check_module(model: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise UserError(
+            f"a recipe was put on a {type(model).__name__}",
+            "it goes onto a torch.nn.Module",
+            "pass the model itself: redline.prepare(model, recipe)",
+        )
+    if next(model.parameters(), None) is None:
+        raise UserError(
+            f"{type(model).__name__} has no parameters",
+            "there is nothing to train",
+            "pass the module that holds the weights, after its layers are made",
+        )
+
+
+def rungs_of(recipe: Path | str | Recipe | Iterable[str]) -> tuple[str, ...]:
+    """In the order of the ladder, each once. Unknown names, and two that exclude each other, are mistakes."""
+    if isinstance(recipe, (str, Path)):
+        recipe = load_recipe(Path(recipe))
+    names = tuple(recipe.rungs if isinstance(recipe, Recipe) else recipe)
+    plan_of(names)  # an unknown name is answered with the list
+    check_alternatives(names)
+    return in_order(names)
+
+
+def in_order(names: Iterable[str]) -> tuple[str, ...]:
+    wanted = set(names)
+    return tuple(rung.name for rung in LADDER[1:] if rung.name in wanted)
+
+
+def choose_rate(given: Rate | None, model: nn.Module) -> tuple[Rate, tuple[str, ...]]:
+    if given is not None:
+        return given, ()
+    count = sum(parameter.numel() for parameter in model.parameters())
+    rate = next(rate for most, rate, _ in BY_SIZE if count <= most)
+    return rate, (f"learning rate {rate:g}: GPT-3's for {count:,} parameters (learning_rate=...)",)
+
+
+def build_updates(
+    plan: Plan, model: nn.Module, rate: Rate, weight_decay: float
+) -> tuple[torch.optim.Optimizer, Callable[[int], float] | None]:
+    """The optimizer, and its rate by steps taken where a function was given. Rates are AdamW's: an optimizer that wants
+    another one has its factor on it. A plain number is left in the groups, where torch's own schedulers find it."""
+    if not callable(rate):
+        settings = settings_for(plan.optimizer, learning_rate=rate, weight_decay=weight_decay)
+        return build_optimizer(plan.optimizer, model, **settings), None
+    factor = settings_for(plan.optimizer, learning_rate=1.0, weight_decay=0.0)["learning_rate"]
+    own = settings_for(plan.optimizer, learning_rate=rate(0), weight_decay=weight_decay)
+    return build_optimizer(plan.optimizer, model, **own), lambda steps: factor * rate(steps)
+
+
+def compiled_loss(plain: LossOf, model: nn.Module, plan: Plan) -> LossOf:
+    loss_of = compile_loss(plain, plan) if plan.compile else plain
+    return outlive_replays(loss_of, model, accumulates=False) if plan.cuda_graphs else loss_of
+
+
+def moved_first(loss_of: LossOf, device: torch.device) -> LossOf:
+    """A batch may come from a loader on the host. Outside of what is compiled; free where it is there already."""
+
+    def move(leaf: Any) -> Any:
+        return leaf.to(device, non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf
+
+    return lambda batch: loss_of(tree_map(move, batch))

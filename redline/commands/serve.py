@@ -1,0 +1,135 @@
+"""`redline report DIR --serve`: the page of a run on this machine's own address, drawn anew whenever the run has more.
+
+    serve(Path("runs/ladder-gpt2-..."), port=8765)      # until Ctrl-C
+
+It listens on 127.0.0.1 alone and answers only to that name: a web page elsewhere that points its own name at this
+address (DNS rebinding) is refused. One path, one file, no parameters; nothing is written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socketserver
+import sys
+import threading
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+from redline.commands.common import EXIT_DONE
+from redline.commands.standing import page_of, read_standing, stamp_of
+from redline.core.errors import UserError
+
+HOST, DEFAULT_PORT = "127.0.0.1", 8765
+NAMES = (HOST, "localhost")  # a forwarded port has any number, and one of these names
+PATHS = ("/", "/report.html")
+REFRESH_SECONDS = 5  # of a run that goes on; the page of one that has ended stays as it is
+IDLE_SECONDS = 30  # a connection that asks nothing is closed
+HTML, TEXT = "text/html; charset=utf-8", "text/plain; charset=utf-8"
+
+
+def serve(path: Path, port: int) -> int:
+    pages = Pages(path)
+    pages.current()  # what cannot be drawn is said before a port is taken
+    with open_server(pages, port) as server:
+        print(f"serving http://{HOST}:{server.server_port}/ (Ctrl-C ends it)", flush=True)
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            print("no longer serving", file=sys.stderr)
+    return EXIT_DONE
+
+
+class Pages:
+    """The newest page. Drawn again only when the run has more: drawing takes a core from what is being measured."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._lock = path, threading.Lock()
+        self._stamp: tuple[object, ...] | None = None
+        self._page: tuple[bytes, bool] = (b"", False)
+
+    def current(self) -> tuple[bytes, bool]:
+        """The page, and whether the run goes on."""
+        with self._lock:
+            stamp = stamp_of(self._path)
+            if stamp != self._stamp:
+                standing = read_standing(self._path)
+                self._page = page_of(standing).encode("utf-8"), standing.under_way
+                self._stamp = stamp  # only now: a page that could not be drawn is tried again
+            return self._page
+
+
+class LocalServer(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def __init__(self, pages: Pages, port: int) -> None:
+        self.pages = pages
+        super().__init__((HOST, port), PageHandler)
+
+    def server_bind(self) -> None:
+        """Without http.server's question to the name server, which may take seconds to say who 127.0.0.1 is."""
+        socketserver.TCPServer.server_bind(self)
+        self.server_name, self.server_port = HOST, self.server_address[1]
+
+
+def open_server(pages: Pages, port: int) -> LocalServer:
+    if not 0 <= port <= 65535:
+        raise UserError(f"--port is {port}", "ports go from 1 to 65535", f"choose one, such as {DEFAULT_PORT}")
+    try:
+        return LocalServer(pages, port)
+    except OSError as error:
+        raise UserError(
+            f"cannot serve on port {port}",
+            error.strerror or str(error),
+            "choose another --port; --port 0 takes any that is free",
+        ) from error
+
+
+class PageHandler(BaseHTTPRequestHandler):
+    server: LocalServer
+    timeout = IDLE_SECONDS
+
+    def do_GET(self) -> None:
+        status, kind, body, goes_on = self._answer()
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Cache-Control", "no-store")
+        self.send_header("X-Content-Type-Options", "nosniff")
+        self.send_header("Referrer-Policy", "no-referrer")
+        self.send_header("Content-Security-Policy", "frame-ancestors 'none'")  # the page has the rest of its policy
+        if goes_on:
+            self.send_header("Refresh", str(REFRESH_SECONDS))
+        with contextlib.suppress(ConnectionError):  # the reader has left
+            self.end_headers()
+            if self.command != "HEAD":
+                self.wfile.write(body)
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def _answer(self) -> tuple[HTTPStatus, str, bytes, bool]:
+        if not self._is_for_us():
+            return HTTPStatus.FORBIDDEN, TEXT, f"this server answers to {' and '.join(NAMES)} only\n".encode(), False
+        if self.path.partition("?")[0] not in PATHS:
+            return HTTPStatus.NOT_FOUND, TEXT, b"there is one page here: /\n", False
+        try:
+            page, goes_on = self.server.pages.current()
+        except UserError as error:
+            text = "".join(f"{label}: {words}\n" for label, words in error.lines())
+            return HTTPStatus.INTERNAL_SERVER_ERROR, TEXT, text.encode(), True
+        except OSError as error:
+            text = f"the run cannot be read just now: {error.strerror or error}\n"
+            return HTTPStatus.INTERNAL_SERVER_ERROR, TEXT, text.encode(), True
+        return HTTPStatus.OK, HTML, page, goes_on
+
+    def _is_for_us(self) -> bool:
+        """Whatever the port: it may have been forwarded. Two names, or none, are nobody's."""
+        hosts = self.headers.get_all("Host") or [""]
+        return len(hosts) == 1 and hosts[0].partition(":")[0].lower() in NAMES
+
+    def version_string(self) -> str:
+        return "redline"
+
+    def log_message(self, *_: object) -> None:
+        """A line per request would bury the address."""

@@ -1,0 +1,197 @@
+"""A user's Python file, imported: its functions, and its own lines when something goes wrong in it.
+
+    functions = load_functions(source)
+    with blaming(functions.file, "vit()"):
+        model = functions.factory()
+
+Only worker processes call this: a parent has no torch and runs nobody's code. The names and the rules are those of
+docs/your-model.md; what can be seen without running the file, `workloads/python_file.py` has checked.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.abc
+import importlib.util
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from redline.core.errors import UserError
+from redline.core.traced import SAMPLE
+from redline.core.workload import Source, check_positive
+
+PACKAGE = str(Path(__file__).resolve().parents[1])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Functions:
+    file: str
+    name: str
+    """Of the factory."""
+    factory: Callable[[], Any]
+    make_batch: Callable[[int, int], Any]
+    """make_batch(size, seed) -> a tree of tensors whose first dimension is `size`, on the host."""
+    loss: Callable[[Any, Any], Any] | None = None
+    shape: Callable[[], Any] | None = None
+    items_per_sample: int = 1
+    unit: str = SAMPLE
+
+    @property
+    def words(self) -> str:
+        """As a user writes it."""
+        return f"{Path(self.file).name}:{self.name}"
+
+
+def load_functions(source: Source) -> Functions:
+    """A file that is not the one that was inspected is refused."""
+    file, name, digest = source.file, source.factory, source.digest
+    if file is None or name is None or digest is None:
+        raise ValueError(f"{source} is no Python file")
+    module = load_module(file, digest)
+
+    def found(part: str, plain: str) -> Any:
+        own = getattr(module, f"{name}_{part}", None)
+        return getattr(module, plain, None) if own is None else own
+
+    factory, make_batch = getattr(module, name, None), found("batch", "make_batch")
+    shown = Path(file).name
+    for what, function in ((name, factory), ("make_batch", make_batch)):
+        if not callable(function):
+            raise UserError(
+                f"{shown} has no function {what}",
+                f"after importing it, {what} is {'not there' if function is None else type(function).__name__}",
+                f"write `def {what}(...)` into it: docs/your-model.md",
+            )
+    items, unit = found("items_per_sample", "items_per_sample"), found("unit", "unit")
+    if items is not None:
+        check_positive(f"items_per_sample in {shown}", items)
+    return Functions(
+        file=file,
+        name=name,
+        factory=factory,
+        make_batch=make_batch,
+        loss=found("loss", "loss"),
+        shape=found("shape", "shape"),
+        items_per_sample=1 if items is None else items,
+        unit=SAMPLE if unit is None else str(unit),
+    )
+
+
+class _Loader(importlib.abc.SourceLoader):
+    """From bytes that were hashed, so that the code that runs is the code that was looked at. No .pyc is written."""
+
+    def __init__(self, path: Path, data: bytes) -> None:
+        self._path, self._data = path, data
+
+    def get_filename(self, fullname: str) -> str:
+        return str(self._path)
+
+    def get_data(self, path: str | bytes) -> bytes:
+        return self._data
+
+
+@functools.cache  # once in a process: importing twice would make every class twice
+def load_module(file: str, digest: str) -> ModuleType:
+    path = Path(file)
+    data = read(path)
+    check_unchanged(path, data, digest)
+    name = f"redline_user_{digest[:16]}"
+    spec = importlib.util.spec_from_loader(name, _Loader(path, data))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickling look there
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))  # as `python file.py` has it: the file imports its neighbours
+    with blaming(file, f"importing {path.name}"):
+        spec.loader.exec_module(module)
+    return module
+
+
+def read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise UserError(f"cannot read {path}", error.strerror or str(error), "check the path") from error
+
+
+def check_unchanged(path: Path, data: bytes, digest: str) -> None:
+    if hashlib.sha256(data).hexdigest() != digest:
+        raise UserError(
+            f"{path.name} has changed",
+            "what was measured so far belongs to the file as it was, and rows must stay comparable",
+            "start a new run, or put the old file back",
+        )
+
+
+def neighbours(file: str) -> dict[str, str]:
+    """The other files of the user's folder that are imported by now, with their SHA-256."""
+    folder, found = Path(file).parent, {}
+    for module in list(sys.modules.values()):
+        path = Path(getattr(module, "__file__", None) or "/")
+        inside = path.suffix == ".py" and folder in path.parents and str(path) != file
+        if inside and "site-packages" not in path.parts and not str(path).startswith(PACKAGE):
+            found[str(path.relative_to(folder))] = hashlib.sha256(path.read_bytes()).hexdigest()
+    return dict(sorted(found.items()))
+
+
+def check_neighbours(file: str, digests: dict[str, str]) -> None:
+    for name, digest in digests.items():
+        path = Path(file).parent / name
+        check_unchanged(path, read(path), digest)
+
+
+# whose fault it was
+
+
+@contextmanager
+def blaming(file: str, what: str) -> Iterator[None]:
+    """Whatever the user's code raises becomes a UserError that names the user's own line."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (Exception, SystemExit) as error:
+        line = users_line(error, file)
+        raise UserError(
+            f"{what} raised {type(error).__name__}: {first_line(error)}",
+            f"it happened at {line}" if line else "no line of the file was running",
+            f"mend {Path(file).name}; `python -i {Path(file).name}` tries it without redline",
+        ) from error
+
+
+def users_line(error: BaseException, file: str) -> str | None:
+    """The innermost line of the user's folder in a traceback, with its text: 'vit.py:41: x = x.view(3)'."""
+    if isinstance(error, SyntaxError) and error.filename is not None:
+        return f"{Path(error.filename).name}:{error.lineno}: {(error.text or '').strip()}"
+    folder = Path(file).parent
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        path = Path(frame.filename)
+        if str(path) == file or (folder in path.parents and is_own(path)):
+            return f"{path.name}:{frame.lineno}: {frame.line or ''}".rstrip(": ")
+    return None
+
+
+def is_own(path: Path) -> bool:
+    """Neither an installed package nor redline: a user's folder may hold a virtual environment."""
+    return "site-packages" not in path.parts and not str(path).startswith(PACKAGE)
+
+
+def first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
+
+
+def described(value: Any) -> str:
+    """For a message: 'a float32 tensor of [4, 10]', 'a tuple', 'nothing'."""
+    if value is None:
+        return "nothing"
+    if hasattr(value, "dtype") and hasattr(value, "shape"):
+        return f"a {str(value.dtype).removeprefix('torch.')} tensor of {list(value.shape)}"
+    return f"a {type(value).__name__}"

@@ -1,0 +1,126 @@
+"""Batches that a user's own function makes: `make_batch(size, seed)`, a tree of tensors.
+
+    for batch in stream_batches(MadeBatches(source=source, seed=1337, micro_batch=16), device, workers=2): ...
+
+Batch i is make_batch(size, seed + i), whoever asks for it and when, so that workers change nothing and resuming is
+starting at another i. `MadeLoader` is the same for a training run.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, final
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from redline.core.errors import UserError
+from redline.core.user_code import Functions, blaming, described, load_functions
+from redline.core.workload import Source
+from redline.data.batches import Batches, moved, stream_batches
+
+VALIDATION_SEEDS = 2**30  # beyond the steps of any run: no training batch has such a seed
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class MadeBatches(Batches):
+    source: Source
+    seed: int
+    micro_batch: int
+
+    def __getitem__(self, index: int) -> Any:
+        return make_batch(self.functions, self.micro_batch, self.seed + index)
+
+    def open(self) -> None:
+        _ = self.functions
+
+    @cached_property
+    def functions(self) -> Functions:
+        """The user's file, imported in this process."""
+        return load_functions(self.source)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Functions of a file that only we know how to import cannot be pickled: a worker imports it again.
+        return {name: value for name, value in self.__dict__.items() if name != "functions"}
+
+
+def make_batch(functions: Functions, size: int, seed: int) -> Any:
+    """Whatever the function draws, the numbers that the model draws afterwards stay the same."""
+    with torch.random.fork_rng(devices=[]), blaming(functions.file, f"make_batch({size}, {seed})"):
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would reach the device's too
+        batch = functions.make_batch(size, seed)
+    check_batch(batch, size, functions)
+    return batch
+
+
+def check_batch(batch: Any, size: int, functions: Functions) -> None:
+    leaves = tree_leaves(batch)
+    wrong = next((leaf for leaf in leaves if not _is_part(leaf, size)), None)
+    if leaves and wrong is None:
+        return
+    what = "no tensor at all" if not leaves else described(wrong)
+    raise UserError(
+        f"make_batch({size}, seed) for {functions.words} returned {what}",
+        f"a batch is a tensor, or tuples and dicts of tensors, on the host, each with {size} in its first dimension",
+        "return tensors of [size, ...]; what all samples share belongs into the model as a buffer",
+    )
+
+
+def _is_part(leaf: Any, size: int) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.device.type == "cpu" and leaf.dim() > 0 and leaf.size(0) == size
+
+
+def validation_batches(
+    source: Source, *, seed: int, micro_batch: int, count: int, device: torch.device
+) -> Iterator[Any]:
+    """Of seeds that no training step has."""
+    batches = MadeBatches(source=source, seed=seed + VALIDATION_SEEDS, micro_batch=micro_batch)
+    for index in range(count):
+        yield moved(batches[index], device)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MadeData:
+    """What stands where a data set stands: a file that makes batches without end."""
+
+    source: Source
+    imports: dict[str, str]
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """By what it says, not by where it lies: a run may go on elsewhere."""
+        source = self.source
+        return {"factory": source.factory, "digest": source.digest, "dropout": source.dropout, "imports": self.imports}
+
+
+class MadeLoader:
+    """A BatchSource: batches of a whole update, from a position on."""
+
+    documents = 0  # nothing here is one
+
+    def __init__(
+        self, source: Source, *, seed: int, global_batch: int, device: torch.device, workers: int, position: int
+    ) -> None:
+        batches = MadeBatches(source=source, seed=seed, micro_batch=global_batch)
+        self._stream = stream_batches(batches, device, workers, start=position // global_batch)
+        self.waited_seconds = 0.0
+
+    @property
+    def epoch(self) -> int:
+        return 0  # a function has no end to begin again from
+
+    def __next__(self) -> Any:
+        started = time.perf_counter()
+        batch = next(self._stream)
+        self.waited_seconds += time.perf_counter() - started
+        return batch
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def close(self) -> None:
+        self._stream.close()

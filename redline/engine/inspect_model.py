@@ -1,0 +1,335 @@
+"""The process that looks at a user's model: `python -m redline.engine.inspect_model ORDER ANSWER`.
+
+ORDER is a JSON file with a workload's Source and a seed; ANSWER becomes {"traced": {...}} or {"mistake": [problem, why,
+fix]}. The model is built on the host, walked, and run forward and backward on a batch of two: once for real, for what
+depends on values (synchronisations, randomness, the loss), and then with tensors that have sizes only, at two sizes of
+the batch, for FLOPs and for the bytes that each way of running keeps. Where the code needs values, real ones are used
+for all of it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.flop_counter import FlopCounterMode
+
+from redline.core.errors import UserError
+from redline.core.job import write_atomically
+from redline.core.traced import TOKEN, Attention, Line, Place, Product, Saved, Sync, Traced
+from redline.core.user_code import PACKAGE, Functions, blaming, load_functions, neighbours
+from redline.core.values import from_json, to_json
+from redline.core.workload import Shape, Source
+from redline.data.made import make_batch
+from redline.engine.findings import Watch
+from redline.engine.inspect_trace import Seen, Trace, tracing
+from redline.engine.inspect_walk import Made, noting_places, starred, walked
+from redline.model.python_adapter import (
+    checkpoint_blocks,
+    find_loss,
+    loss_function,
+    make_model,
+    silence_dropout,
+)
+
+SMALL, LARGE = 2, 4  # samples: batch norm refuses one
+BACKENDS = {"naive": SDPBackend.MATH, "fused": SDPBackend.FLASH_ATTENTION}
+SAME_LOSS = 1e-4  # of a whole batch and of its halves, relative: rounding of a mean is far less, batch norm far more
+WAITS = ("synchronisation", "host-copy")
+
+
+def main(order: Path, answer: Path) -> int:
+    asked = json.loads(order.read_text(encoding="utf-8"))
+    try:
+        found: dict[str, Any] = {"traced": to_json(inspect_model(from_json(Source, asked["source"]), asked["seed"]))}
+    except UserError as error:
+        found = {"mistake": [error.problem, error.why, error.fix]}
+    write_atomically(answer, json.dumps(found))
+    return 0
+
+
+def inspect_model(source: Source, seed: int) -> Traced:
+    functions = load_functions(source)
+    with noting_places() as made:
+        model = make_model(functions, seed)
+    dropout = silence_dropout(model)
+    batches = {size: repeatable_batch(functions, size, seed) for size in (SMALL, LARGE)}
+    subject = Subject(functions, model, find_loss(functions, model, batches[SMALL]), batches)
+    with blaming(functions.file, f"a step of {functions.words}"):
+        seen = look_once(subject, made)
+        counted = count(subject)
+        random = not repeats(subject)
+        splits = random or is_mean_of_parts(subject)
+        fields = walked(model, made)
+        saved = tuple(kept_bytes(subject, fields["blocks"], seen["sdpa"]))
+    return Traced(
+        **fields,
+        **seen | {"draws": seen["draws"] if random else ()},
+        **counted,
+        **described_by(functions),
+        loss=subject.kind,
+        batch_bytes=sum(leaf.nbytes for leaf in tree_leaves(batches[SMALL])) // SMALL,
+        dropout=dropout,
+        random=random,
+        splits=splits,
+        saved=saved,
+        imports=neighbours(functions.file),
+    )
+
+
+@dataclass(frozen=True)
+class Subject:
+    functions: Functions
+    model: nn.Module
+    kind: str
+    """Of its loss."""
+    batches: dict[int, Any]
+
+    @property
+    def loss(self) -> Callable[[Any], torch.Tensor]:
+        return loss_function(self.functions, self.model, self.kind)
+
+
+def repeatable_batch(functions: Functions, size: int, seed: int) -> Any:
+    batch, again = make_batch(functions, size, seed), make_batch(functions, size, seed)
+    equal = (torch.equal(one, other) for one, other in zip(tree_leaves(batch), tree_leaves(again), strict=True))
+    if not all(equal):
+        raise UserError(
+            f"make_batch({size}, {seed}) gave two different batches",
+            "a batch is a function of its seed, or no two runs could be compared",
+            "draw with torch.Generator().manual_seed(seed), and read no clock and no file that changes",
+        )
+    return batch
+
+
+def described_by(functions: Functions) -> dict[str, Any]:
+    """What the file says of itself."""
+    named: dict[str, Any] = {"items_per_sample": functions.items_per_sample, "unit": functions.unit}
+    if functions.shape is None:
+        return named
+    with blaming(functions.file, f"shape() for {functions.words}"):
+        fields = functions.shape()
+        shape = Shape(**fields)
+    if functions.items_per_sample == 1:
+        named = {"items_per_sample": shape.sequence, "unit": TOKEN}
+    return {**named, "described": dict(fields), "vocab": shape.vocab}
+
+
+# a real pass
+
+
+def look_once(subject: Subject, made: Made) -> dict[str, Any]:
+    """Forward and backward with values: lines that wait, lines that draw, attention, products."""
+    small, large = subject.batches[SMALL], subject.batches[LARGE]
+    # The watch comes last, so that the lines it blames are the user's and not ours.
+    with sdpa_kernel(SDPBackend.MATH), tracing(subject.model) as trace, Watch(torch.device("cpu")) as watch:
+        subject.loss(small).backward()
+    with sdpa_kernel(SDPBackend.MATH), tracing(subject.model) as larger, torch.no_grad():
+        subject.loss(large)
+    subject.model.zero_grad(set_to_none=True)
+    products, left_out = merged(trace.products, larger.products, subject.model, made)
+    waits = [
+        Sync(place=Place(file=each.file, line=each.line), detail=each.detail, kind=each.kind)
+        for each in watch.findings(steps=1)
+        if each.kind in WAITS and each.file and each.line and not each.file.startswith(PACKAGE)
+    ]
+    return {
+        "sdpa": trace.sdpa,
+        "attention": counted_attention(trace),
+        "draws": tuple(dict.fromkeys(trace.draws)),
+        "syncs": tuple(waits),
+        "products": products,
+        "products_left_out": left_out,
+    }
+
+
+def counted_attention(trace: Trace) -> tuple[Attention, ...]:
+    return tuple(replace(each, count=count) for each, count in Counter(trace.attention).items())
+
+
+def merged(small: list[Seen], large: list[Seen], model: nn.Module, made: Made) -> tuple[tuple[Product, ...], int]:
+    """Calls alike as one, with their sizes for one sample; and how many do not simply grow with the batch."""
+    if [each.module for each in small] != [each.module for each in large]:
+        return (), len(small)
+    found: Counter[Product] = Counter()
+    left_out = 0
+    for one, other in zip(small, large, strict=True):
+        sizes = sizes_of_one(one, other)
+        if sizes is None:
+            left_out += 1
+            continue
+        layer = made.get(model.get_submodule(one.module)) if one.kind != "product" else None
+        found[Product(where=starred(one.module), kind=one.kind, **sizes, place=one.place, made=layer)] += 1
+    return tuple(replace(product, count=count) for product, count in found.items()), left_out
+
+
+def sizes_of_one(small: Seen, large: Seen) -> dict[str, Any] | None:
+    names = ("m", "n", "k", "batch")
+    sizes = {name: getattr(small, name) for name in names}
+    grown = [name for name in names if getattr(large, name) != sizes[name]]
+    if not grown:
+        return {**sizes, "grows": None}
+    name = grown[0]
+    if len(grown) > 1 or getattr(large, name) * SMALL != sizes[name] * LARGE or sizes[name] % SMALL:
+        return None
+    return {**sizes, name: sizes[name] // SMALL, "grows": name}
+
+
+def repeats(subject: Subject) -> bool:
+    """The same weights and the same batch give the same loss, whatever the generator's state. Buffers may move."""
+    losses = []
+    with torch.random.fork_rng(devices=[]), kept_buffers(subject.model) as reset, torch.no_grad():
+        for seed in (0, 1):
+            torch.manual_seed(seed)
+            losses.append(subject.loss(subject.batches[SMALL]).item())
+            reset()
+    return losses[0] == losses[1]
+
+
+def is_mean_of_parts(subject: Subject) -> bool:
+    batch = subject.batches[LARGE]
+    halves = [tree_map(lambda leaf, half=half: leaf.split(LARGE // 2)[half], batch) for half in (0, 1)]
+    with kept_buffers(subject.model) as reset, torch.no_grad():
+        whole, *parts = (_with(reset, subject.loss, each) for each in (batch, *halves))
+    return math.isclose(whole, sum(parts) / 2, rel_tol=SAME_LOSS, abs_tol=1e-7)
+
+
+def _with(reset: Callable[[], None], loss: Callable[[Any], torch.Tensor], batch: Any) -> float:
+    found = loss(batch).item()
+    reset()
+    return found
+
+
+class kept_buffers:  # noqa: N801  used as a function
+    """Batch norm's averages move with every pass; comparisons start from the same ones."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+    def __enter__(self) -> Callable[[], None]:
+        return self.reset
+
+    def __exit__(self, *_: object) -> None:
+        self.reset()
+
+    @torch.no_grad()
+    def reset(self) -> None:
+        for name, buffer in self.model.named_buffers():
+            buffer.copy_(self.before[name])
+
+
+# passes with sizes only
+
+
+def count(subject: Subject) -> dict[str, Any]:
+    """FLOPs of forward and backward: of every product and convolution, and of attention the whole square."""
+    found = {size: with_sizes_only(subject, size, _flops) for size in (SMALL, LARGE)}
+    return {
+        name: line(found[SMALL][index], found[LARGE][index])
+        for index, name in enumerate(("flops_forward", "flops_backward"))
+    }
+
+
+def _flops(run: Callable[[], torch.Tensor], known: set[int]) -> tuple[int, int]:
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        loss = run()
+        forward = counter.get_total_flops()
+        loss.backward()
+    return forward, counter.get_total_flops() - forward
+
+
+def line(small: float, large: float) -> Line:
+    per_sample = (large - small) / (LARGE - SMALL)
+    return Line(constant=small - SMALL * per_sample, per_sample=per_sample)
+
+
+def kept_bytes(subject: Subject, blocks: Any, sdpa: bool) -> Iterator[Saved]:
+    """For each way of running; the blocks' forward is wrapped last, as that changes the model."""
+    for checkpointing in ("none", *(("full",) if blocks is not None else ())):
+        if checkpointing == "full":
+            checkpoint_blocks(subject.model, blocks)
+        for attention in ("naive", "fused") if sdpa else ("naive",):
+            for precision in ("fp32", "bf16"):
+                found = kept_line(subject, precision, attention)
+                if found is not None:
+                    yield Saved(precision=precision, attention=attention, checkpointing=checkpointing, bytes=found)
+
+
+def kept_line(subject: Subject, precision: str, attention: str) -> Line | None:
+    """None where the fused kernel does not take what it is given."""
+
+    def measure(run: Callable[[], torch.Tensor], known: set[int]) -> int:
+        with sdpa_kernel(BACKENDS[attention]), torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+            return kept(run, known)
+
+    try:
+        small, large = (with_sizes_only(subject, size, measure) for size in (SMALL, LARGE))
+    except RuntimeError:
+        if attention == "naive":
+            raise
+        return None
+    return line(small, large)
+
+
+def kept(run: Callable[[], torch.Tensor], known: set[int]) -> int:
+    """Bytes of the storages that autograd keeps, those of parameters, buffers and the batch left out."""
+    storages: dict[int, torch.UntypedStorage] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in known:
+            storages[storage._cdata] = storage  # held, so that no other gets its number
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = run()
+    del loss
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+class _Whole(nn.Module):
+    """Model and loss as one module, so that other tensors can take the place of the model's."""
+
+    def __init__(self, subject: Subject) -> None:
+        super().__init__()
+        self.model, self.loss = subject.model, subject.loss
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        return self.loss(batch)
+
+
+def with_sizes_only(subject: Subject, size: int, measure: Callable[[Callable[[], torch.Tensor], set[int]], Any]) -> Any:
+    """`measure(run, known storages)` with tensors that hold no numbers: a large model costs nothing. Code that looks at
+    a value cannot run so; then the numbers are real."""
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+            return _measured(subject, subject.batches[size], measure, fake.from_tensor)
+    except Exception:  # whatever stands in the way, the real pass tells whether it is the user's mistake
+        with kept_buffers(subject.model):
+            found = _measured(subject, subject.batches[size], measure, lambda tensor: tensor)
+        subject.model.zero_grad(set_to_none=True)
+        return found
+
+
+def _measured(subject: Subject, batch: Any, measure: Any, convert: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    whole = _Whole(subject)
+    tensors = {name: convert(tensor) for name, tensor in (*whole.named_parameters(), *whole.named_buffers())}
+    inputs = tree_map(convert, batch)
+    known = {tensor.untyped_storage()._cdata for tensor in (*tensors.values(), *tree_leaves(inputs))}
+    return measure(lambda: torch.func.functional_call(whole, tensors, (inputs,)), known)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(Path(sys.argv[1]), Path(sys.argv[2])))

@@ -1,0 +1,179 @@
+"""One pass of a user's model under watch: its matrix products, its attention, the numbers it draws, and which lines.
+
+    with tracing(model) as trace:
+        loss(batch)
+    trace.products, trace.attention, trace.sdpa, trace.draws
+
+The dispatcher sees every operator, Python's own calls tell where scaled_dot_product_attention begins and ends, and the
+stack tells the line. Only the forward pass is listed: what the backward computes follows from it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from redline.core.traced import Attention, Place
+from redline.core.user_code import PACKAGE
+from redline.engine.memory_snapshot import module_hooks
+from redline.engine.profiling_frames import is_users
+
+aten = torch.ops.aten
+WEIGHTED, BATCHED = {aten.mm: 0, aten.addmm: 1}, {aten.bmm: 0, aten.baddbmm: 1}  # where the left matrix stands
+SOFTMAXES = (aten._softmax, aten._safe_softmax)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A product as it was called."""
+
+    module: str
+    kind: str
+    m: int
+    n: int
+    k: int
+    batch: int
+    place: Place | None
+
+
+@dataclass
+class Trace:
+    model: nn.Module
+    products: list[Seen] = field(default_factory=list)
+    attention: list[Attention] = field(default_factory=list)
+    draws: list[Place] = field(default_factory=list)
+    sdpa: bool = False
+    inside_sdpa: int = 0
+    modules: list[str] = field(default_factory=list)
+    """That are running, the innermost last."""
+    scores: tuple[int, Place | None] | None = None
+    """Of the last batched product: how many numbers it gave, and its line."""
+    weights: tuple[int, Place | None, bool] | None = None
+    """Of a softmax over such scores; and whether the weights are zero above the diagonal."""
+
+
+@contextmanager
+def tracing(model: nn.Module) -> Iterator[Trace]:
+    trace = Trace(model)
+
+    def leave() -> None:  # what a hook returns would take the place of the module's output
+        trace.modules.pop()
+
+    with module_hooks(model, trace.modules.append, leave), _Calls(trace), _Operators(trace):
+        yield trace
+
+
+def place() -> Place | None:
+    """The innermost line that is neither torch's nor redline's: the user's, or that of a package the model is from."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if is_users(file) and not file.startswith(PACKAGE):
+            return Place(file=file, line=frame.f_lineno)
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+class _Calls(TorchFunctionMode):
+    def __init__(self, trace: Trace) -> None:
+        super().__init__()
+        self.trace = trace
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not F.scaled_dot_product_attention:
+            return func(*args, **(kwargs or {}))
+        self.trace.sdpa = True
+        self.trace.inside_sdpa += 1
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:
+            self.trace.inside_sdpa -= 1
+
+
+class _Operators(TorchDispatchMode):
+    def __init__(self, trace: Trace) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.trace = trace
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if torch._C._current_graph_task_id() == -1:  # not in a backward pass
+            look(self.trace, func, args, result)
+        return result
+
+
+def look(trace: Trace, func: Any, args: Any, result: Any) -> None:
+    operator = func.overloadpacket
+    if torch.Tag.nondeterministic_seeded in func.tags and (where := place()) is not None:
+        trace.draws.append(where)
+    if operator in WEIGHTED:
+        _product(trace, "linear", *args[WEIGHTED[operator] :][:2])
+    elif operator in BATCHED:
+        left, right = args[BATCHED[operator] :][:2]
+        _product(trace, "product", left, right)
+        _attention(trace, left, result)
+    elif operator is aten.convolution:
+        _convolution(trace, args, result)
+    elif operator in SOFTMAXES:
+        _softmax(trace, args[0], result)
+
+
+def _product(trace: Trace, kind: str, left: torch.Tensor, right: torch.Tensor) -> None:
+    (m, k), n = left.shape[-2:], right.size(-1)
+    batch = left.size(0) if left.dim() == 3 else 1
+    _note(trace, kind, m, n, k, batch)
+
+
+def _convolution(trace: Trace, args: Any, result: torch.Tensor) -> None:
+    """As the product that it is: every place of the output with every weight of its group."""
+    weight, groups = args[1], args[8]
+    if args[6]:
+        return  # transposed: another product, and a rare one
+    places = result.numel() // result.size(1)
+    _note(trace, "convolution", places, result.size(1) // groups, weight[0].numel(), groups)
+
+
+def _note(trace: Trace, kind: str, m: int, n: int, k: int, batch: int) -> None:
+    module = trace.modules[-1] if trace.modules else ""
+    trace.products.append(Seen(module, kind, m, n, k, batch, place()))
+
+
+def _attention(trace: Trace, left: torch.Tensor, result: torch.Tensor) -> None:
+    """A batched product whose left matrix is as large as the weights that a softmax made of another's result."""
+    weights = trace.weights
+    if weights is not None and left.numel() == weights[0] and not trace.inside_sdpa:
+        trace.attention.append(
+            Attention(place=_between(weights[1], place()), causal=weights[2], module=_library_module(trace))
+        )
+    trace.weights, trace.scores = None, (result.numel(), place())
+
+
+def _softmax(trace: Trace, scores: torch.Tensor, weights: torch.Tensor) -> None:
+    if trace.scores is None or scores.numel() != trace.scores[0] or trace.inside_sdpa:
+        return
+    rows, columns = weights.shape[-2:]
+    causal = rows == columns and rows > 1 and not bool(weights.triu(1).any())
+    trace.weights = (weights.numel(), trace.scores[1], causal)
+
+
+def _between(first: Place | None, last: Place | None) -> Place:
+    if first is None or last is None:
+        return first or last or Place(file="?", line=0)
+    if first.file != last.file or last.line < first.line:
+        return last
+    return Place(file=first.file, line=first.line, last=last.line)
+
+
+def _library_module(trace: Trace) -> str | None:
+    """torch's own attention writes itself out when it is asked for its weights."""
+    names = [name for name in trace.modules if isinstance(trace.model.get_submodule(name), nn.MultiheadAttention)]
+    return "MultiheadAttention" if names else None

@@ -1,0 +1,99 @@
+"""A user's module, walked: where its layers are made, its longest list of blocks, its embeddings, what it shares.
+
+    with noting_places() as made:
+        model = factory()
+    walked(model, made)
+
+Nothing is run here but the factory.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from redline.core.traced import Blocks, Embedding, Place, Tensors
+from redline.engine.inspect_trace import place
+from redline.model.python_adapter import is_tanh_gelu
+from redline.optim.groups import layer_matrices
+
+Made = dict[nn.Module, Place]
+"""Modules with parameters, and the line that made them."""
+
+
+@contextmanager
+def noting_places() -> Iterator[Made]:
+    """A module registers its parameters while it is made: the stack then holds the line that asked for it."""
+    made: Made = {}
+
+    def note(module: nn.Module, name: str, parameter: Any) -> None:
+        where = place()
+        if where is not None:
+            made.setdefault(module, where)
+
+    hook = register_module_parameter_registration_hook(note)
+    try:
+        yield made
+    finally:
+        hook.remove()
+
+
+def walked(model: nn.Module, made: Made) -> dict[str, Any]:
+    """Fields of a Traced."""
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return {
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "trainable": sum(parameter.numel() for parameter in trainable),
+        "tensors": tuple(tensors(model)),
+        "buffer_bytes": sum(buffer.numel() * buffer.element_size() for buffer in model.buffers()),
+        "blocks": longest_list(model),
+        "embeddings": tuple(embeddings(model, made)),
+        "shared": tuple(shared(model)),
+        "tanh_gelus": sum(map(is_tanh_gelu, model.modules())),
+    }
+
+
+def tensors(model: nn.Module) -> Iterator[Tensors]:
+    of_layers = set(layer_matrices(model))
+    trained = [each for each in model.parameters() if each.requires_grad]
+    found = Counter((tuple(each.shape), each in of_layers) for each in trained)
+    for (sizes, of_layer), count in found.items():
+        yield Tensors(sizes=sizes, of_layer=of_layer, count=count)
+
+
+def longest_list(model: nn.Module) -> Blocks | None:
+    found = [
+        Blocks(name=name, kind=type(module[0]).__name__, count=len(module))
+        for name, module in model.named_modules()
+        if isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module) > 1 and _alike(module)
+    ]
+    return max(found, key=lambda blocks: blocks.count, default=None)
+
+
+def _alike(modules: nn.ModuleList | nn.Sequential) -> bool:
+    """Of one class, with parameters: a list of activations is nothing to compute again."""
+    return len({type(module) for module in modules}) == 1 and any(True for _ in modules[0].parameters())
+
+
+def embeddings(model: nn.Module, made: Made) -> Iterator[Embedding]:
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding):
+            yield Embedding(name=name, rows=module.num_embeddings, width=module.embedding_dim, made=made.get(module))
+
+
+def shared(model: nn.Module) -> Iterator[str]:
+    names: dict[int, list[str]] = defaultdict(list)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names[id(parameter)].append(name)
+    yield from (" = ".join(alike) for alike in names.values() if len(alike) > 1)
+
+
+def starred(name: str) -> str:
+    """blocks.3.mlp -> blocks.*.mlp: layers that are alike have one name."""
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)

@@ -1,0 +1,231 @@
+"""A model that a user's own file makes; nobody edits it.
+
+    model = PythonAdapter(workload).build(plan, device)
+
+What acts from outside acts here: the loss is put behind the model, dropout is set to zero while measuring, equal blocks
+are checkpointed, tanh GELUs exchanged. Batches are any trees of tensors whose first dimension is the size of the batch.
+What its code does not allow stands in the workload with the line to change (`workloads/python_file.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils.checkpoint import checkpoint
+
+from redline.core.errors import UserError
+from redline.core.plan import Plan
+from redline.core.traced import Blocks, Traced
+from redline.core.user_code import Functions, blaming, check_neighbours, described, load_functions
+from redline.core.workload import Workload
+from redline.model.adapter import DTYPES, Adapter, LossOf, exchange_gelus
+
+Loss = Callable[[Any], torch.Tensor]
+"""Of a whole batch, as the file's make_batch returned it."""
+TARGETS = ("target", "targets", "label", "labels", "y")
+
+
+class PythonAdapter(Adapter):
+    def __init__(self, workload: Workload) -> None:
+        super().__init__(workload)
+        source, traced = workload.source, workload.shape
+        assert isinstance(traced, Traced)
+        self.traced = traced
+        self.functions = load_functions(source)
+        check_neighbours(self.functions.file, traced.imports)
+        self._initial: dict[str, torch.Tensor] = {}
+
+    def build(self, plan: Plan, device: torch.device) -> nn.Module:
+        model = make_model(self.functions, self.workload.seed)
+        if not self.workload.source.dropout:
+            silence_dropout(model)
+        if plan.gelu == "sigmoid":
+            exchange_gelus(model, is_tanh_gelu)
+        if plan.checkpointing == "full" and self.traced.blocks is not None:
+            checkpoint_blocks(model, self.traced.blocks)
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(DTYPES.get(plan.weights, parameter.dtype))
+        self._initial = {name: tensor.detach().clone() for name, tensor in held(model)}
+        return model.to(device)
+
+    @torch.no_grad()
+    def restore(self, model: nn.Module) -> None:
+        """Buffers too: batch norm's averages change with every step."""
+        for name, tensor in held(model):
+            tensor.copy_(self._initial[name])
+
+    def loss_of(self, model: nn.Module, plan: Plan) -> LossOf:
+        return loss_function(self.functions, model, self.traced.loss)
+
+    def arguments(self, batch: Any) -> tuple[Any, ...]:
+        return (batch,)
+
+    def pieces(self, batch: Any, size: int) -> list[tuple[Any, float]]:
+        leaves, tree = tree_flatten(batch)
+        whole = leaves[0].size(0)
+        cut = zip(*(leaf.split(size) for leaf in leaves), strict=True)
+        return [(tree_unflatten(list(piece), tree), piece[0].size(0) / whole) for piece in cut]
+
+    def items(self, batch: Any) -> int:
+        return int(tree_leaves(batch)[0].size(0)) * self.traced.items_per_sample
+
+    def state(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        return dict(model.named_buffers())
+
+    @contextlib.contextmanager
+    def evaluating(self, model: nn.Module) -> Iterator[None]:
+        """Without dropout, and with batch norm's averages as they are: a validation must not change the training."""
+        model.eval()
+        try:
+            yield
+        finally:
+            model.train()
+
+
+def held(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters and buffers; one that has several names once."""
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def make_model(functions: Functions, seed: int) -> nn.Module:
+    """On the host, from the seed, so that every process starts from the same weights whatever its device."""
+    with torch.random.fork_rng(devices=[]), blaming(functions.file, f"{functions.name}()"):
+        torch.manual_seed(seed)
+        model = functions.factory()
+    if not isinstance(model, nn.Module):
+        raise UserError(
+            f"{functions.words} returned {described(model)}",
+            "a factory makes the model that is to be trained",
+            f"let {functions.name}() return a torch.nn.Module",
+        )
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise UserError(
+            f"{functions.words} has no parameters to train",
+            f"{type(model).__name__} has {sum(1 for _ in model.parameters())}, none of which takes a gradient",
+            "assign layers as attributes, or in an nn.ModuleList: a plain list hides them from torch",
+        )
+    return model.to("cpu").train()
+
+
+def silence_dropout(model: nn.Module) -> tuple[str, ...]:
+    """Rates become zero; returns the modules that had one."""
+    silenced = []
+    for name, module in model.named_modules():
+        attribute = "p" if isinstance(module, _DropoutNd) else "dropout"
+        drops = isinstance(module, (_DropoutNd, nn.MultiheadAttention, nn.RNNBase))
+        if drops and getattr(module, attribute) > 0:
+            setattr(module, attribute, 0.0)
+            silenced.append(name)
+    return tuple(silenced)
+
+
+def is_tanh_gelu(module: nn.Module) -> bool:
+    return isinstance(module, nn.GELU) and module.approximate == "tanh"
+
+
+def checkpoint_blocks(model: nn.Module, blocks: Blocks) -> None:
+    """Each block keeps its input only. Its forward is wrapped, not the module: parameters keep their names."""
+    for block in model.get_submodule(blocks.name).children():
+        block.forward = _recomputed(block.forward)
+
+
+def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*inputs: Any, **named: Any) -> Any:
+        return checkpoint(forward, *inputs, use_reentrant=False, **named)
+
+    return run
+
+
+# the loss
+
+
+def loss_function(functions: Functions, model: nn.Module, kind: str) -> Loss:
+    """`kind`: of `Traced.loss`, as `find_loss` saw it."""
+    own = functions.loss
+    if own is not None:
+        return lambda batch: own(model, batch)
+    if kind == "cross-entropy":
+        return lambda batch: cross_entropy(model(batch[0]), batch[1])
+    if kind == "attribute":
+        return lambda batch: called(model, batch).loss
+    return lambda batch: called(model, batch)
+
+
+def find_loss(functions: Functions, model: nn.Module, batch: Any) -> str:
+    """How the file's loss comes about, seen by running it once."""
+    with blaming(functions.file, f"the forward pass of {functions.words}"):
+        if functions.loss is not None:
+            check_loss(functions.loss(model, batch), f"loss() for {functions.words}")
+            return "own"
+        if is_pair(batch) and takes_inputs_only(model):
+            return check_logits(model(batch[0]), batch[1], functions)
+        found = called(model, batch)
+    if hasattr(found, "loss"):
+        check_loss(found.loss, f"the .loss of what {functions.words} returns")
+        return "attribute"
+    check_loss(found, functions.words)
+    return "model"
+
+
+def called(model: nn.Module, batch: Any) -> Any:
+    if isinstance(batch, dict):
+        return model(**batch)
+    return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
+
+
+def is_pair(batch: Any) -> bool:
+    return isinstance(batch, (tuple, list)) and len(batch) == 2 and isinstance(batch[1], torch.Tensor)
+
+
+def takes_inputs_only(model: nn.Module) -> bool:
+    """One argument is required, and the second is none for targets: forward(x), forward(x, mask=None)."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    named = [each for each in inspect.signature(model.forward).parameters.values() if each.kind in kinds]
+    required = [each for each in named if each.default is inspect.Parameter.empty]
+    return len(required) <= 1 and not (len(named) > 1 and named[1].name in TARGETS)
+
+
+def cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """The mean over all targets: classes last, as linear layers give them, or second, as convolutions do."""
+    if logits.shape[:-1] == targets.shape:
+        return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
+    return F.cross_entropy(logits, targets)
+
+
+def check_logits(logits: Any, targets: torch.Tensor, functions: Functions) -> str:
+    if isinstance(logits, torch.Tensor) and targets.dtype == torch.int64:
+        last = logits.shape[:-1] == targets.shape
+        second = logits.dim() > 1 and (logits.shape[0], *logits.shape[2:]) == tuple(targets.shape)
+        if logits.is_floating_point() and (last or second):
+            return "cross-entropy"
+    raise UserError(
+        f"{functions.words} returned {described(logits)} for targets of {described(targets)}",
+        "without a loss in the file, inputs and targets get cross-entropy: logits with one more dimension than the "
+        "int64 targets",
+        f"write `def loss(model, batch)` into {functions.words.partition(':')[0]}: it returns the mean loss of a batch",
+    )
+
+
+def check_loss(found: Any, what: str) -> None:
+    if isinstance(found, torch.Tensor) and found.dim() == 0 and found.is_floating_point():
+        if found.requires_grad:
+            return
+        raise UserError(
+            f"{what} has no gradient",
+            "it does not depend on the parameters, or was cut off from them by detach() or no_grad()",
+            "let the loss be a function of the model's parameters",
+        )
+    raise UserError(
+        f"{what} returned {described(found)}",
+        "training lowers one number: a tensor without dimensions, the mean loss of the batch",
+        "write `def loss(model, batch)` into the file, such as `return model(*batch)[1]`",
+    )

@@ -1,0 +1,497 @@
+"""What the GPUs of a layout send one another in a step, and how long that takes.
+
+    sent = traffic(rank, gpus_per_node=8)                 # Collective(kind="reduce-scatter", axis="dp", calls=13, ...)
+    sent_bytes(sent) -> {"all-gather": 470e6, "reduce-scatter": 470e6}            of one GPU, in one step
+    step = step_time(compute, sent, fabric, usual_model(), layout)
+    step.seconds, step.exposed_seconds
+
+Which collectives there are is what torch does: DDP's buckets, FSDP2's units with their padded shards, the all-reduces
+of `parallelize_module` and of its vocabulary-parallel loss. tests/cpu/test_communication_bytes.py counts them on a fake
+group of 1,024 ranks, call by call and byte by byte. Left out: the norm of the gradients and the loss, a number each.
+
+The time of a collective over n nodes with g GPUs in each, of S bytes (docs/parallel.md has the derivation):
+
+    passes x ((g-1)/g S / inside  +  (n-1)/n S/g / between)  +  latency  +  wait (n-1)/n
+
+passes is 2 for an all-reduce and 1 for the others. Bytes and latency hide behind the matmuls where torch overlaps them,
+as far as the overlap share goes; the wait for the slowest node does not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+
+from redline.core.interconnects import Links, choose_links
+from redline.core.plan import Plan
+from redline.core.workload import Shape
+from redline.predict.activations import FP32, Rank, residual_bytes
+from redline.predict.optimizers import find_optimizer
+from redline.predict.parallel import Layout
+
+ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER, POINT = "all-reduce", "reduce-scatter", "all-gather", "point-to-point"
+KINDS = (ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER, POINT)
+PASSES = {ALL_REDUCE: 2, REDUCE_SCATTER: 1, ALL_GATHER: 1}  # around the ring
+MIB = 1024**2
+FIRST_BUCKET, BUCKET = 1 * MIB, 25 * MIB  # torch's DDP: a small one first, so that something can be sent early
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """GPUs that talk."""
+
+    ranks: int
+    nodes: int
+
+    @property
+    def per_node(self) -> float:
+        return self.ranks / self.nodes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collective:
+    """All calls of one kind for one purpose, by one GPU in one step."""
+
+    what: str
+    kind: str
+    """One of KINDS."""
+    axis: str
+    """dp, tp or pp: which part of the layout asks for it."""
+    group: Group
+    calls: int
+    bytes: float
+    """Of all calls: of whole tensors, before a reduce-scatter and after an all-gather."""
+    during: str
+    """forward, backward or update."""
+    hides: bool
+    """Matmuls of that pass go on meanwhile."""
+    every_pass: bool
+    """Once per micro batch, or once per step."""
+
+    @property
+    def sent(self) -> float:
+        """Bytes that this GPU sends: in a ring all but its own part, once per pass."""
+        if self.kind == POINT:
+            return self.bytes
+        return PASSES[self.kind] * (self.group.ranks - 1) / self.group.ranks * self.bytes
+
+
+def sent_bytes(collectives: Iterable[Collective]) -> dict[str, float]:
+    """By kind, those that occur."""
+    collectives = tuple(collectives)
+    sums = {kind: sum(one.sent for one in collectives if one.kind == kind) for kind in KINDS}
+    return {kind: size for kind, size in sums.items() if size}
+
+
+# who talks to whom
+
+
+def group_of(layout: Layout, axis: str, gpus_per_node: int) -> Group:
+    """Ranks count TP fastest, then DP, then PP. Of several groups the one over most nodes."""
+    tp, dp, pp = layout.tp, layout.dp, layout.pp
+    if axis == "pp":  # two neighbours; once the stages do not all fit one node, some pair is in two
+        return Group(ranks=2, nodes=2 if layout.gpus > gpus_per_node else 1)
+    size, stride, groups = (tp, 1, layout.gpus // tp) if axis == "tp" else (dp, tp, pp)
+    starts = (number * size * stride for number in range(min(groups, gpus_per_node)))
+    nodes = max((start + (size - 1) * stride) // gpus_per_node - start // gpus_per_node + 1 for start in starts)
+    return Group(ranks=size, nodes=nodes)
+
+
+# what is sent
+
+
+def traffic(rank: Rank, gpus_per_node: int) -> tuple[Collective, ...]:
+    """Of this GPU in one step. A pipeline's first, middle and last stages differ: `rank` says which it is."""
+    parts = (_data_parallel(rank, gpus_per_node), _tensor_parallel(rank, gpus_per_node), _pipeline(rank, gpus_per_node))
+    return tuple(one for part in parts for one in part if one.calls)
+
+
+def _data_parallel(rank: Rank, gpus_per_node: int) -> Iterator[Collective]:
+    if rank.layout.dp == 1:
+        return
+    group = group_of(rank.layout, "dp", gpus_per_node)
+    yield from _sharded_weights(rank, group) if rank.zero == 3 else _whole_weights(rank, group)
+
+
+def _whole_weights(rank: Rank, group: Group) -> Iterator[Collective]:
+    """DDP sums gradients in buckets, on the last micro batch only. ZeRO 1 and 2 keep a share of the sum each, update
+    that share and gather the weights; with a share of the gradients (2) every micro batch must be summed up."""
+    buckets = ddp_buckets(gradient_tensors(rank))
+    passes = rank.layout.accumulation if rank.zero == 2 else 1
+    yield Collective(
+        what="gradients",
+        kind=ALL_REDUCE if rank.zero == 0 else REDUCE_SCATTER,
+        axis="dp",
+        group=group,
+        calls=passes * len(buckets),
+        bytes=passes * sum(buckets),
+        during="backward",
+        hides=True,
+        every_pass=rank.zero == 2,
+    )
+    if rank.zero:
+        yield Collective(
+            what="updated weights",
+            kind=ALL_GATHER,
+            axis="dp",
+            group=group,
+            calls=len(buckets),
+            bytes=sum(buckets),
+            during="update",
+            hides=False,
+            every_pass=False,
+        )
+
+
+def _sharded_weights(rank: Rank, group: Group) -> Iterator[Collective]:
+    """FSDP2: a unit per layer, and one for the rest, which stays whole from forward to backward."""
+    passes, layers = rank.layout.accumulation, rank.layers
+    layer = padded(rank.layer_tensors(), group.ranks)
+    rest = padded(rank.outer_tensors(), group.ranks)
+    units, numbers = layers + (rest > 0), layers * layer + rest
+    gathered = rank.compute if rank.casts else rank.weight
+    for what, kind, during, calls, size in (
+        ("weights", ALL_GATHER, "forward", units, gathered * numbers),
+        ("weights again", ALL_GATHER, "backward", layers, gathered * layers * layer),
+        ("gradients", REDUCE_SCATTER, "backward", units, rank.weight * numbers),
+    ):
+        yield Collective(
+            what=what,
+            kind=kind,
+            axis="dp",
+            group=group,
+            calls=passes * calls,
+            bytes=passes * size,
+            during=during,
+            hides=True,
+            every_pass=True,
+        )
+
+
+def padded(tensors: Iterable[tuple[tuple[int, ...], int]], ranks: int) -> int:
+    """Numbers in tensors that are cut by rows: each GPU sends as many rows as the one that has most."""
+    return sum(count * -(-sizes[0] // ranks) * ranks * math.prod(sizes[1:]) for sizes, count in tensors)
+
+
+def gradient_tensors(rank: Rank) -> Iterator[int]:
+    """Bytes of each gradient in the order in which the backward finishes them. A head that is the embedding is done
+    with it, at the end."""
+    table, *others = [(math.prod(sizes), count) for sizes, count in rank.outer_tensors()]
+    head = rank.last and not rank.head_is_embedding
+    at_the_end = (rank.first and rank.shape.positions == "learned") + 0  # outer_tensors: table, positions, norm, bias
+    yield from [rank.weight * table[0]] * head
+    yield from (rank.weight * size for size, count in others[at_the_end:] for _ in range(count))
+    for _ in range(rank.layers):
+        for sizes, count in reversed(list(rank.layer_tensors())):
+            yield from [rank.weight * math.prod(sizes)] * count
+    yield from (rank.weight * size for size, count in others[:at_the_end] for _ in range(count))
+    yield from [rank.weight * table[0]] * (table[1] - head)
+
+
+def ddp_buckets(tensors: Iterable[int], first: int = FIRST_BUCKET, cap: int = BUCKET) -> list[int]:
+    """Bytes of each: tensors are added in order, and one that reaches the limit is closed."""
+    buckets, open_bucket, limit = [], 0, first
+    for size in tensors:
+        open_bucket += size
+        if open_bucket >= limit:
+            buckets.append(open_bucket)
+            open_bucket, limit = 0, cap
+    return [*buckets, open_bucket] if open_bucket else buckets
+
+
+def _tensor_parallel(rank: Rank, gpus_per_node: int) -> Iterator[Collective]:
+    """Row-parallel layers (proj, down) sum their outputs, column-parallel ones (qkv, up, head) the gradients of their
+    inputs, the cut embedding its rows. Torch hides none of them. Types: an output has the matmuls', an input what the
+    norm wrote, which is the weights'; under FSDP's policy everything is the matmuls'."""
+    layout = rank.layout
+    if layout.tp == 1:
+        return
+    stream = rank.tokens * rank.shape.d_model
+    narrow = rank.compute if rank.zero == 3 else rank.weight
+    again = rank.layers if rank.plan.checkpointing == "full" else 0  # proj's output; down's nobody needs again
+    logits = rank.compute if rank.zero == 3 else FP32
+    group = group_of(layout, "tp", gpus_per_node)
+    for what, during, calls, size in (
+        ("rows of the embedding", "forward", rank.first, narrow * stream),
+        ("outputs of attention and MLP", "forward", 2 * rank.layers, rank.compute * stream),
+        ("outputs of attention again", "backward", again, rank.compute * stream),
+        ("maximum and sum of the logits", "forward", 2 * rank.last, FP32 * rank.tokens),
+        ("logits of the targets", "forward", rank.last, logits * rank.tokens),
+        ("gradients of inputs", "backward", 2 * rank.layers + rank.last, narrow * stream),
+    ):
+        yield Collective(
+            what=what,
+            kind=ALL_REDUCE,
+            axis="tp",
+            group=group,
+            calls=layout.accumulation * calls,
+            bytes=layout.accumulation * calls * size,
+            during=during,
+            hides=False,
+            every_pass=True,
+        )
+
+
+def _pipeline(rank: Rank, gpus_per_node: int) -> Iterator[Collective]:
+    """The stream to the next stage and its gradient to the one before, each micro batch; a table that is embedding and
+    head exists in two stages, whose gradients are added up."""
+    layout = rank.layout
+    if layout.pp == 1:
+        return
+    number = rank.compute if rank.zero == 3 else residual_bytes(rank.plan)
+    size, group = number * rank.tokens * rank.shape.d_model, group_of(layout, "pp", gpus_per_node)
+    for what, during, calls in (
+        ("stream to the next stage", "forward", not rank.last),
+        ("gradient to the stage before", "backward", not rank.first),
+    ):
+        yield Collective(
+            what=what,
+            kind=POINT,
+            axis="pp",
+            group=group,
+            calls=layout.accumulation * calls,
+            bytes=layout.accumulation * calls * size,
+            during=during,
+            hides=False,
+            every_pass=True,
+        )
+    if rank.plan.tied and rank.first != rank.last:
+        yield Collective(
+            what="gradient of the tied table",
+            kind=ALL_REDUCE,
+            axis="pp",
+            group=group,
+            calls=1,
+            bytes=rank.shared(rank.weight * rank.table, 2),
+            during="update",
+            hides=False,
+            every_pass=False,
+        )
+
+
+# how long it takes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fabric:
+    """How the GPUs are joined."""
+
+    gpus_per_node: int
+    links: Links
+
+    @property
+    def inside_rate(self) -> float:
+        assert self.links.inside is not None, "missing_link was not asked"
+        return self.links.inside.rate
+
+    @property
+    def between_rate(self) -> float:
+        """Of one GPU: a port that is shared is used by all GPUs of the node at once."""
+        assert self.links.between is not None, "missing_link was not asked"
+        return self.links.between.rate / (self.gpus_per_node if self.links.between.shared else 1)
+
+    def missing_link(self, collectives: Iterable[Collective]) -> str | None:
+        """Why the traffic cannot be timed, or None."""
+        collectives = tuple(collectives)
+        if self.links.inside is None and any(_uses_inside(one) for one in collectives):
+            return (
+                "the traffic inside a node is not timed: which link joins its GPUs is not known (--interconnect pcie4)"
+            )
+        if self.links.between is None and any(one.group.nodes > 1 for one in collectives):
+            return (
+                "the traffic between nodes is not timed: which network joins them is not known (--interconnect ib-400)"
+            )
+        return None
+
+
+def _uses_inside(one: Collective) -> bool:
+    return one.group.nodes == 1 if one.kind == POINT else one.group.per_node > 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkModel:
+    """What a collective costs beside its bytes; the share of each link that is reached is in core/interconnects.py."""
+
+    latency_inside: float = 20e-6
+    """Seconds per call that stays in a node: NVLink's 15 to 25 us (FACTS section 8)."""
+    latency_between: float = 40e-6
+    """Seconds per call that leaves it: InfiniBand's 30 to 50 us (FACTS section 8)."""
+    wait: float = 0.0
+    """Seconds per collective over very many nodes until the slowest is there; (n-1)/n of it over n."""
+    overlap: float = 0.8
+    """Share of a pass's matmuls behind which traffic hides. Assumed: the published series fits with anything from 0.05
+    to 1."""
+
+
+def transfer_seconds(one: Collective, fabric: Fabric, model: LinkModel) -> float:
+    """Of all its calls: bytes over bandwidth, and latency."""
+    group = one.group
+    if one.kind == POINT:
+        between = group.nodes > 1
+        rate = fabric.between_rate if between else fabric.inside_rate
+        return one.bytes / rate + one.calls * (model.latency_between if between else model.latency_inside)
+    seconds = 0.0
+    if group.per_node > 1:
+        moved = PASSES[one.kind] * (1 - 1 / group.per_node) * one.bytes
+        seconds += moved / fabric.inside_rate + one.calls * model.latency_inside
+    if group.nodes > 1:
+        moved = PASSES[one.kind] * (1 - 1 / group.nodes) * one.bytes / group.per_node
+        seconds += moved / fabric.between_rate + one.calls * model.latency_between
+    return seconds
+
+
+def wait_seconds(one: Collective, model: LinkModel) -> float:
+    """Until the slowest node is there. Two neighbours of a pipeline wait in its bubble instead."""
+    return 0.0 if one.kind == POINT else one.calls * model.wait * (1 - 1 / one.group.nodes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compute:
+    """Seconds of one GPU's own work in a step, over all micro batches."""
+
+    forward: float
+    backward: float
+    update: float = 0.0
+
+    @property
+    def passes(self) -> float:
+        return self.forward + self.backward
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    compute: Compute
+    seconds_of: tuple[float, ...]
+    """Of each collective, hidden or not, in the order of the traffic."""
+    exposed_seconds: float
+    """Of them, what the matmuls do not hide."""
+    bubble_seconds: float
+
+    @property
+    def communication_seconds(self) -> float:
+        return sum(self.seconds_of)
+
+    @property
+    def hidden_seconds(self) -> float:
+        return self.communication_seconds - self.exposed_seconds
+
+    @property
+    def seconds(self) -> float:
+        return self.compute.passes + self.compute.update + self.exposed_seconds + self.bubble_seconds
+
+
+def step_time(
+    compute: Compute, collectives: tuple[Collective, ...], fabric: Fabric, model: LinkModel, layout: Layout
+) -> StepTime:
+    """Ask `fabric.missing_link` first."""
+    transfers = [transfer_seconds(one, fabric, model) for one in collectives]
+    waits = [wait_seconds(one, model) for one in collectives]
+    hidden = sum(_hidden(compute, collectives, transfers, model, layout.accumulation, name) for name in HIDING)
+    # What stands in the line of a micro batch is waited for once more in every slot of the bubble.
+    in_line = sum(time for one, time in zip(collectives, transfers, strict=True) if not one.hides and one.every_pass)
+    return StepTime(
+        compute=compute,
+        seconds_of=tuple(map(sum, zip(transfers, waits, strict=True))),
+        exposed_seconds=sum(transfers) + sum(waits) - hidden,
+        bubble_seconds=(layout.pp - 1) * (compute.passes + in_line) / layout.accumulation,
+    )
+
+
+def bubble(layout: Layout) -> float:
+    """Share of a pipeline's time in which a stage has nothing to do: (p-1)/(m+p-1)."""
+    return (layout.pp - 1) / (layout.accumulation + layout.pp - 1)
+
+
+HIDING = ("forward", "backward")
+
+
+def _hidden(
+    compute: Compute,
+    collectives: tuple[Collective, ...],
+    transfers: list[float],
+    model: LinkModel,
+    micro_batches: int,
+    during: str,
+) -> float:
+    """Seconds of traffic behind the matmuls of one pass: all of it, or as long as those last. What happens once per
+    step has only the last micro batch to hide behind."""
+    hiding = [
+        (one, time) for one, time in zip(collectives, transfers, strict=True) if one.hides and one.during == during
+    ]
+    window = model.overlap * getattr(compute, during)
+    if not any(one.every_pass for one, _ in hiding):
+        window /= micro_batches
+    return min(sum(time for _, time in hiding), window)
+
+
+# the published series that the wait is fitted on
+
+
+SERIES_SHAPE = Shape(layers=12, heads=12, d_model=768, d_ff=3072, vocab=50368, sequence=2048)  # MPT-125M
+SERIES_MICRO_BATCH = 26
+SERIES_NODE = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Published:
+    """One row of a series on A100-40, 200 Gb/s of RoCE for each GPU, FSDP with everything in bf16 (llm-foundry,
+    scripts/train/benchmarking/README.md; FACTS section 8)."""
+
+    gpus: int
+    accumulation: int
+    tokens_per_second: float
+    """Of one GPU."""
+    shape: Shape = SERIES_SHAPE
+    micro_batch: int = SERIES_MICRO_BATCH
+
+    @property
+    def layout(self) -> Layout:
+        return Layout(gpus=self.gpus, micro_batch=self.micro_batch, accumulation=self.accumulation)
+
+    @property
+    def traffic(self) -> tuple[Collective, ...]:
+        rank = Rank(
+            shape=self.shape,
+            plan=Plan(autocast="bf16", tied=True),
+            micro_batch=self.micro_batch,
+            layout=self.layout,
+            zero=3,
+            optimizer=find_optimizer("adamw-bf16"),  # for its weights and gradients of 2 bytes: nothing else is read
+            first=True,
+            last=True,
+        )
+        return traffic(rank, SERIES_NODE)
+
+    @property
+    def seconds(self) -> float:
+        """Of a step."""
+        return self.accumulation * self.micro_batch * self.shape.sequence / self.tokens_per_second
+
+    def predicted(self, pass_seconds: float, model: LinkModel) -> StepTime:
+        """With `pass_seconds` of work per micro batch, a third of it forward."""
+        work = self.accumulation * pass_seconds
+        compute = Compute(forward=work / 3, backward=2 * work / 3)
+        fabric = Fabric(gpus_per_node=SERIES_NODE, links=choose_links("nvlink3,roce-200", None))
+        return step_time(compute, self.traffic, fabric, model, self.layout)
+
+
+ONE_NODE = Published(gpus=8, accumulation=3, tokens_per_second=136.3e3)
+TWO_NODES = Published(gpus=16, accumulation=1, tokens_per_second=130.5e3)
+
+
+def fit(small: Published, large: Published, start: LinkModel) -> tuple[float, LinkModel]:
+    """Two rows give two numbers: the seconds of work per micro batch, from the one in a single node, and the wait, from
+    what the other is slower than that. Everything else is as in `start`."""
+    alone = replace(start, wait=0.0)
+    exposed = small.predicted(small.seconds / small.accumulation, alone).exposed_seconds
+    work = (small.seconds - exposed) / small.accumulation
+    waits = sum(wait_seconds(one, replace(start, wait=1.0)) for one in large.traffic)
+    return work, replace(start, wait=max(0.0, (large.seconds - large.predicted(work, alone).seconds) / waits))
+
+
+@cache
+def usual_model() -> LinkModel:
+    """Fitted on 8 and 16 GPUs of the published series: a wait of 0.9 ms."""
+    return fit(ONE_NODE, TWO_NODES, LinkModel())[1]

@@ -1,0 +1,450 @@
+"""A step on many GPUs: what each holds, sends and takes, and which layout to choose.
+
+    step = predict_parallel(case, fabric, peaks)         # case.layout says how the GPUs share the step
+    step.tokens_per_second, step.efficiency, step.time.exposed_seconds
+    recommend(Search(case=case, fabric=fabric, gpus=64, memory_bytes=80 * 1024**3, global_batch=512, peaks=peaks)).best
+
+The work of one GPU is the roofline of its piece: `piece_of` makes a model of the heads, the width of the MLP, the rows
+of the vocabulary and the layers that it holds. Memory is predict/memory.py's and traffic predict/communication.py's.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from redline.core.devices import Device
+from redline.core.hardware import MeasuredPeaks
+from redline.core.interconnects import Interconnect
+from redline.core.plan import Plan
+from redline.core.units import counted
+from redline.core.values import to_json
+from redline.core.workload import Shape
+from redline.predict.activations import Rank
+from redline.predict.communication import (
+    Collective,
+    Compute,
+    Fabric,
+    StepTime,
+    bubble,
+    sent_bytes,
+    step_time,
+    traffic,
+    usual_model,
+)
+from redline.predict.fitting import Case
+from redline.predict.memory import ZERO_STAGES, Memory
+from redline.predict.operations import Operation
+from redline.predict.optimizers import find_optimizer
+from redline.predict.parallel import Layout, divisors, layout_for_batch, possible_cuts
+from redline.predict.roofline import TYPICAL, Peaks, Timed, at_most, reachable, roofline, sheet_peaks, typical
+
+SAME_SPEED = 0.02  # less than this apart is the same speed: one card's runs spread by 1 to 3 % (FACTS section 1)
+SHOWN_OTHERS = 3
+MOST_SIZES = 16  # micro batches that are tried of one layout
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelStep:
+    """One layout. Traffic and time are those of the pipeline stage that takes longest."""
+
+    layout: Layout
+    zero: int
+    sequence: int
+    memory: Memory
+    traffic: tuple[Collective, ...]
+    time: StepTime | None
+    reason: str | None
+    """Why there is no time."""
+    alone_seconds: float | None
+    """Of the same micro batches on one GPU that holds the whole model, whether or not it could."""
+
+    @property
+    def tokens(self) -> int:
+        return self.layout.global_batch * self.sequence
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        return None if self.time is None else self.tokens / self.time.seconds
+
+    @property
+    def efficiency(self) -> float | None:
+        """Tokens per second and GPU, over those of one GPU alone."""
+        if self.time is None or self.alone_seconds is None:
+            return None
+        return self.alone_seconds / (self.layout.tp * self.layout.pp * self.time.seconds)
+
+    @property
+    def words(self) -> str:
+        layout = self.layout
+        return f"DP {layout.dp} x TP {layout.tp} x PP {layout.pp}, ZeRO {self.zero}, micro batch {layout.micro_batch}"
+
+
+def predict_parallel(case: Case, fabric: Fabric, peaks: Peaks | None, reason: str | None = None) -> ParallelStep:
+    """`reason`: why there are no peaks."""
+    layout = case.layout or Layout(gpus=1)
+    bench = None if peaks is None else Bench(peaks=peaks)
+    return _predict(replace(case, layout=layout), case.memory(layout.micro_batch), fabric, bench, reason)
+
+
+def _predict(case: Case, memory: Memory, fabric: Fabric, bench: Bench | None, reason: str | None) -> ParallelStep:
+    assert case.layout is not None
+    layout = case.layout
+    ranks = list(_stages(case, layout))
+    sent = [traffic(rank, fabric.gpus_per_node) for rank in ranks]
+    missing = reason if bench is None else fabric.missing_link(itertools.chain.from_iterable(sent))
+    heaviest, time, alone = max(sent, key=lambda one: sum(sent_bytes(one).values())), None, None
+    if bench is not None and missing is None:
+        times = [
+            step_time(bench.work(rank), one, fabric, usual_model(), layout)
+            for rank, one in zip(ranks, sent, strict=True)
+        ]
+        time, heaviest = max(zip(times, sent, strict=True), key=lambda pair: pair[0].seconds)
+        alone = bench.alone(case.shape, case.plan, layout)
+    return ParallelStep(
+        layout=layout,
+        zero=case.zero,
+        sequence=case.shape.sequence,
+        memory=memory,
+        traffic=heaviest,
+        time=time,
+        reason=missing,
+        alone_seconds=alone,
+    )
+
+
+def expected_peaks(plan: Plan, device: Device, measured: MeasuredPeaks | None) -> Peaks | None:
+    """What a step will reach: as in `predict_step`. None where the device lacks the plan's precision."""
+    sheet = sheet_peaks(plan, device)
+    if sheet is None:
+        return None
+    reached = reachable(plan, device, measured)
+    return typical(sheet) if reached is None else at_most(reached, sheet)
+
+
+# one GPU's work
+
+
+def _stages(case: Case, layout: Layout) -> Iterator[Rank]:
+    """The only stage; or the first, one in the middle if there is one, and the last."""
+    ends = [(True, True)] if layout.pp == 1 else [(True, False), (False, False), (False, True)]
+    for first, last in ends:
+        if layout.pp == 2 and not first and not last:
+            continue
+        yield Rank(
+            shape=case.shape,
+            plan=case.plan,
+            micro_batch=layout.micro_batch,
+            layout=layout,
+            zero=case.zero,
+            optimizer=find_optimizer(case.optimizer_name),
+            first=first,
+            last=last,
+        )
+
+
+def piece_of(shape: Shape, plan: Plan, layout: Layout) -> tuple[Shape, Plan]:
+    """The model that one GPU computes: TP leaves it whole heads, a part of the MLP and of the vocabulary, all at the
+    full width of the stream; PP leaves it so many layers, and one table at each end."""
+    tp, pp = layout.tp, layout.pp
+    windowed = shape.windowed_layers
+    piece = replace(
+        shape,
+        layers=shape.layers // pp,
+        heads=shape.heads // tp,
+        kv_heads=shape.key_value_heads // tp,
+        head_dim=shape.head_width,
+        d_ff=shape.d_ff // tp,
+        vocab=-(-plan.vocab_rows(shape.vocab) // tp),
+        windowed_layers=None if windowed is None else max(1, round(windowed / pp)),
+    )
+    return piece, replace(plan, vocab_multiple=1, tied=plan.tied or pp > 1)  # the rows are padded already
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bench:
+    """Times pieces at one pair of peaks, each of them once: layouts that differ in ZeRO alone compute the same."""
+
+    peaks: Peaks
+    known: dict[Any, list[Timed]] = field(default_factory=dict)
+
+    def work(self, rank: Rank) -> Compute:
+        """ZeRO shares the update among the replicas."""
+        shape, plan = piece_of(rank.shape, rank.plan, rank.layout)
+        rows = [row for row in self._rows(shape, plan, rank.layout) if _held(row.operation, rank)]
+        seconds = {name: sum(row.seconds for row in rows if row.operation.direction in names) for name, names in PASSES}
+        return Compute(**{**seconds, "update": seconds["update"] / (rank.layout.dp if rank.zero else 1)})
+
+    def alone(self, shape: Shape, plan: Plan, layout: Layout) -> float:
+        return sum(row.seconds for row in self._rows(shape, plan, layout))
+
+    def _rows(self, shape: Shape, plan: Plan, layout: Layout) -> list[Timed]:
+        sizes = {"micro_batch": layout.micro_batch, "accumulation": layout.accumulation}
+        key = (shape, plan, *sizes.values())
+        if key not in self.known:
+            self.known[key] = list(roofline(shape, plan, **sizes, peaks=self.peaks, assumptions=TYPICAL).rows)
+        return self.known[key]
+
+
+PASSES = (("forward", ("forward",)), ("backward", ("backward", "recompute")), ("update", ("update",)))
+
+
+def _held(operation: Operation, rank: Rank) -> bool:
+    """The embedding's work is the first stage's, the head's and the loss's the last's."""
+    if operation.part != "rest":
+        return True
+    if operation.name.startswith(("head", "loss")):
+        return rank.last
+    return rank.first or operation.name != "embedding"
+
+
+# which layout
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recommendation:
+    best: ParallelStep
+    others: tuple[ParallelStep, ...]
+    """The next best, fastest first."""
+    tried: int
+    """Layouts that divide: cuts times ZeRO stages."""
+    fitting: int
+    undivided: int
+    """Cuts of these GPUs that the model, the node or the global batch does not allow."""
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Search:
+    """Which layouts are asked about: all that cut these GPUs and give this global batch."""
+
+    case: Case
+    """Its layout and ZeRO stage are what is looked for."""
+    fabric: Fabric
+    gpus: int
+    memory_bytes: int
+    """Of one GPU."""
+    global_batch: int
+    micro_batch: int | None = None
+    """None: each layout has its best."""
+    peaks: Peaks | None = None
+    reason: str | None = None
+    """Why there are no peaks."""
+
+    def sizes(self, dp: int) -> tuple[int, ...]:
+        """Micro batches that give the global batch, smallest first; of very many only some."""
+        if self.global_batch % dp:
+            return ()
+        sizes = divisors(self.global_batch // dp)
+        if self.micro_batch is not None:
+            return (self.micro_batch,) if self.micro_batch in sizes else ()
+        return sizes[:: -(-len(sizes) // MOST_SIZES)]
+
+    def cases(self, tp: int, pp: int, zero: int) -> Iterator[tuple[Case, Memory]]:
+        """With each micro batch that fits and could be the fastest; where none fits, with the smallest."""
+        fits, sizes = False, self.sizes(self.gpus // (tp * pp))
+        for size in reversed(sizes):
+            layout = layout_for_batch(
+                gpus=self.gpus, tp=tp, pp=pp, micro_batch=size, global_batch=self.global_batch, shape=self.case.shape
+            )
+            case = replace(self.case, layout=layout, zero=zero)
+            memory = case.memory(size)
+            fits_now = memory.total <= self.memory_bytes
+            if fits_now or (size == sizes[0] and not fits):
+                yield case, memory
+            fits |= fits_now
+            if fits and pp == 1:
+                return  # the largest is the fastest; in a pipeline smaller ones make a smaller bubble
+
+
+def recommend(search: Search) -> Recommendation:
+    """The fastest layout that fits, by prediction; of those that are equally fast the one that cuts least."""
+    tried = list(_tried(search))
+    if not tried:  # says what would divide
+        sizes = {"micro_batch": search.micro_batch or 1, "global_batch": search.global_batch}
+        layout_for_batch(gpus=search.gpus, **sizes, shape=search.case.shape)
+    fitting = [step for step in tried if step.memory.total <= search.memory_bytes]
+    ranked = sorted(fitting, key=_fastest_first) or sorted(tried, key=lambda step: step.memory.total)
+    best = _least_cut(ranked) if fitting else ranked[0]
+    cuts = {(step.layout.tp, step.layout.pp) for step in tried}
+    return Recommendation(
+        best=best,
+        others=tuple(step for step in ranked if step is not best)[:SHOWN_OTHERS],
+        tried=len(tried),
+        fitting=len(fitting),
+        undivided=len(possible_cuts(None, search.gpus)) - len(cuts),
+        reason=_why(best, ranked[0], tried, fitting),
+    )
+
+
+def _tried(search: Search) -> Iterator[ParallelStep]:
+    """Each cut and ZeRO stage once: with its best micro batch."""
+    bench = None if search.peaks is None else Bench(peaks=search.peaks)
+    for tp, pp in possible_cuts(search.case.shape, search.gpus, search.fabric.gpus_per_node):
+        for zero in ZERO_STAGES if search.gpus > tp * pp else (0,):
+            steps = [
+                _predict(case, memory, search.fabric, bench, search.reason)
+                for case, memory in search.cases(tp, pp, zero)
+            ]
+            if steps:
+                yield min(steps, key=_fastest_first)
+
+
+def _fastest_first(step: ParallelStep) -> tuple[float, ...]:
+    """Where no speed is known: the least cut."""
+    return (-(step.tokens_per_second or 0), *_cuts(step))
+
+
+def _cuts(step: ParallelStep) -> tuple[int, int, int]:
+    return step.layout.tp, step.layout.pp, step.zero
+
+
+def _least_cut(ranked: list[ParallelStep]) -> ParallelStep:
+    fastest = ranked[0].tokens_per_second or 0
+    return min((step for step in ranked if (step.tokens_per_second or 0) >= (1 - SAME_SPEED) * fastest), key=_cuts)
+
+
+# why, in words
+
+
+def _why(best: ParallelStep, fastest: ParallelStep, tried: list[ParallelStep], fitting: list[ParallelStep]) -> str:
+    counts = f"{counted(len(tried), 'layout')} can be cut and {len(fitting)} of them fit"
+    if not fitting:
+        return f"{counts}: this one needs least memory"
+    if best.tokens_per_second is None:
+        first = f"{counts}; no speed is known, so this is the one that cuts least"
+    elif best is fastest:
+        first = f"{counts}; this is the fastest"
+    else:
+        first = f"{counts}; this is within {SAME_SPEED:.0%} of the fastest ({fastest.words}) and cuts less"
+    return ". ".join([first, *(_why_so_much(name, pick, best, tried, fitting) for name, pick in AXES)])
+
+
+AXES: tuple[tuple[str, Callable[[ParallelStep], int]], ...] = (
+    ("TP", lambda step: step.layout.tp),
+    ("PP", lambda step: step.layout.pp),
+    ("ZeRO", lambda step: step.zero),
+)
+LEAST = {"TP": "a GPU holds whole layers", "PP": "a GPU holds all layers", "ZeRO": "each replica holds all state"}
+
+
+def _why_so_much(
+    name: str,
+    pick: Callable[[ParallelStep], int],
+    best: ParallelStep,
+    tried: list[ParallelStep],
+    fitting: list[ParallelStep],
+) -> str:
+    own = pick(best)
+    if not any(pick(step) < own for step in tried):
+        return f"{name} {own}: {LEAST[name]}"
+    less = [step for step in fitting if pick(step) < own]
+    if not less:
+        return f"{name} {own}: with less nothing fits"
+    rival = min(less, key=_fastest_first).tokens_per_second
+    if rival is None or best.tokens_per_second is None:
+        return f"{name} {own}: with less another cut grows"
+    return f"{name} {own}: the best with less reaches {rival / best.tokens_per_second:.0%} of its speed"
+
+
+# the document
+
+
+def parallel_json(step: ParallelStep, fabric: Fabric, advice: Recommendation | None) -> dict[str, Any]:
+    """`parallel` in `estimate --json`: docs/parallel.md has the keys."""
+    return {
+        "layout": layout_json(step, fabric.gpus_per_node),
+        "interconnect": {
+            "inside": _link_json(fabric.links.inside),
+            "between": _link_json(fabric.links.between),
+            "model": to_json(usual_model()),
+        },
+        "collectives": [_collective_json(one, seconds) for one, seconds in _with_seconds(step)],
+        "sent_bytes": sent_bytes(step.traffic),
+        "step": None if step.time is None else _time_json(step.time),
+        "bubble": bubble(step.layout),
+        "tokens_per_second": step.tokens_per_second,
+        "tokens_per_second_per_gpu": _per_gpu(step),
+        "scaling_efficiency": step.efficiency,
+        "reason": step.reason,
+        "recommendation": None if advice is None else _advice_json(advice, fabric.gpus_per_node),
+    }
+
+
+def layout_json(step: ParallelStep, gpus_per_node: int) -> dict[str, Any]:
+    layout = step.layout
+    return {
+        "gpus": layout.gpus,
+        "nodes": layout.gpus // gpus_per_node,
+        "gpus_per_node": gpus_per_node,
+        "dp": layout.dp,
+        "tp": layout.tp,
+        "pp": layout.pp,
+        "zero": step.zero,
+        "micro_batch": layout.micro_batch,
+        "accumulation": layout.accumulation,
+        "global_batch": layout.global_batch,
+    }
+
+
+def _per_gpu(step: ParallelStep) -> float | None:
+    return None if step.tokens_per_second is None else step.tokens_per_second / step.layout.gpus
+
+
+def _link_json(link: Interconnect | None) -> dict[str, Any] | None:
+    return None if link is None else {**to_json(link), "reached": link.reached}
+
+
+def _with_seconds(step: ParallelStep) -> Iterator[tuple[Collective, float | None]]:
+    seconds = [None] * len(step.traffic) if step.time is None else step.time.seconds_of
+    return zip(step.traffic, seconds, strict=True)
+
+
+def _collective_json(one: Collective, seconds: float | None) -> dict[str, Any]:
+    return {
+        "what": one.what,
+        "kind": one.kind,
+        "axis": one.axis,
+        "during": one.during,
+        "ranks": one.group.ranks,
+        "nodes": one.group.nodes,
+        "calls": one.calls,
+        "bytes": one.bytes,
+        "sent_bytes": one.sent,
+        "overlaps": one.hides,
+        "seconds": seconds,
+    }
+
+
+def _time_json(time: StepTime) -> dict[str, float]:
+    return {
+        "forward_seconds": time.compute.forward,
+        "backward_seconds": time.compute.backward,
+        "update_seconds": time.compute.update,
+        "communication_seconds": time.communication_seconds,
+        "hidden_seconds": time.hidden_seconds,
+        "exposed_seconds": time.exposed_seconds,
+        "bubble_seconds": time.bubble_seconds,
+        "seconds": time.seconds,
+    }
+
+
+def _advice_json(advice: Recommendation, gpus_per_node: int) -> dict[str, Any]:
+    def row(step: ParallelStep) -> dict[str, Any]:
+        return {
+            "layout": layout_json(step, gpus_per_node),
+            "memory_bytes": step.memory.total,
+            "tokens_per_second": step.tokens_per_second,
+            "scaling_efficiency": step.efficiency,
+        }
+
+    return {
+        "reason": advice.reason,
+        "tried": advice.tried,
+        "fitting": advice.fitting,
+        "undivided": advice.undivided,
+        "best": row(advice.best),
+        "others": [row(step) for step in advice.others],
+    }

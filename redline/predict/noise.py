@@ -1,0 +1,35 @@
+"""How large a ratio of two speeds must be before it means anything, from the scatter of each.
+
+    noise_of_ratio(0.002, 0.003, device="cuda", repeats=1) -> 0.02, the spread between runs
+    spread_error({"median": 0.1, "p10": 0.098, "p90": 0.102, "n": 50}) -> 0.0028, of the median
+
+`search/noise.py` knows every step and takes its errors from them; a document has only what was written into it, which
+`spread_error` reads. Both end in `noise_of_ratio`, so that a ladder and a comparison of two ladders mean the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+# Seen between processes: 1 to 3 % on an H200; on two shared CPU cores 10 % and more.
+UNSEEN_RUN_TO_RUN = {"cuda": 0.02, "cpu": 0.10}
+P90_SIGMAS = 1.2816  # the 90th percentile of a normal distribution, in standard deviations
+MEDIAN_TO_MEAN = math.sqrt(math.pi / 2)  # the median of many normal values scatters more than their mean, by this
+
+
+def noise_of_ratio(one_error: float, other_error: float, *, device: str, repeats: int) -> float:
+    """Two standard errors of the ratio. One run cannot see what differs between processes (clocks, memory layout), so
+    the noise is never less than what was seen between runs; two repeats may still agree by chance."""
+    return max(2 * math.hypot(one_error, other_error), UNSEEN_RUN_TO_RUN[device] / repeats)
+
+
+def spread_error(spread: Mapping[str, Any] | None) -> float | None:
+    """The standard error of a median as a fraction of it, from p10, p90 and n as if the values were normal; None where
+    the spread does not say."""
+    median, p10, p90, count = ((spread or {}).get(name) for name in ("median", "p10", "p90", "n"))
+    if not median or p10 is None or p90 is None or not count:
+        return None
+    sigma = (p90 - p10) / (2 * P90_SIGMAS)
+    return float(MEDIAN_TO_MEAN * sigma / median / math.sqrt(count))

@@ -1,0 +1,123 @@
+"""The document of `redline estimate` for a user's own model: counted FLOPs, traced memory, and bounds on its speed.
+
+    traced_document(subject, target) -> {"parameters": 86567656, "memory": {...}, "roofline": {"expected": None, ...}}
+
+The keys are those of `predict/estimate.py`. How fast such a model will be is not predicted: what it does between its
+products was not described. How fast it cannot be is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from redline.core.traced import Traced
+from redline.core.values import to_json
+from redline.predict.estimate import Target, batch_json, memory_detail, memory_json
+from redline.predict.fitting import TracedCase
+from redline.predict.parallel import Layout
+from redline.predict.roofline import sheet_peaks
+from redline.predict.traced import CONVENTION, Bound, flops_per_item, step_of
+
+NOT_PREDICTED = "what a model of one's own does between its products was not described: measure it, redline ladder"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TracedSubject:
+    """What is estimated, with a note for every choice that the user did not make."""
+
+    name: str
+    origin: str
+    case: TracedCase
+    rungs: tuple[str, ...]
+    micro_batch: int
+    notes: tuple[str, ...]
+
+
+def traced_document(subject: TracedSubject, target: Target) -> dict[str, Any]:
+    case, micro_batch, traced = subject.case, subject.micro_batch, subject.case.shape
+    memory = case.memory(micro_batch)
+    fits = None if target.memory_bytes is None else memory.total <= target.memory_bytes
+    return {
+        "name": subject.name,
+        "origin": subject.origin,
+        "shape": to_json(traced),
+        "settings": settings_json(subject),
+        "hardware": target.document(),
+        "parameters": traced.parameters,
+        "parameter_groups": None,
+        "flops_per_token": flops_json(traced),
+        "memory": memory_json(memory),
+        "memory_detail": memory_detail(memory),
+        "max_micro_batch": None if target.memory_bytes is None else case.largest(target.memory_bytes),
+        "fits": fits,
+        "what_to_change": [],
+        "roofline": roofline_json(subject, target),
+        "tokens_per_second": None,
+        "tokens_per_second_reason": "it does not fit" if fits is False else NOT_PREDICTED,
+        "batch": batch_json(Layout(gpus=1, micro_batch=micro_batch)),
+        "notes": [*target.notes, *subject.notes, *notes_of(traced)],
+    }
+
+
+def settings_json(subject: TracedSubject) -> dict[str, Any]:
+    plan = subject.case.plan
+    return {
+        "micro_batch": subject.micro_batch,
+        "sequence": subject.case.shape.sequence,
+        "rungs": list(subject.rungs),
+        "plan": to_json(plan),
+        "precision": plan.precision,
+        "optimizer": plan.optimizer,
+        "zero": 0,
+        "inference": False,
+    }
+
+
+def flops_json(traced: Traced) -> dict[str, Any]:
+    """Of an item: a token, or a sample."""
+    unknown = ("hardware", "hardware_convention", "causal", "causal_convention", "six_n", "decode")
+    return {
+        "model": flops_per_item(traced),
+        "unit": traced.unit,
+        "passes": "forward and backward",
+        "convention": CONVENTION,
+        **dict.fromkeys(unknown),
+    }
+
+
+def roofline_json(subject: TracedSubject, target: Target) -> dict[str, Any] | None:
+    """None where no device is known, or not at the plan's precision."""
+    traced, plan, device = subject.case.shape, subject.case.plan, target.device
+    sheet = None if device is None else sheet_peaks(plan, device)
+    if sheet is None:
+        return None
+    bound = step_of(
+        traced,
+        plan,
+        micro_batch=subject.micro_batch,
+        matmul_tflops=sheet.matmul_tflops,
+        bandwidth=sheet.bandwidth,
+    )
+    items = subject.micro_batch * traced.items_per_sample
+    return {
+        "tokens": items,
+        "unit": traced.unit,
+        "floor": {"seconds": bound.floor_seconds, "tokens_per_second": items / bound.floor_seconds},
+        "light": {"seconds": bound.seconds, "tokens_per_second": items / bound.seconds, "groups": groups(bound)},
+        "expected": None,
+    }
+
+
+def groups(bound: Bound) -> dict[str, float]:
+    return {"tensor contraction": bound.products_seconds, "optimizer": bound.update_seconds}
+
+
+def notes_of(traced: Traced) -> list[str]:
+    found = [
+        "memory is what autograd was seen to keep, in eager mode, and all of it at once: compiled code keeps less, and "
+        "what lives for a moment inside a step is not in it"
+    ]
+    if traced.products_left_out:
+        found.append(f"{traced.products_left_out} products whose sizes do not simply grow with the batch are left out")
+    return found

@@ -1,0 +1,173 @@
+"""What costs speed in a user's own model: sizes that no tensor core likes, attention written out, lines that wait.
+
+    findings_of(traced, micro_batch=16, dtype="bf16", device=find_device("H200")) -> (TracedFinding(rule=...), ...)
+
+The sizes are those of the products that were seen; each finding names the line where its layer is made. The rules for
+shapes (`lint_rules.py`) know what a size is for and suggest whole shapes; these know lines. A finding needs a gain that
+is worth it on a known device, and a share of the work that is on an unknown one: lint is quiet.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from redline.core.devices import VECTOR_BYTES, Device
+from redline.core.profile import FINDINGS
+from redline.core.traced import Product, Traced
+from redline.core.values import to_json
+from redline.predict.lint_rules import MEANINGFUL_GAIN
+from redline.predict.sizes import round_up
+from redline.predict.tiles import ELEMENT_BYTES, estimate
+from redline.predict.traced import gemms_of
+
+GOOD_BYTES = 128  # of a row, on every tensor core since the A100
+CONVENTION = "more useful work per second of the whole step's products, forward and backward, each finding by itself"
+RULES = ("layer-size", "written-out-attention", "synchronisation")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TracedFinding:
+    rule: str
+    kind: str
+    """As lint's others: 'alignment' or 'rule-of-thumb'."""
+    where: tuple[str, ...]
+    problem: str
+    why: str
+    fix: str
+    gain: float | None = None
+    no_gain: str | None = None
+
+    def document(self) -> dict[str, Any]:
+        return {
+            "rule": self.rule,
+            "kind": self.kind,
+            "where": list(self.where),
+            "problem": self.problem,
+            "why": self.why,
+            "fix": self.fix,
+            "change": None,
+            "mild": False,
+            "predicted_gain": self.gain,
+            "no_predicted_gain": self.no_gain,
+            "measured_gain": None,
+        }
+
+
+def findings_of(
+    traced: Traced, *, micro_batch: int, dtype: str, device: Device | None, ignore: Sequence[str] = ()
+) -> tuple[TracedFinding, ...]:
+    found = [*_sizes(traced, micro_batch, dtype, device), *_attention(traced), *_waits(traced)]
+    return tuple(finding for finding in found if finding.rule not in ignore)
+
+
+# sizes
+
+
+def _sizes(traced: Traced, micro_batch: int, dtype: str, device: Device | None) -> Iterator[TracedFinding]:
+    """One for each size of a layer that is not a multiple of what a vector load takes."""
+    least, good = VECTOR_BYTES // ELEMENT_BYTES[dtype], GOOD_BYTES // ELEMENT_BYTES[dtype]
+    users: dict[int, list[Product]] = defaultdict(list)
+    for product in traced.products:
+        if product.kind != "product":
+            for size in {product.n, product.k}:
+                users[size].append(product)
+    for size, products in users.items():
+        better = round_up(size, good)
+        if size % least == 0 or not _matters(traced, products):
+            continue
+        gain = None if device is None else _gain(traced, size, better, micro_batch, dtype, device)
+        if gain is not None and gain < MEANINGFUL_GAIN:
+            continue
+        names = tuple(dict.fromkeys(product.where for product in products))
+        lines = ", ".join(dict.fromkeys(str(product.made) for product in products if product.made is not None))
+        yield TracedFinding(
+            rule="layer-size",
+            kind="alignment",
+            where=names,
+            problem=f"{size:,} is no multiple of {least}: rows of {', '.join(names[:3])} start at odd addresses",
+            why=f"tensor cores load {VECTOR_BYTES} bytes at once, {least} numbers of {dtype}; rows that do not start "
+            "at a multiple of that are loaded in pieces",
+            fix=f"{better:,}" + (f" at {lines}" if lines else "") + "; what is added may stay unused",
+            gain=gain,
+            no_gain="the device is unknown" if device is None else None,
+        )
+
+
+def _matters(traced: Traced, products: Sequence[Product]) -> bool:
+    """By their share of the work: the ten outputs of a classifier are nothing."""
+
+    def work(some: Sequence[Product]) -> int:
+        return sum(each.m * each.n * each.k * each.batch * each.count for each in some)
+
+    return work(products) >= MEANINGFUL_GAIN * work(traced.products)
+
+
+def _gain(traced: Traced, size: int, better: int, micro_batch: int, dtype: str, device: Device) -> float:
+    """Useful work per second with that size everywhere, over that without: the added numbers are no use."""
+
+    def grown(product: Product) -> Product:
+        if product.kind == "product":
+            return product
+        sizes = {name: better for name in ("n", "k") if getattr(product, name) == size}
+        return replace(product, **sizes)  # type: ignore[arg-type]
+
+    after = replace(traced, products=tuple(map(grown, traced.products)))
+    before_seconds, after_seconds = (
+        math.fsum(gemm.count * estimate(gemm, device, dtype).seconds for gemm in gemms_of(model, micro_batch))
+        for model in (traced, after)
+    )
+    return before_seconds / after_seconds - 1
+
+
+# lines
+
+
+def _attention(traced: Traced) -> Iterator[TracedFinding]:
+    for each in traced.attention:
+        call = "F.scaled_dot_product_attention(q, k, v" + (", is_causal=True)" if each.causal else ")")
+        fix = "pass need_weights=False there" if each.module else f"call {call} there"
+        yield TracedFinding(
+            rule="written-out-attention",
+            kind="rule-of-thumb",
+            where=(str(each.place),),
+            problem=f"attention is written out at {each.place}" + (f", {each.count} times" if each.count > 1 else ""),
+            why="scores of the length of a sequence, squared, are stored and read back several times; a fused kernel "
+            "never stores them, and the rungs flash and cudnn-attention can then choose it",
+            fix=fix,
+            no_gain="it depends on the kernel: measure it with `redline ladder` after the change",
+        )
+
+
+def _waits(traced: Traced) -> Iterator[TracedFinding]:
+    for sync in traced.syncs:
+        yield TracedFinding(
+            rule="synchronisation",
+            kind="rule-of-thumb",
+            where=(str(sync.place),),
+            problem=f"{sync.place} makes the host wait for the device",
+            why=sync.detail,
+            fix=FINDINGS[sync.kind],
+            no_gain="it depends on how long the host would otherwise be ahead: see `redline profile`",
+        )
+
+
+def traced_lint_document(
+    traced: Traced, findings: Sequence[TracedFinding], *, hardware: dict[str, Any], micro_batch: int, dtype: str
+) -> dict[str, Any]:
+    """The keys are those of `predict/lint.py`."""
+    return {
+        "shape": to_json(traced),
+        "hardware": hardware,
+        "settings": {"micro_batch": micro_batch, "tp": 1, "dtype": dtype},
+        "findings": [finding.document() for finding in findings],
+        "suggested": None,
+        "suggested_settings": None,
+        "gain_convention": CONVENTION,
+        "predicted_gain": None,
+        "measured_gain": None,
+        "gemms": None,
+    }

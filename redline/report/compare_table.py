@@ -1,0 +1,79 @@
+"""A comparison for the terminal: who is A and who B, the rows with their ratios, and what changed in words.
+
+print_comparison(compare(one, other), Console())
+"""
+
+from __future__ import annotations
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from redline.core.units import UNKNOWN, human_bytes, human_rate, human_ratio, rate_unit
+from redline.report import Document, one_line
+from redline.report.compare_words import KIND_WORDS
+from redline.report.table import VERDICT_STYLES, WIDTH_COLUMNS, Note, machine_text, notes_grid, versions_text
+
+COLUMNS = ("rung", "A {rate}", "B {rate}", "B/A", "noise", "A peak", "B peak", "verdict")
+
+
+def print_comparison(document: Document, console: Console) -> None:
+    for label in ("A", "B"):
+        console.print(notes_grid([Note(about=label, text=side_text(document[label.lower()]))]))
+    console.print()
+    if document["rows"]:
+        console.print(rows_table(document, min(console.width, WIDTH_COLUMNS)))
+        console.print()
+        if any(row["ratio"] is not None and not row["significant"] for row in document["rows"]):
+            legend = Note(about="~", text="inside the noise of its two rows, or the noise is not known")
+            console.print(notes_grid([legend]))
+    console.print(notes_grid([Note(**note) for note in document["words"]]))
+
+
+def side_text(side: Document) -> str:
+    date = f", {one_line(side['date'])}" if side["date"] else ""
+    name = one_line((side["workload"] or {}).get("name") or "unknown workload")
+    what = f"{side['source']}: {KIND_WORDS[side['kind']]} of {name}"
+    return f"{what}{date}; {machine_text(side)}; {versions_text(side)}"
+
+
+def rows_table(document: Document, width: int) -> Table:
+    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+    for name in column_names(document):
+        table.add_column(name, justify="left" if name in ("rung", "verdict") else "right", overflow="fold")
+    table.width = None if width >= WIDTH_COLUMNS else width
+    for row in document["rows"]:
+        cells = row_cells(row)
+        verdict = (row["b"] or {}).get("verdict") or ""
+        style = "" if row["significant"] else "dim"
+        table.add_row(
+            *(Text(cell, style=style) for cell in cells[:-1]), Text(cells[-1], style=VERDICT_STYLES.get(verdict, ""))
+        )
+    return table
+
+
+def column_names(document: Document) -> list[str]:
+    return [name.replace("{rate}", rate_unit(document["unit"])) for name in COLUMNS]
+
+
+def row_cells(row: Document) -> list[str]:
+    """In the order of COLUMNS; what one side lacks is an em dash."""
+    a, b = row["a"] or {}, row["b"] or {}
+    mark = "" if row["ratio"] is None or row["significant"] else "~"
+    return [
+        row["name"],
+        human_rate(a.get("tokens_per_second")),
+        human_rate(b.get("tokens_per_second")),
+        mark + human_ratio(row["ratio"]),
+        UNKNOWN if row["noise"] is None else f"±{row['noise']:.1%}",
+        human_bytes(a.get("peak_bytes")),
+        human_bytes(b.get("peak_bytes")),
+        verdict_cell(a.get("verdict"), b.get("verdict")),
+    ]
+
+
+def verdict_cell(a: str | None, b: str | None) -> str:
+    if a == b:
+        return a or UNKNOWN
+    return f"{a or UNKNOWN} -> {b or UNKNOWN}"

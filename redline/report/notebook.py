@@ -1,0 +1,246 @@
+"""Results in a notebook: a page in a frame of its own, so that neither's style reaches the other.
+
+    in_notebook(render_estimate_page(document))  ->  '<iframe srcdoc="..." ...></iframe>'
+
+A ladder, a tune, a profile and a lint have pages; those of the rest are made here, from the terminal's own tables. The
+frame is self-contained and runs no script. All text is escaped twice: in the page, and the page in the frame.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from html import escape
+from typing import Any
+
+from rich.table import Table
+
+from redline.core.units import GIB, UNKNOWN, human_bytes, human_percent, human_rate, human_seconds
+from redline.report import Document, estimate, hardware, meter, one_line
+from redline.report.bars import Bar, stacked_chart
+from redline.report.page import date_text, drawings, render, table_row
+from redline.report.svg import plain_tick
+
+HEIGHT_PX = 640
+
+
+def in_notebook(page: str) -> str:
+    style = f"width: 100%; height: {HEIGHT_PX}px; border: 0; resize: vertical; overflow: auto"
+    return f'<iframe sandbox srcdoc="{escape(page)}" style="{style}" title="redline"></iframe>'
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    title: str
+    chart: list[tuple[str, Any]] | None = None
+    table: dict[str, Any] | None = None
+
+
+def page_table(title: str, table: Table) -> dict[str, Any]:
+    """A table of the terminal for the page."""
+    kinds = ["number" if column.justify == "right" else "words" for column in table.columns]
+    columns = [(str(column.header), kind) for column, kind in zip(table.columns, kinds, strict=True)]
+    rows = zip(*(column.cells for column in table.columns), strict=True)
+    return {
+        "label": title,
+        "columns": columns,
+        "rows": [table_row([str(cell).strip() for cell in row]) for row in rows],
+    }
+
+
+def _page(document: Document, *, title: str, parts: Iterable[Part], notes: Iterable[Any], **view: Any) -> str:
+    shared = {
+        "alarms": [],
+        "facts": [],
+        "date": date_text(document),
+        "command": one_line(document.get("command") or ""),
+    }
+    return render(
+        "notebook.html.j2", {**shared, **view, "title": title, "parts_shown": list(parts), "notes": list(notes)}
+    )
+
+
+# --- estimate ---------------------------------------------------------------------------------------------------------
+
+
+def render_estimate_page(document: Document) -> str:
+    total, roofline = document["memory"]["total"], document["roofline"]
+    headline = [
+        (f"{document['parameters']:,}", "parameters", ""),
+        (human_bytes(total), "at the peak", one_line(document["memory_detail"]["moment"])),
+        (human_rate(document["tokens_per_second"]), "tokens per second expected", ""),
+    ]
+    parts = [
+        Part(
+            title="Memory",
+            chart=drawings(lambda px: _memory_chart(document, px)),
+            table=page_table("memory by part", without_first(estimate.memory_table(document))),
+        ),
+        Part(title="FLOPs", table=page_table("FLOPs per token", estimate.flops_table(document))),
+    ]
+    if document["what_to_change"]:
+        parts.append(Part(title="To make it fit", table=page_table("changes", estimate.changes_table(document))))
+    if roofline is not None:
+        chart = drawings(lambda px: _roofline_chart(roofline, px))
+        parts.append(Part(title="Speed", chart=chart, table=page_table("roofline", estimate.roofline_table(roofline))))
+    return _page(
+        document,
+        title=f"Estimate of {one_line(document['name'])}",
+        device=one_line(document["hardware"]["name"] or ""),
+        workload=estimate.subject_text(document),
+        headline=headline,
+        parts=parts,
+        notes=estimate.notes_of(document),
+    )
+
+
+def without_first(table: Table) -> Table:
+    """The key of the terminal's bar is its first column."""
+    table.columns = table.columns[1:]
+    return table
+
+
+def _memory_chart(document: Document, width_px: int) -> str:
+    parts = {name: size for name, size in estimate.parts_of(document).items() if size}
+    lines = [f"{estimate.LABELS.get(name, name)} {human_bytes(size)}" for name, size in parts.items()]
+    memory = document["hardware"]["memory_bytes"]
+    bar = Bar(
+        name="predicted",
+        parts=tuple((estimate.LABELS.get(name, name), float(size)) for name, size in parts.items()),
+        label=human_bytes(document["memory"]["total"]),
+        marker=memory,
+        tip="\n".join(lines),
+    )
+    unit, axis = (GIB, "GiB") if document["memory"]["total"] >= GIB else (1024**2, "MiB")
+    return stacked_chart(
+        [bar],
+        names=[name for name, _ in bar.parts],
+        title="Memory at the peak by part",
+        axis=axis,
+        width_px=width_px,
+        show=plain_tick,
+        unit=unit,
+        marker="the device's memory" if memory else "",
+    )
+
+
+def _roofline_chart(roofline: Document, width_px: int) -> str:
+    groups = {one_line(name): seconds for name, seconds in roofline["expected"]["groups"].items() if seconds > 0}
+    bar = Bar(
+        name="expected step",
+        parts=tuple(groups.items()),
+        label=human_seconds(roofline["expected"]["seconds"]),
+        tip="\n".join(f"{name} {human_seconds(seconds)}" for name, seconds in groups.items()),
+    )
+    return stacked_chart(
+        [bar],
+        names=list(groups),
+        title="Expected time of a step by group of operations",
+        axis="ms",
+        width_px=width_px,
+        show=plain_tick,
+        unit=1e-3,
+    )
+
+
+# --- hardware ---------------------------------------------------------------------------------------------------------
+
+
+def render_hardware_page(document: Document) -> str:
+    known, measured, this = document["known"], document["measured"], document["this"]
+    name = one_line((this or known or {}).get("name") or "unknown device")
+    words = [f"{about} {text}" for about, text in (*hardware.machine_lines(this), *hardware.known_lines(known))]
+    parts = []
+    if known or measured:
+        chart = drawings(lambda px: _peaks_chart(document, px)) if _peaks(document) else None
+        parts.append(Part(title="Peaks", chart=chart, table=page_table("peaks", hardware.peaks_table(document))))
+    if measured:
+        table = page_table("products", hardware.products_table(measured))
+        parts.append(Part(title="Products that were timed", table=table))
+    return _page(
+        {**document, "date": (measured or {}).get("date")},
+        title=name,
+        device="",
+        workload="; ".join(words) or "nothing is known of it",
+        headline=[],
+        parts=parts,
+        notes=hardware.notes_of(document),
+    )
+
+
+def _peaks(document: Document) -> dict[str, tuple[float, float | None]]:
+    """By dtype: the data sheet's rate, and what was measured; without a data sheet the measured one alone."""
+    sheet = (document["known"] or {}).get("peak_tflops") or {}
+    rates = (document["measured"] or {}).get("matmul_tflops") or {}
+    names = dict.fromkeys([*sheet, *rates])
+    pairs = {name: (sheet.get(name) or rates.get(name), rates.get(name) if sheet.get(name) else None) for name in names}
+    return {name: (float(rate), found) for name, (rate, found) in pairs.items() if rate}
+
+
+def _peaks_chart(document: Document, width_px: int) -> str:
+    source = "data sheet" if document["known"] else "measured"
+    bars = [
+        Bar(
+            name=one_line(name),
+            parts=((source, rate),),
+            label=hardware.tflops(rate),
+            marker=found,
+            tip=f"{one_line(name)}: {source} {hardware.tflops(rate)}, measured {hardware.tflops(found)}",
+        )
+        for name, (rate, found) in _peaks(document).items()
+    ]
+    return stacked_chart(
+        bars,
+        names=[source],
+        title="Peaks by type",
+        axis="TFLOP/s (int8: TOP/s)",
+        width_px=width_px,
+        show=plain_tick,
+        marker="measured" if any(bar.marker for bar in bars) else "",
+    )
+
+
+# --- meter ------------------------------------------------------------------------------------------------------------
+
+
+def render_meter_page(document: Document) -> str:
+    step = document["step_seconds"] or {}
+    headline = [
+        (human_rate(document["tokens_per_second"]), "tokens per second", f"{human_seconds(step.get('median'))} a step"),
+        (human_percent(document["mfu"]), "model FLOP utilisation", one_line(document["mfu_convention"])),
+        (human_bytes(document["peak_bytes"]), "peak memory", ""),
+    ]
+    chart: Callable[[int], str] = lambda px: _loop_chart(document, px)  # noqa: E731
+    parts = [
+        Part(
+            title="The loop",
+            chart=drawings(chart) if document["data_wait_share"] is not None else None,
+            table=page_table("figures", meter.figures_table(document)),
+        )
+    ]
+    return _page(
+        document,
+        title="Meter",
+        device=one_line(document["device"]),
+        workload=meter.subject_text(document),
+        headline=headline,
+        parts=parts,
+        notes=meter.notes_of(document),
+    )
+
+
+def _loop_chart(document: Document, width_px: int) -> str:
+    share, seconds = document["data_wait_share"], document["step_seconds"]["median"]
+    names = ("waiting for data", "the rest of the step")
+    parts = ((names[0], share * seconds), (names[1], (1 - share) * seconds))
+    tip = "\n".join(f"{name} {human_percent(part / seconds)}" for name, part in parts)
+    return stacked_chart(
+        [Bar(name="a step", parts=parts, label=human_seconds(seconds) or UNKNOWN, tip=tip)],
+        names=names,
+        title="A step of the loop",
+        axis="ms",
+        width_px=width_px,
+        show=plain_tick,
+        unit=1e-3,
+        hollow=(names[0],),
+    )

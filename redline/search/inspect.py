@@ -1,0 +1,84 @@
+"""What a user points at, their own Python file among it, as a workload.
+
+    find_workload("gpt2");  find_workload("models/llama/config.json", sequence=2048);  find_workload("my_model.py:vit")
+
+A file is run in a process of its own, once (`engine/inspect_model.py`): a parent has no torch, and what a file does to
+its process should stay there. Mistakes in it come back as problem, why and fix, with the user's own line.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import BinaryIO
+
+from redline.core.errors import UserError
+from redline.core.traced import Traced
+from redline.core.values import from_json, to_json
+from redline.core.workload import Workload
+from redline.search.launch import import_environment, last_line
+from redline.workloads import resolve_workload
+from redline.workloads.python_file import PythonFile, find_python_file, for_training, python_workload
+
+INSPECT_SECONDS = 600.0
+
+
+def find_workload(
+    words: str, corpus: str | None = None, sequence: int | None = None, *, trained_on: str | None = None
+) -> Workload:
+    """As `workloads.resolve_workload`, and for Python files too."""
+    found = find_python_file(words)
+    if found is None:
+        return resolve_workload(words, corpus, sequence, trained_on=trained_on)
+    for option, value in (("--data", corpus), ("--sequence", sequence)):
+        if value is not None:
+            raise UserError(
+                f"{option} with {found.words}", "its make_batch says what a batch is", f"leave {option} out"
+            )
+    workload = replace(python_workload(found, inspect_file(found)), words=words)
+    return workload if trained_on is None else for_training(workload, trained_on)
+
+
+@functools.cache  # a command asks twice: to check its words, and for the run
+def inspect_file(found: PythonFile) -> Traced:
+    with tempfile.TemporaryDirectory(prefix="redline-inspect-") as folder:
+        order, answer, log = (Path(folder) / name for name in ("order.json", "answer.json", "log.txt"))
+        order.write_text(json.dumps({"source": to_json(found.source), "seed": Workload.seed}), encoding="utf-8")
+        with open(log, "wb") as file:
+            left = _run(["redline.engine.inspect_model", str(order), str(answer)], file, found)
+        if not answer.exists():
+            raise UserError(
+                f"{found.words} ended the process that looked at it",
+                f"exit code {left}: {last_line(log)}",
+                "run its factory and make_batch by themselves; a large model needs memory on the host too",
+            )
+        said = json.loads(answer.read_text(encoding="utf-8"))
+    if "mistake" in said:
+        raise UserError(*said["mistake"])
+    return from_json(Traced, said["traced"])
+
+
+def _run(arguments: list[str], log: BinaryIO, found: PythonFile) -> int:
+    command = [sys.executable, "-m", *arguments]
+    environment = {**os.environ, **import_environment()}
+    try:
+        return subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env=environment,
+            timeout=INSPECT_SECONDS,
+        ).returncode
+    except subprocess.TimeoutExpired as error:
+        raise UserError(
+            f"{found.words} takes too long to look at",
+            f"building it and a few passes of four samples took more than {INSPECT_SECONDS:.0f} s",
+            "let make_batch return smaller samples, or the factory a smaller model",
+        ) from error

@@ -1,0 +1,227 @@
+"""`file.py:factory`: a user's model as a workload. The file is read here and never run: parents have no torch.
+
+    found = find_python_file("my_model.py:vit")        # None: the words mean something else
+    python_workload(found, traced)                     # with what a worker saw of the model (search/inspect.py)
+
+What the file must hold is in docs/your-model.md. What its code does not allow from outside is told rung by rung, with
+the line to change.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from redline.core.errors import UserError, unknown_name
+from redline.core.traced import SAMPLE, Traced
+from redline.core.workload import NO_TOKENIZER, Source, Workload
+from redline.workloads.resolve import BY_SIZE
+
+WORDS = re.compile(r"(?P<path>.+\.py)(?::(?P<name>.*))?", re.DOTALL)
+ATTENTION_RUNGS = ("flash", "cudnn-attention")
+PAGE = "docs/your-model.md"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PythonFile:
+    path: Path
+    """Absolute."""
+    factory: str
+    digest: str
+
+    @property
+    def words(self) -> str:
+        return f"{self.path.name}:{self.factory}"
+
+    @property
+    def source(self) -> Source:
+        return Source(kind="python", file=str(self.path), factory=self.factory, digest=self.digest)
+
+
+def is_python_file(words: str) -> bool:
+    return WORDS.fullmatch(words) is not None
+
+
+def find_python_file(words: str) -> PythonFile | None:
+    """None where the words name something else; a UserError where they name a file that cannot be used."""
+    match = WORDS.fullmatch(words)
+    if match is None:
+        return None
+    path, name = Path(match["path"]).expanduser(), match["name"]
+    data = _read(path)
+    names = _top_level(path, data)
+    if not name:
+        raise UserError(
+            f"{path.name} alone does not say which model",
+            "a file may hold several functions that make one",
+            f"name one behind a colon: {words.rstrip(':')}:{next(iter(names.makers), 'factory')}",
+        )
+    if not names.star and name not in names.bound:
+        raise unknown_name(f"function in {path.name}", name, names.makers or ("none: the file defines no function",))
+    if not names.star and not {f"{name}_batch", "make_batch"} & names.bound:
+        raise UserError(
+            f"{path.name} makes no batches",
+            f"neither {name}_batch nor make_batch is in it, and a model is measured on batches of its own kind",
+            f"write `def make_batch(size, seed)` that returns tensors whose first dimension is size ({PAGE})",
+        )
+    return PythonFile(path=path.resolve(), factory=name, digest=hashlib.sha256(data).hexdigest())
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise UserError(
+            f"cannot read {path}", error.strerror or str(error), "check the path: FILE.py:FACTORY"
+        ) from error
+
+
+@dataclass(frozen=True)
+class _Names:
+    bound: set[str]
+    makers: list[str]
+    """Functions and classes, which could make a model."""
+    star: bool
+    """`from ... import *`: nobody knows without running it."""
+
+
+def _top_level(path: Path, data: bytes) -> _Names:
+    try:
+        tree = ast.parse(data, filename=str(path))
+    except (SyntaxError, ValueError) as error:
+        line = f"{path.name}:{error.lineno}: {(error.text or '').strip()}" if isinstance(error, SyntaxError) else ""
+        why = error.msg if isinstance(error, SyntaxError) else str(error)
+        raise UserError(f"{path.name} is not Python", f"{why} at {line}" if line else why, "mend that line") from error
+    bound, makers, star = set[str](), list[str](), False
+    for node in _statements(tree.body):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            bound.add(node.name)
+            makers.append(node.name)
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            bound |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
+            star |= any(alias.name == "*" for alias in node.names)
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            bound |= {name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)}
+    return _Names(bound, [name for name in makers if not name.startswith("_")], star)
+
+
+def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """Of the file itself, also those below an `if` or a `try`."""
+    for node in body:
+        yield node
+        if isinstance(node, (ast.If, ast.Try, ast.With)):
+            parts = [node.body, getattr(node, "orelse", []), getattr(node, "finalbody", [])]
+            parts += [handler.body for handler in getattr(node, "handlers", [])]
+            for part in parts:
+                yield from _statements(part)
+
+
+# what was seen of it, as something to train
+
+
+def python_workload(found: PythonFile, traced: Traced) -> Workload:
+    rate, micro_batch = next((rate, size) for most, rate, size in BY_SIZE if traced.parameters <= most)
+    return Workload(
+        name=found.factory,
+        shape=traced,
+        tokenizer=NO_TOKENIZER,
+        micro_batch=micro_batch,
+        learning_rate=rate,
+        source=found.source,
+        cannot=obstacles(traced, found.path.name),
+        notes=tuple(_notes(traced, rate, micro_batch)),
+    )
+
+
+def for_training(workload: Workload, device: str) -> Workload:
+    """With what the model drops."""
+    traced, cannot = workload.shape, dict(workload.cannot)
+    assert isinstance(traced, Traced)
+    if device == "cpu" and traced.sdpa and (traced.dropout or traced.random):
+        cannot |= dict.fromkeys(ATTENTION_RUNGS, "fused attention on a CPU has no dropout, and this model drops")
+    return replace(workload, source=replace(workload.source, dropout=True), cannot=cannot)
+
+
+def _notes(traced: Traced, rate: float, micro_batch: int) -> Iterator[str]:
+    yield (
+        f"micro batches of {micro_batch} and a learning rate of {rate:g}, as usual for {traced.parameters:,} "
+        "parameters (--micro-batch)"
+    )
+    if traced.unit == SAMPLE and traced.items_per_sample == 1:
+        yield "rates are samples per second; a file with items_per_sample and unit says what else to count"
+    if traced.dropout:
+        yield (
+            f"dropout is off while measuring ({_some(traced.dropout)}): no two runs could be compared with it; "
+            "`redline train` keeps it"
+        )
+    if traced.why_random is not None:
+        yield f"equivalence is not checked: {traced.why_random}"
+    if not traced.splits:
+        yield "the loss of a batch is not the mean over its parts (batch norm?), so the reference takes it whole"
+    if traced.sdpa and traced.attention:
+        yield f"attention is also written out at {_places(traced)}, which no attention kernel reaches"
+
+
+def _some(names: tuple[str, ...], most: int = 3) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
+def _places(traced: Traced) -> str:
+    return ", ".join(dict.fromkeys(str(each.place) for each in traced.attention))
+
+
+def obstacles(traced: Traced, file: str) -> dict[str, str]:
+    """The rungs that need help from the model's own code, each with what to change and where."""
+    found = dict.fromkeys(ATTENTION_RUNGS, _attention(traced)) if not traced.sdpa else {}
+    found["padded-vocab"] = _padding(traced, file)
+    found["tied-weights"] = (
+        f"the file ties its weights itself: {traced.shared[0]}"
+        if traced.shared
+        else f"which weights to share is for {file} to say: `head.weight = embedding.weight` in its __init__"
+    )
+    for name in ("fused-loss", "chunked-loss"):
+        found[name] = f"it needs the features before the head, and {_whose_loss(traced, file)} goes from inputs to loss"
+    found["bf16-residual"] = f"the stream between the blocks is made inside {file}: cast it there, x = x.bfloat16()"
+    found["selective-checkpointing"] = (
+        f"which part is attention is for {file} to say: torch.utils.checkpoint.checkpoint around it"
+    )
+    if traced.blocks is None:
+        found["checkpointing"] = (
+            "no list of equal blocks was found to recompute: hold them in one nn.ModuleList or nn.Sequential"
+        )
+    if not traced.tanh_gelus:
+        found["sigmoid-gelu"] = "no nn.GELU(approximate='tanh') module was found to exchange"
+    return {name: reason for name, reason in found.items() if reason}
+
+
+def _attention(traced: Traced) -> str:
+    if not traced.attention:
+        return "no attention was seen: neither F.scaled_dot_product_attention nor a softmax between batched products"
+    first = traced.attention[0]
+    if first.module is not None:
+        return (
+            f"{first.module} writes attention out at {_places(traced)}, because its weights are asked for: pass "
+            "need_weights=False there"
+        )
+    call = "F.scaled_dot_product_attention(q, k, v" + (", is_causal=True)" if first.causal else ")")
+    return f"attention is written out at {_places(traced)}: call {call} there"
+
+
+def _padding(traced: Traced, file: str) -> str:
+    table = max(traced.embeddings, key=lambda each: each.rows, default=None)
+    if table is None:
+        return f"no embedding was found in {file}"
+    if table.rows % 128 == 0:
+        return f"the {table.rows:,} rows of {table.name} are a multiple of 128 already"
+    at = f" at {table.made}" if table.made is not None else ""
+    return f"{table.name} has {table.rows:,} rows{at}: make them {-(-table.rows // 128) * 128:,} there, and the head's"
+
+
+def _whose_loss(traced: Traced, file: str) -> str:
+    return f"loss() in {file}" if traced.loss == "own" else f"the model in {file}"

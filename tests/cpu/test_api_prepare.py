@@ -1,0 +1,388 @@
+"""A recipe on a module of one's own: the numbers of the measured step, bit for bit, and a reason for all that is left
+out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import redline
+import redline.api.prepare as prepare_module
+from redline.api.realise import calls_sdpa
+from redline.core.errors import UserError
+from redline.core.plan import Plan
+from redline.core.recipe import Recipe
+from redline.engine.build import Training
+from redline.engine.step import INITIAL_LOSS_SCALE
+from redline.model.gpt import GPT, initialise
+from redline.model.loss import next_token_loss
+from redline.optim import warm_up
+from redline.rungs import LADDER, plan_of
+
+STEPS = 4
+
+
+def gpt_loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return next_token_loss(model(batch[0]), batch[1])
+
+
+class Blocks(nn.Module):
+    """A stack of equal blocks, each of which counts its calls."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.gelu, self.calls = nn.Linear(8, 8), nn.GELU(approximate="tanh"), 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            return x + self.gelu(self.layer(x))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(self.Block() for _ in range(3))
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+@pytest.fixture
+def blocks() -> Blocks:
+    torch.manual_seed(0)
+    return Blocks()
+
+
+@pytest.fixture
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(16, 8, generator=generator), torch.randint(0, 5, (16,), generator=generator)
+
+
+# numbers
+
+
+RECIPES = {
+    "baseline": (),
+    "bf16, fused": ("bf16", "fused-adamw"),
+    "fp16, scaled": ("fp16",),
+    "flash, recomputed": ("bf16", "flash", "checkpointing", "fused-adamw"),
+    "lion": ("lion",),
+}
+
+
+@pytest.mark.parametrize("rungs", RECIPES.values(), ids=RECIPES)
+def test_steps_are_those_of_the_measured_step_bit_for_bit(train: Callable[..., Training], small, rungs) -> None:
+    measured = train(plan_of(rungs))
+    batches = [next(measured.batches) for _ in range(STEPS)]
+    model = GPT(small.shape, tied=False, attention="flash" if "flash" in rungs else "naive")
+    initialise(model, small.seed)
+    rate = partial(warm_up, peak=small.learning_rate, warmup_steps=small.warmup_steps)
+    prepared = redline.prepare(
+        model, rungs, learning_rate=rate, weight_decay=small.weight_decay, clip_norm=small.clip_norm, loss=gpt_loss
+    )
+    assert prepared.left_out == {}
+    assert [prepared.step(batch).item() for batch in batches] == [measured.step(batch).item() for batch in batches]
+    theirs = dict(measured.model.named_parameters())
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, theirs[name]), name
+
+
+@pytest.mark.parametrize("rungs", [(), ("bf16", "fused-adamw"), ("fp16",)], ids=["fp32", "bf16", "fp16"])
+def test_a_loop_of_ones_own_gives_the_same_numbers(blocks, batch, rungs) -> None:
+    weights = {name: tensor.clone() for name, tensor in blocks.state_dict().items()}
+    whole = redline.prepare(blocks, rungs, learning_rate=1e-2)
+    expected = [whole.step(batch).item() for _ in range(STEPS)]
+
+    other = Blocks()
+    other.load_state_dict(weights)
+    parts = redline.prepare(other, rungs, learning_rate=1e-2)
+    losses = []
+    for _ in range(STEPS):
+        with parts.autocast():
+            loss = F.cross_entropy(parts.model(batch[0]).float(), batch[1])
+        parts.scaler.scale(loss).backward()
+        parts.scaler.unscale_(parts.optimizer)
+        nn.utils.clip_grad_norm_(other.parameters(), 1.0)
+        parts.scaler.step(parts.optimizer)
+        parts.scaler.update()
+        parts.optimizer.zero_grad(set_to_none=True)
+        losses.append(loss.item())
+    assert losses == expected
+    assert losses[-1] < losses[0]
+
+
+def test_precision_and_scaler_are_the_recipes(blocks) -> None:
+    bf16 = redline.prepare(blocks, ["bf16"])
+    with bf16.autocast():
+        assert blocks(torch.ones(2, 8)).dtype == torch.bfloat16
+    assert not bf16.scaler.is_enabled()
+    fp16 = redline.prepare(Blocks(), ["fp16"])
+    assert fp16.scaler.is_enabled()
+    assert fp16.scaler.get_scale() == INITIAL_LOSS_SCALE
+    with redline.prepare(Blocks(), []).autocast():
+        assert blocks(torch.ones(2, 8)).dtype == torch.float32
+
+
+# learning rates
+
+
+def test_torchs_schedulers_change_a_number(blocks, batch) -> None:
+    prepared = redline.prepare(blocks, [], learning_rate=1.0)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(prepared.optimizer, lambda step: 0.5**step)
+    prepared.step(batch)
+    scheduler.step()
+    prepared.step(batch)
+    assert [group["lr"] for group in prepared.optimizer.param_groups] == [0.5, 0.5]
+
+
+def test_a_function_of_the_steps_sets_the_rate_and_other_optimizers_have_their_factor(blocks, batch) -> None:
+    prepared = redline.prepare(blocks, ["lion"], learning_rate=lambda steps: 1.0 + steps, weight_decay=0.3)
+    seen = []
+    for _ in range(3):
+        prepared.step(batch)
+        seen.append(prepared.optimizer.param_groups[0]["lr"])
+    assert seen == pytest.approx([0.1, 0.2, 0.3])
+    assert [group["weight_decay"] for group in prepared.optimizer.param_groups] == pytest.approx([3.0, 0.0])
+
+
+def test_a_rate_that_was_chosen_is_said(blocks) -> None:
+    prepared = redline.prepare(blocks, [])
+    assert prepared.optimizer.param_groups[0]["lr"] == 6e-4
+    assert prepared.notes == ("learning rate 0.0006: GPT-3's for 261 parameters (learning_rate=...)",)
+    assert redline.prepare(blocks, [], learning_rate=1e-3).notes == ()
+
+
+# recipes
+
+
+def test_a_file_a_recipe_and_a_list_are_the_same(blocks, tmp_path) -> None:
+    names = ["fused-adamw", "bf16"]
+    path = tmp_path / "best.json"
+    path.write_text(json.dumps({"rungs": names, "micro_batch": 4}))
+    ways = (path, str(path), Recipe(rungs=tuple(names), micro_batch=4), names)
+    found = [redline.prepare(Blocks(), way) for way in ways]
+    assert {prepared.rungs for prepared in found} == {("bf16", "fused-adamw")}
+    assert len({prepared.plan for prepared in found}) == 1
+
+
+MISTAKES = {
+    "unknown rung": (Blocks, ["bf61"], "did you mean 'bf16'"),
+    "two of a kind": (Blocks, ["bf16", "fp16"], "bf16 and fp16 were given together"),
+    "no such file": (Blocks, "nowhere.json", "cannot read the recipe nowhere.json"),
+    "no module": (dict, [], "a recipe was put on a dict"),
+    "no parameters": (nn.GELU, [], "GELU has no parameters"),
+}
+
+
+@pytest.mark.parametrize(("make", "recipe", "said"), MISTAKES.values(), ids=MISTAKES)
+def test_mistakes_are_told(make, recipe, said) -> None:
+    with pytest.raises(UserError, match=said):
+        redline.prepare(make(), recipe)
+
+
+# what is done, what is left out
+
+
+NAMES = [rung.name for rung in LADDER[1:]]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_rung_is_done_or_has_a_reason(blocks, name, eagerly) -> None:
+    prepared = redline.prepare(blocks, [name], learning_rate=1e-3)
+    assert (name in prepared.rungs) != (name in prepared.left_out)
+    assert prepared.plan == replace(plan_of(prepared.rungs), read_loss_every=0)
+    if name in prepared.left_out:
+        assert len(prepared.left_out[name]) > 20
+        assert f"left out   {name}: " in str(prepared)
+
+
+def test_the_loss_is_never_read_by_the_step(blocks, batch) -> None:
+    prepared = redline.prepare(blocks, [])
+    prepared.step(batch)
+    assert prepared.plan.read_loss_every == 0
+    assert prepared.step.last_read_loss != prepared.step.last_read_loss  # still no number
+
+
+def test_blocks_are_recomputed_and_the_gradients_stay(blocks, batch) -> None:
+    weights = {name: tensor.clone() for name, tensor in blocks.state_dict().items()}
+    redline.prepare(blocks, [], learning_rate=1e-3).step.compute_gradients(batch)
+    plain = [parameter.grad.clone() for parameter in blocks.parameters()]
+    assert [block.calls for block in blocks.blocks] == [1, 1, 1]
+
+    other = Blocks()
+    other.load_state_dict(weights)
+    redline.prepare(other, ["checkpointing"], learning_rate=1e-3).step.compute_gradients(batch)
+    assert [block.calls for block in other.blocks] == [2, 2, 2]
+    assert list(other.state_dict()) == list(weights)
+    for ours, theirs in zip((parameter.grad for parameter in other.parameters()), plain, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_tanh_gelus_are_exchanged_and_compute_the_same(blocks, batch) -> None:
+    expected = blocks(batch[0])
+    prepared = redline.prepare(blocks, ["sigmoid-gelu"])
+    assert prepared.rungs == ("sigmoid-gelu",)
+    assert not any(isinstance(module, nn.GELU) for module in blocks.modules())
+    torch.testing.assert_close(blocks(batch[0]), expected)
+
+
+def test_attention_is_pinned_where_it_is_called(small) -> None:
+    prepared = redline.prepare(GPT(small.shape, attention="flash"), ["flash"])
+    assert prepared.rungs == ("flash",)
+    assert torch.backends.cuda.flash_sdp_enabled()
+    assert not torch.backends.cuda.math_sdp_enabled()
+
+
+def test_attention_that_is_written_out_is_left_out_and_nothing_is_pinned(small) -> None:
+    prepared = redline.prepare(GPT(small.shape), ["flash"])
+    assert "no call of F.scaled_dot_product_attention was found" in prepared.left_out["flash"]
+    assert torch.backends.cuda.math_sdp_enabled()
+
+
+@pytest.mark.parametrize(
+    ("make", "calls"),
+    [
+        (lambda: nn.TransformerEncoderLayer(8, 2), True),
+        (lambda: nn.Sequential(nn.Linear(2, 2), nn.MultiheadAttention(8, 2)), True),
+        (Blocks, False),
+        (lambda: nn.Conv2d(3, 3, 3), False),
+    ],
+    ids=["encoder", "multi-head", "blocks", "convolution"],
+)
+def test_calls_of_attention_are_found_in_the_code(make, calls) -> None:
+    assert calls_sdpa(make()) is calls
+
+
+def test_weights_in_16_bit_leave_fused_adamw_in_their_place(blocks) -> None:
+    prepared = redline.prepare(blocks, ["bf16", "adamw-bf16"])
+    assert prepared.rungs == ("bf16", "fused-adamw")
+    assert "fused-adamw takes its place" in prepared.left_out["adamw-bf16"]
+    assert blocks.head.weight.dtype == torch.float32
+
+
+def test_shared_weights_are_tied_already(small) -> None:
+    assert redline.prepare(GPT(small.shape, tied=True), ["tied-weights"]).rungs == ("tied-weights",)
+    assert (
+        "where the model is built"
+        in redline.prepare(GPT(small.shape, tied=False), ["tied-weights"]).left_out["tied-weights"]
+    )
+
+
+@pytest.fixture
+def eagerly(monkeypatch) -> Iterator[list[Plan]]:
+    """torch.compile without a compiler: what is compiled, and with which plan."""
+    plans: list[Plan] = []
+
+    def compile_loss(loss_of, plan):
+        plans.append(plan)
+        return torch.compile(loss_of, backend="eager")
+
+    monkeypatch.setattr(prepare_module, "compile_loss", compile_loss)
+    yield plans
+    torch._dynamo.reset()
+
+
+def test_loss_and_model_are_both_compiled(blocks, batch, eagerly) -> None:
+    prepared = redline.prepare(blocks, ["compile"], learning_rate=1e-2)
+    assert [plan.compile for plan in eagerly] == [True, True]
+    assert prepared.model is not blocks
+    assert torch.equal(prepared.model(batch[0]), blocks(batch[0]))
+    expected = F.cross_entropy(blocks(batch[0]), batch[1]).item()
+    assert prepared.step(batch).item() == pytest.approx(expected)
+    assert next(prepared.model.parameters()) is next(blocks.parameters())
+
+
+# losses
+
+
+class WithLoss(nn.Linear):
+    def forward(self, inputs: torch.Tensor, labels: torch.Tensor):  # type: ignore[override]
+        return type("Output", (), {"loss": F.mse_loss(super().forward(inputs), labels)})()
+
+
+def test_what_the_model_returns_is_the_loss() -> None:
+    data = {"inputs": torch.ones(2, 3), "labels": torch.zeros(2, 3)}
+    model = WithLoss(3, 3)
+    expected = F.mse_loss(F.linear(data["inputs"], model.weight, model.bias), data["labels"])
+    for given in (data, tuple(data.values())):
+        assert redline.prepare(model, []).loss(given).item() == expected.item()
+
+
+NO_LOSS = {
+    "a tensor": (torch.ones(2, 8), r"returned a float32 tensor of \[2, 5\]"),
+    "float targets": ((torch.ones(2, 8), torch.ones(2, 5)), r"for targets of a float32 tensor of \[2, 5\]"),
+}
+
+
+@pytest.mark.parametrize(("given", "said"), NO_LOSS.values(), ids=NO_LOSS)
+def test_a_model_without_a_loss_is_told_what_it_returned(blocks, given, said) -> None:
+    with pytest.raises(UserError, match=said) as caught:
+        redline.prepare(blocks, []).step(given)
+    assert "loss=lambda model, batch" in caught.value.fix
+
+
+# transformers
+
+
+@pytest.fixture(scope="module")
+def gpt2():
+    transformers = pytest.importorskip("transformers")
+    sizes = {"n_layer": 2, "n_head": 2, "n_embd": 32, "vocab_size": 257, "n_positions": 16}
+    drops = dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0)
+
+    def make():
+        """With a config of its own: padding writes into it."""
+        torch.manual_seed(0)
+        config = transformers.GPT2Config(**sizes, **drops)
+        return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+
+    return make
+
+
+IDS = torch.arange(32).view(2, 16) % 7
+OF_TRANSFORMERS = ("flash", "padded-vocab", "sigmoid-gelu", "checkpointing")
+
+
+@pytest.mark.parametrize("rungs", [(name,) for name in OF_TRANSFORMERS] + [OF_TRANSFORMERS], ids="+".join)
+def test_a_model_of_transformers_has_it_all_and_computes_the_same(gpt2, rungs) -> None:
+    data = {"input_ids": IDS, "labels": IDS}
+    plain = gpt2()
+    expected = plain(**data).loss
+    expected.backward()
+    model = gpt2()
+    prepared = redline.prepare(model, rungs)
+    assert prepared.left_out == {}
+    loss = prepared.step.compute_gradients(data)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    grown = model.transformer.wte.weight.grad
+    torch.testing.assert_close(grown[:257], plain.transformer.wte.weight.grad, atol=1e-6, rtol=1e-4)
+    if "padded-vocab" in rungs:
+        assert grown.shape[0] == 384
+        assert not grown[257:].any()
+        assert "model.resize_token_embeddings(257) before saving" in prepared.notes[-1]
+
+
+def test_the_stream_of_a_model_of_transformers_is_bf16(gpt2) -> None:
+    model = gpt2()
+    prepared = redline.prepare(model, ["bf16", "bf16-residual"])
+    seen = []
+    model.transformer.h[1].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].dtype))
+    prepared.step({"input_ids": IDS, "labels": IDS})
+    assert seen == [torch.bfloat16]
+    assert "not bf16 here" in redline.prepare(gpt2(), ["bf16-residual"]).left_out["bf16-residual"]
+
+
+def test_a_mask_that_the_kernel_would_overlook_is_refused(gpt2) -> None:
+    prepared = redline.prepare(gpt2(), ["flash"])
+    with pytest.raises(UserError, match="the batch has an attention_mask"):
+        prepared.step({"input_ids": IDS, "labels": IDS, "attention_mask": torch.ones_like(IDS)})
