@@ -164,7 +164,7 @@ def tune(
 
 
 def estimate(
-    workload: str | None = None,
+    workload: str | nn.Module | Callable[[], nn.Module] | None = None,
     *,
     gpu: str | None = None,
     micro_batch: int | None = None,
@@ -173,24 +173,37 @@ def estimate(
     recipe: Path | str | None = None,
     optimizer: str | None = None,
     gpus: int | None = None,
+    nodes: int | None = None,
+    interconnect: str | None = None,
+    dp: int | None = None,
     tp: int | None = None,
     pp: int | None = None,
     zero: int | None = None,
     global_batch: int | None = None,
     inference: bool | str = False,
+    batch: Any = None,
+    loss: Callable[[Any, Any], torch.Tensor] | None = None,
 ) -> Document:
     """Parameters, FLOPs, memory and speed of a step, worked out: the document of `redline estimate --json`.
 
     The arguments are the command's options (`redline estimate --help`), with its defaults; `recipe` is `--from`, and
-    `inference` is True or a precision.
+    `inference` is True or a precision. A module of your own takes a `batch`, what it is called with, and `loss` as
+    `prepare` does: a copy of it is run once on the host with a few of the samples.
+
+    >>> import torch, redline
+    >>> model = torch.nn.Linear(8, 4)
+    >>> found = redline.estimate(model, batch=(torch.ones(16, 8), torch.zeros(16, dtype=torch.int64)), rungs="none")
+    >>> found["parameters"], found["flops_per_token"]["model"]
+    (36, 128.0)
     """
     from redline.api.document import Document
+    from redline.api.factory import is_module, words_of
     from redline.commands.common import options_of
     from redline.commands.estimate import AS_THE_PLAN, add_estimate
     from redline.commands.estimate import estimate as document_of
 
     given = {
-        "workload": workload,
+        "workload": None if is_module(workload) else words_of(workload, "redline.estimate"),
         "gpu": gpu,
         "micro_batch": micro_batch,
         "sequence": sequence,
@@ -198,18 +211,29 @@ def estimate(
         "recipe": recipe,
         "optimizer": optimizer,
         "gpus": gpus,
+        "nodes": nodes,
+        "interconnect": interconnect,
+        "dp": dp,
         "tp": tp,
         "pp": pp,
         "zero": zero,
         "global_batch": global_batch,
         "inference": AS_THE_PLAN if inference is True else inference or None,
     }
-    found = document_of(options_of(add_estimate, "estimate", given))
+    options = options_of(add_estimate, "estimate", given)
+    if is_module(workload):
+        from redline.api.live import estimate_module
+
+        _refuse({"sequence": sequence}, "estimate", "a batch has its own")
+        found = estimate_module(workload, batch, loss, options)
+    else:
+        _refuse({"batch": batch, "loss": loss}, "estimate", "a workload brings its own")
+        found = document_of(options)
     return Document({**found, "command": _call("estimate", given)}, kind="estimate")
 
 
 def lint(
-    workload: str | None = None,
+    workload: str | nn.Module | Callable[[], nn.Module] | None = None,
     *,
     gpu: str | None = None,
     dtype: str | None = None,
@@ -221,19 +245,29 @@ def lint(
     seconds: float | None = None,
     fix: Path | str | None = None,
     overwrite: bool = False,
+    batch: Any = None,
+    loss: Callable[[Any, Any], torch.Tensor] | None = None,
 ) -> Document:
     """The sizes of a model that cost speed, and the nearest good ones: the document of `redline lint --json`.
 
     The arguments are the command's options (`redline lint --help`), with its defaults. Nothing is timed without
-    `measure`, and nothing written unless `fix` names a file.
+    `measure`, and nothing written unless `fix` names a file. Of a module of your own the sizes of its layers are
+    looked at; with a `batch`, what it is called with, also attention and lines that make the host wait. `loss` is as
+    for `prepare`.
+
+    >>> import torch, redline
+    >>> found = redline.lint(torch.nn.Sequential(torch.nn.Linear(64, 1001), torch.nn.Linear(1001, 64)))
+    >>> [(finding["rule"], finding["fix"].split(";")[0]) for finding in found["findings"]]
+    [('layer-size', '1,024')]
     """
     from redline.api.document import Document
+    from redline.api.factory import is_module, words_of
     from redline.commands.common import options_of
     from redline.commands.lint import add_lint
     from redline.commands.lint import lint as document_of
 
     given = {
-        "workload": workload,
+        "workload": None if is_module(workload) else words_of(workload, "redline.lint"),
         "gpu": gpu,
         "dtype": dtype,
         "tp": tp,
@@ -245,7 +279,15 @@ def lint(
         "fix": None if fix is None else str(fix),
         "overwrite": overwrite or None,
     }
-    found = document_of(options_of(add_lint, "lint", given))
+    options = options_of(add_lint, "lint", given)
+    if is_module(workload):
+        from redline.api.live import lint_module
+
+        _refuse({"sequence": sequence}, "lint", "a batch has its own")
+        found = lint_module(workload, batch, loss, options)
+    else:
+        _refuse({"batch": batch, "loss": loss}, "lint", "a workload brings its own")
+        found = document_of(options)
     return Document({**found, "command": _call("lint", given)}, kind="lint")
 
 
@@ -314,7 +356,7 @@ def profile(
     from redline.commands.profile import add_profile
     from redline.commands.profile import profile as document_of
 
-    given = {
+    given: dict[str, Any] = {
         "workload": workload,
         "recipe": None if recipe is None else Path(recipe),
         "rungs": rungs,
@@ -326,14 +368,20 @@ def profile(
         "out": None if out is None else Path(out),
         "timeout": timeout,
     }
-    own = {"batches": batches, "model": model, "optimizer": optimizer}
     if callable(workload):
         from redline.api.profile import profile_callable
 
         _refuse(given, "profile", "a function is profiled as it is", but=("workload", "steps", "out"))
-        place = None if out is None else Path(out)
-        return profile_callable(workload, **own, steps=steps, out=place, command="redline.profile(step)")
-    _refuse(own, "profile", "a workload brings its own")
+        return profile_callable(
+            workload,
+            batches=batches,
+            model=model,
+            optimizer=optimizer,
+            steps=steps,
+            out=given["out"],
+            command="redline.profile(step)",
+        )
+    _refuse({"batches": batches, "model": model, "optimizer": optimizer}, "profile", "a workload brings its own")
     options = options_of(add_profile, "profile", {**given, "command": _call("profile", given)})
     return Document(document_of(options), kind="profile")
 

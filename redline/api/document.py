@@ -19,7 +19,7 @@ SHOWN = {
     "ladder": ("table.print_ladder", "page.render_page"),
     "tune": ("tune.print_tune", "tune_page.render_tune_page"),
     "profile": ("profile.print_profile", "profile_page.render_profile_page"),
-    "lint": ("lint.print_lint", "lint_page.render_lint_page"),
+    "lint": ("lint.print_lint", "notebook.render_lint"),
     "estimate": ("estimate.print_estimate", "notebook.render_estimate_page"),
     "hardware": ("hardware.print_hardware", "notebook.render_hardware_page"),
     "meter": ("meter.print_meter", "notebook.render_meter_page"),

@@ -12,9 +12,12 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import FunctionType
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from redline.core.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import nn
 
 EXAMPLE = "write `def build(): return MyModel()` at the top level of a file, import it and pass build"
 
@@ -56,7 +59,7 @@ def _unreachable(what: str, why: str) -> UserError:
     return UserError(f"the model is built by {what}", why, EXAMPLE)
 
 
-def is_module(value: object) -> bool:
-    """An nn.Module; whoever has one has imported torch already, and nobody else needs to."""
+def is_module(value: object) -> TypeGuard[nn.Module]:
+    """Whoever has one has imported torch already, and nobody else needs to."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.nn.Module)

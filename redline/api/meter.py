@@ -95,16 +95,18 @@ class Meter:
         if not self._host_marks:
             self._mark()
         batches = iter(loader)
-        while True:
-            started = time.perf_counter()
-            try:
+        try:
+            while True:
+                started = time.perf_counter()
                 batch = next(batches)
-            except StopIteration:
-                return
-            self._waited += time.perf_counter() - started
-            self._flops.see_batch(batch)
-            self._watch_syncs()
-            yield batch
+                self._waited += time.perf_counter() - started
+                self._flops.see_batch(batch)
+                self._watch_syncs()
+                yield batch
+        except StopIteration:
+            return
+        finally:
+            self._stop_watching()  # a loop that is left in the middle of a step
 
     def step(self) -> None:
         """At the end of each update, whatever it was made of."""
@@ -140,9 +142,14 @@ class Meter:
 
     def _count_syncs(self) -> None:
         if self._watching is not None:
-            stack, found = self._watching
-            stack.close()
-            self._syncs, self._watching = merge(found, steps=1), None
+            found = self._watching[1]
+            self._stop_watching()
+            self._syncs = merge(found, steps=1)
+
+    def _stop_watching(self) -> None:
+        if self._watching is not None:
+            self._watching[0].close()
+            self._watching = None
 
     # what it came to
 
@@ -210,7 +217,7 @@ class _Flops:
             self.hook = self.module.register_forward_pre_hook(self._see_call, with_kwargs=True)
 
     def _see_call(self, _: nn.Module, arguments: Any, named: Any) -> None:
-        if not torch.compiler.is_compiling():  # inside of compiled code there is nobody who could look
+        if not torch.compiler.is_compiling() and self.open:  # inside of compiled code there is nobody who could look
             self._keep(arguments, named)
 
     def see_batch(self, batch: Any) -> None:
@@ -228,7 +235,7 @@ class _Flops:
 
     def end_step(self) -> None:
         self.open = False
-        if self.hook is not None:
+        if self.hook is not None and self.calls:  # nobody called: it is part of compiled code, which it must not change
             self.hook.remove()
             self.hook = None
 
@@ -246,7 +253,10 @@ class _Flops:
         if self.prepared is None and self.module is None:
             return None, "no MFU: give model or flops_per_step"
         if not self.calls:
-            return None, "no MFU: no call of the model was seen in the first step; give flops_per_step"
+            return (
+                None,
+                "no MFU: no call of the model was seen in the first step; give what prepare gave, or flops_per_step",
+            )
         try:
             return float(sum(map(self._count_call, self.calls))), CONVENTION
         except Exception as error:  # somebody's model, on tensors without values: whatever it raises is the reason

@@ -10,7 +10,7 @@ trainer runs. Flags of the process (TF32, which attention kernel) hold for every
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -177,6 +177,9 @@ def moved_first(loss_of: LossOf, device: torch.device) -> LossOf:
     """A batch may come from a loader on the host. Outside of what is compiled; free where it is there already."""
 
     def move(leaf: Any) -> Any:
-        return leaf.to(device, non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf
+        if isinstance(leaf, torch.Tensor):
+            return leaf.to(device, non_blocking=True)
+        # transformers' batches are mappings that move themselves, and torch does not know their parts
+        return leaf.to(device) if isinstance(leaf, Mapping) and hasattr(leaf, "to") else leaf
 
     return lambda batch: loss_of(tree_map(move, batch))

@@ -13,6 +13,7 @@ import inspect
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ from redline.engine.step import TrainStep
 from redline.machine import find_measured
 
 TRACE_FILE = "trace.json.gz"
+STARVATION = "loader-starvation"
 
 
 def profile_callable(
@@ -72,6 +74,8 @@ def profile_callable(
             trace=trace,
             log=log,
         )
+    if batches is None:  # what a step without batches waits for is no loader
+        found = replace(found, findings=tuple(each for each in found.findings if each.kind != STARVATION))
     return document(found, plan, name=name_of(step), command=command, trace=trace, known=model is not None)
 
 

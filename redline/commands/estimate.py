@@ -11,18 +11,24 @@ from typing import TYPE_CHECKING, Any
 
 from redline.commands.common import EXIT_DONE, MOST, add_common, check_sizes, command_line
 from redline.core.errors import UserError
+from redline.core.units import counted
 
 if TYPE_CHECKING:
     from redline.core.devices import Device
     from redline.core.hardware import Hardware
     from redline.core.workload import Shape, Workload
+    from redline.predict.communication import Fabric
     from redline.predict.estimate import Subject, Target
+    from redline.predict.fitting import Case
+    from redline.predict.layouts import Recommendation
     from redline.predict.parallel import Layout
+    from redline.predict.roofline import Peaks
     from redline.predict.traced_estimate import TracedSubject
     from redline.workloads import Resolved
 
 DEFAULT_WORKLOAD = "gpt2"
 TIED = "tied-weights"
+LAYOUT = ("dp", "tp", "pp", "zero")  # options that name a layout: without any of them one is recommended
 AS_THE_PLAN = "plan"  # --inference without a word
 
 
@@ -55,12 +61,20 @@ def add_estimate(commands: Any) -> None:
     estimate.add_argument(
         "--optimizer", metavar="NAME", help="another optimizer, such as lion or adamw-8bit: short for its rung"
     )
-    estimate.add_argument("--gpus", metavar="N", type=int, default=1, help="GPUs in all (default: 1)")
-    estimate.add_argument("--tp", metavar="N", type=int, default=1, help="tensor-parallel GPUs (default: 1)")
-    estimate.add_argument("--pp", metavar="N", type=int, default=1, help="pipeline stages (default: 1)")
     estimate.add_argument(
-        "--zero", metavar="STAGE", type=int, default=0, help="ZeRO stage 0 to 3; 3 is FSDP (default: 0)"
+        "--gpus", metavar="N", type=int, help="GPUs in all (default: 1); a layout is recommended unless one is named"
     )
+    estimate.add_argument("--nodes", metavar="N", type=int, help="machines that hold them (default: 8 GPUs in each)")
+    estimate.add_argument(
+        "--interconnect",
+        metavar="NAME[,NAME]",
+        help="what joins the GPUs of a node, and the nodes, such as nvlink,ib-400 (default: an SXM card's own NVLink; "
+        "no network is assumed)",
+    )
+    estimate.add_argument("--dp", metavar="N", type=int, help="replicas (default: what TP and PP leave of the GPUs)")
+    estimate.add_argument("--tp", metavar="N", type=int, help="tensor-parallel GPUs (default: 1)")
+    estimate.add_argument("--pp", metavar="N", type=int, help="pipeline stages (default: 1)")
+    estimate.add_argument("--zero", metavar="STAGE", type=int, help="ZeRO stage 0 to 3; 3 is FSDP (default: 0)")
     estimate.add_argument("--global-batch", metavar="N", type=int, help="sequences per step of all GPUs")
     estimate.add_argument(
         "--inference",
@@ -108,7 +122,7 @@ def check_options(options: argparse.Namespace) -> None:
     if options.recipe is not None and options.rungs is not None:
         raise UserError("--from and --rungs were given together", "a recipe has its own rungs", "drop one of them")
     if options.inference is not None:
-        for name in ("optimizer", "global_batch", "zero"):
+        for name in ("optimizer", "global_batch", "zero", "interconnect"):
             if getattr(options, name) not in (None, 0):
                 option = "--" + name.replace("_", "-")
                 raise UserError(f"{option} with --inference", "only training has it", f"drop {option}")
@@ -173,24 +187,37 @@ def hardware_of(device: Device | None) -> Hardware:
 
 def choose_traced(options: argparse.Namespace, machine: Target) -> TracedSubject:
     """A user's file: the model is run once, on the host, to see what it is."""
-    from redline.core.traced import Traced
-    from redline.predict.fitting import TracedCase
-    from redline.predict.traced import one_gpu_only
-    from redline.predict.traced_estimate import TracedSubject
-    from redline.rungs import plan_of
     from redline.search.inspect import find_workload
 
-    for name, plain in (("gpus", 1), ("tp", 1), ("pp", 1), ("zero", 0), ("inference", None), ("global_batch", None)):
-        if getattr(options, name) != plain:
-            raise one_gpu_only("--" + name.replace("_", "-"))
+    check_one_gpu(options)
     workload = find_workload(options.workload, sequence=options.sequence)
+    return traced_subject(options, machine, workload, f"Python file {options.workload}")
+
+
+def check_one_gpu(options: argparse.Namespace) -> None:
+    from redline.predict.traced import one_gpu_only
+
+    for name, plain in (("gpus", 1), ("nodes", 1), ("dp", 1), ("tp", 1), ("pp", 1), ("zero", 0)):
+        if getattr(options, name) not in (None, plain):
+            raise one_gpu_only("--" + name)
+    for name in ("interconnect", "inference", "global_batch"):
+        if getattr(options, name) is not None:
+            raise one_gpu_only("--" + name.replace("_", "-"))
+
+
+def traced_subject(options: argparse.Namespace, machine: Target, workload: Workload, origin: str) -> TracedSubject:
+    from redline.core.traced import Traced
+    from redline.predict.fitting import TracedCase
+    from redline.predict.traced_estimate import TracedSubject
+    from redline.rungs import plan_of
+
     words, micro_batch = words_of(options)
     micro_batch = micro_batch or workload.micro_batch
     rungs, assumed = choose_rungs(words, workload, machine, options.optimizer)
     assert isinstance(workload.shape, Traced)
     return TracedSubject(
         name=workload.name,
-        origin=f"Python file {options.workload}",
+        origin=origin,
         case=TracedCase(shape=workload.shape, plan=plan_of(rungs)),
         rungs=rungs,
         micro_batch=micro_batch,
@@ -209,7 +236,7 @@ def words_of(options: argparse.Namespace) -> tuple[str | None, int | None]:
 
 
 def choose_subject(options: argparse.Namespace, machine: Target) -> Subject:
-    from redline.predict.estimate import Subject
+    from redline.predict.estimate import Subject, many_peaks
     from redline.predict.fitting import Case
     from redline.rungs import plan_of
     from redline.workloads import resolve_shape
@@ -222,16 +249,23 @@ def choose_subject(options: argparse.Namespace, machine: Target) -> Subject:
     if resolved.origin.kind != "preset":
         rungs, tying = tied_as_published(rungs, shape)
         assumed += tying
-    layout = choose_layout(options, micro_batch, shape)
-    if layout.pp > 1 and options.global_batch is None:
-        notes += ("one micro batch is in the pipeline at a time; --global-batch says how many wait in its stages",)
     case = Case(
         shape=shape,
         plan=plan_of(rungs),
-        layout=layout,
-        zero=options.zero,
+        zero=options.zero or 0,
         inference=False if options.inference is None else options.inference == AS_THE_PLAN or options.inference,
     )
+    fabric, joined = choose_fabric(options, machine)
+    advice, named = None, any(getattr(options, name) is not None for name in LAYOUT)
+    if fabric is not None and machine.memory_bytes is not None and not named:
+        advice, why = recommended(options, case, fabric, machine.memory_bytes, many_peaks(case, machine))
+        case, layout = replace(case, layout=advice.best.layout, zero=advice.best.zero), advice.best.layout
+        micro_batch, notes = layout.micro_batch, (*notes, *why)
+    else:
+        layout = choose_layout(options, micro_batch, shape)
+        case = replace(case, layout=layout)
+        if layout.pp > 1 and options.global_batch is None:
+            notes += ("one micro batch is in the pipeline at a time; --global-batch says how many wait in its stages",)
     return Subject(
         name=resolved.name,
         origin=resolved.origin.text,
@@ -239,7 +273,9 @@ def choose_subject(options: argparse.Namespace, machine: Target) -> Subject:
         rungs=rungs,
         micro_batch=micro_batch,
         layout=layout,
-        notes=(*notes, *assumed, *resolved.origin.notes),
+        notes=(*notes, *joined, *assumed, *resolved.origin.notes),
+        fabric=fabric,
+        advice=advice,
     )
 
 
@@ -316,8 +352,73 @@ def _workload(shape: Shape) -> Workload:
     return Workload(name="estimate", shape=shape, tokenizer="gpt2", micro_batch=1, learning_rate=1e-3)
 
 
-def choose_layout(options: argparse.Namespace, micro_batch: int, shape: Shape) -> Layout:
-    from redline.predict.parallel import layout_for_batch
+# the layout
 
-    sizes = {"gpus": options.gpus, "tp": options.tp, "pp": options.pp, "micro_batch": micro_batch}
-    return layout_for_batch(**sizes, global_batch=options.global_batch, shape=shape)
+
+def all_gpus(options: argparse.Namespace) -> int:
+    """As many as were named, or as the layout takes; a DP that does not go with them is refused."""
+    from redline.predict.parallel import check_product
+
+    tp, pp = options.tp or 1, options.pp or 1
+    if options.dp is None:
+        return options.gpus or 1
+    gpus: int = options.dp * tp * pp if options.gpus is None else options.gpus
+    check_product(gpus, dp=options.dp, tp=tp, pp=pp)
+    return gpus
+
+
+def choose_fabric(options: argparse.Namespace, machine: Target) -> tuple[Fabric | None, tuple[str, ...]]:
+    """What joins several GPUs that train, and a note where the nodes are assumed. One GPU, and inference, have none."""
+    from redline.core.interconnects import choose_links
+    from redline.predict.communication import Fabric
+    from redline.predict.parallel import gpus_in_a_node
+
+    gpus = all_gpus(options)
+    links = choose_links(options.interconnect, machine.device)
+    in_a_node = gpus_in_a_node(gpus, options.nodes)
+    if gpus == 1 or options.inference is not None:
+        return None, ()
+    assumed = options.nodes is None and in_a_node < gpus
+    notes = (f"{gpus // in_a_node} nodes of {counted(in_a_node, 'GPU')} are assumed (--nodes)",) if assumed else ()
+    return Fabric(gpus_per_node=in_a_node, links=links), notes
+
+
+def recommended(
+    options: argparse.Namespace,
+    case: Case,
+    fabric: Fabric,
+    memory_bytes: int,
+    peaks: tuple[Peaks | None, str | None],
+) -> tuple[Recommendation, tuple[str, ...]]:
+    """All layouts are compared at one global batch: the one that was named, or a usual one."""
+    from redline.predict.layouts import Search, recommend, usual_global_batch
+
+    gpus, given = all_gpus(options), options.global_batch
+    usual = usual_global_batch(case.shape, gpus, options.micro_batch or 1)
+    search = Search(
+        case=case,
+        fabric=fabric,
+        gpus=gpus,
+        memory_bytes=memory_bytes,
+        global_batch=usual if given is None else given,
+        micro_batch=options.micro_batch,
+        peaks=peaks[0],
+        reason=peaks[1],
+    )
+    size = f"a global batch of {usual:,} sequences, {usual * case.shape.sequence:,} tokens,"
+    return recommend(search), () if given is not None else (f"{size} is assumed (--global-batch)",)
+
+
+def choose_layout(options: argparse.Namespace, micro_batch: int, shape: Shape) -> Layout:
+    from redline.predict.parallel import gpus_in_a_node, layout_for_batch
+
+    gpus = all_gpus(options)
+    return layout_for_batch(
+        gpus=gpus,
+        tp=options.tp or 1,
+        pp=options.pp or 1,
+        micro_batch=micro_batch,
+        global_batch=options.global_batch,
+        shape=shape,
+        gpus_per_node=gpus_in_a_node(gpus, options.nodes),
+    )

@@ -22,7 +22,7 @@ from redline.core.errors import UserError, unknown_name
 
 if TYPE_CHECKING:
     from redline.core.devices import Device
-    from redline.core.workload import Shape
+    from redline.core.workload import Shape, Workload
     from redline.predict.lint import Report, Seconds
     from redline.predict.subject import Subject
     from redline.workloads import Resolved
@@ -123,6 +123,16 @@ def lint(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def lint_python_file(options: argparse.Namespace, ignored: tuple[str, ...]) -> dict[str, Any]:
+    from redline.search.inspect import find_workload
+
+    refuse_for_python(options)
+    workload = find_workload(options.workload, sequence=options.sequence)
+    return lint_traced(options, ignored, workload, f"Python file {options.workload}")
+
+
+def lint_traced(
+    options: argparse.Namespace, ignored: tuple[str, ...], workload: Workload, origin: str
+) -> dict[str, Any]:
     """A user's own model: sizes and lines as they were seen. Where the file describes a shape, its sizes are linted as
     any shape's are, and only the lines come from the model."""
     from redline.core.traced import Traced
@@ -131,10 +141,7 @@ def lint_python_file(options: argparse.Namespace, ignored: tuple[str, ...]) -> d
     from redline.predict.lint import lint as lint_subject
     from redline.predict.subject import Subject
     from redline.predict.traced_lint import findings_of, traced_lint_document
-    from redline.search.inspect import find_workload
 
-    refuse_for_python(options)
-    workload = find_workload(options.workload, sequence=options.sequence)
     traced = workload.shape
     assert isinstance(traced, Traced)
     device, hardware = known_device(options)
@@ -155,7 +162,7 @@ def lint_python_file(options: argparse.Namespace, ignored: tuple[str, ...]) -> d
         body["findings"] += [finding.document() for finding in found]
     return {
         "name": workload.name,
-        "origin": f"Python file {options.workload}",
+        "origin": origin,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": command_line(),
         **body,

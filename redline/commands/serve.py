@@ -17,7 +17,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 from redline.commands.common import EXIT_DONE
-from redline.commands.standing import page_of, read_standing, stamp_of
+from redline.commands.standing import kind_of_run, page_of, read_standing, stamp_of
 from redline.core.errors import UserError
 
 HOST, DEFAULT_PORT = "127.0.0.1", 8765
@@ -29,14 +29,13 @@ HTML, TEXT = "text/html; charset=utf-8", "text/plain; charset=utf-8"
 
 
 def serve(path: Path, port: int) -> int:
-    pages = Pages(path)
-    pages.current()  # what cannot be drawn is said before a port is taken
-    with open_server(pages, port) as server:
-        print(f"serving http://{HOST}:{server.server_port}/ (Ctrl-C ends it)", flush=True)
-        try:
+    kind_of_run(path)  # what is no run is said before a port is taken
+    try:
+        with open_server(Pages(path), port) as server:
+            print(f"serving http://{HOST}:{server.server_port}/ (Ctrl-C ends it)", flush=True)
             server.serve_forever()
-        except KeyboardInterrupt:
-            print("no longer serving", file=sys.stderr)
+    except KeyboardInterrupt:  # the way to leave, and no failure
+        print("no longer serving", file=sys.stderr)
     return EXIT_DONE
 
 

@@ -60,7 +60,8 @@ def load_functions(source: Source) -> Functions:
         own = getattr(module, f"{name}_{part}", None)
         return getattr(module, plain, None) if own is None else own
 
-    factory, make_batch = getattr(module, name, None), found("batch", "make_batch")
+    factory: Any = getattr(module, name, None)
+    make_batch = found("batch", "make_batch")
     shown = Path(file).name
     for what, function in ((name, factory), ("make_batch", make_batch)):
         if not callable(function):

@@ -63,6 +63,11 @@ def inspect_model(source: Source, seed: int) -> Traced:
     functions = load_functions(source)
     with noting_places() as made:
         model = make_model(functions, seed)
+    return replace(look_at(functions, model, made, seed), imports=neighbours(functions.file))
+
+
+def look_at(functions: Functions, model: nn.Module, made: Made, seed: int) -> Traced:
+    """A model on the host, which is not to be used afterwards: its dropout is gone, its blocks are wrapped."""
     dropout = silence_dropout(model)
     batches = {size: repeatable_batch(functions, size, seed) for size in (SMALL, LARGE)}
     subject = Subject(functions, model, find_loss(functions, model, batches[SMALL]), batches)
@@ -84,7 +89,6 @@ def inspect_model(source: Source, seed: int) -> Traced:
         random=random,
         splits=splits,
         saved=saved,
-        imports=neighbours(functions.file),
     )
 
 

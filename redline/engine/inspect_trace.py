@@ -29,6 +29,7 @@ from redline.engine.profiling_frames import is_users
 
 aten = torch.ops.aten
 WEIGHTED, BATCHED = {aten.mm: 0, aten.addmm: 1}, {aten.bmm: 0, aten.baddbmm: 1}  # where the left matrix stands
+SDPA = F.scaled_dot_product_attention
 SOFTMAXES = (aten._softmax, aten._safe_softmax)
 
 
@@ -68,7 +69,7 @@ def tracing(model: nn.Module) -> Iterator[Trace]:
     def leave() -> None:  # what a hook returns would take the place of the module's output
         trace.modules.pop()
 
-    with module_hooks(model, trace.modules.append, leave), _Calls(trace), _Operators(trace):
+    with module_hooks(model, trace.modules.append, leave), _calls_of_torch(trace), _Calls(trace), _Operators(trace):
         yield trace
 
 
@@ -83,20 +84,38 @@ def place() -> Place | None:
     return None
 
 
+@contextmanager
+def _calls_of_torch(trace: Trace) -> Iterator[None]:
+    """A mode does not see what torch's own functions call, multi_head_attention_forward above all."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return _in_sdpa(trace, SDPA, args, kwargs)
+
+    F.scaled_dot_product_attention = call  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        F.scaled_dot_product_attention = SDPA
+
+
+def _in_sdpa(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
+    trace.sdpa = True
+    trace.inside_sdpa += 1
+    try:
+        return func(*args, **kwargs)
+    finally:
+        trace.inside_sdpa -= 1
+
+
 class _Calls(TorchFunctionMode):
     def __init__(self, trace: Trace) -> None:
         super().__init__()
         self.trace = trace
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not F.scaled_dot_product_attention:
+        if func is not SDPA:
             return func(*args, **(kwargs or {}))
-        self.trace.sdpa = True
-        self.trace.inside_sdpa += 1
-        try:
-            return func(*args, **(kwargs or {}))
-        finally:
-            self.trace.inside_sdpa -= 1
+        return _in_sdpa(self.trace, func, args, kwargs or {})
 
 
 class _Operators(TorchDispatchMode):

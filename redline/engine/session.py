@@ -235,7 +235,7 @@ def text_identity(order: TrainOrder, data: Dataset | StreamedText, plan: Plan) -
 
 def sampled_text(step: TrainStep, workload: Workload) -> str:
     encoder = tokenizer(workload.tokenizer)
-    with step.adapter.evaluating(step.model):
+    with step.autocast(), step.adapter.evaluating(step.model):  # a kernel that is pinned may take 16 bits only
         ids = sample(
             step.model,
             [encoder.end_of_text],

@@ -296,13 +296,9 @@ class Fabric:
         """Why the traffic cannot be timed, or None."""
         collectives = tuple(collectives)
         if self.links.inside is None and any(_uses_inside(one) for one in collectives):
-            return (
-                "the traffic inside a node is not timed: which link joins its GPUs is not known (--interconnect pcie4)"
-            )
+            return "the traffic inside a node has no time: name its link (--interconnect, such as nvlink4 or pcie4)"
         if self.links.between is None and any(one.group.nodes > 1 for one in collectives):
-            return (
-                "the traffic between nodes is not timed: which network joins them is not known (--interconnect ib-400)"
-            )
+            return "the traffic between nodes has no time: name their network (--interconnect, such as ib-400)"
         return None
 
 
@@ -420,7 +416,7 @@ def _hidden(
     hiding = [
         (one, time) for one, time in zip(collectives, transfers, strict=True) if one.hides and one.during == during
     ]
-    window = model.overlap * getattr(compute, during)
+    window = model.overlap * (compute.forward if during == "forward" else compute.backward)
     if not any(one.every_pass for one, _ in hiding):
         window /= micro_batches
     return min(sum(time for _, time in hiding), window)

@@ -15,6 +15,7 @@ from typing import Any
 from redline.core.devices import Device
 from redline.core.hardware import Hardware, MeasuredPeaks
 from redline.core.values import to_json
+from redline.predict.communication import Fabric
 from redline.predict.fitting import Case, what_to_change
 from redline.predict.flops import (
     CONVENTIONS,
@@ -25,9 +26,17 @@ from redline.predict.flops import (
     prefill_flops,
     six_n,
 )
+from redline.predict.layouts import (
+    ParallelStep,
+    Recommendation,
+    expected_peaks,
+    parallel_json,
+    predict_parallel,
+    step_notes,
+)
 from redline.predict.memory import Memory
 from redline.predict.parallel import Layout
-from redline.predict.roofline import Prediction, Roofline, predict_step, reachable, sheet_peaks
+from redline.predict.roofline import Peaks, Prediction, Roofline, predict_step, reachable, sheet_peaks
 
 # The peaks of docs/memory.md are of GPT-2 on one GPU with AdamW.
 MEASURED_OPTIMIZERS = ("adamw-loop", "adamw-foreach", "adamw-fused")
@@ -69,6 +78,10 @@ class Subject:
     micro_batch: int
     layout: Layout
     notes: tuple[str, ...]
+    fabric: Fabric | None = None
+    """How several GPUs are joined."""
+    advice: Recommendation | None = None
+    """Where the layout was not named."""
 
 
 def document(subject: Subject, target: Target) -> dict[str, Any]:
@@ -76,7 +89,8 @@ def document(subject: Subject, target: Target) -> dict[str, Any]:
     memory = case.memory(micro_batch)
     fits = None if target.memory_bytes is None else memory.total <= target.memory_bytes
     prediction, reason = predict_speed(subject, target)
-    speed, reason = expected_speed(subject, prediction, reason, fits)
+    parallel = predict_many(subject, target)
+    speed, reason = expected_speed(prediction, parallel, reason, fits)
     count = parameters(case.shape)
     return {
         "name": subject.name,
@@ -96,7 +110,8 @@ def document(subject: Subject, target: Target) -> dict[str, Any]:
         "tokens_per_second": speed,
         "tokens_per_second_reason": reason,
         "batch": batch_json(subject.layout),
-        "notes": [*target.notes, *subject.notes, *case_notes(case)],
+        "parallel": parallel and subject.fabric and parallel_json(parallel, subject.fabric, subject.advice),
+        "notes": [*target.notes, *subject.notes, *case_notes(case), *(step_notes(parallel) if parallel else ())],
     }
 
 
@@ -156,15 +171,31 @@ def predict_speed(subject: Subject, target: Target) -> tuple[Prediction | None, 
     return prediction, None
 
 
+def predict_many(subject: Subject, target: Target) -> ParallelStep | None:
+    """The step on several GPUs; None where there is one, or no step."""
+    if subject.fabric is None:
+        return None
+    peaks, reason = many_peaks(subject.case, target)
+    return predict_parallel(subject.case, subject.fabric, peaks, reason)
+
+
+def many_peaks(case: Case, target: Target) -> tuple[Peaks | None, str | None]:
+    """What one of several GPUs reaches, or why that is not known."""
+    if target.device is None:
+        return None, target.reason
+    peaks = expected_peaks(case.plan, target.device, target.measured)
+    return peaks, None if peaks else f"{target.device.label} has no {case.plan.precision} in its data sheet"
+
+
 def expected_speed(
-    subject: Subject, prediction: Prediction | None, reason: str | None, fits: bool | None
+    prediction: Prediction | None, parallel: ParallelStep | None, reason: str | None, fits: bool | None
 ) -> tuple[float | None, str | None]:
     if fits is False:
         return None, "it does not fit"
+    if parallel is not None:
+        return parallel.tokens_per_second, parallel.reason
     if prediction is None:
         return None, reason
-    if subject.layout.gpus > 1:
-        return None, "the traffic between GPUs is not modelled: the roofline is that of one GPU alone"
     return prediction.expected.tokens_per_second, None
 
 

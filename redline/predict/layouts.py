@@ -11,6 +11,7 @@ of the vocabulary and the layers that it holds. Memory is predict/memory.py's an
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -35,14 +36,19 @@ from redline.predict.communication import (
     usual_model,
 )
 from redline.predict.fitting import Case
+from redline.predict.flops import parameters
 from redline.predict.memory import ZERO_STAGES, Memory
 from redline.predict.operations import Operation
 from redline.predict.optimizers import find_optimizer
 from redline.predict.parallel import Layout, divisors, layout_for_batch, possible_cuts
 from redline.predict.roofline import TYPICAL, Peaks, Timed, at_most, reachable, roofline, sheet_peaks, typical
 
-SAME_SPEED = 0.02  # less than this apart is the same speed: one card's runs spread by 1 to 3 % (FACTS section 1)
+SAME_SPEED = 0.05  # closer than the model is to the published series: no reason to cut more
 SHOWN_OTHERS = 3
+# Tokens per step of models with fewer parameters than that (arXiv 2005.14165, table 2.1: 0.5M up to 760M parameters, 1M
+# up to 2.7B, 2M up to 13B, 3.2M for 175B); the limits lie between its rows.
+USUAL_TOKENS = ((1e9, 0.5e6), (4e9, 1e6), (40e9, 2e6), (math.inf, 3.2e6))
+SHORTEST_PUBLISHED = 0.4  # seconds of a step in the series that the wait is fitted on
 MOST_SIZES = 16  # micro batches that are tried of one layout
 
 
@@ -168,7 +174,7 @@ class Bench:
     """Times pieces at one pair of peaks, each of them once: layouts that differ in ZeRO alone compute the same."""
 
     peaks: Peaks
-    known: dict[Any, list[Timed]] = field(default_factory=dict)
+    known: dict[tuple[Shape, Plan, int, int], tuple[Timed, ...]] = field(default_factory=dict)
 
     def work(self, rank: Rank) -> Compute:
         """ZeRO shares the update among the replicas."""
@@ -180,11 +186,17 @@ class Bench:
     def alone(self, shape: Shape, plan: Plan, layout: Layout) -> float:
         return sum(row.seconds for row in self._rows(shape, plan, layout))
 
-    def _rows(self, shape: Shape, plan: Plan, layout: Layout) -> list[Timed]:
-        sizes = {"micro_batch": layout.micro_batch, "accumulation": layout.accumulation}
-        key = (shape, plan, *sizes.values())
+    def _rows(self, shape: Shape, plan: Plan, layout: Layout) -> tuple[Timed, ...]:
+        key = (shape, plan, layout.micro_batch, layout.accumulation)
         if key not in self.known:
-            self.known[key] = list(roofline(shape, plan, **sizes, peaks=self.peaks, assumptions=TYPICAL).rows)
+            self.known[key] = roofline(
+                shape,
+                plan,
+                micro_batch=layout.micro_batch,
+                accumulation=layout.accumulation,
+                peaks=self.peaks,
+                assumptions=TYPICAL,
+            ).rows
         return self.known[key]
 
 
@@ -259,6 +271,15 @@ class Search:
                 return  # the largest is the fastest; in a pipeline smaller ones make a smaller bubble
 
 
+def usual_global_batch(shape: Shape, gpus: int, micro_batch: int = 1) -> int:
+    """Sequences of a step where nobody says: about the tokens that GPT-3's models of the size took, a power of two of
+    micro batches for every GPU."""
+    count = parameters(shape).total
+    tokens = next(tokens for most, tokens in USUAL_TOKENS if count < most)
+    passes = tokens / (shape.sequence * gpus * micro_batch)
+    return int(gpus * micro_batch * 2 ** max(0, round(math.log2(passes))))
+
+
 def recommend(search: Search) -> Recommendation:
     """The fastest layout that fits, by prediction; of those that are equally fast the one that cuts least."""
     tried = list(_tried(search))
@@ -327,7 +348,12 @@ AXES: tuple[tuple[str, Callable[[ParallelStep], int]], ...] = (
     ("PP", lambda step: step.layout.pp),
     ("ZeRO", lambda step: step.zero),
 )
-LEAST = {"TP": "a GPU holds whole layers", "PP": "a GPU holds all layers", "ZeRO": "each replica holds all state"}
+# With nothing cut, by axis: what is least and what that means.
+LEAST = {
+    "TP": (1, "a GPU holds whole layers"),
+    "PP": (1, "a GPU holds all layers"),
+    "ZeRO": (0, "each replica holds all state"),
+}
 
 
 def _why_so_much(
@@ -337,9 +363,11 @@ def _why_so_much(
     tried: list[ParallelStep],
     fitting: list[ParallelStep],
 ) -> str:
-    own = pick(best)
+    own, (least, meaning) = pick(best), LEAST[name]
+    if own == least:
+        return f"{name} {own}: {meaning}"
     if not any(pick(step) < own for step in tried):
-        return f"{name} {own}: {LEAST[name]}"
+        return f"{name} {own}: less does not give this batch"
     less = [step for step in fitting if pick(step) < own]
     if not less:
         return f"{name} {own}: with less nothing fits"
@@ -350,6 +378,16 @@ def _why_so_much(
 
 
 # the document
+
+
+def step_notes(step: ParallelStep) -> Iterator[str]:
+    """Where the model leaves what it was fitted on."""
+    over_nodes = any(one.group.nodes > 1 for one in step.traffic)
+    if step.time is not None and over_nodes and step.time.seconds < SHORTEST_PUBLISHED:
+        yield (
+            f"the wait between nodes is known from steps of {SHORTEST_PUBLISHED:g} s and more; in one this short it "
+            "weighs more, and the speed is less certain (docs/parallel.md)"
+        )
 
 
 def parallel_json(step: ParallelStep, fabric: Fabric, advice: Recommendation | None) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from redline.report.table import best_row, rows_of, unit_of
 KINDS = ("ladder", "tune", "train")
 MOST_SHARE = 2.0  # of --fail-below: more than twice as fast is a percentage without its sign
 MACHINE = ("name", "count", "memory_bytes", "capability", "driver", "cpu_name", "cpu_cores", "features")
+MOST_SIZES = 6  # that are named in one sentence
 TRACED = ("unit", "items_per_sample", "parameters", "flops_forward", "flops_backward")
 NOT_SETTINGS = ("shape", "notes", "cannot", "words", "source")
 """Of a workload: sizes are compared as the model, the rest follows from it or is said elsewhere."""
@@ -195,21 +196,21 @@ def speed(value: object) -> float | None:
 
 def best_entry(kind: str, document: Document) -> Entry | None:
     """What the run itself calls its best; a training run is one figure."""
+    entries = list(ENTRIES[kind](document))
     if kind == "train":
-        entry = next(training_entries(document))
-        return entry if entry.tokens_per_second is not None else None
-    if not document["best"]:
+        return entries[0] if entries[0].tokens_per_second is not None else None
+    best, rows = document["best"], rows_of(document)
+    if not best:
         return None
-    rows = rows_of(document)
-    if kind == "ladder":
-        row = best_row(document)
-        return (
-            None
-            if row is None
-            else next(e for e, one in zip(ladder_entries(document), rows, strict=True) if one is row)
-        )
-    number = document["best"].get("number")
-    return next((e for e, row in zip(tune_entries(document), rows, strict=True) if row.get("number") == number), None)
+    row = (
+        best_row(document)
+        if kind == "ladder"
+        else next((r for r in rows if r.get("number") == best.get("number")), None)
+    )
+    if row is not None:
+        return next(entry for entry, one in zip(entries, rows, strict=True) if one is row)
+    # Measured elsewhere, such as at a larger batch: a figure without a spread.
+    return row_entry(best, one_line(best.get("rung") or "best"), best.get("rungs"), 1, "not-checked")
 
 
 def side_json(side: Side) -> Document:
@@ -238,12 +239,11 @@ def model_of(document: Document) -> Document | None:
         return None
     if "d_model" not in shape:
         return {name: shape.get(name) for name in TRACED}
-    unsaid = {one.name: one.default for one in dataclasses.fields(Shape) if one.default is not dataclasses.MISSING}
-    sizes = {**unsaid, **shape}
+    known = dataclasses.fields(Shape)
+    sizes = {**{one.name: None if one.default is dataclasses.MISSING else one.default for one in known}, **shape}
     # Said or left to the default, it is the same size.
-    sizes["max_positions"] = sizes["max_positions"] or sizes.get("sequence")
-    sizes["kv_heads"] = sizes["kv_heads"] or sizes.get("heads")
-    return sizes
+    implied = {"max_positions": sizes["sequence"], "kv_heads": sizes["heads"]}
+    return {name: implied.get(name) if value is None else value for name, value in sizes.items()}
 
 
 def why_not_comparable(one: Document, other: Document) -> str | None:
@@ -253,8 +253,9 @@ def why_not_comparable(one: Document, other: Document) -> str | None:
     differing = [name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name)]
     if not differing:
         return None
-    pieces = (f"{name.replace('_', ' ')} {plain(mine.get(name))} and {plain(theirs.get(name))}" for name in differing)
-    return f"another model or length of sequences: {', '.join(pieces)}"
+    pieces = [f"{name.replace('_', ' ')} {plain(mine.get(name))} and {plain(theirs.get(name))}" for name in differing]
+    more = f" and {len(pieces) - MOST_SIZES} more" if len(pieces) > MOST_SIZES else ""
+    return f"another model or length of sequences: {', '.join(pieces[:MOST_SIZES])}{more}"
 
 
 # --- figures ----------------------------------------------------------------------------------------------------------
@@ -315,10 +316,10 @@ def check_known(
         )
     for side, entry in ((a, mine), (b, theirs)):
         if entry is None or entry.tokens_per_second is None:
-            what = "a best figure" if rung is None else f"a figure of {rung}"
+            what = "best figure" if rung is None else f"figure of {rung}"
             why = "no row was measured and found right" if entry is None else entry.reason or "its speed is not known"
             raise UserError(
-                f"{side.label} ({side.source}) has no {what.removeprefix('a ')}",
+                f"{side.label} ({side.source}) has no {what}",
                 why,
                 "--fail-below needs both: measure that run again, or choose another --rung",
             )

@@ -10,11 +10,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from redline.core.units import UNKNOWN, human_bytes, human_rate, human_ratio, rate_unit
+from redline.core.units import UNKNOWN, human_bytes, human_percent, human_rate, human_ratio, rate_unit
 from redline.report import Document, one_line
 from redline.report.compare_words import KIND_WORDS
 from redline.report.table import VERDICT_STYLES, WIDTH_COLUMNS, Note, machine_text, notes_grid, versions_text
 
+NARROW_COLUMNS, SHED = 80, ("noise", "A peak", "B peak")
 COLUMNS = ("rung", "A {rate}", "B {rate}", "B/A", "noise", "A peak", "B peak", "verdict")
 
 
@@ -23,7 +24,8 @@ def print_comparison(document: Document, console: Console) -> None:
         console.print(notes_grid([Note(about=label, text=side_text(document[label.lower()]))]))
     console.print()
     if document["rows"]:
-        console.print(rows_table(document, min(console.width, WIDTH_COLUMNS)))
+        width = min(console.width, WIDTH_COLUMNS)
+        console.print(rows_table(document, narrow=width < NARROW_COLUMNS), width=width)
         console.print()
         if any(row["ratio"] is not None and not row["significant"] for row in document["rows"]):
             legend = Note(about="~", text="inside the noise of its two rows, or the noise is not known")
@@ -38,18 +40,18 @@ def side_text(side: Document) -> str:
     return f"{what}{date}; {machine_text(side)}; {versions_text(side)}"
 
 
-def rows_table(document: Document, width: int) -> Table:
+def rows_table(document: Document, narrow: bool) -> Table:
+    """A narrow one without the columns that --json and the page have as well."""
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
-    for name in column_names(document):
-        table.add_column(name, justify="left" if name in ("rung", "verdict") else "right", overflow="fold")
-    table.width = None if width >= WIDTH_COLUMNS else width
+    names = column_names(document)
+    shown = [place for place, name in enumerate(names) if not (narrow and name in SHED)]
+    for name in (names[place] for place in shown):
+        justify = "left" if name in ("rung", "verdict") else "right"
+        table.add_column(name, justify=justify, no_wrap=name == "rung", overflow="fold")  # type: ignore[arg-type]
     for row in document["rows"]:
-        cells = row_cells(row)
-        verdict = (row["b"] or {}).get("verdict") or ""
-        style = "" if row["significant"] else "dim"
-        table.add_row(
-            *(Text(cell, style=style) for cell in cells[:-1]), Text(cells[-1], style=VERDICT_STYLES.get(verdict, ""))
-        )
+        cells, verdict = row_cells(row), (row["b"] or {}).get("verdict") or ""
+        styles = ["" if row["significant"] else "dim"] * (len(names) - 1) + [VERDICT_STYLES.get(verdict, "")]
+        table.add_row(*(Text(cells[place], style=styles[place]) for place in shown))
     return table
 
 
@@ -66,7 +68,7 @@ def row_cells(row: Document) -> list[str]:
         human_rate(a.get("tokens_per_second")),
         human_rate(b.get("tokens_per_second")),
         mark + human_ratio(row["ratio"]),
-        UNKNOWN if row["noise"] is None else f"±{row['noise']:.1%}",
+        UNKNOWN if row["noise"] is None else f"±{human_percent(row['noise'])}",
         human_bytes(a.get("peak_bytes")),
         human_bytes(b.get("peak_bytes")),
         verdict_cell(a.get("verdict"), b.get("verdict")),

@@ -14,6 +14,7 @@ from redline.core.units import UNKNOWN, human_bytes, human_percent, human_rate, 
 from redline.report import Document, one_line
 from redline.report.table import Note
 
+SAME = 0.0005  # below it a change is shown as 0.0 %
 MOST_NAMED = 4  # rungs in one sentence; the table has all
 KIND_WORDS = {"ladder": "ladder", "tune": "tune", "train": "training run"}
 
@@ -57,10 +58,8 @@ def speed_text(document: Document) -> str:
     if figure["ratio"] is None:
         return f"{what}: {rates} {unit}, no ratio"
     change = figure["ratio"] - 1
-    return (
-        f"{what}: {rates} {unit}, B is {abs(change):.1%} {'faster' if change >= 0 else 'slower'} "
-        f"({human_ratio(figure['ratio'])}), {noise_words(figure)}"
-    )
+    word = "as fast" if abs(change) < SAME else f"{human_percent(abs(change))} {'faster' if change > 0 else 'slower'}"
+    return f"{what}: {rates} {unit}, B is {word} ({human_ratio(figure['ratio'])}), {noise_words(figure)}"
 
 
 def noise_words(compared: Document) -> str:

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from redline.core.units import UNKNOWN, batch_words, human_bytes, human_percent, human_rate, human_seconds, rate_unit
 from redline.report import Document, one_line
+from redline.report.parallel import print_parallel
+from redline.report.plain_table import plain_table
 from redline.report.table import Note, notes_grid
 
 BAR_COLUMNS = 96
@@ -61,6 +62,9 @@ def print_estimate(document: Document, console: Console, *, operations: bool = F
         if operations and document["roofline"]["expected"] is not None:
             console.print()
             console.print(operations_table(document["roofline"]))
+    if document.get("parallel") is not None:
+        console.print()
+        print_parallel(document["parallel"], console)
     console.print()
     console.print(notes_grid(list(notes_of(document))))
 
@@ -90,18 +94,9 @@ def model_words(shape: Document) -> Iterator[str]:
     yield from (f"{words} {shape[name]}" for words, name in WIDTHS)
 
 
-def _table(*columns: str) -> Table:
-    """The first column is text, those that end in a space are numbers."""
-    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for name in columns:
-        number = name.endswith(" ")
-        table.add_column(name.strip(), justify="right" if number else "left", no_wrap=number, overflow="fold")
-    return table
-
-
 def flops_table(document: Document) -> Table:
     flops = document["flops_per_token"]
-    table = _table(f"FLOPs per {flops.get('unit', 'token')}", "MFLOP ", f"convention ({flops['passes']})")
+    table = plain_table(f"FLOPs per {flops.get('unit', 'token')}", "MFLOP ", f"convention ({flops['passes']})")
     for name, key, convention in (
         ("model (MFU counts it)", "model", flops["convention"]),
         ("model, causal", "causal", flops["causal_convention"]),
@@ -153,7 +148,7 @@ def memory_text(document: Document) -> str:
 
 
 def memory_table(document: Document) -> Table:
-    table = _table("", "memory", "bytes ", "share ", "what")
+    table = plain_table("", "memory", "bytes ", "share ", "what")
     total = document["memory"]["total"]
     for name, size in parts_of(document).items():
         letter, colour, meaning = PARTS[name]
@@ -169,7 +164,7 @@ def memory_table(document: Document) -> Table:
 
 
 def changes_table(document: Document) -> Table:
-    table = _table("to make it fit, one on top of the other", "peak ", "fits", "costs")
+    table = plain_table("to make it fit, one on top of the other", "peak ", "fits", "costs")
     for change in document["what_to_change"]:
         fits = Text("yes", style="bold green") if change["fits"] else Text("no", style="red")
         table.add_row(change["what"], human_bytes(change["total"]), fits, change["cost"])
@@ -182,7 +177,7 @@ def changes_table(document: Document) -> Table:
 def roofline_table(roofline: Document) -> Table:
     """Three answers, and where the realistic one spends its time. Of a user's own model only bounds are known."""
     expected, unit = roofline["expected"], rate_unit(roofline.get("unit"), short=False)
-    table = _table("roofline", "step ", f"{unit} ", "what")
+    table = plain_table("roofline", "step ", f"{unit} ", "what")
     light = "every operation at the data sheet's peaks, one after the other"
     rows = [("floor", "floor", "the FLOPs alone, at the data sheet's matmul rate")]
     if expected is None:
@@ -209,7 +204,7 @@ def operations_table(roofline: Document) -> Table:
         key=lambda pair: pair[0]["seconds"],
         reverse=True,
     )
-    table = _table("operation", "pass", "GFLOP ", "GB ", "bound", "ideal ", "expected ", "share ")
+    table = plain_table("operation", "pass", "GFLOP ", "GB ", "bound", "ideal ", "expected ", "share ")
     table.columns[0].min_width = 12
     for real, ideal in pairs[:SHOWN_OPERATIONS]:
         table.add_row(

@@ -41,7 +41,7 @@ def subject_text(document: Document) -> str:
     traced = [f"{shape['parameters']:,} parameters"] if "parameters" in shape else []
     parts = [
         f"{one_line(document['name'])}: {', '.join([*traced, *model_words(shape)])}",
-        batch_words(settings["micro_batch"], shape),
+        *([] if settings["micro_batch"] is None else [batch_words(settings["micro_batch"], shape)]),
         settings["dtype"],
         f"tp {settings['tp']}",
         one_line(hardware["name"] or "unknown device"),
@@ -51,6 +51,8 @@ def subject_text(document: Document) -> str:
 
 def clean_text(document: Document) -> str:
     """What was checked, so that silence means something."""
+    if document["settings"]["micro_batch"] is None:
+        return "nothing ugly: the rows of every layer's matrix"
     if "parameters" in document["shape"]:
         return "nothing ugly: the rows of every product that was seen, attention, and lines that make the host wait"
     known = document["hardware"]["name"] is not None

@@ -16,8 +16,9 @@ from typing import Any
 from rich.table import Table
 
 from redline.core.units import GIB, UNKNOWN, human_bytes, human_percent, human_rate, human_seconds
-from redline.report import Document, estimate, hardware, meter, one_line
+from redline.report import Document, estimate, hardware, lint, meter, one_line
 from redline.report.bars import Bar, stacked_chart
+from redline.report.lint_page import render_lint_page
 from redline.report.page import date_text, drawings, render, table_row
 from redline.report.svg import plain_tick
 
@@ -81,7 +82,8 @@ def render_estimate_page(document: Document) -> str:
     if document["what_to_change"]:
         parts.append(Part(title="To make it fit", table=page_table("changes", estimate.changes_table(document))))
     if roofline is not None:
-        chart = drawings(lambda px: _roofline_chart(roofline, px))
+        # Of a model of one's own nobody predicts a step, only what it cannot be faster than.
+        chart = drawings(lambda px: _roofline_chart(roofline, px)) if roofline["expected"] else None
         parts.append(Part(title="Speed", chart=chart, table=page_table("roofline", estimate.roofline_table(roofline))))
     return _page(
         document,
@@ -140,6 +142,30 @@ def _roofline_chart(roofline: Document, width_px: int) -> str:
         width_px=width_px,
         show=plain_tick,
         unit=1e-3,
+    )
+
+
+# --- lint -------------------------------------------------------------------------------------------------------------
+
+
+def render_lint(document: Document) -> str:
+    """A described shape has a page of its own, with its GEMMs; a model that was walked has its findings."""
+    if "parameters" not in document["shape"]:
+        return render_lint_page(document)
+    findings = document["findings"]
+    table = page_table("findings", lint.findings_table(document)) if findings else None
+    headline = [
+        (f"{document['shape']['parameters']:,}", "parameters", ""),
+        (f"{len(findings):,}", "findings", "" if findings else lint.clean_text(document)),
+    ]
+    return _page(
+        document,
+        title=f"Lint of {one_line(document['name'])}",
+        device=one_line(document["hardware"]["name"] or ""),
+        workload=lint.subject_text(document),
+        headline=headline,
+        parts=[Part(title="Findings", table=table)] if findings else [],
+        notes=lint.notes_of(document),
     )
 
 

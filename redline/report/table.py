@@ -299,6 +299,7 @@ def _subject_notes(document: Document) -> Iterator[Note]:
         yield Note(about="disturbed", text=disturbed_text(disturbed), kind="failed")
     yield from (Note(about="MFU", text=text) for text in mfu_texts(rows))
     yield from (Note(about="memory", text=text) for text in memory_texts(rows))
+    yield from model_notes(document)
     yield from _missing_notes(document)
     if document.get("under_way"):
         yield Note(about="unfinished", text="the run goes on: later rungs are not here yet")
@@ -353,6 +354,12 @@ def memory_texts(rows: Sequence[Row]) -> Iterator[str]:
     if errors:
         worst = max(errors, key=lambda name: abs(errors[name]))
         yield f"peaks predicted before the run are at most {abs(errors[worst]):.1%} off the measured ones ({worst})"
+
+
+def model_notes(document: Document) -> Iterator[Note]:
+    """What was chosen for the user when the model was resolved."""
+    texts = (document.get("workload") or {}).get("notes") or ()
+    yield from (Note(about="model", text=one_line(text)) for text in texts)
 
 
 def _missing_notes(document: Document) -> Iterator[Note]:

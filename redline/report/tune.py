@@ -36,6 +36,7 @@ from redline.report.table import (
     disturbed_text,
     machine_text,
     milliseconds,
+    model_notes,
     notes_grid,
     print_bars,
     swing_of,
@@ -172,6 +173,7 @@ def notes_of(document: Document) -> Iterator[Note]:
         yield Note(about="compiling", text=text)
     yield from roofline_notes(document)
     yield from left_out_notes(document)
+    yield from model_notes(document)
 
 
 def left_out_notes(document: Document) -> Iterator[Note]:

@@ -18,7 +18,7 @@ from redline.report.bars import Gain, gain_chart
 from redline.report.next_steps import tune_steps
 from redline.report.page import date_text, drawings, fact_groups, render, table_row
 from redline.report.points import Point, front_of, points_chart
-from redline.report.table import Note, device_name, milliseconds, workload_text
+from redline.report.table import Note, device_name, milliseconds, model_notes, workload_text
 from redline.report.tune import (
     UNDER_WAY,
     break_even_texts,
@@ -71,6 +71,7 @@ def view_of(document: Document) -> dict[str, Any]:
             *compiling_notes(document),
             *roofline_notes(document),
             *left_out_notes(document),
+            *model_notes(document),
         ],
         "facts": fact_groups(document),
         "command": one_line(document.get("command") or ""),

@@ -241,7 +241,10 @@ def read_config(config: Config) -> tuple[Shape, tuple[str, ...]]:
         qk_norms=_flag(family.qk_norms, values),
         **_window(model_type, values, sizes["layers"]),
     )
-    return shape, () if family.note is None else (family.note,)
+    notes = [] if family.note is None else [family.note]
+    if text is not config:
+        notes.append("the text model alone, without what the config wraps around it")
+    return shape, tuple(notes)
 
 
 def obstacles(config: Config, shape: Shape) -> dict[str, str]:

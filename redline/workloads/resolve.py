@@ -10,6 +10,7 @@ code is run.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from importlib.util import find_spec
 
@@ -92,25 +93,28 @@ def _from_config(workload: Workload, config: Config, trained_on: str | None) -> 
     whoever builds it need not know what it is for."""
     check_transformers()
     check_causal(config)
-    cannot, notes = obstacles(config, workload.decoder), ["weights as the config initialises them, not as published"]
-    dropped = dropouts(config)
-    shares = ", ".join(f"{key} {share:g}" for key, share in dropped.items())
-    if dropped:
-        if trained_on is None:
-            notes.append(f"dropout is off ({shares} in the config): with it no two runs could be compared")
-        else:
-            notes.append(f"dropout as in the config: {shares}; measurements leave it out")
+    cannot = obstacles(config, workload.decoder)
     if trained_on == "cpu" and drops_attention(config):
-        reason = (
-            f"fused attention on a CPU has no dropout, and the config has ({shares}): train without, or set it to 0"
-        )
+        reason = "fused attention on a CPU has no dropout, and the config has: train without, or set it to 0"
         cannot |= dict.fromkeys(FUSED_ATTENTION, reason)
     return replace(
         workload,
         source=Source(kind="huggingface", config=without_dropout(config) if trained_on is None else config),
         cannot=cannot,
-        notes=(*workload.notes, *notes),
+        notes=(*workload.notes, *_config_notes(config, trained_on)),
     )
+
+
+def _config_notes(config: Config, trained_on: str | None) -> Iterator[str]:
+    shares = ", ".join(f"{key} {share:g}" for key, share in dropouts(config).items())
+    if trained_on is None:
+        yield "weights as the config initialises them"
+        if shares:
+            yield f"dropout is off ({shares} in the config): with it no two runs could be compared"
+    else:
+        yield "weights as the config initialises them (--init FOLDER reads others)"
+        if shares:
+            yield f"dropout as in the config: {shares}; measurements leave it out"
 
 
 def check_transformers() -> None:

@@ -66,7 +66,7 @@ class Resolved(NamedTuple):
 
 def resolve_shape(words: str) -> Resolved:
     if words in PRESETS:
-        return Resolved(words, PRESETS[words].shape, Origin(kind="preset", text="preset"))
+        return Resolved(words, PRESETS[words].decoder, Origin(kind="preset", text="preset"))
     path = _existing_path(words)
     data = read_json_object(path)
     name = _name_of(words, path)

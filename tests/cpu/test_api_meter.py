@@ -167,23 +167,28 @@ def test_flops_of_what_was_prepared_are_counted_uncompiled() -> None:
     assert meter.summary()["flops_per_step"] == FLOPS
 
 
-def test_flops_of_a_compiled_module_are_seen_from_outside() -> None:
-    model = GPT(SHAPE)
-    compiled = torch.compile(model, backend="eager")
-    meter = redline.Meter(tokens_per_step=32, model=compiled)
-    train(compiled, meter, [IDS] * 2)
-    assert meter.summary()["flops_per_step"] == FLOPS
-    torch._dynamo.reset()
-
-
-def test_code_inside_compiled_code_cannot_be_seen_and_is_not_compiled_twice() -> None:
-    model, calls = GPT(SHAPE), []
+def counting_backend(calls: list[int]):
+    """Compiles nothing, and counts how often it was asked to."""
 
     def backend(graph, inputs):
         calls.append(len(inputs))
         return graph.forward
 
-    step = torch.compile(lambda batch: next_token_loss(model(batch), batch), backend=backend)
+    return backend
+
+
+def test_flops_of_a_compiled_module_are_seen_from_outside() -> None:
+    compiled = torch.compile(GPT(SHAPE), backend=counting_backend(calls := []))
+    meter = redline.Meter(tokens_per_step=32, model=compiled)
+    train(compiled, meter, [IDS] * 3)
+    assert meter.summary()["flops_per_step"] == FLOPS
+    assert len(calls) == 1
+    torch._dynamo.reset()
+
+
+def test_code_inside_compiled_code_cannot_be_seen_and_is_not_compiled_twice() -> None:
+    model = GPT(SHAPE)
+    step = torch.compile(lambda batch: next_token_loss(model(batch), batch), backend=counting_backend(calls := []))
     meter = redline.Meter(tokens_per_step=32, model=model)
     train(model, meter, [IDS] * 4, loss=lambda _, batch: step(batch))
     assert len(calls) == 1  # the meter's hook broke no graph, and taking it away made nobody compile again
@@ -278,6 +283,27 @@ def test_the_last_step_of_the_warm_up_is_the_one_that_is_watched(clock, monkeypa
     run(meter, clock, waits=[0.0] * 6, works=[0.2] * 6)
     assert watched == [["open", 2, "closed", 2]]
     assert meter._syncs == ()
+
+
+def test_a_loop_that_is_left_in_a_watched_step_does_not_stay_watched(clock, monkeypatch) -> None:
+    closed = []
+
+    class Watching:
+        def __enter__(self):
+            return []
+
+        def __exit__(self, *_):
+            closed.append(meter.steps)
+
+    monkeypatch.setattr(meter_module, "collecting_syncs", Watching)
+    meter = redline.Meter(tokens_per_step=1, flops_per_step=1.0, device="cpu")
+    monkeypatch.setattr(meter, "device", torch.device("cuda"))
+    for number in meter.data(range(9)):
+        if number == 2:
+            break
+        meter.step()
+    assert closed == [2]
+    assert meter._syncs is None  # half a step is no count
 
 
 # mistakes

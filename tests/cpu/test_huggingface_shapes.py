@@ -5,12 +5,14 @@ The shape must imply the linear layers the model has, size by size, and every on
 
 from __future__ import annotations
 
+import copy
 import json
 from collections import Counter
 from dataclasses import replace
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -30,7 +32,7 @@ from transformers.pytorch_utils import Conv1D
 
 from redline.core.plan import Plan
 from redline.core.workload import Shape
-from redline.predict.flops import parameters
+from redline.predict.flops import flops_per_token, parameters
 from redline.predict.gemms import linear_layers
 from redline.workloads import changed_document, resolve_shape
 from redline.workloads.huggingface import FAMILIES
@@ -134,6 +136,27 @@ def test_the_shape_implies_the_models_parameters(name, resolve):
     resolved = resolve(CASES[name])
     counted = sum(parameter.numel() for parameter in build(CASES[name]).parameters())
     assert counted == parameters(resolved.shape).total
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("name", CASES)
+def test_parameters_with_and_without_a_head_of_its_own(name, tied, resolve):
+    """What a run builds: the baseline unties what was published tied."""
+    config = copy.deepcopy(CASES[name])
+    config.tie_word_embeddings = tied
+    counted = sum(parameter.numel() for parameter in build(config).parameters())
+    assert counted == parameters(resolve(CASES[name]).shape, tied=tied).total
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_shape_implies_the_flops_that_torch_counts(name, resolve):
+    """Forward and backward with plain attention, which multiplies the whole square, windowed or not."""
+    shape = resolve(CASES[name]).shape
+    model = AutoModelForCausalLM.from_config(copy.deepcopy(CASES[name]), attn_implementation="eager")
+    tokens = torch.zeros(1, shape.sequence, dtype=torch.int64)
+    with FlopCounterMode(display=False) as counter:
+        model(tokens, use_cache=False).logits.sum().backward()
+    assert counter.get_total_flops() == flops_per_token(shape) * tokens.numel()
 
 
 @pytest.mark.parametrize("name", CASES)

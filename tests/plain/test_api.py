@@ -206,6 +206,20 @@ def test_the_memory_of_an_estimate_adds_up_in_its_page(shown):
         assert f">{cell}</td>" in page
 
 
+RECORDS = {"ladder": "2026-11-15-h200-ladder-gpt2-b16.json", "tune": "2026-11-15-h200-tune-gpt2.json"}
+
+
+@pytest.mark.parametrize("kind", RECORDS)
+def test_records_of_runs_are_shown_as_their_pages(repository, kind):
+    recorded = json.loads((repository / "records" / RECORDS[kind]).read_text())
+    found = Document(recorded, kind=kind)
+    assert found == recorded
+    rate = f"{recorded['best']['tokens_per_second']:,.0f}"
+    assert rate in str(found)
+    assert rate in page_in(found._repr_html_())
+    assert "<svg" in page_in(found._repr_html_())
+
+
 def test_a_failed_profile_says_why():
     failed = Document({"status": "failed", "reason": "out of memory"}, kind="profile")
     assert str(failed) == "nothing to show, profile failed: out of memory"

@@ -201,7 +201,8 @@ def test_the_python_function_checks_its_time_limit_too(machine, workplace):
         (("ladder", "--keep", "slower"), "'slower'"),
         (("ladder", "--out"), "--out"),
         (("report",), "DIR"),
-        (("report", "a", "b"), "b"),
+        (("report", "a", "b", "c"), "c"),
+        (("watch",), "DIR"),
         (("--json",), "COMMAND"),
     ],
     ids=str,
@@ -350,12 +351,12 @@ class TestNoRun:
             said = mistake(*words, path)
             assert said["problem"] == f"{path} is not a run directory"
 
-    @pytest.mark.parametrize("text", [b"", b'{"half', b"\xff\xfe\x00", b"PK\x03\x04"])
+    @pytest.mark.parametrize("text", [b"", b'{"half', b"\xff\xfe\x00", b"PK\x03\x04", b"[]", b"null", b"3", b'"run"'])
     def test_damaged(self, mistake, workplace, words, text):
         (workplace / "run.json").write_bytes(text)
         assert mistake(*words, workplace)["problem"].endswith("run.json is damaged")
 
-    @pytest.mark.parametrize("text", ["[]", "null", "3", '"run"', "{}", '{"workload": {}}', '{"workload": null}'])
+    @pytest.mark.parametrize("text", ["{}", '{"workload": {}}', '{"workload": null}'])
     def test_json_of_something_else(self, mistake, workplace, words, text):
         (workplace / "run.json").write_text(text)
         assert "not a ladder this version can read" in mistake(*words, workplace)["problem"]

@@ -39,6 +39,7 @@ ROW_KEYS = {
     "micro_batch",
     "step_seconds",
     "tokens_per_second",
+    "unit",
     "speedup_total",
     "speedup_step",
     "mfu",

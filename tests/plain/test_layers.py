@@ -28,6 +28,9 @@ LAYERS = {
     "report": {"core", "predict"},
     "machine": {"core"},
     "commands": {"core", "predict", "data", "workloads", "rungs", "machine", "search", "engine", "report"},
+    "api": {  # what redline/__init__.py calls in a user's own process: it has torch, where torch is asked for
+        *("core", "predict", "model", "optim", "workloads", "rungs", "engine", "report", "machine", "commands"),
+    },
     "cli": {"core", "commands"},
 }
 TORCH_FREE = (
@@ -181,6 +184,7 @@ COMMANDS = (
     "estimate",
     "hardware",
     "report",
+    "watch",
 )  # all there are
 help_calls = pytest.mark.parametrize("arguments", [["--help"], *([name, "--help"] for name in COMMANDS)], ids=" ".join)
 

@@ -1,0 +1,188 @@
+"""Lint and estimate of a module that is already there: a copy of it is walked and run once on the host.
+
+    lint_module(model, batch=None, options=...)     estimate_module(model, batch=batch, options=...)
+
+What a file of one's own goes through (`engine/inspect_model.py`), without the file: the batch takes the place of
+make_batch. Without a batch nothing is run, and lint sees the sizes of the layers alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import datetime
+import inspect
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from redline.api.loss import Loss, loss_of_call
+from redline.api.prepare import check_module
+from redline.commands import estimate as estimate_command
+from redline.commands import lint as lint_command
+from redline.core.errors import UserError
+from redline.core.traced import SAMPLE, TOKEN, Line, Product, Traced
+from redline.core.user_code import Functions, described
+from redline.core.workload import Workload
+from redline.engine.inspect_model import look_at
+from redline.engine.inspect_walk import starred, walked
+from redline.model.python_adapter import takes_inputs_only
+from redline.predict.traced_estimate import traced_document
+from redline.predict.traced_lint import findings_of, traced_lint_document
+from redline.workloads.python_file import PythonFile, python_workload
+
+ORIGIN = "a module of yours"
+SIZES_ONLY = (
+    "without a batch only the sizes of layers were looked at: give batch=..., what the model is called with, for "
+    "attention, lines that wait and gains"
+)
+
+
+def estimate_module(model: nn.Module, batch: Any, loss: Loss | None, options: argparse.Namespace) -> dict[str, Any]:
+    check_module(model)
+    if batch is None:
+        raise UserError(
+            "an estimate of a module takes a batch",
+            "FLOPs and memory are counted while the model runs, and what it is called with is not known",
+            "give one: redline.estimate(model, batch=next(iter(loader)))",
+        )
+    batch = plain(batch)
+    estimate_command.check_options(options)
+    estimate_command.check_one_gpu(options)
+    machine = estimate_command.choose_machine(options)
+    workload = live_workload(model, trace_module(model, batch, loss))
+    if options.micro_batch is None and options.recipe is None:
+        options.micro_batch = samples_of(batch)
+    return traced_document(estimate_command.traced_subject(options, machine, workload, ORIGIN), machine)
+
+
+def lint_module(model: nn.Module, batch: Any, loss: Loss | None, options: argparse.Namespace) -> dict[str, Any]:
+    check_module(model)
+    lint_command.check_options(options)
+    lint_command.refuse_for_python(options)
+    ignored = lint_command.ignored_rules(options.ignore)
+    if batch is None:
+        return lint_sizes(model, ignored, options)
+    batch = plain(batch)
+    workload = live_workload(model, trace_module(model, batch, loss))
+    if options.micro_batch is None:
+        options.micro_batch = samples_of(batch)
+    return lint_command.lint_traced(options, ignored, workload, ORIGIN)
+
+
+def lint_sizes(model: nn.Module, ignored: tuple[str, ...], options: argparse.Namespace) -> dict[str, Any]:
+    """How many rows the products have is not known, so nothing is predicted, whatever the device."""
+    device, hardware = lint_command.known_device(options)
+    dtype = lint_command.choose_dtype(options.dtype, device)
+    traced = sizes_of(model)
+    found = findings_of(traced, micro_batch=1, dtype=dtype, device=None, ignore=ignored)
+    found = tuple(replace(each, no_gain="without a batch the rows of a product are not known") for each in found)
+    document = traced_lint_document(traced, found, hardware=hardware, micro_batch=1, dtype=dtype)
+    document["settings"]["micro_batch"] = None
+    document["shape"] |= dict.fromkeys(("flops_forward", "flops_backward", "loss", "batch_bytes", "saved"))
+    return {
+        "name": type(model).__name__,
+        "origin": ORIGIN,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        **document,
+        "notes": [SIZES_ONLY],
+    }
+
+
+# --- what is seen of a module -----------------------------------------------------------------------------------------
+
+
+def live_workload(model: nn.Module, traced: Traced) -> Workload:
+    """As a file that made the model would be."""
+    kind = type(model)
+    workload = python_workload(PythonFile(path=Path(file_of(kind)), factory=kind.__name__, digest=""), traced)
+    dropped = (f"dropout was off while the model was looked at ({traced.dropout[0]}, ...)",) if traced.dropout else ()
+    return replace(workload, notes=dropped)
+
+
+def file_of(kind: type) -> str:
+    """Where its code is; a class that was typed in has no file, and gets the name of its module."""
+    try:
+        return str(Path(inspect.getfile(kind)))
+    except (TypeError, OSError):
+        return kind.__module__
+
+
+def trace_module(model: nn.Module, batch: Any, loss: Loss | None) -> Traced:
+    """The module itself is left alone: a copy of it, on the host, is looked at."""
+    functions = Functions(
+        file=file_of(type(model)),
+        name=type(model).__name__,
+        factory=lambda: model,
+        make_batch=lambda size, _: samples(batch, size),
+        loss=loss or loss_by_calling,
+        **items_of(batch),
+    )
+    twin = copy.deepcopy(getattr(model, "_orig_mod", model)).to("cpu").train()
+    return look_at(functions, twin, {}, Workload.seed)
+
+
+def loss_by_calling(model: nn.Module, batch: Any) -> torch.Tensor:
+    return loss_of_call(model, batch, takes_inputs_only(model))
+
+
+def plain(batch: Any) -> Any:
+    """transformers' batches are mappings that torch does not know the parts of."""
+    found = dict(batch) if isinstance(batch, Mapping) else batch
+    samples_of(found)
+    return found
+
+
+def samples_of(batch: Any) -> int:
+    """How many there are: the first dimension of every tensor."""
+    leaves = tree_leaves(batch)
+    sizes = {leaf.size(0) if isinstance(leaf, torch.Tensor) and leaf.dim() else 0 for leaf in leaves}
+    if len(sizes) != 1 or 0 in sizes:
+        raise UserError(
+            f"the batch is {described(batch)} whose parts do not agree on how many samples it has",
+            "a batch is a tensor, or tuples and dicts of tensors, with the samples in the first dimension of each",
+            "pass what the model is called with, such as (inputs, targets) of [samples, ...] each",
+        )
+    return sizes.pop()
+
+
+def samples(batch: Any, size: int) -> Any:
+    """So many of them, on the host; from the start again where there are fewer."""
+
+    def first(leaf: torch.Tensor) -> torch.Tensor:
+        return leaf.detach().to("cpu")[torch.arange(size) % leaf.size(0)]
+
+    return tree_map(first, batch)
+
+
+def items_of(batch: Any) -> dict[str, Any]:
+    """transformers' name for tokens says that they are; of anything else samples are counted."""
+    ids = batch.get("input_ids") if isinstance(batch, dict) else None
+    if isinstance(ids, torch.Tensor) and ids.dim() == 2:
+        return {"items_per_sample": ids.size(1), "unit": TOKEN}
+    return {"items_per_sample": 1, "unit": SAMPLE}
+
+
+def sizes_of(model: nn.Module) -> Traced:
+    """Matrices of layers as products of one row; nothing else is known of it."""
+    found: Counter[Product] = Counter()
+    for name, module in model.named_modules():
+        for parameter in module.parameters(recurse=False):
+            if parameter.dim() == 2 and not isinstance(module, nn.Embedding):
+                found[Product(where=starred(name), kind="linear", m=1, n=parameter.size(0), k=parameter.size(1))] += 1
+    nothing = Line(constant=0, per_sample=0)
+    return Traced(
+        **walked(model, {}),
+        loss="",
+        batch_bytes=0,
+        flops_forward=nothing,
+        flops_backward=nothing,
+        saved=(),
+        products=tuple(replace(product, count=count) for product, count in found.items()),
+    )

@@ -1,0 +1,88 @@
+"""Many GPUs for the terminal: the layout and why, what each GPU sends, and where the step goes.
+
+print_parallel(document["parallel"], Console())     the document is that of `redline estimate --json`
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from redline.core.units import UNKNOWN, counted, human_bytes, human_percent, human_rate, human_seconds
+from redline.report import Document
+from redline.report.plain_table import plain_table
+
+
+def print_parallel(parallel: Document, console: Console) -> None:
+    console.print(Text(layout_text(parallel), overflow="fold"))
+    console.print()
+    console.print(traffic_table(parallel))
+    if parallel["step"] is not None:
+        console.print()
+        console.print(step_table(parallel))
+    if parallel["recommendation"] is not None:
+        console.print()
+        console.print(layouts_table(parallel["recommendation"]))
+        console.print(Text(parallel["recommendation"]["reason"] + ".", overflow="fold"))
+
+
+def layout_text(parallel: Document) -> str:
+    layout, links = parallel["layout"], parallel["interconnect"]
+    names = {place: UNKNOWN if links[place] is None else links[place]["name"] for place in ("inside", "between")}
+    joined = f"{names['inside']} inside" + (f" and {names['between']} between them" if layout["nodes"] > 1 else "")
+    nodes = f"{counted(layout['nodes'], 'node')} of {counted(layout['gpus_per_node'], 'GPU')}, {joined}"
+    return f"{layout_words(layout)}: {nodes}"
+
+
+def layout_words(layout: dict[str, Any]) -> str:
+    return f"DP {layout['dp']} x TP {layout['tp']} x PP {layout['pp']}, ZeRO {layout['zero']}"
+
+
+def traffic_table(parallel: Document) -> Table:
+    """Of the pipeline stage that takes longest, if there are several."""
+    table = plain_table("sent by one GPU in a step", "how", "calls ", "bytes ", "time ", "hides behind")
+    for one in parallel["collectives"]:
+        hides = f"the {one['during']}" if one["overlaps"] else "nothing"
+        sent, time = human_bytes(one["sent_bytes"]), human_seconds(one["seconds"])
+        table.add_row(one["what"], f"{one['kind']}, {one['axis']}", f"{one['calls']:,}", sent, time, hides)
+    total = sum(parallel["sent_bytes"].values())
+    seconds = None if parallel["step"] is None else parallel["step"]["communication_seconds"]
+    table.add_row(Text("total", style="bold"), "", "", human_bytes(total), human_seconds(seconds), "")
+    return table
+
+
+def step_table(parallel: Document) -> Table:
+    step = parallel["step"]
+    table = plain_table("step on many GPUs", "time ", "share ", "what")
+    for name, key, what in (
+        ("forward", "forward_seconds", "one GPU's part, all micro batches"),
+        ("backward", "backward_seconds", "with what is computed again"),
+        ("update", "update_seconds", "shared among replicas by ZeRO"),
+        ("communication", "exposed_seconds", f"{human_seconds(step['hidden_seconds'])} more hide behind the passes"),
+        ("bubble", "bubble_seconds", f"{human_percent(parallel['bubble'])} of a pipeline's time: (p-1)/(m+p-1)"),
+    ):
+        if step[key] or key != "bubble_seconds":
+            table.add_row(name, human_seconds(step[key]), human_percent(step[key] / step["seconds"]), what)
+    per_gpu = human_rate(parallel["tokens_per_second_per_gpu"])
+    rate = f"{human_rate(parallel['tokens_per_second'])} tokens/s, {per_gpu} per GPU"
+    efficiency = f"{human_percent(parallel['scaling_efficiency'])} of one GPU alone"
+    table.add_row(Text("total", style="bold"), human_seconds(step["seconds"]), "", f"{rate}: {efficiency}")
+    return table
+
+
+def layouts_table(recommendation: Document) -> Table:
+    table = plain_table("layout", "micro batch ", "GAS ", "memory ", "tokens/s ", "efficiency ")
+    for number, row in enumerate([recommendation["best"], *recommendation["others"]]):
+        layout = row["layout"]
+        table.add_row(
+            Text(layout_words(layout), style="" if number else "bold"),
+            f"{layout['micro_batch']}",
+            f"{layout['accumulation']}",
+            human_bytes(row["memory_bytes"]),
+            human_rate(row["tokens_per_second"]),
+            human_percent(row["scaling_efficiency"]),
+        )
+    return table

@@ -1,0 +1,216 @@
+"""Lint and estimate of modules that are already there, and functions that build them: counted against sums by hand."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import redline
+import redline.commands.tune as tune_command
+import redline.search.ladder as ladder_search
+from redline.core.errors import UserError
+
+CLASSES = torch.zeros(6, dtype=torch.int64)
+
+
+def mlp() -> nn.Sequential:
+    """8 -> 30 -> 4, with what an inspection would change."""
+    return nn.Sequential(nn.Linear(8, 30), nn.Dropout(0.5), nn.Linear(30, 4))
+
+
+class Naive(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.head = nn.Linear(16, 48), nn.Linear(16, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).chunk(3, dim=-1)
+        scores = q @ k.transpose(-2, -1)  # written out
+        y = scores.softmax(dim=-1) @ v
+        if y.sum().item() > 1e9:  # waits
+            raise OverflowError
+        return self.head(y.mean(dim=1))
+
+
+def line_of(words: str) -> int:
+    lines, first = inspect.getsourcelines(Naive)
+    return first + next(number for number, line in enumerate(lines) if words in line)
+
+
+def pair(width: int = 8, count: int = 6) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.ones(count, width), CLASSES[:count]
+
+
+# estimate
+
+
+def test_parameters_and_flops_are_those_of_a_sum_by_hand() -> None:
+    found = redline.estimate(mlp(), batch=pair(), rungs="none", gpu="H200")
+    assert found["parameters"] == 8 * 30 + 30 + 30 * 4 + 4
+    # a product forward and two backward, but for the first layer, whose input needs no gradient
+    assert found["flops_per_token"]["model"] == 2 * (2 * 8 * 30 + 3 * 30 * 4)
+    assert found["flops_per_token"]["unit"] == "sample"
+    assert found["settings"]["micro_batch"] == 6
+    assert found["memory"]["weights"] == 4 * found["parameters"]
+    assert found["memory"]["optimizer"] >= 2 * 4 * found["parameters"]
+    assert found["tokens_per_second"] is None
+    assert "redline.estimate(gpu='H200', rungs='none')" in found["command"]
+
+
+@pytest.mark.parametrize("count", [1, 3, 6])
+def test_a_batch_of_any_size_will_do_and_says_how_large_a_step_is(count) -> None:
+    found = redline.estimate(mlp(), batch=pair(count=count), rungs="none")
+    assert found["settings"]["micro_batch"] == count
+    assert found["flops_per_token"]["model"] == 2 * (2 * 8 * 30 + 3 * 30 * 4)
+    assert redline.estimate(mlp(), batch=pair(), rungs="none", micro_batch=2)["settings"]["micro_batch"] == 2
+
+
+def test_the_module_is_left_alone() -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5)) for _ in range(3)))
+    model.eval()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    redline.estimate(model, batch=pair(), rungs="none")
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert [block[2].p for block in model] == [0.5] * 3
+    assert not model.training
+    assert not any("forward" in vars(module) for module in model.modules())  # nothing was wrapped
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_tokens_of_transformers_are_counted_as_tokens() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(n_layer=1, n_head=2, n_embd=32, vocab_size=257, n_positions=16)
+    config.bos_token_id = config.eos_token_id = 0
+    ids = torch.zeros(3, 16, dtype=torch.int64)
+    batch = transformers.BatchEncoding({"input_ids": ids, "labels": ids})
+    found = redline.estimate(transformers.AutoModelForCausalLM.from_config(config), batch=batch, rungs="none")
+    assert found["flops_per_token"]["unit"] == "token"
+    sizes = {"layers": 1, "heads": 2, "d_model": 32, "d_ff": 128, "vocab": 257, "sequence": 16}
+    from redline.core.workload import Shape
+    from redline.predict.flops import flops_per_token, parameters
+
+    assert found["parameters"] == parameters(Shape(**sizes)).total
+    assert found["flops_per_token"]["model"] == pytest.approx(flops_per_token(Shape(**sizes)), rel=1e-3)
+    assert any("dropout was off" in note for note in found["notes"])
+
+
+MISTAKES = {
+    "no batch": ({}, "an estimate of a module takes a batch"),
+    "no tensors": ({"batch": "text"}, "do not agree on how many samples"),
+    "two sizes": ({"batch": (torch.ones(3, 8), torch.ones(4))}, "do not agree on how many samples"),
+    "a scalar": ({"batch": torch.tensor(1.0)}, "do not agree on how many samples"),
+    "no loss": ({"batch": torch.ones(3, 8)}, r"returned a float32 tensor of \[2, 4\]"),
+    "several GPUs": ({"batch": pair(), "tp": 2}, "--tp"),
+    "a sequence": ({"batch": pair(), "sequence": 4}, "redline.estimate was given sequence"),
+}
+
+
+@pytest.mark.parametrize(("given", "said"), MISTAKES.values(), ids=MISTAKES)
+def test_mistakes_are_told(given, said) -> None:
+    with pytest.raises(UserError, match=said):
+        redline.estimate(mlp(), **given)
+
+
+def test_what_a_workload_brings_itself_is_refused() -> None:
+    with pytest.raises(UserError, match="redline.estimate was given batch: a workload brings its own"):
+        redline.estimate("gpt2", batch=pair())
+    with pytest.raises(UserError, match="redline.lint was given loss"):
+        redline.lint("gpt2", loss=lambda model, batch: None)
+
+
+# lint
+
+
+def test_lines_are_found_with_a_batch() -> None:
+    found = redline.lint(Naive(), batch=(torch.randn(4, 8, 16), CLASSES[:4]))
+    where = {each["rule"]: each["where"] for each in found["findings"]}
+    first = line_of("# written out")
+    assert where["written-out-attention"] == [f"{Path(__file__).name}:{first}-{first + 1}"]
+    assert where["synchronisation"] == [f"{Path(__file__).name}:{line_of('# waits')}"]
+    assert found["settings"]["micro_batch"] == 4
+
+
+def test_sizes_are_found_without_one() -> None:
+    model = nn.Sequential(nn.Linear(64, 1001), nn.Linear(1001, 64))
+    found = redline.lint(model)
+    assert [(each["rule"], each["where"], each["fix"]) for each in found["findings"]] == [
+        ("layer-size", ["*"], "1,024; what is added may stay unused")
+    ]
+    assert found["findings"][0]["predicted_gain"] is None
+    assert "without a batch" in found["findings"][0]["no_predicted_gain"]
+    assert found["settings"]["micro_batch"] is None
+    assert found["shape"]["flops_forward"] is None
+    assert redline.lint(model, ignore="layer-size")["findings"] == []
+    assert redline.lint(model, gpu="H200")["findings"][0]["predicted_gain"] is None
+    assert redline.lint(nn.Linear(64, 1024))["findings"] == []
+
+
+def test_a_gain_takes_a_batch_and_a_device() -> None:
+    model = nn.Sequential(nn.Linear(64, 1001), nn.Linear(1001, 64))
+    batch = torch.ones(512, 64), torch.zeros(512, dtype=torch.int64)
+    assert redline.lint(model, batch=batch, gpu="H200")["findings"][0]["predicted_gain"] > 0
+
+
+@pytest.mark.parametrize("given", [{}, {"batch": (torch.randn(4, 8, 16), CLASSES[:4])}], ids=["sizes", "lines"])
+def test_they_are_shown(given) -> None:
+    documents = [redline.lint(Naive(), **given)]
+    documents += [redline.estimate(Naive(), **given, gpu="H200")] if given else []
+    for found in documents:
+        assert json.loads(json.dumps(found)) == found
+        assert "Naive: " in str(found)
+        assert max(map(len, str(found).splitlines())) <= 100
+        assert "Naive" in found._repr_html_()
+
+
+# functions that build
+
+
+@pytest.fixture
+def built(tmp_path, monkeypatch):
+    """A user's file with a factory, imported."""
+    path = tmp_path / "user_model.py"
+    path.write_text(
+        "import torch\n"
+        "def build():\n    return torch.nn.Linear(8, 4)\n"
+        "def make_batch(size, seed):\n    return torch.ones(size, 8), torch.zeros(size, dtype=torch.int64)\n"
+    )
+    spec = importlib.util.spec_from_file_location("user_model", path)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "user_model", module)
+    spec.loader.exec_module(module)
+    return module.build
+
+
+class ReachedError(Exception):
+    pass
+
+
+def test_ladder_and_tune_are_told_file_and_name(built, monkeypatch) -> None:
+    def reached(*_, **choices):
+        raise ReachedError(choices.get("workload"))
+
+    monkeypatch.setattr(ladder_search, "prepare_ladder", reached)
+    with pytest.raises(ReachedError, match=r"user_model.py:build$"):
+        redline.ladder(built)
+    monkeypatch.setattr(tune_command, "tune", lambda options, command: reached(workload=options.workload))
+    with pytest.raises(ReachedError, match=r"user_model.py:build$"):
+        redline.tune(built)
+
+
+def test_an_estimate_of_a_factory_is_made_by_a_worker(built) -> None:
+    found = redline.estimate(built, rungs="none")
+    assert found["parameters"] == 36
+    assert found["name"] == "build"
+    assert "user_model.py:build" in found["command"]
+
+
+def test_a_live_module_is_nothing_for_workers() -> None:
+    with pytest.raises(UserError, match="redline.ladder was given a module and not a function that builds one"):
+        redline.ladder(mlp())

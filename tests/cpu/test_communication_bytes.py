@@ -1,0 +1,328 @@
+"""What torch's own DDP, fully_shard, parallelize_module and pipelining send, call by call, against the prediction.
+
+The group is torch's fake one: 1,024 ranks of which this process is one, whose collectives do nothing. CommDebugMode
+counts calls; `Wire` adds up their bytes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import nullcontext
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from redline.core.plan import Plan
+from redline.core.workload import Shape
+from redline.model.gpt import GPT
+from redline.predict.activations import Rank
+from redline.predict.communication import ALL_GATHER, ALL_REDUCE, POINT, REDUCE_SCATTER, traffic
+from redline.predict.optimizers import find_optimizer
+from redline.predict.parallel import Layout
+
+RANKS = 1024
+SMALL = Shape(layers=2, heads=4, d_model=64, d_ff=256, vocab=96, sequence=16)
+WIDE = Shape(layers=2, heads=12, d_model=768, d_ff=3072, vocab=1000, sequence=8)  # layers of more than one bucket
+POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+# CommDebugMode's own hooks on a model whose inputs are token ids.
+pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning")
+
+
+# counting
+
+
+def size(tensors):
+    listed = tensors if isinstance(tensors, (list, tuple)) else [tensors]
+    return sum(tensor.numel() * tensor.element_size() for tensor in listed)
+
+
+# What each operator is, and where its whole tensor stands: argument 0 or 1, or the result.
+OPERATORS = {
+    "c10d::allreduce_": (ALL_REDUCE, 0),
+    "c10d::_allgather_base_": (ALL_GATHER, 0),
+    "c10d::_reduce_scatter_base_": (REDUCE_SCATTER, 1),
+    "c10d::send": (POINT, 0),
+    "_c10d_functional::all_reduce": (ALL_REDUCE, 0),
+    "_c10d_functional::reduce_scatter_tensor": (REDUCE_SCATTER, 0),
+    "_c10d_functional::all_gather_into_tensor": (ALL_GATHER, None),
+}
+# Not traffic of this GPU's sending: results awaited or wrapped, and what another sends.
+SILENT = {"_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd", "c10d::recv_"}
+
+
+class Wire(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.calls, self.bytes = Counter(), Counter()
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # it goes on to what it consists of, and to the collectives
+        result = operator(*args, **(kwargs or {}))
+        name = operator._schema.name
+        if "c10d" in name and name not in SILENT:
+            kind, place = OPERATORS[name]  # one that is not listed must not go uncounted
+            self.calls[kind] += 1
+            self.bytes[kind] += size(result if place is None else args[place])
+        return result
+
+    def seen(self):
+        return {kind: (self.calls[kind], self.bytes[kind]) for kind in self.calls}
+
+
+def predicted(shape, plan, *, tp=1, pp=1, zero=0, accumulation=1, first=True, last=True):
+    layout = Layout(gpus=RANKS, tp=tp, pp=pp, micro_batch=2, accumulation=accumulation)
+    rank = Rank(
+        shape=shape,
+        plan=plan,
+        micro_batch=2,
+        layout=layout,
+        zero=zero,
+        optimizer=find_optimizer(plan.optimizer),
+        first=first,
+        last=last,
+    )
+    calls, sizes = Counter(), Counter()
+    for one in traffic(rank, gpus_per_node=8):
+        calls[one.kind] += one.calls
+        sizes[one.kind] += one.bytes
+    return {kind: (calls[kind], sizes[kind]) for kind in calls}
+
+
+def only(found, *kinds):
+    return {kind: value for kind, value in found.items() if kind in kinds}
+
+
+# the group
+
+
+@pytest.fixture(scope="module", autouse=True)
+def group():
+    """Rank 256 is in the middle: the second of four stages, the first of its tensor-parallel group."""
+    dist.init_process_group("fake", store=FakeStore(), rank=256, world_size=RANKS)
+    torch.manual_seed(0)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def flat():
+    return init_device_mesh("cpu", (RANKS,), mesh_dim_names=("dp",))
+
+
+@pytest.fixture(scope="module")
+def crossed():
+    return init_device_mesh("cpu", (RANKS // 4, 4), mesh_dim_names=("dp", "tp"))
+
+
+class Trained(nn.Module):
+    """A model and its loss in one, so that what leaves it is no view of a tensor that FSDP watches."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens):
+        return F.cross_entropy(self.model(tokens).flatten(0, 1), tokens.flatten())
+
+
+def tokens_for(shape):
+    return torch.randint(0, shape.vocab, (2, shape.sequence))
+
+
+def step(trained, shape, *, cut=False, autocast=False):
+    """Forward, loss and backward of one micro batch of two sequences, with what it sent."""
+    wire, counts = Wire(), CommDebugMode()
+    with counts, wire, loss_parallel() if cut else nullcontext():
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = trained(tokens_for(shape))
+        loss.backward()
+    assert counts.get_total_counts() == sum(wire.calls.values())  # both saw the same calls
+    return wire.seen()
+
+
+# data parallel
+
+
+def ddp(model):
+    """The reducer wants a result from the work it starts, which the fake group's has not: the hook gives it one. Its
+    buckets are made in the order of the first backward and announced in the forward after it."""
+    trained = Trained(model)
+    # The mask is the same everywhere; how to leave it out has another name in each version of torch but this one.
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(trained, ["model.future"])
+    wrapped = DistributedDataParallel(trained)
+
+    def all_reduce(_, bucket):
+        dist.all_reduce(bucket.buffer())
+        done = torch.futures.Future()
+        done.set_result(bucket.buffer())
+        return done
+
+    wrapped.register_comm_hook(None, all_reduce)
+    for _ in range(2):
+        wrapped(tokens_for(model.shape)).backward()
+    return wrapped
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_ddp(tied):
+    model = ddp(GPT(WIDE, tied=tied))
+    found = predicted(WIDE, Plan(tied=tied))
+    assert found == {ALL_REDUCE: (found[ALL_REDUCE][0], 4 * sum(p.numel() for p in model.parameters()))}
+    assert step(model, WIDE) == found
+
+
+def test_ddp_sends_on_the_last_micro_batch_only():
+    model = ddp(GPT(SMALL))
+    step_bytes = predicted(SMALL, Plan(tied=True), accumulation=3)
+    assert step_bytes == predicted(SMALL, Plan(tied=True))
+    with Wire() as wire:
+        with model.no_sync():
+            for _ in range(2):
+                model(tokens_for(SMALL)).backward()
+        model(tokens_for(SMALL)).backward()
+    assert wire.seen() == step_bytes
+
+
+def sharded(model, blocks, mesh, policy):
+    for block in blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    return fully_shard(Trained(model), mesh=mesh, mp_policy=policy)
+
+
+@pytest.mark.parametrize(
+    ("tied", "policy"), [(True, POLICY), (False, MixedPrecisionPolicy())], ids=["tied-bf16", "untied-fp32"]
+)
+def test_fsdp2(flat, tied, policy):
+    model = GPT(SMALL, tied=tied)
+    plan = Plan(tied=tied, autocast="bf16" if policy is POLICY else None)
+    assert step(sharded(model, model.h, flat, policy), SMALL) == predicted(SMALL, plan, zero=3)
+
+
+def test_fsdp2_gathers_and_scatters_every_micro_batch(flat):
+    model = GPT(SMALL)
+    trained, sums = sharded(model, model.h, flat, POLICY), Counter()
+    for _ in range(2):
+        for kind, (calls, moved) in step(trained, SMALL).items():
+            sums[kind, "calls"] += calls
+            sums[kind, "bytes"] += moved
+    for kind, (calls, moved) in predicted(SMALL, Plan(tied=True, autocast="bf16"), zero=3, accumulation=2).items():
+        assert (sums[kind, "calls"], sums[kind, "bytes"]) == (calls, moved)
+
+
+# tensor parallel
+
+
+class Block(nn.Module):
+    """The matrices of a GPT-2 block, column-parallel and row-parallel in turn; which numbers meet does not matter."""
+
+    def __init__(self, shape, recompute):
+        super().__init__()
+        C, self.recompute = shape.d_model, recompute
+        self.norm_1, self.qkv, self.proj = nn.LayerNorm(C), nn.Linear(C, 3 * C), nn.Linear(C, C)
+        self.norm_2, self.up, self.down = nn.LayerNorm(C), nn.Linear(C, shape.d_ff), nn.Linear(shape.d_ff, C)
+
+    def forward(self, x):
+        return checkpoint(self.passes, x, use_reentrant=False) if self.recompute else self.passes(x)
+
+    def passes(self, x):
+        q, k, v = self.qkv(self.norm_1(x)).chunk(3, dim=-1)
+        x = x + self.proj(q * k.sigmoid() + v)
+        return x + self.down(F.gelu(self.up(self.norm_2(x))))
+
+
+class Cut(nn.Module):
+    """A model with a table for its embedding and one for its head, as `parallelize_module` cuts them."""
+
+    def __init__(self, shape, *, recompute=False):
+        super().__init__()
+        self.wte = nn.Embedding(shape.vocab, shape.d_model)
+        self.blocks = nn.ModuleList(Block(shape, recompute) for _ in range(shape.layers))
+        self.norm = nn.LayerNorm(shape.d_model)
+        self.head = nn.Linear(shape.d_model, shape.vocab, bias=False)
+
+    def forward(self, tokens):
+        x = self.wte(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+CUT = replace(SMALL, positions="rope", biases=True)  # no table of positions
+WAYS = {"qkv": ColwiseParallel, "proj": RowwiseParallel, "up": ColwiseParallel, "down": RowwiseParallel}
+
+
+def cut_among(mesh, **how):
+    model = Cut(CUT, **how)
+    plan = {"wte": RowwiseParallel(input_layouts=Replicate()), "head": ColwiseParallel(use_local_output=False)}
+    plan |= {f"blocks.{i}.{name}": way() for i in range(CUT.layers) for name, way in WAYS.items()}
+    return parallelize_module(model, mesh, plan)
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("recompute", [False, True], ids=["keep", "recompute"])
+def test_tensor_parallel(crossed, recompute, autocast):
+    model = cut_among(crossed["tp"], recompute=recompute)
+    plan = Plan(checkpointing="full" if recompute else "none", autocast="bf16" if autocast else None)
+    alone = predicted(CUT, plan, tp=4)
+    gradients = predicted_data_parallel(CUT, plan)
+    expected = {ALL_REDUCE: tuple(a - b for a, b in zip(alone[ALL_REDUCE], gradients[ALL_REDUCE], strict=True))}
+    assert step(Trained(model), CUT, cut=True, autocast=autocast) == expected
+
+
+def predicted_data_parallel(shape, plan):
+    """Of the replicas, which the model under test does not have: one all-reduce of a GPU's gradients."""
+    layout = Layout(gpus=RANKS, tp=4, micro_batch=2)
+    rank = Rank(
+        shape=shape,
+        plan=plan,
+        micro_batch=2,
+        layout=layout,
+        zero=0,
+        optimizer=find_optimizer("adamw-loop"),
+        first=True,
+        last=True,
+    )
+    (gradients,) = [one for one in traffic(rank, gpus_per_node=8) if one.axis == "dp"]
+    return {gradients.kind: (gradients.calls, gradients.bytes)}
+
+
+def test_tensor_parallel_and_fsdp2(crossed):
+    model = cut_among(crossed["tp"])
+    trained = sharded(model, model.blocks, crossed["dp"], POLICY)
+    assert step(trained, CUT, cut=True) == predicted(CUT, Plan(autocast="bf16"), tp=4, zero=3)
+
+
+# pipeline parallel
+
+
+def test_pipeline(monkeypatch):
+    """The second of four stages sends the stream forwards and its gradient backwards, once per micro batch. The fake
+    group receives nothing: that all stages know their shapes, on which torch has them vote first, is filled in."""
+    monkeypatch.setattr(dist, "recv", lambda tensor, *_, **__: tensor.fill_(1))
+    mesh = init_device_mesh("cpu", (4, RANKS // 4), mesh_dim_names=("pp", "dp"))
+    layer, stream = Block(SMALL, recompute=False), torch.zeros(2, 16, 64, requires_grad=True)
+    stage = PipelineStage(
+        layer, 1, 4, torch.device("cpu"), input_args=stream, output_args=stream, group=mesh["pp"].get_group()
+    )
+    schedule = Schedule1F1B(stage, n_microbatches=6, loss_fn=lambda output, target: output.sum())
+    schedule.step()  # the vote is over
+    with Wire() as wire:
+        schedule.step()
+    shape = replace(SMALL, layers=4)
+    found = predicted(shape, Plan(), pp=4, accumulation=6, first=False, last=False)
+    assert only(wire.seen(), POINT) == only(found, POINT)

@@ -1,0 +1,837 @@
+"""A user's own file, from inspection to every command: what is seen of it against what can be worked out by hand.
+
+The models are small and plain; three of them have a fault planted: a line that makes a GPU wait, attention that SDPA
+could replace, and code that torch.compile cannot take in one piece. Most commands run their workers in this process;
+one profile and one mistake go through real ones.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from redline.cli import main
+from redline.core.errors import UserError
+from redline.core.plan import Plan
+from redline.core.recipe import Recipe
+from redline.core.traced import Traced
+from redline.core.user_code import load_functions, load_module
+from redline.core.values import from_json, to_json
+from redline.core.workload import Shape, Workload
+from redline.data.batches import stream_batches
+from redline.data.made import MadeBatches
+from redline.engine import inspect_model, probe, worker
+from redline.engine.build import build
+from redline.engine.equivalence import relative_errors
+from redline.model.adapter import adapter_of
+from redline.model.python_adapter import PythonAdapter
+from redline.predict.flops import model_flops, parameters
+from redline.rungs import plan_of
+from redline.search.inspect import inspect_file
+from redline.workloads.python_file import PythonFile, find_python_file, for_training, python_workload
+
+CPU = torch.device("cpu")
+PLANTED = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(12, 24), nn.Linear(24, 5)
+
+    def forward(self, x):
+        h = self.up(x).relu()
+        self.seen = h.abs().max().item()  # waits
+        return self.down(h)
+
+def net():
+    return Net()
+
+def make_batch(size, seed):
+    x = torch.randn(size, 12, generator=torch.Generator().manual_seed(seed))
+    return x, x[:, :5].argmax(1)
+"""
+ENCODER = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+class Encoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(64, 16)
+        layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True)
+        self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(16, 64)
+
+    def forward(self, ids):
+        return self.head(self.layers(self.embedding(ids)))
+
+def encoder():
+    return Encoder()
+
+def make_batch(size, seed):
+    ids = torch.randint(64, (size, 8), generator=torch.Generator().manual_seed(seed))
+    return {"ids": ids, "hidden": ids.roll(1, dims=1)}
+
+def loss(model, batch):
+    return F.cross_entropy(model(batch["ids"]).flatten(0, 1), batch["hidden"].flatten())
+
+items_per_sample, unit = 8, "token"
+"""
+NORMED = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+def normed():
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.GELU(approximate="tanh"), nn.Dropout(0.2), nn.Flatten(),
+        nn.Linear(4 * 36, 3),
+    )
+
+def make_batch(size, seed):
+    x = torch.randn(size, 1, 8, 8, generator=torch.Generator().manual_seed(seed))
+    return x, x.mean((1, 2, 3)).sign().long() + 1
+"""
+RANDOM = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 1)
+
+    def forward(self, x):
+        h = F.dropout(self.a(x), 0.5, self.training)
+        return self.b(h).square().mean()
+
+def net():
+    return Net()
+
+def make_batch(size, seed):
+    return torch.randn(size, 6, generator=torch.Generator().manual_seed(seed))
+"""
+BREAKS = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 1)
+
+    def forward(self, x):
+        h = self.a(x)
+        print("seen", h.shape)
+        return self.b(h).square().mean()
+
+def net():
+    return Net()
+
+def make_batch(size, seed):
+    return torch.randn(size, 6, generator=torch.Generator().manual_seed(seed))
+"""
+
+
+@pytest.fixture(autouse=True)
+def clean_process() -> Iterator[None]:
+    """A worker's process ends; this one goes on to the next file."""
+    path, threads = list(sys.path), torch.get_num_threads()
+    inspect_file.cache_clear()
+    torch.set_num_threads(1)  # matrices this small only make threads wait for one another
+    yield
+    sys.path[:] = path
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[[str], Path]:
+    def to_file(text: str) -> Path:
+        path = tmp_path / "model.py"
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    return to_file
+
+
+def traced(words: str) -> Traced:
+    found = find_python_file(words)
+    assert found is not None
+    return traced_file(found)
+
+
+@functools.cache  # by its digest too
+def traced_file(found: PythonFile) -> Traced:
+    seen = inspect_model.inspect_model(found.source, seed=1337)
+    assert from_json(Traced, json.loads(json.dumps(to_json(seen)))) == seen
+    return seen
+
+
+def workload_of(words: str) -> Workload:
+    found = find_python_file(words)
+    assert found is not None
+    return python_workload(found, traced(words))
+
+
+def line_of(text: str, part: str) -> int:
+    return next(number for number, line in enumerate(text.splitlines(), 1) if part in line)
+
+
+# --- what is seen, by hand --------------------------------------------------------------------------------------------
+
+
+def test_an_mlp_by_hand(repository: Path) -> None:
+    seen = traced(f"{repository}/examples/mlp.py:mlp")
+    widths = (784, 512, 512, 10)
+    pairs = list(zip(widths, widths[1:], strict=False))
+    assert seen.parameters == seen.trainable == sum(a * b + b for a, b in pairs)
+    forward = sum(2 * a * b for a, b in pairs)
+    assert (seen.flops_forward.per_sample, seen.flops_forward.constant) == (forward, 0)
+    # Twice the forward, less the gradient of the images, which nobody asks for.
+    assert seen.flops_backward.per_sample == 2 * forward - 2 * 784 * 512
+    # What each ReLU gives, which it and the next layer share, and the log-probabilities; the images are the batch.
+    assert seen.saved_bytes("fp32", "naive", "none").per_sample == 4 * (512 + 512 + 10)
+    assert [(p.m, p.n, p.k, p.grows) for p in seen.products] == [(1, b, a, "m") for a, b in pairs]
+    assert [p.made.line for p in seen.products if p.made] == [14, 16, 18]
+    assert (seen.loss, seen.unit, seen.blocks, seen.splits, seen.random) == (
+        "cross-entropy",
+        "sample",
+        None,
+        True,
+        False,
+    )
+    assert seen.batch_bytes == 784 * 4 + 8
+
+
+def test_a_vision_transformer_by_hand(repository: Path) -> None:
+    seen = traced(f"{repository}/examples/vit.py:vit")
+    T, C, layers = 17, 64, 2  # 16 patches and a token
+    block = 4 * C * C + 4 * C + 8 * C * C + 5 * C + 4 * C
+    assert seen.parameters == layers * block + (192 * C + C) + (T + 1) * C + 2 * C + (C * 10 + 10)
+    linear, attention = 2 * T * 12 * C * C, 4 * T * T * C
+    forward = layers * (linear + attention) + 2 * 16 * 192 * C + 2 * C * 10
+    assert seen.flops_forward.per_sample == forward
+    assert seen.flops_backward.per_sample == 2 * forward - 2 * 16 * 192 * C  # no gradient of the images
+    assert seen.sdpa
+    assert not seen.attention
+    assert seen.blocks is not None
+    assert (seen.blocks.name, seen.blocks.count) == ("blocks", layers)
+    assert (seen.dropout, seen.tanh_gelus) == (("blocks.0.mlp.3", "blocks.1.mlp.3"), 2)
+    kept = {(each.precision, each.attention, each.checkpointing): each.bytes.per_sample for each in seen.saved}
+    assert len(kept) == 8
+    for precision in ("fp32", "bf16"):
+        assert kept[precision, "fused", "none"] < kept[precision, "naive", "none"]
+        # Of each block its input; the embedding before it and the norm, the head and the loss behind it stay.
+        assert kept[precision, "naive", "full"] < kept[precision, "naive", "none"] / 3
+    assert kept["bf16", "naive", "none"] < kept["fp32", "naive", "none"]
+
+
+def test_the_published_vision_transformer_has_its_published_size(repository: Path) -> None:
+    found = find_python_file(f"{repository}/examples/vit.py:vit_base")
+    assert found is not None
+    with torch.device("meta"):
+        model = load_functions(found.source).factory()
+    assert sum(parameter.numel() for parameter in model.parameters()) == 86_567_656
+
+
+def test_a_decoder_is_counted_as_its_shape_says(repository: Path) -> None:
+    seen = traced(f"{repository}/examples/naive_gpt.py:gpt")
+    assert seen.described is not None
+    shape = Shape(**seen.described)
+    assert seen.parameters == parameters(shape, tied=False).total
+    per_token = model_flops(shape, "full")
+    assert seen.flops.per_sample / seen.items_per_sample == pytest.approx(per_token.total, rel=1e-9)
+    assert (seen.ln_vocab, seen.sequence, seen.unit) == (pytest.approx(shape.ln_vocab), 64, "token")
+
+
+def test_products_add_up_to_the_counted_flops(repository: Path) -> None:
+    for words in ("mlp.py:mlp", "vit.py:vit", "naive_gpt.py:gpt"):
+        seen = traced(f"{repository}/examples/{words}")
+        products = sum(2 * p.m * p.n * p.k * p.batch * p.count for p in seen.products)
+        assert products == seen.flops_forward.per_sample
+        assert seen.products_left_out == 0
+
+
+# --- lines ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_line_that_makes_the_host_wait(write: Callable[[str], Path]) -> None:
+    (sync,) = traced(f"{write(PLANTED)}:net").syncs
+    assert (Path(sync.place.file).name, sync.place.line) == ("model.py", line_of(PLANTED, "# waits"))
+    assert sync.kind == "synchronisation"
+
+
+def test_attention_that_is_written_out(repository: Path) -> None:
+    path = repository / "examples/naive_gpt.py"
+    workload, text = workload_of(f"{path}:gpt"), path.read_text()
+    assert isinstance(workload.shape, Traced)
+    (found,) = workload.shape.attention
+    first, last = line_of(text, "scores = q @ k"), line_of(text, "y = weights @ v")
+    assert (found.place.line, found.place.last, found.causal, found.count) == (first, last, True, 2)
+    assert workload.cannot["flash"] == (
+        f"attention is written out at naive_gpt.py:{first}-{last}: call "
+        "F.scaled_dot_product_attention(q, k, v, is_causal=True) there"
+    )
+    assert f"naive_gpt.py:{line_of(text, 'nn.Embedding(VOCAB')}: make them 384" in workload.cannot["padded-vocab"]
+
+
+def test_torchs_own_attention_is_written_out_when_its_weights_are_asked_for(write: Callable[[str], Path]) -> None:
+    text = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x):
+        return self.attention(x, x, x, need_weights=WANTED)[0].square().mean()
+
+def net():
+    return Net()
+
+def make_batch(size, seed):
+    return torch.randn(size, 5, 8, generator=torch.Generator().manual_seed(seed))
+"""
+    reason = workload_of(f"{write(text.replace('WANTED', 'True'))}:net").cannot["flash"]
+    assert "model.py:11" in reason
+    assert "need_weights=False" in reason
+    assert "flash" not in workload_of(f"{write(text.replace('WANTED', 'False'))}:net").cannot
+
+
+def test_a_softmax_that_is_no_attention(write: Callable[[str], Path]) -> None:
+    text = PLANTED.replace("h.abs().max().item()", "torch.bmm(h[:, None], h[..., None]).softmax(-1)")
+    workload = workload_of(f"{write(text)}:net")
+    assert workload.cannot["flash"].startswith("no attention was seen")
+
+
+def test_random_numbers_are_found_where_they_are_drawn(write: Callable[[str], Path]) -> None:
+    workload = workload_of(f"{write(RANDOM)}:net")
+    assert isinstance(workload.shape, Traced)
+    assert [str(place) for place in workload.shape.draws] == [f"model.py:{line_of(RANDOM, 'F.dropout')}"]
+    assert workload.why_unchecked is not None
+    assert f"model.py:{line_of(RANDOM, 'F.dropout')}" in workload.why_unchecked
+    modules = RANDOM.replace("F.dropout(self.a(x), 0.5, self.training)", "self.drop(self.a(x))").replace(
+        "nn.Linear(6, 1)", "nn.Linear(6, 1); self.drop = nn.Dropout(0.5)"
+    )
+    quiet = workload_of(f"{write(modules)}:net")
+    assert isinstance(quiet.shape, Traced)
+    assert (quiet.why_unchecked, quiet.shape.dropout) == (None, ("drop",))
+    assert any("dropout is off while measuring (drop)" in note for note in quiet.notes)
+
+
+def test_shared_weights_are_told_and_counted_once(write: Callable[[str], Path]) -> None:
+    text = ENCODER.replace("self.head = nn.Linear(16, 64)", "self.head = nn.Linear(16, 64, bias=False)").replace(
+        "    def forward(self, ids)", "        self.head.weight = self.embedding.weight\n\n    def forward(self, ids)"
+    )
+    tied, untied = workload_of(f"{write(text)}:encoder"), workload_of(f"{write(ENCODER)}:encoder")
+    assert tied.cannot["tied-weights"] == "the file ties its weights itself: embedding.weight = head.weight"
+    assert isinstance(tied.shape, Traced)
+    assert isinstance(untied.shape, Traced)
+    assert untied.shape.parameters - tied.shape.parameters == 64 * 16 + 64
+
+
+def test_a_model_that_looks_at_values_is_traced_with_values(write: Callable[[str], Path]) -> None:
+    plain = traced(f"{write(PLANTED.replace('.item()', ''))}:net")
+    looks = traced(f"{write(PLANTED)}:net")
+    assert looks.flops == plain.flops
+    assert looks.saved_bytes("bf16", "naive", "none") == plain.saved_bytes("bf16", "naive", "none")
+
+
+# --- batches ----------------------------------------------------------------------------------------------------------
+
+
+def test_workers_make_the_batches_that_this_process_makes(write: Callable[[str], Path]) -> None:
+    found = find_python_file(f"{write(ENCODER)}:encoder")
+    assert found is not None
+    batches = MadeBatches(source=found.source, seed=7, micro_batch=3)
+    state = torch.random.get_rng_state()
+    streams = [stream_batches(batches, CPU, workers, start=2) for workers in (0, 1)]
+    try:
+        for _ in range(3):
+            one, other = map(next, streams)
+            assert one.keys() == other.keys() == {"ids", "hidden"}
+            assert all(
+                torch.equal(mine, theirs) for mine, theirs in zip(tree_leaves(one), tree_leaves(other), strict=True)
+            )
+    finally:
+        for stream in streams:
+            stream.close()
+    assert torch.equal(torch.random.get_rng_state(), state)  # what a model drops must not depend on the loader
+    assert torch.equal(batches[2]["ids"], load_functions(found.source).make_batch(3, 9)["ids"])
+
+
+def test_a_pair_stays_a_pair_on_its_way_out_of_a_worker(write: Callable[[str], Path]) -> None:
+    found = find_python_file(f"{write(PLANTED)}:net")
+    assert found is not None
+    stream = stream_batches(MadeBatches(source=found.source, seed=7, micro_batch=3), CPU, workers=1)
+    try:
+        assert isinstance(next(stream), tuple)
+    finally:
+        stream.close()
+
+
+# --- what a plan does from outside ------------------------------------------------------------------------------------
+
+
+def gradients(workload: Workload, plan: Plan, chunk: int | None = None) -> tuple[float, dict[str, torch.Tensor]]:
+    training = build(workload, plan, micro_batch=4, tokens=Path("none"), device=CPU, chunk=chunk)
+    loss = training.step.compute_gradients(next(training.batches)).item()
+    return loss, {name: each.grad for name, each in training.model.named_parameters() if each.grad is not None}
+
+
+@pytest.mark.parametrize("rung", ["flash", "checkpointing", "sigmoid-gelu"])
+def test_a_rung_leaves_loss_and_gradients_as_they_are(rung: str, repository: Path) -> None:
+    workload = workload_of(f"{repository}/examples/vit.py:vit")
+    assert rung not in workload.cannot
+    plain, found = (gradients(workload, plan) for plan in (Plan(), plan_of((rung,))))
+    assert found[0] == pytest.approx(plain[0], rel=1e-5)
+    errors, _ = relative_errors(found[1], plain[1])
+    assert max(errors.values()) < 1e-4
+
+
+def test_the_rungs_are_really_there(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    workload = workload_of(f"{repository}/examples/vit.py:vit")
+    ran: list[str] = []
+    plain = torch.utils.checkpoint.checkpoint
+    monkeypatch.setattr(
+        "redline.model.python_adapter.checkpoint", lambda *a, **k: (ran.append("again"), plain(*a, **k))[1]
+    )
+    gradients(workload, plan_of(("checkpointing",)))
+    assert ran == ["again"] * 2
+    model = adapter_of(workload).build(plan_of(("sigmoid-gelu",)), CPU)
+    assert not any(isinstance(module, nn.GELU) for module in model.modules())
+    build(workload, plan_of(("flash",)), micro_batch=2, tokens=Path("none"), device=CPU)
+    assert (torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.math_sdp_enabled()) == (True, False)
+    build(workload, Plan(), micro_batch=2, tokens=Path("none"), device=CPU)
+    assert (torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.math_sdp_enabled()) == (False, True)
+
+
+def test_a_batch_in_pieces_has_the_gradients_of_the_whole(write: Callable[[str], Path]) -> None:
+    workload = workload_of(f"{write(ENCODER)}:encoder")
+    whole, pieces = gradients(workload, Plan()), gradients(workload, Plan(), chunk=3)  # 3 and 1: unequal shares
+    assert pieces[0] == pytest.approx(whole[0], rel=1e-5)
+    assert max(relative_errors(pieces[1], whole[1])[0].values()) < 1e-4
+
+
+def test_restore_brings_weights_and_averages_back_to_the_bit(write: Callable[[str], Path]) -> None:
+    workload = workload_of(f"{write(NORMED)}:normed")
+    training = build(workload, Plan(), micro_batch=4, tokens=Path("none"), device=CPU)
+    before = {name: tensor.clone() for name, tensor in training.model.state_dict().items()}
+    for _ in range(3):
+        training.step(next(training.batches))
+    moved = training.model.state_dict()
+    assert not torch.equal(moved["1.running_mean"], before["1.running_mean"])
+    training.restore()
+    for name, tensor in training.model.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
+
+
+def test_dropout_is_off_while_measuring_and_on_while_training(write: Callable[[str], Path]) -> None:
+    measured = workload_of(f"{write(NORMED)}:normed")
+    rates = {}
+    for name, workload in (("measured", measured), ("trained", for_training(measured, "cpu"))):
+        adapter = adapter_of(workload)
+        assert isinstance(adapter, PythonAdapter)
+        model = adapter.build(Plan(), CPU)
+        rates[name] = [module.p for module in model.modules() if isinstance(module, nn.Dropout)]
+        with adapter.evaluating(model):
+            assert not model.training
+        assert model.training
+    assert rates == {"measured": [0.0], "trained": [0.2]}
+
+
+def test_the_same_loss_as_a_plain_loop(repository: Path) -> None:
+    """Nothing of ours stands between the user's code and its loss."""
+    workload = workload_of(f"{repository}/examples/mlp.py:mlp")
+    functions = load_functions(workload.source)
+    torch.manual_seed(workload.seed)
+    model = functions.factory()
+    images, labels = functions.make_batch(4, workload.seed)
+    assert gradients(workload, Plan())[0] == F.cross_entropy(model(images), labels).item()
+
+
+# --- the commands, with workers in this process -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, no_waiting: None) -> Path:
+    """tests/cpu/test_ladder.py starts real workers."""
+    machine = probe.probe("cpu"), probe.versions()
+    for module in ("search.ladder", "search.launch"):
+        monkeypatch.setattr(f"redline.{module}.probe_machine", lambda _: machine)
+
+    def launch(run: Any, job: Any, *_: object) -> Any:
+        try:
+            return worker.run(job, run.path, lambda *_, **__: None)
+        except Exception as error:
+            return worker.describe(error)
+
+    def inspect(arguments: list[str], *_: object) -> int:
+        return inspect_model.main(Path(arguments[1]), Path(arguments[2]))
+
+    monkeypatch.setattr("redline.search.ladder.launch", launch)
+    monkeypatch.setattr("redline.search.inspect._run", inspect)
+    monkeypatch.chdir(tmp_path)
+    Path("plain.json").write_text(json.dumps(to_json(Recipe(micro_batch=4))))  # compiling takes longer than training
+    return tmp_path
+
+
+def command(capsys: pytest.CaptureFixture[str], *words: object, code: int = 0) -> dict[str, Any]:
+    assert main([*map(str, words), "--json"]) == code, capsys.readouterr().err
+    document: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1])  # a model may print here
+    return document
+
+
+PLAIN = ("--recipe", "plain.json", "--device", "cpu")
+QUICK = ("--steps", 2, "--check-steps", 3, "--micro-batch", 4, "--device", "cpu", "--keep", "all")
+MODELS = {"vit": "examples/vit.py:vit", "mlp": "examples/mlp.py:mlp", "encoder": ENCODER}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_goes_through_every_command(
+    name: str,
+    here: Path,
+    verdict_only: None,
+    repository: Path,
+    write: Callable[[str], Path],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = f"{write(ENCODER)}:encoder" if name == "encoder" else f"{repository / MODELS[name]}"
+    seen = traced(words)
+
+    found = command(capsys, "lint", words, "--gpu", "H200", "--micro-batch", 64)
+    assert (found["findings"], found["shape"]["parameters"]) == ([], seen.parameters)
+
+    estimated = command(capsys, "estimate", words, "--gpu", "H200", "--micro-batch", 64)
+    assert estimated["parameters"] == seen.parameters
+    assert estimated["flops_per_token"]["model"] == seen.flops.per_sample / seen.items_per_sample
+    assert estimated["tokens_per_second"] is None
+    assert sum(v for k, v in estimated["memory"].items() if k != "total") == estimated["memory"]["total"]
+    assert estimated["roofline"]["floor"]["seconds"] <= estimated["roofline"]["light"]["seconds"]
+
+    rungs = "flash,padded-vocab,fused-adamw,checkpointing"
+    ladder = command(capsys, "ladder", words, "--rungs", rungs, *QUICK, "--out", "ladder")
+    rows = {row["rung"]: row for row in ladder["rows"]}
+    assert rows["padded-vocab"]["status"] == "skipped"
+    assert (rows["flash"]["status"] == "skipped") == (name == "mlp")
+    measured = [row for row in ladder["rows"] if row["status"] == "ok"]
+    assert {row["equivalence"]["verdict"] for row in measured} <= {"same", "rounding"}
+    assert len(measured) == {"vit": 4, "mlp": 2, "encoder": 4}[name]
+    assert {row["unit"] for row in measured} == {"token" if name == "encoder" else "sample"}
+    assert measured[0]["tokens_per_second"] * measured[0]["step_seconds"]["median"] == pytest.approx(
+        4 * seen.items_per_sample
+    )
+    assert main(["report", "ladder"]) == 0
+    assert ("tok/s" if name == "encoder" else "samples/s") in capsys.readouterr().out
+
+    trained = command(capsys, "train", words, "--steps", 10, *PLAIN, "--out", "train")
+    assert (trained["ended"], trained["updates"]) == ("steps", 10)
+    assert trained["tokens"]["train"] == 10 * 4 * seen.items_per_sample
+    assert trained["validation_loss"] is not None
+
+
+def test_lint_names_the_lines(
+    here: Path, repository: Path, write: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = ENCODER.replace("64", "51")
+    (found,) = command(capsys, "lint", f"{write(text)}:encoder", "--gpu", "H200")["findings"]
+    assert (found["rule"], found["where"]) == ("layer-size", ["head"])
+    assert f"model.py:{line_of(text, 'self.head')}" in found["fix"]
+    assert found["predicted_gain"] > 0.05
+    both = command(capsys, "lint", f"{repository}/examples/naive_gpt.py:gpt", "--ignore", "vocabulary,head-width")
+    assert [each["rule"] for each in both["findings"]] == ["written-out-attention", "synchronisation"]
+    assert main(["lint", f"{repository}/examples/naive_gpt.py:gpt", "--fix"]) == 2
+    assert "--fix with a Python file" in capsys.readouterr().err
+
+
+def test_a_batch_norm_is_checked_with_whole_batches(
+    here: Path, verdict_only: None, write: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In pieces of four its statistics, and so its gradients, would be others: the row would look wrong."""
+    words = f"{write(NORMED)}:normed"
+    assert not traced(words).splits
+    quick = [6 if word == 4 else word for word in QUICK]
+    ladder = command(capsys, "ladder", words, "--rungs", "fused-adamw,loader-workers", *quick, "--out", "ladder")
+    assert {row["equivalence"]["verdict"] for row in ladder["rows"]} <= {"same", "rounding"}
+
+
+def test_a_random_model_is_measured_and_not_judged(
+    here: Path, verdict_only: None, write: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = f"{write(RANDOM)}:net"
+    ladder = command(capsys, "ladder", words, "--rungs", "fused-adamw", *QUICK, "--out", "ladder", code=1)
+    assert [row["equivalence"]["verdict"] for row in ladder["rows"]] == ["not-checked"] * 2
+    assert f"model.py:{line_of(RANDOM, 'F.dropout')}" in ladder["rows"][0]["equivalence"]["detail"]
+    assert ladder["best"] is None
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")  # torch's own, importing Inductor
+def test_code_that_the_compiler_cannot_take_whole(
+    here: Path, write: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = f"{write(BREAKS)}:net"
+    ladder = command(capsys, "ladder", words, "--rungs", "compile,fused-adamw", *QUICK, "--out", "ladder")
+    rows = {row["rung"]: row for row in ladder["rows"]}
+    assert rows["compile"]["status"] == "ok", rows["compile"]["reason"]
+    assert rows["compile"]["kernels"]["graph_breaks"] > 0
+    assert rows["fused-adamw"]["status"] == "ok"
+
+
+def test_a_rung_that_fails_is_a_row_and_the_ladder_goes_on(
+    here: Path, verdict_only: None, write: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Attention with a mask that the fused kernel of a CPU does not take, once it is the only one left."""
+    text = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q = nn.Linear(8, 8)
+
+    def forward(self, x):
+        if not torch.backends.cuda.math_sdp_enabled():
+            raise NotImplementedError("only the plain kernel")
+        return F.scaled_dot_product_attention(self.q(x), x, x).square().mean()
+
+def net():
+    return Net()
+
+def make_batch(size, seed):
+    return torch.randn(size, 2, 5, 8, generator=torch.Generator().manual_seed(seed))
+"""
+    words = f"{write(text)}:net"
+    ladder = command(capsys, "ladder", words, "--rungs", "flash,fused-adamw", *QUICK, "--out", "ladder")
+    rows = {row["rung"]: row for row in ladder["rows"]}
+    assert (rows["flash"]["status"], rows["fused-adamw"]["status"]) == ("failed", "ok")
+    assert "only the plain kernel" in rows["flash"]["reason"]
+
+
+def test_a_worker_names_the_users_line(tmp_path: Path, write: Callable[[str], Path]) -> None:
+    path = write("def broken():\n    return 1 / 0\n")
+    (tmp_path / "job.json").write_text(json.dumps({"workload": {"source": {"file": str(path)}}}))
+    try:
+        namespace: dict[str, Any] = {}
+        code = compile(path.read_text(), str(path), "exec")
+        exec(code, namespace)
+        namespace["broken"]()
+    except ZeroDivisionError as error:
+        failure = worker.with_users_line(worker.describe(error), error, tmp_path)
+    assert failure.reason == "ZeroDivisionError: division by zero (at model.py:2: return 1 / 0)"
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+
+def weights_in(run: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    newest = sorted((run / "checkpoints").iterdir())[-1]
+    return {**load_file(newest / "model.safetensors"), **load_file(newest / "buffers.safetensors")}
+
+
+def test_a_run_that_was_cut_goes_on_to_the_same_bits(
+    here: Path, write: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Batch norm's averages and dropout's random numbers are part of where a run stands."""
+    words = f"{write(NORMED)}:normed"
+    common = (*PLAIN, "--schedule", "constant", "--eval-every", 3, "--cycle", 3)
+    command(capsys, "train", words, "--steps", 8, *common, "--out", "whole")
+    command(capsys, "train", words, "--steps", 5, *common, "--out", "cut")
+    command(capsys, "train", "--resume", "cut", "--steps", 8)
+    whole, cut = weights_in(Path("whole")), weights_in(Path("cut"))
+    assert whole.keys() == cut.keys()
+    assert {"1.running_mean", "0.weight"} <= whole.keys()
+    for name, tensor in whole.items():
+        assert torch.equal(tensor, cut[name]), name
+
+
+def test_a_run_does_not_go_on_with_another_file(
+    here: Path, write: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(PLANTED)
+    command(capsys, "train", f"{path}:net", "--steps", 2, *PLAIN, "--out", "run")
+    write(PLANTED.replace("relu", "tanh"))
+    load_module.cache_clear()  # a session is a process of its own
+    assert main(["train", "--resume", "run", "--steps", "4"]) == 2
+    assert "model.py has changed" in capsys.readouterr().err
+    assert main(["export", "run", "--out", "exported"]) == 2
+    assert "no config to export" in capsys.readouterr().err
+    assert not Path("exported").exists()
+
+
+@pytest.mark.parametrize(
+    "option", [("--data", "x.txt"), ("--sample-every", "5"), ("--sequence", "128")], ids=lambda o: o[0]
+)
+def test_options_of_a_text_are_refused(
+    option: tuple[str, str], here: Path, write: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", f"{write(PLANTED)}:net", "--steps", "2", "--device", "cpu", *option, "--out", "run"]) == 2
+    shown = capsys.readouterr().err
+    assert f"{option[0]} with " in shown
+    assert f"leave {option[0]} out" in shown
+    assert not Path("run").exists()
+
+
+# --- mistakes ---------------------------------------------------------------------------------------------------------
+
+GOOD = """import torch
+from torch import nn
+def net():
+    return nn.Linear(3, 3)
+def make_batch(size, seed):
+    return torch.ones(size, 3), torch.zeros(size, dtype=torch.int64)
+"""
+MISTAKES = {
+    "import-raises": ("from torch import nn", "from torch import nn, nonsense", "ImportError", "model.py:2"),
+    "factory-raises": ("nn.Linear(3, 3)", "nn.Linear(3, int('x'))", "ValueError", "model.py:4: return nn.Linear"),
+    "no-module": ("nn.Linear(3, 3)", "[nn.Linear(3, 3)]", "returned a list", "torch.nn.Module"),
+    "no-parameters": ("nn.Linear(3, 3)", "nn.ReLU()", "has no parameters to train", "nn.ModuleList"),
+    "frozen": (
+        "nn.Linear(3, 3)",
+        "nn.Linear(3, 3).requires_grad_(False)",
+        "has no parameters to train",
+        "none of which",
+    ),
+    "batch-raises": (
+        "torch.ones(size, 3)",
+        "torch.ones(size, 3) + torch.ones(7)",
+        "RuntimeError",
+        "model.py:6: return",
+    ),
+    "no-tensors": ("torch.ones(size, 3), torch", "[1.0] * size, torch", "returned a float", "[size, ...]"),
+    "wrong-size": ("torch.ones(size, 3)", "torch.ones(3)", "float32 tensor of [3]", "in its first dimension"),
+    "not-repeatable": (
+        "torch.ones(size, 3)",
+        "torch.rand(size, 3, generator=torch.Generator().manual_seed(__import__('time').time_ns()))",
+        "two different batches",
+        "manual_seed(seed)",
+    ),
+    "forward-raises": (
+        "nn.Linear(3, 3)",
+        "nn.Linear(4, 3)",
+        "the forward pass of model.py:net raised RuntimeError",
+        "shapes",
+    ),
+    "float-targets": (
+        "dtype=torch.int64",
+        "dtype=torch.float32",
+        "for targets of a float32 tensor",
+        "def loss(model, batch)",
+    ),
+    "no-scalar": (
+        "torch.ones(size, 3), torch.zeros(size, dtype=torch.int64)",
+        "torch.ones(size, 3)",
+        "returned a float32 tensor of [2, 3]",
+        "def loss(model, batch)",
+    ),
+    "no-gradient": (
+        "def make_batch",
+        "def loss(model, batch):\n    return model(batch[0]).mean().detach()\ndef make_batch",
+        "has no gradient",
+        "detach()",
+    ),
+    "loss-raises": (
+        "def make_batch",
+        "def loss(model, batch):\n    return batch['x']\ndef make_batch",
+        "TypeError",
+        "model.py:6: return batch['x']",
+    ),
+    "leaves": ("import torch\n", "import torch, sys; sys.exit(3)\n", "raised SystemExit: 3", "model.py:1"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_told_with_the_users_own_line(
+    name: str, here: Path, write: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    old, new, *said = MISTAKES[name]
+    assert GOOD.count(old) == 1
+    path = write(GOOD.replace(old, new))
+    assert main(["ladder", f"{path}:net", "--device", "cpu", "--out", "run"]) == 2
+    shown = capsys.readouterr().err
+    for part in said:
+        assert part in shown
+    assert "Traceback" not in shown
+    assert [line.split(":")[0] for line in shown.splitlines()] == ["problem", "why", "fix"]
+    assert not Path("run").exists()
+
+
+def test_the_file_without_the_mistakes_is_taken(here: Path, write: Callable[[str], Path]) -> None:
+    assert traced(f"{write(GOOD)}:net").parameters == 12
+
+
+def test_a_file_that_changes_under_way_is_refused(write: Callable[[str], Path]) -> None:
+    path = write(PLANTED)
+    workload = workload_of(f"{path}:net")
+    changed = replace(workload, source=replace(workload.source, digest="0" * 64))
+    with pytest.raises(UserError, match="has changed"):
+        adapter_of(changed)
+
+
+def test_a_neighbour_of_the_file_belongs_to_it(write: Callable[[str], Path], tmp_path: Path) -> None:
+    helper = tmp_path / "helper_of_a_test.py"
+    helper.write_text("WIDTH = 24\n")
+    text = PLANTED.replace("from torch import nn", "from torch import nn\nfrom helper_of_a_test import WIDTH", 1)
+    workload = workload_of(f"{write(text)}:net")
+    assert isinstance(workload.shape, Traced)
+    assert list(workload.shape.imports) == [helper.name]
+    adapter_of(workload)
+    helper.write_text("WIDTH = 25\n")
+    with pytest.raises(UserError, match=re.escape(helper.name)):
+        adapter_of(workload)
+
+
+# --- real processes ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_profile_finds_the_line_that_waits(
+    write: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Inspection, probe and worker are processes here: the parent imports nothing of the file."""
+    monkeypatch.chdir(tmp_path)
+    path = write(PLANTED)
+    found = command(
+        capsys, "profile", f"{path}:net", "--rungs", "none", "--steps", 1, "--micro-batch", 4, "--device", "cpu"
+    )
+    lines = {(each["kind"], Path(each["file"]).name, each["line"]) for each in found["findings"] if each["file"]}
+    assert ("synchronisation", "model.py", line_of(PLANTED, "# waits")) in lines
+    assert any("redline ladder" in advice["what"] for advice in found["advice"])
+
+
+def test_a_mistake_comes_out_of_a_real_process(
+    write: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = write(GOOD.replace("nn.Linear(3, 3)", "nn.Linear(3, int('x'))"))
+    assert main(["estimate", f"{path}:net"]) == 2
+    shown = capsys.readouterr().err
+    assert "model.py:4: return nn.Linear(3, int('x'))" in shown
+    assert "Traceback" not in shown
+    assert not any(
+        name.startswith("redline_user_") and path.samefile(getattr(module, "__file__", "/"))
+        for name, module in list(sys.modules.items())
+        if getattr(module, "__file__", None)
+    )

@@ -1,0 +1,494 @@
+"""Layouts: pieces that add up to the model, a choice that no other beats, refusals that name what works."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import redline
+from redline import cli
+from redline.core.devices import find_device
+from redline.core.errors import UserError
+from redline.core.interconnects import choose_links
+from redline.core.plan import Plan
+from redline.core.workload import Shape
+from redline.predict.communication import Fabric
+from redline.predict.fitting import Case
+from redline.predict.flops import executed_flops
+from redline.predict.layouts import (
+    SAME_SPEED,
+    Search,
+    expected_peaks,
+    piece_of,
+    predict_parallel,
+    recommend,
+    usual_global_batch,
+)
+from redline.predict.memory import predict_memory
+from redline.predict.parallel import (
+    Layout,
+    check_layout,
+    check_product,
+    divisors,
+    gpus_in_a_node,
+    layout_for_batch,
+    possible_cuts,
+)
+from redline.predict.roofline import predict_step, reachable, sheet_peaks
+from redline.workloads import PRESETS
+
+GPT2, XL = PRESETS["gpt2"].shape, PRESETS["gpt2-xl"].shape
+LLAMA = Shape(
+    layers=32,
+    heads=32,
+    kv_heads=8,
+    d_model=4096,
+    d_ff=14336,
+    vocab=128256,
+    sequence=4096,
+    gated=True,
+    positions="rope",
+    norm="rmsnorm",
+    biases=False,
+    tied=False,
+    fused_qkv=False,
+)
+FAST = Plan(autocast="bf16", attention="flash", compile=True, optimizer="adamw-fused", tied=True, vocab_multiple=64)
+H100 = find_device("H100-SXM")
+PEAKS = expected_peaks(FAST, H100, None)
+quick = settings(deadline=None, max_examples=40)
+
+
+def fabric_of(words="ib-400", gpus_per_node=8, device=H100):
+    return Fabric(gpus_per_node=gpus_per_node, links=choose_links(words, device))
+
+
+def predicted(shape=GPT2, plan=FAST, *, zero=0, fabric=None, **layout):
+    case = Case(shape=shape, plan=plan, layout=Layout(**layout), zero=zero)
+    return predict_parallel(case, fabric or fabric_of(), PEAKS)
+
+
+# one GPU's piece
+
+
+@pytest.mark.parametrize("shape", [replace(GPT2, vocab=50304), LLAMA], ids=["gpt2", "llama"])
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (4, 2), (1, 4)])
+def test_pieces_add_up_to_the_model(shape, tp, pp):
+    """Every matmul of the model is done by one GPU of a replica, and by one only; each stage's piece has a head."""
+    piece, plan = piece_of(shape, FAST, Layout(gpus=tp * pp, tp=tp, pp=pp))
+    whole, part = executed_flops(shape, FAST), executed_flops(piece, plan)
+    assert tp * pp * part.linear.total == pytest.approx(whole.linear.total)
+    assert tp * pp * part.attention.total == pytest.approx(whole.attention.total)
+    assert tp * part.head.total == pytest.approx(whole.head.total)
+    assert (piece.d_model, piece.head_width) == (shape.d_model, shape.head_width)
+
+
+def test_windows_are_shared_among_stages():
+    shape = replace(LLAMA, window=1024, windowed_layers=16)
+    piece, _ = piece_of(shape, FAST, Layout(gpus=4, pp=4))
+    assert (piece.layers, piece.layers_with_window) == (8, 4)
+
+
+def test_one_replica_computes_what_one_gpu_does():
+    step = predicted(gpus=8, micro_batch=16)
+    alone = predict_step(
+        GPT2, FAST, micro_batch=16, sheet=sheet_peaks(FAST, H100), reached=reachable(FAST, H100, None)
+    ).expected
+    assert step.time.compute.passes + step.time.compute.update == pytest.approx(alone.seconds)
+    assert step.alone_seconds == pytest.approx(alone.seconds)
+    assert step.tokens == 8 * 16 * 1024
+    assert step.efficiency == pytest.approx(step.tokens_per_second / 8 / alone.tokens_per_second)
+
+
+def test_stages_share_the_work():
+    """Four stages of a replica: embedding in the first, head and loss in the last, the layers in all; the slowest
+    decides, and it is the last."""
+    one, four = (predicted(gpus=pp, pp=pp, micro_batch=4, accumulation=32, shape=LLAMA).time for pp in (1, 4))
+    assert one.compute.forward / 4 < four.compute.forward < one.compute.forward / 3
+    assert four.bubble_seconds > 0 == one.bubble_seconds
+
+
+def test_zero_shares_the_update():
+    plain, shared = (predicted(gpus=8, micro_batch=16, zero=zero).time.compute for zero in (0, 1))
+    assert shared.update == pytest.approx(plain.update / 8)
+    assert shared.passes == plain.passes
+
+
+def test_memory_is_the_memory_models():
+    layout = Layout(gpus=64, tp=4, pp=2, micro_batch=2, accumulation=16)
+    step = predict_parallel(Case(shape=LLAMA, plan=FAST, layout=layout, zero=3), fabric_of(), PEAKS)
+    assert step.memory == predict_memory(LLAMA, FAST, micro_batch=2, layout=layout, zero=3)
+
+
+@quick
+@given(st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4, 12]), st.sampled_from([1, 2, 8, 64]), st.integers(1, 16))
+def test_gbs_is_mbs_times_dp_times_gas(tp, pp, dp, passes):
+    step = predicted(gpus=tp * pp * dp, tp=tp, pp=pp, micro_batch=2, accumulation=passes)
+    assert step.layout.global_batch == 2 * dp * passes
+    assert step.tokens == step.layout.global_batch * 1024
+    assert step.tokens_per_second == pytest.approx(step.tokens / step.time.seconds)
+    assert step.time.seconds >= step.time.compute.passes
+
+
+def test_more_nodes_and_slower_links_are_never_faster():
+    rates = [predicted(gpus=gpus, micro_batch=16).tokens_per_second / gpus for gpus in (8, 16, 32, 128)]
+    assert rates == sorted(rates, reverse=True)
+    by_link = [
+        predicted(gpus=16, micro_batch=1, fabric=fabric_of(words)).tokens_per_second
+        for words in ("ib-800", "ib-400", "ethernet-100", "ethernet-10")
+    ]
+    assert by_link == sorted(by_link, reverse=True)
+    assert by_link[-1] < by_link[0] / 5
+
+
+def test_without_a_link_or_peaks_there_are_bytes_and_no_time():
+    case = Case(shape=GPT2, plan=FAST, layout=Layout(gpus=16, micro_batch=4))
+    for fabric, peaks, reason in ((fabric_of(None), PEAKS, "between nodes"), (fabric_of(), None, "no device")):
+        step = predict_parallel(case, fabric, peaks, "no device" if peaks is None else None)
+        assert reason in step.reason
+        assert step.time is step.tokens_per_second is step.efficiency is None
+        assert sum(one.sent for one in step.traffic) > 0
+
+
+# the recommendation
+
+
+@cache
+def search_of(shape, gpus, batch, memory=H100.memory_bytes, micro_batch=None, peaks=True, link="ib-400"):
+    case = Case(shape=shape, plan=replace(FAST, tied=shape.tied))
+    return Search(
+        case=case,
+        fabric=fabric_of(link),
+        gpus=gpus,
+        memory_bytes=memory,
+        global_batch=batch,
+        micro_batch=micro_batch,
+        peaks=PEAKS if peaks else None,
+        reason=None if peaks else "no device",
+    )
+
+
+def every_layout(search):
+    """All that divide and fit, tried one by one."""
+    for tp, pp in possible_cuts(search.case.shape, search.gpus, 8):
+        dp = search.gpus // (tp * pp)
+        if search.global_batch % dp:
+            continue
+        for size in divisors(search.global_batch // dp):
+            sizes = {"gpus": search.gpus, "tp": tp, "pp": pp, "micro_batch": size}
+            layout = layout_for_batch(**sizes, global_batch=search.global_batch)
+            for zero in range(4) if dp > 1 else (0,):
+                step = predict_parallel(replace(search.case, layout=layout, zero=zero), search.fabric, search.peaks)
+                if step.memory.total <= search.memory_bytes:
+                    yield step
+
+
+@pytest.mark.parametrize(
+    ("shape", "gpus", "batch", "gib"),
+    [(GPT2, 16, 64, 80), (LLAMA, 8, 16, 80), (LLAMA, 16, 16, 40), (XL, 8, 24, 20)],
+    ids=["gpt2", "llama", "llama-small-cards", "xl-small-cards"],
+)
+def test_nothing_else_is_faster_or_simpler(shape, gpus, batch, gib):
+    search = search_of(shape, gpus, batch, memory=gib * 2**30)
+    found, everything = recommend(search), list(every_layout(search))
+    fastest = max(step.tokens_per_second for step in everything)
+    assert found.best.memory.total <= search.memory_bytes
+    assert found.best.layout.global_batch == batch
+    assert found.best.tokens_per_second >= (1 - SAME_SPEED) * fastest
+    least = min(cuts(step) for step in everything if step.tokens_per_second >= (1 - SAME_SPEED) * fastest)
+    assert cuts(found.best) == least
+    named = [cuts(step) for step in (found.best, *found.others)]
+    assert len(set(named)) == len(named) == 4
+    rates = [step.tokens_per_second for step in found.others]
+    assert rates == sorted(rates, reverse=True)
+    assert max(rates) >= max(step.tokens_per_second for step in everything if cuts(step) not in named)
+    assert found.fitting == len({cuts(step) for step in everything})
+
+
+def cuts(step):
+    return step.layout.tp, step.layout.pp, step.zero
+
+
+def test_what_fits_one_gpu_is_not_cut():
+    found = recommend(search_of(GPT2, 8, 256))
+    assert cuts(found.best) == (1, 1, 0)
+    assert "TP 1: a GPU holds whole layers" in found.reason
+    assert "ZeRO 0: each replica holds all state" in found.reason
+
+
+def test_tensor_parallel_grows_only_as_far_as_it_must():
+    """Small cards and long sequences: without TP not even one sequence's activations fit, whatever else is cut."""
+    shape = replace(LLAMA, sequence=16384)
+    search = search_of(shape, 64, 64, memory=60 * 2**30)
+    found = recommend(search)
+    fitting = {cuts(step)[0] for step in every_layout(search)}
+    assert found.best.layout.tp == min(fitting) > 1
+    assert f"TP {found.best.layout.tp}: with less nothing fits" in found.reason
+
+
+def test_where_nothing_fits_the_smallest_is_shown():
+    found = recommend(search_of(LLAMA, 8, 8, memory=8 * 2**30))
+    assert (found.fitting, found.best.memory.total > 8 * 2**30) == (0, True)
+    assert found.reason.endswith("this one needs least memory")
+    assert all(step.memory.total >= found.best.memory.total for step in found.others)
+
+
+def test_without_a_speed_the_least_cut_that_fits_is_chosen():
+    for search in (search_of(LLAMA, 16, 16, link=None), search_of(LLAMA, 16, 16, peaks=False)):
+        found = recommend(search)
+        assert found.best.tokens_per_second is None
+        assert cuts(found.best) == min(cuts(step) for step in every_layout(search))
+        assert "no speed is known" in found.reason
+
+
+def test_a_micro_batch_that_was_named_stays():
+    found = recommend(search_of(GPT2, 8, 256, micro_batch=4))
+    assert {step.layout.micro_batch for step in (found.best, *found.others)} == {4}
+    assert {step.layout.global_batch for step in (found.best, *found.others)} == {256}
+
+
+def test_a_batch_that_only_some_layouts_give():
+    """Seven sequences do not go round eight, four or two replicas: only one replica of all GPUs is left."""
+    found = recommend(search_of(GPT2, 8, 7))
+    assert found.best.layout.dp == 1
+    assert all(step.layout.dp == 1 for step in found.others)
+    assert f"PP {found.best.layout.pp}: " in found.reason
+    assert "a GPU holds all layers" not in found.reason
+    assert "less does not give this batch" in found.reason
+
+
+def test_a_batch_that_no_layout_gives_is_refused():
+    with pytest.raises(UserError, match="a global batch of 7 is not a number of passes"):
+        recommend(search_of(XL, 8, 7, micro_batch=2))
+
+
+@pytest.mark.parametrize(
+    ("shape", "gpus", "micro_batch", "tokens"), [(GPT2, 8, 1, 2**19), (XL, 64, 16, 2**20), (LLAMA, 64, 1, 2**21)]
+)
+def test_the_usual_batch_is_gpt3s(shape, gpus, micro_batch, tokens):
+    """0.5M, 1M and 2M tokens for models of 124M, 1.5B and 8B parameters (arXiv 2005.14165, table 2.1)."""
+    batch = usual_global_batch(shape, gpus, micro_batch)
+    assert batch * shape.sequence == tokens
+    assert batch % (gpus * micro_batch) == 0
+    assert usual_global_batch(shape, 2**16, micro_batch) == 2**16 * micro_batch  # one pass at least
+
+
+# refusals
+
+
+@pytest.mark.parametrize(
+    ("layout", "gpus", "per_node", "problem", "fix"),
+    [
+        (
+            Layout(gpus=16, tp=4),
+            8,
+            8,
+            "the layout takes 16 GPUs and there are 8",
+            "use TP 4 x PP 1 or TP 2 x PP 1 on 8 GPUs; DP is what is left of them",
+        ),
+        (Layout(gpus=4), 8, 8, "the layout takes 4 GPUs and there are 8", "use TP 1 x PP 1 or TP 2 x PP 1 on 8 GPUs"),
+        (Layout(gpus=16, tp=4), 16, 2, "TP 4 does not stay inside a node of 2 GPUs", "use TP 2 x PP 1 or TP 1 x PP 1"),
+        (Layout(gpus=12, tp=6), 12, 4, "TP 6 does not stay inside a node of 4 GPUs", "use TP 4 x PP 1 or TP 2 x PP 1"),
+        (Layout(gpus=16, tp=8), 16, 8, "12 heads cannot be shared by TP 8", "use TP 4 x PP 1 or TP 2 x PP 1"),
+        (Layout(gpus=5, pp=5), 5, 8, "12 layers cannot be shared by PP 5", "use TP 1 x PP 1"),
+    ],
+)
+def test_layouts_that_cannot_run(layout, gpus, per_node, problem, fix):
+    with pytest.raises(UserError) as error:
+        check_layout(GPT2, layout, gpus, per_node)
+    assert error.value.problem == problem
+    assert error.value.fix.startswith(fix)
+
+
+@quick
+@given(st.integers(1, 64), st.sampled_from([1, 2, 3, 4, 6, 8, 12]), st.integers(1, 12), st.integers(1, 8))
+def test_what_is_proposed_runs(gpus, tp, pp, per_node):
+    """Every cut that a refusal names runs on those GPUs and nodes; one that is accepted does so by itself."""
+    layout = Layout(gpus=tp * pp * max(1, gpus // (tp * pp)), tp=tp, pp=pp)
+    try:
+        check_layout(GPT2, layout, gpus, per_node)
+    except UserError as error:
+        named = re.findall(r"TP (\d+) x PP (\d+)", error.fix)
+        assert named
+        there = gpus if "there are" in error.problem else layout.gpus
+        for t, p in named:
+            check_layout(GPT2, Layout(gpus=there, tp=int(t), pp=int(p)), there, per_node)
+    else:
+        assert layout.gpus == gpus
+        assert per_node % tp == 0
+
+
+def test_replicas_that_do_not_go_with_the_gpus():
+    check_product(64, dp=8, tp=4, pp=2)
+    with pytest.raises(UserError) as error:
+        check_product(64, dp=4, tp=4, pp=2)
+    assert error.value.problem == "DP 4 x TP 4 x PP 2 takes 32 GPUs, not 64"
+    assert error.value.fix == "use DP 8 on these 64, or 32 GPUs"
+    with pytest.raises(UserError, match="use 12 GPUs$"):
+        check_product(16, dp=4, tp=3, pp=1)
+
+
+def test_nodes():
+    assert [gpus_in_a_node(gpus) for gpus in (1, 4, 8, 12, 16, 13)] == [1, 4, 8, 6, 8, 1]
+    assert gpus_in_a_node(16, 4) == 4
+    with pytest.raises(UserError) as error:
+        gpus_in_a_node(16, 3)
+    assert error.value.problem == "16 GPUs are not the same number in each of 3 nodes"
+    assert error.value.fix == "use 2 or 4 nodes, or 15 or 18 GPUs"
+
+
+# the command
+
+
+@pytest.fixture
+def document(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("COLUMNS", "100")
+
+    def call(*words):
+        capsys.readouterr()
+        assert cli.main(["estimate", *map(str, words), "--json"]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    return call
+
+
+WORDS = ("gpt2-xl", "--gpu", "H100-SXM", "--gpus", 64, "--interconnect", "ib-400")
+
+
+def keys_of(value, prefix=""):
+    """Every key of a document: those of lists once, without the table of seconds that a model is."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield key
+            yield from keys_of(item)
+    elif isinstance(value, list) and value:
+        yield from keys_of(value[0])
+
+
+def test_every_key_is_on_the_page(document):
+    page = (Path(__file__).resolve().parents[2] / "docs" / "parallel.md").read_text(encoding="utf-8")
+    cut = document(*WORDS, "--tp", 1, "--pp", 2, "--zero", 1, "--global-batch", 512)["parallel"]
+    for key in {*keys_of(document(*WORDS)["parallel"]), *keys_of(cut)}:
+        assert re.search(rf"\b{re.escape(key)}\b", page), key
+
+
+def test_a_layout_that_was_named_is_taken(document):
+    found = document(*WORDS, "--pp", 2, "--dp", 32, "--zero", 1, "--micro-batch", 4, "--global-batch", 512)
+    parallel = found["parallel"]
+    layout = parallel["layout"]
+    assert parallel["recommendation"] is None
+    assert [layout[key] for key in ("nodes", "gpus_per_node", "dp", "tp", "pp", "zero")] == [8, 8, 32, 1, 2, 1]
+    assert layout["global_batch"] == 512 == layout["micro_batch"] * layout["dp"] * layout["accumulation"]
+    assert found["tokens_per_second"] == parallel["tokens_per_second"]
+    assert found["memory"]["total"] == predict_of(found).total
+    step = parallel["step"]
+    parts = ("forward_seconds", "backward_seconds", "update_seconds", "exposed_seconds", "bubble_seconds")
+    assert sum(step[key] for key in parts) == pytest.approx(step["seconds"])
+    assert step["hidden_seconds"] + step["exposed_seconds"] == pytest.approx(step["communication_seconds"])
+    assert parallel["tokens_per_second"] == pytest.approx(512 * 1024 / step["seconds"])
+    assert parallel["bubble"] == pytest.approx(1 / (4 + 1))
+    kinds = {one["kind"] for one in parallel["collectives"]}
+    assert kinds == set(parallel["sent_bytes"]) == {"all-reduce", "all-gather", "reduce-scatter", "point-to-point"}
+    for kind, size in parallel["sent_bytes"].items():
+        sent = sum(one["sent_bytes"] for one in parallel["collectives"] if one["kind"] == kind)
+        assert size == pytest.approx(sent)
+
+
+def predict_of(found):
+    """The memory of what the document says it is about."""
+    layout = found["parallel"]["layout"]
+    sizes = {key: layout[key] for key in ("gpus", "tp", "pp", "micro_batch", "accumulation")}
+    plan = Plan(**found["settings"]["plan"])
+    return predict_memory(XL, plan, micro_batch=layout["micro_batch"], layout=Layout(**sizes), zero=layout["zero"])
+
+
+def test_without_a_layout_one_is_recommended(document):
+    found = document(*WORDS)
+    advice, layout = found["parallel"]["recommendation"], found["parallel"]["layout"]
+    assert advice["best"]["layout"] == layout
+    assert len(advice["others"]) == 3
+    assert advice["best"]["memory_bytes"] == found["memory"]["total"] == predict_of(found).total
+    assert found["settings"]["micro_batch"] == layout["micro_batch"]
+    assert found["settings"]["zero"] == layout["zero"]
+    assert found["batch"]["dp"] == layout["dp"]
+    assert found["fits"] is True
+    assert any("1,024 sequences, 1,048,576 tokens, is assumed" in note for note in found["notes"])
+    assert any("8 nodes of 8 GPUs are assumed" in note for note in found["notes"])
+
+
+def test_nodes_and_links_are_not_guessed(document):
+    one_node = document("gpt2", "--gpu", "H100-SXM", "--gpus", 8)
+    assert one_node["parallel"]["interconnect"]["inside"]["name"] == "nvlink4"
+    assert one_node["tokens_per_second"] > 0
+    for words, reason in (
+        (("--gpu", "H100-SXM", "--gpus", 16), "between nodes"),
+        (("--gpu", "H100-SXM", "--gpus", 8, "--nodes", 2), "between nodes"),
+        (("--gpu", "L40S", "--gpus", 4), "inside a node"),
+    ):
+        found = document("gpt2", *words)
+        assert found["tokens_per_second"] is found["parallel"]["step"] is None
+        assert reason in found["tokens_per_second_reason"] == found["parallel"]["reason"]
+        assert sum(found["parallel"]["sent_bytes"].values()) > 0
+    assert document("gpt2", "--gpu", "H200")["parallel"] is None
+    assert document("gpt2", "--gpu", "H200", "--gpus", 8, "--inference")["parallel"] is None
+
+
+def test_a_short_step_over_nodes_is_said_to_be_less_certain(document):
+    words = ("gpt2", "--gpu", "H100-SXM", "--interconnect", "ib-400", "--zero", 0, "--micro-batch", 16)
+    assert any("less certain" in note for note in document(*words, "--gpus", 16)["notes"])
+    assert not any("less certain" in note for note in document(*words, "--gpus", 8)["notes"])
+    assert not any("less certain" in note for note in document(*words, "--gpus", 16, "--global-batch", 8192)["notes"])
+
+
+def test_it_fits_the_terminal(capsys, document):
+    for words in (WORDS, (*WORDS, "--pp", 4, "--zero", 3, "--global-batch", 512), WORDS[:5]):
+        assert cli.main(["estimate", *map(str, words)]) == 0
+        out = capsys.readouterr().out
+        assert max(map(len, out.splitlines())) <= 100
+        assert "sent by one GPU in a step" in out
+    assert cli.main(["estimate", *map(str, WORDS)]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "of one GPU alone" in out
+    assert "TP 1: a GPU holds whole layers" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (("--gpus", "16", "--nodes", "3"), "16 GPUs are not the same number in each of 3 nodes"),
+        (("--gpus", "8", "--nodes", "0"), "--nodes is 0"),
+        (("--gpus", "8", "--dp", "-1"), "--dp is -1"),
+        (("--gpus", "8", "--dp", "4"), "DP 4 x TP 1 x PP 1 takes 4 GPUs, not 8"),
+        (("--gpus", "8", "--interconnect", "ib-40"), "unknown interconnect 'ib-40'"),
+        (("--gpus", "24", "--nodes", "6", "--tp", "6"), "TP 6 does not stay inside a node of 4 GPUs"),
+        (("--interconnect", "ib-400", "--inference"), "--interconnect with --inference"),
+        (("--gpu", "H200", "--gpus", "8", "--global-batch", "7", "--micro-batch", "2"), "a global batch of 7"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_mistakes(capsys, words, problem):
+    assert cli.main(["estimate", *words]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.splitlines()[0].startswith(f"problem: {problem}")
+    assert len(shown.err.splitlines()) == 3
+
+
+def test_dp_alone_says_how_many_gpus(document):
+    layout = document("gpt2", "--gpu", "H100-SXM", "--dp", 2, "--tp", 2)["parallel"]["layout"]
+    assert (layout["gpus"], layout["dp"], layout["tp"]) == (4, 2, 2)
+
+
+def test_from_python(document):
+    given = {"gpu": "H100-SXM", "gpus": 64, "interconnect": "ib-400", "nodes": 8, "dp": 64, "zero": 3}
+    found = redline.estimate("gpt2-xl", **given)
+    words = [word for key, value in given.items() for word in (f"--{key}", value)]
+    assert json.loads(json.dumps(found))["parallel"] == document("gpt2-xl", *words)["parallel"]

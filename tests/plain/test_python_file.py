@@ -1,0 +1,341 @@
+"""A user's Python file without running it: its words, what stands in it, and the arithmetic on what was seen of it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from redline.core.devices import find_device
+from redline.core.errors import UserError
+from redline.core.hardware import Hardware
+from redline.core.measurement import GradientCheck, Measurement
+from redline.core.plan import Plan
+from redline.core.traced import Attention, Blocks, Embedding, Line, Place, Product, Saved, Sync, Tensors, Traced
+from redline.core.units import batch_words, rate_unit
+from redline.core.values import from_json, to_json
+from redline.core.workload import Shape, Workload
+from redline.predict.efficiency import efficiency
+from redline.predict.fitting import case_of
+from redline.predict.memory import predict_memory
+from redline.predict.traced import gemms_of, step_of
+from redline.predict.traced_lint import findings_of
+from redline.predict.verdict import judge
+from redline.rungs import LADDER, find_rung, published_rungs, usual_rungs, why_not
+from redline.search.batch_size import range_of
+from redline.workloads.python_file import find_python_file, for_training, python_workload
+
+GOOD = "def net():\n    return 1\n\ndef make_batch(size, seed):\n    return 2\n"
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[[str], Path]:
+    def to_file(text: str) -> Path:
+        path = tmp_path / "model.py"
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    return to_file
+
+
+@pytest.fixture
+def seen() -> Traced:
+    """Two layers of 10 to 30 to 20, seven items a sample."""
+    return Traced(
+        parameters=960,
+        trainable=950,
+        tensors=(Tensors(sizes=(30, 10), of_layer=True), Tensors(sizes=(650,), of_layer=False)),
+        buffer_bytes=100,
+        items_per_sample=7,
+        loss="model",
+        batch_bytes=40,
+        flops_forward=Line(constant=5.0, per_sample=1e9),
+        flops_backward=Line(constant=0.0, per_sample=2e9),
+        saved=(
+            Saved(precision="fp32", attention="naive", checkpointing="none", bytes=Line(constant=1, per_sample=1000)),
+            Saved(precision="bf16", attention="naive", checkpointing="none", bytes=Line(constant=2, per_sample=600)),
+            Saved(precision="bf16", attention="fused", checkpointing="none", bytes=Line(constant=2, per_sample=500)),
+            Saved(precision="fp32", attention="naive", checkpointing="full", bytes=Line(constant=1, per_sample=50)),
+        ),
+        products=(
+            Product(where="up", kind="linear", m=7, n=30, k=10, grows="m", count=3, made=Place(file="a.py", line=4)),
+            Product(where="mix", kind="product", m=7, n=7, k=8, batch=2, grows="batch"),
+        ),
+    )
+
+
+def workload_with(seen: Traced, write: Callable[[str], Path]) -> Workload:
+    found = find_python_file(f"{write(GOOD)}:net")
+    assert found is not None
+    return python_workload(found, seen)
+
+
+# words and files
+
+
+@pytest.mark.parametrize("words", ["gpt2", "models/config.json", "python", "file.pyx:net"])
+def test_words_that_mean_something_else(words: str) -> None:
+    assert find_python_file(words) is None
+
+
+def test_a_file_is_known_by_its_place_and_its_bytes(write: Callable[[str], Path]) -> None:
+    path = write(GOOD)
+    found = find_python_file(f"{path}:net")
+    assert found is not None
+    assert found.source.digest == hashlib.sha256(GOOD.encode()).hexdigest()
+    assert (found.source.kind, found.source.file, found.source.factory) == ("python", str(path.resolve()), "net")
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "said"),
+    [
+        pytest.param(GOOD, "", "model.py:net", id="no-name"),
+        pytest.param(GOOD, "nett", "did you mean 'net'?", id="misspelt"),
+        pytest.param("def net():\n    return (1\n", "net", "model.py:2", id="no-python"),
+        pytest.param("def net():\n    return 1\n", "net", "def make_batch(size, seed)", id="no-batches"),
+    ],
+)
+def test_mistakes_that_can_be_seen_without_running_it(
+    text: str, name: str, said: str, write: Callable[[str], Path]
+) -> None:
+    with pytest.raises(UserError) as raised:
+        find_python_file(f"{write(text)}:{name}")
+    assert said in " ".join(text for _, text in raised.value.lines())
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="cannot read"):
+        find_python_file(f"{tmp_path}/nothing.py:net")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "from elsewhere import net, make_batch\n",
+        "from elsewhere import *\n",
+        "try:\n    import x as net\nexcept ImportError:\n    net = None\nmake_batch = net\n",
+        "class net: ...\ndef net_batch(size, seed): ...\n",
+    ],
+    ids=["imported", "starred", "tried", "class-with-its-own-batch"],
+)
+def test_names_that_come_from_elsewhere_are_left_to_the_process_that_runs_it(
+    text: str, write: Callable[[str], Path]
+) -> None:
+    assert find_python_file(f"{write(text)}:net") is not None
+
+
+def test_the_file_is_not_run(write: Callable[[str], Path]) -> None:
+    assert find_python_file(f"{write(GOOD + 'raise SystemExit(1)')}:net") is not None
+
+
+# a workload
+
+
+def test_a_traced_workload_is_its_own_json(seen: Traced, write: Callable[[str], Path]) -> None:
+    workload = workload_with(
+        replace(
+            seen,
+            attention=(Attention(place=Place(file="a.py", line=3, last=5), causal=True),),
+            syncs=(Sync(place=Place(file="a.py", line=9), detail="waits", kind="synchronisation"),),
+            blocks=Blocks(name="blocks", kind="Block", count=4),
+            imports={"b.py": "00"},
+        ),
+        write,
+    )
+    assert from_json(Workload, json.loads(json.dumps(to_json(workload)))) == workload
+    assert from_json(Workload, to_json(workload)).shape.layers == 4
+
+
+def test_a_union_takes_the_class_whose_fields_fit(tiny: Workload) -> None:
+    again = from_json(Workload, to_json(tiny))
+    assert isinstance(again.shape, Shape)
+    with pytest.raises(ValueError, match="has no field nonsense"):
+        from_json(Workload, {**to_json(tiny), "shape": {"nonsense": 1}})
+
+
+def test_every_rung_either_applies_or_says_why_not(seen: Traced, write: Callable[[str], Path], h200: Hardware) -> None:
+    workload = workload_with(seen, write)
+    for rung in LADDER[1:]:
+        reason = why_not(rung, workload, h200, Plan(autocast="bf16", compile=True))
+        assert reason is None or len(reason) > 10
+    assert not set(usual_rungs(workload, h200)) & workload.cannot.keys()
+    assert published_rungs(workload) == ()
+    assert {"bf16", "compile", "fused-adamw", "no-sync", "loader-workers"} <= set(usual_rungs(workload, h200))
+
+
+def test_what_is_seen_opens_rungs(seen: Traced, write: Callable[[str], Path]) -> None:
+    plain = workload_with(seen, write).cannot
+    able = replace(seen, sdpa=True, tanh_gelus=1, blocks=Blocks(name="layers", kind="Layer", count=2))
+    opened = plain.keys() - workload_with(able, write).cannot.keys()
+    assert opened == {"flash", "cudnn-attention", "sigmoid-gelu", "checkpointing"}
+    for name in opened:
+        find_rung(name)
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"), [(None, "no embedding was found"), (50257, "make them 50,304"), (50304, "128 already")]
+)
+def test_why_a_vocabulary_is_not_padded_from_outside(
+    rows: int | None, said: str, seen: Traced, write: Callable[[str], Path]
+) -> None:
+    tables = () if rows is None else (Embedding(name="wte", rows=rows, width=8, made=Place(file="m.py", line=31)),)
+    reason = workload_with(replace(seen, embeddings=tables), write).cannot["padded-vocab"]
+    assert said in reason
+    assert ("m.py:31" in reason) == (rows == 50257)
+
+
+def test_training_drops_what_the_file_drops(seen: Traced, write: Callable[[str], Path]) -> None:
+    workload = workload_with(replace(seen, sdpa=True, dropout=("drop",)), write)
+    assert not workload.source.dropout
+    assert for_training(workload, "cuda").source.dropout
+    assert "flash" not in for_training(workload, "cuda").cannot
+    assert "no dropout" in for_training(workload, "cpu").cannot["flash"]
+
+
+def test_places_read_as_people_write_them() -> None:
+    assert str(Place(file="/x/vit.py", line=41, last=44)) == "vit.py:41-44"
+    assert str(Place(file="/x/vit.py", line=41)) == "vit.py:41"
+
+
+# arithmetic
+
+
+def test_memory_adds_up_what_was_seen(seen: Traced) -> None:
+    memory = predict_memory(seen, Plan(), micro_batch=8)
+    assert (memory.weights, memory.gradients, memory.optimizer) == (4 * 960 + 100, 4 * 950, 8 * 950)
+    assert memory.activation_bytes == 1 + 8 * 1000
+    assert predict_memory(seen, Plan(autocast="bf16"), micro_batch=8).activation_bytes == 2 + 8 * 600
+    fused = Plan(autocast="bf16", attention="flash")
+    assert predict_memory(seen, fused, micro_batch=8).activation_bytes == 2 + 8 * 500
+    assert predict_memory(seen, Plan(checkpointing="full"), micro_batch=8).activation_bytes == 1 + 8 * 50
+    assert memory.temporary - predict_memory(seen, Plan(), micro_batch=1).temporary == 7 * 40
+    with pytest.raises(UserError, match="with a Python file"):
+        predict_memory(seen, Plan(), micro_batch=8, inference=True)
+
+
+def test_the_largest_micro_batch_fits_and_the_next_does_not(seen: Traced) -> None:
+    case, limit = case_of(seen, Plan()), 2 * 10**9
+    most = case.largest(limit)
+    assert case.memory(most).total <= limit < case.memory(most + 1).total
+
+
+def test_a_search_for_sizes_starts_from_what_was_traced(seen: Traced) -> None:
+    where = range_of(
+        seen, Plan(), device="cuda", micro_batch=4, seconds_per_sequence=None, memory_bytes=2 * 10**9, headroom=0.5
+    )
+    assert where.start == case_of(seen, Plan()).largest(10**9)
+
+
+def test_mfu_is_counted_flops_over_the_peak(seen: Traced, h200: Hardware) -> None:
+    found = efficiency(seen, Plan(autocast="bf16"), h200, tokens_per_second=70_000)
+    assert h200.peak_tflops is not None
+    assert found.mfu == pytest.approx(3e9 / 7 * 70_000 / (h200.peak_tflops["bf16"] * 1e12))
+    assert found.hfu is None
+    assert found.convention.startswith("counted while the model ran")
+    assert efficiency(seen, Plan(), h200, tokens_per_second=1e12).mfu is None
+
+
+def test_a_product_has_two_of_the_backward_behind_it(seen: Traced) -> None:
+    sizes = [(gemm.where, gemm.direction, gemm.m, gemm.n, gemm.k, gemm.batch) for gemm in gemms_of(seen, 4)]
+    assert sizes == [
+        ("up", "forward", 28, 30, 10, 1),
+        ("up", "dgrad", 28, 10, 30, 1),
+        ("up", "wgrad", 30, 10, 28, 1),
+        ("mix", "forward", 7, 7, 8, 8),
+        ("mix", "dgrad", 7, 8, 7, 8),
+        ("mix", "wgrad", 7, 8, 7, 8),
+    ]
+
+
+def test_a_bound_is_the_longer_of_flops_and_bytes(seen: Traced) -> None:
+    slow_memory = step_of(seen, Plan(), micro_batch=4, matmul_tflops=1e9, bandwidth=1e3)
+    up = 3 * 3 * (28 * 10 + 10 * 30 + 28 * 30) * 4
+    mix = 3 * (7 * 8 + 8 * 7 + 7 * 7) * 8 * 4
+    assert slow_memory.products_seconds == pytest.approx((up + mix) / 1e3)
+    slow_compute = step_of(seen, Plan(), micro_batch=4, matmul_tflops=1e-12, bandwidth=1e12)
+    assert slow_compute.products_seconds == pytest.approx(3 * (3 * 2 * 28 * 30 * 10 + 2 * 7 * 7 * 8 * 8))
+    assert slow_compute.floor_seconds == pytest.approx(5 + 4 * 3e9)
+
+
+def test_lint_speaks_of_sizes_that_cost_and_of_no_others(seen: Traced) -> None:
+    device = find_device("H200")
+    large = Product(where="head", kind="linear", m=1024, n=50257, k=768, grows="m", made=Place(file="m.py", line=9))
+    small = Product(where="probe", kind="linear", m=1, n=10, k=768, grows="m")
+    model = replace(seen, products=(large, small))
+    (found,) = findings_of(model, micro_batch=16, dtype="bf16", device=device)
+    assert found.where == ("head",)
+    assert found.fix.startswith("50,304 at m.py:9")
+    assert found.gain is not None
+    assert found.gain > 0.05
+    assert (
+        findings_of(
+            replace(model, products=(replace(large, n=50304), small)), micro_batch=16, dtype="bf16", device=device
+        )
+        == ()
+    )
+    (unknown,) = findings_of(model, micro_batch=16, dtype="bf16", device=None)
+    assert (unknown.gain, unknown.no_gain) == (None, "the device is unknown")
+    assert findings_of(model, micro_batch=16, dtype="bf16", device=device, ignore=("layer-size",)) == ()
+
+
+# the verdict and the words
+
+
+def measured(*losses: float, error: float = 0.0) -> Measurement:
+    check = GradientCheck(
+        loss=losses[0],
+        reference_loss=losses[0],
+        error=error,
+        yardstick=0.0,
+        tensor_errors={"w": error},
+        tensor_yardsticks={"w": 0.0},
+    )
+    return Measurement(loss_curve=losses, gradients=check)
+
+
+def verdict(
+    found: Measurement, reference: tuple[float, ...], *, ln_vocab: float | None = None, unchecked: str | None = None
+) -> str:
+    return judge(
+        maths="rounding-only",
+        precision="fp32",
+        measurement=found,
+        reference=reference,
+        base=None,
+        plain=reference,
+        ln_vocab=ln_vocab,
+        unchecked=unchecked,
+    ).verdict
+
+
+def test_without_a_vocabulary_any_start_will_do() -> None:
+    assert verdict(measured(3.0, 2.0), (3.0, 2.0)) == "same"
+    assert verdict(measured(3.0, 2.0), (3.0, 2.0), ln_vocab=10.0) == "different"
+    assert verdict(measured(3.0, 2.0, error=0.5), (3.0, 2.0)) == "different"
+
+
+def test_a_large_loss_may_round_by_as_much_more() -> None:
+    assert verdict(measured(3.0, 2.01), (3.0, 2.0)) == "different"
+    assert verdict(measured(300.0, 200.01), (300.0, 200.0)) == "rounding"
+    assert verdict(measured(300.0, 200.1), (300.0, 200.0)) == "different"
+
+
+def test_what_cannot_be_compared_is_not_checked_unless_it_is_no_number() -> None:
+    assert verdict(measured(3.0, 2.0), (9.0, 9.0), unchecked="it draws") == "not-checked"
+    assert verdict(measured(3.0, float("nan")), (9.0, 9.0), unchecked="it draws") == "different"
+
+
+def test_rates_and_batches_in_their_own_unit() -> None:
+    assert [rate_unit(unit) for unit in (None, "token", "sample", "image")] == [
+        "tok/s",
+        "tok/s",
+        "samples/s",
+        "images/s",
+    ]
+    assert rate_unit("token", short=False) == "tokens/s"
+    assert batch_words(16, {"sequence": 1024}) == "16 x 1024 tokens"
+    assert batch_words(16, {"unit": "sample", "items_per_sample": 1}) == "16 samples"
