@@ -20,7 +20,7 @@ MOST |= {"tp": 1024, "pp": 4096}
 
 WORKLOAD_HELP = (
     "tiny, gpt2, gpt2-medium, gpt2-large or gpt2-xl; a Hugging Face config.json, model folder or a name in its local "
-    "cache; a shape file (default: gpt2 on a CUDA device, tiny elsewhere)"
+    "cache; a shape file; FILE.py:FACTORY (default: gpt2 on a CUDA device, tiny elsewhere)"
 )
 
 

@@ -45,7 +45,7 @@ def add_estimate(commands: Any) -> None:
         nargs="?",
         default=DEFAULT_WORKLOAD,
         metavar="WORKLOAD",
-        help="a preset, a Hugging Face config.json, a model folder, or a shape file (default: gpt2)",
+        help="a preset, a Hugging Face config.json, a model folder, a shape file, or FILE.py:FACTORY (default: gpt2)",
     )
     estimate.add_argument("--gpu", metavar="NAME", help="the device, such as A100-80 (default: this machine's, if any)")
     estimate.add_argument("--micro-batch", metavar="N", type=int, help="sequences per GPU and pass")

@@ -48,7 +48,7 @@ def add_lint(commands: Any) -> None:
         nargs="?",
         default=DEFAULT_WORKLOAD,
         metavar="WORKLOAD",
-        help="a preset, a Hugging Face config.json, a model folder, or a shape file (default: gpt2)",
+        help="a preset, a Hugging Face config.json, a model folder, a shape file, or FILE.py:FACTORY (default: gpt2)",
     )
     parser.add_argument("--gpu", metavar="NAME", help="the device, such as A100-80 (default: this machine's, if known)")
     parser.add_argument(

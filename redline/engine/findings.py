@@ -198,8 +198,10 @@ def _in_backward() -> bool:
 
 def watch_syncs(run: Callable[[], Any], steps: int) -> tuple[Finding, ...]:
     """CUDA's own list of calls that made the host wait, each with the line that was running."""
-    with collecting_syncs() as found:
-        run()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # whatever else the step warns of, it has warned of before
+        with collecting_syncs() as found:
+            run()
     return merge(found, steps)
 
 
@@ -219,7 +221,7 @@ def collecting_syncs() -> Iterator[list[Finding]]:
         warnings.filterwarnings("always", message=f".*{SYNCHRONISING}")
         warnings.filterwarnings("ignore", message=".*Synchronization debug mode is a prototype")
         warnings.showwarning = collect
-        before = torch.cuda.get_sync_debug_mode()
+        before = torch.cuda.get_sync_debug_mode() if torch.cuda.is_initialized() else "default"
         torch.cuda.set_sync_debug_mode("warn")
         try:
             yield found

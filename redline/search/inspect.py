@@ -20,6 +20,7 @@ from typing import BinaryIO
 
 from redline.core.errors import UserError
 from redline.core.traced import Traced
+from redline.core.user_code import check_unchanged, read
 from redline.core.values import from_json, to_json
 from redline.core.workload import Workload
 from redline.search.launch import import_environment, last_line
@@ -43,6 +44,14 @@ def find_workload(
             )
     workload = replace(python_workload(found, inspect_file(found)), words=words)
     return workload if trained_on is None else for_training(workload, trained_on)
+
+
+def check_unchanged_file(workload: Workload) -> None:
+    """Before a run goes on: its rows belong to the file as it was."""
+    source = workload.source
+    if source.file is not None and source.digest is not None:
+        path = Path(source.file)
+        check_unchanged(path, read(path), source.digest)
 
 
 @functools.cache  # a command asks twice: to check its words, and for the run

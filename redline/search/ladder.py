@@ -42,7 +42,7 @@ from redline.rungs import LADDER, find_rung, group_of, plan_of, why_not
 from redline.search.batch_size import check_headroom, host_memory_bytes
 from redline.search.climb import TOKENS_FILE, Climb, LadderSettings, Row
 from redline.search.document import best_rebatched, best_row, ladder_document, row_json
-from redline.search.inspect import find_workload
+from redline.search.inspect import check_unchanged_file, find_workload
 from redline.search.launch import launch, probe_machine, remove_caches
 from redline.workloads import default_workload
 
@@ -383,6 +383,7 @@ def resume_ladder(path: Path, choices: dict[str, Any]) -> LadderRun:
             f"leave them out: redline ladder --resume {path}",
         )
     run = open_ladder(path)
+    check_unchanged_file(run.workload)
     hardware, versions = probe_machine(run.settings.device)
     before, now = run.directory.read_run()["versions"], {**versions, "device": hardware.name}
     changed = [

@@ -29,7 +29,7 @@ from redline.rungs import find_rung
 from redline.search.answers import TrialAnswers, context_of, open_cache
 from redline.search.batch_size import HEADROOM
 from redline.search.climb import TOKENS_FILE
-from redline.search.inspect import find_workload
+from redline.search.inspect import check_unchanged_file, find_workload
 from redline.search.ladder import (
     check_choice,
     check_sensible,
@@ -330,6 +330,7 @@ def resume_tune(path: Path, choices: dict[str, Any], minutes: float | None, fres
         )
     started = time.monotonic()
     run = open_tune(path, fresh=fresh)
+    check_unchanged_file(run.workload)
     hardware, versions = probe_machine(run.settings.device)
     before, now = run.directory.read_run()["versions"], {**versions, "device": hardware.name}
     changed = [

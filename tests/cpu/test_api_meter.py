@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from redline.api.counting import count_flops
 from redline.core.errors import UserError
 from redline.core.hardware import Hardware
 from redline.core.workload import Shape
+from redline.engine.findings import collecting_syncs
 from redline.model.gpt import GPT
 from redline.model.loss import next_token_loss
 from redline.predict.flops import flops_per_token
@@ -283,6 +285,18 @@ def test_the_last_step_of_the_warm_up_is_the_one_that_is_watched(clock, monkeypa
     run(meter, clock, waits=[0.0] * 6, works=[0.2] * 6)
     assert watched == [["open", 2, "closed", 2]]
     assert meter._syncs == ()
+
+
+def test_other_warnings_of_a_watched_step_reach_the_user(monkeypatch) -> None:
+    """As they would without a meter, and what CUDA says is not shown."""
+    modes = []
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    with pytest.warns(UserWarning) as shown, collecting_syncs() as found:
+        warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
+        warnings.warn("mine", stacklevel=1)
+    assert [str(each.message) for each in shown] == ["mine"]
+    assert [each.kind for each in found] == ["synchronisation"]
+    assert modes == ["warn", "default"]
 
 
 def test_a_loop_that_is_left_in_a_watched_step_does_not_stay_watched(clock, monkeypatch) -> None:

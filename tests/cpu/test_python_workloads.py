@@ -581,10 +581,14 @@ def test_a_random_model_is_measured_and_not_judged(
     assert [row["equivalence"]["verdict"] for row in ladder["rows"]] == ["not-checked"] * 2
     assert f"model.py:{line_of(RANDOM, 'F.dropout')}" in ladder["rows"][0]["equivalence"]["detail"]
     assert ladder["best"] is None
+    Path("model.py").write_text(RANDOM.replace("0.5", "0.4"))
+    assert main(["ladder", "--resume", "ladder"]) == 2
+    assert "model.py has changed" in capsys.readouterr().err
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")  # torch's own, importing Inductor
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")  # torch, importing Inductor
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo looks at it after a graph break
 def test_code_that_the_compiler_cannot_take_whole(
     here: Path, write: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
 ) -> None:

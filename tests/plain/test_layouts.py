@@ -19,11 +19,13 @@ from redline.core.errors import UserError
 from redline.core.interconnects import choose_links
 from redline.core.plan import Plan
 from redline.core.workload import Shape
+from redline.predict.activations import Rank
 from redline.predict.communication import Fabric
 from redline.predict.fitting import Case
 from redline.predict.flops import executed_flops
 from redline.predict.layouts import (
     SAME_SPEED,
+    Bench,
     Search,
     expected_peaks,
     piece_of,
@@ -32,6 +34,7 @@ from redline.predict.layouts import (
     usual_global_batch,
 )
 from redline.predict.memory import predict_memory
+from redline.predict.optimizers import find_optimizer
 from redline.predict.parallel import (
     Layout,
     check_layout,
@@ -41,7 +44,7 @@ from redline.predict.parallel import (
     layout_for_batch,
     possible_cuts,
 )
-from redline.predict.roofline import predict_step, reachable, sheet_peaks
+from redline.predict.roofline import TYPICAL, predict_step, reachable, roofline, sheet_peaks
 from redline.workloads import PRESETS
 
 GPT2, XL = PRESETS["gpt2"].shape, PRESETS["gpt2-xl"].shape
@@ -113,6 +116,36 @@ def test_stages_share_the_work():
     one, four = (predicted(gpus=pp, pp=pp, micro_batch=4, accumulation=32, shape=LLAMA).time for pp in (1, 4))
     assert one.compute.forward / 4 < four.compute.forward < one.compute.forward / 3
     assert four.bubble_seconds > 0 == one.bubble_seconds
+
+
+def test_each_end_of_a_pipeline_has_its_own_work():
+    """Beyond a stage in the middle: the embedding at one end, the head and the loss at the other."""
+    layout = Layout(gpus=4, pp=4, micro_batch=2)
+    bench = Bench(peaks=PEAKS)
+    first, middle, last = (
+        bench.work(
+            Rank(
+                shape=GPT2,
+                plan=FAST,
+                micro_batch=2,
+                layout=layout,
+                zero=0,
+                optimizer=find_optimizer("adamw-fused"),
+                first=stage == 0,
+                last=stage == 2,
+            )
+        ).passes
+        for stage in range(3)
+    )
+    piece, plan = piece_of(GPT2, FAST, layout)
+    rows = roofline(piece, plan, micro_batch=2, peaks=PEAKS, assumptions=TYPICAL).rows
+    times = {name: sum(row.seconds for row in rows if row.operation.name == name) for name in ENDS}
+    assert first - middle == pytest.approx(times.pop("embedding"))
+    assert last - middle == pytest.approx(sum(times.values()))
+    assert min(times.values()) > 0
+
+
+ENDS = ("embedding", "head", "head dgrad", "head wgrad", "loss")
 
 
 def test_zero_shares_the_update():
