@@ -169,7 +169,7 @@ def _note(trace: Trace, kind: str, m: int, n: int, k: int, batch: int) -> None:
 def _attention(trace: Trace, left: torch.Tensor, result: torch.Tensor) -> None:
     """A batched product whose left matrix is as large as the weights that a softmax made of another's result."""
     weights = trace.weights
-    if weights is not None and left.numel() == weights[0] and not trace.inside_sdpa:
+    if weights is not None and left.numel() == weights[0]:
         trace.attention.append(
             Attention(place=_between(weights[1], place()), causal=weights[2], module=_library_module(trace))
         )

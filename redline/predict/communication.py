@@ -178,16 +178,20 @@ def padded(tensors: Iterable[tuple[tuple[int, ...], int]], ranks: int) -> int:
 def gradient_tensors(rank: Rank) -> Iterator[int]:
     """Bytes of each gradient in the order in which the backward finishes them. A head that is the embedding is done
     with it, at the end."""
-    table, *others = [(math.prod(sizes), count) for sizes, count in rank.outer_tensors()]
+    (table, tables), *others = [(rank.weight * math.prod(sizes), count) for sizes, count in rank.outer_tensors()]
     head = rank.last and not rank.head_is_embedding
-    at_the_end = (rank.first and rank.shape.positions == "learned") + 0  # outer_tensors: table, positions, norm, bias
-    yield from [rank.weight * table[0]] * head
-    yield from (rank.weight * size for size, count in others[at_the_end:] for _ in range(count))
-    for _ in range(rank.layers):
-        for sizes, count in reversed(list(rank.layer_tensors())):
-            yield from [rank.weight * math.prod(sizes)] * count
-    yield from (rank.weight * size for size, count in others[:at_the_end] for _ in range(count))
-    yield from [rank.weight * table[0]] * (table[1] - head)
+    positions = 1 if rank.first and rank.shape.positions == "learned" else 0  # they stand behind the table
+    yield from [table] * head
+    yield from _each(others[positions:])
+    layer = [(rank.weight * math.prod(sizes), count) for sizes, count in rank.layer_tensors()]
+    yield from rank.layers * list(_each(reversed(layer)))
+    yield from _each(others[:positions])
+    yield from [table] * (tables - head)
+
+
+def _each(sizes: Iterable[tuple[int, int]]) -> Iterator[int]:
+    for size, count in sizes:
+        yield from [size] * count
 
 
 def ddp_buckets(tensors: Iterable[int], first: int = FIRST_BUCKET, cap: int = BUCKET) -> list[int]:

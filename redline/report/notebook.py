@@ -23,6 +23,7 @@ from redline.report.page import date_text, drawings, render, table_row
 from redline.report.svg import plain_tick
 
 HEIGHT_PX = 640
+NEAR = 0.25  # of the device's memory: from there on its end is drawn
 
 
 def in_notebook(page: str) -> str:
@@ -69,8 +70,9 @@ def render_estimate_page(document: Document) -> str:
     headline = [
         (f"{document['parameters']:,}", "parameters", ""),
         (human_bytes(total), "at the peak", one_line(document["memory_detail"]["moment"])),
-        (human_rate(document["tokens_per_second"]), "tokens per second expected", ""),
     ]
+    if document["tokens_per_second"] is not None:
+        headline.append((human_rate(document["tokens_per_second"]), "tokens per second expected", ""))
     parts = [
         Part(
             title="Memory",
@@ -105,15 +107,17 @@ def without_first(table: Table) -> Table:
 def _memory_chart(document: Document, width_px: int) -> str:
     parts = {name: size for name, size in estimate.parts_of(document).items() if size}
     lines = [f"{estimate.LABELS.get(name, name)} {human_bytes(size)}" for name, size in parts.items()]
-    memory = document["hardware"]["memory_bytes"]
+    total, memory = document["memory"]["total"], document["hardware"]["memory_bytes"]
+    if memory is not None and total < NEAR * memory:
+        memory = None  # at that scale the parts could not be told apart; the text says what share they are
     bar = Bar(
         name="predicted",
         parts=tuple((estimate.LABELS.get(name, name), float(size)) for name, size in parts.items()),
-        label=human_bytes(document["memory"]["total"]),
+        label=human_bytes(total),
         marker=memory,
         tip="\n".join(lines),
     )
-    unit, axis = (GIB, "GiB") if document["memory"]["total"] >= GIB else (1024**2, "MiB")
+    unit, axis = (GIB, "GiB") if total >= GIB else (1024**2, "MiB")
     return stacked_chart(
         [bar],
         names=[name for name, _ in bar.parts],
