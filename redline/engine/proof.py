@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import tempfile
 import warnings
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,7 @@ def prove(training: Training, plan: Plan, device: torch.device, step_seconds: fl
 
 def groups_of(events: list[dict[str, Any]], step_seconds: float, device: torch.device) -> dict[str, float]:
     """Where the time of the step goes, by the profile's own reading of the trace."""
-    spent: Counter[str] = Counter()
+    spent: dict[str, float] = defaultdict(float)
     for part in parts_of(read_timeline(events), step_seconds, device=device.type):
         spent[part.group] += part.seconds
     return {group: spent[group] for group in GROUPS if group in spent}

@@ -15,16 +15,25 @@ from redline.engine import profiling
 STEPS = 6
 
 
-@pytest.fixture
-def example(repository: Path, monkeypatch):
+@pytest.fixture(scope="module")
+def example(repository: Path):
     """example("own_loop") -> the module, with its neighbours importable as they are for `python examples/...`."""
-    monkeypatch.syspath_prepend(str(repository / "examples"))
-    return importlib.import_module
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(repository / "examples"))
+        yield importlib.import_module
+
+
+@pytest.fixture(scope="module")
+def known() -> dict[str, list[float]]:
+    return {}
 
 
 @pytest.fixture
-def losses(example) -> list[float]:
-    return example("own_loop").main(steps=STEPS)
+def losses(example, known) -> list[float]:
+    """Of the own loop, run once; inside a test, where conftest.py undoes what a recipe switches in the process."""
+    if not known:
+        known["losses"] = example("own_loop").main(steps=STEPS)
+    return known["losses"]
 
 
 def test_the_own_loop_learns_and_shows_its_meter(losses, capsys, example) -> None:

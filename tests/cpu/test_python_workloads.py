@@ -313,7 +313,10 @@ def make_batch(size, seed):
     reason = workload_of(f"{write(text.replace('WANTED', 'True'))}:net").cannot["flash"]
     assert "model.py:11" in reason
     assert "need_weights=False" in reason
-    assert "flash" not in workload_of(f"{write(text.replace('WANTED', 'False'))}:net").cannot
+    without = workload_of(f"{write(text.replace('WANTED', 'False'))}:net")
+    assert "flash" not in without.cannot
+    assert isinstance(without.shape, Traced)
+    assert without.shape.attention == ()
 
 
 def test_a_softmax_that_is_no_attention(write: Callable[[str], Path]) -> None:
