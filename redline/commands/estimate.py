@@ -245,7 +245,7 @@ def choose_subject(options: argparse.Namespace, machine: Target) -> Subject:
     words, micro_batch = words_of(options)
     options = argparse.Namespace(**{**vars(options), "micro_batch": micro_batch})
     shape, micro_batch, notes = choose_sizes(options, resolved)
-    rungs, assumed = choose_rungs(words, _workload(shape), machine, options.optimizer)
+    rungs, assumed = choose_rungs(words, _workload(shape, resolved.origin.config), machine, options.optimizer)
     if resolved.origin.kind != "preset":
         rungs, tying = tied_as_published(rungs, shape)
         assumed += tying
@@ -345,11 +345,14 @@ def tied_as_published(rungs: tuple[str, ...], shape: Shape) -> tuple[tuple[str, 
     return ordered, (f"{TIED} is taken: this model's head is its embedding",)
 
 
-def _workload(shape: Shape) -> Workload:
-    """What a rung asks of a workload is its shape; the rest of it is filled in."""
+def _workload(shape: Shape, config: dict[str, Any] | None) -> Workload:
+    """What a rung asks of a workload is its shape and what its code allows; the rest of it is filled in."""
     from redline.core.workload import Workload
+    from redline.workloads.huggingface import obstacles
 
-    return Workload(name="estimate", shape=shape, tokenizer="gpt2", micro_batch=1, learning_rate=1e-3)
+    cannot = {} if config is None else obstacles(config, shape)
+    cannot.pop(TIED, None)  # `tied_as_published` sees to that, with a note
+    return Workload(name="estimate", shape=shape, tokenizer="gpt2", micro_batch=1, learning_rate=1e-3, cannot=cannot)
 
 
 # the layout

@@ -23,6 +23,11 @@ def rate_unit(unit: str | None, short: bool = True) -> str:
     return f"{unit}s/s"
 
 
+def rate_words(unit: str | None) -> str:
+    """'tokens per second'."""
+    return f"{unit or 'token'}s per second"
+
+
 def batch_words(micro_batch: int, shape: Mapping[str, Any]) -> str:
     """'16 x 1024 tokens', '16 samples', '16 x 197 patches'. `shape`: of a described model, or of a traced one."""
     unit, items = shape.get("unit", "token"), shape.get("items_per_sample", shape.get("sequence", 1))

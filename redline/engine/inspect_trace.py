@@ -91,7 +91,7 @@ def _calls_of_torch(trace: Trace) -> Iterator[None]:
     def call(*args: Any, **kwargs: Any) -> Any:
         return _in_sdpa(trace, SDPA, args, kwargs)
 
-    F.scaled_dot_product_attention = call  # type: ignore[assignment]
+    F.scaled_dot_product_attention = call
     try:
         yield
     finally:

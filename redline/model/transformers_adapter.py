@@ -25,8 +25,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from redline.core.errors import UserError
 from redline.core.plan import Plan
 from redline.core.workload import Workload
-from redline.model.adapter import DTYPES, Adapter, LossOf, fused_head
-from redline.model.gpt import gelu_by_sigmoid, hide_padding
+from redline.model.adapter import DTYPES, Adapter, LossOf, exchange_gelus, fused_head
+from redline.model.gpt import hide_padding
 from redline.model.loss import next_token_loss
 
 # Their SDPA under a name of ours. For its own name transformers makes a mask whenever it is traced (torch before 2.14),
@@ -50,7 +50,7 @@ class TransformersAdapter(Adapter):
         if plan.residual != "fp32":
             cast_stream(model, DTYPES[plan.residual])
         if plan.gelu == "sigmoid":
-            exchange_gelus(model)
+            exchange_gelus(model, is_tanh_gelu)
         if plan.checkpointing == "full":
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         self._initial = {name: parameter.detach().to("cpu", copy=True) for name, parameter in model.named_parameters()}
@@ -159,14 +159,5 @@ def cast_stream(model: PreTrainedModel, dtype: torch.dtype) -> None:
             module.register_forward_pre_hook(lambda _module, inputs: (inputs[0].float(),))
 
 
-class SigmoidGelu(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return gelu_by_sigmoid(x)
-
-
-def exchange_gelus(model: nn.Module) -> None:
-    kinds = tuple(type(ACT2FN[name]) for name in TANH_GELUS)
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if isinstance(child, kinds):
-                setattr(parent, name, SigmoidGelu())
+def is_tanh_gelu(module: nn.Module) -> bool:
+    return isinstance(module, tuple(type(ACT2FN[name]) for name in TANH_GELUS))

@@ -12,7 +12,16 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from redline.core.units import UNKNOWN, human_bytes, human_percent, human_rate, human_ratio, human_seconds
+from redline.core.units import (
+    UNKNOWN,
+    human_bytes,
+    human_percent,
+    human_rate,
+    human_ratio,
+    human_seconds,
+    rate_unit,
+    rate_words,
+)
 from redline.report import Row, is_dropped, one_line, reason_of, rung_name, shown_mfu, status_of, verdict_of
 from redline.report.svg import (
     AXIS_PX,
@@ -97,7 +106,7 @@ def ladder_chart(rows: Sequence[Row], width_px: int = WIDTH_PX) -> str:
     fastest = fastest_of(rows)
     scale = Scale(low=0.0, high=fastest or 1.0, start_px=left, end_px=max(left + 40.0, width_px - right))
     height = ROW_PX * max(1, len(rows)) + 40
-    parts = list(bottom_axis(scale, height - 34, "tokens per second")) if fastest else []
+    parts = list(bottom_axis(scale, height - 34, rate_words(rows[0].get("unit")))) if fastest else []
     marks = []
     for index, row in enumerate(rows):
         parts += _ladder_row(row, ROW_PX * index, scale, width_px)
@@ -168,7 +177,8 @@ def _figure_lines(row: Row) -> list[str]:
     noise = " (inside the noise)" if row.get("within_noise") else ""
     memory = f"{human_bytes(row.get('peak_bytes'))}, predicted {human_bytes(row.get('predicted_peak_bytes'))}"
     return [
-        f"{human_rate(row.get('tokens_per_second'))} tokens/s, micro batch {_known(row.get('micro_batch'))}",
+        f"{human_rate(row.get('tokens_per_second'))} {rate_unit(row.get('unit'), short=False)}, micro batch "
+        f"{_known(row.get('micro_batch'))}",
         f"step {median} (p10 {p10}, p90 {p90}, n {_known(seconds.get('n'))})",
         f"{human_ratio(row.get('speedup_step'))} this step{noise}, {human_ratio(row.get('speedup_total'))} in total",
         f"MFU {human_percent(shown_mfu(row))}, HFU {human_percent(row.get('hfu'))}",

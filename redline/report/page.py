@@ -17,7 +17,16 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from redline.core.units import GIB, UNKNOWN, human_bytes, human_percent, human_rate, human_seconds
+from redline.core.units import (
+    GIB,
+    UNKNOWN,
+    human_bytes,
+    human_percent,
+    human_rate,
+    human_seconds,
+    rate_unit,
+    rate_words,
+)
 from redline.report import Document, Row, is_dropped, one_line, reason_of, rung_name, shown_mfu, status_of, verdict_of
 from redline.report.bars import Bar, stacked_chart
 from redline.report.charts import ladder_chart, loss_chart
@@ -35,6 +44,7 @@ from redline.report.table import (
     rebatched_rows,
     rows_of,
     shown_columns,
+    unit_of,
     workload_text,
 )
 
@@ -187,7 +197,7 @@ def headline_figures(document: Document) -> list[tuple[str, str, str]]:
     if not best:
         return []
     row = best_row(document) or {}
-    figures = [(human_rate(best.get("tokens_per_second")), "tokens per second", _best_place(best))]
+    figures = [(human_rate(best.get("tokens_per_second")), rate_words(unit_of(document)), _best_place(best))]
     if row.get("speedup_total") is not None:
         figures.append(
             (f"{row['speedup_total']:.2f}×", f"the {rung_name(rows_of(document)[0])}'s speed", _baseline_rate(document))
@@ -206,7 +216,8 @@ def _best_place(best: dict[str, Any]) -> str:
 def _baseline_rate(document: Document) -> str:
     """The first measured row is what totals are counted from."""
     first = next((row for row in rows_of(document) if status_of(row) == "ok"), {})
-    return f"{human_rate(first.get('tokens_per_second'))} tokens/s before" if first.get("tokens_per_second") else ""
+    unit = rate_unit(first.get("unit"), short=False)
+    return f"{human_rate(first.get('tokens_per_second'))} {unit} before" if first.get("tokens_per_second") else ""
 
 
 def alarms(document: Document) -> list[tuple[str, str]]:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from redline.core.profile import DATA_WAIT, GROUPS, IDLE
-from redline.core.units import GIB, UNKNOWN, human_bytes, human_percent, human_rate, human_seconds
+from redline.core.units import GIB, UNKNOWN, human_bytes, human_percent, human_rate, human_seconds, rate_words
 from redline.report import Document, Row, one_line
 from redline.report.bars import Bar, stacked_chart
 from redline.report.curves import Panel, curve_chart
@@ -22,7 +22,7 @@ from redline.report.next_steps import Step
 from redline.report.page import date_text, drawings, fact_groups, render, table_row
 from redline.report.profile import IDLE_ON_CPU, SHOWN_ADVICE, folded_modules, notes_of, short, short_kernel
 from redline.report.svg import plain_tick
-from redline.report.table import device_name, milliseconds, workload_text
+from redline.report.table import device_name, milliseconds, unit_of, workload_text
 
 SHOWN_KERNELS, SHOWN_MODULES, SHOWN_LINES = 30, 20, 15
 MEMORY_PX = 190
@@ -111,7 +111,7 @@ def headline_figures(document: Document) -> list[tuple[str, str, str]]:
         (human_seconds(step["median"]), "a step", spread),
     ]
     if document["tokens_per_second"] is not None:
-        figures.append((human_rate(document["tokens_per_second"]), "tokens per second", ""))
+        figures.append((human_rate(document["tokens_per_second"]), rate_words(unit_of(document)), ""))
     if roofline is not None:
         light = roofline["light_seconds"]
         share = human_percent(light / step["median"])

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from redline.core.units import human_percent, human_rate, human_ratio
+from redline.core.units import human_percent, human_rate, human_ratio, rate_unit
 from redline.report import Document, Row, is_dropped, one_line, rung_name, shown_mfu, status_of, verdict_of
 from redline.report.charts import (
     base_rate,
@@ -163,7 +163,7 @@ def _light_line(rows: Sequence[Row], frame: Frame) -> Iterator[str]:
 
 def _axes(rows: Sequence[Row], frame: Frame) -> Iterator[str]:
     yield from left_axis(frame.y, frame.right + 14, "", spacing_px=52, tick_text=short_number)
-    yield svg_text(0, 8, "tokens/s", "muted small")
+    yield svg_text(0, 8, rate_unit(rows[0].get("unit") if rows else None, short=False), "muted small")
     peak = peak_rate(rows)
     if peak is None:
         return

@@ -12,13 +12,22 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from redline.core.units import UNKNOWN, human_bytes, human_percent, human_rate, human_ratio, human_seconds
+from redline.core.units import (
+    UNKNOWN,
+    human_bytes,
+    human_percent,
+    human_rate,
+    human_ratio,
+    human_seconds,
+    rate_unit,
+    rate_words,
+)
 from redline.report import Document, Row, one_line, shown_mfu
 from redline.report.bars import Gain, gain_chart
 from redline.report.next_steps import tune_steps
 from redline.report.page import date_text, drawings, fact_groups, render, table_row
 from redline.report.points import Point, front_of, points_chart
-from redline.report.table import Note, device_name, milliseconds, model_notes, workload_text
+from redline.report.table import Note, device_name, milliseconds, model_notes, unit_of, workload_text
 from redline.report.tune import (
     UNDER_WAY,
     break_even_texts,
@@ -104,13 +113,14 @@ def headline_figures(document: Document) -> list[tuple[str, str, str]]:
     figures = [
         (
             human_rate(best["tokens_per_second"]),
-            "tokens per second",
+            rate_words(unit_of(document)),
             f"the winner, at micro batch {best['micro_batch']}",
         )
     ]
     baseline = (document["baseline"] or {}).get("tokens_per_second")
     if best["speedup"] is not None:
-        before = "" if baseline is None else f"{human_rate(baseline)} tokens/s before"
+        unit = rate_unit(unit_of(document), short=False)
+        before = "" if baseline is None else f"{human_rate(baseline)} {unit} before"
         figures.append((f"{best['speedup']:.2f}×", "the plain way's speed", before))
     if shown_mfu(row) is not None:
         convention = one_line(row.get("mfu_convention") or "convention not stated")
@@ -177,7 +187,8 @@ def trial_tip(row: Row, document: Document) -> str:
     median, p10, p90 = (human_seconds(seconds.get(name)) for name in ("median", "p10", "p90"))
     lines = [
         f"#{row['number']}: {change_text(row, document)}",
-        f"{human_rate(row['tokens_per_second'])} tokens/s, micro batch {row['micro_batch']}",
+        f"{human_rate(row['tokens_per_second'])} {rate_unit(row.get('unit'), short=False)}, micro batch "
+        f"{row['micro_batch']}",
         f"step {median} (p10 {p10}, p90 {p90}, n {seconds.get('n', UNKNOWN)})",
         f"{human_percent(row['of_best'])} of the best, {human_ratio(row['speedup_total'])} the plain way",
         f"MFU {human_percent(shown_mfu(row))}, peak memory {human_bytes(row['peak_bytes'])}",

@@ -18,7 +18,8 @@ from pathlib import Path
 
 from redline.core.errors import UserError, unknown_name
 from redline.core.traced import SAMPLE, Traced
-from redline.core.workload import NO_TOKENIZER, Source, Workload
+from redline.core.workload import NO_TOKENIZER, Shape, Source, Workload
+from redline.predict.flops import parameters
 from redline.workloads.resolve import BY_SIZE
 
 WORDS = re.compile(r"(?P<path>.+\.py)(?::(?P<name>.*))?", re.DOTALL)
@@ -154,6 +155,10 @@ def _notes(traced: Traced, rate: float, micro_batch: int) -> Iterator[str]:
     )
     if traced.unit == SAMPLE and traced.items_per_sample == 1:
         yield "rates are samples per second; a file with items_per_sample and unit says what else to count"
+    if traced.described is not None:
+        said = parameters(Shape(**traced.described)).total
+        if said != traced.parameters:
+            yield f"shape() describes {said:,} parameters, and the model has {traced.parameters:,}"
     if traced.dropout:
         yield (
             f"dropout is off while measuring ({_some(traced.dropout)}): no two runs could be compared with it; "

@@ -282,6 +282,13 @@ def test_a_config_is_tied_as_it_says(document, workplace, tied, rungs):
     assert found["memory"]["weights"] == 4 * found["parameters"] + 4096**2  # and naive attention's mask
 
 
+def test_rungs_that_the_model_does_not_allow_are_not_assumed(document, workplace):
+    (workplace / "config.json").write_text(json.dumps({**LLAMA, "hidden_act": "silu"}))
+    assumed = document("config.json", "--gpu", "H200")["settings"]["rungs"]
+    assert "bf16-residual" in assumed
+    assert "sigmoid-gelu" not in assumed, "it has no tanh GELU"
+
+
 def test_longer_than_the_context_is_said(document, workplace):
     (workplace / "config.json").write_text(json.dumps({**LLAMA, "max_position_embeddings": 8192}))
     notes = document("config.json", "--sequence", 16384)["notes"]

@@ -196,6 +196,13 @@ def test_training_drops_what_the_file_drops(seen: Traced, write: Callable[[str],
     assert "no dropout" in for_training(workload, "cpu").cannot["flash"]
 
 
+def test_a_shape_that_is_not_the_models_is_told(seen: Traced, write: Callable[[str], Path]) -> None:
+    sizes = {"layers": 1, "heads": 1, "d_model": 2, "d_ff": 2, "vocab": 3, "sequence": 4, "tied": False}
+    notes = workload_with(replace(seen, described=sizes), write).notes
+    (note,) = [note for note in notes if "shape()" in note]
+    assert note.endswith("and the model has 960")
+
+
 def test_places_read_as_people_write_them() -> None:
     assert str(Place(file="/x/vit.py", line=41, last=44)) == "vit.py:41-44"
     assert str(Place(file="/x/vit.py", line=41)) == "vit.py:41"
