@@ -29,6 +29,7 @@ import numpy
 
 from redline import __version__
 from redline.core.errors import UserError
+from redline.core.units import counted
 from redline.core.values import from_json, to_json
 from redline.data.pool import Meter, OnProgress, Pulse, Task, unheard, work_through
 from redline.data.shards import (
@@ -295,7 +296,7 @@ def finish(
     notes = list(found.notes)
     if order.val_fraction and not splits["val"]["tokens"]:
         notes.append(
-            f"validation is empty: of {documents:,} documents none fell into its {order.val_fraction:g}; more "
+            f"validation is empty: of {counted(documents, 'document')} none fell into its {order.val_fraction:g}; more "
             "documents (--split-documents) or a larger --val-fraction give it some"
         )
     index = {

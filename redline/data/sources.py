@@ -454,7 +454,9 @@ def read_compressed_lines(span: Span, reading: Reading) -> Iterator[Piece]:
     except (EOFError, zlib.error, gzip.BadGzipFile, DamagedZstdError) as error:
         raise UserError(
             f"{path} is damaged",
-            f"it cannot be unpacked after byte {position:,} of its text ({error})",
+            f"it cannot be unpacked behind the line that begins at byte {position:,} of its text ({error})"
+            if position
+            else f"its first line cannot be unpacked ({error})",
             "fetch it again, or unpack what can be saved and give that",
         ) from error
     except OSError as error:
@@ -478,13 +480,21 @@ def _line_piece(line: bytes, path: str, position: int, reading: Reading, passed:
             'every line must be one JSON object, such as {"text": "..."}',
         ) from error
     if not isinstance(record, dict) or not isinstance(record.get(reading.field), str):
-        fields = ", ".join(record) if isinstance(record, dict) else f"a {type(record).__name__}"
         raise UserError(
             f"no text in field {reading.field!r} of {path}",
-            f"the line that begins at byte {position:,} has {fields or 'no fields'}",
+            f"the line that begins at byte {position:,} has {_fields_of(record, reading.field)}",
             "name the field that holds the text with --field",
         )
     yield _record_piece(record[reading.field], where, reading, passed)
+
+
+def _fields_of(record: object, field: str) -> str:
+    """What there is instead of a text in the field."""
+    if not isinstance(record, dict):
+        return f"a {type(record).__name__}"
+    if field in record:
+        return f"a {type(record[field]).__name__} there"
+    return ", ".join(record) or "no fields"
 
 
 def _record_piece(text: str, where: str, reading: Reading, passed: int) -> Piece:

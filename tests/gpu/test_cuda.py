@@ -134,7 +134,7 @@ def test_reference_halves_its_batch_until_it_fits(run: RunDirectory, monkeypatch
     bench = Bench(job=question, tokens=Path(run.path / "tokens.npy"), device=torch.device("cuda"), report=_quiet)
     whole = measure_reference(bench).loss_curve
     torch.cuda.empty_cache()
-    torch.cuda.set_per_process_memory_fraction(0.006)  # about 850 MB of an H200: 64 sequences do not fit
+    torch.cuda.set_per_process_memory_fraction(0.003)  # about 430 MB of an H200: 64 sequences do not fit
     try:
         halved = measure_reference(bench).loss_curve
     finally:

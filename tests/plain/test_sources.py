@@ -175,7 +175,7 @@ def test_a_damaged_archive_is_named_with_the_place(tmp_path, name, damage):
     data = path.read_bytes()
     changed = {"cut": data[:-20], "flip": data[:30] + bytes([data[30] ^ 255]) + data[31:], "other": b"plain text\n"}
     path.write_bytes(changed[damage])
-    with pytest.raises(UserError, match="after byte") as caught:
+    with pytest.raises(UserError, match="behind the line that begins at byte|first line cannot be unpacked") as caught:
         pieces_of(path, Reading())
     assert str(path) in caught.value.problem
 
@@ -327,7 +327,7 @@ def test_a_nul_byte_is_no_text(tmp_path):
         (b'{"text": "\xff"}', "byte 27 is not UTF-8"),
         (b"{nonsense", "line that begins at byte 17 cannot be read"),
         (b'{"body": "b"}', "no text in field 'text'.*byte 17 has body"),
-        (b'{"text": null}', "no text in field"),
+        (b'{"text": null}', "no text in field.*byte 17 has a NoneType there"),
         (b"[1]", "has a list"),
         (b'{"text": "\\ud800"}', "half a surrogate pair"),
     ],
