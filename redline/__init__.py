@@ -107,7 +107,7 @@ def ladder(
     with LiveLadder(Console(stderr=True)) as view:
         document = run.climb(timeout_seconds=timeout_seconds, view=view)
     with run.directory.explaining():
-        run.directory.write(REPORT_FILE, render_page(document))
+        run.directory.write(REPORT_FILE, render_page({**document, "directory": str(run.directory.path)}))
     return Document(document, kind="ladder")
 
 

@@ -66,7 +66,7 @@ def try_page(
     from redline.core.job import REPORT_FILE, RunDirectory
 
     try:
-        return RunDirectory(directory).write(REPORT_FILE, render(document)), None
+        return RunDirectory(directory).write(REPORT_FILE, render({**document, "directory": str(directory)})), None
     except OSError as error:
         return None, UserError(
             f"cannot write {directory / REPORT_FILE}",

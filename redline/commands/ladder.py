@@ -186,7 +186,7 @@ def show_ladder(document: dict[str, Any], directory: Path, options: argparse.Nam
 
 def print_paths(**paths: Path | None) -> None:
     for name, path in paths.items():
-        if path is not None:
+        if path is not None and path.exists():  # a full disk may have kept it away
             print(f"{name:8} {path}")
 
 

@@ -150,7 +150,7 @@ def report_ladder(options: argparse.Namespace) -> int:
     from redline.commands.ladder import show_ladder
     from redline.search.ladder import read_ladder
 
-    return show_ladder(read_ladder(options.directory), options.directory, options)
+    return show_ladder(with_damage(read_ladder(options.directory), options.directory), options.directory, options)
 
 
 def report_profile(options: argparse.Namespace) -> int:
@@ -164,7 +164,15 @@ def report_tune(options: argparse.Namespace) -> int:
     from redline.commands.tune import show_tune
     from redline.search.tune_run import read_tune
 
-    return show_tune(read_tune(options.directory), options.directory, options)
+    return show_tune(with_damage(read_tune(options.directory), options.directory), options.directory, options)
+
+
+def with_damage(document: dict[str, Any], directory: Path) -> dict[str, Any]:
+    """Rows may be missing because their lines cannot be read: then the document says how many."""
+    from redline.core.job import RunDirectory
+
+    lost = RunDirectory(directory).unreadable_lines()
+    return {**document, "unreadable_lines": lost} if lost else document
 
 
 def report_training(options: argparse.Namespace) -> int:

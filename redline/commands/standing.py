@@ -99,6 +99,7 @@ def _profile(path: Path) -> Standing:
 
 def _standing(kind: str, path: Path, document: dict[str, Any] | None, under_way: bool) -> Standing:
     run = RunDirectory(path)
+    document = None if document is None else {**document, "directory": str(path)}  # commands on the page name it
     doing = running(run) if under_way and kind in MEASURED else None
     return Standing(kind=kind, record=run.read_run(), document=document, under_way=under_way, doing=doing)
 

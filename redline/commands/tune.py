@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ from redline.commands.common import (
     warn_of,
 )
 from redline.core.errors import UserError
-from redline.core.workload import SAMPLE_CORPUS
 
 DEFAULT_MINUTES = 8.0
 UNITS = {"": 1024**3, "gib": 1024**3, "gb": 10**9, "mib": 1024**2, "mb": 10**6}  # a bare number is GiB
@@ -141,23 +139,11 @@ def bytes_of(text: str) -> int:
     return round(float(found[1]) * UNITS[found[2]])
 
 
-def train_command(document: dict[str, Any], recipe: Path) -> str:
-    """What goes on where the search ended: the same text and the same update."""
-    workload = document["workload"]
-    words = ["redline", "train", workload.get("words") or workload["name"], "--recipe", str(recipe)]
-    if workload["shape"].get("max_positions") is not None:  # pieces shorter than the context
-        words += ["--sequence", str(workload["shape"]["sequence"])]
-    if document["workload"]["corpus"] != SAMPLE_CORPUS:
-        words += ["--data", document["workload"]["corpus"]]
-    if document["best"]["global_batch"] is not None:
-        words += ["--global-batch", str(document["best"]["global_batch"])]
-    return shlex.join(words)
-
-
 def show_tune(document: dict[str, Any], directory: Path, options: argparse.Namespace) -> int:
     from rich.console import Console
 
     from redline.core.job import BEST_FILE
+    from redline.report.next_steps import train_command
     from redline.report.tune import print_tune
     from redline.report.tune_page import render_tune_page
 
@@ -168,9 +154,9 @@ def show_tune(document: dict[str, Any], directory: Path, options: argparse.Names
         print_tune(document, Console())
         if page is not None:
             print(f"page     {page}")
-        if document["best"] is not None:
+        if document["best"] is not None and (directory / BEST_FILE).exists():  # a full disk may have kept it away
             print(f"recipe   {directory / BEST_FILE}")
-            print(f"train it {train_command(document, directory / BEST_FILE)}")
+            print(f"train it {train_command(document, str(directory / BEST_FILE))}")
     if trouble is not None:
         warn_of(trouble)
     if document["stopped"]["why"] == "interrupted":

@@ -115,9 +115,15 @@ class RunDirectory:
 
     def answers(self) -> dict[str, tuple[Result, float]]:
         """The same, with the seconds each took; 0 where nobody kept account."""
+        return dict(filter(None, map(_answer_in, self._lines())))
+
+    def unreadable_lines(self) -> int:
+        """Lines of the results that are no answer: cut short, damaged, or of another version."""
+        return sum(bool(line.strip()) and _answer_in(line) is None for line in self._lines())
+
+    def _lines(self) -> list[str]:
         path = self.path / RESULTS_FILE
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
-        return dict(filter(None, map(_answer_in, lines)))
+        return path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
 
 
 def _answer_in(line: str) -> tuple[str, tuple[Result, float]] | None:
@@ -136,10 +142,15 @@ def _ends_with_newline(path: Path) -> bool:
 
 
 def write_atomically(path: Path, text: str) -> Path:
-    """Readers see the old file or the new one, never half of it."""
+    """Readers see the old file or the new one, never half of it. What could not be written leaves no draft behind."""
     draft = path.with_name(path.name + ".draft")
-    draft.write_text(text, encoding="utf-8")
-    os.replace(draft, path)
+    try:
+        draft.write_text(text, encoding="utf-8")
+        os.replace(draft, path)
+    except OSError:
+        with contextlib.suppress(OSError):  # never made, or the disk is gone
+            draft.unlink()
+        raise
     return path
 
 

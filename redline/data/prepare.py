@@ -290,7 +290,9 @@ def finish(
     if not splits["train"]["tokens"]:
         raise UserError(
             "there is nothing to train on",
-            f"all of the {documents} documents fell into validation" if documents else "no document holds any text",
+            f"all of {counted(documents, 'document')} fell into validation"
+            if documents
+            else "no document holds any text",
             "give more documents (--split-documents cuts a text file into some), or a smaller --val-fraction",
         )
     notes = list(found.notes)

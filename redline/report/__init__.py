@@ -14,6 +14,7 @@ from redline.core.units import UNKNOWN
 
 Document = dict[str, Any]
 Row = dict[str, Any]
+MOST_BELOW = 2.0  # times: predicted peaks are right to per cents
 
 
 def one_line(text: object) -> str:
@@ -44,6 +45,16 @@ def reason_of(row: Row) -> str:
 def is_dropped(row: Row) -> bool:
     """Measured, and then the climb went on without it."""
     return status_of(row) == "ok" and row.get("kept") is False
+
+
+def is_implausible_peak(measured: float | None, predicted: float | None) -> bool:
+    """Far less than the tensors that must be there: a recorded graph's memory, for one, is not counted by the
+    allocator. Such a peak is shown and nothing is built on it. More than predicted was really held."""
+    return bool(measured and predicted and MOST_BELOW * measured < predicted)
+
+
+def has_implausible_peak(row: Row) -> bool:
+    return is_implausible_peak(row.get("peak_bytes"), row.get("predicted_peak_bytes"))
 
 
 def shown_mfu(row: Row) -> float | None:

@@ -85,12 +85,14 @@ def stacked_chart(
     marker: str = "",
 ) -> str:
     """`unit`: what the axis counts in, such as GiB, so that its ticks are round. `hollow`: parts in which nothing is
-    done, drawn without a colour."""
+    done, drawn without a colour; those after the first of them darker."""
     chars = name_room(width_px)
     left = _name_px([bar.name for bar in bars], chars)
     right = CHAR_PX * max((len(bar.label) for bar in bars), default=0) + 16
     high = (max((bar.end for bar in bars), default=0.0) or 1.0) / unit
-    looks = {name: "part hollow" if name in hollow else f"part f{index % SERIES}" for index, name in enumerate(names)}
+    looks = {name: f"part f{index % SERIES}" for index, name in enumerate(names)}
+    empty = [name for name in names if name in hollow]
+    looks |= {name: "part hollow second" if index else "part hollow" for index, name in enumerate(empty)}
     x = Scale(low=0.0, high=high, start_px=left, end_px=max(left + 40.0, width_px - right))
     used = [name for name in names if any(value for bar in bars for part, value in bar.parts if part == name)]
     legend, legend_px = key_rows([(looks[name], name) for name in used], width_px, marker)

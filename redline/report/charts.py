@@ -46,6 +46,7 @@ from redline.report.svg import (
 WIDTH_PX = 760
 ROW_PX, BAR_PX = 30, 16
 OWN_PX = 5  # of a bar's height: the same rung at its own micro batch
+PAIR_PX = 13  # between the figures of the two
 NAME_CHARS = 15
 PLOT_PX = 300  # height of the loss plot
 GAP_PLOT_PX, GAP_SPACE_PX = 110, 40  # the plot of differences, and the space above it
@@ -71,7 +72,7 @@ def own_rate(row: Row) -> float | None:
 
 def fastest_of(rows: Sequence[Row]) -> float:
     """The furthest a bar or its whisker reaches."""
-    ends = [max(row["tokens_per_second"], rate_range(row)[1], own_rate(row) or 0.0) for row in rows if is_measured(row)]
+    ends = [max(rate_range(row)[1], own_range(row)[1], row["tokens_per_second"]) for row in rows if is_measured(row)]
     return max(ends, default=0.0)
 
 
@@ -80,6 +81,12 @@ def rate_range(row: Row) -> tuple[float, float]:
     rate, seconds = float(row["tokens_per_second"]), row.get("step_seconds") or {}
     median, p10, p90 = (seconds.get(name) for name in ("median", "p10", "p90"))
     return (rate * median / p90, rate * median / p10) if median and p10 and p90 else (rate, rate)
+
+
+def own_range(row: Row) -> tuple[float, float]:
+    """The same at its own micro batch; both ends are its rate where the noise is not known."""
+    own = row.get("rebatched") or {}
+    return (0.0, 0.0) if own.get("tokens_per_second") is None else rate_range(own)
 
 
 def base_rate(row: Row) -> float:
@@ -127,7 +134,7 @@ def _ladder_row(row: Row, top: float, scale: Scale, width_px: int) -> Iterator[s
 
 
 def _measured_bar(row: Row, middle: float, scale: Scale, width_px: int) -> Iterator[str]:
-    rate, own, (slow, fast) = row["tokens_per_second"], own_rate(row), rate_range(row)
+    rate, own, fast = row["tokens_per_second"], own_rate(row), rate_range(row)[1]
     top, end = middle - BAR_PX / 2, scale(rate)
     height = BAR_PX - OWN_PX - 1 if own else BAR_PX
     yield svg_rect("bar", scale.start_px, top, end - scale.start_px, height)
@@ -136,12 +143,23 @@ def _measured_bar(row: Row, middle: float, scale: Scale, width_px: int) -> Itera
         yield svg_rect("gain", base, top, end - base, height)
     if own:
         yield svg_rect("own", scale.start_px, top + height + 1, scale(own) - scale.start_px, OWN_PX)
+    yield from _whisker(rate_range(row), top + height / 2, 4, scale)
+    label, look = _value_label(row, wide=width_px >= WIDE_FROM_PX)
+    if not own:
+        yield svg_text(max(end, scale(fast)) + 8, middle, label, look)
+        return
+    yield from _whisker(own_range(row), top + height + 1 + OWN_PX / 2, 2, scale)
+    yield svg_text(max(end, scale(fast)) + 8, middle - PAIR_PX / 2, label, f"{look} small")
+    end = max(scale(own), scale(own_range(row)[1]))
+    yield svg_text(end + 8, middle + PAIR_PX / 2, human_rate(own), "value own-figure small")
+
+
+def _whisker(ends: tuple[float, float], y: float, half_px: int, scale: Scale) -> Iterator[str]:
+    slow, fast = ends
     if fast > slow:
-        a, b, y = scale(slow), scale(fast), top + height / 2
-        path = f"M{a:.2f} {y - 4}v8M{a:.2f} {y}H{b:.2f}M{b:.2f} {y - 4}v8"
+        a, b = scale(slow), scale(fast)
+        path = f"M{a:.2f} {y - half_px}v{2 * half_px}M{a:.2f} {y}H{b:.2f}M{b:.2f} {y - half_px}v{2 * half_px}"
         yield f'<path class="whisker" d="{path}"/>'
-    furthest = max(end, scale(fast), scale(own or 0.0))
-    yield svg_text(furthest + 8, middle, *_value_label(row, wide=width_px >= WIDE_FROM_PX))
 
 
 def _value_label(row: Row, wide: bool) -> tuple[str, str]:
@@ -373,7 +391,9 @@ def _name_px(rows: Sequence[Row]) -> float:
 
 def _value_px(rows: Sequence[Row], wide: bool) -> float:
     """Room to the right of the longest bar for its label."""
-    return CHAR_PX * max((len(_value_label(row, wide)[0]) for row in rows if is_measured(row)), default=4) + 10
+    measured = [row for row in rows if is_measured(row)]
+    labels = [_value_label(row, wide)[0] for row in measured] + [human_rate(own_rate(row)) for row in measured]
+    return CHAR_PX * max(map(len, labels), default=4) + 10
 
 
 def _known(value: object) -> str:

@@ -22,7 +22,17 @@ from redline.core.units import human_bytes
 from redline.core.values import to_json
 from redline.core.workload import Shape
 from redline.predict.noise import UNSEEN_RUN_TO_RUN, noise_of_ratio, spread_error
-from redline.report import Document, Row, one_line, reason_of, rung_name, shown_mfu, status_of, verdict_of
+from redline.report import (
+    Document,
+    Row,
+    has_implausible_peak,
+    one_line,
+    reason_of,
+    rung_name,
+    shown_mfu,
+    status_of,
+    verdict_of,
+)
 from redline.report.compare_words import words_of
 from redline.report.table import best_row, rows_of, unit_of
 
@@ -47,6 +57,8 @@ class Entry:
     """The standard error of its median, as a fraction; None where the document has no spread."""
     repeats: int
     peak_bytes: int | None
+    peak_trusted: bool
+    """False: far below what was predicted, so that nothing is to be built on it."""
     mfu: float | None
     verdict: str | None
     """None of a training run: nobody holds it against fp32."""
@@ -157,6 +169,7 @@ def row_entry(row: Row, name: str, rungs: Any, repeats: int, verdict: str) -> En
         error=spread_error(row.get("step_seconds")),
         repeats=repeats,
         peak_bytes=row.get("peak_bytes"),
+        peak_trusted=not has_implausible_peak(row),
         mfu=shown_mfu(row),
         verdict=verdict,
         reason=reason_of(row) if row.get("reason") or status_of(row) != "ok" else None,
@@ -175,6 +188,7 @@ def training_entries(document: Document) -> Iterator[Entry]:
         error=spread_error(to_json(spread_of(rates))) if len(rates) > 1 else None,
         repeats=1,
         peak_bytes=document.get("peak_bytes"),
+        peak_trusted=True,  # a training run holds its peak against no prediction
         mfu=shown_mfu(document),
         verdict=None,
         reason=None,

@@ -7,13 +7,14 @@ The document is that of `redline report A B --json`.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 from typing import Any
 
 from redline.core.units import UNKNOWN, human_percent, human_rate, human_ratio
 from redline.report import Document, one_line
 from redline.report.bars import Gain, gain_chart
-from redline.report.compare_table import column_names, row_cells
+from redline.report.compare_table import column_names, legend_notes, row_cells
 from redline.report.compare_words import KIND_WORDS, noise_words
 from redline.report.page import date_text, drawings, render, table_row
 from redline.report.table import machine_text, versions_text, workload_text
@@ -40,9 +41,11 @@ def view_of(document: Document) -> dict[str, Any]:
         "words": [note for note in document["words"] if note["kind"] != "different"],
         "gains": drawings(lambda px: gain_chart(gains, title="B over A", width_px=px)) if gains else [],
         "rows": row_table(document),
+        "legend": list(legend_notes(document)),
+        "runs": [(label, text) for label, side in sides(document) if (text := one_line(side["command"] or ""))],
         "differences": differences,
         "facts": [(f"{label}: {side['source']}", side_facts(side)) for label, side in sides(document)],
-        "command": one_line(document.get("command") or ""),
+        "command": one_line(document.get("command") or "") or command_of(document),
     }
 
 
@@ -63,7 +66,19 @@ def sections(document: Document, differ: bool) -> Iterator[tuple[str, str]]:
         yield "rows", "Row by row"
     if differ:
         yield "differences", "Not the same"
+    if any(side["command"] for _, side in sides(document)):
+        yield "runs", "The two runs"
     yield "machine", "Machines"
+    yield "again", "Do it again"
+
+
+def command_of(document: Document) -> str:
+    """Of a comparison that was made from Python: the same words on the command line."""
+    figure = document["figure"]
+    words = ["redline", "report", *(side["source"] for _, side in sides(document))]
+    words += [] if figure["of"] == "best" else ["--rung", one_line(figure["of"])]
+    words += [] if figure["fail_below"] is None else ["--fail-below", f"{figure['fail_below']:g}"]
+    return shlex.join(words)
 
 
 def headline_figures(document: Document) -> list[tuple[str, str, str]]:
@@ -137,6 +152,5 @@ def side_facts(side: Document) -> list[tuple[str, str]]:
         ("machine", machine_text(side)),
         ("versions", versions_text(side)),
         ("workload", workload_text(side)),
-        ("command", one_line(side["command"] or "")),
     ]
     return [(name, text) for name, text in facts if text not in ("", UNKNOWN)]

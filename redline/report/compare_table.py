@@ -5,6 +5,8 @@ print_comparison(compare(one, other), Console())
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -27,9 +29,8 @@ def print_comparison(document: Document, console: Console) -> None:
         width = min(console.width, WIDTH_COLUMNS)
         console.print(rows_table(document, narrow=width < NARROW_COLUMNS), width=width)
         console.print()
-        if any(row["ratio"] is not None and not row["significant"] for row in document["rows"]):
-            legend = Note(about="~", text="inside the noise of its two rows, or the noise is not known")
-            console.print(notes_grid([legend]))
+        if legend := list(legend_notes(document)):
+            console.print(notes_grid(legend))
     console.print(notes_grid([Note(**note) for note in document["words"]]))
 
 
@@ -69,10 +70,24 @@ def row_cells(row: Document) -> list[str]:
         human_rate(b.get("tokens_per_second")),
         mark + human_ratio(row["ratio"]),
         UNKNOWN if row["noise"] is None else f"±{human_percent(row['noise'])}",
-        human_bytes(a.get("peak_bytes")),
-        human_bytes(b.get("peak_bytes")),
+        peak_text(a),
+        peak_text(b),
         verdict_cell(a.get("verdict"), b.get("verdict")),
     ]
+
+
+def peak_text(entry: Document) -> str:
+    """With a `?` where it is not to be trusted."""
+    return human_bytes(entry.get("peak_bytes")) + ("" if entry.get("peak_trusted", True) else "?")
+
+
+def legend_notes(document: Document) -> Iterator[Note]:
+    """What the signs in the rows mean, of those that are there."""
+    rows = document["rows"]
+    if any(row["ratio"] is not None and not row["significant"] for row in rows):
+        yield Note(about="~", text="inside the noise of its two rows, or the noise is not known")
+    if any(not (row[side] or {}).get("peak_trusted", True) for row in rows for side in ("a", "b")):
+        yield Note(about="?", text="a peak far below its prediction: not to be trusted")
 
 
 def verdict_cell(a: str | None, b: str | None) -> str:

@@ -122,9 +122,18 @@ def verdict_notes(document: Document) -> Iterator[Note]:
 
 def memory_notes(document: Document) -> Iterator[Note]:
     a, b = ((document["figure"][side] or {}).get("peak_bytes") for side in ("a", "b"))
-    if a and b:
+    doubted = [label for label, side in (("A", "a"), ("B", "b")) if _is_doubted(document["figure"][side])]
+    if a and b and doubted:
+        whose = " and ".join(f"{label}'s" for label in doubted)
+        why = "is far below its prediction: not to be trusted, and no ratio"
+        yield Note(about="memory", text=f"peak {human_bytes(a)} -> {human_bytes(b)}; {whose} {why}")
+    elif a and b:
         change = "the same" if a == b else f"{human_ratio(b / a)} of A's"
         yield Note(about="memory", text=f"peak {human_bytes(a)} -> {human_bytes(b)}, {change}")
+
+
+def _is_doubted(entry: Document | None) -> bool:
+    return entry is not None and not entry["peak_trusted"]
 
 
 def difference_notes(document: Document) -> Iterator[Note]:

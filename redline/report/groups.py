@@ -66,6 +66,7 @@ def groups_table(rows: Iterable[Row]) -> dict[str, Any]:
             "cells": [rung_name(row), *(milliseconds(groups_in(row).get(group)) or UNKNOWN for group in used)],
             "kind": "",
             "why": "",
+            "title": "",
         }
         for row in measured
     ]

@@ -4,23 +4,28 @@
 
 A rule is a function over the document that gives a step, or nothing where it has nothing to say. The order of the rules
 is the order of importance: what is wrong, what is unfinished, what would be faster, what would be surer. Every figure
-is one of the document.
+is one of the document, and so is every option of a command; paths are those of `document["directory"]`, which whoever
+draws a run directory puts in. A document that came alone has none: its recipe is on the page, to be saved as best.json.
 """
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Any
 
-from redline.core.units import human_bytes, human_percent, human_rate, human_ratio
-from redline.report import Document, Row, one_line, reason_of, rung_name, status_of, verdict_of
+from redline.core.job import BEST_FILE, REBATCHED_FILE
+from redline.core.units import counted, human_bytes, human_percent, human_rate, human_ratio
+from redline.core.workload import SAMPLE_CORPUS
+from redline.report import Document, Row, has_implausible_peak, one_line, reason_of, rung_name, status_of, verdict_of
 from redline.report.table import MOST_SWING, best_row, rows_of, swing_of
 
 SHOWN = 3
 ROOM = 0.5  # of the device's memory: below this a larger micro batch is worth a look
 WORTH = 1.02  # a gain that a run would notice
+SURER = ("--repeats", "3", "--aa")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,17 +39,106 @@ Rule = Callable[[Document], Iterator[Step]]
 
 
 def ladder_steps(document: Document) -> list[Step]:
-    return [step for rule in LADDER_RULES for step in rule(document)][:SHOWN]
+    return first_steps(LADDER_RULES, document)
 
 
 def tune_steps(document: Document) -> list[Step]:
-    return [step for rule in TUNE_RULES for step in rule(document)][:SHOWN]
+    return first_steps(TUNE_RULES, document)
 
 
-def workload_name(document: Document) -> str:
-    """As a shell takes it."""
+def first_steps(rules: Sequence[Rule], document: Document) -> list[Step]:
+    """No command twice: what does two things at once is told for the first."""
+    steps: list[Step] = []
+    for step in (step for rule in rules for step in rule(document)):
+        if not step.command or step.command not in {one.command for one in steps}:
+            steps.append(step)
+    return steps[:SHOWN]
+
+
+# --- commands ---------------------------------------------------------------------------------------------------------
+
+
+def command(document: Document, name: str, *more: str) -> str:
+    """`redline NAME` of the same workload, text and device."""
     workload = document.get("workload") or {}
-    return shlex.quote(one_line(workload.get("words") or workload.get("name") or "gpt2"))
+    words = ["redline", name, workload.get("words") or workload.get("name") or "gpt2", *more, *text_words(document)]
+    return shlex.join(map(one_line, words))
+
+
+def text_words(document: Document) -> list[str]:
+    workload, typed = document.get("workload") or {}, typed_words(document)
+    shape = workload.get("shape") or {}
+    words = []
+    if shape.get("max_positions") is not None and shape.get("sequence"):  # pieces shorter than the context
+        words += ["--sequence", str(shape["sequence"])]
+    if workload.get("corpus") not in (None, SAMPLE_CORPUS):
+        words += ["--data", str(workload["corpus"])]
+    if device := value_of(typed, "--device"):
+        words += ["--device", device]
+    return words
+
+
+def typed_words(document: Document) -> list[str]:
+    """What was typed behind `redline ladder` or `redline tune`; nothing of a run from Python, or of one that was
+    resumed."""
+    try:
+        words = shlex.split(one_line(document.get("command") or ""))
+    except ValueError:  # a quote that nobody closed: no command of ours
+        return []
+    return words[2:] if words[:1] == ["redline"] and "--resume" not in words else []
+
+
+def value_of(words: Sequence[str], option: str) -> str | None:
+    """Of '--option value' or '--option=value'; None where it was not typed."""
+    for word, after in zip(words, [*words[1:], None], strict=True):
+        name, equals, value = word.partition("=")
+        if name == option:
+            return value if equals else after
+    return None
+
+
+def ladder_again(document: Document, *more: str) -> str:
+    """The same ladder with something changed. It gets a run directory of its own."""
+    typed = typed_words(document)
+    if not typed:
+        start = (document.get("settings") or {}).get("start") or {}
+        size = start.get("micro_batch") or (document.get("workload") or {}).get("micro_batch")
+        return command(document, "ladder", *([] if size is None else ["--micro-batch", str(size)]), *more)
+    return shlex.join(["redline", "ladder", *without_options(typed, {*more, *NOT_AGAIN}), *more])
+
+
+NOT_AGAIN = ("--out", "--json", "--debug")
+ALONE = ("--json", "--debug", "--aa", "--rebatch")  # options without a value
+
+
+def without_options(words: Sequence[str], names: Collection[str]) -> Iterator[str]:
+    skip = False
+    for word in words:
+        name, equals, _ = word.partition("=")
+        if skip:
+            skip = False
+        elif name in names and name.startswith("--"):
+            skip = not equals and name not in ALONE
+        else:
+            yield word
+
+
+def file_in(document: Document, name: str) -> str:
+    folder = document.get("directory")
+    return name if not folder else str(PurePath(one_line(folder)) / name)
+
+
+def resume_command(document: Document, name: str, *more: str) -> str:
+    """Nothing where nobody knows the run directory."""
+    folder = document.get("directory")
+    return shlex.join(["redline", name, "--resume", one_line(folder), *more]) if folder else ""
+
+
+def train_command(document: Document, recipe: str | None = None) -> str:
+    """What goes on where the run ended: the same text and the same update."""
+    chosen = (document.get("best") or {}).get("global_batch") or (document.get("settings") or {}).get("global_batch")
+    update = [] if chosen is None else ["--global-batch", str(chosen)]
+    return command(document, "train", "--recipe", recipe or file_in(document, BEST_FILE), *update)
 
 
 # --- a ladder ---------------------------------------------------------------------------------------------------------
@@ -56,16 +150,23 @@ def drop_what_is_wrong(document: Document) -> Iterator[Step]:
         yield Step(
             what=f"Leave out {', '.join(wrong)}",
             why="it is not the same training any more, however fast it is; the detail is under the loss curves",
-            command=f"redline ladder {workload_name(document)} --without {','.join(wrong)}",
+            command=ladder_again(document, "--without", ",".join([*left_out(document), *wrong])),
         )
+
+
+def left_out(document: Document) -> list[str]:
+    """What the user had left out already."""
+    typed = value_of(typed_words(document), "--without")
+    return [] if typed is None else [typed]
 
 
 def finish(document: Document) -> Iterator[Step]:
     if document.get("finished") is False and not document.get("under_way"):
         yield Step(
             what="Finish the ladder",
-            why=f"it was interrupted after {len(rows_of(document))} rungs; what is there is not measured again",
-            command="redline ladder --resume DIR",
+            why=f"it was interrupted after {counted(len(rows_of(document)), 'rung')}; what is there is not measured "
+            "again",
+            command=resume_command(document, "ladder"),
         )
 
 
@@ -86,7 +187,7 @@ def take_the_own_batch(document: Document) -> Iterator[Step]:
                 what=f"Train at micro batch {one_line(own.get('micro_batch'))}",
                 why=f"{human_rate(own_rate)} tokens/s with {one_line(own.get('rung'))}, {human_ratio(own_rate / rate)} "
                 f"the best at the ladder's own size",
-                command=f"redline train {workload_name(document)} --recipe DIR/best-rebatched.json",
+                command=train_command(document, file_in(document, REBATCHED_FILE)),
             )
         return
     yield from _room_for_more(document)
@@ -94,13 +195,13 @@ def take_the_own_batch(document: Document) -> Iterator[Step]:
 
 def _room_for_more(document: Document) -> Iterator[Step]:
     row, memory = best_row(document) or {}, (document.get("hardware") or {}).get("memory_bytes")
-    peak = row.get("peak_bytes")
+    peak = None if has_implausible_peak(row) else row.get("peak_bytes")
     if peak and memory and peak < ROOM * memory and (document.get("hardware") or {}).get("kind") == "cuda":
         yield Step(
             what="Try larger micro batches",
             why=f"the best recipe holds {human_bytes(peak)} of {human_bytes(memory)} at micro batch "
             f"{row.get('micro_batch')}: larger ones keep the device busier",
-            command=f"redline ladder {workload_name(document)} --rebatch",
+            command=ladder_again(document, "--rebatch"),
         )
 
 
@@ -111,7 +212,7 @@ def measure_again(document: Document) -> Iterator[Step]:
         yield Step(
             what="Measure again on a quiet machine",
             why=f"slow steps of {rung_name(worst)} took {swing_of(worst):.1f} times its quick ones: something else ran",
-            command=f"redline ladder {workload_name(document)} --repeats 3 --aa",
+            command=ladder_again(document, *SURER),
         )
 
 
@@ -123,7 +224,7 @@ def profile_the_gap(document: Document) -> Iterator[Step]:
             what="See where the rest of the time goes",
             why=f"{rung_name(row)} reaches {human_percent(rate / light, 0)} of its recipe's speed of light "
             f"({human_rate(light)} tokens/s); a profile names the operations that lose the rest",
-            command=f"redline profile {workload_name(document)} --recipe DIR/best.json",
+            command=command(document, "profile", "--recipe", file_in(document, BEST_FILE)),
         )
 
 
@@ -133,7 +234,7 @@ def settle_the_noise(document: Document) -> Iterator[Step]:
         yield Step(
             what=f"Find out whether {listed(unsure)} {'pays' if len(unsure) == 1 else 'pay'}",
             why="what they changed is inside the noise of single runs; repeats make that smaller",
-            command=f"redline ladder {workload_name(document)} --repeats 3 --aa",
+            command=ladder_again(document, *SURER),
         )
 
 
@@ -142,7 +243,7 @@ def search_on(document: Document) -> Iterator[Step]:
         yield Step(
             what="Search beyond the ladder",
             why="the ladder tries one order of one set; tune weighs rungs, kernels and micro batches together",
-            command=f"redline tune {workload_name(document)}",
+            command=command(document, "tune"),
         )
 
 
@@ -152,7 +253,7 @@ def train_with_it(document: Document) -> Iterator[Step]:
         yield Step(
             what="Train with it",
             why=f"best.json in the run directory is the recipe of {human_rate(best.get('tokens_per_second'))} tokens/s",
-            command=f"redline train {workload_name(document)} --recipe DIR/best.json",
+            command=train_command(document),
         )
 
 
@@ -183,7 +284,7 @@ def train_the_winner(document: Document) -> Iterator[Step]:
             what="Train with the winner",
             why=f"{human_rate(best['tokens_per_second'])} tokens/s at micro batch {best['micro_batch']}; best.json in "
             "the run directory is its recipe",
-            command=f"redline train {workload_name(document)} --recipe DIR/best.json",
+            command=train_command(document),
         )
 
 
@@ -191,11 +292,11 @@ def search_longer(document: Document) -> Iterator[Step]:
     why, left = (document.get("stopped") or {}).get("why"), len(document.get("not_tried") or [])
     if why in ("minutes", "interrupted"):
         ending = "the time was used up" if why == "minutes" else "it was interrupted"
-        untried = f" with {left} neighbours of the winner not tried" if left else ""
+        untried = f" with {counted(left, 'neighbour')} of the winner not tried" if left else ""
         yield Step(
             what="Search longer",
             why=f"{ending}{untried}; what was measured is remembered",
-            command="redline tune --resume DIR --minutes 30",
+            command=resume_command(document, "tune", "--minutes", "30"),
         )
 
 
@@ -204,9 +305,24 @@ def settle_ties(document: Document) -> Iterator[Step]:
     if ties:
         yield Step(
             what=f"Do not read much into the order of the first {len(ties) + 1}",
-            why=f"noise cannot tell the winner from {listed([f'#{number}' for number in ties])}: take the one that "
-            "needs least memory, or repeat them with more minutes",
+            why=f"noise cannot tell the winner from {listed([f'#{number}' for number in ties])}: "
+            f"{tie_advice(document)}",
         )
+
+
+def tie_advice(document: Document) -> str:
+    """Least memory decides, where every peak can be right."""
+    best = document["best"]
+    equals = [row for row in rows_of(document) if row.get("number") in (best.get("number"), *best["ties"])]
+    doubted = [f"#{row['number']}" for row in equals if has_implausible_peak(row)]
+    known = [row for row in equals if row.get("peak_bytes")]
+    if doubted:
+        return f"repeat them with more minutes; memory cannot decide, for the peak of {listed(doubted)} cannot be right"
+    if len(known) < 2:
+        return "repeat them with more minutes"
+    least = min(known, key=lambda row: row["peak_bytes"])
+    size = human_bytes(least["peak_bytes"])
+    return f"take #{least['number']}, which needs least memory ({size}), or repeat them with more minutes"
 
 
 def profile_the_winner(document: Document) -> Iterator[Step]:
@@ -217,7 +333,7 @@ def profile_the_winner(document: Document) -> Iterator[Step]:
             what="See where the rest of the time goes",
             why=f"the winner reaches {human_percent(share, 0)} of its recipe's speed of light "
             f"({human_rate(roofline.get('light'))} tokens/s)",
-            command=f"redline profile {workload_name(document)} --recipe DIR/best.json",
+            command=command(document, "profile", "--recipe", file_in(document, BEST_FILE)),
         )
 
 

@@ -32,7 +32,7 @@ from redline.report.bars import Bar, stacked_chart
 from redline.report.charts import ladder_chart, loss_chart
 from redline.report.groups import groups_chart, groups_table, has_groups
 from redline.report.next_steps import ladder_steps
-from redline.report.steps import steps_chart, steps_key
+from redline.report.steps import has_steps, limit_words, steps_chart, steps_key
 from redline.report.svg import STYLE, plain_tick
 from redline.report.table import (
     best_row,
@@ -137,7 +137,9 @@ def view_of(document: Document) -> dict[str, Any]:
         "headline": headline_figures(document),
         "alarms": alarms(document),
         "todo": ladder_steps(document),
-        "key": steps_key(document),
+        "key": steps_key(document, WIDE_PX),
+        "limit_words": limit_words(document),
+        "limits_drawn": has_steps(document, WIDE_PX),
         "charts": _charts(document),
         "memory_table": memory_table(rows),
         "groups_table": groups_table(rows),
@@ -308,9 +310,9 @@ def memory_table(rows: Iterable[Row]) -> dict[str, Any]:
     return {"label": "memory by part", "columns": columns, "rows": lines}
 
 
-def table_row(cells: list[str], kind: str = "", why: str = "") -> dict[str, Any]:
-    """A line of parts.html.j2's plain table."""
-    return {"cells": cells, "kind": kind, "why": why}
+def table_row(cells: list[str], kind: str = "", why: str = "", title: str = "") -> dict[str, Any]:
+    """A line of parts.html.j2's plain table. `title`: the whole of a long name, whose cell may wrap."""
+    return {"cells": cells, "kind": kind, "why": why, "title": title}
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------
@@ -408,8 +410,9 @@ def _plain(value: object) -> str:
     """A setting as people write it: 1000 -> '1,000', 0.5 -> '0.5', [9, 0] -> '9, 0'."""
     if value is None or value == "" or value == []:
         return UNKNOWN
-    if isinstance(value, dict):
-        return ", ".join(f"{one_line(key)} {_plain(item)}" for key, item in value.items()) or UNKNOWN
+    if isinstance(value, dict):  # what is unset is left out
+        known = {key: text for key, item in value.items() if (text := _plain(item)) != UNKNOWN}
+        return ", ".join(f"{one_line(key).replace('_', ' ')} {text}" for key, text in known.items()) or UNKNOWN
     if isinstance(value, (list, tuple)):
         return ", ".join(map(_plain, value))
     if isinstance(value, float):
@@ -426,11 +429,16 @@ def fact_groups(document: Document) -> list[tuple[str, list[tuple[str, str]]]]:
         ("Settings", document.get("settings") or {}),
     ]
     lists = [
-        (title, [(one_line(name).replace("_", " "), _plain(value)) for name, value in facts.items()])
+        (title, [(one_line(name).replace("_", " "), _fact(name, value)) for name, value in facts.items()])
         for title, facts in groups
     ]
     known = [(title, [(name, value) for name, value in facts if value != UNKNOWN]) for title, facts in lists]
     return [(title, facts) for title, facts in known if facts]
+
+
+def _fact(name: str, value: Any) -> str:
+    """A seed is a name made of digits, no amount."""
+    return one_line(value) if name == "seed" and value is not None else _plain(value)
 
 
 def machine_facts(document: Document) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
     points_chart((Point(number=3, memory=8e9, rate=4.1e5, kind="sound", tip="#3"),), light=8e5, width_px=960)
 
-Only sound trials are on the front: one that is wrong, or was given up before it was checked, is no choice.
+Only sound trials are on the front: one that is wrong, or was given up before it was checked, is no choice. Nor is one
+whose memory cannot be right: its ring is dashed.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from redline.report.svg import (
     Scale,
     Size,
     bottom_axis,
-    clipped,
     hot_area,
     left_axis,
     short_number,
@@ -41,13 +41,15 @@ class Point:
     kind: str
     """best, sound, lost (given up, or over the limit) or bad (different training)."""
     tip: str
+    trusted: bool = True
+    """Its memory: `is_implausible_peak` says why not."""
 
 
 def front_of(points: Sequence[Point]) -> list[Point]:
     """Least memory first: each is faster than everything sound that takes no more."""
     front: list[Point] = []
     for point in sorted(points, key=lambda one: (one.memory, -one.rate)):
-        if point.kind in ("best", "sound") and (not front or point.rate > front[-1].rate):
+        if point.trusted and point.kind in ("best", "sound") and (not front or point.rate > front[-1].rate):
             front.append(point)
     return front
 
@@ -66,9 +68,12 @@ def points_chart(points: Sequence[Point], *, width_px: int, light: float | None 
     for point in drawn:
         cx, cy, radius = x(point.memory / unit), y(point.rate), RADIUS_PX[point.kind]
         parts.append(f'<circle class="point {point.kind}" cx="{cx:.1f}" cy="{cy:.1f}" r="{radius}"/>')
+        if not point.trusted:
+            parts.append(f'<circle class="doubtful" cx="{cx:.1f}" cy="{cy:.1f}" r="{radius + 3.5}"/>')
     for point in sorted(points, key=lambda point: -point.rate):
         cx, cy = x(point.memory / unit), y(point.rate)
         data = f' data-kind="trial" data-number="{point.number}" data-tokens-per-second="{point.rate}"'
+        data += "" if point.trusted else ' data-doubtful="memory"'
         marks.append(hot_area(Box(cx - 7, cy - 7, 14, 14), point.tip, size, data))
     return svg_picture(width_px, size.height, "Every trial: tokens per second over peak memory", parts, marks)
 
@@ -82,10 +87,12 @@ def _spread(values: Sequence[float], start_px: float, end_px: float) -> Scale:
 def _light(light: float | None, x: Scale, y: Scale) -> Iterator[str]:
     if light is None:
         return
-    text = f"speed of light of the winner: {human_rate(light)} tokens/s"
+    rate = f"{human_rate(light)} tokens/s"
+    texts = (f"speed of light of the winner: {rate}", f"its speed of light: {rate}", f"light: {rate}")
     yield svg_line("limit", x.start_px, y(light), x.end_px, y(light))
     room = int((x.end_px - x.start_px - 12) / CHAR_PX)
-    yield svg_text(x.start_px + 8, y(light) + 11, clipped(text, room), "limit small")
+    text = next((text for text in texts if len(text) <= room), rate)
+    yield svg_text(x.start_px + 8, y(light) + 11, text, "limit small")
 
 
 def _front(front: Sequence[Point], unit: float, x: Scale, y: Scale) -> Iterator[str]:

@@ -162,10 +162,17 @@ def kernels_table(document: Document) -> Table:
     return table
 
 
+def plain_kernel(name: str) -> str:
+    """Without return type, arguments and template; all of the name where nothing else is left of it."""
+    whole = one_line(name)
+    # "at::native::(anonymous namespace)::..." has no arguments yet.
+    plain = whole.removeprefix("void ").replace("(anonymous namespace)::", "").split("(")[0].split("<")[0]
+    return plain.removeprefix("autograd::engine::evaluate_function: ") or whole
+
+
 def short_kernel(name: str) -> str:
-    """Without return type, arguments and template; the end is cut last."""
-    plain = one_line(name).removeprefix("void ").split("(")[0].split("<")[0]
-    plain = plain.removeprefix("autograd::engine::evaluate_function: ")
+    """The same within the terminal's column."""
+    plain = plain_kernel(name)
     return plain if len(plain) <= NAME_COLUMNS else plain[: NAME_COLUMNS - 1] + "…"
 
 

@@ -20,7 +20,7 @@ from redline.report.curves import Panel, curve_chart
 from redline.report.history import thin
 from redline.report.next_steps import Step
 from redline.report.page import date_text, drawings, fact_groups, render, table_row
-from redline.report.profile import IDLE_ON_CPU, SHOWN_ADVICE, folded_modules, notes_of, short, short_kernel
+from redline.report.profile import IDLE_ON_CPU, SHOWN_ADVICE, folded_modules, notes_of, plain_kernel, short
 from redline.report.svg import plain_tick
 from redline.report.table import device_name, milliseconds, unit_of, workload_text
 
@@ -218,7 +218,7 @@ def kernel_table(document: Document) -> dict[str, Any]:
     rows = [
         table_row(
             [
-                short_kernel(each["name"]),
+                plain_kernel(each["name"]),
                 one_line(each["group"]),
                 f"{each['calls']:,.0f}",
                 milliseconds(each["seconds"]) or UNKNOWN,
@@ -226,7 +226,8 @@ def kernel_table(document: Document) -> dict[str, Any]:
                 UNKNOWN if each["bytes_per_second"] is None else f"{each['bytes_per_second'] / 1e9:,.3g}",
                 human_percent(each["roofline_share"], 0),
                 one_line(each["bound"] or UNKNOWN),
-            ]
+            ],
+            title=one_line(each["name"]),
         )
         for each in document["kernels"][:SHOWN_KERNELS]
     ]

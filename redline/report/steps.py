@@ -20,6 +20,7 @@ from redline.report.charts import (
     fastest_of,
     is_measured,
     ladder_chart,
+    own_range,
     own_rate,
     rate_range,
     row_data,
@@ -45,6 +46,7 @@ LEAST_COLUMN_PX = 50.0  # below this names have no room
 MFU_AXIS_PX = 52.0
 NAME_CHAR_PX = 6.5  # at 11.5 px
 STUB_PX = 30.0
+LABEL_PX = 13.0  # a line of figures
 MOST_ABOVE = 4.0  # times the fastest: a limit higher than that would leave no room for the steps, and is told in words
 
 
@@ -72,9 +74,9 @@ class Frame:
 def steps_chart(document: Document, width_px: int) -> str:
     """Bars instead, where there is nothing to climb or too much for this width."""
     rows, limits = document.get("rows") or [], limits_of(document)
-    right = width_px - (MFU_AXIS_PX if peak_rate(rows) else 14.0)
-    if not fastest_of(rows) or (right - AXIS_PX) / len(rows) < LEAST_COLUMN_PX:
+    if not has_steps(document, width_px):
         return ladder_chart(rows, width_px)
+    right = _right_px(rows, width_px)
     ceiling = MOST_ABOVE * fastest_of(rows)
     above = [
         rate for rate in (*(light_of(row) or 0.0 for row in rows), *(rate for _, rate in limits)) if rate <= ceiling
@@ -103,6 +105,16 @@ def steps_chart(document: Document, width_px: int) -> str:
     return svg_picture(width_px, frame.size.height, "Tokens per second of every rung, as steps", parts, marks)
 
 
+def has_steps(document: Document, width_px: int) -> bool:
+    """Whether there is something to climb, and room for every name."""
+    rows = document.get("rows") or []
+    return bool(fastest_of(rows)) and (_right_px(rows, width_px) - AXIS_PX) / len(rows) >= LEAST_COLUMN_PX
+
+
+def _right_px(rows: Sequence[Row], width_px: int) -> float:
+    return width_px - (MFU_AXIS_PX if peak_rate(rows) else 14.0)
+
+
 # --- limits -----------------------------------------------------------------------------------------------------------
 
 
@@ -122,6 +134,17 @@ def limits_of(document: Document) -> list[tuple[str, float]]:
 
 def light_of(row: Row) -> float | None:
     return (row.get("roofline") or {}).get("light")
+
+
+def limit_words(document: Document) -> str:
+    """For where the chart has no room for lines: the peaks, and the speed of light of the fastest row."""
+    texts = [label for label, _ in limits_of(document)]
+    lit = [row for row in document.get("rows") or [] if is_measured(row) and light_of(row) and not is_dropped(row)]
+    if lit:
+        fastest = max(lit, key=lambda row: float(row["tokens_per_second"]))
+        light = human_rate(light_of(fastest))
+        texts.append(f"speed of light of the recipe up to {rung_name(fastest)}: {light} tokens/s")
+    return f"Limits: {'; '.join(texts)}." if texts else ""
 
 
 def peak_rate(rows: Sequence[Row]) -> float | None:
@@ -190,15 +213,37 @@ def _measured(row: Row, index: int, frame: Frame) -> Iterator[str]:
         yield svg_rect("gain", x, top, width * share, base - top)
     if own:
         yield svg_rect("own", x + width * (share + 0.04), frame.y(own), width * (0.96 - share), PLOT_PX - frame.y(own))
-    slow, fast = rate_range(row)
+        yield from _whisker(x + width * (1 + share + 0.04) / 2, own_range(row), frame)
+    yield from _whisker(x + width * share / 2, rate_range(row), frame)
+    yield from _labels(row, x, width, share, frame)
+
+
+def _whisker(middle: float, ends: tuple[float, float], frame: Frame) -> Iterator[str]:
+    slow, fast = ends
     if fast > slow:
-        middle, low, high = x + width * share / 2, frame.y(slow), frame.y(fast)
+        low, high = frame.y(slow), frame.y(fast)
         path = f"M{middle - 4:.1f} {low:.1f}h8M{middle:.1f} {low:.1f}V{high:.1f}M{middle - 4:.1f} {high:.1f}h8"
         yield f'<path class="whisker" d="{path}"/>'
-    wrong = verdict_of(row) == "different"
-    label = _rate_label(max(rate, own or 0.0)) + (" !" if wrong else "")
-    place = min(frame.y(fast), top, frame.y(own or 0.0)) - 10
-    yield svg_text(frame.middle(index), place, label, f"value {'wrong' if wrong else 'strong'}", anchor="middle")
+
+
+def _labels(row: Row, x: float, width: float, share: float, frame: Frame) -> Iterator[str]:
+    """A figure over each block, clear of the dotted line, and of one another."""
+    wrong, own, light = verdict_of(row) == "different", own_rate(row), light_of(row)
+    line = frame.y(light) if light is not None and light <= frame.y.high else None
+    place = _clear_of(line, frame.y(rate_range(row)[1]) - 10)
+    text = _rate_label(row["tokens_per_second"]) + (" !" if wrong else "")
+    size = " small" if own else ""
+    yield svg_text(x + width * share / 2, place, text, f"value {'wrong' if wrong else 'strong'}{size}", anchor="middle")
+    if own:
+        beside = _clear_of(line, frame.y(own_range(row)[1]) - 10)
+        beside = place - LABEL_PX if abs(beside - place) < LABEL_PX else beside
+        middle = x + width * (1 + share + 0.04) / 2
+        yield svg_text(middle, beside, _rate_label(own), "value own-figure strong small", anchor="middle")
+
+
+def _clear_of(line: float | None, place: float) -> float:
+    """Above a line that would strike the text through."""
+    return line - LABEL_PX / 2 - 3 if line is not None and abs(line - place) < LABEL_PX / 2 + 1 else place
 
 
 def _rate_label(rate: float) -> str:
@@ -251,9 +296,10 @@ def _stair(rows: Sequence[Row], frame: Frame) -> str:
     return f'<path class="stair" d="{path}"/>'
 
 
-def steps_key(document: Document) -> list[tuple[str, str]]:
-    """(kind, meaning) of what the chart holds, for the legend above it."""
+def steps_key(document: Document, width_px: int) -> list[tuple[str, str]]:
+    """(kind, meaning) of what the chart of this width holds, for the legend above it."""
     rows: list[dict[str, Any]] = document.get("rows") or []
+    steps = has_steps(document, width_px)
     known = [
         ("gain", "added by this rung", True),
         ("bar", "there before", True),
@@ -261,7 +307,8 @@ def steps_key(document: Document) -> list[tuple[str, str]]:
         ("dropped", "measured, not kept", any(map(is_dropped, rows))),
         ("absent", "did not run", any(status_of(row) != "ok" for row in rows)),
         ("whisker", "p10 to p90 of its steps", any(is_measured(row) for row in rows)),
-        ("light", "speed of light of the recipe", any(light_of(row) for row in rows)),
-        ("limit", "peaks of the device", bool(limits_of(document))),
+        ("stair", "the recipe as it grew", steps),
+        ("light", "speed of light of the recipe", steps and any(light_of(row) for row in rows)),
+        ("limit", "peaks of the device", steps and bool(limits_of(document))),
     ]
     return [(kind, meaning) for kind, meaning, there in known if there]

@@ -52,6 +52,7 @@ STYLE = """
 .redline-chart .gain { fill: var(--gain); }
 .redline-chart .own { fill: var(--own); }
 .redline-chart .dropped .bar, .redline-chart .dropped .gain, .redline-chart .dropped .own { opacity: .4; }
+.redline-chart text.own-figure { fill: var(--own-ink); }
 .redline-chart .dropped .whisker { opacity: .5; }
 .redline-chart .whisker { fill: none; stroke: var(--ink); stroke-width: 1.25; }
 .redline-chart .stair { fill: none; stroke: var(--ink); stroke-width: 1.5; stroke-linejoin: round; opacity: .75; }
@@ -71,8 +72,10 @@ STYLE = """
 .redline-chart .point.lost { fill: none; stroke: var(--muted); stroke-width: 1.25; }
 .redline-chart .point.bad { fill: none; stroke: var(--bad); stroke-width: 2; }
 .redline-chart .point.best { fill: var(--brand); fill-opacity: 1; }
+.redline-chart .doubtful { fill: none; stroke: var(--warn); stroke-width: 1.5; stroke-dasharray: 3 2.5; }
 .redline-chart .front { fill: none; stroke: var(--gain); stroke-width: 1.5; }
 .redline-chart .hollow { fill: var(--wash); stroke: var(--muted); stroke-width: .75; }
+.redline-chart .hollow.second { fill: var(--muted); fill-opacity: .4; stroke-dasharray: 2 1.5; }
 .redline-chart .loss { fill: var(--bad); }
 .redline-chart .hot { outline: none; }
 .redline-chart .hot > .grip { fill: transparent; }

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from redline.core.units import UNKNOWN, human_bytes, human_percent, human_rate, human_ratio, rate_unit
+from redline.core.units import UNKNOWN, counted, human_bytes, human_percent, human_rate, human_ratio, rate_unit
 from redline.report import Document, Row, is_dropped, one_line, reason_of, rung_name, shown_mfu, status_of, verdict_of
 
 WIDTH_COLUMNS = 100
@@ -299,6 +299,7 @@ def _subject_notes(document: Document) -> Iterator[Note]:
         yield Note(about="disturbed", text=disturbed_text(disturbed), kind="failed")
     yield from (Note(about="MFU", text=text) for text in mfu_texts(rows))
     yield from (Note(about="memory", text=text) for text in memory_texts(rows))
+    yield from damage_notes(document)
     yield from model_notes(document)
     yield from _missing_notes(document)
     if document.get("under_way"):
@@ -354,6 +355,12 @@ def memory_texts(rows: Sequence[Row]) -> Iterator[str]:
     if errors:
         worst = max(errors, key=lambda name: abs(errors[name]))
         yield f"peaks predicted before the run are at most {abs(errors[worst]):.1%} off the measured ones ({worst})"
+
+
+def damage_notes(document: Document) -> Iterator[Note]:
+    if lost := document.get("unreadable_lines"):
+        text = f"{counted(lost, 'line')} of results.jsonl could not be read: what they held is missing here"
+        yield Note(about="damaged", text=text, kind="failed")
 
 
 def model_notes(document: Document) -> Iterator[Note]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from redline.core.job import REPORT_FILE, RunDirectory
@@ -69,6 +69,11 @@ def view_of(document: Document) -> dict[str, Any]:
     shape = (document.get("workload") or {}).get("shape") or {}
     name = one_line((document.get("workload") or {}).get("name") or "unknown workload")
     loss, health = loss_panel(document, shape.get("vocab")), health_panels(document)
+    plots = [
+        (panel.title, meaning, curve_drawings(panel, document, PLOT_WIDE_PX))
+        for panel, meaning in health
+        if not panel.is_empty
+    ]
     return {
         "title": f"Training {name}",
         "workload": workload_text(document),
@@ -78,11 +83,8 @@ def view_of(document: Document) -> dict[str, Any]:
         "alarms": list(alarms(document)),
         "loss": curve_drawings(loss, document, WIDE_PX, LOSS_PX),
         "loss_note": "Short lines at the bottom are updates that were skipped." if document["skipped_at"] else "",
-        "plots": [
-            (panel.title, meaning, curve_drawings(panel, document, PLOT_WIDE_PX))
-            for panel, meaning in health
-            if not panel.is_empty
-        ],
+        "plots": plots,
+        "sections": list(sections(document, bool(plots))),
         "curves": curve_table([loss, *(panel for panel, _ in health)]),
         "summary": summary_facts(document) if document.get("updates") else [],
         "samples": [(f"{sample['updates']:,}", printable_lines(sample["text"])) for sample in document["samples"]],
@@ -93,6 +95,21 @@ def view_of(document: Document) -> dict[str, Any]:
         "command": one_line(document.get("command") or ""),
         "recipe": json.dumps(document["recipe"]) if document.get("recipe") else "",
     }
+
+
+def sections(document: Document, has_plots: bool) -> Iterator[tuple[str, str]]:
+    """(id, words) of what the page holds, for the line of links at its top."""
+    yield "loss", "Loss"
+    parts = (
+        ("health", "Speed and health", has_plots),
+        ("summary", "What it came to", document.get("updates")),
+        ("samples", "Samples", document["samples"]),
+        ("sessions", "Sessions", document["sessions"]),
+    )
+    yield from ((name, words) for name, words, there in parts if there)
+    yield "machine", "Machine"
+    if document.get("command"):
+        yield "again", "Do it again"
 
 
 # --- figures ----------------------------------------------------------------------------------------------------------

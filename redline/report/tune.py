@@ -25,7 +25,7 @@ from redline.core.units import (
     human_seconds,
     rate_unit,
 )
-from redline.report import Document, Row, one_line
+from redline.report import Document, Row, has_implausible_peak, one_line
 from redline.report.svg import clipped
 from redline.report.table import (
     MOST_SWING,
@@ -33,6 +33,7 @@ from redline.report.table import (
     VERDICT_STYLES,
     WIDTH_COLUMNS,
     Note,
+    damage_notes,
     disturbed_text,
     machine_text,
     milliseconds,
@@ -110,7 +111,7 @@ def styled_cells(row: Row, document: Document) -> Iterator[Text]:
         milliseconds((row["step_seconds"] or {}).get("median")) or UNKNOWN,
         human_rate(row["tokens_per_second"]),
         human_percent(row["of_best"]),
-        human_bytes(row["peak_bytes"]),
+        peak_text(row),
         human_seconds(row["compile_seconds"]),
     )
     for cell in cells:
@@ -162,10 +163,8 @@ def notes_of(document: Document) -> Iterator[Note]:
             yield Note(
                 about=f"#{row['number']}", text=f"{one_line(row['change'])}: {one_line(row['reason'])}", kind=kind
             )
-    disturbed = [row for row in document["rows"] if swing_of(row) > MOST_SWING]
-    if disturbed:
-        names = [{**row, "rung": f"#{row['number']}"} for row in disturbed]
-        yield Note(about="disturbed", text=disturbed_text(names), kind="failed")
+    yield from disturbed_notes(document)
+    yield from peak_notes(document)
     for knob in document["knobs"]:
         yield Note(about=knob["knob"], text=one_line(knob["text"]))
     yield from tie_notes(document)
@@ -173,7 +172,27 @@ def notes_of(document: Document) -> Iterator[Note]:
         yield Note(about="compiling", text=text)
     yield from roofline_notes(document)
     yield from left_out_notes(document)
+    yield from damage_notes(document)
     yield from model_notes(document)
+
+
+def disturbed_notes(document: Document) -> Iterator[Note]:
+    disturbed = [{**row, "rung": f"#{row['number']}"} for row in document["rows"] if swing_of(row) > MOST_SWING]
+    if disturbed:
+        yield Note(about="disturbed", text=disturbed_text(disturbed), kind="failed")
+
+
+def peak_notes(document: Document) -> Iterator[Note]:
+    """Peaks that nothing is built on; `?` marks them in the tables."""
+    for row in document["rows"]:
+        if has_implausible_peak(row):
+            measured, predicted = human_bytes(row["peak_bytes"]), human_bytes(row["predicted_peak_bytes"])
+            text = f"#{row['number']}: {measured} measured, {predicted} predicted: this peak cannot be right"
+            yield Note(about="memory", text=f"{text}, so its memory is held against no other trial's")
+
+
+def peak_text(row: Row) -> str:
+    return human_bytes(row["peak_bytes"]) + ("?" if has_implausible_peak(row) else "")
 
 
 def left_out_notes(document: Document) -> Iterator[Note]:

@@ -14,6 +14,7 @@ from typing import Any
 
 from redline.core.units import (
     UNKNOWN,
+    counted,
     human_bytes,
     human_percent,
     human_rate,
@@ -22,18 +23,21 @@ from redline.core.units import (
     rate_unit,
     rate_words,
 )
-from redline.report import Document, Row, one_line, shown_mfu
+from redline.report import Document, Row, has_implausible_peak, one_line, shown_mfu
 from redline.report.bars import Gain, gain_chart
 from redline.report.next_steps import tune_steps
 from redline.report.page import date_text, drawings, fact_groups, render, table_row
 from redline.report.points import Point, front_of, points_chart
-from redline.report.table import Note, device_name, milliseconds, model_notes, unit_of, workload_text
+from redline.report.table import Note, damage_notes, device_name, milliseconds, model_notes, unit_of, workload_text
 from redline.report.tune import (
     UNDER_WAY,
     break_even_texts,
     change_text,
+    disturbed_notes,
     is_best,
     left_out_notes,
+    peak_notes,
+    peak_text,
     roofline_notes,
     search_text,
     tie_notes,
@@ -41,7 +45,6 @@ from redline.report.tune import (
 )
 
 NOT_TRIED_SHOWN = 60
-DOUBTFUL = 2.0  # times: predictions of memory are right to per cents, so one of two such figures is wrong
 
 
 def render_tune_page(document: Document) -> str:
@@ -67,19 +70,21 @@ def view_of(document: Document) -> dict[str, Any]:
         "kinds": sorted({point.kind for point in points}),
         "has_front": len(front_of(points)) > 1,
         "no_point": [row["number"] for row in document["rows"] if row["number"] not in {one.number for one in points}],
-        "doubts": list(doubtful_peaks(document)),
+        "doubtful": not all(point.trusted for point in points),
         "knob_chart": drawings(lambda px: gain_chart(knobs, title="What each knob brought", width_px=px))
         if knobs
         else [],
         "knob_table": knob_table(document),
         "trials": trial_table(document),
         "not_tried": not_tried_table(document),
-        "not_tried_count": len(document["not_tried"]),
+        "not_tried_words": not_tried_words(document),
         "notes": [
+            *peak_notes(document),
             *tie_notes(document),
             *compiling_notes(document),
             *roofline_notes(document),
             *left_out_notes(document),
+            *damage_notes(document),
             *model_notes(document),
         ],
         "facts": fact_groups(document),
@@ -137,6 +142,8 @@ def alarms(document: Document) -> Iterator[tuple[str, str]]:
     wrong = [f"#{row['number']}" for row in document["rows"] if verdict_of(row) == "different"]
     if wrong:
         yield "different", f"{', '.join(wrong)}: not the same training any more, so they cannot win."
+    for note in disturbed_notes(document):
+        yield "unfinished", f"{note.about}: {note.text}"
     why, detail = document["stopped"]["why"], document["stopped"]["detail"]
     if why == UNDER_WAY:
         yield "unfinished", "This search goes on: what follows is what it has found so far."
@@ -157,21 +164,11 @@ def points_of(document: Document) -> list[Point]:
             rate=float(row["tokens_per_second"]),
             kind=kind_of(row, document),
             tip=trial_tip(row, document),
+            trusted=not has_implausible_peak(row),
         )
         for row in document["rows"]
         if row["tokens_per_second"] is not None and row["peak_bytes"]
     ]
-
-
-def doubtful_peaks(document: Document) -> Iterator[str]:
-    """Points whose place cannot be trusted: what a recorded graph holds, for one, is not what the allocator counts."""
-    for row in document["rows"]:
-        measured, predicted = row["peak_bytes"], row["predicted_peak_bytes"]
-        if measured and predicted and not 1 / DOUBTFUL < measured / predicted < DOUBTFUL:
-            yield (
-                f"#{row['number']}: {human_bytes(measured)} measured, {human_bytes(predicted)} predicted. One of them "
-                "is wrong, so do not build on its place in the chart."
-            )
 
 
 def kind_of(row: Row, document: Document) -> str:
@@ -192,6 +189,9 @@ def trial_tip(row: Row, document: Document) -> str:
         f"step {median} (p10 {p10}, p90 {p90}, n {seconds.get('n', UNKNOWN)})",
         f"{human_percent(row['of_best'])} of the best, {human_ratio(row['speedup_total'])} the plain way",
         f"MFU {human_percent(shown_mfu(row))}, peak memory {human_bytes(row['peak_bytes'])}",
+        f"this peak cannot be right: {human_bytes(row['predicted_peak_bytes'])} predicted"
+        if has_implausible_peak(row)
+        else "",
         f"verdict {verdict_of(row)}",
         one_line(row["reason"] or ""),
     ]
@@ -224,7 +224,7 @@ def trial_table(document: Document) -> dict[str, Any]:
                 human_rate(row["tokens_per_second"]),
                 human_percent(row["of_best"]),
                 human_percent(shown_mfu(row)),
-                human_bytes(row["peak_bytes"]),
+                peak_text(row),
                 human_bytes(row["predicted_peak_bytes"]),
                 human_seconds(row["compile_seconds"]),
                 verdict_of(row),
@@ -241,6 +241,12 @@ def row_kind(row: Row, document: Document) -> str:
     if is_best(row, document):
         return "best"
     return "failed" if row["status"] != "ok" else "lost" if verdict_of(row) == "lost" else ""
+
+
+def not_tried_words(document: Document) -> str:
+    count = len(document["not_tried"])
+    more = f", the first {NOT_TRIED_SHOWN}" if count > NOT_TRIED_SHOWN else ""
+    return counted(count, "neighbour") + more
 
 
 def not_tried_table(document: Document) -> dict[str, Any]:

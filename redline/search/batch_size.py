@@ -20,7 +20,7 @@ from pathlib import Path
 
 from redline.core.errors import UserError
 from redline.core.job import Job, Result
-from redline.core.measurement import Failure, Measurement
+from redline.core.measurement import Failure, Measurement, Spread, spread_of
 from redline.core.plan import Plan
 from redline.core.traced import Traced
 from redline.core.units import human_percent
@@ -53,6 +53,7 @@ class Trial:
     status: str
     """'ok', or why it cannot be chosen: 'oom', 'no-headroom', 'retries', 'failed'."""
     tokens_per_second: float | None = None
+    step_seconds: Spread | None = None
     peak_bytes: int | None = None
     outside_bytes: int | None = None
     alloc_retries: int | None = None
@@ -208,6 +209,7 @@ class _Search:
             micro_batch=size,
             status="ok",
             tokens_per_second=size * self.sequence / statistics.median(result.step_seconds),
+            step_seconds=spread_of(result.step_seconds),
             peak_bytes=result.peak_bytes,
             outside_bytes=result.outside_bytes,
             alloc_retries=result.alloc_retries,

@@ -104,6 +104,7 @@ def rebatched_json(row: Row, climb: Climb) -> dict[str, Any] | None:
         "micro_batch": choice.micro_batch,
         "accumulation": choice.accumulation,
         "tokens_per_second": rate,
+        "step_seconds": to_json(choice.trial.step_seconds) if choice.trial else None,
         "speedup_fixed": rate / fixed if rate and fixed else None,
         "mfu": share.mfu if share else None,
         "hfu": share.hfu if share else None,

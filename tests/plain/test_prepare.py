@@ -399,8 +399,8 @@ def test_a_mended_text_may_follow_one_that_gave_no_tokens(tmp_path):
 def test_splits_that_are_empty(tmp_path):
     (tmp_path / "a.txt").write_text("one document")
     notes = prepare(order(tmp_path / "a.txt", tmp_path / "out", val_fraction=1e-9))["notes"]
-    assert "validation is empty: of 1 documents" in notes[-1]
-    with pytest.raises(UserError, match="all of the 1 documents fell into validation"):
+    assert "validation is empty: of 1 document none" in notes[-1]
+    with pytest.raises(UserError, match="all of 1 document fell into validation"):
         prepare(order(tmp_path / "a.txt", tmp_path / "out2", val_fraction=1 - 1e-12))
     (tmp_path / "b.jsonl").write_text('{"text": ""}\n')
     with pytest.raises(UserError, match="no document holds any text"):
