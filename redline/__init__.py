@@ -368,6 +368,7 @@ def profile(
         "out": None if out is None else Path(out),
         "timeout": timeout,
     }
+    _check_words(workload, "profile", "a function that makes one step")
     if callable(workload):
         from redline.api.profile import profile_callable
 
@@ -441,6 +442,17 @@ _CLASSES = {
     "Meter": "redline.api.meter",
     "Prepared": "redline.api.prepare",
 }
+
+
+def _check_words(workload: object, function: str, otherwise: str) -> None:
+    from redline.core.errors import UserError
+
+    if not (workload is None or isinstance(workload, str) or callable(workload)):
+        raise UserError(
+            f"redline.{function} was given {workload!r}",
+            f"it takes a workload's name or file, or {otherwise}",
+            f"such as redline.{function}('gpt2')",
+        )
 
 
 def _refuse(given: dict[str, Any], function: str, why: str, but: tuple[str, ...] = ()) -> None:

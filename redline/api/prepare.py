@@ -10,6 +10,7 @@ trainer runs. Flags of the process (TF32, which attention kernel) hold for every
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,6 +26,7 @@ from redline.core.errors import UserError
 from redline.core.plan import Plan
 from redline.core.recipe import Recipe, load_recipe
 from redline.engine.build import compile_loss, outlive_replays
+from redline.engine.memory import is_out_of_memory
 from redline.engine.probe import probe
 from redline.engine.step import TrainStep
 from redline.model.adapter import LossOf
@@ -82,8 +84,9 @@ def prepare(
     device: torch.device | str | None = None,
 ) -> Prepared:
     check_module(model)
+    check_rate(learning_rate)
     if device is not None:
-        model.to(device)
+        move_to(model, device)
     place = next(model.parameters()).device
     wanted = rungs_of(recipe)
     left_out = obstacles_of(wanted, model, probe(place.type))
@@ -132,10 +135,41 @@ def check_module(model: object) -> None:
         )
 
 
+def check_rate(rate: object) -> None:
+    if rate is None or callable(rate):
+        return
+    if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not 0 < rate < math.inf:
+        raise UserError(
+            f"learning_rate is {rate!r}",
+            "it is a number above 0, or a function of the steps taken",
+            "write it as learning_rate=3e-4",
+        )
+
+
+def move_to(model: nn.Module, device: torch.device | str) -> None:
+    try:
+        model.to(device)
+    except (RuntimeError, AssertionError) as error:  # torch without CUDA says it with an assertion
+        if is_out_of_memory(error):
+            raise
+        why = str(error).splitlines()[0]
+        raise UserError(f"the model cannot go to {device}", why, "choose a device that torch sees") from error
+
+
 def rungs_of(recipe: Path | str | Recipe | Iterable[str]) -> tuple[str, ...]:
     """In the order of the ladder, each once. Unknown names, and two that exclude each other, are mistakes."""
+    if isinstance(recipe, str) and recipe in {rung.name for rung in LADDER}:
+        raise UserError(
+            f"the recipe is {recipe!r}", "a text is the path of a recipe file", f"for a rung give a list: [{recipe!r}]"
+        )
     if isinstance(recipe, (str, Path)):
         recipe = load_recipe(Path(recipe))
+    if not isinstance(recipe, (Recipe, Iterable)):
+        raise UserError(
+            f"the recipe is {recipe!r}",
+            "it is the path of a recipe file, a Recipe, or a list of rungs",
+            'write "best.json" or ["bf16", "compile"]',
+        )
     names = tuple(recipe.rungs if isinstance(recipe, Recipe) else recipe)
     plan_of(names)  # an unknown name is answered with the list
     check_alternatives(names)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -108,6 +110,27 @@ def options_of(add_command: Callable[[Any], None], name: str, given: dict[str, A
     options = parser.parse_args([name])
     vars(options).update({key: value for key, value in given.items() if value is not None})
     return options
+
+
+@contextmanager
+def only_our_words_on_stdout() -> Iterator[None]:
+    """What a user's code, a library or a loader's process prints goes to standard error meanwhile: with --json there is
+    one document on standard output and nothing else."""
+    sys.stdout.flush()
+    try:
+        kept = os.dup(1)
+    except OSError:  # closed, or never there
+        with redirect_stdout(sys.stderr):
+            yield
+        return
+    os.dup2(2, 1)
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def command_line() -> str:

@@ -18,6 +18,7 @@ from redline.commands.common import (
     add_common,
     add_sequence,
     command_line,
+    only_our_words_on_stdout,
 )
 from redline.commands.training_data import (
     TEXT_OPTIONS,
@@ -171,7 +172,10 @@ def run_train(options: argparse.Namespace) -> int:
         check_tracker(options.tracker)
     console = Console(stderr=True)
     order = resumed_order(options) if options.resume else new_order(options, console)
-    with Watchers(order, session_of(order, options), console, tracker=options.tracker) as watchers:
+    with (
+        only_our_words_on_stdout(),
+        Watchers(order, session_of(order, options), console, tracker=options.tracker) as watchers,
+    ):
         summary = train_session(order, watchers.emit)
         watchers.end(summary)
     mfu = watchers.mfu(summary["tokens_per_second"])

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -35,6 +36,7 @@ from redline.data.made import make_batch
 from redline.engine.findings import Watch
 from redline.engine.inspect_trace import Seen, Trace, tracing
 from redline.engine.inspect_walk import Made, noting_places, starred, walked
+from redline.engine.worker import leave_with_parent
 from redline.model.python_adapter import (
     checkpoint_blocks,
     find_loss,
@@ -50,6 +52,7 @@ WAITS = ("synchronisation", "host-copy")
 
 
 def main(order: Path, answer: Path) -> int:
+    threading.Thread(target=leave_with_parent, daemon=True).start()
     asked = json.loads(order.read_text(encoding="utf-8"))
     try:
         found: dict[str, Any] = {"traced": to_json(inspect_model(from_json(Source, asked["source"]), asked["seed"]))}

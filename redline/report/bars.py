@@ -22,9 +22,10 @@ from redline.report.svg import (
     Scale,
     Size,
     bottom_axis,
-    clipped,
     escaped,
     hot_area,
+    name_lines,
+    row_name,
     svg_line,
     svg_picture,
     svg_rect,
@@ -103,7 +104,7 @@ def stacked_chart(
     marks = []
     for index, bar in enumerate(bars):
         top = legend_px + ROW_PX * index
-        parts.append(svg_text(left - 10, top + ROW_PX / 2, clipped(bar.name, chars), anchor="end"))
+        parts += row_name(left - 10, top + ROW_PX / 2, bar.name, chars)
         parts += _stack(bar, top, x, unit, looks)
         data = f' data-kind="bar" data-name="{escaped(bar.name)}" data-total="{bar.total}"'
         data += "" if bar.marker is None else f' data-marker="{bar.marker}"'
@@ -154,7 +155,7 @@ def gain_chart(gains: Sequence[Gain], *, title: str, width_px: int) -> str:
     parts.append(svg_line("start", x(0.0), 0, x(0.0), bottom))
     marks = []
     for index, gain in enumerate(gains):
-        parts.append(svg_text(left - 10, ROW_PX * (index + 0.5), clipped(gain.name, chars), anchor="end"))
+        parts += row_name(left - 10, ROW_PX * (index + 0.5), gain.name, chars)
         parts += _gain_row(gain, ROW_PX * index, x)
         data = f' data-kind="gain" data-name="{escaped(gain.name)}" data-gain="{gain.share}"'
         marks.append(hot_area(Box(0, ROW_PX * index, width_px, ROW_PX), gain.tip, size, data))
@@ -183,7 +184,7 @@ def pair_chart(pairs: Sequence[Pair], *, title: str, width_px: int) -> str:
     marks = []
     for index, pair in enumerate(pairs):
         top = ROW_PX * index
-        parts.append(svg_text(left - 10, top + ROW_PX / 2, clipped(pair.name, chars), anchor="end"))
+        parts += row_name(left - 10, top + ROW_PX / 2, pair.name, chars)
         parts += _pair_row(pair, top + (ROW_PX - BAR_PX) / 2, x)
         data = (
             f' data-kind="pair" data-name="{escaped(pair.name)}" data-before="{pair.before}" data-after="{pair.after}"'
@@ -216,4 +217,4 @@ def name_room(width_px: int) -> int:
 
 
 def _name_px(names: Sequence[str], chars: int) -> float:
-    return CHAR_PX * max((len(clipped(name, chars)) for name in names), default=0) + 14
+    return CHAR_PX * max((len(line) for name in names for line in name_lines(name, chars)), default=0) + 14

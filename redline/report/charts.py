@@ -37,6 +37,7 @@ from redline.report.svg import (
     hot_path,
     left_axis,
     legend_rows,
+    row_name,
     svg_line,
     svg_picture,
     svg_rect,
@@ -126,7 +127,7 @@ def ladder_chart(rows: Sequence[Row], width_px: int = WIDTH_PX) -> str:
 def _ladder_row(row: Row, top: float, scale: Scale, width_px: int) -> Iterator[str]:
     middle = top + ROW_PX / 2
     yield f'<g class="rung{" dropped" if is_dropped(row) else ""}" data-rung="{escaped(rung_name(row))}">'
-    yield svg_text(scale.start_px - 10, middle, clipped(rung_name(row), NAME_CHARS), anchor="end")
+    yield from row_name(scale.start_px - 10, middle, rung_name(row), NAME_CHARS)
     yield from (
         _measured_bar(row, middle, scale, width_px) if is_measured(row) else _empty_bar(row, middle, scale, width_px)
     )

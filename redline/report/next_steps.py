@@ -59,13 +59,14 @@ def first_steps(rules: Sequence[Rule], document: Document) -> list[Step]:
 
 
 def command(document: Document, name: str, *more: str) -> str:
-    """`redline NAME` of the same workload, text and device."""
+    """`redline NAME` of the same workload."""
     workload = document.get("workload") or {}
-    words = ["redline", name, workload.get("words") or workload.get("name") or "gpt2", *more, *text_words(document)]
+    words = ["redline", name, workload.get("words") or workload.get("name") or "gpt2", *more]
     return shlex.join(map(one_line, words))
 
 
 def text_words(document: Document) -> list[str]:
+    """The options that give every command the same text on the same device."""
     workload, typed = document.get("workload") or {}, typed_words(document)
     shape = workload.get("shape") or {}
     words = []
@@ -90,7 +91,7 @@ def typed_words(document: Document) -> list[str]:
 
 def value_of(words: Sequence[str], option: str) -> str | None:
     """Of '--option value' or '--option=value'; None where it was not typed."""
-    for word, after in zip(words, [*words[1:], None], strict=True):
+    for word, after in zip(words, [*words[1:], None], strict=False):  # of no words there is one that is after
         name, equals, value = word.partition("=")
         if name == option:
             return value if equals else after
@@ -103,7 +104,8 @@ def ladder_again(document: Document, *more: str) -> str:
     if not typed:
         start = (document.get("settings") or {}).get("start") or {}
         size = start.get("micro_batch") or (document.get("workload") or {}).get("micro_batch")
-        return command(document, "ladder", *([] if size is None else ["--micro-batch", str(size)]), *more)
+        fixed = [] if size is None else ["--micro-batch", str(size)]
+        return command(document, "ladder", *fixed, *text_words(document), *more)
     return shlex.join(["redline", "ladder", *without_options(typed, {*more, *NOT_AGAIN}), *more])
 
 
@@ -134,11 +136,16 @@ def resume_command(document: Document, name: str, *more: str) -> str:
     return shlex.join(["redline", name, "--resume", one_line(folder), *more]) if folder else ""
 
 
+def profile_command(document: Document) -> str:
+    return command(document, "profile", "--recipe", file_in(document, BEST_FILE), *text_words(document))
+
+
 def train_command(document: Document, recipe: str | None = None) -> str:
     """What goes on where the run ended: the same text and the same update."""
     chosen = (document.get("best") or {}).get("global_batch") or (document.get("settings") or {}).get("global_batch")
     update = [] if chosen is None else ["--global-batch", str(chosen)]
-    return command(document, "train", "--recipe", recipe or file_in(document, BEST_FILE), *update)
+    path = recipe or file_in(document, BEST_FILE)
+    return command(document, "train", "--recipe", path, *text_words(document), *update)
 
 
 # --- a ladder ---------------------------------------------------------------------------------------------------------
@@ -224,7 +231,7 @@ def profile_the_gap(document: Document) -> Iterator[Step]:
             what="See where the rest of the time goes",
             why=f"{rung_name(row)} reaches {human_percent(rate / light, 0)} of its recipe's speed of light "
             f"({human_rate(light)} tokens/s); a profile names the operations that lose the rest",
-            command=command(document, "profile", "--recipe", file_in(document, BEST_FILE)),
+            command=profile_command(document),
         )
 
 
@@ -243,7 +250,7 @@ def search_on(document: Document) -> Iterator[Step]:
         yield Step(
             what="Search beyond the ladder",
             why="the ladder tries one order of one set; tune weighs rungs, kernels and micro batches together",
-            command=command(document, "tune"),
+            command=command(document, "tune", *text_words(document)),
         )
 
 
@@ -333,7 +340,7 @@ def profile_the_winner(document: Document) -> Iterator[Step]:
             what="See where the rest of the time goes",
             why=f"the winner reaches {human_percent(share, 0)} of its recipe's speed of light "
             f"({human_rate(roofline.get('light'))} tokens/s)",
-            command=command(document, "profile", "--recipe", file_in(document, BEST_FILE)),
+            command=profile_command(document),
         )
 
 

@@ -32,7 +32,7 @@ from redline.report.bars import Bar, stacked_chart
 from redline.report.charts import ladder_chart, loss_chart
 from redline.report.groups import groups_chart, groups_table, has_groups
 from redline.report.next_steps import ladder_steps
-from redline.report.steps import has_steps, limit_words, steps_chart, steps_key
+from redline.report.steps import limit_words, steps_chart, steps_key, tells_limits
 from redline.report.svg import STYLE, plain_tick
 from redline.report.table import (
     best_row,
@@ -139,7 +139,7 @@ def view_of(document: Document) -> dict[str, Any]:
         "todo": ladder_steps(document),
         "key": steps_key(document, WIDE_PX),
         "limit_words": limit_words(document),
-        "limits_drawn": has_steps(document, WIDE_PX),
+        "limits_drawn": tells_limits(document, WIDE_PX),
         "charts": _charts(document),
         "memory_table": memory_table(rows),
         "groups_table": groups_table(rows),
@@ -437,7 +437,9 @@ def fact_groups(document: Document) -> list[tuple[str, list[tuple[str, str]]]]:
 
 
 def _fact(name: str, value: Any) -> str:
-    """A seed is a name made of digits, no amount."""
+    """A seed is a name made of digits, no amount; a limit of memory is one of bytes."""
+    if name == "memory_limit" and isinstance(value, int):
+        return human_bytes(value)
     return one_line(value) if name == "seed" and value is not None else _plain(value)
 
 

@@ -31,9 +31,9 @@ from redline.report.svg import (
     Box,
     Scale,
     Size,
-    clipped,
     hot_area,
     left_axis,
+    name_lines,
     short_number,
     svg_line,
     svg_picture,
@@ -77,10 +77,7 @@ def steps_chart(document: Document, width_px: int) -> str:
     if not has_steps(document, width_px):
         return ladder_chart(rows, width_px)
     right = _right_px(rows, width_px)
-    ceiling = MOST_ABOVE * fastest_of(rows)
-    above = [
-        rate for rate in (*(light_of(row) or 0.0 for row in rows), *(rate for _, rate in limits)) if rate <= ceiling
-    ]
+    above = [rate for rate in (*lights_of(rows), *(rate for _, rate in limits)) if has_place(rate, rows)]
     high = max([fastest_of(rows), *above])
     frame = Frame(
         size=Size(width_px, PLOT_PX + FOOT_PX),
@@ -134,6 +131,27 @@ def limits_of(document: Document) -> list[tuple[str, float]]:
 
 def light_of(row: Row) -> float | None:
     return (row.get("roofline") or {}).get("light")
+
+
+def lights_of(rows: Sequence[Row]) -> list[float]:
+    return [light for row in rows if (light := light_of(row)) is not None]
+
+
+def has_place(rate: float, rows: Sequence[Row]) -> bool:
+    """Higher up there would be no room left for the steps."""
+    return rate <= MOST_ABOVE * fastest_of(rows)
+
+
+def draws_lights(document: Document, width_px: int) -> bool:
+    rows = document.get("rows") or []
+    return has_steps(document, width_px) and any(has_place(light, rows) for light in lights_of(rows))
+
+
+def tells_limits(document: Document, width_px: int) -> bool:
+    """Whether the chart of this width has all limits that are known, as lines or in its own words."""
+    return has_steps(document, width_px) and (
+        draws_lights(document, width_px) or not lights_of(document.get("rows") or [])
+    )
 
 
 def limit_words(document: Document) -> str:
@@ -236,7 +254,7 @@ def _labels(row: Row, x: float, width: float, share: float, frame: Frame) -> Ite
     yield svg_text(x + width * share / 2, place, text, f"value {'wrong' if wrong else 'strong'}{size}", anchor="middle")
     if own:
         beside = _clear_of(line, frame.y(own_range(row)[1]) - 10)
-        beside = place - LABEL_PX if abs(beside - place) < LABEL_PX else beside
+        beside = _clear_of(line, place - LABEL_PX) if abs(beside - place) < LABEL_PX else beside
         middle = x + width * (1 + share + 0.04) / 2
         yield svg_text(middle, beside, _rate_label(own), "value own-figure strong small", anchor="middle")
 
@@ -274,16 +292,6 @@ def _foot(row: Row, index: int, frame: Frame) -> Iterator[str]:
         yield svg_text(frame.middle(index), PLOT_PX + 44, ratio, "small muted", anchor="middle")
 
 
-def name_lines(name: str, room: int) -> list[str]:
-    """'cudnn-attention' -> ['cudnn-', 'attention']: broken at a hyphen where it is too long, cut where that fails."""
-    if len(name) <= room:
-        return [name]
-    places = [place + 1 for place, character in enumerate(name) if character in "-_ /" and place + 1 <= room]
-    if not places:
-        return [clipped(name, room)]
-    return [name[: places[-1]].strip(), clipped(name[places[-1] :], room)]
-
-
 def _stair(rows: Sequence[Row], frame: Frame) -> str:
     """The recipe as it grew: what was not kept changes nothing."""
     path, level = "", None
@@ -308,7 +316,7 @@ def steps_key(document: Document, width_px: int) -> list[tuple[str, str]]:
         ("absent", "did not run", any(status_of(row) != "ok" for row in rows)),
         ("whisker", "p10 to p90 of its steps", any(is_measured(row) for row in rows)),
         ("stair", "the recipe as it grew", steps),
-        ("light", "speed of light of the recipe", steps and any(light_of(row) for row in rows)),
-        ("limit", "peaks of the device", steps and bool(limits_of(document))),
+        ("light", "speed of light of the recipe", draws_lights(document, width_px)),
+        ("limit", "peaks of the device", steps and any(has_place(rate, rows) for _, rate in limits_of(document))),
     ]
     return [(kind, meaning) for kind, meaning, there in known if there]

@@ -24,6 +24,7 @@ AXIS_PX = 62.0  # room for the labels of the left axis
 LEGEND_ROW_PX = 20
 NARROW_PLOT_PX = 300  # ticks stand closer together there, or there would be one
 BOLD = 1.12  # a bold character against a plain one
+NAME_LINE_PX = 13.0
 TIP_CHARS, TIP_LINE_PX, TIP_PAD_PX = 46, 17, 10
 
 # Okabe and Ito's colour-blind-safe hues; vermilion is kept for what is wrong. Neighbours differ in lightness too.
@@ -40,6 +41,9 @@ STYLE = """
     --s5: #d8d25a; --s6: #b3a2e8; --s7: #98a2af; --s8: #c9a094;
   }
 }
+/* A box of figures may reach beyond its chart, which then lies above what follows; what is pointed at, highest. */
+.redline-chart:focus-within { position: relative; z-index: 2; }
+.redline-chart:hover { position: relative; z-index: 3; }
 .redline-chart text { fill: currentColor; }
 .redline-chart .muted, .redline-chart .dropped text { fill: var(--muted); }
 .redline-chart .small { font-size: 11px; }
@@ -236,6 +240,24 @@ def svg_rect(kind: str, x: float, y: float, width: float, height: float) -> str:
 def svg_text(x: float, y: float, text: str, kind: str = "", anchor: str = "start") -> str:
     place = f'x="{x:.2f}" y="{y:.2f}" text-anchor="{anchor}" dominant-baseline="central"'
     return f'<text class="{kind}" {place}>{escaped(text)}</text>'
+
+
+def name_lines(name: str, room: int) -> list[str]:
+    """'cudnn-attention' -> ['cudnn-', 'attention']: broken at a hyphen where it is too long, cut where that fails."""
+    if len(name) <= room:
+        return [name]
+    places = [place + 1 for place, character in enumerate(name) if character in "-_ /" and place + 1 <= room]
+    if not places:
+        return [clipped(name, room)]
+    return [name[: places[-1]].strip(), clipped(name[places[-1] :].strip(), room)]
+
+
+def row_name(x: float, middle: float, name: str, room: int) -> Iterator[str]:
+    """The name left of a bar, ending at `x`, in at most two lines."""
+    lines = name_lines(name, room)
+    for index, line in enumerate(lines):
+        y = middle + NAME_LINE_PX * (index - (len(lines) - 1) / 2)
+        yield svg_text(x, y, line, "small" if len(lines) > 1 else "", anchor="end")
 
 
 def clipped(text: str, chars: int) -> str:

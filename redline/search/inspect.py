@@ -76,18 +76,16 @@ def inspect_file(found: PythonFile) -> Traced:
 def _run(arguments: list[str], log: BinaryIO, found: PythonFile) -> int:
     command = [sys.executable, "-m", *arguments]
     environment = {**os.environ, **import_environment()}
+    # The pipe stays open as long as we live: the process leaves when it closes, so that none is left behind.
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=environment)
     try:
-        return subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            env=environment,
-            timeout=INSPECT_SECONDS,
-        ).returncode
+        return process.wait(timeout=INSPECT_SECONDS)
     except subprocess.TimeoutExpired as error:
         raise UserError(
             f"{found.words} takes too long to look at",
             f"building it and a few passes of four samples took more than {INSPECT_SECONDS:.0f} s",
             "let make_batch return smaller samples, or the factory a smaller model",
         ) from error
+    finally:
+        process.kill()
+        process.communicate()  # closes the pipe and takes its exit code: no zombie

@@ -59,6 +59,13 @@ def test_a_comparison_opens_quietly_with_every_row(
     opened.context.close()
 
 
+@pytest.mark.parametrize("width", [1100, 360])
+def test_nothing_lies_over_a_box_of_figures(browser: Any, page: Path, width: int) -> None:
+    opened = Opened(browser, page, width=width, bypass_csp=True)
+    assert PAGES["covered_tips"](opened, "gain") == []
+    opened.context.close()
+
+
 def test_a_served_page_follows_its_run(browser: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serve, "REFRESH_SECONDS", 1)
     (tmp_path / "run.json").write_text(json.dumps(TRAINING["RUN"]))

@@ -20,10 +20,12 @@ import pytest
 from redline.cli import main
 from redline.core.measurement import Failure
 from redline.report.lint_page import render_lint_page
+from redline.report.page import render_page
 from redline.report.profile_page import render_profile_page
 from redline.report.training_page import render_training_page
 from redline.report.tune_page import render_tune_page
 from redline.search import ladder as ladder_module
+from redline.search.limits import with_limits
 
 pytestmark = pytest.mark.browser
 PLAIN = Path(__file__).resolve().parents[1] / "plain"
@@ -110,7 +112,12 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def pages(run: Path, tmp_path_factory: pytest.TempPathFactory, repository: Path) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("pages")
     lint = json.loads((repository / "records" / "2026-11-15-h200-lint.json").read_text())["documents"][1]
+    record = with_limits(json.loads((repository / "records" / "2026-11-15-h200-ladder-gpt2-b16.json").read_text()))
+    last = record["rows"][-1]
+    more = [{**last, "rung": f"more-{number}"} for number in range(18 - len(record["rows"]))]
     texts = {
+        "record": render_page(record),
+        "long": render_page({**record, "rows": [*record["rows"], *more]}),
         "tune": render_tune_page(tune_document()),
         "train": render_training_page(training_document()),
         "profile": render_profile_page(profile_document(folder)),
@@ -240,6 +247,74 @@ def test_pointing_shows_figures_on_every_page(name: str, kind: str, opened: Any)
     grips = window.page.locator(f'.hot[data-kind="{kind}"] > .grip').locator("visible=true")
     grips.first.hover(force=True)
     assert window.page.locator(".tip").locator("visible=true").count() == 1
+
+
+TOPMOST = """([mark, cells]) => {
+    const tip = [...mark.querySelectorAll(':scope > .tip')].find(one => one.checkVisibility());
+    const box = tip.querySelector('rect').getBoundingClientRect();
+    const covered = [];
+    for (let row = 0; row < cells; row++) for (let column = 0; column < cells; column++) {
+        const x = box.left + box.width * (column + .5) / cells, y = box.top + box.height * (row + .5) / cells;
+        const found = document.elementFromPoint(x, y);
+        if (!tip.contains(found)) covered.push([column, row, found && found.outerHTML.slice(0, 60)]);
+    }
+    return covered;
+}"""
+
+
+def covered_tips(window: Any, kind: str) -> list[Any]:
+    """Of the last mark of a kind, pointed at and then with the focus: what lies over its box. A box lets the pointer
+    through, so that it hides no neighbour; to be found it must not."""
+    page = window.page
+    page.add_style_tag(content=".redline-chart .tip { pointer-events: auto !important; }")
+    page.set_viewport_size({"width": page.viewport_size["width"], "height": 2400})  # the box is in view as well
+    mark = page.locator(f'.hot[data-kind="{kind}"]').locator("visible=true").last
+    grip = mark.locator(".grip")
+    grip.scroll_into_view_if_needed()
+    grip.hover(force=True, position={"x": 3, "y": 3})
+    pointed = mark.evaluate("(mark, topmost) => eval(topmost)([mark, 5])", TOPMOST)
+    page.mouse.move(1, 1)
+    mark.focus()
+    return [*pointed, *mark.evaluate("(mark, topmost) => eval(topmost)([mark, 5])", TOPMOST)]
+
+
+@pytest.mark.parametrize("width", [1100, 360])
+@pytest.mark.parametrize(
+    ("name", "kind"), [("ladder", "rung"), ("long", "rung"), ("lint", "pair"), ("profile", "bar"), ("tune", "gain")]
+)
+def test_nothing_lies_over_a_box_of_figures(name: str, kind: str, width: int, opened: Any) -> None:
+    """The last mark's box reaches over what follows its chart."""
+    assert covered_tips(opened(name, width=width, bypass_csp=True), kind) == []
+
+
+def test_limits_are_lines_or_words_at_every_width(opened: Any) -> None:
+    cases = (("record", 1100, True), ("record", 360, False), ("long", 1100, False), ("ladder", 1100, False))
+    for name, width, drawn in cases:  # those of a tiny model are far above its steps
+        window = opened(name, width=width)
+        count = "lines => lines.filter(line => line.checkVisibility()).length"
+        lines = window.page.eval_on_selector_all("svg line.limit", count)
+        keys = window.page.locator(".key i.limit").locator("visible=true").count()
+        words = window.page.locator("p.limits").locator("visible=true").count()
+        assert (bool(lines), bool(keys), bool(words)) == (drawn, drawn, not drawn), (name, width)
+
+
+def test_words_of_a_table_have_the_width_of_a_phone(opened: Any) -> None:
+    widths = opened("lint", width=360).page.eval_on_selector_all(
+        "td.detail, td.words",
+        """cells => cells.filter(c => c.checkVisibility())
+            .map(c => [c.getBoundingClientRect().width, getComputedStyle(c).textAlign])""",
+    )
+    assert widths
+    assert {align for _, align in widths} == {"left"}
+    assert min(width for width, _ in widths) > 250
+
+
+def test_the_first_printed_page_holds_the_ladder(opened: Any) -> None:
+    """A4 less the margins of a browser is some 718 by 1045 px: a chart that does not fit leaves half a page blank."""
+    window = opened("record", width=718)
+    window.page.emulate_media(media="print")
+    card = window.page.locator("#ladder ~ .card").first.bounding_box()
+    assert card["y"] + card["height"] < 1045
 
 
 def test_the_keyboard_reaches_the_marks_and_shows_them_too(opened: Any) -> None:

@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -386,3 +387,27 @@ def test_a_mask_that_the_kernel_would_overlook_is_refused(gpt2) -> None:
     prepared = redline.prepare(gpt2(), ["flash"])
     with pytest.raises(UserError, match="the batch has an attention_mask"):
         prepared.step({"input_ids": IDS, "labels": IDS, "attention_mask": torch.ones_like(IDS)})
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        ({"recipe": None}, "the recipe is None"),
+        ({"recipe": "bf16"}, "the recipe is 'bf16'"),
+        ({"recipe": 3}, "the recipe is 3"),
+        ({"learning_rate": "3e-4"}, "learning_rate is '3e-4'"),
+        ({"learning_rate": -1}, "learning_rate is -1"),
+        ({"learning_rate": float("nan")}, "learning_rate is nan"),
+        ({"device": "cuda:77"}, "the model cannot go to cuda:77"),
+    ],
+    ids=str,
+)
+def test_mistakes_are_told_and_not_raised_from_within(words: dict[str, Any], problem: str) -> None:
+    with pytest.raises(UserError) as caught:
+        redline.prepare(nn.Linear(4, 4), **{"recipe": [], **words})
+    assert caught.value.problem == problem
+
+
+def test_a_step_that_is_none_is_told() -> None:
+    with pytest.raises(UserError, match="redline.profile was given 3"):
+        redline.profile(3)  # type: ignore[arg-type]

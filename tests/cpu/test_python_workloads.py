@@ -499,7 +499,7 @@ def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, no_waiting: None) -> P
 
 def command(capsys: pytest.CaptureFixture[str], *words: object, code: int = 0) -> dict[str, Any]:
     assert main([*map(str, words), "--json"]) == code, capsys.readouterr().err
-    document: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1])  # a model may print here
+    document: dict[str, Any] = json.loads(capsys.readouterr().out)
     return document
 
 

@@ -5,17 +5,19 @@ from __future__ import annotations
 import random
 import re
 import runpy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 
-from redline.report.bars import Bar, Gain, gain_chart, stacked_chart
+from redline.report.bars import Bar, Gain, Pair, gain_chart, pair_chart, stacked_chart
 from redline.report.charts import ladder_chart, loss_chart
+from redline.report.groups import groups_chart, groups_table
 from redline.report.points import Point, front_of, points_chart
-from redline.report.steps import name_lines, steps_chart, steps_key
-from redline.report.svg import CHAR_PX, Scale, short_number
+from redline.report.steps import limit_words, steps_chart, steps_key, tells_limits
+from redline.report.svg import CHAR_PX, Scale, name_lines, short_number
 
 DOCUMENTS: dict[str, Any] = runpy.run_path(str(Path(__file__).with_name("test_report_documents.py")))
 full_document, ok_row = DOCUMENTS["full_document"], DOCUMENTS["ok_row"]
@@ -390,6 +392,9 @@ def test_limits_far_above_are_told_in_words_and_leave_the_steps_their_room() -> 
     assert [mark.tag for mark in marks(chart, "limit")] == [f"{SVG}text"] * 2
     assert all((mark.text or "").startswith("above the chart: ") for mark in marks(chart, "limit"))
     assert marks(chart, "light") == [], "50 times 2.5"
+    assert {kind for kind, _ in steps_key({**document, "rows": slow}, 960)} & {"light", "limit"} == set()
+    assert not tells_limits({**document, "rows": slow}, 960), "the page must"
+    assert tells_limits(document, 960)
     tallest = max(
         sum(block["height"] for block in rects(group, "bar") + rects(group, "gain")) for group in rungs_of(chart)
     )
@@ -403,14 +408,88 @@ def test_what_is_not_known_is_not_drawn() -> None:
     chart = steps_chart(document, 960)
     assert marks(chart, "limit") == marks(chart, "light") == []
     assert "MFU" not in {mark.text for mark in marks(chart, "muted")}
-    assert ("limit", "peaks of the device") not in steps_key(document)
-    assert ("limit", "peaks of the device") in steps_key(climbed())
+    assert ("limit", "peaks of the device") not in steps_key(document, 960)
+    assert ("limit", "peaks of the device") in steps_key(climbed(), 960)
 
 
 def test_a_ladder_too_long_for_steps_is_drawn_as_bars() -> None:
     rows = [ok_row(f"rung-{index}", 10.0, 1.0) for index in range(40)]
     assert marks(steps_chart({"rows": rows}, 960), "stair") == []
     assert len(rungs_of(steps_chart({"rows": rows}, 960))) == 40
+
+
+def test_a_legend_lists_what_its_chart_draws() -> None:
+    """Bars have neither a stair nor limits: those are told in words there."""
+    long = climbed(rows=[{**climbed()["rows"][1], "rung": f"rung-{index}"} for index in range(18)])
+    for document, stairs in ((climbed(), 1), (long, 0)):
+        chart, key = steps_chart(document, 960), {kind for kind, _ in steps_key(document, 960)}
+        assert len(marks(chart, "stair")) == stairs
+        drawn = {kind for kind in ("stair", "light", "limit") if marks(chart, kind)}
+        assert key & {"stair", "light", "limit"} == drawn == ({"stair", "light", "limit"} if stairs else set())
+    words = limit_words(long)
+    rate = long["rows"][0]["tokens_per_second"]
+    assert [f"{limit['tokens_per_second']:,.0f} tokens/s" in words for limit in long["limits"]] == [True, True]
+    assert f"the recipe up to rung-0: {2.5 * rate:,.0f} tokens/s" in words
+    assert limit_words({"rows": full_document()["rows"]}) == ""
+
+
+def spans(path: ElementTree.Element) -> tuple[float, float]:
+    """(low, high) of an upright whisker, in pixels from the top."""
+    low, high = re.findall(r"M[-\d.]+ ([-\d.]+)h8", path.get("d", ""))
+    return float(low), float(high)
+
+
+def test_a_whisker_of_the_staircase_spans_p90_to_p10_of_both_views() -> None:
+    """Each end is held against the height of the step, in tokens per second."""
+    spread, own = {"median": 0.1, "p10": 0.08, "p90": 0.125, "n": 9}, {"median": 0.4, "p10": 0.25, "p90": 0.5, "n": 9}
+    row = ok_row("tf32", 100.0, None, step_seconds=spread)
+    row["rebatched"] = {"micro_batch": 64, "tokens_per_second": 2 * row["tokens_per_second"], "step_seconds": own}
+    quiet = ok_row("bf16", 100.0, None)
+    quiet["rebatched"] = {"micro_batch": 64, "tokens_per_second": quiet["tokens_per_second"]}
+    groups = rungs_of(steps_chart({"rows": [row, quiet]}, 960))
+    (bar,), (beside,) = rects(groups[0], "bar"), rects(groups[0], "own")
+    foot = bar["y"] + bar["height"]
+    right, left = [part for part in groups[0] if part.get("class") == "whisker"]
+    slow, fast = ((foot - y) / bar["height"] for y in spans(left))
+    assert (slow, fast) == pytest.approx((0.8, 1.25), abs=0.01)
+    slow, fast = ((foot - y) / beside["height"] for y in spans(right))
+    assert (slow, fast) == pytest.approx((0.8, 1.6), abs=0.01)
+    assert len([part for part in groups[1] if part.get("class") == "whisker"]) == 1, "its own noise is not known"
+    bars = rungs_of(ladder_chart([row, quiet], 320))
+    assert [len([part for part in group if part.get("class") == "whisker"]) for group in bars] == [2, 1]
+
+
+@pytest.mark.parametrize("width_px", [960, 320])
+def test_each_of_a_pair_has_its_own_figure(width_px: int) -> None:
+    document = climbed()
+    chart = steps_chart(document, 960) if width_px == 960 else ladder_chart(document["rows"], 320)
+    for row, group in zip(document["rows"], rungs_of(chart), strict=True):
+        if row["status"] == "ok":
+            rate, own = row["tokens_per_second"], (row.get("rebatched") or {}).get("tokens_per_second")
+            texts = [part.text for part in group if "value" in part.get("class", "").split()]
+            figures = [text.rstrip(" !").replace(",", "") for text in texts if text]
+            shown = [1e3 * float(text[:-1]) if text.endswith("k") else float(text) for text in figures]
+            assert shown == pytest.approx([rate] if own is None else [rate, own], rel=5e-3)
+            looks = ["own-figure" in part.get("class", "") for part in group if "value" in part.get("class", "")]
+            assert looks == ([False] if own is None else [False, True])
+
+
+def test_no_figure_is_struck_through_by_the_dotted_line() -> None:
+    """The speed of light is laid through the place of every label in turn."""
+    for factor in (1.0, 1.02, 1.05, 1.08, 1.12):
+        document = climbed()
+        for row in document["rows"]:
+            if row["status"] == "ok":
+                row["roofline"] = {"light": factor * row["tokens_per_second"]}
+        chart = steps_chart(document, 960)
+        (light,) = marks(chart, "light")
+        lines = dict(
+            zip([r["rung"] for r in document["rows"] if r["status"] == "ok"], heights(light.get("d", "")), strict=True)
+        )
+        for row, group in zip(document["rows"], rungs_of(chart), strict=True):
+            for part in group:
+                if "value" in part.get("class", "").split():
+                    assert abs(float(part.get("y", 0)) - lines[row["rung"]]) > 6, (factor, row["rung"], part.text)
 
 
 @pytest.mark.parametrize(
@@ -481,6 +560,66 @@ def test_parts_add_up_and_the_marker_stands_where_it_was_measured() -> None:
     assert {mark.text for mark in marks(chart, "legend")} == {"weights", "logits", "measured"}
 
 
+def px_per_unit(chart: str, strip: str = "") -> float:
+    """Of a chart of bars, from the places of its own ticks."""
+    ticks = {float((mark.text or "").strip(strip)): float(mark.get("x", 0)) for mark in marks(chart, "tick")}
+    low, high = min(ticks), max(ticks)
+    return (ticks[high] - ticks[low]) / (high - low)
+
+
+@pytest.mark.parametrize("width_px", [960, 320])
+def test_the_time_of_a_group_is_as_long_as_it_took(width_px: int) -> None:
+    """Lengths are held against the axis, in milliseconds."""
+    spent = {"tf32": {"tensor contraction": 0.030, "attention": 0.008, "idle": 0.002, "data wait": 0.001}}
+    spent["bf16"] = {"tensor contraction": 0.012, "idle": 0.005}
+    rows = [ok_row(name, 10.0, None, kernels={"groups": groups}) for name, groups in spent.items()]
+    chart = groups_chart([*rows, ok_row("nobody-looked", 10.0, None)], width_px)
+    drawn = [mark for mark in marks(chart, "part") if float(mark.get("height", 0)) == 16]
+    wanted = [1e3 * seconds for groups in spent.values() for seconds in groups.values()]
+    scale = px_per_unit(chart)
+    assert [(float(mark.get("width", 0)) + 0.6) / scale for mark in drawn] == pytest.approx(wanted, rel=0.05, abs=0.1)
+    told = {mark.get("data-name"): float(mark.get("data-total", 0)) for mark in marks(chart, "hot")}
+    assert told == pytest.approx({name: 1e3 * sum(groups.values()) for name, groups in spent.items()})
+    assert [mark.text for mark in marks(chart, "value")] == ["41.0 ms", "17.0 ms"]
+    looks = [mark.get("class") for mark in drawn[:4]]
+    assert len(set(looks)) == 4, "idle and waiting for data are told apart"
+    assert looks[2] == drawn[-1].get("class"), "a name keeps its look"
+    cells = [row["cells"] for row in groups_table(rows)["rows"]]
+    assert cells == [["tf32", "30.0", "8.00", "2.00", "1.00"], ["bf16", "12.0", "—", "5.00", "—"]]
+
+
+@pytest.mark.parametrize("width_px", [960, 320])
+def test_a_pair_is_drawn_before_and_after(width_px: int) -> None:
+    pairs = (
+        Pair(name="head", before=0.2, after=0.7, tip="head"),
+        Pair(name="qkv", before=0.5, after=None, tip="qkv"),
+        Pair(name="slower", before=0.6, after=0.4, tip="slower"),
+    )
+    chart = pair_chart(pairs, title="t", width_px=width_px)
+    scale = 100 * px_per_unit(chart, " %")
+    shares = {
+        kind: [float(mark.get("width", 0)) / scale for mark in marks(chart, kind) if mark.tag == f"{SVG}rect"]
+        for kind in ("bar", "gain")
+    }
+    assert shares["bar"] == pytest.approx([0.2, 0.5, 0.6], abs=0.01)
+    assert shares["gain"] == pytest.approx([0.7, 0.4], abs=0.01)
+    (first, *_), (second, *_) = ([float(m.get("y", 0)) for m in marks(chart, kind)] for kind in ("bar", "gain"))
+    assert first < second, "as it is stands above"
+    assert [mark.text for mark in marks(chart, "value")] == ["70 %", "50 %", "40 %"]
+
+
+def test_a_long_name_has_two_lines_on_a_phone_and_is_whole() -> None:
+    gain = Gain(name="cudnn-attention / flash", share=0.05, noise=None, tip="x")
+    for chart in (
+        gain_chart([gain], title="t", width_px=320),
+        ladder_chart([ok_row("selective-recompute", 9, 1)], 320),
+    ):
+        texts = [mark for mark in marks(chart, "small") if mark.get("text-anchor") == "end"]
+        assert len(texts) == 2
+        assert not [mark.text for mark in texts if "…" in (mark.text or "")]
+        assert float(texts[1].get("y", 0)) - float(texts[0].get("y", 0)) >= 11
+
+
 def test_gains_left_and_right_of_nothing() -> None:
     gains = (
         Gain(name="up", share=0.5, noise=0.02, tip="up"),
@@ -517,6 +656,27 @@ def test_nothing_beats_the_front_and_the_front_beats_the_rest(seed: int) -> None
     front = front_of(points)
     assert {(one.memory, one.rate) for one in front} == {(one.memory, one.rate) for one in sound if not beaten(one)}
     assert [one.memory for one in front] == sorted(one.memory for one in front)
+
+
+def test_memory_that_cannot_be_right_is_on_no_front() -> None:
+    low = Point(number=1, memory=1.0, rate=50.0, kind="best", tip="", trusted=False)
+    others = [Point(number=2, memory=20.0, rate=40.0, kind="sound", tip="")]
+    others.append(Point(number=3, memory=30.0, rate=45.0, kind="sound", tip=""))
+    assert [point.number for point in front_of([low, *others])] == [2, 3]
+    assert [point.number for point in front_of([replace(low, trusted=True), *others])] == [1]
+    chart = points_chart([low, *others], width_px=960)
+    assert len(marks(chart, "doubtful")) == 1
+    assert [mark.get("data-number") for mark in marks(chart, "hot") if mark.get("data-doubtful")] == ["1"]
+
+
+@pytest.mark.parametrize("width_px", WIDTHS)
+def test_the_speed_of_light_has_its_whole_figure_at_every_width(width_px: int) -> None:
+    points = [Point(number=1, memory=1e9, rate=1e5, kind="sound", tip="")]
+    chart = points_chart(points, width_px=width_px, light=911_634.0)
+    (text,) = [mark.text for mark in marks(chart, "limit") if mark.tag == f"{SVG}text"]
+    assert text is not None
+    assert "light" in text
+    assert text.endswith("911,634 tokens/s")
 
 
 def test_points_are_where_their_figures_are() -> None:

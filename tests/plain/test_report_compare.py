@@ -26,7 +26,7 @@ from redline.core.values import to_json
 from redline.predict.noise import noise_of_ratio, spread_error
 from redline.report.compare import compare, kind_of
 from redline.report.compare_page import render_comparison
-from redline.report.compare_table import print_comparison
+from redline.report.compare_table import print_comparison, row_cells
 from redline.search.document import ladder_document
 
 HERE = Path(__file__)
@@ -225,6 +225,41 @@ def test_memory_and_verdicts_that_changed_are_said() -> None:
     loud = [note for note in found["words"] if note["about"] == "flash"]
     assert [note["kind"] for note in loud] == ["different"]
     assert loud[0]["text"].startswith("was rounding, is different: ")
+
+
+def test_memory_that_cannot_be_right_is_marked_and_has_no_ratio(repository: Path) -> None:
+    records = repository / "records"
+    ladders = json.loads((records / "2026-11-15-h200-ladder-gpt2-b16.json").read_text())
+    tunes = json.loads((records / "2026-11-15-h200-tune-gpt2.json").read_text())
+    found = compare(ladders, tunes)
+    (memory,) = words_of(found, "memory")
+    assert memory.endswith("-> 1.40 GiB; B's is far below its prediction: not to be trusted, and no ratio")
+    itself = compare(tunes, tunes)
+    console = Console(file=io.StringIO(), width=100, color_system=None)
+    print_comparison(itself, console)
+    table = console.file.getvalue()
+    assert table.count("1.40 GiB?") == 2, "of the one trial, on both sides"
+    assert table.count("?") == 3, "and what it means"
+    assert max(map(len, table.splitlines())) <= 100
+    page = Outline(render_comparison(itself)).text
+    assert page.count("1.40 GiB?") == 2
+    assert "a peak far below its prediction: not to be trusted" in page
+    assert "?" not in "".join(cell for row in compare(ladders, ladders)["rows"] for cell in row_cells(row))
+
+
+def test_the_page_has_commands_to_copy() -> None:
+    one, other = ladder(), ladder(run={**RUN, "command": "redline ladder tiny --repeats 2"})
+    page = render_comparison(compare(one, other, sources=("runs/a b", "B"), rung="bf16", fail_below=0.5))
+    shown = dict(re.findall(r'<code id="(command[^"]*)">([^<]*)</code>', page))
+    assert shown == {
+        "command": "redline report &#39;runs/a b&#39; B --rung bf16 --fail-below 0.5",
+        "command-A": "redline ladder tiny",
+        "command-B": "redline ladder tiny --repeats 2",
+    }
+    buttons = re.findall(r'data-copy="(command[^"]*)"', page)
+    assert sorted(buttons) == sorted(shown)
+    ids = {value for key, value in Outline(page).attributes if key == "id"}
+    assert {value[1:] for key, value in Outline(page).attributes if key == "href" and value} <= ids
 
 
 def test_an_unfinished_run_is_said_to_be_one() -> None:

@@ -7,18 +7,20 @@ import hashlib
 import json
 import re
 import runpy
+import shlex
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from redline.report.next_steps import SHOWN, ladder_steps
+from redline.report.next_steps import LADDER_RULES, SHOWN, ladder_steps
 from redline.report.page import (
     MEMORY_PARTS,
     SCRIPT,
     VERDICT_MEANINGS,
     date_text,
+    fact_groups,
     headline_figures,
     proof_view,
     render_page,
@@ -338,7 +340,9 @@ def test_a_larger_batch_is_proposed_where_there_is_room_and_taken_where_it_paid(
     document = right_rows(rich_document())
     (step,) = [step for step in ladder_steps(document) if step.what.startswith("Train at")]
     assert "780,190 tokens/s with fused-adamw, 1.20x" in step.why
-    assert step.command == "redline train gpt2 --recipe DIR/best-rebatched.json"
+    assert step.command == "redline train gpt2 --recipe best-rebatched.json", "it came alone: the recipe is on the page"
+    (step,) = [step for step in ladder_steps({**document, "directory": "runs/a b"}) if step.what.startswith("Train at")]
+    assert step.command == "redline train gpt2 --recipe 'runs/a b/best-rebatched.json'"
     nobody_looked = {**document, "best_rebatched": None}
     (step,) = [step for step in ladder_steps(nobody_looked) if step.what.startswith("Try larger")]
     assert "31.4 GiB of 140 GiB" in step.why
@@ -362,11 +366,97 @@ def test_the_gap_and_the_noise_are_named_with_their_figures() -> None:
     assert words_of(document)[0] == "Measure again on a quiet machine"
 
 
+def commands_of(document: dict[str, Any]) -> dict[str, str]:
+    """By the first two words of what to do, every command that any rule has."""
+    steps = [step for rule in LADDER_RULES for step in rule(document)]
+    return {" ".join(step.what.split()[:2]): step.command for step in steps}
+
+
+def test_commands_have_the_options_that_were_used_and_the_real_folder() -> None:
+    document = {**rich_document(), "directory": "runs/mine", "best_rebatched": None, "finished": False}
+    document["command"] = (
+        "redline ladder gpt2 --micro-batch 8 --without fp16 --data 'my novel.txt' --out runs/mine --json"
+    )
+    document["workload"]["corpus"] = "my novel.txt"
+    commands = commands_of(document)
+    again = "redline ladder gpt2 --micro-batch 8"
+    assert commands["Leave out"] == f"{again} --data 'my novel.txt' --without fp16,tied-weights"
+    assert commands["Finish the"] == "redline ladder --resume runs/mine"
+    assert commands["Try larger"] == f"{again} --without fp16 --data 'my novel.txt' --rebatch"
+    assert commands["Find out"] == f"{again} --without fp16 --data 'my novel.txt' --repeats 3 --aa"
+    assert commands["See where"] == "redline profile gpt2 --recipe runs/mine/best.json --data 'my novel.txt'"
+    assert commands["Train with"] == "redline train gpt2 --recipe runs/mine/best.json --data 'my novel.txt'"
+    assert not [command for command in commands.values() if "DIR" in command]
+    assert commands_of({**document, "finished": True})["Search beyond"] == "redline tune gpt2 --data 'my novel.txt'"
+
+
+@pytest.mark.parametrize("command", ["redline.ladder()", "redline ladder --resume runs/mine", 'a "quote', "", None])
+def test_a_run_from_python_or_one_resumed_is_climbed_again_from_its_fields(command: str | None) -> None:
+    document = {**rich_document(), "command": command, "settings": {"start": {"rungs": [], "micro_batch": 12}}}
+    document["workload"]["shape"].update(sequence=512, max_positions=1024)
+    again = "redline ladder gpt2 --micro-batch 12 --sequence 512"
+    assert commands_of(document)["Leave out"] == f"{again} --without tied-weights"
+
+
+def test_options_that_are_written_with_an_equals_sign_are_seen() -> None:
+    typed = "redline ladder gpt2 --without=fp16 --device=cuda --out=x"
+    commands = commands_of({**rich_document(), "command": typed})
+    assert commands["Leave out"] == "redline ladder gpt2 --device=cuda --without fp16,tied-weights"
+    assert commands["Train with"] == "redline train gpt2 --recipe best.json --device cuda"
+
+
+def test_no_command_is_given_twice() -> None:
+    """Noise and a machine that was not quiet are both settled by repeats."""
+    document = right_rows({**rich_document(), "best_rebatched": None})
+    document["hardware"]["memory_bytes"] = None
+    document["rows"] = [{**row, "roofline": None} for row in document["rows"]]
+    slow = document["rows"][1]["step_seconds"]
+    slow["p90"] = 3 * slow["p10"]
+    every = commands_of(document)
+    assert every["Measure again"] == every["Find out"]
+    shown = [step.command for step in ladder_steps(document)]
+    assert len(shown) == len(set(shown)) == SHOWN
+    assert words_of(document) == ["Measure again on a quiet machine", "Search beyond the ladder", "Train with it"]
+
+
+def test_a_peak_that_cannot_be_right_leaves_no_room_to_speak_of() -> None:
+    document = right_rows({**rich_document(), "best_rebatched": None})
+    (row,) = [row for row in document["rows"] if row["rung"] == "fused-adamw"]
+    row.update(peak_bytes=GIB, predicted_peak_bytes=30 * GIB)
+    assert not [step for step in ladder_steps(document) if "larger" in step.what]
+
+
 def test_names_from_outside_cannot_reach_a_shell_command() -> None:
-    document = rich_document()
+    document = {**rich_document(), "command": "redline ladder 'a; b' $(c)", "directory": "x; rm -rf ~"}
     document["workload"]["name"] = "x; rm -rf ~"
-    assert all("'x; rm -rf ~'" in step.command for step in ladder_steps(document) if "x;" in step.command)
-    assert "'x; rm -rf ~'" in ladder_steps(document)[0].command
+    for command in filter(None, commands_of(document).values()):
+        assert shlex.join(shlex.split(command)) == command, "nothing but words"
+    assert "'x; rm -rf ~'" in commands_of({**document, "command": None})["Leave out"]
+    assert commands_of(document)["Leave out"] == "redline ladder 'a; b' '$(c)' --without tied-weights"
+
+
+def test_limits_are_told_in_words_where_no_line_is_drawn() -> None:
+    document = rich_document()
+    (words,) = re.findall(r'<p class="quiet limits([^"]*)">([^<]*)</p>', render_page(document))
+    assert words[0] == " narrow", "the wide chart has the lines"
+    assert "1,157,000 tokens/s" in words[1]
+    assert "speed of light of the recipe up to fused-adamw: 1,300,000 tokens/s" in words[1]
+    row = document["rows"][1]
+    long = {**document, "rows": [{**row, "rung": f"rung-{index}"} for index in range(18)]}
+    (words,) = re.findall(r'<p class="quiet limits([^"]*)">([^<]*)</p>', render_page(long))
+    assert words[0] == "", "bars have none at any width"
+    assert 'class="quiet limits' not in render_page(full_document())
+
+
+def test_settings_are_written_as_people_write_them() -> None:
+    document = full_document()
+    document["workload"] |= {"seed": 1337, "source": {"kind": "gpt2", "config": None, "model_type": "x"}}
+    document["settings"] = {"memory_limit": 2 * GIB, "seed": 1337, "start": {"rungs": [], "micro_batch": 1600}}
+    facts = {title: dict(lines) for title, lines in fact_groups(document)}
+    assert facts["Workload"]["source"] == "kind gpt2, model type x", "what is not set is left out"
+    assert facts["Workload"]["seed"] == facts["Settings"]["seed"] == "1337"
+    assert facts["Settings"]["memory limit"] == "2.00 GiB"
+    assert facts["Settings"]["start"] == "micro batch 1,600"
 
 
 def test_the_recipe_is_that_of_the_best_row_and_can_be_copied() -> None:

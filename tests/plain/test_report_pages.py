@@ -16,10 +16,13 @@ import pytest
 
 from redline.cli import main
 from redline.core.units import human_rate
+from redline.report import has_implausible_peak, is_implausible_peak
 from redline.report.lint_page import gemms_of, pairs_of, render_lint_page
 from redline.report.next_steps import tune_steps
+from redline.report.points import front_of
 from redline.report.profile_page import render_profile_page
-from redline.report.tune_page import render_tune_page
+from redline.report.training_page import render_training_page
+from redline.report.tune_page import points_of, render_tune_page
 from redline.search import launch
 
 HERE = Path(__file__)
@@ -95,20 +98,64 @@ def test_knobs_that_were_compared_are_bars(tune_document: dict[str, Any]) -> Non
     assert drawn == known + known, "the largest first, in both widths"
 
 
-def test_a_peak_that_cannot_be_right_is_named(tune_document: dict[str, Any]) -> None:
+def test_nothing_is_built_on_a_peak_that_cannot_be_right(tune_document: dict[str, Any], repository: Path) -> None:
+    """The H200's winner ran from a recorded graph, whose memory the allocator did not count."""
+    calm = render_tune_page(tune_document)
+    assert "cannot be right" not in calm
+    assert "data-doubtful" not in calm
+    record = json.loads((repository / "records" / "2026-11-15-h200-tune-gpt2.json").read_text())
+    page = render_tune_page(record)
+    text = Outline(page).text
+    assert "#3: 1.40 GiB measured, 26.3 GiB predicted: this peak cannot be right" in text
+    assert "1.40 GiB?" in text
+    assert set(re.findall(r'data-number="(\d+)"[^>]*data-doubtful', page)) == {"3"}
+    front = front_of(points_of(record))
+    assert [point.number for point in front] == [1], "not the winner"
+    assert 'class="front"' not in page.split("<svg")[1]
+    (step,) = [step for step in tune_steps(record) if step.what.startswith("Do not read")]
+    assert "least memory" not in step.why
+    assert "the peak of #3 cannot be right" in step.why
+    for row in record["rows"]:
+        row["predicted_peak_bytes"] = row["peak_bytes"]
+    (step,) = [step for step in tune_steps(record) if step.what.startswith("Do not read")]
+    assert "take #3, which needs least memory (1.40 GiB)" in step.why
+    assert [point.number for point in front_of(points_of(record))] == [3]
+
+
+@pytest.mark.parametrize(
+    ("measured", "predicted", "is_so"),
+    [(10, 19, False), (10, 21, True), (21, 10, False), (None, 10, False), (10, None, False), (0, 10, False)],
+)
+def test_which_peaks_cannot_be_right(measured: int | None, predicted: int | None, is_so: bool) -> None:
+    """Far less than its tensors; what is more than predicted was held."""
+    assert is_implausible_peak(measured, predicted) is is_so
+    assert has_implausible_peak({"peak_bytes": measured, "predicted_peak_bytes": predicted}) is is_so
+
+
+def test_a_tune_that_was_disturbed_says_so_before_any_number(tune_document: dict[str, Any]) -> None:
+    assert "disturbed" not in Outline(render_tune_page(tune_document)).text
     document = copy.deepcopy(tune_document)
-    assert "do not build on" not in render_tune_page(document)
-    document["rows"][0].update(peak_bytes=1_500_000_000, predicted_peak_bytes=28_000_000_000)
-    number = document["rows"][0]["number"]
-    text = Outline(render_tune_page(document)).text
-    assert f"#{number}: 1.40 GiB measured, 26.1 GiB predicted. One of them is wrong" in text
+    row = document["rows"][1]
+    row["step_seconds"].update(p10=0.1, p90=0.35)
+    page = render_tune_page(document)
+    assert f"disturbed: slow steps of #{row['number']} took 3.5 times its quick ones" in Outline(page).text
+    start = page.index("<main>")
+    assert page.index("disturbed: ", start) < page.index('<div class="figures">')
 
 
 def test_what_to_do_after_a_tune(tune_document: dict[str, Any]) -> None:
     first, *_ = tune_steps(tune_document)
-    assert first.command == "redline train gpt2 --recipe DIR/best.json"
-    stopped = {**tune_document, "stopped": {"why": "minutes", "detail": None}, "not_tried": [{}] * 7}
-    assert "7 neighbours of the winner not tried" in tune_steps(stopped)[1].why
+    assert first.command == "redline train gpt2 --recipe best.json"
+    stopped = {**tune_document, "stopped": {"why": "minutes", "detail": None}, "directory": "runs/t"}
+    _, longer, *_ = tune_steps({**stopped, "not_tried": [{}] * 7})
+    assert "7 neighbours of the winner not tried" in longer.why
+    assert longer.command == "redline tune --resume runs/t --minutes 30"
+    assert "with 1 neighbour of the winner" in tune_steps({**stopped, "not_tried": [{}]})[1].why
+    assert tune_steps(stopped)[0].command == "redline train gpt2 --recipe runs/t/best.json"
+    one = [{"change": "x", "micro_batch": 1, "reason": "y"}]
+    assert "Not tried: 1 neighbour\n" in Outline(render_tune_page({**stopped, "not_tried": one})).text.replace(
+        "<", "\n"
+    )
     assert not [step for step in tune_steps(tune_document) if step.what == "Search longer"], "it converged"
 
 
@@ -212,6 +259,17 @@ def test_the_page_of_a_profile_says_everything(profile_run: Any) -> None:
     assert "None" not in text
 
 
+def test_the_whole_name_of_a_kernel_is_on_the_page(profile_run: Any) -> None:
+    _, out = profile_run()
+    document = json.loads((out / "profile.json").read_text())
+    long = "at::native::(anonymous namespace)::" + "multi_tensor_apply_" * 8 + "kernel"
+    document["kernels"][0]["name"] = f"void {long}<float, 4>(int, float*)"
+    page = render_profile_page(document)
+    plain = long.replace("(anonymous namespace)::", "")
+    assert f'title="void {long}&lt;float, 4&gt;(int, float*)">{plain}</th>' in page
+    assert re.search(r"tbody th\.long \{[^}]*white-space: normal; overflow-wrap: anywhere", page)
+
+
 def test_a_profile_that_failed_has_a_page_that_says_why(profile_run: Any, capsys: pytest.CaptureFixture[str]) -> None:
     code, out = profile_run(failure=f"out of memory {SCRIPT}")
     assert code == 1
@@ -295,6 +353,25 @@ def test_pages_of_measured_lints(lint_records: list[dict[str, Any]]) -> None:
         assert page.count('data-kind="pair"') == 2 * rows
 
 
+def test_a_lint_draws_what_was_measured_before_and_after(lint_records: list[dict[str, Any]]) -> None:
+    """As long as FLOPs over seconds over the peak, in the wide chart's own scale."""
+    for document in lint_records:
+        shares: dict[str, dict[str, float]] = {"before": {}, "after": {}}
+        for row in document["gemms"]:
+            flops = 2 * row["m"] * row["n"] * row["k"] * row["batch"]
+            shares[row["state"]][f"{row['where']} {row['direction']}"] = flops / row["seconds"] / 989.4e12
+        chart = render_lint_page(document).split("<svg")[1].split("</svg>")[0]
+        names = re.findall(r'data-kind="pair" data-name="([^"]+)" data-before="[^"]+" data-after="([^"]+)"', chart)
+        ticks = re.findall(r'tick" x="([\d.]+)"[^>]*>(\d+) %<', chart)
+        (zero, _), (whole, percent) = ticks[0], ticks[-1]
+        scale = (float(whole) - float(zero)) / (int(percent) / 100)
+        for kind, state in (("bar", "before"), ("gain", "after")):
+            drawn = [float(width) / scale for width in re.findall(rf'class="{kind}"[^>]* width="([\d.]+)"', chart)]
+            wanted = [shares[state][name] for name, after in names if state == "before" or after != "None"]
+            assert wanted
+            assert drawn == pytest.approx(wanted, abs=2e-3)
+
+
 def test_an_unknown_device_has_findings_and_no_efficiencies(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["lint", "gpt2", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
@@ -318,3 +395,19 @@ def test_text_from_outside_stays_text_on_the_page_of_a_lint(lint_records: list[d
     outline = Outline(render_lint_page(document))
     assert_loads_nothing(outline)
     assert outline.text.count(SCRIPT) > 5
+
+
+# --- links ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_page_of_a_training_run_has_its_line_of_links() -> None:
+    made = runpy.run_path(str(HERE.with_name("test_training_page.py")))
+    history = made["history_of"](30, **made["FINISHED"])
+    bare = render_training_page(history.document(made["RUN"]))
+    history("sample", updates=30, text="It was")
+    page = render_training_page(history.document(made["RUN"]))
+    ids = {value for key, value in Outline(page).attributes if key == "id"}
+    links = [value for key, value in Outline(page).attributes if key == "href"]
+    assert {link[1:] for link in links if link} <= ids
+    assert links == ["#loss", "#health", "#summary", "#samples", "#sessions", "#machine", "#again"]
+    assert 'href="#samples"' not in bare, "it wrote nothing"
