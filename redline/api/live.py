@@ -172,10 +172,11 @@ def items_of(batch: Any) -> dict[str, Any]:
 def sizes_of(model: nn.Module) -> Traced:
     """Matrices of layers as products of one row; nothing else is known of it."""
     found: Counter[Product] = Counter()
+    names = starred(model)
     for name, module in model.named_modules():
         for parameter in module.parameters(recurse=False):
             if parameter.dim() == 2 and not isinstance(module, nn.Embedding):
-                found[Product(where=starred(name), kind="linear", m=1, n=parameter.size(0), k=parameter.size(1))] += 1
+                found[Product(where=names[name], kind="linear", m=1, n=parameter.size(0), k=parameter.size(1))] += 1
     nothing = Line(constant=0, per_sample=0)
     return Traced(
         **walked(model, {}),

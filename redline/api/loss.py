@@ -18,7 +18,7 @@ from torch import nn
 from redline.core.errors import UserError
 from redline.core.user_code import described
 from redline.model.adapter import LossOf
-from redline.model.python_adapter import called, cross_entropy, is_pair, takes_inputs_only
+from redline.model.python_adapter import are_logits, called, cross_entropy, is_pair, logits_of, takes_inputs_only
 
 Loss = Callable[[Any, Any], torch.Tensor]
 """(model, batch) -> a scalar."""
@@ -43,13 +43,8 @@ def loss_of_call(model: nn.Module, batch: Any, inputs_only: bool) -> torch.Tenso
     raise UserError("the model gives no loss", why, EXAMPLE)
 
 
-def logits_of(found: Any) -> Any:
-    """transformers' models wrap theirs."""
-    return getattr(found, "logits", found)
-
-
 def loss_of_logits(logits: Any, targets: torch.Tensor) -> torch.Tensor:
-    if isinstance(logits, torch.Tensor) and targets.dtype == torch.int64 and logits.dim() == targets.dim() + 1:
-        return cross_entropy(logits.float(), targets)
+    if are_logits(logits, targets):
+        return cross_entropy(logits, targets)
     why = f"it returned {described(logits)} for targets of {described(targets)}, and cross-entropy takes classes"
     raise UserError("the model gives no loss", why, EXAMPLE)

@@ -53,7 +53,7 @@ class Pages:
             stamp = stamp_of(self._path)
             if stamp != self._stamp:
                 standing = read_standing(self._path)
-                self._page = page_of(standing).encode("utf-8"), standing.under_way
+                self._page = page_of(standing, self._path).encode("utf-8"), standing.under_way
                 self._stamp = stamp  # only now: a page that could not be drawn is tried again
             return self._page
 

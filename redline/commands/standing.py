@@ -2,7 +2,7 @@
 
     standing = read_standing(Path("runs/ladder-gpt2-..."))
     standing.under_way, standing.doing, standing.document
-    page_of(standing)      the HTML page;  print_standing(standing) the table
+    page_of(standing, path)      the HTML page;  print_standing(standing, path) the table
 
 Reads alone: a run that goes on is neither slowed down nor changed by whoever looks at it.
 """
@@ -99,7 +99,6 @@ def _profile(path: Path) -> Standing:
 
 def _standing(kind: str, path: Path, document: dict[str, Any] | None, under_way: bool) -> Standing:
     run = RunDirectory(path)
-    document = None if document is None else {**document, "directory": str(path)}  # commands on the page name it
     doing = running(run) if under_way and kind in MEASURED else None
     return Standing(kind=kind, record=run.read_run(), document=document, under_way=under_way, doing=doing)
 
@@ -177,7 +176,8 @@ def _changed(path: Path) -> int:
 # --- shown ------------------------------------------------------------------------------------------------------------
 
 
-def page_of(standing: Standing) -> str:
+def page_of(standing: Standing, path: Path) -> str:
+    """`path`: the run directory, which the page's commands name."""
     if standing.document is None:
         from redline.report.waiting_page import render_waiting_page
 
@@ -190,7 +190,7 @@ def page_of(standing: Standing) -> str:
         from redline.report.profile_page import render_profile_page as render
     else:
         from redline.report.page import render_page as render
-    return render(standing.document)
+    return render({**standing.document, "directory": str(path)})
 
 
 def print_standing(standing: Standing, path: Path) -> None:

@@ -71,6 +71,8 @@ class Product:
     grows: str | None = None
     """Which of m, n, k and batch is so many times as large for more samples; None: none of them."""
     count: int = 1
+    area: int = 1
+    """Places that a convolution's kernel covers: k is as many times the channels that go in."""
     place: Place | None = None
     """Where it is called."""
     made: Place | None = None
@@ -115,6 +117,7 @@ class Embedding:
     rows: int
     width: int
     made: Place | None = None
+    called: Place | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

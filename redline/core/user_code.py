@@ -14,6 +14,8 @@ import functools
 import hashlib
 import importlib.abc
 import importlib.util
+import inspect
+import linecache
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -153,14 +155,17 @@ def check_neighbours(file: str, digests: dict[str, str]) -> None:
 
 
 @contextmanager
-def blaming(file: str, what: str) -> Iterator[None]:
-    """Whatever the user's code raises becomes a UserError that names the user's own line."""
+def blaming(file: str, what: str, function: Callable[..., Any] | None = None) -> Iterator[None]:
+    """Whatever the user's code raises becomes a UserError that names the user's own line. A `function` that does not
+    take what it is given has run no line of its own: then it is the one that defines it."""
     try:
         yield
     except UserError:
         raise
     except (Exception, SystemExit) as error:
         line = users_line(error, file)
+        if line is None and isinstance(error, TypeError) and function is not None:
+            line = definition(function, file)
         raise UserError(
             f"{what} raised {type(error).__name__}: {first_line(error)}",
             f"it happened at {line}" if line else "no line of the file was running",
@@ -178,6 +183,19 @@ def users_line(error: BaseException, file: str) -> str | None:
         if str(path) == file or (folder in path.parents and is_own(path)):
             return f"{path.name}:{frame.lineno}: {frame.line or ''}".rstrip(": ")
     return None
+
+
+def definition(function: Callable[..., Any], file: str) -> str | None:
+    """The line that says what a function of the user's file takes: 'vit.py:7: def vit(width):'."""
+    target = inspect.unwrap(function.__init__ if inspect.isclass(function) else function)
+    code = getattr(target, "__code__", None)
+    if code is None or code.co_filename != file:
+        return None
+    lines = linecache.getlines(file)[code.co_firstlineno - 1 :]
+    # A decorated function begins at its decorator.
+    skipped = next((index for index, line in enumerate(lines) if line.lstrip().startswith(("def ", "async def "))), 0)
+    text = lines[skipped].strip() if lines else ""
+    return f"{Path(file).name}:{code.co_firstlineno + skipped}: {text}"
 
 
 def is_own(path: Path) -> bool:

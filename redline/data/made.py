@@ -50,7 +50,8 @@ class MadeBatches(Batches):
 
 def make_batch(functions: Functions, size: int, seed: int) -> Any:
     """Whatever the function draws, the numbers that the model draws afterwards stay the same."""
-    with torch.random.fork_rng(devices=[]), blaming(functions.file, f"make_batch({size}, {seed})"):
+    whose = functions.file, f"make_batch({size}, {seed})", functions.make_batch
+    with torch.random.fork_rng(devices=[]), blaming(*whose):
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would reach the device's too
         batch = functions.make_batch(size, seed)
     check_batch(batch, size, functions)

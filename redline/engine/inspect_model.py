@@ -10,6 +10,7 @@ for all of it.
 from __future__ import annotations
 
 import json
+import linecache
 import math
 import sys
 import threading
@@ -34,12 +35,13 @@ from redline.core.values import from_json, to_json
 from redline.core.workload import Shape, Source
 from redline.data.made import make_batch
 from redline.engine.findings import Watch
-from redline.engine.inspect_trace import Seen, Trace, tracing
+from redline.engine.inspect_trace import FirstNan, Seen, Trace, has_nan, tracing
 from redline.engine.inspect_walk import Made, noting_places, starred, walked
 from redline.engine.worker import leave_with_parent
 from redline.model.python_adapter import (
     checkpoint_blocks,
     find_loss,
+    held,
     loss_function,
     make_model,
     silence_dropout,
@@ -52,7 +54,6 @@ WAITS = ("synchronisation", "host-copy")
 
 
 def main(order: Path, answer: Path) -> int:
-    threading.Thread(target=leave_with_parent, daemon=True).start()
     asked = json.loads(order.read_text(encoding="utf-8"))
     try:
         found: dict[str, Any] = {"traced": to_json(inspect_model(from_json(Source, asked["source"]), asked["seed"]))}
@@ -75,11 +76,14 @@ def look_at(functions: Functions, model: nn.Module, made: Made, seed: int) -> Tr
     batches = {size: repeatable_batch(functions, size, seed) for size in (SMALL, LARGE)}
     subject = Subject(functions, model, find_loss(functions, model, batches[SMALL]), batches)
     with blaming(functions.file, f"a step of {functions.words}"):
+        check_number(subject)
         seen = look_once(subject, made)
         counted = count(subject)
         random = not repeats(subject)
         splits = random or is_mean_of_parts(subject)
         fields = walked(model, made)
+        called = seen.pop("embedded")
+        fields["embeddings"] = tuple(replace(each, called=called.get(each.name)) for each in fields["embeddings"])
         saved = tuple(kept_bytes(subject, fields["blocks"], seen["sdpa"]))
     return Traced(
         **fields,
@@ -125,7 +129,7 @@ def described_by(functions: Functions) -> dict[str, Any]:
     named: dict[str, Any] = {"items_per_sample": functions.items_per_sample, "unit": functions.unit}
     if functions.shape is None:
         return named
-    with blaming(functions.file, f"shape() for {functions.words}"):
+    with blaming(functions.file, f"shape() for {functions.words}", functions.shape):
         fields = functions.shape()
         shape = Shape(**fields)
     if functions.items_per_sample == 1:
@@ -134,6 +138,34 @@ def described_by(functions: Functions) -> dict[str, Any]:
 
 
 # a real pass
+
+
+def check_number(subject: Subject) -> None:
+    """Before anything is compared: a NaN is not even equal to itself."""
+    small = subject.batches[SMALL]
+    with kept_buffers(subject.model), torch.no_grad():
+        loss = subject.loss(small).item()
+    if math.isfinite(loss):
+        return
+    raise UserError(
+        f"the loss of {subject.functions.words} is no number: {loss} on the first batch",
+        why_nan(subject) if math.isnan(loss) else "a logarithm of zero, a division by zero or an overflow gives that",
+        "mend that first: look for log(0), 0 / 0, the root of a negative number, and rows that a mask hides whole",
+    )
+
+
+def why_nan(subject: Subject) -> str:
+    if any(map(has_nan, tree_leaves(subject.batches[SMALL]))):
+        return "make_batch already returns NaN"
+    name = next((name for name, tensor in held(subject.model) if has_nan(tensor)), None)
+    if name is not None:
+        return f"{name} holds NaN before the first step: is it initialised?"
+    with kept_buffers(subject.model), torch.no_grad(), FirstNan() as first:
+        subject.loss(subject.batches[SMALL])
+    if first.place is None:
+        return "no line of the file was running when the first NaN came about"
+    text = linecache.getline(first.place.file, first.place.line).strip()
+    return f"the first NaN comes about at {first.place}: {text}".rstrip(": ")
 
 
 def look_once(subject: Subject, made: Made) -> dict[str, Any]:
@@ -152,6 +184,7 @@ def look_once(subject: Subject, made: Made) -> dict[str, Any]:
         if each.kind in WAITS and each.file and each.line and not each.file.startswith(PACKAGE)
     ]
     return {
+        "embedded": trace.embedded,
         "sdpa": trace.sdpa,
         "attention": counted_attention(trace),
         "draws": tuple(dict.fromkeys(trace.draws)),
@@ -170,14 +203,15 @@ def merged(small: list[Seen], large: list[Seen], model: nn.Module, made: Made) -
     if [each.module for each in small] != [each.module for each in large]:
         return (), len(small)
     found: Counter[Product] = Counter()
-    left_out = 0
+    names, left_out = starred(model), 0
     for one, other in zip(small, large, strict=True):
         sizes = sizes_of_one(one, other)
         if sizes is None:
             left_out += 1
             continue
         layer = made.get(model.get_submodule(one.module)) if one.kind != "product" else None
-        found[Product(where=starred(one.module), kind=one.kind, **sizes, place=one.place, made=layer)] += 1
+        fields = {**sizes, "area": one.area, "place": one.place, "made": layer}
+        found[Product(where=names[one.module], kind=one.kind, **fields)] += 1
     return tuple(replace(product, count=count) for product, count in found.items()), left_out
 
 
@@ -339,4 +373,6 @@ def _measured(subject: Subject, batch: Any, measure: Any, convert: Callable[[tor
 
 
 if __name__ == "__main__":
+    # Here and not in main, which tests call in their own process: that one should stay whatever its stdin is.
+    threading.Thread(target=leave_with_parent, daemon=True).start()
     raise SystemExit(main(Path(sys.argv[1]), Path(sys.argv[2])))

@@ -2,7 +2,7 @@
 
     with tracing(model) as trace:
         loss(batch)
-    trace.products, trace.attention, trace.sdpa, trace.draws
+    trace.products, trace.attention, trace.sdpa, trace.draws, trace.embedded
 
 The dispatcher sees every operator, Python's own calls tell where scaled_dot_product_attention begins and ends, and the
 stack tells the line. Only the forward pass is listed: what the backward computes follows from it.
@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from redline.core.traced import Attention, Place
 from redline.core.user_code import PACKAGE
@@ -43,6 +44,7 @@ class Seen:
     n: int
     k: int
     batch: int
+    area: int
     place: Place | None
 
 
@@ -52,6 +54,8 @@ class Trace:
     products: list[Seen] = field(default_factory=list)
     attention: list[Attention] = field(default_factory=list)
     draws: list[Place] = field(default_factory=list)
+    embedded: dict[str, Place] = field(default_factory=dict)
+    """Modules that looked rows up, and the line that called them first."""
     sdpa: bool = False
     inside_sdpa: int = 0
     modules: list[str] = field(default_factory=list)
@@ -142,6 +146,8 @@ def look(trace: Trace, func: Any, args: Any, result: Any) -> None:
         _attention(trace, left, result)
     elif operator is aten.convolution:
         _convolution(trace, args, result)
+    elif operator is aten.embedding and trace.modules and (where := place()) is not None:
+        trace.embedded.setdefault(trace.modules[-1], where)
     elif operator in SOFTMAXES:
         _softmax(trace, args[0], result)
 
@@ -158,12 +164,13 @@ def _convolution(trace: Trace, args: Any, result: torch.Tensor) -> None:
     if args[6]:
         return  # transposed: another product, and a rare one
     places = result.numel() // result.size(1)
-    _note(trace, "convolution", places, result.size(1) // groups, weight[0].numel(), groups)
+    area = weight[0, 0].numel()
+    _note(trace, "convolution", places, result.size(1) // groups, weight[0].numel(), groups, area)
 
 
-def _note(trace: Trace, kind: str, m: int, n: int, k: int, batch: int) -> None:
+def _note(trace: Trace, kind: str, m: int, n: int, k: int, batch: int, area: int = 1) -> None:
     module = trace.modules[-1] if trace.modules else ""
-    trace.products.append(Seen(module, kind, m, n, k, batch, place()))
+    trace.products.append(Seen(module, kind, m, n, k, batch, area, place()))
 
 
 def _attention(trace: Trace, left: torch.Tensor, result: torch.Tensor) -> None:
@@ -190,6 +197,26 @@ def _between(first: Place | None, last: Place | None) -> Place:
     if first.file != last.file or last.line < first.line:
         return last
     return Place(file=first.file, line=first.line, last=last.line)
+
+
+class FirstNan(TorchDispatchMode):
+    """The line of the first operator that makes a NaN, where a pass makes one: `.place`."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.place: Place | None = None
+        self.found = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        # What memory holds before anybody writes to it says nothing.
+        if not self.found and "empty" not in str(func.overloadpacket) and any(map(has_nan, tree_leaves(result))):
+            self.found, self.place = True, place()
+        return result
+
+
+def has_nan(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point() and bool(value.isnan().any())
 
 
 def _library_module(trace: Trace) -> str | None:

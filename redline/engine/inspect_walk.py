@@ -9,7 +9,6 @@ Nothing is run here but the factory.
 
 from __future__ import annotations
 
-import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from redline.engine.inspect_trace import place
 from redline.model.python_adapter import is_tanh_gelu
 from redline.optim.groups import layer_matrices
 
+LISTS = (nn.ModuleList, nn.Sequential)
 Made = dict[nn.Module, Place]
 """Modules with parameters, and the line that made them."""
 
@@ -71,7 +71,7 @@ def longest_list(model: nn.Module) -> Blocks | None:
     found = [
         Blocks(name=name, kind=type(module[0]).__name__, count=len(module))
         for name, module in model.named_modules()
-        if isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module) > 1 and _alike(module)
+        if isinstance(module, LISTS) and len(module) > 1 and _alike(module)
     ]
     return max(found, key=lambda blocks: blocks.count, default=None)
 
@@ -94,6 +94,18 @@ def shared(model: nn.Module) -> Iterator[str]:
     yield from (" = ".join(alike) for alike in names.values() if len(alike) > 1)
 
 
-def starred(name: str) -> str:
-    """blocks.3.mlp -> blocks.*.mlp: layers that are alike have one name."""
-    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
+def starred(model: nn.Module) -> dict[str, str]:
+    """blocks.3.mlp -> blocks.*.mlp for every module: layers that are alike have one name, and no others."""
+    lists = {name for name, module in model.named_modules() if isinstance(module, LISTS) and _equal(module)}
+    found = {"": ""}
+    for name, _ in model.named_modules():
+        if name:
+            parent, _, own = name.rpartition(".")
+            shown = "*" if parent in lists else own
+            found[name] = f"{found[parent]}.{shown}" if parent else shown
+    return found
+
+
+def _equal(modules: nn.ModuleList | nn.Sequential) -> bool:
+    """Of one class and with parameters of the same sizes."""
+    return len({(type(module), *(each.shape for each in module.parameters())) for module in modules}) == 1

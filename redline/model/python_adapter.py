@@ -98,7 +98,7 @@ def held(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 def make_model(functions: Functions, seed: int) -> nn.Module:
     """On the host, from the seed, so that every process starts from the same weights whatever its device."""
-    with torch.random.fork_rng(devices=[]), blaming(functions.file, f"{functions.name}()"):
+    with torch.random.fork_rng(devices=[]), blaming(functions.file, f"{functions.name}()", functions.factory):
         torch.manual_seed(seed)
         model = functions.factory()
     if not isinstance(model, nn.Module):
@@ -107,13 +107,23 @@ def make_model(functions: Functions, seed: int) -> nn.Module:
             "a factory makes the model that is to be trained",
             f"let {functions.name}() return a torch.nn.Module",
         )
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise UserError(
-            f"{functions.words} has no parameters to train",
-            f"{type(model).__name__} has {sum(1 for _ in model.parameters())}, none of which takes a gradient",
-            "assign layers as attributes, or in an nn.ModuleList: a plain list hides them from torch",
-        )
+    check_trainable(model, functions)
     return model.to("cpu").train()
+
+
+def check_trainable(model: nn.Module, functions: Functions) -> None:
+    """A model without parameters hides them; one whose parameters take no gradient is frozen."""
+    held_tensors = list(model.parameters())
+    if any(parameter.requires_grad for parameter in held_tensors):
+        return
+    kind = type(model).__name__
+    if held_tensors:
+        why = f"{kind} has {len(held_tensors)}, none of which takes a gradient: it is frozen"
+        fix = f"call requires_grad_(True) in {functions.name}() on the part that is to be trained"
+    else:
+        why = f"{kind} has none at all"
+        fix = "assign layers as attributes, or in an nn.ModuleList: a plain list hides them from torch"
+    raise UserError(f"{functions.words} has no parameters to train", why, fix)
 
 
 def silence_dropout(model: nn.Module) -> tuple[str, ...]:
@@ -154,7 +164,7 @@ def loss_function(functions: Functions, model: nn.Module, kind: str) -> Loss:
     if own is not None:
         return lambda batch: own(model, batch)
     if kind == "cross-entropy":
-        return lambda batch: cross_entropy(model(batch[0]), batch[1])
+        return lambda batch: cross_entropy(logits_of(model(batch[0])), batch[1])
     if kind == "attribute":
         return lambda batch: called(model, batch).loss
     return lambda batch: called(model, batch)
@@ -162,18 +172,26 @@ def loss_function(functions: Functions, model: nn.Module, kind: str) -> Loss:
 
 def find_loss(functions: Functions, model: nn.Module, batch: Any) -> str:
     """How the file's loss comes about, seen by running it once."""
-    with blaming(functions.file, f"the forward pass of {functions.words}"):
-        if functions.loss is not None:
-            check_loss(functions.loss(model, batch), f"loss() for {functions.words}")
+    own = functions.loss
+    with blaming(functions.file, f"the forward pass of {functions.words}", own or type(model).forward):
+        if own is not None:
+            check_loss(own(model, batch), f"loss() for {functions.words}", "what it returns")
             return "own"
         if is_pair(batch) and takes_inputs_only(model):
-            return check_logits(model(batch[0]), batch[1], functions)
+            return check_logits(logits_of(model(batch[0])), batch[1], functions)
         found = called(model, batch)
     if hasattr(found, "loss"):
-        check_loss(found.loss, f"the .loss of what {functions.words} returns")
+        check_loss(found.loss, f"the .loss of what {functions.words} returns", f"{call_of(batch)}.loss")
         return "attribute"
-    check_loss(found, functions.words)
+    check_loss(found, functions.words, call_of(batch))
     return "model"
+
+
+def call_of(batch: Any) -> str:
+    """How `called` calls the model, as a user writes it."""
+    if isinstance(batch, dict):
+        return "model(**batch)"
+    return "model(*batch)" if isinstance(batch, (tuple, list)) else "model(batch)"
 
 
 def called(model: nn.Module, batch: Any) -> Any:
@@ -194,19 +212,32 @@ def takes_inputs_only(model: nn.Module) -> bool:
     return len(required) <= 1 and not (len(named) > 1 and named[1].name in TARGETS)
 
 
+def logits_of(found: Any) -> Any:
+    """transformers' models wrap theirs."""
+    return getattr(found, "logits", found)
+
+
+def are_logits(logits: Any, targets: torch.Tensor) -> bool:
+    """Whether these get cross-entropy: classes last, as linear layers give them, or second, as convolutions do. The one
+    rule for files and for modules of the API."""
+    if not isinstance(logits, torch.Tensor) or not logits.is_floating_point() or targets.dtype != torch.int64:
+        return False
+    last = logits.dim() > 0 and logits.shape[:-1] == targets.shape
+    second = logits.dim() > 1 and (logits.shape[0], *logits.shape[2:]) == tuple(targets.shape)
+    return last or second
+
+
 def cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """The mean over all targets: classes last, as linear layers give them, or second, as convolutions do."""
+    """The mean over all targets of what `are_logits` takes; in fp32, as a sum over many classes needs."""
+    logits = logits.float()
     if logits.shape[:-1] == targets.shape:
         return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
     return F.cross_entropy(logits, targets)
 
 
 def check_logits(logits: Any, targets: torch.Tensor, functions: Functions) -> str:
-    if isinstance(logits, torch.Tensor) and targets.dtype == torch.int64:
-        last = logits.shape[:-1] == targets.shape
-        second = logits.dim() > 1 and (logits.shape[0], *logits.shape[2:]) == tuple(targets.shape)
-        if logits.is_floating_point() and (last or second):
-            return "cross-entropy"
+    if are_logits(logits, targets):
+        return "cross-entropy"
     raise UserError(
         f"{functions.words} returned {described(logits)} for targets of {described(targets)}",
         "without a loss in the file, inputs and targets get cross-entropy: logits with one more dimension than the "
@@ -215,8 +246,9 @@ def check_logits(logits: Any, targets: torch.Tensor, functions: Functions) -> st
     )
 
 
-def check_loss(found: Any, what: str) -> None:
-    if isinstance(found, torch.Tensor) and found.dim() == 0 and found.is_floating_point():
+def check_loss(found: Any, what: str, call: str) -> None:
+    """`call`: what gave it, as a user writes it."""
+    if is_scalar(found):
         if found.requires_grad:
             return
         raise UserError(
@@ -227,5 +259,24 @@ def check_loss(found: Any, what: str) -> None:
     raise UserError(
         f"{what} returned {described(found)}",
         "training lowers one number: a tensor without dimensions, the mean loss of the batch",
-        "write `def loss(model, batch)` into the file, such as `return model(*batch)[1]`",
+        how_to_return(found, call),
     )
+
+
+def is_scalar(found: Any) -> bool:
+    return isinstance(found, torch.Tensor) and found.dim() == 0 and found.is_floating_point()
+
+
+def how_to_return(found: Any, call: str) -> str:
+    """Where a part of what came back is a loss, it is named."""
+    parts: list[tuple[Any, Any]] = []
+    if isinstance(found, (tuple, list)):
+        parts = list(enumerate(found))
+    elif isinstance(found, dict):
+        parts = list(found.items())
+    key = next((key for key, part in parts if is_scalar(part) and part.requires_grad), None)
+    if not call.startswith("model"):  # there is a loss() already
+        return f"return {call} one number" if key is None else f"let it return element [{key!r}] of that alone"
+    if key is None:
+        return "write `def loss(model, batch)` into the file: it returns the mean loss of a batch"
+    return f"write `def loss(model, batch)` into the file: `return {call}[{key!r}]`"

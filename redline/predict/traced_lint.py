@@ -25,6 +25,7 @@ from redline.predict.tiles import ELEMENT_BYTES, estimate
 from redline.predict.traced import gemms_of
 
 GOOD_BYTES = 128  # of a row, on every tensor core since the A100
+FEW = 8  # a size below this means something: colours, a value, two classes
 CONVENTION = "more useful work per second of the whole step's products, forward and backward, each finding by itself"
 RULES = ("layer-size", "written-out-attention", "synchronisation")
 
@@ -70,20 +71,16 @@ def findings_of(
 def _sizes(traced: Traced, micro_batch: int, dtype: str, device: Device | None) -> Iterator[TracedFinding]:
     """One for each size of a layer that is not a multiple of what a vector load takes."""
     least, good = VECTOR_BYTES // ELEMENT_BYTES[dtype], GOOD_BYTES // ELEMENT_BYTES[dtype]
-    users: dict[int, list[Product]] = defaultdict(list)
-    for product in traced.products:
-        if product.kind != "product":
-            for size in {product.n, product.k}:
-                users[size].append(product)
-    for size, products in users.items():
-        better = round_up(size, good)
+    for size, products in _widths(traced, good).items():
+        better = _better(size, products, least, good)
         if size % least == 0 or not _matters(traced, products):
             continue
         gain = None if device is None else _gain(traced, size, better, micro_batch, dtype, device)
         if gain is not None and gain < MEANINGFUL_GAIN:
             continue
         names = tuple(dict.fromkeys(product.where for product in products))
-        lines = ", ".join(dict.fromkeys(str(product.made) for product in products if product.made is not None))
+        made = [each.made for each in traced.embeddings if each.width == size] + [each.made for each in products]
+        lines = ", ".join(dict.fromkeys(str(place) for place in made if place is not None))
         yield TracedFinding(
             rule="layer-size",
             kind="alignment",
@@ -95,6 +92,44 @@ def _sizes(traced: Traced, micro_batch: int, dtype: str, device: Device | None) 
             gain=gain,
             no_gain="the device is unknown" if device is None else None,
         )
+
+
+def _widths(traced: Traced, good: int) -> dict[int, list[Product]]:
+    """Sizes that somebody can set, and the layers that have them. The features that a batch brings, what flattening
+    makes of channels, and outputs that mean something are given: about those it is better to be silent."""
+    layers = [each for each in traced.products if _is_layer(each)]
+    made = {each.n for each in layers if not _is_given(each, layers, traced, good)}
+    made |= {each.width for each in traced.embeddings}
+    users: dict[int, list[Product]] = defaultdict(list)
+    for product in layers:
+        for size in {product.n, product.k // product.area} & made:
+            users[size].append(product)
+    return {size: products for size, products in users.items() if size >= FEW}
+
+
+def _is_layer(product: Product) -> bool:
+    """The groups of a convolution share its channels: none of their sizes is written anywhere."""
+    return product.kind == "linear" or (product.kind == "convolution" and product.batch == 1)
+
+
+def _is_given(product: Product, layers: Sequence[Product], traced: Traced, good: int) -> bool:
+    """A few outputs that nothing takes in, ten classes or a value, are those the loss is of. A vocabulary is known by
+    its embedding: rows can be added to it."""
+    if product.n >= good or product.n in {each.rows for each in traced.embeddings}:
+        return False
+    return product is layers[-1] or not any(_takes_in(each, product) for each in traced.products)
+
+
+def _takes_in(later: Product, product: Product) -> bool:
+    """By their sizes: as they are, or as a convolution's channels are flattened."""
+    flattened = product.kind == "convolution" and later.kind == "linear" and later.k % product.n == 0
+    return later is not product and (later.k // later.area == product.n or flattened)
+
+
+def _better(size: int, products: Sequence[Product], least: int, good: int) -> int:
+    """Whole rows of a cache where they are long; the channels of a convolution are few, and twice as many cost."""
+    convolved = any(product.kind == "convolution" for product in products)
+    return round_up(size, least if convolved and size < good else good)
 
 
 def _matters(traced: Traced, products: Sequence[Product]) -> bool:
@@ -110,10 +145,10 @@ def _gain(traced: Traced, size: int, better: int, micro_batch: int, dtype: str, 
     """Useful work per second with that size everywhere, over that without: the added numbers are no use."""
 
     def grown(product: Product) -> Product:
-        if product.kind == "product":
+        if not _is_layer(product):
             return product
-        sizes = {name: better for name in ("n", "k") if getattr(product, name) == size}
-        return replace(product, **sizes)  # type: ignore[arg-type]
+        n = better if product.n == size else product.n
+        return replace(product, n=n, k=better * product.area if product.k == size * product.area else product.k)
 
     after = replace(traced, products=tuple(map(grown, traced.products)))
     before_seconds, after_seconds = (

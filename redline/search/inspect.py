@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -64,13 +65,17 @@ def inspect_file(found: PythonFile) -> Traced:
         if not answer.exists():
             raise UserError(
                 f"{found.words} ended the process that looked at it",
-                f"exit code {left}: {last_line(log)}",
+                f"{_left(left)}: {last_line(log) if log.read_bytes().strip() else 'it wrote nothing'}",
                 "run its factory and make_batch by themselves; a large model needs memory on the host too",
             )
         said = json.loads(answer.read_text(encoding="utf-8"))
     if "mistake" in said:
         raise UserError(*said["mistake"])
     return from_json(Traced, said["traced"])
+
+
+def _left(code: int) -> str:
+    return f"exit code {code}" if code >= 0 else f"ended by signal {-code} ({signal.strsignal(-code)})"
 
 
 def _run(arguments: list[str], log: BinaryIO, found: PythonFile) -> int:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from redline.core.errors import UserError, unknown_name
-from redline.core.traced import SAMPLE, Traced
+from redline.core.traced import SAMPLE, Embedding, Place, Product, Traced
 from redline.core.workload import NO_TOKENIZER, Shape, Source, Workload
 from redline.predict.flops import parameters
 from redline.workloads.resolve import BY_SIZE
@@ -186,13 +186,15 @@ def obstacles(traced: Traced, file: str) -> dict[str, str]:
     found = dict.fromkeys(ATTENTION_RUNGS, _attention(traced)) if not traced.sdpa else {}
     found["padded-vocab"] = _padding(traced, file)
     found["tied-weights"] = (
-        f"the file ties its weights itself: {traced.shared[0]}"
-        if traced.shared
-        else f"which weights to share is for {file} to say: `head.weight = embedding.weight` in its __init__"
+        f"the file ties its weights itself: {traced.shared[0]}" if traced.shared else _tying(traced, file)
     )
+    head = head_of(traced)
+    at_head = "" if head is None else _at("called", head.place) or _at("made", head.made)
     for name in ("fused-loss", "chunked-loss"):
-        found[name] = f"it needs the features before the head, and {_whose_loss(traced, file)} goes from inputs to loss"
-    found["bf16-residual"] = f"the stream between the blocks is made inside {file}: cast it there, x = x.bfloat16()"
+        found[name] = (
+            f"it needs the features before the head{at_head}, and {_whose_loss(traced, file)} goes from inputs to loss"
+        )
+    found["bf16-residual"] = _stream(traced, file)
     found["selective-checkpointing"] = (
         f"which part is attention is for {file} to say: torch.utils.checkpoint.checkpoint around it"
     )
@@ -218,8 +220,42 @@ def _attention(traced: Traced) -> str:
     return f"attention is written out at {_places(traced)}: call {call} there"
 
 
+def head_of(traced: Traced) -> Product | None:
+    """The last layer that ran."""
+    return next((each for each in reversed(traced.products) if each.kind == "linear"), None)
+
+
+def _table(traced: Traced) -> Embedding | None:
+    """The vocabulary's, where there are others for positions."""
+    return max(traced.embeddings, key=lambda each: each.rows, default=None)
+
+
+def _at(verb: str, place: Place | None) -> str:
+    return "" if place is None else f" ({verb} at {place})"
+
+
+def _tying(traced: Traced, file: str) -> str:
+    table, head = _table(traced), head_of(traced)
+    said = f"which weights to share is for {file} to say"
+    if table is None or head is None or (head.n, head.k) != (table.rows, table.width):
+        return f"{said}: `head.weight = embedding.weight` in its __init__"
+    if not all(part.isidentifier() for part in f"{head.where}.{table.name}".split(".")):  # '0' of a Sequential
+        return f"{said}: the head's weight{_at('made', head.made)} and that of {table.name}{_at('made', table.made)}"
+    return (
+        f"{said}: `self.{head.where}.weight = self.{table.name}.weight` behind "
+        f"both layers{_at(table.name, table.made)}{_at(head.where, head.made)}"
+    )
+
+
+def _stream(traced: Traced, file: str) -> str:
+    table = _table(traced)
+    behind = "" if table is None else _at("called", table.called) or _at("made", table.made)
+    where = f"there, behind {table.name}{behind}" if table is not None and behind else "there"
+    return f"the stream between the blocks is made inside {file}: cast it {where}, x = x.bfloat16()"
+
+
 def _padding(traced: Traced, file: str) -> str:
-    table = max(traced.embeddings, key=lambda each: each.rows, default=None)
+    table = _table(traced)
     if table is None:
         return f"no embedding was found in {file}"
     if table.rows % 128 == 0:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import json
+import math
 import sys
 from pathlib import Path
 
@@ -15,7 +16,10 @@ from torch import nn
 import redline
 import redline.commands.tune as tune_command
 import redline.search.ladder as ladder_search
+from redline.api.loss import loss_of_logits
 from redline.core.errors import UserError
+from redline.core.user_code import Functions
+from redline.model.python_adapter import check_logits, cross_entropy, takes_inputs_only
 
 CLASSES = torch.zeros(6, dtype=torch.int64)
 
@@ -125,6 +129,77 @@ def test_what_a_workload_brings_itself_is_refused() -> None:
         redline.lint("gpt2", loss=lambda model, batch: None)
 
 
+# the loss
+
+SEGMENTS = torch.zeros(2, 5, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("logits", "targets", "taken"),
+    [
+        pytest.param(torch.ones(2, 5, 3), SEGMENTS, True, id="classes-last"),
+        pytest.param(torch.ones(2, 3, 5), SEGMENTS, True, id="classes-second"),
+        pytest.param(torch.ones(2, 3, 6), SEGMENTS, False, id="another-length"),
+        pytest.param(torch.ones(2, 5), SEGMENTS, False, id="no-classes"),
+        pytest.param(torch.ones(2, 5, 3), SEGMENTS.float(), False, id="no-classes-as-targets"),
+        pytest.param(torch.ones(2, 5, 3, dtype=torch.int64), SEGMENTS, False, id="integers"),
+        pytest.param((torch.ones(2, 5, 3),), SEGMENTS, False, id="tuple"),
+    ],
+)
+def test_a_file_and_a_module_have_one_rule_for_logits(logits, targets, taken) -> None:
+    functions = Functions(file="net.py", name="net", factory=nn.ReLU, make_batch=lambda size, seed: None)
+    if taken:
+        assert check_logits(logits, targets, functions) == "cross-entropy"
+        assert loss_of_logits(logits, targets).item() == pytest.approx(math.log(3))
+        return
+    with pytest.raises(UserError, match="for targets of"):
+        check_logits(logits, targets, functions)
+    with pytest.raises(UserError) as raised:
+        loss_of_logits(logits, targets)
+    assert "for targets of" in raised.value.why
+
+
+def test_cross_entropy_of_classes_second_is_the_mean_over_all_targets() -> None:
+    logits, targets = torch.randn(2, 3, 5), torch.tensor([[0, 1, 2, 0, 1], [2, 2, 1, 0, 0]])
+    rows = logits.movedim(1, -1).log_softmax(-1).flatten(0, 1)
+    by_hand = -rows[torch.arange(10), targets.flatten()].mean()
+    torch.testing.assert_close(cross_entropy(logits, targets), by_hand)
+    torch.testing.assert_close(cross_entropy(logits.movedim(1, -1), targets), by_hand)
+
+
+class Takes(nn.Module):
+    def forward(self, x, y=None): ...
+
+
+class TakesTargets(nn.Module):
+    def forward(self, x, targets=None): ...
+
+
+class TakesBoth(nn.Module):
+    def forward(self, x, y2): ...
+
+
+@pytest.mark.parametrize(
+    ("kind", "alone"), [(nn.ReLU, True), (TakesTargets, False), (Takes, False), (TakesBoth, False)]
+)
+def test_a_second_argument_for_targets_gets_them(kind, alone) -> None:
+    assert takes_inputs_only(kind()) == alone
+
+
+def test_a_loss_that_is_no_number_is_told() -> None:
+    model = nn.Linear(8, 4)
+    with pytest.raises(UserError, match="is no number: inf on the first batch"):
+        redline.estimate(model, batch=torch.ones(2, 8), loss=lambda model, batch: model(batch).mean() / 0.0 + math.inf)
+    with torch.no_grad():
+        model.weight[0, 0] = math.nan
+    with pytest.raises(UserError) as raised:
+        redline.estimate(model, batch=pair())
+    assert "weight holds NaN before the first step" in raised.value.why
+    with pytest.raises(UserError) as raised:
+        redline.estimate(mlp(), batch=(torch.full((2, 8), math.nan), CLASSES[:2]))
+    assert "make_batch already returns NaN" in raised.value.why
+
+
 # lint
 
 
@@ -141,7 +216,7 @@ def test_sizes_are_found_without_one() -> None:
     model = nn.Sequential(nn.Linear(64, 1001), nn.Linear(1001, 64))
     found = redline.lint(model)
     assert [(each["rule"], each["where"], each["fix"]) for each in found["findings"]] == [
-        ("layer-size", ["*"], "1,024; what is added may stay unused")
+        ("layer-size", ["0", "1"], "1,024; what is added may stay unused")
     ]
     assert found["findings"][0]["predicted_gain"] is None
     assert "without a batch" in found["findings"][0]["no_predicted_gain"]

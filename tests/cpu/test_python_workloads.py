@@ -565,6 +565,25 @@ def test_lint_names_the_lines(
     assert "--fix with a Python file" in capsys.readouterr().err
 
 
+def test_layers_keep_their_names_unless_they_are_alike(write: Callable[[str], Path]) -> None:
+    text = NORMED.replace(
+        "nn.Linear(4 * 36, 3),", "nn.Linear(4 * 36, 3), nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)),"
+    )
+    products = traced(f"{write(text)}:normed").products
+    assert [(each.where, each.area, each.k, each.count) for each in products] == [
+        ("0", 9, 9, 1),
+        ("5", 1, 144, 1),
+        ("6.*", 1, 3, 2),
+    ]
+
+
+def test_reasons_name_the_lines_that_call(write: Callable[[str], Path]) -> None:
+    cannot, line = workload_of(f"{write(ENCODER)}:encoder").cannot, line_of(ENCODER, "return self.head(")
+    assert f"behind embedding (called at model.py:{line})" in cannot["bf16-residual"]
+    assert f"the head (called at model.py:{line})" in cannot["fused-loss"]
+    assert f"(head at model.py:{line_of(ENCODER, 'self.head = ')})" in cannot["tied-weights"]
+
+
 def test_a_batch_norm_is_checked_with_whole_batches(
     here: Path, verdict_only: None, write: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -714,12 +733,48 @@ MISTAKES = {
     "import-raises": ("from torch import nn", "from torch import nn, nonsense", "ImportError", "model.py:2"),
     "factory-raises": ("nn.Linear(3, 3)", "nn.Linear(3, int('x'))", "ValueError", "model.py:4: return nn.Linear"),
     "no-module": ("nn.Linear(3, 3)", "[nn.Linear(3, 3)]", "returned a list", "torch.nn.Module"),
+    "factory-takes-something": ("def net()", "def net(width)", "TypeError", "model.py:3: def net(width):"),
+    "batch-takes-one": ("make_batch(size, seed)", "make_batch(size)", "TypeError", "model.py:5: def make_batch(size):"),
     "no-parameters": ("nn.Linear(3, 3)", "nn.ReLU()", "has no parameters to train", "nn.ModuleList"),
     "frozen": (
         "nn.Linear(3, 3)",
         "nn.Linear(3, 3).requires_grad_(False)",
         "has no parameters to train",
-        "none of which",
+        "requires_grad_(True) in net()",
+    ),
+    "forward-takes-more": (
+        "def net():\n    return nn.Linear(3, 3)",
+        "class Net(nn.Linear):\n    def forward(self, x, y, z):\n        return x\ndef net():\n    return Net(3, 3)",
+        "the forward pass of model.py:net raised TypeError",
+        "model.py:4: def forward(self, x, y, z):",
+    ),
+    "returns-a-tuple": (
+        GOOD.partition("def net")[2],
+        "():\n    return Net(3, 3)\nclass Net(nn.Linear):\n    def forward(self, x):\n"
+        "        return super().forward(x).mean(), x\ndef make_batch(size, seed):\n    return torch.ones(size, 3)\n",
+        "model.py:net returned a tuple",
+        "`return model(batch)[0]`",
+    ),
+    "returns-the-loss-second": (
+        GOOD.partition("def net")[2],
+        "():\n    return Net(3, 3)\nclass Net(nn.Linear):\n    def forward(self, x):\n"
+        "        return x, super().forward(x).mean()\n"
+        "def make_batch(size, seed):\n    return {'x': torch.ones(size, 3)}\n",
+        "model.py:net returned a tuple",
+        "`return model(**batch)[1]`",
+    ),
+    "loss-returns-a-tuple": (
+        "def make_batch",
+        "def loss(model, batch):\n    return batch[0], model(batch[0]).mean()\ndef make_batch",
+        "loss() for model.py:net returned a tuple",
+        "element [1] of that alone",
+    ),
+    "nan": (
+        "def make_batch",
+        "def loss(model, batch):\n    rows = model(batch[0])\n    bad = (rows * 0 - 1).log()\n    return bad.mean()\n"
+        "def make_batch",
+        "the loss of model.py:net is no number: nan on the first batch",
+        "model.py:7: bad = (rows * 0 - 1).log()",
     ),
     "batch-raises": (
         "torch.ones(size, 3)",

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,15 +19,18 @@ from redline.core.measurement import GradientCheck, Measurement
 from redline.core.plan import Plan
 from redline.core.traced import Attention, Blocks, Embedding, Line, Place, Product, Saved, Sync, Tensors, Traced
 from redline.core.units import batch_words, rate_unit
+from redline.core.user_code import blaming, users_line
 from redline.core.values import from_json, to_json
 from redline.core.workload import Shape, Workload
 from redline.predict.efficiency import efficiency
 from redline.predict.fitting import case_of
 from redline.predict.memory import predict_memory
+from redline.predict.tiles import estimate
 from redline.predict.traced import gemms_of, step_of
 from redline.predict.traced_lint import findings_of
 from redline.predict.verdict import judge
 from redline.rungs import LADDER, find_rung, published_rungs, usual_rungs, why_not
+from redline.search import inspect
 from redline.search.batch_size import range_of
 from redline.workloads.python_file import find_python_file, for_training, python_workload
 
@@ -287,6 +292,152 @@ def test_lint_speaks_of_sizes_that_cost_and_of_no_others(seen: Traced) -> None:
     (unknown,) = findings_of(model, micro_batch=16, dtype="bf16", device=None)
     assert (unknown.gain, unknown.no_gain) == (None, "the device is unknown")
     assert findings_of(model, micro_batch=16, dtype="bf16", device=device, ignore=("layer-size",)) == ()
+
+
+def layer(where: str, n: int, k: int, *, area: int = 1, batch: int = 1) -> Product:
+    kind = "linear" if area == 1 else "convolution"
+    return Product(where=where, kind=kind, m=1024, n=n, k=k * area, batch=batch, area=area, grows="m")
+
+
+def advised(
+    seen: Traced, *layers: Product, embeddings: tuple[Embedding, ...] = ()
+) -> list[tuple[str, tuple[str, ...]]]:
+    model = replace(seen, products=layers, embeddings=embeddings)
+    found = findings_of(model, micro_batch=16, dtype="bf16", device=None)
+    return [(each.fix.partition(";")[0], each.where) for each in found]
+
+
+def test_lint_speaks_of_channels_and_not_of_the_area_of_a_kernel(seen: Traced) -> None:
+    first, second = layer("0", 30, 3, area=9), layer("3", 64, 30, area=9)
+    assert advised(seen, first, second, layer("6", 10, 64)) == [("32", ("0", "3"))]
+    assert advised(seen, first, layer("5", 8, 30 * 4)) == [("32", ("0",))]  # flattened: 30 are still taken in
+    assert advised(seen, layer("0", 70, 3, area=9), layer("3", 64, 70, area=9)) == [("128", ("0", "3"))]
+    assert advised(seen, layer("depthwise", 9, 9, area=9, batch=30), layer("3", 64, 32)) == []
+
+
+def test_a_wider_convolution_has_a_wider_kernel(seen: Traced) -> None:
+    """Its gain is that of the sizes it would have: channels times the area."""
+    layers = layer("0", 30, 3, area=9), layer("3", 64, 30, area=9), layer("6", 16, 64)
+    wide = layer("0", 32, 3, area=9), layer("3", 64, 32, area=9), layer("6", 16, 64)
+    device = find_device("H200")
+    before, after = (
+        sum(gemm.count * estimate(gemm, device, "bf16").seconds for gemm in gemms_of(model, 64))
+        for model in (replace(seen, products=layers), replace(seen, products=wide))
+    )
+    (found,) = findings_of(replace(seen, products=layers), micro_batch=64, dtype="bf16", device=device)
+    assert found.gain == pytest.approx(before / after - 1)
+
+
+def test_lint_is_silent_about_sizes_that_are_given(seen: Traced) -> None:
+    assert advised(seen, layer("value", 1, 16)) == []
+    assert advised(seen, layer("up", 64, 13), layer("head", 10, 64)) == []  # features of the batch, classes
+    assert advised(seen, layer("policy", 10, 64), layer("value", 1, 64)) == []
+    assert advised(seen, layer("up", 30, 16), layer("down", 16, 30)) == [("64", ("up", "down"))]
+    words = Embedding(name="wte", rows=51, width=16)
+    assert advised(seen, layer("head", 51, 16), embeddings=(words,)) == [("64", ("head",))]
+    narrow = Embedding(name="wte", rows=64, width=30)
+    assert advised(seen, layer("head", 64, 30), embeddings=(narrow,)) == [("64", ("head",))]
+
+
+def test_reasons_name_the_lines_of_embedding_and_head(seen: Traced, write: Callable[[str], Path]) -> None:
+    made, called = (Place(file="m.py", line=line) for line in (4, 14))
+    table = Embedding(
+        name="wte", rows=64, width=16, made=Place(file="m.py", line=3), called=Place(file="m.py", line=13)
+    )
+    head = Product(where="head", kind="linear", m=7, n=64, k=16, grows="m", made=made, place=called)
+    cannot = workload_with(replace(seen, embeddings=(table,), products=(*seen.products, head)), write).cannot
+    assert "`self.head.weight = self.wte.weight`" in cannot["tied-weights"]
+    assert "(wte at m.py:3) (head at m.py:4)" in cannot["tied-weights"]
+    assert "the head (called at m.py:14)" in cannot["fused-loss"]
+    assert "behind wte (called at m.py:13)" in cannot["bf16-residual"]
+    other = replace(head, where="0", place=None)  # no attribute to assign to; made somewhere all the same
+    cannot = workload_with(replace(seen, embeddings=(table,), products=(other,)), write).cannot
+    assert "the head's weight (made at m.py:4) and that of wte (made at m.py:3)" in cannot["tied-weights"]
+    assert "the head (made at m.py:4)" in cannot["chunked-loss"]
+    nothing = workload_with(replace(seen, products=()), write).cannot
+    assert not any("m.py" in nothing[name].replace("model.py", "") for name in ("fused-loss", "bf16-residual"))
+
+
+# the user's own line
+
+
+def raised_in(folder: Path, **files: str) -> Exception:
+    """By calling `run` of the first file, which finds the others' functions among its own."""
+    names: dict[str, Any] = {}
+    for name, text in reversed(files.items()):
+        path = folder / name.replace("__", "/")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        exec(compile(text, f"{path}.py", "exec"), names)
+    with pytest.raises(ZeroDivisionError) as raised:
+        names["run"]()
+    return raised.value
+
+
+OUTER, INNER = "def run():\n    return inner()\n", "def inner():\n    return 1 / 0\n"
+
+
+@pytest.mark.parametrize(
+    ("inner", "line"),
+    [("helper", "helper.py:2"), ("venv__site-packages__library", "model.py:2"), ("model", "model.py:4")],
+)
+def test_the_innermost_line_that_is_the_users_own(inner: str, line: str, tmp_path: Path) -> None:
+    """Not the call that led there, and not that of a package in a virtual environment beside the file."""
+    files = {"model": OUTER, inner: INNER} if inner != "model" else {"model": OUTER + INNER}
+    error = raised_in(tmp_path, **files)
+    assert users_line(error, f"{tmp_path}/model.py") == line
+
+
+def test_a_call_that_does_not_fit_is_told_with_the_line_of_the_definition(tmp_path: Path) -> None:
+    path = tmp_path / "model.py"
+    path.write_text("import functools\n\n@functools.cache\ndef net(width):\n    return len(3)\n")
+    names: dict[str, Any] = {}
+    exec(compile(path.read_text(), str(path), "exec"), names)
+    for arguments, line in (((), "model.py:4: def net(width):"), ((1,), "model.py:5: return len(3)")):
+        with pytest.raises(UserError) as raised, blaming(str(path), "net()", names["net"]):
+            names["net"](*arguments)
+        assert raised.value.why == f"it happened at {line}"
+    with pytest.raises(UserError) as raised, blaming(str(path), "sorted()", sorted):
+        sorted()  # type: ignore[call-overload]
+    assert raised.value.why == "no line of the file was running"
+
+
+# the process that looks
+
+
+def looked_at(script: str, write: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> UserError:
+    """By a shell script in the place of Python."""
+    path = write(GOOD)
+    found = find_python_file(f"{path}:net")
+    assert found is not None
+    shell = path.parent / "python"
+    shell.write_text(f"#!/bin/sh\n{script}\n")
+    shell.chmod(0o755)
+    monkeypatch.setattr(inspect.sys, "executable", str(shell))
+    inspect.inspect_file.cache_clear()
+    with pytest.raises(UserError) as raised:
+        inspect.inspect_file(found)
+    return raised.value
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        pytest.param("kill -9 $$", f"ended by signal 9 ({signal.strsignal(9)}): it wrote nothing", id="killed"),
+        pytest.param("echo one; echo two >&2; exit 3", "exit code 3: two", id="left"),
+    ],
+)
+def test_a_process_that_dies_is_told_with_its_last_words(
+    script: str, said: str, write: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error = looked_at(script, write, monkeypatch)
+    assert error.problem == "model.py:net ended the process that looked at it"
+    assert error.why == said
+
+
+def test_a_process_that_takes_too_long_is_ended(write: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inspect, "INSPECT_SECONDS", 0.2)
+    error = looked_at("exec sleep 60", write, monkeypatch)
+    assert error.problem == "model.py:net takes too long to look at"
 
 
 # the verdict and the words

@@ -103,6 +103,11 @@ def serving(path: Path) -> Iterator[Any]:
 # --- what is shown ----------------------------------------------------------------------------------------------------
 
 
+def test_commands_on_a_served_page_name_the_run_that_is_served(half_done: Path) -> None:
+    with serving(half_done) as ask:
+        assert f"redline ladder --resume {half_done}</code>" in ask()[2]
+
+
 def test_a_run_that_goes_on_is_drawn_anew_when_it_has_more(half_done: Path, workers: Workers) -> None:
     with serving(half_done) as ask:
         with held(half_done):
@@ -130,7 +135,7 @@ def marks_of(page: str) -> set[str]:
 
 def test_drawing_takes_a_core_so_it_is_done_once(half_done: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[Any] = []
-    monkeypatch.setattr(serve_module, "page_of", lambda standing: drawn.append(standing) or f"page {len(drawn)}")
+    monkeypatch.setattr(serve_module, "page_of", lambda standing, path: drawn.append(standing) or f"page {len(drawn)}")
     pages = Pages(half_done)
     assert [pages.current() for _ in range(3)] == [(b"page 1", False)] * 3
     with held(half_done):
