@@ -114,14 +114,19 @@ class Subject:
 
 def repeatable_batch(functions: Functions, size: int, seed: int) -> Any:
     batch, again = make_batch(functions, size, seed), make_batch(functions, size, seed)
-    equal = (torch.equal(one, other) for one, other in zip(tree_leaves(batch), tree_leaves(again), strict=True))
-    if not all(equal):
+    leaves, others = tree_leaves(batch), tree_leaves(again)
+    if len(leaves) != len(others) or not all(map(same, leaves, others)):
         raise UserError(
             f"make_batch({size}, {seed}) gave two different batches",
             "a batch is a function of its seed, or no two runs could be compared",
             "draw with torch.Generator().manual_seed(seed), and read no clock and no file that changes",
         )
     return batch
+
+
+def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Of one size and alike number by number; a NaN, which may stand for a value that is missing, is like a NaN."""
+    return one.shape == other.shape and bool(((one == other) | (one.isnan() & other.isnan())).all())
 
 
 def described_by(functions: Functions) -> dict[str, Any]:
@@ -156,7 +161,7 @@ def check_number(subject: Subject) -> None:
 
 def why_nan(subject: Subject) -> str:
     if any(map(has_nan, tree_leaves(subject.batches[SMALL]))):
-        return "make_batch already returns NaN"
+        return "the batch itself holds NaN"
     name = next((name for name, tensor in held(subject.model) if has_nan(tensor)), None)
     if name is not None:
         return f"{name} holds NaN before the first step: is it initialised?"

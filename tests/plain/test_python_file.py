@@ -312,7 +312,7 @@ def test_lint_speaks_of_channels_and_not_of_the_area_of_a_kernel(seen: Traced) -
     assert advised(seen, first, second, layer("6", 10, 64)) == [("32", ("0", "3"))]
     assert advised(seen, first, layer("5", 8, 30 * 4)) == [("32", ("0",))]  # flattened: 30 are still taken in
     assert advised(seen, layer("0", 70, 3, area=9), layer("3", 64, 70, area=9)) == [("128", ("0", "3"))]
-    assert advised(seen, layer("depthwise", 9, 9, area=9, batch=30), layer("3", 64, 32)) == []
+    assert advised(seen, layer("grouped", 12, 12, area=9, batch=3), layer("3", 64, 36)) == []  # 12 of 36 in a group
 
 
 def test_a_wider_convolution_has_a_wider_kernel(seen: Traced) -> None:
@@ -331,6 +331,8 @@ def test_a_wider_convolution_has_a_wider_kernel(seen: Traced) -> None:
 def test_lint_is_silent_about_sizes_that_are_given(seen: Traced) -> None:
     assert advised(seen, layer("value", 1, 16)) == []
     assert advised(seen, layer("up", 64, 13), layer("head", 10, 64)) == []  # features of the batch, classes
+    assert advised(seen, layer("in", 64, 12), layer("out", 12, 64)) == []  # an output as wide as the input
+    assert advised(seen, layer("down", 4, 64), layer("up", 64, 4)) == []  # a rank
     assert advised(seen, layer("policy", 10, 64), layer("value", 1, 64)) == []
     assert advised(seen, layer("up", 30, 16), layer("down", 16, 30)) == [("64", ("up", "down"))]
     words = Embedding(name="wte", rows=51, width=16)
