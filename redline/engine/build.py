@@ -91,7 +91,7 @@ def build_step(
         loss_of = compile_loss(loss_of, plan)
     if plan.cuda_graphs:
         loss_of = outlive_replays(loss_of, model, accumulates=chunk is not None)
-    # 4. Ranks share what was compiled: their hooks run between compiled parts. A model that is cut gets its weights now.
+    # 4. Ranks share what was compiled: their hooks run between compiled parts. A model that is cut has its weights now.
     shared = share(adapter, model, loss_of, plan=plan, ranks=ranks or alone(), device=device)
     # 5. The optimizer gets the parameters themselves, of which a rank may hold a part only.
     own = optimizer_settings(workload, plan)

@@ -27,12 +27,11 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from redline.core.errors import UserError
+from redline.core.training import RANK_PID_FILE
 
 BEAT_SECONDS = 1.0
 LIMIT_SECONDS = 600.0  # a first step that compiles for long is no rank that hangs
 POLL_SECONDS = 0.05
-PID_FILE = "REDLINE_RANK_PID_FILE"
-"""Of the environment: where rank 0 writes its process id, so that whoever started the job can ask it to stop."""
 
 
 class LostRankError(Exception):
@@ -125,6 +124,8 @@ class Ranks:
         device = torch.device(kind, self.local) if kind == "cuda" else torch.device(kind)
         if kind == "cuda":
             torch.cuda.set_device(device)
+        if self.host_group is not None:
+            return device
         # The watch names a rank that hangs; a collective's own limit is for the case that nobody is left to watch.
         limit = timedelta(seconds=2 * self.limit_seconds)
         backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
@@ -186,7 +187,7 @@ class Ranks:
                     self._seen[key] = (text, now)
             seconds[rank] = now - self._seen[rank][1]
         frozen = [rank for rank in watched if now - self._seen[-1 - rank][1] > self.limit_seconds]
-        marks = {rank: json.loads(self._seen[rank][0] or "[0, 0, \"getting ready\"]") for rank in beats}
+        marks = {rank: json.loads(self._seen[rank][0] or '[0, 0, "getting ready"]') for rank in beats}
         return words_of_standing(marks, seconds, frozen, self.limit_seconds)
 
 
@@ -218,7 +219,7 @@ def join(limit_seconds: float | None = None) -> Ranks:
     leave_with_parent(lambda: os._exit(1))
     limit = LIMIT_SECONDS if limit_seconds is None else limit_seconds
     store, rank, count = next(dist.rendezvous("env://", timeout=timedelta(seconds=limit)))
-    if rank == 0 and (path := os.environ.get(PID_FILE)):
+    if rank == 0 and (path := os.environ.get(RANK_PID_FILE)):
         with open(path, "w", encoding="utf-8") as file:
             file.write(str(os.getpid()))
     local = int(os.environ.get("LOCAL_RANK", "0"))
@@ -226,7 +227,7 @@ def join(limit_seconds: float | None = None) -> Ranks:
 
 
 def own_stores() -> tuple[Any, Any]:
-    """Of this attempt, and of all of them. A connection of our own: one that waits in a `get` would hold up the beat."""
+    """Of this attempt, and of all. A connection of our own: another's that waits in it would hold up the beat."""
     own = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return dist.PrefixStore(f"redline/{attempt}", own), dist.PrefixStore("redline/job", own)
@@ -270,13 +271,3 @@ def end_with(error: Exception) -> None:
     """From another thread than the one that hangs."""
     record_failure(error)
     os._exit(1)
-
-
-def check_devices(kind: str, here: int, local_count: int) -> None:
-    """One rank, one device. `here`: devices that torch sees; `local_count`: ranks on this machine."""
-    if kind == "cuda" and local_count > here:
-        raise UserError(
-            f"{local_count} ranks on a machine with {here} GPU{'' if here == 1 else 's'}",
-            "each rank has a GPU of its own",
-            f"use --gpus {here}" if here > 1 else "leave --gpus out",
-        )

@@ -10,6 +10,7 @@ equal, so they are the gradients of the mean loss of the whole batch. Tensor and
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
@@ -22,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from redline.core.plan import Plan
 from redline.engine.distributed import Ranks
-from redline.model.adapter import DTYPES, Adapter, LossOf
+from redline.model.adapter import Adapter, LossOf
 
 
 class WithLoss(nn.Module):
@@ -55,11 +56,14 @@ class Replicated(Shared):
     """Every rank holds the model. Gradients are averaged in buckets, while the backward pass goes on."""
 
     def __init__(self, adapter: Adapter, model: nn.Module, loss_of: LossOf, device: torch.device) -> None:
+        # Batch norm's averages are rank 0's at every step; a causal mask never changes. The option was renamed.
+        known = inspect.signature(DistributedDataParallel).parameters
+        buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
         self.ddp = DistributedDataParallel(
             WithLoss(model, loss_of),
             device_ids=[device.index] if device.type == "cuda" else None,
-            broadcast_buffers=bool(adapter.state(model)),  # batch norm's averages; a causal mask never changes
             gradient_as_bucket_view=True,  # gradients lie in the buckets: no second copy of them
+            **{buffers: bool(adapter.state(model))},
         )
         super().__init__(self.ddp)
 

@@ -20,8 +20,11 @@ from typing import Any
 
 import safetensors
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemReader, TensorStorageMetadata
 
 from redline.core.checkpoints import TENSOR_SUFFIX, UnusableError
+from redline.engine.shard import put
 
 DTYPES = {
     torch.float64: "F64",
@@ -37,6 +40,7 @@ DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+METADATA_FILE = ".metadata"  # of torch's distributed checkpoint: which part of which tensor lies where
 ALIGNMENT = 8  # of the data section: readers map it and look at it as numbers
 
 
@@ -136,11 +140,48 @@ class SavedTensors(Mapping[str, torch.Tensor]):
         tensor: torch.Tensor = file.get_tensor(stored)
         return tensor.to(self.device)
 
+    def read_into(self, targets: Mapping[str, torch.Tensor]) -> None:
+        """In place, into whole tensors or into those of which a rank holds a part."""
+        parts = {name: target for name, target in targets.items() if isinstance(self.places[name][0], ShardedFiles)}
+        if parts:  # of one folder: a checkpoint is written one way
+            files = self.places[next(iter(parts))][0]
+            files.read_into({self.places[name][1]: target.detach() for name, target in parts.items()})
+        for name, target in targets.items():
+            if name not in parts:
+                put(target, self[name])
+
     def __iter__(self) -> Iterator[str]:
         return iter(self.places)
 
     def __len__(self) -> int:
         return len(self.places)
+
+
+class ShardedFiles:
+    """What `open_tensors` opens, of a checkpoint that several ranks wrote: one file to whoever reads it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.known = FileSystemReader(folder).read_metadata().state_dict_metadata
+
+    def get_tensor(self, name: str) -> torch.Tensor:
+        about = self.known[name]
+        assert isinstance(about, TensorStorageMetadata)
+        whole = torch.empty(about.size, dtype=about.properties.dtype)
+        self.read_into({name: whole})
+        return whole
+
+    def read_into(self, targets: dict[str, torch.Tensor]) -> None:
+        """Of tensors that are cut this rank's part alone is read; nobody waits for another rank."""
+        dcp.load(dict(targets), storage_reader=FileSystemReader(self.folder), no_dist=True)
+
+
+def open_sharded(folder: Path) -> SavedTensors:
+    try:
+        files = ShardedFiles(folder)
+    except Exception as error:  # a pickle that is not whole raises anything
+        raise UnusableError(f"{METADATA_FILE}: cannot be read ({error})") from None
+    return SavedTensors({name: (files, name) for name in files.known})
 
 
 def open_tensors(files: Iterable[Path]) -> SavedTensors:

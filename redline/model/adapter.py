@@ -122,7 +122,9 @@ class BuiltIn(Adapter):
                 residual=DTYPES.get(plan.residual, torch.float32),
                 gelu=plan.gelu,
             )
-        return model.to(DTYPES.get(plan.weights, torch.float32))  # before the weights are drawn, as `restore` draws them
+        return model.to(
+            DTYPES.get(plan.weights, torch.float32)
+        )  # before the weights are drawn, as `restore` draws them
 
     def restore(self, model: nn.Module) -> None:
         assert isinstance(model, GPT)

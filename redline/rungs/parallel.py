@@ -28,8 +28,8 @@ def _several(hardware: Hardware, plan: Plan) -> str | None:
 class Ddp(Rung):
     """Every rank holds the model and takes its share of the batch; gradients are averaged.
 
-    torch's DistributedDataParallel: gradients go into buckets of 25 MB, and a bucket is averaged while the backward pass
-    still computes the next ones. With accumulation only the last micro batch of an update is averaged. Weights,
+    torch's DistributedDataParallel: gradients go into buckets of 25 MB, and one is averaged while the backward pass
+    computes the next. With accumulation only the last micro batch of an update is averaged. Weights,
     gradients and optimizer state lie on every rank in full: what fits one device fits many, and no larger model. A
     compiled step gives all its gradients at once, at the end of its backward pass, and hides nothing behind it.
     """
@@ -79,8 +79,8 @@ class Fsdp(Rung):
 class FsdpKeep(Rung):
     """As `fsdp`, with gathered weights kept from the forward to the backward pass.
 
-    One gathering less, so as little traffic as DDP; but from the end of the forward pass on every rank holds all weights
-    for a while. Gradients and optimizer state are shared as before, and they are the larger part.
+    One gathering less, so as little traffic as DDP; but from the end of the forward pass on every rank holds all
+    weights for a while. Gradients and optimizer state are shared as before, and they are the larger part.
     """
 
     name = "fsdp-keep"
