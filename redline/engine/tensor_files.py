@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import struct
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -173,7 +174,9 @@ class ShardedFiles:
 
     def read_into(self, targets: dict[str, torch.Tensor]) -> None:
         """Of tensors that are cut this rank's part alone is read; nobody waits for another rank."""
-        dcp.load(dict(targets), storage_reader=FileSystemReader(self.folder), no_dist=True)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # it is told so by no_dist
+            dcp.load(dict(targets), storage_reader=FileSystemReader(self.folder), no_dist=True)
 
 
 def open_sharded(folder: Path) -> SavedTensors:
