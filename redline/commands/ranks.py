@@ -120,12 +120,10 @@ def run_rank(options: argparse.Namespace) -> int:
 
     ranks = join(options.rank_timeout)
     with recorded(ranks), ranks:
-        if ranks.leads:
-            return lead(ranks, options)
         try:
-            return train_along(ranks)
+            return lead(ranks, options) if ranks.leads else train_along(ranks)
         except KeyboardInterrupt:
-            return EXIT_INTERRUPTED  # by the agent: rank 0 has left, and has said why
+            return EXIT_INTERRUPTED  # by the user, or by the agent because of another rank, whose failure it tells
 
 
 def lead(ranks: Ranks, options: argparse.Namespace) -> int:
@@ -151,9 +149,10 @@ def lead(ranks: Ranks, options: argparse.Namespace) -> int:
 def gone_on(options: argparse.Namespace, ranks: Ranks) -> argparse.Namespace:
     """Where torchrun starts the ranks again after a failure: the same words, and the run directory that they made."""
     from redline.commands.train import FIXED
+    from redline.core.job import RUN_FILE
 
-    out = ranks.remembered("out")
-    if ranks.attempt == 0 or options.resume is not None or out is None:
+    out = ranks.remembered("out") or options.out
+    if ranks.attempt == 0 or options.resume is not None or out is None or not (Path(out) / RUN_FILE).exists():
         return options
     settled = dict.fromkeys((*FIXED, "out"))
     return argparse.Namespace(**{**vars(options), **settled, "resume": Path(out)})

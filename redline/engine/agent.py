@@ -17,7 +17,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.run import parse_args, run
 
-from redline.engine.distributed import leave_with_parent
+from redline.engine.distributed import LostRankError, leave_with_parent
 
 NO_FILE = "<N/A>"  # torch's word for a rank that recorded nothing
 
@@ -52,8 +52,10 @@ def words_of(rank: int, failure: ProcessFailure) -> str | None:
         return f"{who} was killed by {failure.signal_name()}{hint}"
     if failure.error_file == NO_FILE:
         return None
-    text = str(failure.message).strip().splitlines()
-    return f"{who} failed: {text[0] if text else 'without a message'}"
+    told = failure.message["message"] if isinstance(failure.message, dict) else failure.message
+    text = next(iter(str(told).strip().splitlines()), "without a message")
+    lost = f"{LostRankError.__name__}: "  # said by the rank that watched, of another
+    return text.removeprefix(lost) if text.startswith(lost) else f"{who} failed: {text}"
 
 
 if __name__ == "__main__":

@@ -14,13 +14,16 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -32,6 +35,7 @@ from redline.core.training import RANK_PID_FILE
 BEAT_SECONDS = 1.0
 LIMIT_SECONDS = 600.0  # a first step that compiles for long is no rank that hangs
 POLL_SECONDS = 0.05
+SHOWN = 4  # ranks in one message
 
 
 class LostRankError(Exception):
@@ -129,7 +133,7 @@ class Ranks:
         # The watch names a rank that hangs; a collective's own limit is for the case that nobody is left to watch.
         limit = timedelta(seconds=2 * self.limit_seconds)
         backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
-        store = dist.PrefixStore("collectives", self._rendezvous)
+        store = dist.PrefixStore(f"collectives/{self.attempt}", self._rendezvous)
         dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.count, timeout=limit)
         self.host_group = dist.new_group(backend="gloo", timeout=limit)
         self._watching = True
@@ -159,7 +163,7 @@ class Ranks:
     def _beat(self) -> None:
         assert self._store is not None
         self._beats += 1
-        self._store.set(f"beat/{self.rank}", json.dumps([self._beats, *self._mark]))
+        self._store.set(f"beat/{self.rank}", json.dumps([self._beats, *self._mark, main_frame()]))
 
     def _beat_of(self, rank: int) -> str:
         assert self._store is not None
@@ -176,38 +180,60 @@ class Ranks:
         except dist.DistError:
             return  # the store is gone, and with it the job: whoever ended it says why
 
-    def _standing_still(self, watched: Any) -> str | None:
+    def _standing_still(self, watched: Iterable[int]) -> str | None:
         now, beats = time.monotonic(), {rank: self._beat_of(rank) for rank in watched}
-        beats |= {self.rank: json.dumps([0, *self._mark])}
+        beats |= {self.rank: json.dumps([0, *self._mark, main_frame()])}
         seconds: dict[int, float] = {}
+        marks: dict[int, Mark] = {}
         for rank, beat in beats.items():
-            mark = json.dumps(json.loads(beat)[1:]) if beat else ""
-            for key, text in ((rank, mark), (-1 - rank, beat)):  # how far it has come, and whether it lives at all
-                if self._seen.get(key, ("", 0.0))[0] != text or key not in self._seen:
+            said = json.loads(beat) if beat else [0, 0, 0, "getting ready", "nowhere"]
+            marks[rank] = Mark(*said[1:])
+            for key, text in ((rank, str(said[1])), (-1 - rank, str(said[0]))):  # how far it has come; does it live
+                if self._seen.get(key, ("", 0.0))[0] != text:
                     self._seen[key] = (text, now)
             seconds[rank] = now - self._seen[rank][1]
         frozen = [rank for rank in watched if now - self._seen[-1 - rank][1] > self.limit_seconds]
-        marks = {rank: json.loads(self._seen[rank][0] or '[0, 0, "getting ready"]') for rank in beats}
         return words_of_standing(marks, seconds, frozen, self.limit_seconds)
 
 
+class Mark(NamedTuple):
+    """How far a rank has come."""
+
+    count: int
+    """Of its marks: all ranks make the same ones in the same order."""
+    step: int
+    doing: str
+    frame: str
+    """The innermost line of Python."""
+
+
 def words_of_standing(
-    marks: dict[int, tuple[int, int, str]], seconds: dict[int, float], frozen: list[int], limit: float
+    marks: Mapping[int, Mark], seconds: Mapping[int, float], frozen: Sequence[int], limit: float
 ) -> str | None:
-    """Who holds the others up, or None. `marks`: (how many, step, where) of each rank; `seconds`: since it came there;
-    `frozen`: ranks whose process has given no sign at all."""
-    behind = min(marks, key=lambda rank: (rank not in frozen, marks[rank][0], -seconds[rank]))
-    count, step, where = marks[behind]
+    """Who holds the others up, or None. `seconds`: since a rank made its last mark; `frozen`: ranks whose process has
+    given no sign at all."""
+    behind = min(marks, key=lambda rank: (rank not in frozen, marks[rank].count, -seconds[rank]))
+    mark = marks[behind]
+    when = f"{seconds[behind]:.0f} s ago at step {mark.step:,}, {mark.doing} ({mark.frame})"
     if behind in frozen:
-        return (
-            f"rank {behind} was last seen {seconds[behind]:.0f} s ago at step {step:,}, {where}; "
-            "its process gives no sign of life"
-        )
+        return f"rank {behind} was last seen {when}; its process gives no sign of life"
     if seconds[behind] <= limit:
         return None
-    if all(mark[0] == count for mark in marks.values()) and len(marks) > 1:
-        return f"all ranks stand still since {seconds[behind]:.0f} s at step {step:,}, {where}: a collective hangs"
-    return f"rank {behind} was last seen {seconds[behind]:.0f} s ago at step {step:,}, {where}; the others are further"
+    if any(other.count > mark.count for other in marks.values()):
+        return f"rank {behind} was last seen {when}; the others are further"
+    # Most of them wait in the same line for the one that does not come.
+    lines = Counter(other.frame for other in marks.values())
+    places = sorted(marks, key=lambda rank: (lines[marks[rank].frame], -rank))[:SHOWN]
+    return (
+        f"no rank has got any further for {seconds[behind]:.0f} s, at step {mark.step:,}, {mark.doing}: "
+        + ", ".join(f"rank {rank} is in {marks[rank].frame}" for rank in places)
+    )
+
+
+def main_frame() -> str:
+    """Where the thread that trains is, such as 'all_reduce, distributed_c10d.py'."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    return "nowhere" if frame is None else f"{frame.f_code.co_name}, {Path(frame.f_code.co_filename).name}"
 
 
 def alone() -> Ranks:

