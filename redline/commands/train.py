@@ -29,6 +29,7 @@ from redline.commands.training_data import (
 )
 from redline.core.errors import UserError
 from redline.core.workload import check_positive
+from redline.rungs.parallel import DDP
 
 if TYPE_CHECKING:
     from redline.commands.watchers import Session
@@ -294,6 +295,7 @@ def chosen_order(
     check_allowed(recipe, workload)
     if ranks > 1:
         check_parallel(recipe, workload, hardware)
+        check_init(recipe, options.init)
     settings = settings_of(options, workload, recipe, budget, ranks)
     out = options.out or Path("runs") / f"train-{workload.name}-{datetime.now().strftime('%Y%m%d-%H%M%S')}"
     order = TrainOrder(
@@ -350,6 +352,15 @@ def other_optimizer(name: str, rungs: tuple[str, ...], workload: Any, hardware: 
         if reason is not None:
             raise UserError(f"--optimizer {name} does not apply here", reason, "choose another, or another recipe")
     return chosen
+
+
+def check_init(recipe: Recipe, init: Path | None) -> None:
+    if init is not None and recipe.rungs[-1] != DDP:
+        raise UserError(
+            f"--init with {recipe.rungs[-1]}",
+            "the weights of a folder are put into whole tensors, and no rank has one",
+            f"begin with --parallel ddp and few --steps, then --resume with --parallel {recipe.rungs[-1]}",
+        )
 
 
 def settings_of(options: argparse.Namespace, workload: Any, recipe: Any, budget: Any, ranks: int = 1) -> Any:

@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -136,7 +136,6 @@ class Ranks:
         store = dist.PrefixStore(f"collectives/{self.attempt}", self._rendezvous)
         dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.count, timeout=limit)
         self.host_group = dist.new_group(backend="gloo", timeout=limit)
-        self._watching = True
         return device
 
     def mean(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -156,9 +155,18 @@ class Ranks:
 
     # --- signs of life ------------------------------------------------------------------------------------------------
 
-    def mark(self, step: int, where: str) -> None:
+    def mark(self, step: int, doing: str) -> None:
         """How far this rank has come. Costs nothing: the store is told by another thread."""
-        self._mark = (self._mark[0] + 1, step, where)
+        self._mark = (self._mark[0] + 1, step, doing)
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Around what makes marks. Reading and writing large files before and after it may take as long as it takes."""
+        self._watching = True
+        try:
+            yield
+        finally:
+            self._watching = False
 
     def _beat(self) -> None:
         assert self._store is not None
@@ -171,21 +179,22 @@ class Ranks:
         return bytes(self._store.get(key)).decode() if self._store.check([key]) else ""
 
     def _live(self) -> None:
-        watched = range(1, self.count) if self.leads else (0,) if self.rank == 1 else ()
         try:
             while not self._ended.wait(BEAT_SECONDS):
                 self._beat()
-                if self._watching and (found := self._standing_still(watched)) is not None:
+                # Rank 0 looks at all; rank 1 at rank 0, whose process may be the one that is frozen.
+                if self._watching and self.rank < 2 and (found := self._standing_still()) is not None:
                     end_with(LostRankError(found))
         except dist.DistError:
             return  # the store is gone, and with it the job: whoever ended it says why
 
-    def _standing_still(self, watched: Iterable[int]) -> str | None:
-        now, beats = time.monotonic(), {rank: self._beat_of(rank) for rank in watched}
-        beats |= {self.rank: json.dumps([0, *self._mark, main_frame()])}
+    def _standing_still(self) -> str | None:
+        now = time.monotonic()
+        watched = range(self.count) if self.leads else (0,)
         seconds: dict[int, float] = {}
         marks: dict[int, Mark] = {}
-        for rank, beat in beats.items():
+        for rank in watched:
+            beat = self._beat_of(rank)
             said = json.loads(beat) if beat else [0, 0, 0, "getting ready", "nowhere"]
             marks[rank] = Mark(*said[1:])
             for key, text in ((rank, str(said[1])), (-1 - rank, str(said[0]))):  # how far it has come; does it live
@@ -193,7 +202,7 @@ class Ranks:
                     self._seen[key] = (text, now)
             seconds[rank] = now - self._seen[rank][1]
         frozen = [rank for rank in watched if now - self._seen[-1 - rank][1] > self.limit_seconds]
-        return words_of_standing(marks, seconds, frozen, self.limit_seconds)
+        return words_of_standing(marks, seconds, frozen, self.limit_seconds) if self.leads or frozen else None
 
 
 class Mark(NamedTuple):

@@ -12,6 +12,7 @@ be hashed while it is written. safetensors' own writer can do neither; its reade
 from __future__ import annotations
 
 import json
+import pickle
 import struct
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
@@ -23,6 +24,7 @@ import safetensors
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata
 
 from redline.core.checkpoints import TENSOR_SUFFIX, UnusableError
 from redline.engine.shard import put
@@ -42,6 +44,12 @@ DTYPES = {
     torch.bool: "BOOL",
 }
 METADATA_FILE = ".metadata"  # of torch's distributed checkpoint: which part of which tensor lies where
+LISTED = {
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.serialization", "_get_layout"),
+    ("torch", "Size"),
+    ("pathlib", "PosixPath"),
+}
 ALIGNMENT = 8  # of the data section: readers map it and look at it as numbers
 
 
@@ -158,12 +166,31 @@ class SavedTensors(Mapping[str, torch.Tensor]):
         return len(self.places)
 
 
+class MetadataUnpickler(pickle.Unpickler):
+    """DCP pickles where its parts lie, and a pickle can run anything: only what such a list is made of is let in."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        lists = module == "torch.distributed.checkpoint.metadata" or (module, name) in LISTED
+        if lists or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"{module}.{name} has no place in a list of tensors")
+
+
+class CheckedReader(FileSystemReader):
+    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+        with open(Path(self.path) / METADATA_FILE, "rb") as file:
+            found = MetadataUnpickler(file).load()
+        if not isinstance(found, Metadata):
+            raise pickle.UnpicklingError(f"it holds {type(found).__name__}")
+        return found
+
+
 class ShardedFiles:
     """What `open_tensors` opens, of a checkpoint that several ranks wrote: one file to whoever reads it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.known = FileSystemReader(folder).read_metadata().state_dict_metadata
+        self.known = CheckedReader(folder).read_metadata().state_dict_metadata
 
     def get_tensor(self, name: str) -> torch.Tensor:
         about = self.known[name]
@@ -176,7 +203,7 @@ class ShardedFiles:
         """Of tensors that are cut this rank's part alone is read; nobody waits for another rank."""
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # it is told so by no_dist
-            dcp.load(dict(targets), storage_reader=FileSystemReader(self.folder), no_dist=True)
+            dcp.load(dict(targets), storage_reader=CheckedReader(self.folder), no_dist=True)
 
 
 def open_sharded(folder: Path) -> SavedTensors:

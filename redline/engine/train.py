@@ -152,9 +152,10 @@ class Trainer:
         self.loader = loader = self.open_loader(position, self.data_state)
         self.began = (self.progress.tokens, loader.epoch)
         with self.store, closing(loader), asked_to_stop() as asked:
-            while (why := self._why_over(asked)) is None:
-                self._cycle(loader, asked)
-                self._between_cycles()
+            with self.ranks.watched():
+                while (why := self._why_over(asked)) is None:
+                    self._cycle(loader, asked)
+                    self._between_cycles()
             if why != "interrupted":
                 self._validate()
             self.save()
@@ -272,6 +273,7 @@ class Trainer:
             self.ranks.mark(self.step.steps_taken, "writing a sample")
             self.emit("sample", updates=done, text=self.sample())
         if settings.checkpoint_every is not None and done % settings.checkpoint_every == 0:
+            self.ranks.mark(self.step.steps_taken, "saving")
             self.save()
 
     def _validate(self) -> None:

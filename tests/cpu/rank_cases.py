@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
 
 from redline.core.values import from_json
 from redline.engine.build import build_step
@@ -37,20 +38,26 @@ def run(folder: Path) -> None:
 
 
 def held(order: TrainOrder, ranks: Ranks) -> dict[str, int]:
-    """Bytes of weights, gradients and optimizer state that this rank itself holds, between backward and update."""
+    """Bytes of weights, gradients and optimizer state that this rank itself holds, between backward and update; and how
+    many times gradients were reduced for a batch of three pieces."""
     device, plan = ranks.connect("cpu"), shared_plan(training_plan(order.recipe), ranks)
-    step = build_step(order.workload, plan, device=device, ranks=ranks)
+    step = build_step(order.workload, plan, device=device, chunk=1, ranks=ranks)
     shape = order.workload.decoder
-    batch = torch.zeros((2, 1, shape.sequence), dtype=torch.int64)
+    batch = torch.zeros((2, 3, shape.sequence), dtype=torch.int64)
     step(batch)  # makes the optimizer's state
-    step.compute_gradients(batch)
+    with CommDebugMode() as traffic:
+        step.compute_gradients(batch)
+    reductions = sum(count for kind, count in traffic.get_comm_counts().items() if "reduce" in str(kind))
     states = [value for state in step.optimizer.state.values() for value in state.values()]
     tensors = {
         "weights": step.parameters,
         "gradients": [parameter.grad for parameter in step.parameters],
         "optimizer": [value for value in states if value.numel() > 1],  # and not the count of steps
     }
-    return {what: sum(local_bytes(tensor) for tensor in found) for what, found in tensors.items()}
+    return {
+        "reductions": reductions,
+        **{what: sum(local_bytes(tensor) for tensor in found) for what, found in tensors.items()},
+    }
 
 
 def local_bytes(tensor: Any) -> int:

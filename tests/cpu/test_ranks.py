@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,13 +21,19 @@ from typing import Any
 import pytest
 import torch
 
+from redline.core.checkpoints import UnusableError
+from redline.core.plan import Plan
 from redline.core.recipe import Recipe
 from redline.core.training import Budget, TrainSettings
 from redline.core.values import to_json
 from redline.core.workload import Shape, Workload
 from redline.data.prepare import Preparation, prepare
+from redline.data.share import Share
 from redline.engine.checkpoint import load_from
-from redline.engine.session import TrainOrder, load_model, train
+from redline.engine.distributed import Ranks
+from redline.engine.session import TrainOrder, load_model, open_data, open_share, train
+from redline.engine.tensor_files import METADATA_FILE, open_sharded
+from redline.model.adapter import adapter_of
 from redline.predict.flops import parameters
 from redline.predict.memory import predict_memory
 from redline.predict.parallel import Layout
@@ -225,6 +233,59 @@ def test_every_rank_sees_the_same_numbers_and_rank_0_one_processes_losses(
             assert theirs[0]["text"] == ours[0]["text"]  # step 2: the same weights but for rounding
 
 
+@pytest.mark.parametrize("count", [2, 4])
+def test_the_order_of_the_data_does_not_depend_on_the_ranks(runs: Runs, count: int) -> None:
+    order, cpu = runs.orders["ddp"], torch.device("cpu")
+    adapter = adapter_of(WORKLOAD)
+    data = open_data(order, quiet)
+
+    def batches(ranks: Ranks) -> tuple[list[torch.Tensor], int]:
+        with closing(open_share(order, data, Plan(), adapter, cpu, 8, None, ranks)) as loader:
+            return [next(loader) for _ in range(3)], loader.documents
+
+    whole, documents = batches(Ranks())
+    shares = [batches(Ranks(rank=rank, count=count)) for rank in range(count)]
+    for number, batch in enumerate(whole):
+        assert torch.equal(torch.cat([share[number] for share, _ in shares], dim=1), batch)
+    assert sum(count for _, count in shares) == documents
+
+
+def test_a_batch_that_cannot_be_made_in_parts_is_cut() -> None:
+    adapter = adapter_of(WORKLOAD)
+    whole = list(torch.arange(2 * 2 * 8 * 16).view(2, 2, 8, 16))  # two batches
+    shares = [
+        Share(Given(whole), cut=lambda batch, rank=rank: adapter.pieces(batch, 2)[rank][0], counts=rank == 0)
+        for rank in range(4)
+    ]
+    for batch in whole:
+        assert torch.equal(torch.cat([next(share) for share in shares], dim=1), batch)
+    assert [share.documents for share in shares] == [14, 0, 0, 0]
+    assert {(share.waited_seconds, share.epoch, share.state()["at"]) for share in shares} == {(1.5, 0.25, 2)}
+
+
+class Given:
+    """A source of these batches."""
+
+    waited_seconds, epoch = 1.5, 0.25
+
+    def __init__(self, batches: list[torch.Tensor]) -> None:
+        self.batches, self.taken = batches, 0
+
+    @property
+    def documents(self) -> int:
+        return 7 * self.taken
+
+    def __next__(self) -> torch.Tensor:
+        self.taken += 1
+        return self.batches[self.taken - 1]
+
+    def state(self) -> dict[str, Any]:
+        return {"at": self.taken}
+
+    def close(self) -> None:
+        pass
+
+
 def test_a_rank_holds_its_share(runs: Runs) -> None:
     """FSDP2 against the prediction for ZeRO 3: a quarter of everything, up to rows that four cannot share evenly."""
     shape, plan = WORKLOAD.decoder, plan_of(("fsdp",))
@@ -233,12 +294,18 @@ def test_a_rank_holds_its_share(runs: Runs) -> None:
     cut = predict_memory(shape, plan, micro_batch=1, layout=Layout(gpus=4), zero=3)
     expected = {"weights": 4 * count, "gradients": 4 * count, "optimizer": 8 * count}
     assert (whole.weights, whole.optimizer) == (expected["weights"] + mask, expected["optimizer"])
-    assert [rank["held ['ddp']"] for rank in runs.told[4]] == [expected] * 4
+    assert [rank["held ['ddp']"] | expected for rank in runs.told[4]] == [rank["held ['ddp']"] for rank in runs.told[4]]
     sharded = [rank["held ['fsdp']"] for rank in runs.told[4]]
     predicted = {"weights": cut.weights - mask, "gradients": cut.weights - mask, "optimizer": cut.optimizer}
     for what, size in predicted.items():
         assert sum(rank[what] for rank in sharded) == expected[what]
         assert max(rank[what] for rank in sharded) == pytest.approx(size, rel=0.02)
+
+
+def test_gradients_are_reduced_once_per_update(runs: Runs) -> None:
+    """Of three micro batches: DDP's one bucket, and FSDP2's two blocks and root."""
+    assert {rank["held ['ddp']"]["reductions"] for rank in runs.told[4]} == {1}
+    assert {rank["held ['fsdp']"]["reductions"] for rank in runs.told[4]} == {WORKLOAD.decoder.layers + 1}
 
 
 def test_a_checkpoint_of_many_ranks_is_a_model(runs: Runs) -> None:
@@ -261,3 +328,20 @@ def test_a_damaged_part_is_passed_over(runs: Runs, tmp_path: Path) -> None:
     train(order, lambda kind, **fields: notes.append(fields["text"]) if kind == "note" else None)
     assert any(f"passed over step-{STEPS:08d}: {part.name}" in note for note in notes)
     assert "resumed from step-00000002 at step 2" in notes
+
+
+def test_a_pickle_in_a_checkpoint_runs_nothing(runs: Runs, tmp_path: Path) -> None:
+    folder = tmp_path / "step-00000004"
+    shutil.copytree(last_of(runs.at("fsdp")).path, folder)
+    (folder / METADATA_FILE).write_bytes(pickle.dumps(Planted(str(tmp_path / "ran"))))
+    with pytest.raises(UnusableError, match=r"posix.mkdir has no place in a list of tensors"):
+        open_sharded(folder)
+    assert not (tmp_path / "ran").exists()
+
+
+@dataclass
+class Planted:
+    path: str
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (self.path,)
