@@ -96,7 +96,9 @@ def train(order: TrainOrder, emit: Emit, ranks: Ranks | None = None) -> dict[str
     trainer = Trainer(
         step=step,
         settings=settings,
-        open_loader=lambda position, state: open_share(order, data, plan, step.adapter, device, position, state, ranks),
+        open_loader=lambda position, state: open_loader(
+            order, data, plan, step.adapter, device, position, state, ranks
+        ),
         validation=lambda: validation_batches(order, data, device),
         store=store,
         identity=identity_of(order, data),
@@ -185,7 +187,7 @@ def open_data(order: TrainOrder, emit: Emit) -> Data:
     )
 
 
-def open_share(
+def open_loader(
     order: TrainOrder,
     data: Data,
     plan: Plan,
@@ -209,13 +211,13 @@ def open_share(
             ranks=ranks.count,
             position=position,
         )
-    whole = open_loader(order, data, plan, device, position, state)
+    whole = open_whole(order, data, plan, device, position, state)
     if ranks.count == 1:
         return whole
     return Share(whole, cut=lambda batch: adapter.pieces(batch, each)[ranks.rank][0], counts=ranks.leads)
 
 
-def open_loader(
+def open_whole(
     order: TrainOrder,
     data: StreamedText | MadeData,
     plan: Plan,

@@ -31,7 +31,7 @@ from redline.data.prepare import Preparation, prepare
 from redline.data.share import Share
 from redline.engine.checkpoint import load_from
 from redline.engine.distributed import Ranks
-from redline.engine.session import TrainOrder, load_model, open_data, open_share, train
+from redline.engine.session import TrainOrder, load_model, open_data, open_loader, train
 from redline.engine.tensor_files import METADATA_FILE, open_sharded
 from redline.model.adapter import adapter_of
 from redline.predict.flops import parameters
@@ -240,7 +240,7 @@ def test_the_order_of_the_data_does_not_depend_on_the_ranks(runs: Runs, count: i
     data = open_data(order, quiet)
 
     def batches(ranks: Ranks) -> tuple[list[torch.Tensor], int]:
-        with closing(open_share(order, data, Plan(), adapter, cpu, 8, None, ranks)) as loader:
+        with closing(open_loader(order, data, Plan(), adapter, cpu, 8, None, ranks)) as loader:
             return [next(loader) for _ in range(3)], loader.documents
 
     whole, documents = batches(Ranks())
