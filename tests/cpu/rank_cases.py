@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.debug import CommDebugMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from redline.core.values import from_json
 from redline.engine.build import build_step
@@ -45,9 +45,8 @@ def held(order: TrainOrder, ranks: Ranks) -> dict[str, int]:
     shape = order.workload.decoder
     batch = torch.zeros((2, 3, shape.sequence), dtype=torch.int64)
     step(batch)  # makes the optimizer's state
-    with CommDebugMode() as traffic:
+    with Reductions() as seen:
         step.compute_gradients(batch)
-    reductions = sum(count for kind, count in traffic.get_comm_counts().items() if "reduce" in str(kind))
     states = [value for state in step.optimizer.state.values() for value in state.values()]
     tensors = {
         "weights": step.parameters,
@@ -55,9 +54,21 @@ def held(order: TrainOrder, ranks: Ranks) -> dict[str, int]:
         "optimizer": [value for value in states if value.numel() > 1],  # and not the count of steps
     }
     return {
-        "reductions": reductions,
+        "reductions": seen.count,
         **{what: sum(local_bytes(tensor) for tensor in found) for what, found in tensors.items()},
     }
+
+
+class Reductions(TorchDispatchMode):
+    """Counts collectives that add up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += str(func).startswith("c10d.") and "reduce" in str(func)
+        return func(*args, **(kwargs or {}))
 
 
 def local_bytes(tensor: Any) -> int:
