@@ -18,17 +18,13 @@ class Share:
     def __init__(self, source: BatchSource, *, cut: Callable[[Any], Any], counts: bool) -> None:
         """`counts`: this rank tells how many documents there were, since all of them saw the same."""
         self._source, self._cut, self._counts = source, cut, counts
+        self.waited_seconds, self.documents = 0.0, 0
 
     def __next__(self) -> Any:
-        return self._cut(next(self._source))
-
-    @property
-    def waited_seconds(self) -> float:
-        return self._source.waited_seconds
-
-    @property
-    def documents(self) -> int:
-        return self._source.documents if self._counts else 0
+        batch = next(self._source)
+        self.waited_seconds = self._source.waited_seconds
+        self.documents = self._source.documents if self._counts else 0
+        return self._cut(batch)
 
     @property
     def epoch(self) -> float:

@@ -27,7 +27,9 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+from torch.distributed.rendezvous import rendezvous
 
 from redline.core.errors import UserError
 from redline.core.training import RANK_PID_FILE
@@ -52,7 +54,10 @@ class Ranks:
         self.host_group: dist.ProcessGroup | None = None
         """Collectives between hosts, on numbers that are in their memory anyway."""
         self._rendezvous = store
-        self._store, self._lasting = (None, None) if store is None else own_stores()
+        self._store: Any = None
+        self._lasting: Any = None
+        if store is not None:
+            self._store, self._lasting = own_stores()
         self._mark: tuple[int, int, str] = (0, 0, "getting ready")
         self._beats = 0
         self._ended = threading.Event()
@@ -117,7 +122,7 @@ class Ranks:
 
     def remembered(self, key: str) -> Any:
         known = self._lasting is not None and self._lasting.check([key])
-        return json.loads(self._lasting.get(key)) if known and self._lasting is not None else None
+        return json.loads(self._lasting.get(key)) if known else None
 
     # --- collectives --------------------------------------------------------------------------------------------------
 
@@ -133,7 +138,7 @@ class Ranks:
         # The watch names a rank that hangs; a collective's own limit is for the case that nobody is left to watch.
         limit = timedelta(seconds=2 * self.limit_seconds)
         backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
-        store = dist.PrefixStore(f"collectives/{self.attempt}", self._rendezvous)
+        store = PrefixStore(f"collectives/{self.attempt}", self._rendezvous)
         dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.count, timeout=limit)
         self.host_group = dist.new_group(backend="gloo", timeout=limit)
         return device
@@ -208,8 +213,8 @@ class Ranks:
 class Mark(NamedTuple):
     """How far a rank has come."""
 
-    count: int
-    """Of its marks: all ranks make the same ones in the same order."""
+    number: int
+    """Of this mark: all ranks make the same ones in the same order."""
     step: int
     doing: str
     frame: str
@@ -221,14 +226,14 @@ def words_of_standing(
 ) -> str | None:
     """Who holds the others up, or None. `seconds`: since a rank made its last mark; `frozen`: ranks whose process has
     given no sign at all."""
-    behind = min(marks, key=lambda rank: (rank not in frozen, marks[rank].count, -seconds[rank]))
+    behind = min(marks, key=lambda rank: (rank not in frozen, marks[rank].number, -seconds[rank]))
     mark = marks[behind]
     when = f"{seconds[behind]:.0f} s ago at step {mark.step:,}, {mark.doing} ({mark.frame})"
     if behind in frozen:
         return f"rank {behind} was last seen {when}; its process gives no sign of life"
     if seconds[behind] <= limit:
         return None
-    if any(other.count > mark.count for other in marks.values()):
+    if any(other.number > mark.number for other in marks.values()):
         return f"rank {behind} was last seen {when}; the others are further"
     # Most of them wait in the same line for the one that does not come.
     lines = Counter(other.frame for other in marks.values())
@@ -253,7 +258,7 @@ def join(limit_seconds: float | None = None) -> Ranks:
     """The job that the environment tells of (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT: torchrun's)."""
     leave_with_parent(lambda: os._exit(1))
     limit = LIMIT_SECONDS if limit_seconds is None else limit_seconds
-    store, rank, count = next(dist.rendezvous("env://", timeout=timedelta(seconds=limit)))
+    store, rank, count = next(rendezvous("env://", timeout=timedelta(seconds=limit)))
     if rank == 0 and (path := os.environ.get(RANK_PID_FILE)):
         with open(path, "w", encoding="utf-8") as file:
             file.write(str(os.getpid()))
@@ -263,9 +268,9 @@ def join(limit_seconds: float | None = None) -> Ranks:
 
 def own_stores() -> tuple[Any, Any]:
     """Of this attempt, and of all. A connection of our own: another's that waits in it would hold up the beat."""
-    own = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    own = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return dist.PrefixStore(f"redline/{attempt}", own), dist.PrefixStore("redline/job", own)
+    return PrefixStore(f"redline/{attempt}", own), PrefixStore("redline/job", own)
 
 
 def leave_with_parent(leave: Callable[[], None]) -> None:

@@ -22,7 +22,8 @@ from types import TracebackType
 from typing import Any, Protocol
 
 import torch
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from redline.core.checkpoint_writer import open_draft, publish_draft, record_of, rotate, write_file
 from redline.core.checkpoints import STATE_FILE, FileRecord, state_text
@@ -138,8 +139,8 @@ class ShardedStore:
         text = state_text(step=step, metric=metric, identity=identity, state=state).encode()
         # DCP copies what is on a device; what is on the host it may write while the next step changes it.
         held = {name: tensor.clone() if tensor.device.type == "cpu" else tensor for name, tensor in tensors.items()}
-        writer = dcp.FileSystemWriter(draft, sync_files=True)
-        written = dcp.async_save(held, storage_writer=writer, process_group=self._group)
+        writer = FileSystemWriter(draft, sync_files=True)
+        written = async_save(held, storage_writer=writer, process_group=self._group)
         assert isinstance(written, Future)
         self._thread = threading.Thread(
             target=self._finish, args=(step, draft, text, written), name=f"checkpoint-{step}", daemon=True

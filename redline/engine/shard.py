@@ -13,6 +13,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import nn
@@ -59,11 +60,12 @@ class Replicated(Shared):
         # Batch norm's averages are rank 0's at every step; a causal mask never changes. The option was renamed.
         known = inspect.signature(DistributedDataParallel).parameters
         buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+        options: dict[str, Any] = {buffers: bool(adapter.state(model))}
         self.ddp = DistributedDataParallel(
             WithLoss(model, loss_of),
             device_ids=[device.index] if device.type == "cuda" else None,
             gradient_as_bucket_view=True,  # gradients lie in the buckets: no second copy of them
-            **{buffers: bool(adapter.state(model))},
+            **options,
         )
         super().__init__(self.ddp)
 
@@ -89,12 +91,14 @@ class Sharded(Shared):
         for block in adapter.blocks(model):
             fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=plan.parallel == "fsdp")
         # The root holds embedding, last norm and head. The backward pass begins with them: they stay gathered.
-        root = fully_shard(WithLoss(model, loss_of), mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+        root = WithLoss(model, loss_of)
+        fully_shard(root, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
         if any(parameter.is_meta for parameter in root.parameters()):
             root.to_empty(device=device)
             fill(adapter, model)
-        self.root: FSDPModule = root
-        super().__init__(root)  # type: ignore[arg-type]
+        assert isinstance(root, FSDPModule)  # it has become one, in place
+        self.root = root
+        super().__init__(root)
 
     def piece(self, last: bool) -> AbstractContextManager[object]:
         self.root.set_requires_gradient_sync(last)

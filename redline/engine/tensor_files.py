@@ -22,9 +22,9 @@ from typing import Any
 
 import safetensors
 import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import FileSystemReader, TensorStorageMetadata
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
 
 from redline.core.checkpoints import TENSOR_SUFFIX, UnusableError
 from redline.engine.shard import put
@@ -203,7 +203,7 @@ class ShardedFiles:
         """Of tensors that are cut this rank's part alone is read; nobody waits for another rank."""
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # it is told so by no_dist
-            dcp.load(dict(targets), storage_reader=CheckedReader(self.folder), no_dist=True)
+            load(dict(targets), storage_reader=CheckedReader(self.folder), no_dist=True)
 
 
 def open_sharded(folder: Path) -> SavedTensors:
