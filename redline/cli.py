@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="replace")  # a terminal without UTF-8 shows question marks, not a traceback
     signal.signal(signal.SIGTERM, interrupt)
     try:
-        options = build_parser(words[:1]).parse_args(words)
+        options = build_parser(words[:1]).parse_args(words, argparse.Namespace(words=words))
         code = int(options.run(options))
         sys.stdout.flush()  # here, where a reader that has left can be answered for
         return code

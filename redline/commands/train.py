@@ -30,12 +30,15 @@ from redline.commands.training_data import (
 )
 from redline.core.errors import UserError
 from redline.core.workload import check_positive
+from redline.rungs.parallel import DDP
 
 if TYPE_CHECKING:
     from redline.commands.watchers import Session
+    from redline.core.hardware import Hardware
     from redline.core.recipe import Recipe
     from redline.core.training import TrainSettings
     from redline.core.workload import Workload
+    from redline.engine.distributed import Ranks
     from redline.engine.session import TrainOrder
 
 DEFAULT_MINUTES = 5.0
@@ -81,6 +84,18 @@ def add_train(commands: Any) -> None:
     train.add_argument("--cycle", metavar="N", type=int, help="updates between two looks at the device (default: 10)")
     train.add_argument(
         "--tracker", metavar="NAME", help="curves for a tracker too: tensorboard (pip install 'redline[tensorboard]')"
+    )
+    train.add_argument("--gpus", metavar="N", type=int, help="train on N GPUs of this machine (docs/distributed.md)")
+    train.add_argument(
+        "--parallel",
+        metavar="WAY",
+        help="how ranks share a step: ddp, fsdp or fsdp-keep, short for its rung in the recipe",
+    )
+    train.add_argument(
+        "--rank-timeout",
+        metavar="S",
+        type=float,
+        help="seconds after which a rank that stands still ends all (default: 600)",
     )
     train.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda where torch sees one")
     train.add_argument(
@@ -165,18 +180,26 @@ def run_export(options: argparse.Namespace) -> int:
 def run_train(options: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from redline.commands.watchers import Watchers
+    from redline.commands.ranks import ranks_here, run_rank, start_ranks
     from redline.engine.trackers import check_tracker
 
     if options.tracker is not None:
         check_tracker(options.tracker)
+    if options.gpus is not None and options.gpus != 1:
+        return start_ranks(options)
+    if ranks_here() is not None:
+        return run_rank(options)
     console = Console(stderr=True)
-    order = resumed_order(options) if options.resume else new_order(options, console)
-    with (
-        only_our_words_on_stdout(),
-        Watchers(order, session_of(order, options), console, tracker=options.tracker) as watchers,
-    ):
-        summary = train_session(order, watchers.emit)
+    return train_and_show(make_order(options, console), options, console)
+
+
+def train_and_show(order: TrainOrder, options: argparse.Namespace, console: Any, ranks: Ranks | None = None) -> int:
+    from redline.commands.watchers import Watchers
+
+    session = session_of(order, options, 1 if ranks is None else ranks.count)
+    watching = Watchers(order, session, console, tracker=options.tracker)
+    with only_our_words_on_stdout(), watching as watchers:
+        summary = train_session(order, watchers.emit, ranks)
         watchers.end(summary)
     mfu = watchers.mfu(summary["tokens_per_second"])
     show_summary({**summary, "mfu": mfu, "page": watchers.page}, order, options)
@@ -185,20 +208,61 @@ def run_train(options: argparse.Namespace) -> int:
     )
 
 
-def train_session(order: TrainOrder, emit: Any) -> dict[str, Any]:
+def train_session(order: TrainOrder, emit: Any, ranks: Ranks | None = None) -> dict[str, Any]:
     from redline.engine.session import train
 
-    return train(order, emit)
+    return train(order, emit, ranks)
 
 
 # --- from words to an order -------------------------------------------------------------------------------------------
 
 
-def new_order(options: argparse.Namespace, console: Any) -> TrainOrder:
+def make_order(options: argparse.Namespace, console: Any, ranks: int = 1) -> TrainOrder:
+    return resumed_order(options, ranks) if options.resume else new_order(options, console, ranks)
+
+
+def check_order(options: argparse.Namespace, console: Any, ranks: int) -> Hardware:
+    """Every mistake that can be found without making anything; returns the machine."""
+    from redline.commands.ranks import check_ranks
+    from redline.search.launch import probe_machine
+
+    if options.resume:
+        return check_ranks(probe_machine(resumed_order(options, ranks).device)[0], ranks)
+    order, hardware, _ = chosen_order(options, console, ranks)
+    check_data(options, order.workload)
+    return hardware
+
+
+def new_order(options: argparse.Namespace, console: Any, ranks: int = 1) -> TrainOrder:
     from redline.core.job import create_run_directory
+    from redline.core.values import to_json
+
+    order, hardware, versions = chosen_order(options, console, ranks)
+    workload, settings, out = order.workload, order.settings, Path(order.out)
+    check_data(options, workload)
+    directory = create_run_directory(out)
+    with nothing_left_behind(out):
+        data = training_data(options, workload, settings, out, console) if workload.reads_text else ""
+    order = replace(order, data=str(data))
+    record = {
+        "kind": "train",
+        "order": to_json(order),
+        "hardware": to_json(hardware),
+        "versions": versions,
+        "command": command_line(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+    directory.write("run.json", json.dumps(record, indent=2))
+    return order
+
+
+def chosen_order(
+    options: argparse.Namespace, console: Any, ranks: int
+) -> tuple[TrainOrder, Hardware, dict[str, str | None]]:
+    """What the words come to on this machine, without its data yet; nothing is written."""
+    from redline.commands.ranks import check_ranks, check_shares
     from redline.core.recipe import Recipe, load_recipe
     from redline.core.training import Budget
-    from redline.core.values import to_json
     from redline.engine.session import TrainOrder
     from redline.rungs import usual_rungs
     from redline.rungs.ladder import check_alternatives, with_optimizer
@@ -218,6 +282,7 @@ def new_order(options: argparse.Namespace, console: Any) -> TrainOrder:
     if options.optimizer is not None:
         with_optimizer((), options.optimizer)  # likewise
     hardware, versions = probe_machine(options.device)
+    hardware = check_ranks(hardware, ranks)
     name = options.workload or default_workload(hardware.kind)
     workload = find_workload(name, sequence=options.sequence, trained_on=hardware.kind)
     for note in workload.notes:
@@ -228,32 +293,43 @@ def new_order(options: argparse.Namespace, console: Any) -> TrainOrder:
         recipe = replace(recipe, micro_batch=options.micro_batch)
     if options.optimizer is not None:
         recipe = replace(recipe, rungs=other_optimizer(options.optimizer, recipe.rungs, workload, hardware))
+    recipe = shared_recipe(recipe, options.parallel, ranks)
     check_allowed(recipe, workload)
-    settings = settings_of(options, workload, recipe, budget)
+    if ranks > 1:
+        check_parallel(recipe, workload, hardware)
+        check_init(recipe, options.init)
+    settings = settings_of(options, workload, recipe, budget, ranks)
     out = options.out or Path("runs") / f"train-{workload.name}-{datetime.now().strftime('%Y%m%d-%H%M%S')}"
-    check_data(options, workload)
-    directory = create_run_directory(out)
-    with nothing_left_behind(out):
-        data = training_data(options, workload, settings, out, console) if workload.reads_text else ""
     order = TrainOrder(
         workload=workload,
         recipe=recipe,
         settings=settings,
         device=hardware.kind,
-        data=str(data),
+        data="",
         out=str(out),
         init=None if options.init is None else str(options.init),
     )
-    record = {
-        "kind": "train",
-        "order": to_json(order),
-        "hardware": to_json(hardware),
-        "versions": versions,
-        "command": command_line(),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-    }
-    directory.write("run.json", json.dumps(record, indent=2))
-    return order
+    check_shares(order, ranks)
+    return order, hardware, versions
+
+
+def shared_recipe(recipe: Recipe, way: str | None, ranks: int) -> Recipe:
+    """With a way for the ranks to share a step; one process keeps what the recipe has, and does without it."""
+    from redline.rungs.ladder import with_parallel
+
+    if ranks == 1 and way is None:
+        return recipe
+    return replace(recipe, rungs=with_parallel(recipe.rungs, way))
+
+
+def check_parallel(recipe: Recipe, workload: Workload, hardware: Hardware) -> None:
+    """A way to share a step that does not go with the rest of the recipe."""
+    from redline.rungs import find_rung, plan_of, why_not
+
+    way = find_rung(recipe.rungs[-1])  # where `with_parallel` has put it
+    reason = why_not(way, workload, hardware, plan_of(name for name in recipe.rungs if name != way.name))
+    if reason is not None:
+        raise UserError(f"{way.name} does not apply here", reason, "choose another --parallel, or another recipe")
 
 
 def check_allowed(recipe: Recipe, workload: Workload) -> None:
@@ -280,13 +356,22 @@ def other_optimizer(name: str, rungs: tuple[str, ...], workload: Any, hardware: 
     return chosen
 
 
-def settings_of(options: argparse.Namespace, workload: Any, recipe: Any, budget: Any) -> Any:
+def check_init(recipe: Recipe, init: Path | None) -> None:
+    if init is not None and recipe.rungs[-1] != DDP:
+        raise UserError(
+            f"--init with {recipe.rungs[-1]}",
+            "the weights of a folder are put into whole tensors, and no rank has one",
+            f"begin with --parallel ddp and few --steps, then --resume with --parallel {recipe.rungs[-1]}",
+        )
+
+
+def settings_of(options: argparse.Namespace, workload: Any, recipe: Any, budget: Any, ranks: int = 1) -> Any:
     from redline.core.training import TrainSettings
     from redline.engine.build import optimizer_settings
     from redline.rungs import plan_of
 
     own = optimizer_settings(workload, plan_of(recipe.rungs))  # a workload states AdamW's rate
-    global_batch = global_sequences(options, workload.shape.sequence, recipe.micro_batch)
+    global_batch = global_sequences(options, workload.shape.sequence, recipe.micro_batch, ranks)
     per_update = global_batch * workload.shape.sequence
     ends = [budget.steps, None if budget.tokens is None else -(-budget.tokens // per_update)]
     schedule_steps = min((steps for steps in ends if steps is not None), default=None)
@@ -326,11 +411,11 @@ def often(options: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name, value in chosen.items() if value is not None}
 
 
-def global_sequences(options: argparse.Namespace, sequence: int, micro_batch: int) -> int:
-    """Of an update: as given, from --batch-tokens, or one micro batch."""
+def global_sequences(options: argparse.Namespace, sequence: int, micro_batch: int, ranks: int) -> int:
+    """Of an update: as given, from --batch-tokens, or one micro batch of each rank."""
     tokens = options.batch_tokens
     if tokens is None:
-        return micro_batch if options.global_batch is None else int(options.global_batch)
+        return micro_batch * ranks if options.global_batch is None else int(options.global_batch)
     if options.global_batch is not None:
         raise UserError("--global-batch and --batch-tokens", "both say how large an update is", "give one of them")
     check_positive("--batch-tokens", tokens)
@@ -345,31 +430,38 @@ def global_sequences(options: argparse.Namespace, sequence: int, micro_batch: in
     return int(tokens // sequence)
 
 
-def resumed_order(options: argparse.Namespace) -> TrainOrder:
+FIXED = (
+    "workload",
+    "sequence",
+    "optimizer",
+    "data",
+    "global_batch",
+    "batch_tokens",
+    "learning_rate",
+    "warmup_steps",
+    "schedule",
+    "init",
+    "deterministic",
+    *TEXT_OPTIONS,
+    "out",
+)
+"""Options that a resumed run cannot change."""
+
+
+def resumed_order(options: argparse.Namespace, ranks: int = 1) -> TrainOrder:
     """What run.json says. The budget may be given again, to train longer, and what changes no update: how often things
     happen, the device, the recipe (another model or optimizer is refused by the checkpoint) and the micro batch."""
+    from redline.commands.ranks import check_shares
+    from redline.core.hardware import Hardware
     from redline.core.job import RUN_FILE, open_run_directory
     from redline.core.recipe import load_recipe
     from redline.core.training import Budget
     from redline.core.values import from_json
     from redline.engine.session import TrainOrder
 
-    fixed = (
-        "workload",
-        "sequence",
-        "optimizer",
-        "data",
-        "global_batch",
-        "batch_tokens",
-        "learning_rate",
-        "warmup_steps",
-        "schedule",
-        "init",
-        "deterministic",
-    )
     given = [
         "workload" if name == "workload" else f"--{name.replace('_', '-')}"
-        for name in (*fixed, *TEXT_OPTIONS, "out")
+        for name in FIXED
         if getattr(options, name) is not None
     ]
     if given:
@@ -399,11 +491,16 @@ def resumed_order(options: argparse.Namespace) -> TrainOrder:
     recipe = load_recipe(options.recipe) if options.recipe else order.recipe
     if options.micro_batch is not None:
         recipe = replace(recipe, micro_batch=options.micro_batch)
+    recipe = shared_recipe(recipe, options.parallel, ranks)
     check_allowed(recipe, order.workload)
+    if ranks > 1:
+        check_parallel(recipe, order.workload, replace(from_json(Hardware, record["hardware"]), ranks=ranks))
     settings = replace(order.settings, micro_batch=recipe.micro_batch, **often(options))
-    return replace(
+    order = replace(
         order, recipe=recipe, settings=settings, device=options.device or order.device, out=str(options.resume)
     )
+    check_shares(order, ranks)
+    return order
 
 
 def say_of_schedule(settings: TrainSettings, sequence: int) -> None:
@@ -418,7 +515,7 @@ def say_of_schedule(settings: TrainSettings, sequence: int) -> None:
         )
 
 
-def session_of(order: TrainOrder, options: argparse.Namespace) -> Session:
+def session_of(order: TrainOrder, options: argparse.Namespace, ranks: int = 1) -> Session:
     """A run that is resumed may be on another machine than run.json's: its MFU is a share of this one's peak."""
     from redline.commands.watchers import Session
     from redline.core.hardware import Hardware
@@ -428,7 +525,7 @@ def session_of(order: TrainOrder, options: argparse.Namespace) -> Session:
 
     if options.resume:
         hardware, versions = probe_machine(order.device)
-        return Session(hardware=hardware, versions=versions)
+        return Session(hardware=replace(hardware, ranks=ranks), versions=versions)
     record = RunDirectory(Path(order.out)).read_run()
     return Session(hardware=from_json(Hardware, record["hardware"]), versions=record["versions"])
 

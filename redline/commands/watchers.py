@@ -117,4 +117,7 @@ class Watchers:
 
     def _efficiency(self, tokens_per_second: float) -> Efficiency:
         order = self._order
-        return efficiency(order.workload.shape, plan_of(order.recipe.rungs), self._session.hardware, tokens_per_second)
+        hardware = self._session.hardware
+        return efficiency(
+            order.workload.shape, plan_of(order.recipe.rungs), hardware, tokens_per_second / hardware.ranks
+        )

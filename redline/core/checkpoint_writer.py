@@ -38,20 +38,40 @@ Parts = Iterable[bytes | memoryview]
 def write_checkpoint(folder: Path, step: int, files: Mapping[str, Parts]) -> Path:
     """The new checkpoint's path, when it is safely on the disk. On an error the draft is removed, if that is possible:
     on a full disk it is the draft that fills it."""
-    remove_leftovers(folder)
-    final = folder / _free_name(folder, step)
-    draft = final.with_name(final.name + DRAFT)
+    draft = open_draft(folder, step)
     try:
-        draft.mkdir()
-        records = {name: write_file(draft / name, parts) for name, parts in files.items()}
-        write_file(draft / MANIFEST_FILE, [manifest_text(records).encode()])
-        sync_folder(draft)  # the names of the files in it
-        os.rename(draft, final)
+        return publish_draft(draft, {name: write_file(draft / name, parts) for name, parts in files.items()})
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)
         raise
-    sync_folder(folder)  # the new name itself
+
+
+def open_draft(folder: Path, step: int) -> Path:
+    """An empty folder to write a checkpoint into; what a killed writer left is removed."""
+    remove_leftovers(folder)
+    draft = folder / (_free_name(folder, step) + DRAFT)
+    draft.mkdir()
+    return draft
+
+
+def publish_draft(draft: Path, records: Mapping[str, FileRecord]) -> Path:
+    """Makes a checkpoint of a draft whose files, all of them in `records`, are on the disk."""
+    write_file(draft / MANIFEST_FILE, [manifest_text(records).encode()])
+    sync_folder(draft)  # the names of the files in it
+    final = draft.with_name(draft.name.removesuffix(DRAFT))
+    os.rename(draft, final)
+    sync_folder(final.parent)  # the new name itself
     return final
+
+
+def record_of(path: Path) -> FileRecord:
+    """Of a file that somebody else wrote."""
+    digest, size = hashlib.sha256(), 0
+    with open(path, "rb") as file:
+        while chunk := file.read(CHUNK_BYTES):
+            digest.update(chunk)
+            size += len(chunk)
+    return FileRecord(bytes=size, sha256=digest.hexdigest())
 
 
 def write_file(path: Path, parts: Parts) -> FileRecord:

@@ -31,6 +31,8 @@ class Hardware:
     name: str
     """As the driver or /proc/cpuinfo reports it."""
     count: int = 1
+    ranks: int = 1
+    """Processes that train together, one device each."""
     memory_bytes: int | None = None
     capability: tuple[int, ...] = ()
     """CUDA compute capability, such as (9, 0)."""

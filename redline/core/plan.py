@@ -53,6 +53,10 @@ class Plan:
     matmuls compute in is autocast's affair: without it stored bf16 weights are widened, which the reference does."""
     read_loss_every: int = 1
     """Steps between two reads of the loss by the host; 1 waits for the device at every step, 0 leaves it to others."""
+    # several ranks
+    parallel: str = "none"
+    """How ranks share a step: 'none' (there is one), 'ddp' (each holds the model), 'fsdp' (each holds a part; blocks
+    are gathered forward and backward) or 'fsdp-keep' (gathered once, and kept for the backward)."""
     # the loader
     loader_workers: int = 0
     """Processes that make batches; above 0 also pins memory and copies one batch ahead."""

@@ -20,6 +20,8 @@ from redline.core.plan import Plan
 from redline.core.workload import Workload
 from redline.data.batches import Batches, TokenBatches, stream_batches, worker_context
 from redline.data.made import MadeBatches
+from redline.engine.distributed import Ranks, alone
+from redline.engine.shard import is_sharded, share
 from redline.engine.step import TrainStep
 from redline.model.adapter import Adapter, LossOf, adapter_of
 from redline.optim import build_optimizer, reset_optimizer, settings_for, warm_up
@@ -71,31 +73,38 @@ def build_step(
     device: torch.device,
     chunk: int | None = None,
     learning_rate: Callable[[int], float] | None = None,
+    ranks: Ranks | None = None,
 ) -> TrainStep:
     """The step that is timed and the step that trains. `learning_rate` is a function of the steps taken, in the plan's
-    own optimizer's terms; without one it warms up and stays."""
+    own optimizer's terms; without one it warms up and stays. `ranks`: those that `plan.parallel` shares the step among;
+    a plan that does not say how shares nothing."""
     # 1. Process switches first: they decide which kernels everything after them picks.
     switch_process(plan, calls_sdpa=not workload.reads_text)
     # 2. The model at its final shape, on the device, before anything holds on to its parameters.
     adapter = adapter_of(workload)
-    model = adapter.build(plan, device)
+    model = adapter.build_unplaced(plan) if is_sharded(plan) else adapter.build(plan, device)
     # 3. Compile wraps forward and loss together, so that the loss is fused into the head's epilogue.
     loss_of = plain_loss(adapter, model, plan)
-    if plan.compile:
+    if plan.compile and is_sharded(plan):
+        compile_blocks(adapter.blocks(model), plan)
+    elif plan.compile:
         loss_of = compile_loss(loss_of, plan)
     if plan.cuda_graphs:
         loss_of = outlive_replays(loss_of, model, accumulates=chunk is not None)
-    # 4. The optimizer gets the parameters themselves, not the compiled wrapper.
+    # 4. Ranks share what was compiled: their hooks run between compiled parts. A model that is cut has its weights now.
+    shared = share(adapter, model, loss_of, plan=plan, ranks=ranks or alone(), device=device)
+    # 5. The optimizer gets the parameters themselves, of which a rank may hold a part only.
     own = optimizer_settings(workload, plan)
     optimizer = build_optimizer(plan.optimizer, model, **own)
-    # 5. The step reads precision, scaling and synchronisation off the plan.
+    # 6. The step reads precision, scaling and synchronisation off the plan.
     warming = partial(warm_up, peak=own["learning_rate"], warmup_steps=workload.warmup_steps)
     return TrainStep(
         adapter=adapter,
         model=model,
-        loss_of=loss_of,
+        loss_of=shared.loss_of,
         optimizer=optimizer,
         plan=plan,
+        shared=shared,
         learning_rate=learning_rate or warming,
         clip_norm=workload.clip_norm,
         chunk=chunk,
@@ -157,12 +166,22 @@ def plain_loss(adapter: Adapter, model: nn.Module, plan: Plan) -> LossOf:
 
 
 def compile_loss(loss_of: LossOf, plan: Plan) -> LossOf:
+    return torch.compile(loss_of, dynamic=False, options=compile_options(plan))
+
+
+def compile_blocks(blocks: list[nn.Module], plan: Plan) -> None:
+    """One by one and in place: a graph over all of them would have to hold the gathering in it."""
+    for block in blocks:
+        block.compile(dynamic=False, options=compile_options(plan))
+
+
+def compile_options(plan: Plan) -> dict[str, Any]:
     # One shape per process, so dynamic shapes would only cost speed. Inductor's one-pass softmax rescales its running
     # sum at every step; over a row that stays in the L2 cache two passes are faster (docs/speed-log.md).
     options: dict[str, Any] = {"online_softmax": False, "triton.cudagraphs": plan.cuda_graphs}
     if plan.max_autotune:
         options |= torch._inductor.list_mode_options("max-autotune-no-cudagraphs")
-    return torch.compile(loss_of, dynamic=False, options=options)
+    return options
 
 
 def outlive_replays(loss_of: LossOf, model: nn.Module, accumulates: bool) -> LossOf:

@@ -29,7 +29,15 @@ from redline.core.checkpoint_writer import Parts, remove_leftovers, rotate, writ
 from redline.core.checkpoints import STATE_FILE, differences, load_checkpoint, newest, read_checkpoint, state_text
 from redline.core.errors import UserError
 from redline.engine.snapshot import capture_rng, copy_into, load_optimizer_tensors, optimizer_tensors, restore_rng
-from redline.engine.tensor_files import HostImage, SavedTensors, by_file, layout_of, open_tensors
+from redline.engine.tensor_files import (
+    METADATA_FILE,
+    HostImage,
+    SavedTensors,
+    by_file,
+    layout_of,
+    open_sharded,
+    open_tensors,
+)
 
 __all__ = [
     "CheckpointStore",
@@ -82,7 +90,7 @@ def _load(path: Path, *, verify: bool) -> Loaded:
         metric=found.metric,
         identity=found.identity,
         state=found.state,
-        opened=open_tensors(found.tensor_files),
+        opened=open_sharded(path) if (path / METADATA_FILE).exists() else open_tensors(found.tensor_files),
     )
 
 
@@ -198,7 +206,7 @@ class CheckpointStore:
             self.last_saved, self.last_error = step, None
             self.notes.extend(rotate(self.folder, path, keep_last=self.keep_last, keep_best=self.keep_best))
         except Exception as error:
-            self.last_error = _not_written(step, self.folder, error)
+            self.last_error = not_written(step, self.folder, error)
 
     def _open_folder(self) -> int:
         """Found now rather than at the first save, an hour later: is there a folder that may be written to?"""
@@ -249,7 +257,7 @@ def _record_event(device: torch.device) -> torch.cuda.Event:
     return event
 
 
-def _not_written(step: int, folder: Path, error: Exception) -> UserError:
+def not_written(step: int, folder: Path, error: Exception) -> UserError:
     if isinstance(error, OSError):
         why = f"{error.strerror or error} ({error.filename or folder})"
         fix = "free some space or mend what it names: older checkpoints are whole, and the next save tries again"

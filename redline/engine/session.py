@@ -35,14 +35,18 @@ from redline.data.loader import Loader, WindowBatches
 from redline.data.made import MadeData, MadeLoader
 from redline.data.made import validation_batches as made_validation
 from redline.data.shards import Dataset, open_dataset
+from redline.data.share import Share
 from redline.data.stream import TextStream
 from redline.data.survey import TEXT_FILE, StreamedText, open_text
 from redline.data.tokenizer import tokenizer
 from redline.engine.build import build_step
 from redline.engine.checkpoint import CheckpointStore, Loaded, latest_checkpoint, load_from
+from redline.engine.distributed import Ranks, alone
 from redline.engine.export import CONFIG_FILE, load_weights
 from redline.engine.memory import is_out_of_memory
+from redline.engine.rank_stores import FollowingStore, LeadingStore, ShardedStore, Store
 from redline.engine.sample import sample
+from redline.engine.shard import is_sharded
 from redline.engine.step import TrainStep
 from redline.engine.train import DivergedError, Emit, NotSavedError, Trainer
 from redline.model.adapter import Adapter, adapter_of
@@ -69,29 +73,42 @@ class TrainOrder:
     """A Hugging Face folder whose weights the run begins with; None: drawn from the seed."""
 
 
-def train(order: TrainOrder, emit: Emit) -> dict[str, Any]:
+def train(order: TrainOrder, emit: Emit, ranks: Ranks | None = None) -> dict[str, Any]:
     """Returns what it came to; `ended` says why it is over: 'steps', 'tokens', 'minutes', 'interrupted', 'diverged'
-    or 'failed' (out of memory)."""
-    device, settings = torch.device(order.device), order.settings
+    or 'failed' (out of memory). `ranks`: those that train together; every one of them calls this."""
+    ranks = ranks or alone()
+    device, settings = ranks.connect(order.device), order.settings
     if settings.deterministic:
         be_deterministic()
-    plan = training_plan(order.recipe)
+    plan = shared_plan(training_plan(order.recipe), ranks)
     data = open_data(order, emit)
-    step = build_step(order.workload, plan, device=device, chunk=settings.micro_batch, learning_rate=rate_of(settings))
+    step = build_step(
+        order.workload,
+        plan,
+        device=device,
+        chunk=settings.micro_batch,
+        learning_rate=rate_of(settings),
+        ranks=ranks,
+    )
     if order.init is not None:
         load_weights(step.adapter, step.model, Path(order.init))
-    store = CheckpointStore(Path(order.out) / "checkpoints", keep_last=settings.keep_last, keep_best=settings.keep_best)
+    store = open_store(order, plan, ranks)
     trainer = Trainer(
         step=step,
         settings=settings,
-        open_loader=lambda position, state: open_loader(order, data, plan, device, position, state),
+        open_loader=lambda position, state: open_loader(
+            order, data, plan, step.adapter, device, position, state, ranks
+        ),
         validation=lambda: validation_batches(order, data, device),
         store=store,
         identity=identity_of(order, data),
         emit=emit,
         sample=(lambda: sampled_text(step, order.workload)) if order.workload.reads_text else None,
+        ranks=ranks,
     )
-    torch.manual_seed(order.workload.seed)  # for what a model drops; a checkpoint holds where its numbers had got to
+    torch.manual_seed(
+        order.workload.seed + ranks.rank
+    )  # for what a model drops; a checkpoint holds where its numbers had got to
     trainer.resume()
     try:
         why, reason = trainer.run(), None
@@ -130,6 +147,22 @@ def training_plan(recipe: Recipe) -> Plan:
     return plan if plan.read_loss_every == 1 else replace(plan, read_loss_every=0)
 
 
+def shared_plan(plan: Plan, ranks: Ranks) -> Plan:
+    """One process shares with nobody, whatever the recipe says; several share the usual way unless it says another."""
+    if not ranks.joined:
+        return replace(plan, parallel="none")
+    return plan if plan.parallel != "none" else replace(plan, parallel="ddp")
+
+
+def open_store(order: TrainOrder, plan: Plan, ranks: Ranks) -> Store:
+    folder, settings = Path(order.out) / "checkpoints", order.settings
+    keep = {"keep_last": settings.keep_last, "keep_best": settings.keep_best}
+    if not ranks.joined:
+        return CheckpointStore(folder, **keep)
+    own = LeadingStore(folder, ranks, **keep) if ranks.leads else FollowingStore(folder, ranks)
+    return ShardedStore(own, ranks) if is_sharded(plan) else own
+
+
 def rate_of(settings: TrainSettings) -> Any:
     # A constant schedule has no end; any number of steps beyond the warm-up says the same.
     steps = settings.schedule_steps or settings.warmup_steps + 1
@@ -158,10 +191,41 @@ def open_loader(
     order: TrainOrder,
     data: Data,
     plan: Plan,
+    adapter: Adapter,
+    device: torch.device,
+    position: int,
+    state: dict[str, Any] | None,
+    ranks: Ranks,
+) -> BatchSource:
+    """This rank's share of every global batch: the same sequences in the same updates, however many ranks there are."""
+    each = order.settings.global_batch // ranks.count
+    if isinstance(data, Dataset):
+        return Loader(
+            data.train,
+            seed=order.workload.seed,
+            micro_batch=each,
+            sequence=order.workload.shape.sequence,
+            device=device,
+            workers=plan.loader_workers,
+            rank=ranks.rank,
+            ranks=ranks.count,
+            position=position,
+        )
+    whole = open_whole(order, data, plan, device, position, state)
+    if ranks.count == 1:
+        return whole
+    return Share(whole, cut=lambda batch: adapter.pieces(batch, each)[ranks.rank][0], counts=ranks.leads)
+
+
+def open_whole(
+    order: TrainOrder,
+    data: StreamedText | MadeData,
+    plan: Plan,
     device: torch.device,
     position: int,
     state: dict[str, Any] | None,
 ) -> BatchSource:
+    """Of whole global batches."""
     if isinstance(data, MadeData):
         return MadeLoader(
             data.source,
@@ -171,15 +235,14 @@ def open_loader(
             workers=plan.loader_workers,
             position=position,
         )
-    common: dict[str, Any] = {
-        "seed": order.workload.seed,
-        "micro_batch": order.settings.global_batch,
-        "sequence": order.workload.shape.sequence,
-        "device": device,
-    }
-    if isinstance(data, Dataset):
-        return Loader(data.train, **common, workers=plan.loader_workers, position=position)
-    stream = TextStream(data.source, **common, workers=max(plan.loader_workers, STREAM_WORKERS))
+    stream = TextStream(
+        data.source,
+        seed=order.workload.seed,
+        micro_batch=order.settings.global_batch,
+        sequence=order.workload.shape.sequence,
+        device=device,
+        workers=max(plan.loader_workers, STREAM_WORKERS),
+    )
     if state is not None:
         stream.resume(state)
     return stream
@@ -235,7 +298,11 @@ def text_identity(order: TrainOrder, data: Dataset | StreamedText, plan: Plan) -
 
 def sampled_text(step: TrainStep, workload: Workload) -> str:
     encoder = tokenizer(workload.tokenizer)
-    with step.autocast(), step.adapter.evaluating(step.model):  # a kernel that is pinned may take 16 bits only
+    with (
+        step.shared.whole(),
+        step.autocast(),
+        step.adapter.evaluating(step.model),
+    ):  # a kernel that is pinned may take 16 bits only
         ids = sample(
             step.model,
             [encoder.end_of_text],

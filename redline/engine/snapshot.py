@@ -17,9 +17,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from redline.core.checkpoints import SHOWN
 from redline.core.errors import UserError
+from redline.engine.shard import put
+from redline.engine.tensor_files import SavedTensors
 
 # How an update is computed, not what it is: a run may go on with another implementation of the same optimizer.
 IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
@@ -100,7 +103,7 @@ def _tensors_of(
 
 def _unwrapped(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     """The plain tensors inside one that wraps them, as torchao's 8-bit state does (codes, scales, a table)."""
-    if not hasattr(tensor, "__tensor_flatten__"):
+    if isinstance(tensor, DTensor) or not hasattr(tensor, "__tensor_flatten__"):  # a part of one is saved as such
         yield name, tensor
         return
     inner, _ = tensor.__tensor_flatten__()
@@ -136,8 +139,11 @@ def copy_into(targets: Mapping[str, torch.Tensor], saved: Mapping[str, torch.Ten
     ]
     if wrong:
         raise _does_not_fit(f"{what} tensors", wrong)
+    if isinstance(saved, SavedTensors):
+        saved.read_into(targets)
+        return
     for name, target in targets.items():
-        target.copy_(saved[name])
+        put(target, saved[name])
 
 
 def _check_names(what: str, saved: Any, here: Any) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from redline.core.plan import Plan
+from redline.engine.shard import Shared, clip
 from redline.model.adapter import DTYPES, Adapter, LossOf
 
 INITIAL_LOSS_SCALE = 2.0**14  # low enough that GPT-2's first gradients do not overflow, so no update is lost
@@ -31,9 +32,12 @@ class TrainStep:
         learning_rate: Callable[[int], float] | None,
         clip_norm: float,
         chunk: int | None = None,
+        shared: Shared | None = None,
     ) -> None:
         """`chunk` splits a batch into pieces of that many sequences whose gradients are added up. Without an adapter
-        `loss_of` takes the batch as it comes; without a learning rate the optimizer's groups keep their own."""
+        `loss_of` takes the batch as it comes; without a learning rate the optimizer's groups keep their own. `shared`:
+        how ranks share the step, where there are several."""
+        self.shared = Shared(loss_of) if shared is None else shared
         self._adapter, self.model, self.loss_of, self.optimizer, self.plan = adapter, model, loss_of, optimizer, plan
         self.learning_rate, self.clip_norm, self.chunk = learning_rate, clip_norm, chunk
         self.parameters = list(model.parameters())
@@ -74,7 +78,10 @@ class TrainStep:
     def compute_gradients(self, batch: Any) -> torch.Tensor:
         """Unscaled, unclipped gradients of the mean loss in every parameter's .grad."""
         pieces = [(batch, 1.0)] if self.chunk is None else self.adapter.pieces(batch, self.chunk)
-        losses = [self._backward(piece, share) for piece, share in pieces]
+        losses = []
+        for number, (piece, share) in enumerate(pieces, 1):
+            with self.shared.piece(last=number == len(pieces)):
+                losses.append(self._backward(piece, share))
         self.scaler.unscale_(self.optimizer)
         return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
 
@@ -96,7 +103,7 @@ class TrainStep:
         if self.learning_rate is not None:
             for group in self.optimizer.param_groups:
                 group["lr"] = self.learning_rate(self.steps_taken)
-        self.gradient_norm = nn.utils.clip_grad_norm_(self.parameters, self.clip_norm)
+        self.gradient_norm = clip(self.parameters, self.clip_norm)
         if self.plan.loss_scaling:
             self.scaler.step(self.optimizer)  # has its own test for infinities
             self.scaler.update()

@@ -12,7 +12,9 @@ be hashed while it is written. safetensors' own writer can do neither; its reade
 from __future__ import annotations
 
 import json
+import pickle
 import struct
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,8 +22,12 @@ from typing import Any
 
 import safetensors
 import torch
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
 
 from redline.core.checkpoints import TENSOR_SUFFIX, UnusableError
+from redline.engine.shard import put
 
 DTYPES = {
     torch.float64: "F64",
@@ -36,6 +42,13 @@ DTYPES = {
     torch.int8: "I8",
     torch.uint8: "U8",
     torch.bool: "BOOL",
+}
+METADATA_FILE = ".metadata"  # of torch's distributed checkpoint: which part of which tensor lies where
+LISTED = {
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.serialization", "_get_layout"),
+    ("torch", "Size"),
+    ("pathlib", "PosixPath"),
 }
 ALIGNMENT = 8  # of the data section: readers map it and look at it as numbers
 
@@ -136,11 +149,69 @@ class SavedTensors(Mapping[str, torch.Tensor]):
         tensor: torch.Tensor = file.get_tensor(stored)
         return tensor.to(self.device)
 
+    def read_into(self, targets: Mapping[str, torch.Tensor]) -> None:
+        """In place, into whole tensors or into those of which a rank holds a part."""
+        parts = {name: target for name, target in targets.items() if isinstance(self.places[name][0], ShardedFiles)}
+        if parts:  # of one folder: a checkpoint is written one way
+            files = self.places[next(iter(parts))][0]
+            files.read_into({self.places[name][1]: target.detach() for name, target in parts.items()})
+        for name, target in targets.items():
+            if name not in parts:
+                put(target, self[name])
+
     def __iter__(self) -> Iterator[str]:
         return iter(self.places)
 
     def __len__(self) -> int:
         return len(self.places)
+
+
+class MetadataUnpickler(pickle.Unpickler):
+    """DCP pickles where its parts lie, and a pickle can run anything: only what such a list is made of is let in."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        lists = module == "torch.distributed.checkpoint.metadata" or (module, name) in LISTED
+        if lists or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"{module}.{name} has no place in a list of tensors")
+
+
+class CheckedReader(FileSystemReader):
+    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+        with open(Path(self.path) / METADATA_FILE, "rb") as file:
+            found = MetadataUnpickler(file).load()
+        if not isinstance(found, Metadata):
+            raise pickle.UnpicklingError(f"it holds {type(found).__name__}")
+        return found
+
+
+class ShardedFiles:
+    """What `open_tensors` opens, of a checkpoint that several ranks wrote: one file to whoever reads it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.known = CheckedReader(folder).read_metadata().state_dict_metadata
+
+    def get_tensor(self, name: str) -> torch.Tensor:
+        about = self.known[name]
+        assert isinstance(about, TensorStorageMetadata)
+        whole = torch.empty(about.size, dtype=about.properties.dtype)
+        self.read_into({name: whole})
+        return whole
+
+    def read_into(self, targets: dict[str, torch.Tensor]) -> None:
+        """Of tensors that are cut this rank's part alone is read; nobody waits for another rank."""
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # it is told so by no_dist
+            load(dict(targets), storage_reader=CheckedReader(self.folder), no_dist=True)
+
+
+def open_sharded(folder: Path) -> SavedTensors:
+    try:
+        files = ShardedFiles(folder)
+    except Exception as error:  # a pickle that is not whole raises anything
+        raise UnusableError(f"{METADATA_FILE}: cannot be read ({error})") from None
+    return SavedTensors({name: (files, name) for name in files.known})
 
 
 def open_tensors(files: Iterable[Path]) -> SavedTensors:

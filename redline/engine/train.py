@@ -14,7 +14,7 @@ import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -25,13 +25,14 @@ from redline.core.training import Progress, TrainSettings
 from redline.data.batches import BatchSource
 from redline.engine import memory
 from redline.engine.checkpoint import (
-    CheckpointStore,
     capture_rng,
     copy_into,
     load_optimizer_tensors,
     optimizer_tensors,
     restore_rng,
 )
+from redline.engine.distributed import Ranks, alone
+from redline.engine.rank_stores import Store
 from redline.engine.step import TrainStep
 
 Emit = Callable[..., None]
@@ -55,13 +56,16 @@ class Trainer:
         settings: TrainSettings,
         open_loader: Callable[[int, dict[str, Any] | None], BatchSource],
         validation: Callable[[], Iterable[torch.Tensor]],
-        store: CheckpointStore,
+        store: Store,
         identity: Mapping[str, Any],
         emit: Emit,
         sample: Callable[[], str] | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
-        """`open_loader(position, state)` gives batches of a whole update, [2, B, T], from that sequence on; `state` is
-        what such a loader said of itself at the checkpoint. `validation()` gives the same few batches at every call."""
+        """`open_loader(position, state)` gives batches of a whole update, [2, B, T], from that sequence on, or a rank's
+        share of them; `state` is what such a loader said of itself at the checkpoint. `validation()` gives the same few
+        batches at every call. `ranks`: those that train together, each with a trainer of its own."""
+        self.ranks = ranks or alone()
         self.step, self.settings, self.store = step, settings, store
         self.open_loader, self.validation = open_loader, validation
         self.identity, self.emit, self.sample = dict(identity), emit, sample
@@ -69,6 +73,7 @@ class Trainer:
         self.loader: BatchSource | None = None
         self.data_state: dict[str, Any] | None = None
         self.saved_at = self.validated_at = -1
+        self.asked = False
         self.told_saved: int | None = None
         self.told_failure: UserError | None = None
         self.validation_loss: float | None = None
@@ -147,9 +152,10 @@ class Trainer:
         self.loader = loader = self.open_loader(position, self.data_state)
         self.began = (self.progress.tokens, loader.epoch)
         with self.store, closing(loader), asked_to_stop() as asked:
-            while (why := asked() or self.settings.budget.used_up(self.progress)) is None:
-                self._cycle(loader, asked)
-                self._between_cycles()
+            with self.ranks.watched():
+                while (why := self._why_over(asked)) is None:
+                    self._cycle(loader, asked)
+                    self._between_cycles()
             if why != "interrupted":
                 self._validate()
             self.save()
@@ -159,15 +165,27 @@ class Trainer:
                 raise NotSavedError(f"{failure.problem}: {failure.why}; make room and go on with --resume")
         return why
 
+    def _why_over(self, asked: Callable[[], str | None]) -> str | None:
+        """The same on every rank: what it hangs on was agreed upon at the end of the cycle."""
+        if self.asked or (self.ranks.count == 1 and asked()):
+            return "interrupted"
+        return self.settings.budget.used_up(self.progress)
+
     def _cycle(self, loader: BatchSource, asked: Callable[[], str | None]) -> None:
         started, waited, documents = time.perf_counter(), loader.waited_seconds, loader.documents
         memory.reset_peak(self.step.device)
         losses, norms = self._queue_updates(loader, asked)
-        figures = torch.stack([*losses, *norms]).tolist()  # the one wait of the cycle
-        seconds = time.perf_counter() - started
-        self.progress.documents += loader.documents - documents
+        self.ranks.mark(self.step.steps_taken, "reading the losses")
+        figures = self.ranks.mean(torch.stack([*losses, *norms])).tolist()  # the one wait of the cycle
         self.epoch = loader.epoch
-        self._account(figures[: len(losses)], figures[len(losses) :], seconds, loader.waited_seconds - waited)
+        mine = Look(
+            seconds=time.perf_counter() - started,
+            waited=loader.waited_seconds - waited,
+            documents=loader.documents - documents,
+            peak_bytes=memory.peak_bytes(self.step.device),
+            asked=asked() is not None,
+        )
+        self._account(figures[: len(losses)], figures[len(losses) :], agreed(self.ranks.gather(mine)))
 
     def _queue_updates(
         self, loader: BatchSource, asked: Callable[[], str | None]
@@ -175,9 +193,12 @@ class Trainer:
         """Losses and gradient norms, on the device: nothing in here waits for it (`tests/gpu/test_train.py`)."""
         losses, norms = [], []
         for _ in range(self._updates_to_go()):
-            losses.append(self.step(next(loader)))
+            self.ranks.mark(self.step.steps_taken, "waiting for its batch")
+            batch = next(loader)
+            self.ranks.mark(self.step.steps_taken, "in the step")
+            losses.append(self.step(batch))
             norms.append(self.step.gradient_norm)
-            if asked():
+            if asked() and self.ranks.count == 1:  # several stop together, at the end of the cycle
                 break
         return losses, norms
 
@@ -195,8 +216,10 @@ class Trainer:
             limits.append(math.ceil((settings.budget.tokens - self.progress.tokens) / per_update))
         return max(1, min(limits))
 
-    def _account(self, losses: list[float], norms: list[float], seconds: float, waited: float) -> None:
-        progress, shape = self.progress, self.step.adapter.workload.shape
+    def _account(self, losses: list[float], norms: list[float], look: Look) -> None:
+        progress, shape, seconds = self.progress, self.step.adapter.workload.shape, look.seconds
+        progress.documents += look.documents
+        self.asked = look.asked
         tokens = len(losses) * self.settings.global_batch * shape.sequence
         progress.updates += len(losses)
         progress.tokens += tokens
@@ -209,7 +232,7 @@ class Trainer:
         progress.skipped += len(skipped_at)
         good = [loss for loss in losses if math.isfinite(loss)]
         self.last_loss = sum(good) / len(good) if good else None
-        peak_bytes = memory.peak_bytes(self.step.device)
+        peak_bytes = look.peak_bytes
         self.peak_bytes = None if peak_bytes is None else max(peak_bytes, self.peak_bytes or 0)
         self.emit(
             "cycle",
@@ -222,7 +245,7 @@ class Trainer:
             seconds=seconds,
             total_seconds=progress.seconds,
             tokens_per_second=tokens / seconds,
-            data_wait=waited / seconds,
+            data_wait=look.waited / seconds,
             skipped=progress.skipped,
             skipped_at=skipped_at,
             peak_bytes=peak_bytes,
@@ -247,8 +270,10 @@ class Trainer:
         if settings.eval_every is not None and done % settings.eval_every == 0:
             self._validate()
         if settings.sample_every is not None and done % settings.sample_every == 0 and self.sample is not None:
+            self.ranks.mark(self.step.steps_taken, "writing a sample")
             self.emit("sample", updates=done, text=self.sample())
         if settings.checkpoint_every is not None and done % settings.checkpoint_every == 0:
+            self.ranks.mark(self.step.steps_taken, "saving")
             self.save()
 
     def _validate(self) -> None:
@@ -258,13 +283,14 @@ class Trainer:
         if self.validated_at == progress.updates:
             return
         self.validated_at = progress.updates
-        with self.step.adapter.evaluating(self.step.model):
+        self.ranks.mark(self.step.steps_taken, "validating")
+        with self.step.shared.whole(), self.step.adapter.evaluating(self.step.model):
             for batch in self.validation():
                 losses.append(self.step.loss(batch).detach())
                 progress.validation_tokens += self.step.adapter.items(batch)
         if not losses:
             return
-        loss = torch.stack(losses).mean().item()
+        loss = self.ranks.mean(torch.stack(losses).mean()).item()  # one number for all: what is best hangs on it
         self.validation_loss = loss
         if math.isfinite(loss):
             best = progress.best_validation
@@ -276,6 +302,30 @@ class Trainer:
             loss=loss,
             validation_tokens=progress.validation_tokens,
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Look:
+    """What a rank saw of a cycle, on its host."""
+
+    seconds: float
+    waited: float
+    documents: int
+    peak_bytes: int | None
+    asked: bool
+
+
+def agreed(looks: list[Look]) -> Look:
+    """Rank 0's clock for all, since a budget of minutes must be used up for all at once; the rank that waited longest
+    for data and the one that took most memory; and everybody stops when one was asked to."""
+    peaks = [look.peak_bytes for look in looks if look.peak_bytes is not None]
+    return Look(
+        seconds=looks[0].seconds,
+        waited=max(look.waited for look in looks),
+        documents=sum(look.documents for look in looks),
+        peak_bytes=max(peaks, default=None),
+        asked=any(look.asked for look in looks),
+    )
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from torch import nn
 
 from redline.core.plan import PIECES, Plan
 from redline.core.workload import Workload
-from redline.model.gpt import GPT, gelu_by_sigmoid, initialise, unpadded
+from redline.model.gpt import GPT, draw, fill_buffers, gelu_by_sigmoid, initialise, unpadded
 from redline.model.loss import head_loss, next_token_loss
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -36,6 +36,23 @@ class Adapter(ABC):
     @abstractmethod
     def build(self, plan: Plan, device: torch.device) -> nn.Module:
         """The model at its final shape, on the device, with its initial weights."""
+
+    def build_unplaced(self, plan: Plan) -> nn.Module:
+        """The same with nothing on the device yet, for those who cut it first: whole on the host, or on 'meta', and
+        then `fill_buffers` and `draw` give it its numbers."""
+        return self.build(plan, torch.device("cpu"))
+
+    def fill_buffers(self, model: nn.Module) -> None:
+        """Of a model that was built on 'meta', in place."""
+        raise AssertionError(f"{type(self).__name__} builds no model on 'meta'")
+
+    def draw(self, model: nn.Module, name: str, whole: torch.Tensor) -> None:
+        """The initial weights of one parameter into a tensor of its whole size."""
+        raise AssertionError(f"{type(self).__name__} builds no model on 'meta'")
+
+    def blocks(self, model: nn.Module) -> list[nn.Module]:
+        """The equal parts that run one after the other: what is cut, gathered and compiled one by one."""
+        return []
 
     @abstractmethod
     def restore(self, model: nn.Module) -> None:
@@ -74,6 +91,26 @@ class BuiltIn(Adapter):
     """GPT-2 as model/gpt.py writes it."""
 
     def build(self, plan: Plan, device: torch.device) -> GPT:
+        model = self._uninitialised(plan, device)
+        initialise(model, self.workload.seed)
+        return model
+
+    def build_unplaced(self, plan: Plan) -> GPT:
+        return self._uninitialised(plan, torch.device("meta"))
+
+    def fill_buffers(self, model: nn.Module) -> None:
+        assert isinstance(model, GPT)
+        fill_buffers(model)
+
+    def draw(self, model: nn.Module, name: str, whole: torch.Tensor) -> None:
+        assert isinstance(model, GPT)
+        draw(model, name, whole, self.workload.seed)
+
+    def blocks(self, model: nn.Module) -> list[nn.Module]:
+        assert isinstance(model, GPT)
+        return list(model.h)
+
+    def _uninitialised(self, plan: Plan, device: torch.device) -> GPT:
         shape = self.workload.decoder
         with device:
             model = GPT(
@@ -85,9 +122,9 @@ class BuiltIn(Adapter):
                 residual=DTYPES.get(plan.residual, torch.float32),
                 gelu=plan.gelu,
             )
-        model.to(DTYPES.get(plan.weights, torch.float32))  # before the weights are drawn, as `restore` draws them
-        initialise(model, self.workload.seed)
-        return model
+        return model.to(
+            DTYPES.get(plan.weights, torch.float32)
+        )  # before the weights are drawn, as `restore` draws them
 
     def restore(self, model: nn.Module) -> None:
         assert isinstance(model, GPT)

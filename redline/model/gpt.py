@@ -128,9 +128,7 @@ class GPT(nn.Module):
             self.lm_head.weight = self.wte.weight
         if rows > shape.vocab:
             hide_padding(self.lm_head, shape.vocab)
-        self.register_buffer(
-            "future", torch.ones(shape.sequence, shape.sequence, dtype=torch.bool).triu(1), persistent=False
-        )
+        self.register_buffer("future", future_of(shape.sequence), persistent=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         logits: torch.Tensor = self.lm_head(self.features(tokens))  # [B, T, rows]
@@ -165,30 +163,49 @@ def hide_padding(head: nn.Linear, vocab: int) -> None:
     """A constant bias of -inf gives the padded rows probability zero, exactly: the loss is the unpadded model's and no
     sampler can draw them. The matmul adds a bias for nothing; masking or slicing logits is another pass over them."""
     del head.bias  # the slot of a parameter that is None
-    head.register_buffer(
-        "bias", torch.where(torch.arange(head.out_features) < vocab, 0.0, -torch.inf), persistent=False
-    )
+    head.register_buffer("bias", padding_bias(head.out_features, vocab), persistent=False)
+
+
+def padding_bias(rows: int, vocab: int) -> torch.Tensor:
+    return torch.where(torch.arange(rows) < vocab, 0.0, -torch.inf)
+
+
+def future_of(sequence: int) -> torch.Tensor:
+    """What a token may not see, [T, T]."""
+    return torch.ones(sequence, sequence, dtype=torch.bool).triu(1)
+
+
+def fill_buffers(model: GPT) -> None:
+    """What is computed and not drawn, of a model that was built without memory."""
+    model.future.copy_(future_of(model.shape.sequence))  # type: ignore[operator]
+    if isinstance(model.lm_head.bias, torch.Tensor):
+        model.lm_head.bias.copy_(padding_bias(model.lm_head.out_features, model.shape.vocab))
 
 
 @torch.no_grad()
 def initialise(model: GPT, seed: int) -> None:
     """GPT-2's initialisation, in place. Every tensor has its own stream of random numbers, so padded, tied and plain
     variants of one model start from the same weights."""
-    residual_std = INIT_STD / math.sqrt(2 * model.shape.layers)
     for name, parameter in model.named_parameters():
-        generator = torch.Generator(parameter.device).manual_seed(seed + zlib.crc32(name.encode()))
-        if name.endswith("bias"):
-            parameter.zero_()
-        elif parameter.dim() == 1:  # LayerNorm gains
-            parameter.fill_(1.0)
-        else:
-            real = unpadded(model, name, parameter)
-            parameter.zero_()
-            std = residual_std if name.endswith("c_proj.weight") else INIT_STD
-            if real.dtype == torch.float32:
-                real.normal_(0.0, std, generator=generator)
-            else:  # rounded from the same numbers: in bf16 torch 2.11 draws others
-                real.copy_(torch.normal(0.0, std, real.shape, generator=generator, device=real.device))
+        draw(model, name, parameter, seed)
+
+
+@torch.no_grad()
+def draw(model: GPT, name: str, parameter: torch.Tensor, seed: int) -> None:
+    """The initial weights of one parameter, or of a tensor that stands for it."""
+    generator = torch.Generator(parameter.device).manual_seed(seed + zlib.crc32(name.encode()))
+    if name.endswith("bias"):
+        parameter.zero_()
+    elif parameter.dim() == 1:  # LayerNorm gains
+        parameter.fill_(1.0)
+    else:
+        real = unpadded(model, name, parameter)
+        parameter.zero_()
+        std = INIT_STD / math.sqrt(2 * model.shape.layers) if name.endswith("c_proj.weight") else INIT_STD
+        if real.dtype == torch.float32:
+            real.normal_(0.0, std, generator=generator)
+        else:  # rounded from the same numbers: in bf16 torch 2.11 draws others
+            real.copy_(torch.normal(0.0, std, real.shape, generator=generator, device=real.device))
 
 
 def unpadded(model: GPT, name: str, tensor: torch.Tensor) -> torch.Tensor:

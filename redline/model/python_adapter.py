@@ -56,6 +56,10 @@ class PythonAdapter(Adapter):
         self._initial = {name: tensor.detach().clone() for name, tensor in held(model)}
         return model.to(device)
 
+    def blocks(self, model: nn.Module) -> list[nn.Module]:
+        blocks = self.traced.blocks
+        return [] if blocks is None else list(model.get_submodule(blocks.name).children())
+
     @torch.no_grad()
     def restore(self, model: nn.Module) -> None:
         """Buffers too: batch norm's averages change with every step."""

@@ -81,6 +81,9 @@ class TransformersAdapter(Adapter):
         text.use_cache = False  # keys and values of a step are of no use to the next
         return text
 
+    def blocks(self, model: nn.Module) -> list[nn.Module]:
+        return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+
     @torch.no_grad()
     def restore(self, model: nn.Module) -> None:
         assert self._initial is not None, "build comes first"

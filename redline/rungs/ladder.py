@@ -20,6 +20,7 @@ from redline.rungs.optimizers import (
     Muon,
     SgdMomentum,
 )
+from redline.rungs.parallel import DDP, Ddp, Fsdp, FsdpKeep
 from redline.rungs.rung import Maths, Rung, missing, why_not
 
 LEAST_TO_AUTOTUNE = 68  # multiprocessors: torch/_inductor/utils.py, is_big_gpu
@@ -475,6 +476,9 @@ LADDER: tuple[Rung, ...] = (
     MaxAutotune(),
     CudaGraphs(),
     ExpandableSegments(),
+    Ddp(),
+    Fsdp(),
+    FsdpKeep(),
 )
 
 
@@ -527,6 +531,16 @@ def with_optimizer(names: Iterable[str], optimizer: str) -> tuple[str, ...]:
         raise unknown_name("optimizer", optimizer, own)
     wanted = {own[optimizer], *(name for name in names if group_of(find_rung(name)) != FUSED_ADAMW)}
     return tuple(rung.name for rung in LADDER if rung.name in wanted)
+
+
+def with_parallel(names: Iterable[str], way: str | None) -> tuple[str, ...]:
+    """The rungs with this way for ranks to share a step instead of the one they have; None: theirs, or `ddp`."""
+    known = [rung.name for rung in LADDER if group_of(rung) == DDP]
+    if way is not None and way not in known:
+        raise unknown_name("way to share a step", way, known)
+    names = tuple(names)
+    way = way or next((name for name in names if name in known), DDP)
+    return (*(name for name in names if name not in known), way)
 
 
 def usual_rungs(workload: Workload, hardware: Hardware) -> tuple[str, ...]:

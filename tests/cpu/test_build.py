@@ -310,6 +310,7 @@ def test_every_field_of_a_plan_is_covered_above() -> None:
         "weights",
         "read_loss_every",
         "loader_workers",
+        "parallel",  # test_ranks.py
     }
 
 

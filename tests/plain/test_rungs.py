@@ -13,6 +13,7 @@ from redline.core.errors import UserError
 from redline.core.plan import Plan
 from redline.core.workload import Shape
 from redline.rungs import LADDER, Maths, Rung, find_rung, group_of, plan_of, published_rungs, reference_plan
+from redline.rungs.ladder import with_parallel
 
 ORDER = (
     "baseline",
@@ -44,7 +45,9 @@ ORDER = (
     "max-autotune",
     "cuda-graphs",
     "expandable-segments",
+    *("ddp", "fsdp", "fsdp-keep"),
 )
+RANKS = {"ddp", "fsdp", "fsdp-keep"}  # they need several
 HALF = replace(Plan(), autocast="bf16", compile=True)  # some rungs take 16-bit inputs or compiled code
 every_rung = pytest.mark.parametrize("rung", LADDER, ids=lambda rung: rung.name)
 
@@ -94,16 +97,35 @@ def test_only_tied_weights_and_other_optimizers_change_the_maths():
 
 
 def test_what_applies_on_an_h200(tiny, h200):
-    assert applying(tiny, h200) == set(ORDER)
+    assert applying(tiny, h200) == set(ORDER) - RANKS
+    assert applying(tiny, replace(h200, ranks=2), replace(HALF, optimizer="adamw-fused")) == set(ORDER)
+
+
+def test_what_ranks_cannot_share(tiny, h200):
+    many = replace(h200, ranks=8)
+    assert "one process" in find_rung("ddp").needs(tiny, h200, Plan())
+    assert "cuda-graphs" in find_rung("ddp").needs(tiny, many, replace(Plan(), cuda_graphs=True))
+    assert find_rung("ddp").needs(tiny, many, replace(Plan(), optimizer="muon")) is None
+    for name in ("fsdp", "fsdp-keep"):
+        assert "muon" in find_rung(name).needs(tiny, many, replace(Plan(), optimizer="muon"))
+        assert "bf16" in find_rung(name).needs(tiny, many, replace(Plan(), autocast="fp16"))
+
+
+def test_a_recipe_shares_a_step_one_way():
+    assert with_parallel(("bf16",), None) == ("bf16", "ddp")
+    assert with_parallel(("bf16", "fsdp"), None) == ("bf16", "fsdp")
+    assert with_parallel(("fsdp", "bf16"), "fsdp-keep") == ("bf16", "fsdp-keep")
+    with pytest.raises(UserError, match="unknown way to share a step 'zero'"):
+        with_parallel((), "zero")
 
 
 def test_what_applies_on_a_t4(tiny, t4):
     lacking = {"tf32", "bf16", "flash", "cudnn-attention", "adamw-bf16", "adamw-bf16-kahan"}
-    assert applying(tiny, t4) == set(ORDER) - lacking
+    assert applying(tiny, t4) == set(ORDER) - lacking - RANKS
 
 
 def test_what_applies_on_a_cpu(tiny, cpu):
-    assert applying(tiny, cpu, Plan()) == set(ORDER) - {
+    assert applying(tiny, cpu, Plan()) == set(ORDER) - RANKS - {
         "tf32",
         "no-sync",
         "fp16",

@@ -1,0 +1,196 @@
+"""`redline train --gpus N`: starts the ranks, and what each of them does.
+
+    start_ranks(options)      # the command the user typed: torchrun's agent with N ranks of the same words
+    run_rank(options)         # in each of them, also where somebody else's torchrun started it
+
+Rank 0 is the command as it is without ranks: it checks, makes the run directory, prepares data, shows and writes. The
+others get the finished order from it and train. On a CPU the ranks are processes that share its cores: slower than
+one, and the same numbers, which is good for learning and tests.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from redline.commands.common import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, check_sizes
+from redline.core.errors import UserError
+from redline.core.training import RANK_PID_FILE
+
+if TYPE_CHECKING:
+    from redline.core.hardware import Hardware
+    from redline.engine.distributed import Ranks
+    from redline.engine.session import TrainOrder
+
+
+def ranks_here() -> int | None:
+    """How many there are, where this process is one of them: torchrun says so in the environment."""
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        return None
+    count = int(os.environ["WORLD_SIZE"])
+    return count if count > 1 or "TORCHELASTIC_RUN_ID" in os.environ else None
+
+
+# --- starting them ----------------------------------------------------------------------------------------------------
+
+
+def start_ranks(options: argparse.Namespace) -> int:
+    """Everything that can be refused is refused here, before a process is started."""
+    from rich.console import Console
+
+    from redline.commands.train import check_order
+    from redline.search.launch import import_environment, kill_group
+
+    check_sizes(options, ("gpus",))
+    if ranks_here() is not None:
+        raise UserError(
+            f"--gpus {options.gpus} in a process that torchrun started",
+            "torchrun has made the ranks already, and says how many there are",
+            "leave --gpus out, or leave torchrun out",
+        )
+    with open(os.devnull, "w", encoding="utf-8") as nowhere:
+        hardware = check_order(options, Console(file=nowhere), ranks=options.gpus)
+    if hardware.kind == "cpu":
+        print(f"{options.gpus} ranks share this CPU: the same numbers, and no faster", file=sys.stderr)
+    with tempfile.TemporaryDirectory(prefix="redline-ranks-") as folder:
+        pid_file = Path(folder) / "rank-0"
+        environment = {
+            "LOGLEVEL": "CRITICAL",  # the agent's own lines: what it knows is told in one
+            "OMP_NUM_THREADS": str(max(1, hardware.cpu_cores // options.gpus)),
+            **os.environ,
+            **import_environment(),
+            RANK_PID_FILE: str(pid_file),
+        }
+        # A session of their own: Ctrl-C reaches the ranks through us, and once.
+        process = subprocess.Popen(agent_words(options, folder), env=environment, start_new_session=True)
+        try:
+            return follow(process, pid_file)
+        finally:
+            kill_group(process)
+
+
+def agent_words(options: argparse.Namespace, logs: str) -> list[str]:
+    agent = [sys.executable, "-m", "redline.engine.agent", "--standalone", f"--nproc-per-node={options.gpus}"]
+    return [*agent, f"--log-dir={logs}", "-m", "redline", *without_gpus(options.words)]
+
+
+def without_gpus(words: Sequence[str]) -> list[str]:
+    """The command as typed, for each rank. argparse takes `--gpus=4` too, and `--gp 4`."""
+    kept, skip = [], False
+    for word in words:
+        name, _, value = word.partition("=")
+        is_gpus = len(name) > 3 and "--gpus".startswith(name)
+        if not skip and not is_gpus:
+            kept.append(word)
+        skip = is_gpus and not value
+    return kept
+
+
+def follow(process: subprocess.Popen[bytes], pid_file: Path) -> int:
+    """Until the agent ends. A signal goes to rank 0 alone: it tells the others, and all stop after the same update."""
+
+    def pass_on(number: int, _: object) -> None:
+        try:
+            os.kill(int(pid_file.read_text(encoding="utf-8")), number)
+        except (OSError, ValueError):  # no rank is there yet, or any more
+            process.send_signal(signal.SIGTERM)
+
+    before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        code = process.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return code if code >= 0 else EXIT_FAILED
+
+
+# --- being one --------------------------------------------------------------------------------------------------------
+
+
+def run_rank(options: argparse.Namespace) -> int:
+    from redline.engine.distributed import join, recorded
+
+    ranks = join(options.rank_timeout)
+    with recorded(ranks), ranks:
+        try:
+            return lead(ranks, options) if ranks.leads else train_along(ranks)
+        except KeyboardInterrupt:
+            return EXIT_INTERRUPTED  # by the user, or by the agent because of another rank, whose failure it tells
+
+
+def lead(ranks: Ranks, options: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from redline.commands.train import make_order, train_and_show
+    from redline.core.values import to_json
+
+    console = Console(stderr=True)
+    try:
+        options = gone_on(options, ranks)
+        order = make_order(options, console, ranks=ranks.count)
+        ranks.remember("out", order.out)
+    except BaseException:
+        ranks.say("order", None)  # nobody waits for what does not come
+        raise
+    ranks.say("order", to_json(order))
+    code = train_and_show(order, options, console, ranks)
+    ranks.say("over", code)
+    return code
+
+
+def gone_on(options: argparse.Namespace, ranks: Ranks) -> argparse.Namespace:
+    """Where torchrun starts the ranks again after a failure: the same words, and the run directory that they made."""
+    from redline.commands.train import FIXED
+    from redline.core.job import RUN_FILE
+
+    out = ranks.remembered("out") or options.out
+    if ranks.attempt == 0 or options.resume is not None or out is None or not (Path(out) / RUN_FILE).exists():
+        return options
+    settled = dict.fromkeys((*FIXED, "out"))
+    return argparse.Namespace(**{**vars(options), **settled, "resume": Path(out)})
+
+
+def train_along(ranks: Ranks) -> int:
+    from redline.core.values import from_json
+    from redline.engine.session import TrainOrder, train
+
+    told = ranks.hear("order")
+    if told is None:
+        return EXIT_DONE  # rank 0 says why
+    summary = train(from_json(TrainOrder, told), say_nothing, ranks)
+    if summary["ended"] == "failed":
+        raise RuntimeError(summary["reason"])
+    ranks.hear("over")  # whoever left earlier would look like one that failed
+    return EXIT_DONE
+
+
+def say_nothing(kind: str, **_: Any) -> None:
+    """Rank 0 tells what there is to tell."""
+
+
+# --- what can be refused ----------------------------------------------------------------------------------------------
+
+
+def check_ranks(hardware: Hardware, ranks: int) -> Hardware:
+    """The machine with that many ranks on it. More than one per device is refused."""
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    if hardware.kind == "cuda" and here > hardware.count:
+        only = f"this machine has {hardware.count} GPU{'' if hardware.count == 1 else 's'}"
+        fix = f"use --gpus {hardware.count}" if hardware.count > 1 else "leave --gpus out"
+        raise UserError(f"{here} ranks on this machine", f"each rank has a GPU of its own, and {only}", fix)
+    return replace(hardware, ranks=ranks)
+
+
+def check_shares(order: TrainOrder, ranks: int) -> None:
+    """Every rank takes whole micro batches of every update."""
+    from redline.predict.parallel import layout_for_batch
+
+    layout_for_batch(gpus=ranks, micro_batch=order.settings.micro_batch, global_batch=order.settings.global_batch)

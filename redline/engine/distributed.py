@@ -1,0 +1,313 @@
+"""Several processes that train one model: how they find each other, agree, and notice that one of them is gone.
+
+    with join(limit_seconds=600) as ranks:       # what torchrun's environment says; `alone()` where nobody started it
+        ranks.say("order", {...});  ranks.hear("order")                   # over the store, before there are collectives
+        device = ranks.connect("cuda")                                    # from here on collectives work
+        ranks.mean(losses);  ranks.gather({"asked": False})               # on the device; on the host
+
+Every rank tells the store once a second that it lives, and how far its training has come (`mark`). Rank 0 looks at the
+others, rank 1 at rank 0: one that stands still for `limit_seconds` ends the job with a message that names it. Starting
+processes is torchrun's affair (`engine/agent.py`), cutting the model that of `engine/shard.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+from torch.distributed.rendezvous import rendezvous
+
+from redline.core.errors import UserError
+from redline.core.training import RANK_PID_FILE
+
+BEAT_SECONDS = 1.0
+LIMIT_SECONDS = 600.0  # a first step that compiles for long is no rank that hangs
+POLL_SECONDS = 0.05
+SHOWN = 4  # ranks in one message
+
+
+class LostRankError(Exception):
+    """A rank that no longer answers, in words."""
+
+
+class Ranks:
+    """This process among those that train together. Rank 0 leads: it alone talks, makes folders and writes metrics."""
+
+    def __init__(
+        self, *, rank: int = 0, count: int = 1, local: int = 0, store: Any = None, limit_seconds: float = LIMIT_SECONDS
+    ) -> None:
+        self.rank, self.count, self.local, self.limit_seconds = rank, count, local, limit_seconds
+        self.host_group: dist.ProcessGroup | None = None
+        """Collectives between hosts, on numbers that are in their memory anyway."""
+        self._rendezvous = store
+        self._store: Any = None
+        self._lasting: Any = None
+        if store is not None:
+            self._store, self._lasting = own_stores()
+        self._mark: tuple[int, int, str] = (0, 0, "getting ready")
+        self._beats = 0
+        self._ended = threading.Event()
+        self._watching = False
+        self._seen: dict[int, tuple[str, float]] = {}
+        self._thread: threading.Thread | None = None
+        if self._store is not None:
+            self._beat()
+            self._thread = threading.Thread(target=self._live, name="rank-beat", daemon=True)
+            self._thread.start()
+
+    @property
+    def joined(self) -> bool:
+        """There is a job of ranks, if only of one."""
+        return self._store is not None
+
+    @property
+    def leads(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def attempt(self) -> int:
+        """How many times torchrun has started the job again."""
+        return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) if self.joined else 0
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join()
+        # After a failure the others may wait in a collective: to take leave of them would be to wait as well.
+        if kind is None and self.host_group is not None:
+            dist.destroy_process_group()
+
+    # --- over the store -----------------------------------------------------------------------------------------------
+
+    def say(self, key: str, value: Any) -> None:
+        if self._store is not None:
+            self._store.set(key, json.dumps(value))
+
+    def hear(self, key: str, speaker: int = 0) -> Any:
+        """What that rank says, once it does. It may take as long as it likes, as long as it lives."""
+        assert self._store is not None, "there is nobody to listen to"
+        last, since = "", time.monotonic()
+        while not self._store.check([key]):
+            beat = self._beat_of(speaker)
+            if beat != last:
+                last, since = beat, time.monotonic()
+            if time.monotonic() - since > self.limit_seconds:
+                raise LostRankError(f"rank {speaker} gave no sign of life for {self.limit_seconds:.0f} s")
+            time.sleep(POLL_SECONDS)
+        return json.loads(self._store.get(key))
+
+    def remember(self, key: str, value: Any) -> None:
+        """For those that torchrun may start after these ranks have failed."""
+        if self._lasting is not None:
+            self._lasting.set(key, json.dumps(value))
+
+    def remembered(self, key: str) -> Any:
+        known = self._lasting is not None and self._lasting.check([key])
+        return json.loads(self._lasting.get(key)) if known else None
+
+    # --- collectives --------------------------------------------------------------------------------------------------
+
+    def connect(self, kind: str) -> torch.device:
+        """This rank's device; collectives on it, and between the hosts."""
+        if not self.joined:
+            return torch.device(kind)
+        device = torch.device(kind, self.local) if kind == "cuda" else torch.device(kind)
+        if kind == "cuda":
+            torch.cuda.set_device(device)
+        if self.host_group is not None:
+            return device
+        # The watch names a rank that hangs; a collective's own limit is for the case that nobody is left to watch.
+        limit = timedelta(seconds=2 * self.limit_seconds)
+        backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
+        store = PrefixStore(f"collectives/{self.attempt}", self._rendezvous)
+        dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.count, timeout=limit)
+        self.host_group = dist.new_group(backend="gloo", timeout=limit)
+        return device
+
+    def mean(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Over all ranks, in place. gloo has no average."""
+        if self.joined:
+            dist.all_reduce(tensor)
+            tensor /= self.count
+        return tensor
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's, in their order, on every rank."""
+        if not self.joined:
+            return [value]
+        found: list[Any] = [None] * self.count
+        dist.all_gather_object(found, value, group=self.host_group)
+        return found
+
+    # --- signs of life ------------------------------------------------------------------------------------------------
+
+    def mark(self, step: int, doing: str) -> None:
+        """How far this rank has come. Costs nothing: the store is told by another thread."""
+        self._mark = (self._mark[0] + 1, step, doing)
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Around what makes marks. Reading and writing large files before and after it may take as long as it takes."""
+        self._watching = True
+        try:
+            yield
+        finally:
+            self._watching = False
+
+    def _beat(self) -> None:
+        assert self._store is not None
+        self._beats += 1
+        self._store.set(f"beat/{self.rank}", json.dumps([self._beats, *self._mark, main_frame()]))
+
+    def _beat_of(self, rank: int) -> str:
+        assert self._store is not None
+        key = f"beat/{rank}"
+        return bytes(self._store.get(key)).decode() if self._store.check([key]) else ""
+
+    def _live(self) -> None:
+        try:
+            while not self._ended.wait(BEAT_SECONDS):
+                self._beat()
+                # Rank 0 looks at all; rank 1 at rank 0, whose process may be the one that is frozen.
+                if self._watching and self.rank < 2 and (found := self._standing_still()) is not None:
+                    end_with(LostRankError(found))
+        except dist.DistError:
+            return  # the store is gone, and with it the job: whoever ended it says why
+
+    def _standing_still(self) -> str | None:
+        now = time.monotonic()
+        watched = range(self.count) if self.leads else (0,)
+        seconds: dict[int, float] = {}
+        marks: dict[int, Mark] = {}
+        for rank in watched:
+            beat = self._beat_of(rank)
+            said = json.loads(beat) if beat else [0, 0, 0, "getting ready", "nowhere"]
+            marks[rank] = Mark(*said[1:])
+            for key, text in ((rank, str(said[1])), (-1 - rank, str(said[0]))):  # how far it has come; does it live
+                if self._seen.get(key, ("", 0.0))[0] != text:
+                    self._seen[key] = (text, now)
+            seconds[rank] = now - self._seen[rank][1]
+        frozen = [rank for rank in watched if now - self._seen[-1 - rank][1] > self.limit_seconds]
+        return words_of_standing(marks, seconds, frozen, self.limit_seconds) if self.leads or frozen else None
+
+
+class Mark(NamedTuple):
+    """How far a rank has come."""
+
+    number: int
+    """Of this mark: all ranks make the same ones in the same order."""
+    step: int
+    doing: str
+    frame: str
+    """The innermost line of Python."""
+
+
+def words_of_standing(
+    marks: Mapping[int, Mark], seconds: Mapping[int, float], frozen: Sequence[int], limit: float
+) -> str | None:
+    """Who holds the others up, or None. `seconds`: since a rank made its last mark; `frozen`: ranks whose process has
+    given no sign at all."""
+    behind = min(marks, key=lambda rank: (rank not in frozen, marks[rank].number, -seconds[rank]))
+    mark = marks[behind]
+    when = f"{seconds[behind]:.0f} s ago at step {mark.step:,}, {mark.doing} ({mark.frame})"
+    if behind in frozen:
+        return f"rank {behind} was last seen {when}; its process gives no sign of life"
+    if seconds[behind] <= limit:
+        return None
+    if any(other.number > mark.number for other in marks.values()):
+        return f"rank {behind} was last seen {when}; the others are further"
+    # Most of them wait in the same line for the one that does not come.
+    lines = Counter(other.frame for other in marks.values())
+    places = sorted(marks, key=lambda rank: (lines[marks[rank].frame], -rank))[:SHOWN]
+    return (
+        f"no rank has got any further for {seconds[behind]:.0f} s, at step {mark.step:,}, {mark.doing}: "
+        + ", ".join(f"rank {rank} is in {marks[rank].frame}" for rank in places)
+    )
+
+
+def main_frame() -> str:
+    """Where the thread that trains is, such as 'all_reduce, distributed_c10d.py'."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    return "nowhere" if frame is None else f"{frame.f_code.co_name}, {Path(frame.f_code.co_filename).name}"
+
+
+def alone() -> Ranks:
+    return Ranks()
+
+
+def join(limit_seconds: float | None = None) -> Ranks:
+    """The job that the environment tells of (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT: torchrun's)."""
+    leave_with_parent(lambda: os._exit(1))
+    limit = LIMIT_SECONDS if limit_seconds is None else limit_seconds
+    store, rank, count = next(rendezvous("env://", timeout=timedelta(seconds=limit)))
+    if rank == 0 and (path := os.environ.get(RANK_PID_FILE)):
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(str(os.getpid()))
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    return Ranks(rank=rank, count=count, local=local, store=store, limit_seconds=limit)
+
+
+def own_stores() -> tuple[Any, Any]:
+    """Of this attempt, and of all. A connection of our own: another's that waits in it would hold up the beat."""
+    own = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return PrefixStore(f"redline/{attempt}", own), PrefixStore("redline/job", own)
+
+
+def leave_with_parent(leave: Callable[[], None]) -> None:
+    """Nothing is left behind when whoever started this process is gone, even if it was killed."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(BEAT_SECONDS)
+        leave()
+
+    threading.Thread(target=watch, name="leave-with-parent", daemon=True).start()
+
+
+@contextmanager
+def recorded(ranks: Ranks) -> Iterator[None]:
+    """What ends a rank goes into the file that torchrun's agent reads, so that it is told once and by name. A mistake
+    of the user's that rank 0 finds is told by the command line, as ever."""
+    try:
+        yield
+    except UserError as error:
+        if not ranks.leads:
+            record_failure(error)
+            raise SystemExit(1) from error
+        raise
+    except Exception as error:
+        record_failure(error)
+        raise SystemExit(1) from error
+
+
+def record_failure(error: Exception) -> None:
+    handler = get_error_handler()
+    handler.initialize()
+    handler.record_exception(error)
+
+
+def end_with(error: Exception) -> None:
+    """From another thread than the one that hangs."""
+    record_failure(error)
+    os._exit(1)

@@ -1,0 +1,96 @@
+"""How several ranks share a step: one rung each, taken when it is named or when there are ranks (`--gpus N`).
+
+redline train gpt2 --gpus 8        redline train gpt2-xl --gpus 8 --parallel fsdp
+
+How many ranks there are is no part of a recipe: a recipe with `fsdp` on one process is the recipe without it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from redline.core.hardware import Hardware
+from redline.core.plan import Plan
+from redline.core.workload import Workload
+from redline.rungs.rung import Maths, Rung
+
+DDP = "ddp"
+# Their update of a number needs that number's row of gradients and state alone, which is what a rank holds.
+BY_NUMBER = ("adamw-loop", "adamw-foreach", "adamw-fused")
+
+
+def _several(hardware: Hardware, plan: Plan) -> str | None:
+    if hardware.ranks < 2:
+        return "there is one process: several share a step with --gpus N"
+    return "what a CUDA graph replays cannot wait for other ranks: leave cuda-graphs out" if plan.cuda_graphs else None
+
+
+class Ddp(Rung):
+    """Every rank holds the model and takes its share of the batch; gradients are averaged.
+
+    torch's DistributedDataParallel: gradients go into buckets of 25 MB, and one is averaged while the backward pass
+    computes the next. With accumulation only the last micro batch of an update is averaged. Weights,
+    gradients and optimizer state lie on every rank in full: what fits one device fits many, and no larger model. A
+    compiled step gives all its gradients at once, at the end of its backward pass, and hides nothing behind it.
+    """
+
+    name = DDP
+    title = "ranks average their gradients"
+    maths = Maths.ROUNDING
+    when_named = True
+
+    def needs(self, workload: Workload, hardware: Hardware, plan: Plan) -> str | None:
+        return _several(hardware, plan)
+
+    def apply(self, plan: Plan) -> Plan:
+        return replace(plan, parallel="ddp")
+
+
+def _sharding_needs(hardware: Hardware, plan: Plan) -> str | None:
+    if plan.optimizer not in BY_NUMBER:
+        return f"a rank holds rows of a matrix, and {plan.optimizer} was tried with whole ones only: take an AdamW"
+    if plan.autocast == "fp16":
+        return "loss scaling was tried with whole gradients only: take bf16"
+    return _several(hardware, plan)
+
+
+class Fsdp(Rung):
+    """Every rank holds a part of each tensor, of its gradient and of its optimizer state.
+
+    FSDP2 (`fully_shard`): the weights of a block are gathered before it runs, given back, and gathered again for its
+    backward pass; gradients are added up and dealt out at once. A rank holds 1/N of what DDP holds, at 1.5 times the
+    traffic, most of it hidden behind the block before. With bf16 the weights travel in 16 bits and gradients are added
+    up in fp32. Blocks are compiled one by one, and the model is built without memory: one larger than a device starts.
+    """
+
+    name = "fsdp"
+    title = "ranks share weights, FSDP2"
+    maths = Maths.ROUNDING
+    instead_of = DDP
+    when_named = True
+
+    def needs(self, workload: Workload, hardware: Hardware, plan: Plan) -> str | None:
+        return _sharding_needs(hardware, plan)
+
+    def apply(self, plan: Plan) -> Plan:
+        return replace(plan, parallel="fsdp")
+
+
+class FsdpKeep(Rung):
+    """As `fsdp`, with gathered weights kept from the forward to the backward pass.
+
+    One gathering less, so as little traffic as DDP; but from the end of the forward pass on every rank holds all
+    weights for a while. Gradients and optimizer state are shared as before, and they are the larger part.
+    """
+
+    name = "fsdp-keep"
+    title = "FSDP2, weights kept for the backward"
+    maths = Maths.ROUNDING
+    instead_of = DDP
+    when_named = True
+
+    def needs(self, workload: Workload, hardware: Hardware, plan: Plan) -> str | None:
+        return _sharding_needs(hardware, plan)
+
+    def apply(self, plan: Plan) -> Plan:
+        return replace(plan, parallel="fsdp-keep")

@@ -1,0 +1,80 @@
+"""What the ranks of tests/cpu/test_ranks.py run: one start of N processes for many training runs.
+
+torchrun --standalone --nproc-per-node 4 rank_cases.py FOLDER        # FOLDER/cases.json: a list of orders
+
+Also measures what a rank holds after a step, for the orders under "held".
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from redline.core.values import from_json
+from redline.engine.build import build_step
+from redline.engine.distributed import Ranks, join
+from redline.engine.session import TrainOrder, shared_plan, train, training_plan
+
+
+def run(folder: Path) -> None:
+    cases = json.loads((folder / "cases.json").read_text())
+    told: dict[str, Any] = {}
+    with join(60) as ranks:
+        for order in cases["orders"]:
+            events: list[Any] = []
+            summary = train(
+                from_json(TrainOrder, order), lambda kind, events=events, **f: events.append((kind, f)), ranks
+            )
+            told[order["out"]] = {"summary": summary, "events": events}
+        for order in cases["held"]:
+            told[f"held {order['recipe']['rungs']}"] = held(from_json(TrainOrder, order), ranks)
+    (folder / f"rank-{ranks.rank}.json").write_text(json.dumps(told))
+
+
+def held(order: TrainOrder, ranks: Ranks) -> dict[str, int]:
+    """Bytes of weights, gradients and optimizer state that this rank itself holds, between backward and update; and how
+    many times gradients were reduced for a batch of three pieces."""
+    device, plan = ranks.connect("cpu"), shared_plan(training_plan(order.recipe), ranks)
+    step = build_step(order.workload, plan, device=device, chunk=1, ranks=ranks)
+    shape = order.workload.decoder
+    batch = torch.zeros((2, 3, shape.sequence), dtype=torch.int64)
+    step(batch)  # makes the optimizer's state
+    with Reductions() as seen:
+        step.compute_gradients(batch)
+    states = [value for state in step.optimizer.state.values() for value in state.values()]
+    tensors = {
+        "weights": step.parameters,
+        "gradients": [parameter.grad for parameter in step.parameters],
+        "optimizer": [value for value in states if value.numel() > 1],  # and not the count of steps
+    }
+    return {
+        "reductions": seen.count,
+        **{what: sum(local_bytes(tensor) for tensor in found) for what, found in tensors.items()},
+    }
+
+
+class Reductions(TorchDispatchMode):
+    """Counts collectives that add up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += str(func).startswith("c10d.") and "reduce" in str(func)
+        return func(*args, **(kwargs or {}))
+
+
+def local_bytes(tensor: Any) -> int:
+    return int((tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    run(Path(sys.argv[1]))

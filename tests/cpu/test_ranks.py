@@ -1,0 +1,356 @@
+"""Many ranks are one process: the same weights after the same updates, whoever holds them and whoever goes on.
+
+Ranks are real processes with gloo. Starting them costs seconds, so a start runs many cases (`rank_cases.py`); the
+tests then compare what the cases left behind. What happens when a rank is lost: test_ranks_faults.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from redline.core.checkpoints import UnusableError
+from redline.core.plan import Plan
+from redline.core.recipe import Recipe
+from redline.core.training import Budget, TrainSettings
+from redline.core.values import to_json
+from redline.core.workload import Shape, Workload
+from redline.data.prepare import Preparation, prepare
+from redline.data.share import Share
+from redline.engine.checkpoint import load_from
+from redline.engine.distributed import Ranks
+from redline.engine.session import TrainOrder, load_model, open_data, open_loader, train
+from redline.engine.tensor_files import METADATA_FILE, open_sharded
+from redline.model.adapter import adapter_of
+from redline.predict.flops import parameters
+from redline.predict.memory import predict_memory
+from redline.predict.parallel import Layout
+from redline.rungs import plan_of
+
+HERE = Path(__file__).resolve().parent
+STEPS = 4
+# (name, rungs): all of them with a global batch of 8 in micro batches of 1, so that 4 ranks add up two each.
+CASES = {
+    "ddp": ("ddp",),
+    "ddp-tied": ("ddp", "tied-weights", "fused-adamw"),
+    "fsdp": ("fsdp",),
+    "fsdp-tied": ("fsdp", "tied-weights", "fused-adamw", "checkpointing"),
+    "fsdp-keep-padded": ("fsdp-keep", "padded-vocab", "chunked-loss", "foreach-adamw", "tied-weights"),
+    "fsdp-bf16": ("fsdp", "bf16"),
+}
+WORKLOAD = Workload(
+    name="ranked",
+    shape=Shape(layers=2, heads=2, d_model=32, d_ff=64, vocab=257, sequence=16),
+    tokenizer="bytes",
+    micro_batch=1,
+    learning_rate=3e-3,
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """As the ranks have: for tensors this small, threads only wait for one another."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Run directories: `at(name)` of the ranks, `alone(name)` of one process."""
+
+    folder: Path
+    orders: dict[str, TrainOrder]
+    told: dict[int, list[dict[str, Any]]]
+    """By number of ranks: what each of them reported."""
+
+    def at(self, name: str) -> Path:
+        return self.folder / name
+
+
+def order_of(folder: Path, data: Path, name: str, rungs: tuple[str, ...], steps: int = STEPS) -> TrainOrder:
+    settings = TrainSettings(
+        micro_batch=1,
+        global_batch=8,
+        learning_rate=3e-3,
+        budget=Budget(steps=steps),
+        schedule_steps=STEPS,
+        warmup_steps=1,
+        cycle_steps=3,
+        eval_every=2,
+        eval_batches=3,
+        checkpoint_every=2,
+        sample_every=2 if name.endswith("tied") else None,
+        keep_last=9,
+    )
+    return TrainOrder(
+        workload=WORKLOAD,
+        recipe=Recipe(rungs=rungs, micro_batch=1),
+        settings=settings,
+        device="cpu",
+        data=str(data),
+        out=str(folder / name),
+    )
+
+
+def start(folder: Path, ranks: int, orders: list[TrainOrder], held: list[TrainOrder]) -> list[dict[str, Any]]:
+    folder.mkdir()
+    cases = {"orders": [to_json(order) for order in orders], "held": [to_json(order) for order in held]}
+    (folder / "cases.json").write_text(json.dumps(cases))
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[1])}
+    done = subprocess.run(
+        [*words, str(HERE / "rank_cases.py"), str(folder)], env=environment, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(ranks)]
+
+
+@pytest.fixture(scope="module")
+def runs(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    folder = tmp_path_factory.mktemp("ranks")
+    text = folder / "text.jsonl"
+    paragraphs = (repository / "LICENSE").read_text().split("\n\n")
+    text.write_text("".join(json.dumps({"text": paragraph}) + "\n" for paragraph in paragraphs))
+    data = folder / "data"
+    prepare(Preparation(sources=(str(text),), out=data, tokenizer="bytes", val_fraction=0.2, processes=1))
+    orders = {name: order_of(folder, data, name, rungs) for name, rungs in CASES.items()}
+    half = [order_of(folder, data, f"{name}-half", CASES[name], steps=2) for name in ("ddp", "fsdp-tied")]
+    told = {4: start(folder / "of-4", 4, [*orders.values(), *half], [orders["fsdp"], orders["ddp"]])}
+    # What four ranks began two go on with, each family with its own and with the other one's checkpoint.
+    further = {
+        "ddp-by-two": ("ddp-half", CASES["ddp"]),
+        "ddp-as-fsdp": ("ddp-half", CASES["fsdp"]),
+        "fsdp-tied-by-two": ("fsdp-tied-half", CASES["fsdp-tied"]),
+        "fsdp-tied-as-ddp": ("fsdp-tied-half", CASES["ddp-tied"]),
+        "fsdp-tied-by-one": ("fsdp-tied-half", CASES["fsdp-tied"]),
+        "ddp-by-one": ("ddp-half", CASES["ddp"]),
+    }
+    for name, (source, rungs) in further.items():
+        shutil.copytree(folder / source, folder / name)
+        orders[name] = order_of(folder, data, name, rungs)
+    two = [orders[name] for name in further if not name.endswith("one")]
+    told[2] = start(folder / "of-2", 2, two, [])
+    return Runs(folder=folder, orders=orders, told=told)
+
+
+@pytest.fixture(scope="module")
+def one_process(runs: Runs) -> Callable[..., Path]:
+    """one_process("fsdp") -> a run directory: the case's own recipe without ranks."""
+    made: dict[tuple[str, ...], Path] = {}
+
+    def train_alone(rungs: tuple[str, ...]) -> Path:
+        key = tuple(name for name in rungs if name not in ("ddp", "fsdp", "fsdp-keep"))
+        if key not in made:
+            out = runs.folder / f"alone-{len(made)}"
+            train(replace(runs.orders["ddp"], recipe=Recipe(rungs=rungs, micro_batch=1), out=str(out)), quiet)
+            made[key] = out
+        return made[key]
+
+    return train_alone
+
+
+def quiet(*_: object, **__: object) -> None:
+    pass
+
+
+def last_of(run: Path) -> Any:
+    return load_from(run / "checkpoints" / f"step-{STEPS:08d}")
+
+
+def differences(run: Path, reference: Path) -> dict[str, float]:
+    """Of every weight and every moment, the largest."""
+    ours, theirs = last_of(run).tensors(), last_of(reference).tensors()
+    assert set(ours) == set(theirs)
+    return {name: (ours[name].float() - theirs[name].float()).abs().max().item() for name in ours}
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name != "fsdp-bf16"])
+def test_ranks_train_what_one_process_trains(runs: Runs, one_process: Callable[..., Path], name: str) -> None:
+    found = differences(runs.at(name), one_process(CASES[name]))
+    assert max(found.values()) < 1e-5, found
+
+
+def test_sharded_bf16_is_bf16(runs: Runs, one_process: Callable[..., Path]) -> None:
+    """As close to fp32 as autocast on one process is, and no closer: the weights really travel in 16 bits."""
+    exact, rounded = one_process(CASES["fsdp"]), one_process(CASES["fsdp-bf16"])
+    weights = [name for name in differences(exact, rounded) if name.startswith("model.")]
+
+    def distance(run: Path) -> float:
+        ours, theirs = last_of(run).tensors(), last_of(exact).tensors()
+        return float(sum((ours[name] - theirs[name]).square().sum() for name in weights)) ** 0.5
+
+    assert 0.3 * distance(rounded) < distance(runs.at("fsdp-bf16")) < 2 * distance(rounded)
+
+
+@pytest.mark.parametrize(
+    "name", ["ddp-by-two", "ddp-as-fsdp", "fsdp-tied-by-two", "fsdp-tied-as-ddp"], ids=lambda name: str(name)
+)
+def test_two_ranks_go_on_from_what_four_saved(runs: Runs, one_process: Callable[..., Path], name: str) -> None:
+    notes = [fields["text"] for kind, fields in runs.told[2][0][str(runs.at(name))]["events"] if kind == "note"]
+    assert "resumed from step-00000002 at step 2" in notes
+    found = differences(runs.at(name), one_process(runs.orders[name].recipe.rungs))
+    assert max(found.values()) < 1e-5, found
+
+
+@pytest.mark.parametrize("name", ["fsdp-tied-by-one", "ddp-by-one"])
+def test_one_process_goes_on_from_what_four_ranks_saved(
+    runs: Runs, one_process: Callable[..., Path], name: str
+) -> None:
+    notes: list[str] = []
+    train(runs.orders[name], lambda kind, **fields: notes.append(fields["text"]) if kind == "note" else None)
+    assert "resumed from step-00000002 at step 2" in notes
+    found = differences(runs.at(name), one_process(CASES["fsdp-tied" if "fsdp" in name else "ddp"]))
+    assert max(found.values()) < 1e-5, found
+
+
+def test_every_rank_sees_the_same_numbers_and_rank_0_one_processes_losses(
+    runs: Runs, one_process: Callable[..., Path], tmp_path: Path
+) -> None:
+    events: list[tuple[str, dict[str, Any]]] = []
+    order = replace(runs.orders["fsdp-tied"], out=str(tmp_path / "run"))
+    train(order, lambda kind, **fields: events.append((kind, fields)))
+    cycles = [fields for kind, fields in events if kind == "cycle"]
+    told = [rank[str(runs.at("fsdp-tied"))]["events"] for rank in runs.told[4]]
+    for rank in told:
+        theirs = [fields for kind, fields in rank if kind == "cycle"]
+        assert [fields["updates"] for fields in theirs] == [fields["updates"] for fields in cycles]
+        for ours, other in zip(cycles, theirs, strict=True):
+            assert other["losses"] == pytest.approx(ours["losses"], abs=1e-5)
+            assert other["gradient_norms"] == pytest.approx(ours["gradient_norms"], abs=1e-5)
+            assert (other["tokens"], other["documents"]) == (ours["tokens"], ours["documents"])
+    for kind in ("validation", "sample"):
+        ours, theirs = ([f for k, f in found if k == kind] for found in (events, told[0]))
+        assert len(ours) == len(theirs) > 0
+        if kind == "validation":
+            assert theirs[-1]["loss"] == pytest.approx(ours[-1]["loss"], abs=1e-5)
+            assert theirs[-1]["validation_tokens"] == ours[-1]["validation_tokens"]
+        else:
+            assert theirs[0]["text"] == ours[0]["text"]  # step 2: the same weights but for rounding
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_the_order_of_the_data_does_not_depend_on_the_ranks(runs: Runs, count: int) -> None:
+    order, cpu = runs.orders["ddp"], torch.device("cpu")
+    adapter = adapter_of(WORKLOAD)
+    data = open_data(order, quiet)
+
+    def batches(ranks: Ranks) -> tuple[list[torch.Tensor], int]:
+        with closing(open_loader(order, data, Plan(), adapter, cpu, 8, None, ranks)) as loader:
+            return [next(loader) for _ in range(3)], loader.documents
+
+    whole, documents = batches(Ranks())
+    shares = [batches(Ranks(rank=rank, count=count)) for rank in range(count)]
+    for number, batch in enumerate(whole):
+        assert torch.equal(torch.cat([share[number] for share, _ in shares], dim=1), batch)
+    assert sum(count for _, count in shares) == documents
+
+
+def test_a_batch_that_cannot_be_made_in_parts_is_cut() -> None:
+    adapter = adapter_of(WORKLOAD)
+    whole = list(torch.arange(2 * 2 * 8 * 16).view(2, 2, 8, 16))  # two batches
+    shares = [
+        Share(Given(whole), cut=lambda batch, rank=rank: adapter.pieces(batch, 2)[rank][0], counts=rank == 0)
+        for rank in range(4)
+    ]
+    for batch in whole:
+        assert torch.equal(torch.cat([next(share) for share in shares], dim=1), batch)
+    assert [share.documents for share in shares] == [14, 0, 0, 0]
+    assert {(share.waited_seconds, share.epoch, share.state()["at"]) for share in shares} == {(1.5, 0.25, 2)}
+
+
+class Given:
+    """A source of these batches."""
+
+    waited_seconds, epoch = 1.5, 0.25
+
+    def __init__(self, batches: list[torch.Tensor]) -> None:
+        self.batches, self.taken = batches, 0
+
+    @property
+    def documents(self) -> int:
+        return 7 * self.taken
+
+    def __next__(self) -> torch.Tensor:
+        self.taken += 1
+        return self.batches[self.taken - 1]
+
+    def state(self) -> dict[str, Any]:
+        return {"at": self.taken}
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_rank_holds_its_share(runs: Runs) -> None:
+    """FSDP2 against the prediction for ZeRO 3: a quarter of everything, up to rows that four cannot share evenly."""
+    shape, plan = WORKLOAD.decoder, plan_of(("fsdp",))
+    count, mask = parameters(shape, tied=False).total, shape.sequence**2
+    whole = predict_memory(shape, plan, micro_batch=1, layout=Layout(gpus=4), zero=0)
+    cut = predict_memory(shape, plan, micro_batch=1, layout=Layout(gpus=4), zero=3)
+    expected = {"weights": 4 * count, "gradients": 4 * count, "optimizer": 8 * count}
+    assert (whole.weights, whole.optimizer) == (expected["weights"] + mask, expected["optimizer"])
+    assert [rank["held ['ddp']"] | expected for rank in runs.told[4]] == [rank["held ['ddp']"] for rank in runs.told[4]]
+    sharded = [rank["held ['fsdp']"] for rank in runs.told[4]]
+    predicted = {"weights": cut.weights - mask, "gradients": cut.weights - mask, "optimizer": cut.optimizer}
+    for what, size in predicted.items():
+        assert sum(rank[what] for rank in sharded) == expected[what]
+        assert max(rank[what] for rank in sharded) == pytest.approx(size, rel=0.02)
+
+
+def test_gradients_are_reduced_once_per_update(runs: Runs) -> None:
+    """Of three micro batches: DDP's one bucket, and FSDP2's two blocks and root."""
+    assert {rank["held ['ddp']"]["reductions"] for rank in runs.told[4]} == {1}
+    assert {rank["held ['fsdp']"]["reductions"] for rank in runs.told[4]} == {WORKLOAD.decoder.layers + 1}
+
+
+def test_a_checkpoint_of_many_ranks_is_a_model(runs: Runs) -> None:
+    """What `redline sample` and `redline export` read."""
+    _, model = load_model(runs.at("fsdp-keep-padded"))
+    saved = last_of(runs.at("fsdp-keep-padded")).tensors()
+    assert {path.suffix for path in last_of(runs.at("fsdp")).path.iterdir()} >= {".distcp", ".json"}
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, saved[f"model.{name}"][: parameter.size(0)])
+
+
+def test_a_damaged_part_is_passed_over(runs: Runs, tmp_path: Path) -> None:
+    shutil.copytree(runs.at("fsdp"), tmp_path / "run")
+    part = next((tmp_path / "run" / "checkpoints" / f"step-{STEPS:08d}").glob("__3_*"))
+    content = bytearray(part.read_bytes())
+    content[-1] ^= 1
+    part.write_bytes(content)
+    notes: list[str] = []
+    order = replace(runs.orders["fsdp"], out=str(tmp_path / "run"))
+    train(order, lambda kind, **fields: notes.append(fields["text"]) if kind == "note" else None)
+    assert any(f"passed over step-{STEPS:08d}: {part.name}" in note for note in notes)
+    assert "resumed from step-00000002 at step 2" in notes
+
+
+def test_a_pickle_in_a_checkpoint_runs_nothing(runs: Runs, tmp_path: Path) -> None:
+    folder = tmp_path / "step-00000004"
+    shutil.copytree(last_of(runs.at("fsdp")).path, folder)
+    (folder / METADATA_FILE).write_bytes(pickle.dumps(Planted(str(tmp_path / "ran"))))
+    with pytest.raises(UnusableError, match=r"posix.mkdir has no place in a list of tensors"):
+        open_sharded(folder)
+    assert not (tmp_path / "ran").exists()
+
+
+@dataclass
+class Planted:
+    path: str
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (self.path,)

@@ -1,0 +1,228 @@
+"""A rank that is lost ends the job soon, with one sentence that names it; what was saved goes on, by hand or by itself.
+
+The faults are planted from outside (`rank_fault.py`), in real processes under torchrun's real agent.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from redline.cli import main
+from redline.core.recipe import Recipe
+from redline.core.values import to_json
+from redline.engine.checkpoint import load_from
+from redline.engine.distributed import Mark, words_of_standing
+
+HERE = Path(__file__).resolve().parent
+STEPS = 6
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(scope="module")
+def words(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """`redline train` of something that takes no time, but for --out."""
+    folder = tmp_path_factory.mktemp("words")
+    (folder / "recipe.json").write_text(json.dumps(to_json(Recipe(rungs=(), micro_batch=1))))
+    shape = {"layers": 1, "heads": 2, "d_model": 16, "d_ff": 32, "vocab": 257, "sequence": 16}
+    (folder / "small.json").write_text(json.dumps(shape))
+    text, data = folder / "text.txt", folder / "data"
+    text.write_text((repository / "LICENSE").read_text())
+    assert main(["data", "prepare", str(text), "--tokenizer", "bytes", "--out", str(data)]) == 0
+    return [
+        *("train", str(folder / "small.json"), "--recipe", str(folder / "recipe.json"), "--data", str(data)),
+        *("--device", "cpu", "--steps", str(STEPS), "--global-batch", "4", "--checkpoint-every", "2", "--cycle", "1"),
+    ]
+
+
+@pytest.fixture(scope="module")
+def never_stopped(words: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("alone") / "run"
+    assert main([*words, "--out", str(out)]) == 0
+    return out
+
+
+@pytest.fixture
+def with_fault(tmp_path: Path) -> Run:
+    def run(kind: str, words: list[str], *agent: str, step: int = 3) -> subprocess.CompletedProcess[str]:
+        first = agent or ("redline.engine.agent",)
+        command = [sys.executable, "-m", *first, "--standalone", "--nproc-per-node=2", str(HERE / "rank_fault.py")]
+        return subprocess.run(
+            [*command, kind, str(step), str(tmp_path / "flag"), *words],
+            env=environment(),
+            capture_output=True,
+            text=True,
+            timeout=150,
+        )
+
+    return run
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[1]), "LOGLEVEL": "CRITICAL"}
+
+
+def left_behind(out: Path) -> list[str]:
+    """Command lines of processes that still know of this run."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            text = (process / "cmdline").read_bytes().decode(errors="replace")
+        except OSError:
+            continue
+        if str(out) in text and process.name != str(os.getpid()):
+            found.append(text.replace("\0", " "))
+    return found
+
+
+def assert_same_weights(run: Path, reference: Path) -> None:
+    ours, theirs = (load_from(each / "checkpoints" / f"step-{STEPS:08d}").tensors() for each in (run, reference))
+    assert max((ours[name] - theirs[name]).abs().max().item() for name in theirs) < 1e-5
+
+
+def test_a_killed_rank_is_named_and_one_process_goes_on(
+    words: list[str], with_fault: Run, never_stopped: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    done = with_fault("kill", [*words, "--out", str(out)])
+    assert done.returncode == 1
+    assert "training stopped: rank 1 was killed by SIGKILL" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert left_behind(out) == []
+    assert main(["train", "--resume", str(out)]) == 0
+    assert_same_weights(out, never_stopped)
+
+
+@pytest.mark.slow
+def test_torchrun_starts_again_from_the_last_checkpoint(
+    words: list[str], with_fault: Run, never_stopped: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    again = ("torch.distributed.run", "--max-restarts=1")
+    # At step 5 the checkpoint of step 2 is on the disk: the one of step 4 has waited for it.
+    done = with_fault("kill", [*words, "--out", str(out), "--parallel", "fsdp"], *again, step=5)
+    assert done.returncode == 0, done.stderr
+    assert "resumed from step-0000000" in done.stderr
+    assert_same_weights(out, never_stopped)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("raise", "rank 1 failed: ArithmeticError: the planted fault"),
+        ("memory", "rank 1 failed: RuntimeError: out of memory with micro batches of 1 sequences"),
+        ("hang", "s, at step 3, in the step: rank 1 is in hang, rank_fault.py"),
+    ],
+)
+def test_a_rank_that_fails_is_named_with_the_cause(
+    words: list[str], with_fault: Run, tmp_path: Path, kind: str, text: str
+) -> None:
+    out = tmp_path / "run"
+    done = with_fault(kind, [*words, "--out", str(out), "--rank-timeout", "8"])
+    assert done.returncode == 1
+    stopped = [line for line in done.stderr.splitlines() if line.startswith("training stopped")]
+    assert len(stopped) == 1
+    assert text in stopped[0]
+    assert "Traceback" not in done.stderr
+    assert left_behind(out) == []
+
+
+@pytest.mark.slow
+def test_ctrl_c_saves_and_leaves(words: list[str], tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    longer = [*words, "--steps", "1000000", "--out", str(out), "--gpus", "2"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "redline", *longer], env=environment(), stderr=subprocess.PIPE, text=True
+    )
+    until = time.monotonic() + 120
+    while not list(out.glob("checkpoints/step-*")) and time.monotonic() < until:
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    _, told = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "Traceback" not in told
+    assert not any(path.name.endswith(".draft") for path in (out / "checkpoints").iterdir())
+    assert left_behind(out) == []
+    last = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()][-1]
+    assert last["ended"] == "interrupted"
+
+
+@pytest.mark.slow
+def test_whoever_is_killed_leaves_nobody_behind(words: list[str], tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    longer = [*words, "--steps", "1000000", "--out", str(out), "--gpus", "2"]
+    process = subprocess.Popen([sys.executable, "-m", "redline", *longer], env=environment(), stderr=subprocess.DEVNULL)
+    until = time.monotonic() + 120
+    while not list(out.glob("checkpoints/step-*")) and time.monotonic() < until:
+        time.sleep(0.1)
+    process.kill()
+    process.wait()
+    until = time.monotonic() + 60
+    while left_behind(out) and time.monotonic() < until:
+        time.sleep(0.2)
+    assert left_behind(out) == []
+
+
+@pytest.mark.parametrize(
+    ("more", "problem", "fix"),
+    [
+        (("--gpus", "3"), "a global batch of 4 is not a number of passes of 3", "3 or 6"),
+        (("--gpus", "0"), "--gpus is 0", "1"),
+        (("--gpus", "2", "--parallel", "zero"), "unknown way to share a step 'zero'", "ddp, fsdp"),
+        (("--gpus", "2", "--parallel", "fsdp", "--optimizer", "muon"), "fsdp does not apply here", "--parallel"),
+    ],
+    ids=["batch", "none", "unknown", "optimizer"],
+)
+def test_what_cannot_be_is_refused_before_anything_starts(
+    words: list[str],
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    more: tuple[str, ...],
+    problem: str,
+    fix: str,
+) -> None:
+    monkeypatch.setattr("redline.commands.ranks.agent_words", lambda *_: pytest.fail("something was started"))
+    assert main([*words, "--out", str(tmp_path / "run"), *more]) == 2
+    told = capfd.readouterr().err
+    assert problem in told
+    assert fix in told
+    assert not (tmp_path / "run").exists()
+
+
+BEHIND = Mark(5, 2, "waiting for its batch", "next, loader.py")
+FURTHER = Mark(6, 2, "in the step", "all_reduce, c10d.py")
+ELSEWHERE = Mark(6, 2, "in the step", "sleep, user.py")
+
+
+@pytest.mark.parametrize(
+    ("marks", "seconds", "frozen", "text"),
+    [
+        ({0: FURTHER, 1: FURTHER}, {0: 3.0, 1: 3.0}, [], None),
+        ({0: FURTHER, 1: BEHIND}, {0: 9.0, 1: 9.0}, [], None),
+        ({0: FURTHER, 1: BEHIND}, {0: 10.5, 1: 11.0}, [], "rank 1 was last seen 11 s ago at step 2, waiting for its"),
+        ({0: BEHIND, 1: FURTHER}, {0: 12.0, 1: 11.0}, [], "rank 0 was last seen 12 s ago"),
+        (
+            {0: FURTHER, 1: ELSEWHERE, 2: FURTHER},
+            {0: 11.0, 1: 11.0, 2: 11.0},
+            [],
+            "further for 11 s, at step 2, in the step: rank 1 is in sleep, user.py, rank 2 is in all_reduce, c10d.py",
+        ),
+        ({0: BEHIND, 1: FURTHER}, {0: 11.0, 1: 11.0}, [1], "rank 1 was last seen 11 s ago at step 2, in the step"),
+    ],
+    ids=["well", "in-time", "behind", "first", "all", "frozen"],
+)
+def test_the_watch_names_whoever_is_behind(
+    marks: dict[int, Mark], seconds: dict[int, float], frozen: list[int], text: str | None
+) -> None:
+    found = words_of_standing(marks, seconds, frozen, 10)
+    assert found is None if text is None else text in (found or "")
