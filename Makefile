@@ -8,17 +8,20 @@ STAMP := $(VENV)/.installed
 TEST_STAMP := $(VENV)/.installed-for-tests
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format docs clean
+.PHONY: help setup demo test test-all lint format docs clean
 
 help: ## list the targets
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1|\2/p' Makefile | awk -F'|' '{ printf "%-14s %s\n", $$1, $$2 }'
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | awk -F'|' '{ printf "%-14s %s\n", $$1, $$2 }'
 
 setup: $(STAMP) ## build .venv with redline in it, once
 
 demo: setup ## climb the ladder on the embedded tiny workload: ends with a table and an HTML page
 	$(BIN)/redline ladder tiny
 
-test: lint ## lint, check types, run every test (those that need a GPU skip themselves without one)
+test: lint ## lint, check types, run the tests (those that need a GPU skip themselves without one)
+	$(BIN)/python -m pytest -n 2 -m "not long"
+
+test-all: lint ## the same with the tests that take minutes: ranks that are killed or hang, real ladders of own models
 	$(BIN)/python -m pytest -n 2
 
 lint: $(TEST_STAMP) ## ruff (rules and format) and mypy

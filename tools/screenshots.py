@@ -101,7 +101,8 @@ def picture_of(page: Page, first: str, last: str) -> bytes:
     end = bottom["y"] + bottom["height"] + MARGIN_PX
     start = max(0.0, top["y"] - MARGIN_PX)
     area: Any = {"x": 0, "y": start, "width": WIDTH_PX, "height": end - start}
-    return page.screenshot(full_page=True, clip=area)
+    shot: bytes = page.screenshot(full_page=True, clip=area)
+    return shot
 
 
 if __name__ == "__main__":

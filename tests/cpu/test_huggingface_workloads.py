@@ -522,7 +522,7 @@ def test_a_recipe_of_another_model_is_refused(here: Path, capsys: pytest.Capture
     assert not Path("runs").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_ladder_with_workers_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What the tests above do in this process: a job takes the config along, and a worker builds it."""
     folder = written(tmp_path, CONFIGS["gemma"])

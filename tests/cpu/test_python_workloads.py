@@ -608,7 +608,7 @@ def test_a_random_model_is_measured_and_not_judged(
     assert "model.py has changed" in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")  # torch, importing Inductor
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo looks at it after a graph break
 def test_code_that_the_compiler_cannot_take_whole(
@@ -868,7 +868,7 @@ def test_a_neighbour_of_the_file_belongs_to_it(write: Callable[[str], Path], tmp
 # --- real processes ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_profile_finds_the_line_that_waits(
     write: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

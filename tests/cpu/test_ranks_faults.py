@@ -101,7 +101,7 @@ def test_a_killed_rank_is_named_and_one_process_goes_on(
     assert_same_weights(out, never_stopped)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_torchrun_starts_again_from_the_last_checkpoint(
     words: list[str], with_fault: Run, never_stopped: Path, tmp_path: Path
 ) -> None:
@@ -114,7 +114,7 @@ def test_torchrun_starts_again_from_the_last_checkpoint(
     assert_same_weights(out, never_stopped)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "text"),
     [
@@ -136,7 +136,7 @@ def test_a_rank_that_fails_is_named_with_the_cause(
     assert left_behind(out) == []
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_ctrl_c_saves_and_leaves(words: list[str], tmp_path: Path) -> None:
     out = tmp_path / "run"
     longer = [*words, "--steps", "1000000", "--out", str(out), "--gpus", "2"]
@@ -156,7 +156,7 @@ def test_ctrl_c_saves_and_leaves(words: list[str], tmp_path: Path) -> None:
     assert last["ended"] == "interrupted"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_whoever_is_killed_leaves_nobody_behind(words: list[str], tmp_path: Path) -> None:
     out = tmp_path / "run"
     longer = [*words, "--steps", "1000000", "--out", str(out), "--gpus", "2"]
