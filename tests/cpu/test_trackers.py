@@ -177,7 +177,7 @@ def test_resuming_with_what_would_change_an_update_is_refused(
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("[]", "not a training run this version can read"),
+        ("[]", "run.json is damaged"),
         ('{"kind": "train"}', "not a training run this version can read"),
         ('{"kind": "train", "order": {"colour": "red"}}', "not a training run this version can read"),
         ('{"workload": {}}', "is no training run"),

@@ -13,7 +13,6 @@ import pytest
 
 import redline
 from redline.commands.profile import choose_workload
-from redline.commands.tune import train_command
 from redline.core.errors import UserError
 from redline.core.hardware import Hardware
 from redline.core.job import Job
@@ -23,6 +22,7 @@ from redline.core.recipe import Recipe
 from redline.core.values import to_json
 from redline.core.workload import SAMPLE_CORPUS, Workload
 from redline.predict.fitting import Case
+from redline.report.next_steps import train_command
 from redline.report.table import notes_of
 from redline.rungs import find_rung, plan_of, usual_rungs, why_not
 from redline.search.climb import Climb, LadderSettings
@@ -123,7 +123,7 @@ def test_the_winner_of_a_tune_is_trained_by_the_words_that_were_typed(write: Wri
     def command(workload: Workload) -> str:
         document = {"workload": to_json(workload), "best": {"global_batch": None}}
         assert document["workload"]["corpus"] == SAMPLE_CORPUS
-        return train_command(document, Path("best.json"))
+        return train_command(document, "best.json")
 
     folder = write(LLAMA)
     assert command(resolve_workload(folder)) == f"redline train {folder} --recipe best.json --sequence 1024"

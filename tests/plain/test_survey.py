@@ -138,7 +138,7 @@ def test_the_fingerprint_is_of_the_words_and_of_nothing_else(corpus: Path, texts
         (
             "a.jsonl.gz",
             gzip.compress(b'{"text": "a"}\n' * 1000, mtime=0)[:-10],
-            r"a\.jsonl\.gz is damaged: .* after byte",
+            r"a\.jsonl\.gz is damaged: .* (behind the line|first line)",
         ),
         ("a.jsonl", b'{"text": ""}\n', "nothing to train on: no document holds any text"),
     ],
