@@ -1,7 +1,7 @@
 """A trained GPT as a Hugging Face folder, and back: config.json and model.safetensors, vocabulary unpadded.
 
     export_huggingface(model, Path("out"));  transformers.GPT2LMHeadModel.from_pretrained("out")
-    import_huggingface(model, Path("gpt2-folder"))
+    load_weights(adapter, model, Path("gpt2-folder"))
 
 The folder appears whole or not at all. Only safetensors are read: a pickle from the network can run anything.
 """
@@ -103,11 +103,6 @@ def load_weights(adapter: Adapter, model: nn.Module, folder: Path) -> None:
                     "point at the folder that belongs to this config",
                 )
             ours.copy_(theirs)
-
-
-def import_huggingface(model: GPT, folder: Path) -> None:
-    """Their weights into a built-in model of the same shape, in place."""
-    from_huggingface(model, read_weights(folder))
 
 
 def read_weights(folder: Path) -> dict[str, torch.Tensor]:

@@ -462,7 +462,8 @@ def machine_facts(document: Document) -> dict[str, Any]:
 
 def workload_facts(document: Document) -> dict[str, Any]:
     workload = document.get("workload") or {}
-    plain = {name: value for name, value in workload.items() if name != "shape"}
+    plain = {name: value for name, value in workload.items() if name not in ("shape", "source", "cannot", "notes")}
     # What was seen of a user's own model is lists of products and modules: no facts to be read here.
     sizes = {name: size for name, size in (workload.get("shape") or {}).items() if not isinstance(size, (list, dict))}
-    return {"name": plain.pop("name", None), **sizes, **plain}
+    source = workload.get("source") or {}
+    return {"name": plain.pop("name", None), "model code": source.get("kind"), **sizes, **plain}

@@ -10,13 +10,15 @@ import torch
 from transformers import GPT2LMHeadModel
 
 from redline.core.errors import UserError
-from redline.core.workload import Shape
-from redline.engine.export import CONFIG_FILE, WEIGHTS_FILE, export_huggingface, import_huggingface
+from redline.core.workload import Shape, Workload
+from redline.engine.export import CONFIG_FILE, WEIGHTS_FILE, export_huggingface, load_weights
 from redline.engine.sample import sample
+from redline.model.adapter import adapter_of
 from redline.model.gpt import GPT, initialise
 from redline.workloads.huggingface import read_config
 
 SHAPE = Shape(layers=2, heads=4, d_model=48, d_ff=144, vocab=257, sequence=32)
+ADAPTER = adapter_of(Workload(name="test", shape=SHAPE, tokenizer="bytes", micro_batch=1, learning_rate=1e-3))
 every_kind = pytest.mark.parametrize("options", [{}, {"tied": False}, {"vocab_rows": 384}], ids=str)
 
 
@@ -45,7 +47,7 @@ def test_transformers_loads_it_and_gives_the_same_logits(options: dict[str, obje
 def test_there_and_back_loses_no_bit(options: dict[str, object], tmp_path: Path) -> None:
     model, other = some_model(**options), GPT(SHAPE, **options)  # type: ignore[arg-type]
     export_huggingface(model, tmp_path / "out")
-    import_huggingface(other, tmp_path / "out")
+    load_weights(ADAPTER, other, tmp_path / "out")
     tokens = torch.randint(SHAPE.vocab, (2, 16), generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
         assert torch.equal(model(tokens), other(tokens))
@@ -70,10 +72,10 @@ def test_an_export_never_overwrites_and_leaves_nothing_half_written(tmp_path: Pa
 def test_pickles_and_broken_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04.")
     with pytest.raises(UserError, match="pickle"):
-        import_huggingface(some_model(), tmp_path)
+        load_weights(ADAPTER, some_model(), tmp_path)
     (tmp_path / WEIGHTS_FILE).write_bytes(b"not safetensors at all")
     with pytest.raises(UserError, match="cannot be read"):
-        import_huggingface(some_model(), tmp_path)
+        load_weights(ADAPTER, some_model(), tmp_path)
 
 
 def test_greedy_samples_are_the_likeliest_tokens_and_never_padding() -> None:

@@ -296,6 +296,15 @@ def test_the_scaler_goes_on_where_it_was(order: Order, monkeypatch: pytest.Monke
     assert again == first < INITIAL_LOSS_SCALE
 
 
+@pytest.mark.parametrize("asked", [False, True])
+def test_deterministic_is_switched_on_when_it_is_asked_for(order: Order, asked: bool) -> None:
+    try:
+        run(order(steps=1, eval_every=None, deterministic=asked))
+        assert torch.are_deterministic_algorithms_enabled() is asked
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def test_a_second_interrupt_does_not_wait_for_the_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written = threading.Event()
     monkeypatch.setattr(checkpoint_module, "write_checkpoint", lambda *_: written.wait())

@@ -94,20 +94,21 @@ def test_no_update_waits_for_the_device(shards: Path, tmp_path: Path, monkeypatc
 
 
 @pytest.fixture
-def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def switched_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """--deterministic is for the process; cuBLAS reads its variable before CUDA starts, so it is set here already."""
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.usefixtures("deterministic")
+@pytest.mark.usefixtures("switched_back")
 def test_stopping_and_going_on_is_never_having_stopped(shards: Path, tmp_path: Path) -> None:
     rungs = ("tf32", "bf16", "padded-vocab", "tied-weights", "fused-adamw")
-    whole = run(order(shards, tmp_path / "whole", *rungs, steps=14))
-    parts = run(order(shards, tmp_path / "parts", *rungs, steps=9)) + run(
-        order(shards, tmp_path / "parts", *rungs, steps=14)
+    whole, first, rest = (
+        run(order(shards, tmp_path / name, *rungs, steps=steps, deterministic=True))
+        for name, steps in (("whole", 14), ("parts", 9), ("parts", 14))
     )
+    parts = first + rest
     assert parts == whole
     one, other = (latest_checkpoint(tmp_path / name / "checkpoints")[0] for name in ("whole", "parts"))
     assert one is not None
