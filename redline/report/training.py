@@ -291,7 +291,7 @@ def summary_lines(summary: dict[str, Any]) -> list[str]:
     lines = [
         ("ended", f"{ENDS[summary['ended']]}: {summary['updates']:,} updates, {clock_text(summary['seconds'])}"),
         (f"{unit}s", f"{tokens['train']:,} train, {tokens['validation']:,} validation, {tokens['total']:,} total"),
-        ("documents", documents_text(summary["documents"]) if unit == "token" else ""),
+        ("documents", documents_text(summary["documents"]) if summary["documents"] else ""),
         ("speed", f"{median}, MFU {human_percent(summary['mfu'])}"),
         (
             "skipped",
