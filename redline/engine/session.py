@@ -47,7 +47,7 @@ from redline.engine.export import CONFIG_FILE, load_weights
 from redline.engine.memory import is_out_of_memory
 from redline.engine.rank_stores import FollowingStore, LeadingStore, ShardedStore, Store
 from redline.engine.sample import sample
-from redline.engine.shard import is_sharded
+from redline.engine.shard import is_cut
 from redline.engine.step import TrainStep
 from redline.engine.train import DivergedError, Emit, NotSavedError, Trainer
 from redline.model.adapter import Adapter, adapter_of
@@ -154,9 +154,11 @@ def training_plan(recipe: Recipe) -> Plan:
 
 
 def shared_plan(plan: Plan, ranks: Ranks) -> Plan:
-    """One process shares with nobody, whatever the recipe says; several share the usual way unless it says another."""
-    if not ranks.joined:
-        return replace(plan, parallel="none")
+    """One process shares with nobody, whatever the recipe says; several share the usual way unless it says another.
+    Layers are cut where the layout says so."""
+    plan = replace(plan, tensor_parallel=ranks.layout.tensor > 1)
+    if not ranks.joined or (ranks.layout.data == 1 and not ranks.layout.is_plain):
+        return replace(plan, parallel="none")  # nobody has other data
     return plan if plan.parallel != "none" else replace(plan, parallel="ddp")
 
 
@@ -166,7 +168,7 @@ def open_store(order: TrainOrder, plan: Plan, ranks: Ranks) -> Store:
     if not ranks.joined:
         return CheckpointStore(folder, **keep)
     own = LeadingStore(folder, ranks, **keep) if ranks.leads else FollowingStore(folder, ranks)
-    return ShardedStore(own, ranks) if is_sharded(plan) else own
+    return ShardedStore(own, ranks) if is_cut(plan) else own
 
 
 def rate_of(settings: TrainSettings) -> Any:
