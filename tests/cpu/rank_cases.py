@@ -24,7 +24,6 @@ from redline.engine.build import build_step
 from redline.engine.distributed import Ranks, join
 from redline.engine.session import TrainOrder, shared_plan, train, training_plan
 
-
 BEGUN = "-begun"
 
 
