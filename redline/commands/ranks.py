@@ -204,11 +204,13 @@ def check_ranks(hardware: Hardware, ranks: int) -> Hardware:
 def layout_of(options: argparse.Namespace, ranks: int) -> Layout:
     """Of so many ranks, as the options say. A cut that no model allows is refused here."""
     from redline.core.layout import Layout
+    from redline.core.workload import check_positive
     from redline.predict.parallel import Layout as Cut
     from redline.predict.parallel import divisors, nearest_two
 
-    check_sizes(options, DEGREES)
-    given = {name: getattr(options, name) or 1 for name in DEGREES}
+    given = {name: 1 if getattr(options, name) is None else getattr(options, name) for name in DEGREES}
+    for name, size in given.items():
+        check_positive(f"--{name}", size)
     said = [f"--{name} {size}" for name, size in given.items() if size > 1]
     if said and ranks == 1:
         raise UserError(f"{said[0]} with one process", "its ranks share a step, and there is one", "say --gpus N too")
