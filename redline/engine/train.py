@@ -117,7 +117,7 @@ class Trainer:
         if self.saved_at == self.progress.updates:
             return
         state_tensors, state_values = optimizer_tensors(self.step.optimizer, self.step.model)
-        kinds = {
+        kinds: dict[str, Mapping[str, torch.Tensor]] = {
             "model": dict(self.step.model.named_parameters()),
             "buffers": self.step.adapter.state(self.step.model),
             "optimizer": state_tensors,
