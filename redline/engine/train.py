@@ -32,6 +32,7 @@ from redline.engine.checkpoint import (
     restore_rng,
 )
 from redline.engine.distributed import Ranks, alone
+from redline.engine.parts import parts_of
 from redline.engine.rank_stores import Store
 from redline.engine.step import TrainStep
 
@@ -99,9 +100,12 @@ class Trainer:
             return
         check_same_run(loaded.path, loaded.identity, self.identity)
         tensors = loaded.tensors()  # memory-mapped on the host and copied one by one
-        copy_into(dict(self.step.model.named_parameters()), tensors.of("model"), what="model")
+        cuts = self.step.shared.cuts
+        copy_into(parts_of(dict(self.step.model.named_parameters()), cuts), tensors.of("model"), what="model")
         copy_into(self.step.adapter.state(self.step.model), tensors.of("buffers"), what="model")
-        load_optimizer_tensors(self.step.optimizer, self.step.model, tensors.of("optimizer"), loaded.state["optimizer"])
+        load_optimizer_tensors(
+            self.step.optimizer, self.step.model, tensors.of("optimizer"), loaded.state["optimizer"], cuts
+        )
         self.step.scaler.load_state_dict(loaded.state["scaler"])
         self.step.steps_taken = loaded.state["steps_taken"]
         self.progress = Progress(**loaded.state["progress"], rates=[])
@@ -115,9 +119,13 @@ class Trainer:
         if self.saved_at == self.progress.updates:
             return
         state_tensors, state_values = optimizer_tensors(self.step.optimizer, self.step.model)
-        tensors = {f"model.{name}": parameter.detach() for name, parameter in self.step.model.named_parameters()}
-        tensors |= {f"buffers.{name}": tensor for name, tensor in self.step.adapter.state(self.step.model).items()}
-        tensors |= {f"optimizer.{name}": tensor for name, tensor in state_tensors.items()}
+        kinds: dict[str, Mapping[str, torch.Tensor]] = {
+            "model": dict(self.step.model.named_parameters()),
+            "buffers": self.step.adapter.state(self.step.model),
+            "optimizer": state_tensors,
+        }
+        cuts = self.step.shared.cuts
+        tensors = {f"{kind}.{name}": t for kind, found in kinds.items() for name, t in parts_of(found, cuts).items()}
         progress = {name: value for name, value in asdict(self.progress).items() if name != "rates"}
         self.store.save(
             step=self.progress.updates,
@@ -190,7 +198,7 @@ class Trainer:
         mine = Look(
             seconds=time.perf_counter() - started,
             waited=loader.waited_seconds - waited,
-            documents=loader.documents - documents,
+            documents=loader.documents - documents if self.ranks.counts else 0,
             peak_bytes=memory.peak_bytes(self.step.device),
             asked=asked() is not None,
         )
