@@ -11,7 +11,7 @@ equal, so they are the gradients of the mean loss of the whole batch. Tensor and
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -24,7 +24,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from redline.core.plan import Plan
 from redline.engine.distributed import Ranks
-from redline.model.adapter import Adapter, LossOf
+from redline.model.adapter import DTYPES, Adapter, LossOf
+
+Pieces = Sequence[tuple[Any, float]]
+"""A batch in parts, each with its share of the whole."""
 
 
 class WithLoss(nn.Module):
@@ -34,15 +37,40 @@ class WithLoss(nn.Module):
         super().__init__()
         self.model, self.loss_of = model, loss_of
 
-    def forward(self, *batch: torch.Tensor) -> torch.Tensor:
-        return self.loss_of(*batch)
+    def forward(self, *batch: torch.Tensor, **more: torch.Tensor) -> torch.Tensor:
+        return self.loss_of(*batch, **more)
 
 
 class Shared:
     """A step that nobody shares; the other ways are made of it."""
 
+    elsewhere: Collection[str] = ()
+    """Names of parameters that other ranks hold, and this one no part of."""
+
     def __init__(self, loss_of: LossOf) -> None:
         self.loss_of = loss_of
+
+    def gradients(self, pieces: Pieces, backward: Callable[[Any, float], torch.Tensor]) -> torch.Tensor:
+        """Adds up the gradients of a batch's pieces; `backward` adds those of one and returns its share of the loss.
+        Returns the loss, or nothing of worth where `told` has yet to tell it."""
+        losses = []
+        for number, (piece, share) in enumerate(pieces, 1):
+            with self.piece(last=number == len(pieces)):
+                losses.append(backward(piece, share))
+        return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
+
+    def told(self, figures: torch.Tensor) -> torch.Tensor:
+        """Losses and norms as those ranks know them that computed them; once per cycle, since it is a collective."""
+        return figures
+
+    def norm(self, parameters: Iterable[torch.Tensor]) -> torch.Tensor:
+        """Of the gradients of the whole model."""
+        norm = nn.utils.get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    def whole_model(self, model: nn.Module) -> nn.Module:
+        """What gives logits of tokens, for whoever calls the model beside the step. All ranks call it together."""
+        return model
 
     def piece(self, last: bool) -> AbstractContextManager[object]:
         """Around forward and backward of a piece of the batch."""
@@ -127,6 +155,12 @@ def share(
     return Sharded(adapter, model, loss_of, plan, ranks, device)
 
 
+def autocast_of(plan: Plan, device: torch.device) -> torch.autocast:
+    """A context that changes nothing where the plan wants none."""
+    dtype = DTYPES.get(plan.autocast or "")
+    return torch.autocast(device.type, dtype=dtype, enabled=dtype is not None)
+
+
 def is_sharded(plan: Plan) -> bool:
     return plan.parallel.startswith("fsdp")
 
@@ -153,10 +187,7 @@ def fill(adapter: Adapter, model: nn.Module) -> None:
         put(parameter, whole)
 
 
-def clip(parameters: Iterable[torch.Tensor], most: float) -> torch.Tensor:
-    """Scales gradients down to a norm of `most` over all ranks; returns the norm they had."""
-    parameters = [parameter for parameter in parameters if parameter.grad is not None]
-    norm = nn.utils.get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
-    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-    nn.utils.clip_grads_with_norm_(parameters, most, norm)
-    return norm
+def clip(parameters: Iterable[torch.Tensor], most: float, norm: torch.Tensor) -> None:
+    """Scales gradients of that norm down to one of `most`."""
+    held = [parameter for parameter in parameters if parameter.grad is not None]
+    nn.utils.clip_grads_with_norm_(held, most, norm)
