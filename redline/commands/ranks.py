@@ -24,9 +24,13 @@ from typing import TYPE_CHECKING, Any
 from redline.commands.common import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, check_sizes
 from redline.core.errors import UserError
 from redline.core.training import RANK_PID_FILE
+from redline.rungs.parallel import DDP
 
 if TYPE_CHECKING:
     from redline.core.hardware import Hardware
+    from redline.core.layout import Layout
+    from redline.core.recipe import Recipe
+    from redline.core.workload import Workload
     from redline.engine.distributed import Ranks
     from redline.engine.session import TrainOrder
 
@@ -179,9 +183,17 @@ def say_nothing(kind: str, **_: Any) -> None:
 # --- what can be refused ----------------------------------------------------------------------------------------------
 
 
+DEGREES = ("tensor", "pipeline", "replicas")
+
+
+def ranks_of_a_node(ranks: int) -> int:
+    """torchrun says how many it has started here; --gpus starts all of them here."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+
+
 def check_ranks(hardware: Hardware, ranks: int) -> Hardware:
     """The machine with that many ranks on it. More than one per device is refused."""
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    here = ranks_of_a_node(ranks)
     if hardware.kind == "cuda" and here > hardware.count:
         only = f"this machine has {hardware.count} GPU{'' if hardware.count == 1 else 's'}"
         fix = f"use --gpus {hardware.count}" if hardware.count > 1 else "leave --gpus out"
@@ -189,8 +201,55 @@ def check_ranks(hardware: Hardware, ranks: int) -> Hardware:
     return replace(hardware, ranks=ranks)
 
 
-def check_shares(order: TrainOrder, ranks: int) -> None:
+def layout_of(options: argparse.Namespace, ranks: int) -> Layout:
+    """Of so many ranks, as the options say. A cut that no model allows is refused here."""
+    from redline.core.layout import Layout
+    from redline.predict.parallel import Layout as Cut
+    from redline.predict.parallel import divisors, nearest_two
+
+    check_sizes(options, DEGREES)
+    given = {name: getattr(options, name) or 1 for name in DEGREES}
+    said = [f"--{name} {size}" for name, size in given.items() if size > 1]
+    if said and ranks == 1:
+        raise UserError(f"{said[0]} with one process", "its ranks share a step, and there is one", "say --gpus N too")
+    data = Cut(gpus=ranks, tp=given["tensor"], pp=given["pipeline"]).dp
+    if data % given["replicas"]:
+        near = " or ".join(map(str, nearest_two(divisors(data), given["replicas"])))
+        raise UserError(
+            f"{data} ranks with data of their own cannot be {given['replicas']} replicas",
+            "each copy of the model is cut among as many ranks as the others",
+            f"use --replicas {near}",
+        )
+    return Layout(ranks=ranks, **given)
+
+
+def check_layout(layout: Layout, workload: Workload, recipe: Recipe) -> None:
+    """Refuses a layout that this model or this recipe cannot have, with the nearest that works."""
+    from redline.predict.parallel import layout_for_batch
+
+    if layout.pipeline > 1:
+        raise UserError(f"--pipeline {layout.pipeline}", "stages are not built yet", "use --tensor, or --parallel fsdp")
+    if layout.replicas > 1 and recipe.rungs[-1] == DDP:
+        raise UserError(
+            f"--replicas {layout.replicas} with ddp",
+            "every rank holds the whole model: there is nothing to cut",
+            "say --parallel fsdp, or leave --replicas out",
+        )
+    if layout.tensor > 1 or layout.pipeline > 1:
+        # Its errors name the nearest layouts as predict/ and docs do: TP is --tensor, PP is --pipeline.
+        layout_for_batch(
+            gpus=layout.ranks,
+            tp=layout.tensor,
+            pp=layout.pipeline,
+            micro_batch=1,
+            shape=workload.decoder,
+            gpus_per_node=ranks_of_a_node(layout.ranks),
+        )
+
+
+def check_shares(order: TrainOrder, layout: Layout) -> None:
     """Every rank takes whole micro batches of every update."""
     from redline.predict.parallel import layout_for_batch
 
-    layout_for_batch(gpus=ranks, micro_batch=order.settings.micro_batch, global_batch=order.settings.global_batch)
+    sizes = {"micro_batch": order.settings.micro_batch, "global_batch": order.settings.global_batch}
+    layout_for_batch(gpus=layout.ranks, tp=layout.tensor, pp=layout.pipeline, **sizes)

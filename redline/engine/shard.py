@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -108,7 +107,7 @@ class Sharded(Shared):
     def __init__(
         self, adapter: Adapter, model: nn.Module, loss_of: LossOf, plan: Plan, ranks: Ranks, device: torch.device
     ) -> None:
-        mesh = init_device_mesh(device.type, (ranks.count,), mesh_dim_names=("dp",))
+        mesh = ranks.data_mesh
         policy = MixedPrecisionPolicy()
         if plan.autocast == "bf16":
             # Weights are gathered in 16 bits and autocast finds nothing to cast in them; it stays for what it keeps in

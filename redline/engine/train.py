@@ -181,7 +181,7 @@ class Trainer:
         mine = Look(
             seconds=time.perf_counter() - started,
             waited=loader.waited_seconds - waited,
-            documents=loader.documents - documents,
+            documents=loader.documents - documents if self.ranks.counts else 0,
             peak_bytes=memory.peak_bytes(self.step.device),
             asked=asked() is not None,
         )
