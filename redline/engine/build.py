@@ -21,6 +21,7 @@ from redline.core.workload import Workload
 from redline.data.batches import Batches, TokenBatches, stream_batches, worker_context
 from redline.data.made import MadeBatches
 from redline.engine.distributed import Ranks, alone
+from redline.engine.pipeline import Pipelined, build_stage, is_pipelined
 from redline.engine.shard import is_sharded, share
 from redline.engine.step import TrainStep
 from redline.model.adapter import Adapter, LossOf, adapter_of
@@ -82,17 +83,18 @@ def build_step(
     switch_process(plan, calls_sdpa=not workload.reads_text)
     # 2. The model at its final shape, on the device, before anything holds on to its parameters.
     adapter = adapter_of(workload)
-    model = adapter.build_unplaced(plan) if is_sharded(plan) else adapter.build(plan, device)
+    model = build_model(adapter, plan, device, ranks or alone())
     # 3. Compile wraps forward and loss together, so that the loss is fused into the head's epilogue.
     loss_of = plain_loss(adapter, model, plan)
-    if plan.compile and is_sharded(plan):
+    if plan.compile and (is_sharded(plan) or is_pipelined(plan)):
         compile_blocks(adapter.blocks(model), plan)
     elif plan.compile:
         loss_of = compile_loss(loss_of, plan)
     if plan.cuda_graphs:
         loss_of = outlive_replays(loss_of, model, accumulates=chunk is not None)
     # 4. Ranks share what was compiled: their hooks run between compiled parts. A model that is cut has its weights now.
-    shared = share(adapter, model, loss_of, plan=plan, ranks=ranks or alone(), device=device)
+    ways = Pipelined if is_pipelined(plan) else share
+    shared = ways(adapter, model, loss_of, plan=plan, ranks=ranks or alone(), device=device)
     # 5. The optimizer gets the parameters themselves, of which a rank may hold a part only.
     own = optimizer_settings(workload, plan)
     optimizer = build_optimizer(plan.optimizer, model, **own)
@@ -109,6 +111,13 @@ def build_step(
         clip_norm=workload.clip_norm,
         chunk=chunk,
     )
+
+
+def build_model(adapter: Adapter, plan: Plan, device: torch.device, ranks: Ranks) -> nn.Module:
+    """What is cut gets its numbers after the cut."""
+    if is_pipelined(plan):
+        return build_stage(adapter, plan, ranks)
+    return adapter.build_unplaced(plan) if is_sharded(plan) else adapter.build(plan, device)
 
 
 def optimizer_settings(workload: Workload, plan: Plan) -> dict[str, float]:

@@ -45,6 +45,7 @@ from redline.engine.checkpoint import CheckpointStore, Loaded, latest_checkpoint
 from redline.engine.distributed import Ranks, alone
 from redline.engine.export import CONFIG_FILE, load_weights
 from redline.engine.memory import is_out_of_memory
+from redline.engine.pipeline import is_pipelined
 from redline.engine.rank_stores import FollowingStore, LeadingStore, ShardedStore, Store
 from redline.engine.sample import sample
 from redline.engine.shard import is_sharded
@@ -154,9 +155,12 @@ def training_plan(recipe: Recipe) -> Plan:
 
 
 def shared_plan(plan: Plan, ranks: Ranks) -> Plan:
-    """One process shares with nobody, whatever the recipe says; several share the usual way unless it says another."""
+    """One process shares with nobody, whatever the recipe says; several share the usual way unless it says another.
+    Stages take turns as the recipe says, and there may be none."""
     if not ranks.joined:
-        return replace(plan, parallel="none")
+        return replace(plan, parallel="none", pipeline="none")
+    if (ranks.layout.pipeline > 1) != is_pipelined(plan):
+        plan = replace(plan, pipeline="1f1b" if ranks.layout.pipeline > 1 else "none")
     return plan if plan.parallel != "none" else replace(plan, parallel="ddp")
 
 
@@ -166,7 +170,7 @@ def open_store(order: TrainOrder, plan: Plan, ranks: Ranks) -> Store:
     if not ranks.joined:
         return CheckpointStore(folder, **keep)
     own = LeadingStore(folder, ranks, **keep) if ranks.leads else FollowingStore(folder, ranks)
-    return ShardedStore(own, ranks) if is_sharded(plan) else own
+    return ShardedStore(own, ranks) if is_sharded(plan) or is_pipelined(plan) else own
 
 
 def rate_of(settings: TrainSettings) -> Any:
@@ -312,7 +316,7 @@ def sampled_text(step: TrainStep, workload: Workload) -> str:
         step.adapter.evaluating(step.model),
     ):  # a kernel that is pinned may take 16 bits only
         ids = sample(
-            step.model,
+            step.shared.whole_model(step.model),
             [encoder.end_of_text],
             shape=workload.decoder,
             count=SAMPLE_TOKENS,

@@ -83,7 +83,9 @@ class Shared:
 class Replicated(Shared):
     """Every rank holds the model. Gradients are averaged in buckets, while the backward pass goes on."""
 
-    def __init__(self, adapter: Adapter, model: nn.Module, loss_of: LossOf, device: torch.device) -> None:
+    def __init__(
+        self, adapter: Adapter, model: nn.Module, loss_of: LossOf, ranks: Ranks, device: torch.device
+    ) -> None:
         # Batch norm's averages are rank 0's at every step; a causal mask never changes. The option was renamed.
         known = inspect.signature(DistributedDataParallel).parameters
         buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
@@ -91,6 +93,7 @@ class Replicated(Shared):
         self.ddp = DistributedDataParallel(
             WithLoss(model, loss_of),
             device_ids=[device.index] if device.type == "cuda" else None,
+            process_group=None if ranks.layout.is_plain else ranks.data_mesh.get_group(),
             gradient_as_bucket_view=True,  # gradients lie in the buckets: no second copy of them
             **options,
         )
@@ -150,7 +153,7 @@ def share(
     if plan.parallel == "none":
         return Shared(loss_of)
     if plan.parallel == "ddp":
-        return Replicated(adapter, model, loss_of, device)
+        return Replicated(adapter, model, loss_of, ranks, device)
     return Sharded(adapter, model, loss_of, plan, ranks, device)
 
 

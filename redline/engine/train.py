@@ -30,6 +30,8 @@ from redline.engine.checkpoint import (
     load_optimizer_tensors,
     optimizer_tensors,
     restore_rng,
+    with_all_states,
+    without_state_of,
 )
 from redline.engine.distributed import Ranks, alone
 from redline.engine.rank_stores import Store
@@ -96,10 +98,16 @@ class Trainer:
         if loaded is None:
             return
         check_same_run(loaded.path, loaded.identity, self.identity)
-        tensors = loaded.tensors()  # memory-mapped on the host and copied one by one
-        copy_into(dict(self.step.model.named_parameters()), tensors.of("model"), what="model")
+        # Memory-mapped on the host and copied one by one; what other stages hold is their affair.
+        tensors, elsewhere = loaded.tensors(), self.step.shared.elsewhere
+        copy_into(dict(self.step.model.named_parameters()), tensors.of("model").without(elsewhere), what="model")
         copy_into(self.step.adapter.state(self.step.model), tensors.of("buffers"), what="model")
-        load_optimizer_tensors(self.step.optimizer, self.step.model, tensors.of("optimizer"), loaded.state["optimizer"])
+        load_optimizer_tensors(
+            self.step.optimizer,
+            self.step.model,
+            tensors.of("optimizer").without(elsewhere),
+            without_state_of(elsewhere, loaded.state["optimizer"]),
+        )
         self.step.scaler.load_state_dict(loaded.state["scaler"])
         self.step.steps_taken = loaded.state["steps_taken"]
         self.progress = Progress(**loaded.state["progress"], rates=[])
@@ -116,6 +124,8 @@ class Trainer:
         tensors = {f"model.{name}": parameter.detach() for name, parameter in self.step.model.named_parameters()}
         tensors |= {f"buffers.{name}": tensor for name, tensor in self.step.adapter.state(self.step.model).items()}
         tensors |= {f"optimizer.{name}": tensor for name, tensor in state_tensors.items()}
+        if self.step.shared.elsewhere:
+            state_values = with_all_states(self.ranks.gather(state_values))
         progress = {name: value for name, value in asdict(self.progress).items() if name != "rates"}
         self.store.save(
             step=self.progress.updates,
@@ -176,7 +186,8 @@ class Trainer:
         memory.reset_peak(self.step.device)
         losses, norms = self._queue_updates(loader, asked)
         self.ranks.mark(self.step.steps_taken, "reading the losses")
-        figures = self.ranks.mean(torch.stack([*losses, *norms])).tolist()  # the one wait of the cycle
+        figures = self.step.shared.told(torch.stack([*losses, *norms]))
+        figures = self.ranks.mean(figures).tolist()  # the one wait of the cycle
         self.epoch = loader.epoch
         mine = Look(
             seconds=time.perf_counter() - started,
@@ -290,7 +301,8 @@ class Trainer:
                 progress.validation_tokens += self.step.adapter.items(batch)
         if not losses:
             return
-        loss = self.ranks.mean(torch.stack(losses).mean()).item()  # one number for all: what is best hangs on it
+        loss = self.step.shared.told(torch.stack(losses).mean())
+        loss = self.ranks.mean(loss).item()  # one number for all: what is best hangs on it
         self.validation_loss = loss
         if math.isfinite(loss):
             best = progress.best_validation
