@@ -500,6 +500,7 @@ def show_summary(summary: dict[str, Any], order: TrainOrder, options: argparse.N
         "workload": order.workload.name,
         "unit": order.workload.unit,
         "rungs": list(order.recipe.rungs),
+        "pipeline": pipeline_of(order),
         "out": order.out,
     }
     if summary["reason"] is not None:
@@ -509,3 +510,13 @@ def show_summary(summary: dict[str, Any], order: TrainOrder, options: argparse.N
         return
     for line in summary_lines(document):
         print(line)
+
+
+def pipeline_of(order: TrainOrder) -> dict[str, Any] | None:
+    """What filling and draining it costs; None where there is none."""
+    from redline.core.layout import bubble
+
+    if order.layout is None or order.layout.pipeline == 1:
+        return None
+    stages, micro_batches = order.layout.pipeline, order.micro_batches
+    return {"stages": stages, "micro_batches": micro_batches, "bubble": bubble(stages, micro_batches)}

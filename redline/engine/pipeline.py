@@ -75,7 +75,7 @@ class Pipelined(Shared):
         inputs, targets = self._batch(pieces)
         losses: list[torch.Tensor] = []
         schedule = self._schedule(len(pieces), inputs.shape)
-        shares = torch.tensor([share for _, share in pieces], device=self.device)
+        shares = torch.full((len(pieces),), 1 / len(pieces), device=self.device)  # they are of one size
         given = {"target": shares, "targets": targets} if self.model.last else {}
         try:
             schedule.step(*((inputs,) if self.model.first else ()), losses=losses, return_outputs=False, **given)
@@ -111,7 +111,7 @@ class Pipelined(Shared):
                 output_args=torch.empty((), device="meta", requires_grad=True) if self.model.last else stream,
                 group=self.group,
             )
-            # With fewer pieces than stages a forward never waits for a backward: 1F1B is GPipe there, and torch has none.
+            # With fewer pieces than stages no forward waits for a backward: 1F1B is GPipe there, and torch refuses it.
             make = Schedule1F1B if self.plan.pipeline == "1f1b" and pieces >= self.count else ScheduleGPipe
             self._schedules[key] = make(stage, pieces, loss_fn=torch.mul, scale_grads=False)
         return self._schedules[key]
@@ -162,7 +162,7 @@ class Pipelined(Shared):
 
 
 class Relay(nn.Module):
-    """The model as one process calls it, on all stages at once: tokens [B, T] -> the last token's logits [B, 1, rows]."""
+    """The model as one process calls it, on all stages at once: tokens [B, T] -> logits of the last, [B, 1, rows]."""
 
     def __init__(self, pipelined: Pipelined) -> None:
         super().__init__()

@@ -76,6 +76,12 @@ class TrainOrder:
     layout: Layout | None = None
     """Of the ranks of this session; a resumed one has its own. None: they differ in their data alone."""
 
+    @property
+    def micro_batches(self) -> int:
+        """Of an update, for each of those ranks that take different data."""
+        data = 1 if self.layout is None else self.layout.data
+        return self.settings.global_batch // (self.settings.micro_batch * data)
+
 
 def train(order: TrainOrder, emit: Emit, ranks: Ranks | None = None) -> dict[str, Any]:
     """Returns what it came to; `ended` says why it is over: 'steps', 'tokens', 'minutes', 'interrupted', 'diverged'
@@ -85,6 +91,8 @@ def train(order: TrainOrder, emit: Emit, ranks: Ranks | None = None) -> dict[str
     device, settings = ranks.connect(order.device), order.settings
     if not ranks.layout.is_plain:
         emit("note", text=ranks.layout.words())
+    if ranks.layout.pipeline > 1:
+        emit("note", text=ranks.layout.words_of_bubble(order.micro_batches))
     if settings.deterministic:
         be_deterministic()
     plan = shared_plan(training_plan(order.recipe), ranks)

@@ -83,9 +83,7 @@ class Shared:
 class Replicated(Shared):
     """Every rank holds the model. Gradients are averaged in buckets, while the backward pass goes on."""
 
-    def __init__(
-        self, adapter: Adapter, model: nn.Module, loss_of: LossOf, ranks: Ranks, device: torch.device
-    ) -> None:
+    def __init__(self, adapter: Adapter, model: nn.Module, loss_of: LossOf, ranks: Ranks, device: torch.device) -> None:
         # Batch norm's averages are rank 0's at every step; a causal mask never changes. The option was renamed.
         known = inspect.signature(DistributedDataParallel).parameters
         buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"

@@ -147,7 +147,9 @@ class SavedTensors(Mapping[str, torch.Tensor]):
 
     def without(self, parameters: Collection[str]) -> SavedTensors:
         """Those that belong to other parameters: neither wte.weight nor wte.weight.exp_avg."""
-        kept = {name: place for name, place in self.places.items() if not any(map(parameters.__contains__, heads(name)))}
+        kept = {
+            name: place for name, place in self.places.items() if not any(map(parameters.__contains__, heads(name)))
+        }
         return SavedTensors(kept, self.device)
 
     def __getitem__(self, name: str) -> torch.Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from redline.core.layout import Layout
 from redline.core.values import from_json
 from redline.engine.build import build_step
 from redline.engine.distributed import Ranks, join
@@ -37,9 +39,10 @@ def run(folder: Path) -> None:
     (folder / f"rank-{ranks.rank}.json").write_text(json.dumps(told))
 
 
-def held(order: TrainOrder, ranks: Ranks) -> dict[str, int]:
-    """Bytes of weights, gradients and optimizer state that this rank itself holds, between backward and update; and how
-    many times gradients were reduced for a batch of three pieces."""
+def held(order: TrainOrder, ranks: Ranks) -> dict[str, Any]:
+    """Bytes of weights, gradients and optimizer state that this rank itself holds, between backward and update; how
+    many times gradients were reduced for a batch of three pieces; and every bit of the weights, as a checksum."""
+    ranks.arrange(order.layout or Layout(ranks=ranks.count))
     device, plan = ranks.connect("cpu"), shared_plan(training_plan(order.recipe), ranks)
     step = build_step(order.workload, plan, device=device, chunk=1, ranks=ranks)
     shape = order.workload.decoder
@@ -55,6 +58,7 @@ def held(order: TrainOrder, ranks: Ranks) -> dict[str, int]:
     }
     return {
         "reductions": seen.count,
+        "checksums": {name: checksum(parameter) for name, parameter in step.model.named_parameters()},
         **{what: sum(local_bytes(tensor) for tensor in found) for what, found in tensors.items()},
     }
 
@@ -69,6 +73,11 @@ class Reductions(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.count += str(func).startswith("c10d.") and "reduce" in str(func)
         return func(*args, **(kwargs or {}))
+
+
+def checksum(tensor: torch.Tensor) -> int:
+    here = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return zlib.crc32(here.detach().numpy().tobytes())
 
 
 def local_bytes(tensor: Any) -> int:
