@@ -65,7 +65,8 @@ class Pipelined(Shared):
         # One rank alone has nobody to average with.
         alone = ranks.layout.data == 1 and not is_sharded(plan)
         self.inner = Shared(part) if alone else share(adapter, model, part, plan=plan, ranks=ranks, device=device)
-        self.module = WithLoss(model, part) if alone else self.inner.loss_of
+        wrapped = self.inner.loss_of
+        self.module = wrapped if isinstance(wrapped, nn.Module) else WithLoss(model, part)
         super().__init__(self._loss)
 
     # --- the step -----------------------------------------------------------------------------------------------------
@@ -76,7 +77,7 @@ class Pipelined(Shared):
         losses: list[torch.Tensor] = []
         schedule = self._schedule(len(pieces), inputs.shape)
         shares = torch.full((len(pieces),), 1 / len(pieces), device=self.device)  # they are of one size
-        given = {"target": shares, "targets": targets} if self.model.last else {}
+        given: dict[str, Any] = {"target": shares, "targets": targets} if self.model.last else {}
         try:
             schedule.step(*((inputs,) if self.model.first else ()), losses=losses, return_outputs=False, **given)
         except RuntimeError as error:

@@ -186,8 +186,8 @@ class Trainer:
         memory.reset_peak(self.step.device)
         losses, norms = self._queue_updates(loader, asked)
         self.ranks.mark(self.step.steps_taken, "reading the losses")
-        figures = self.step.shared.told(torch.stack([*losses, *norms]))
-        figures = self.ranks.mean(figures).tolist()  # the one wait of the cycle
+        known = self.step.shared.told(torch.stack([*losses, *norms]))
+        figures = self.ranks.mean(known).tolist()  # the one wait of the cycle
         self.epoch = loader.epoch
         mine = Look(
             seconds=time.perf_counter() - started,
@@ -301,8 +301,8 @@ class Trainer:
                 progress.validation_tokens += self.step.adapter.items(batch)
         if not losses:
             return
-        loss = self.step.shared.told(torch.stack(losses).mean())
-        loss = self.ranks.mean(loss).item()  # one number for all: what is best hangs on it
+        known = self.step.shared.told(torch.stack(losses).mean())
+        loss = self.ranks.mean(known).item()  # one number for all: what is best hangs on it
         self.validation_loss = loss
         if math.isfinite(loss):
             best = progress.best_validation
