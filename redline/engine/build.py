@@ -22,7 +22,7 @@ from redline.data.batches import Batches, TokenBatches, stream_batches, worker_c
 from redline.data.made import MadeBatches
 from redline.engine.distributed import Ranks, alone
 from redline.engine.pipeline import Pipelined, build_stage, is_pipelined
-from redline.engine.shard import is_sharded, share
+from redline.engine.shard import is_cut, share
 from redline.engine.step import TrainStep
 from redline.model.adapter import Adapter, LossOf, adapter_of
 from redline.optim import build_optimizer, reset_optimizer, settings_for, warm_up
@@ -83,10 +83,12 @@ def build_step(
     switch_process(plan, calls_sdpa=not workload.reads_text)
     # 2. The model at its final shape, on the device, before anything holds on to its parameters.
     adapter = adapter_of(workload)
-    model = build_model(adapter, plan, device, ranks or alone())
+    ranks = ranks or alone()
+    model = build_model(adapter, plan, device, ranks)
+    cuts = adapter.cut(model, ranks.mesh["tp"]) if plan.tensor_parallel else {}
     # 3. Compile wraps forward and loss together, so that the loss is fused into the head's epilogue.
     loss_of = plain_loss(adapter, model, plan)
-    if plan.compile and (is_sharded(plan) or is_pipelined(plan)):
+    if plan.compile and is_cut(plan):
         compile_blocks(adapter.blocks(model), plan)
     elif plan.compile:
         loss_of = compile_loss(loss_of, plan)
@@ -94,7 +96,7 @@ def build_step(
         loss_of = outlive_replays(loss_of, model, accumulates=chunk is not None)
     # 4. Ranks share what was compiled: their hooks run between compiled parts. A model that is cut has its weights now.
     ways = Pipelined if is_pipelined(plan) else share
-    shared = ways(adapter, model, loss_of, plan=plan, ranks=ranks or alone(), device=device)
+    shared = ways(adapter, model, loss_of, plan=plan, ranks=ranks, device=device, cuts=cuts)
     # 5. The optimizer gets the parameters themselves, of which a rank may hold a part only.
     own = optimizer_settings(workload, plan)
     optimizer = build_optimizer(plan.optimizer, model, **own)
@@ -117,7 +119,7 @@ def build_model(adapter: Adapter, plan: Plan, device: torch.device, ranks: Ranks
     """What is cut gets its numbers after the cut."""
     if is_pipelined(plan):
         return build_stage(adapter, plan, ranks)
-    return adapter.build_unplaced(plan) if is_sharded(plan) else adapter.build(plan, device)
+    return adapter.build_unplaced(plan) if is_cut(plan) else adapter.build(plan, device)
 
 
 def optimizer_settings(workload: Workload, plan: Plan) -> dict[str, float]:

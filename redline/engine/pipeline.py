@@ -1,7 +1,7 @@
 """Pipeline parallel: every rank holds a stage of the model, and the pieces of a batch pass through them all.
 
     model = adapter.build_stage(plan, layers_of(stage, stages=2, layers=12))           # on 'meta'
-    shared = Pipelined(adapter, model, loss_of, plan=plan, ranks=ranks, device=device)
+    shared = Pipelined(adapter, model, loss_of, plan=plan, ranks=ranks, device=device, cuts={})
     loss = shared.gradients(pieces, backward);  loss = shared.told(loss)               # the last stage knows the loss
 
 torch.distributed.pipelining moves what passes between stages and runs the schedule: a piece of the gradient
@@ -13,7 +13,7 @@ samples go forward through the stages one batch at a time, with no schedule.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,9 +21,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from redline.core.cut import Cut
 from redline.core.plan import Plan
 from redline.engine.distributed import Ranks
-from redline.engine.shard import Pieces, Shared, WithLoss, autocast_of, fill, is_sharded, share
+from redline.engine.shard import Pieces, Shared, WithLoss, autocast_of, share
 from redline.model.adapter import DTYPES, Adapter, LossOf
 from redline.model.stage import Stage, layers_of
 
@@ -45,7 +46,15 @@ class Pipelined(Shared):
     """Each stage is shared among ranks that take different data as a whole model would be: `plan.parallel` says how."""
 
     def __init__(
-        self, adapter: Adapter, model: nn.Module, loss_of: LossOf, *, plan: Plan, ranks: Ranks, device: torch.device
+        self,
+        adapter: Adapter,
+        model: nn.Module,
+        loss_of: LossOf,
+        *,
+        plan: Plan,
+        ranks: Ranks,
+        device: torch.device,
+        cuts: Mapping[str, Cut],
     ) -> None:
         assert isinstance(model, Stage), f"{type(model).__name__} is no stage"
         self.adapter, self.model, self.plan, self.device = adapter, model, plan, device
@@ -54,17 +63,13 @@ class Pipelined(Shared):
         self.number, self.count = ranks.place.pipeline, ranks.layout.pipeline
         self.ends = ends_of_pipelines(ranks) if plan.tied else None
         self._schedules: dict[tuple[int, torch.Size], PipelineScheduleSingle] = {}
-        if not is_sharded(plan):
-            model.place(device)
-            fill(adapter, model)
 
         def part(x: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
             with autocast_of(plan, device):
                 return model.features(x) if targets is None else loss_of(x, targets)
 
-        # One rank alone has nobody to average with.
-        alone = ranks.layout.data == 1 and not is_sharded(plan)
-        self.inner = Shared(part) if alone else share(adapter, model, part, plan=plan, ranks=ranks, device=device)
+        self.inner = share(adapter, model, part, plan=plan, ranks=ranks, device=device, cuts=cuts)
+        self.cuts = self.inner.cuts
         wrapped = self.inner.loss_of
         self.module = wrapped if isinstance(wrapped, nn.Module) else WithLoss(model, part)
         super().__init__(self._loss)
@@ -126,9 +131,9 @@ class Pipelined(Shared):
         dist.broadcast(figures, group=self.group, group_src=self.count - 1)
         return figures
 
-    def norm(self, parameters: Any) -> torch.Tensor:
+    def norm(self, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
         copy = self.model.wte.weight if self.model.is_copy else None
-        square = super().norm(parameter for parameter in parameters if parameter is not copy).square()
+        square = self.inner.norm([parameter for parameter in parameters if parameter is not copy]).square()
         dist.all_reduce(square, group=self.group)
         return square.sqrt()
 

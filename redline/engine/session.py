@@ -48,7 +48,7 @@ from redline.engine.memory import is_out_of_memory
 from redline.engine.pipeline import is_pipelined
 from redline.engine.rank_stores import FollowingStore, LeadingStore, ShardedStore, Store
 from redline.engine.sample import sample
-from redline.engine.shard import is_sharded
+from redline.engine.shard import is_cut
 from redline.engine.step import TrainStep
 from redline.engine.train import DivergedError, Emit, NotSavedError, Trainer
 from redline.model.adapter import Adapter, adapter_of
@@ -164,11 +164,12 @@ def training_plan(recipe: Recipe) -> Plan:
 
 def shared_plan(plan: Plan, ranks: Ranks) -> Plan:
     """One process shares with nobody, whatever the recipe says; several share the usual way unless it says another.
-    Stages take turns as the recipe says, and there may be none."""
-    if not ranks.joined:
-        return replace(plan, parallel="none", pipeline="none")
+    Layers are cut, and stand in stages, where the layout says so."""
+    plan = replace(plan, tensor_parallel=ranks.layout.tensor > 1)
     if (ranks.layout.pipeline > 1) != is_pipelined(plan):
         plan = replace(plan, pipeline="1f1b" if ranks.layout.pipeline > 1 else "none")
+    if not ranks.joined or (ranks.layout.data == 1 and not ranks.layout.is_plain):
+        return replace(plan, parallel="none")  # nobody has other data
     return plan if plan.parallel != "none" else replace(plan, parallel="ddp")
 
 
@@ -178,7 +179,7 @@ def open_store(order: TrainOrder, plan: Plan, ranks: Ranks) -> Store:
     if not ranks.joined:
         return CheckpointStore(folder, **keep)
     own = LeadingStore(folder, ranks, **keep) if ranks.leads else FollowingStore(folder, ranks)
-    return ShardedStore(own, ranks) if is_sharded(plan) or is_pipelined(plan) else own
+    return ShardedStore(own, ranks) if is_cut(plan) else own
 
 
 def rate_of(settings: TrainSettings) -> Any:

@@ -34,6 +34,7 @@ from redline.engine.checkpoint import (
     without_state_of,
 )
 from redline.engine.distributed import Ranks, alone
+from redline.engine.parts import parts_of
 from redline.engine.rank_stores import Store
 from redline.engine.step import TrainStep
 
@@ -99,14 +100,16 @@ class Trainer:
             return
         check_same_run(loaded.path, loaded.identity, self.identity)
         # Memory-mapped on the host and copied one by one; what other stages hold is their affair.
-        tensors, elsewhere = loaded.tensors(), self.step.shared.elsewhere
-        copy_into(dict(self.step.model.named_parameters()), tensors.of("model").without(elsewhere), what="model")
+        tensors, elsewhere, cuts = loaded.tensors(), self.step.shared.elsewhere, self.step.shared.cuts
+        targets = parts_of(dict(self.step.model.named_parameters()), cuts)
+        copy_into(targets, tensors.of("model").without(elsewhere), what="model")
         copy_into(self.step.adapter.state(self.step.model), tensors.of("buffers"), what="model")
         load_optimizer_tensors(
             self.step.optimizer,
             self.step.model,
             tensors.of("optimizer").without(elsewhere),
             without_state_of(elsewhere, loaded.state["optimizer"]),
+            cuts,
         )
         self.step.scaler.load_state_dict(loaded.state["scaler"])
         self.step.steps_taken = loaded.state["steps_taken"]
@@ -121,11 +124,15 @@ class Trainer:
         if self.saved_at == self.progress.updates:
             return
         state_tensors, state_values = optimizer_tensors(self.step.optimizer, self.step.model)
-        tensors = {f"model.{name}": parameter.detach() for name, parameter in self.step.model.named_parameters()}
-        tensors |= {f"buffers.{name}": tensor for name, tensor in self.step.adapter.state(self.step.model).items()}
-        tensors |= {f"optimizer.{name}": tensor for name, tensor in state_tensors.items()}
         if self.step.shared.elsewhere:
             state_values = with_all_states(self.ranks.gather(state_values))
+        kinds = {
+            "model": dict(self.step.model.named_parameters()),
+            "buffers": self.step.adapter.state(self.step.model),
+            "optimizer": state_tensors,
+        }
+        cuts = self.step.shared.cuts
+        tensors = {f"{kind}.{name}": t for kind, found in kinds.items() for name, t in parts_of(found, cuts).items()}
         progress = {name: value for name, value in asdict(self.progress).items() if name != "rates"}
         self.store.save(
             step=self.progress.updates,

@@ -24,8 +24,7 @@ class Stage(GPT):
         super().__init__(shape, tied=tied, **options)
         whole = {name for name, _ in self.named_parameters()}
         self.layers, self.first, self.last = layers, layers.start == 0, layers.stop == shape.layers
-        self.has_tied_head = tied and self.last
-        self.is_copy = self.has_tied_head and not self.first
+        self.is_copy = tied and self.last and not self.first
         """Its `wte.weight` is the head, and the first stage's is the one that counts."""
         for number in set(range(shape.layers)) - set(layers):
             delattr(self.h, str(number))  # the others keep their numbers
@@ -37,12 +36,6 @@ class Stage(GPT):
             del self.ln_f, self.lm_head
         self.elsewhere = frozenset(whole - {name for name, _ in self.named_parameters()})
         """Parameters of the whole that other stages hold."""
-
-    def place(self, device: torch.device) -> None:
-        """Gives it memory there, and no numbers yet."""
-        self.to_empty(device=device)
-        if self.has_tied_head:
-            self.lm_head.weight = self.wte.weight  # two tensors have come of one
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """As `features`; the last one gives logits, [B, T, rows]."""

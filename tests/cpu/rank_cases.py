@@ -2,12 +2,14 @@
 
 torchrun --standalone --nproc-per-node 4 rank_cases.py FOLDER        # FOLDER/cases.json: a list of orders
 
-Also measures what a rank holds after a step, for the orders under "held".
+An order goes on with what is in the run directory of its name and "-begun". Also measures what a rank holds after a
+step, for the orders under "held".
 """
 
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import zlib
 from pathlib import Path
@@ -23,12 +25,18 @@ from redline.engine.build import build_step
 from redline.engine.distributed import Ranks, join
 from redline.engine.session import TrainOrder, shared_plan, train, training_plan
 
+BEGUN = "-begun"
+
 
 def run(folder: Path) -> None:
     cases = json.loads((folder / "cases.json").read_text())
     told: dict[str, Any] = {}
     with join(60) as ranks:
         for order in cases["orders"]:
+            if (begun := Path(order["out"] + BEGUN)).exists():  # by an order before this one, with another layout
+                if ranks.leads:
+                    shutil.copytree(begun, order["out"])
+                ranks.gather(None)  # nobody looks before it is there
             events: list[Any] = []
             summary = train(
                 from_json(TrainOrder, order), lambda kind, events=events, **f: events.append((kind, f)), ranks

@@ -27,6 +27,7 @@ from redline.core.workload import Shape, Workload
 from redline.data.prepare import Preparation, prepare
 from redline.engine.checkpoint import load_from
 from redline.engine.session import TrainOrder, load_model, train
+from redline.engine.shard import fill, give_memory
 from redline.model.adapter import adapter_of
 from redline.model.gpt import GPT
 from redline.model.stage import Stage, layers_of
@@ -319,9 +320,8 @@ def test_stages_make_the_model(stages: int, tied: bool) -> None:
         stage = adapter.build_stage(plan, layers_of(number, stages=stages, layers=4))
         assert isinstance(stage, Stage)
         assert all(parameter.is_meta for parameter in stage.parameters())
-        stage.place(cpu)
-        adapter.fill_buffers(stage)
-        adapter.restore(stage)
+        give_memory(stage, cpu)
+        fill(adapter, stage, {})
         own = [name for name, _ in stage.named_parameters()]
         assert stage.elsewhere == {name for name, _ in whole.named_parameters()} - set(own)
         names += [name for name in own if not (stage.is_copy and name == "wte.weight")]
