@@ -37,9 +37,10 @@ from redline.rungs import plan_of
 
 HERE = Path(__file__).resolve().parent
 STEPS = 4
-SHARED = ("ddp", "fsdp", "pipeline-parallel", "pipeline-gpipe")
+SHARED = ("ddp", "fsdp", "tensor-parallel", "pipeline-parallel", "pipeline-gpipe")
 TIED = ("tied-weights", "fused-adamw")
 TWO, TWO_BY_TWO, FOUR = Layout(ranks=2, pipeline=2), Layout(ranks=4, pipeline=2), Layout(ranks=4, pipeline=4)
+BY_TENSOR = Layout(ranks=4, pipeline=2, tensor=2)
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ class Case:
     micro_batch: int = 1
     steps: int = STEPS
     goes_on_from: str | None = None
+    bound: float = 1e-5
 
 
 # A global batch of 8 each; those that end at step 2 are gone on with by others.
@@ -68,6 +70,12 @@ MORE = {
     "fsdp-half": Case(TWO_BY_TWO, ("fsdp", "pipeline-parallel", *TIED), steps=2),
     "four-tied": Case(FOUR, ("ddp", "pipeline-parallel", *TIED)),
     "four-from-two": Case(FOUR, ("ddp", "pipeline-gpipe", *TIED), goes_on_from="1f1b-half"),
+    # Tensor parallel alone differs as much in a few numbers: where a gradient is next to nothing, AdamW makes a step of
+    # its rounding. A step is 3e-3.
+    "tensor": Case(BY_TENSOR, ("ddp", "pipeline-gpipe", "tensor-parallel", "padded-vocab"), bound=5e-5),
+    "tensor-tied": Case(
+        BY_TENSOR, ("ddp", "pipeline-parallel", "tensor-parallel", *TIED), goes_on_from="1f1b-half", bound=5e-5
+    ),
     "fsdp-from-two": Case(Layout(ranks=4), ("fsdp", *TIED), goes_on_from="1f1b-half"),
 }
 ALONE = {
@@ -210,7 +218,7 @@ def check_weights(runs: Runs, name: str) -> None:
     resumed = "resumed from step-00000002 at step 2" in runs.notes(name)
     assert resumed == (EVERY[name].goes_on_from is not None)
     found = differences(runs.folder / name, runs.one_process(name))
-    assert max(found.values()) < 1e-5, found
+    assert max(found.values()) < EVERY[name].bound, found
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.steps == STEPS])

@@ -51,9 +51,8 @@ def test_the_bubble_in_words() -> None:
         (Layout(ranks=5, pipeline=5), "12 layers cannot be shared by PP 5", "TP 1 x PP 1"),
         (Layout(ranks=8, pipeline=8), "12 layers cannot be shared by PP 8", "TP 1 x PP 4"),
         (Layout(ranks=24, pipeline=24), "12 layers cannot be shared by PP 24", "TP 1 x PP 12"),
-        (Layout(ranks=4, pipeline=2, tensor=2), "--pipeline 2 with --tensor 2", "use one of them"),
     ],
-    ids=["uneven", "power", "too-many", "tensor"],
+    ids=["uneven", "power", "too-many"],
 )
 def test_layouts_that_cannot_be(layout: Layout, problem: str, fix: str) -> None:
     with pytest.raises(UserError, match=problem) as error:
@@ -73,6 +72,7 @@ def test_a_layout_has_its_rung() -> None:
     assert cuts_of(layout, chosen) == ["pipeline-gpipe"]
     assert shared_recipe(chosen, "fsdp", layout).rungs == ("bf16", "pipeline-gpipe", "fsdp")
     assert cuts_of(Layout(ranks=4), chosen) == []
+    assert cuts_of(Layout(ranks=4, pipeline=2, tensor=2), RECIPE) == ["tensor-parallel", "pipeline-parallel"]
 
 
 def test_what_has_no_stages() -> None:
