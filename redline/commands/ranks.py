@@ -16,7 +16,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -204,15 +205,18 @@ def check_ranks(hardware: Hardware, ranks: int) -> Hardware:
 def layout_of(options: argparse.Namespace, ranks: int) -> Layout:
     """Of so many ranks, as the options say. A cut that no model allows is refused here."""
     from redline.core.layout import Layout
+    from redline.core.workload import check_positive
     from redline.predict.parallel import Layout as Cut
     from redline.predict.parallel import divisors, nearest_two
 
-    check_sizes(options, DEGREES)
-    given = {name: getattr(options, name) or 1 for name in DEGREES}
+    given = {name: 1 if getattr(options, name) is None else getattr(options, name) for name in DEGREES}
+    for name, size in given.items():
+        check_positive(f"--{name}", size)
     said = [f"--{name} {size}" for name, size in given.items() if size > 1]
     if said and ranks == 1:
         raise UserError(f"{said[0]} with one process", "its ranks share a step, and there is one", "say --gpus N too")
-    data = Cut(gpus=ranks, tp=given["tensor"], pp=given["pipeline"]).dp
+    with in_options():
+        data = Cut(gpus=ranks, tp=given["tensor"], pp=given["pipeline"]).dp
     if data % given["replicas"]:
         near = " or ".join(map(str, nearest_two(divisors(data), given["replicas"])))
         raise UserError(
@@ -234,15 +238,24 @@ def check_layout(layout: Layout, workload: Workload, recipe: Recipe) -> None:
             "say --parallel fsdp, or leave --replicas out",
         )
     if layout.tensor > 1 or layout.pipeline > 1:
-        # Its errors name the nearest layouts as predict/ and docs do: TP is --tensor, PP is --pipeline.
-        layout_for_batch(
-            gpus=layout.ranks,
-            tp=layout.tensor,
-            pp=layout.pipeline,
-            micro_batch=1,
-            shape=workload.decoder,
-            gpus_per_node=ranks_of_a_node(layout.ranks),
-        )
+        with in_options():
+            layout_for_batch(
+                gpus=layout.ranks,
+                tp=layout.tensor,
+                pp=layout.pipeline,
+                micro_batch=1,
+                shape=workload.decoder,
+                gpus_per_node=ranks_of_a_node(layout.ranks),
+            )
+
+
+@contextmanager
+def in_options() -> Iterator[None]:
+    """predict/ names the nearest layouts by their usual short names: which options those are is said with them."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(error.problem, error.why, f"{error.fix} (TP is --tensor, PP is --pipeline)") from error
 
 
 def check_shares(order: TrainOrder, layout: Layout) -> None:

@@ -212,6 +212,7 @@ def chosen_order(
     from redline.search.launch import probe_machine
     from redline.workloads import default_workload
 
+    layout = layout_of(options, ranks)
     given = {"steps": options.steps, "tokens": options.tokens, "minutes": options.minutes}
     if all(value is None for value in given.values()):
         console.print(f"--minutes {DEFAULT_MINUTES:g}: no budget was given")
@@ -224,7 +225,7 @@ def chosen_order(
     if options.optimizer is not None:
         with_optimizer((), options.optimizer)  # likewise
     hardware, versions = probe_machine(options.device)
-    hardware, layout = check_ranks(hardware, ranks), layout_of(options, ranks)
+    hardware = check_ranks(hardware, ranks)
     name = options.workload or default_workload(hardware.kind)
     workload = find_workload(name, sequence=options.sequence, trained_on=hardware.kind)
     for note in workload.notes:

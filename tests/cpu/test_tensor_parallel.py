@@ -157,11 +157,16 @@ class Runs:
 
 
 def start(folder: Path, ranks: int, orders: list[TrainOrder], held: list[TrainOrder]) -> list[dict[str, Any]]:
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     cases = {"orders": [to_json(order) for order in orders], "held": [to_json(order) for order in held]}
     (folder / "cases.json").write_text(json.dumps(cases))
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[1])}
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(HERE.parents[1]),
+        "TORCHINDUCTOR_CACHE_DIR": str(folder / "compiled"),  # nobody else's
+    }
     done = subprocess.run(
         [*words, str(HERE / "rank_cases.py"), str(folder)], env=environment, capture_output=True, text=True, timeout=240
     )
