@@ -26,6 +26,7 @@ from redline.core.values import to_json
 from redline.core.workload import Shape, Workload
 from redline.data.prepare import Preparation, prepare
 from redline.engine.checkpoint import load_from
+from redline.engine.pipeline import Pipelined
 from redline.engine.session import TrainOrder, load_model, train
 from redline.engine.shard import fill, give_memory
 from redline.model.adapter import adapter_of
@@ -342,3 +343,24 @@ def test_layers_that_make_no_equal_stages() -> None:
     assert [layers_of(number, stages=3, layers=6) for number in range(3)] == [range(2), range(2, 4), range(4, 6)]
     with pytest.raises(ValueError, match="4 layers do not make 3 stages"):
         layers_of(0, stages=3, layers=4)
+
+
+def test_what_fails_in_a_stage_is_told_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch wraps it; whoever asks whether memory was short must see the error itself."""
+
+    class Short:
+        def step(self, *_: object, **__: object) -> None:
+            try:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            except torch.OutOfMemoryError as error:
+                raise RuntimeError("[Stage 0] failed to run forward: args: (Tensor([1, 16]),)") from error
+
+    shared = Pipelined.__new__(Pipelined)
+    adapter = adapter_of(WORKLOAD)
+    shared.adapter, shared.device = adapter, torch.device("cpu")
+    shared.model = adapter.build_stage(Plan(), range(2))
+    monkeypatch.setattr(shared, "_schedule", lambda *_: Short())
+    with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
+        shared.gradients(adapter.pieces(torch.zeros((2, 2, 16), dtype=torch.int64), 1), lambda *_: torch.zeros(()))
+    with pytest.raises(ValueError, match="pieces of one size"):
+        shared.gradients(adapter.pieces(torch.zeros((2, 3, 16), dtype=torch.int64), 2), lambda *_: torch.zeros(()))

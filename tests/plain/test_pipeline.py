@@ -1,4 +1,4 @@
-"""What can be said of a pipeline before one is built: which layouts there are, how long its stages idle, and in words."""
+"""What can be said of a pipeline before one is built: which layouts there are, and how long its stages idle."""
 
 from __future__ import annotations
 
