@@ -21,8 +21,8 @@ from redline.core.workload import Workload
 from redline.data.batches import Batches, TokenBatches, stream_batches, worker_context
 from redline.data.made import MadeBatches
 from redline.engine.distributed import Ranks, alone
-from redline.engine.pipeline import Pipelined, build_stage, is_pipelined
-from redline.engine.shard import is_cut, share
+from redline.engine.pipeline import Pipelined, build_stage
+from redline.engine.shard import is_cut, is_pipelined, share
 from redline.engine.step import TrainStep
 from redline.model.adapter import Adapter, LossOf, adapter_of
 from redline.optim import build_optimizer, reset_optimizer, settings_for, warm_up

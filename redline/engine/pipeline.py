@@ -32,10 +32,6 @@ if TYPE_CHECKING:
     from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 
-def is_pipelined(plan: Plan) -> bool:
-    return plan.pipeline != "none"
-
-
 def build_stage(adapter: Adapter, plan: Plan, ranks: Ranks) -> nn.Module:
     """This rank's part of the model, without memory."""
     layers = layers_of(ranks.place.pipeline, stages=ranks.layout.pipeline, layers=adapter.workload.decoder.layers)
@@ -82,6 +78,7 @@ class Pipelined(Shared):
         losses: list[torch.Tensor] = []
         schedule = self._schedule(len(pieces), inputs.shape)
         shares = torch.full((len(pieces),), 1 / len(pieces), device=self.device)  # they are of one size
+        # The last stage's output is the loss of a piece; what torch calls its target is the piece's share of the batch.
         given: dict[str, Any] = {"target": shares, "targets": targets} if self.model.last else {}
         try:
             schedule.step(*((inputs,) if self.model.first else ()), losses=losses, return_outputs=False, **given)
@@ -161,7 +158,7 @@ class Pipelined(Shared):
             return tokens
         x = self._stream(tokens.shape, self.device)
         dist.recv(x, group=self.group, group_src=self.number - 1)
-        return x
+        return x.requires_grad_(torch.is_grad_enabled())  # as in the step: a block that was compiled stays so
 
     def send(self, x: torch.Tensor) -> None:
         dist.send(x.detach(), group=self.group, group_dst=self.number + 1)

@@ -45,10 +45,9 @@ from redline.engine.checkpoint import CheckpointStore, Loaded, latest_checkpoint
 from redline.engine.distributed import Ranks, alone
 from redline.engine.export import CONFIG_FILE, load_weights
 from redline.engine.memory import is_out_of_memory
-from redline.engine.pipeline import is_pipelined
 from redline.engine.rank_stores import FollowingStore, LeadingStore, ShardedStore, Store
 from redline.engine.sample import sample
-from redline.engine.shard import is_cut
+from redline.engine.shard import is_cut, is_pipelined
 from redline.engine.step import TrainStep
 from redline.engine.train import DivergedError, Emit, NotSavedError, Trainer
 from redline.model.adapter import Adapter, adapter_of

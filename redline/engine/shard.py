@@ -212,7 +212,11 @@ def autocast_of(plan: Plan, device: torch.device) -> torch.autocast:
 
 def is_cut(plan: Plan) -> bool:
     """No rank has a whole model: it is built without memory, compiled in blocks and saved in parts."""
-    return plan.tensor_parallel or plan.pipeline != "none" or plan.parallel.startswith("fsdp")
+    return plan.tensor_parallel or is_pipelined(plan) or plan.parallel.startswith("fsdp")
+
+
+def is_pipelined(plan: Plan) -> bool:
+    return plan.pipeline != "none"
 
 
 # --- tensors that are cut ---------------------------------------------------------------------------------------------
