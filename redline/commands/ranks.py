@@ -262,5 +262,10 @@ def check_shares(order: TrainOrder, layout: Layout) -> None:
     """Every rank takes whole micro batches of every update."""
     from redline.predict.parallel import layout_for_batch
 
-    sizes = {"micro_batch": order.settings.micro_batch, "global_batch": order.settings.global_batch}
-    layout_for_batch(gpus=layout.ranks, tp=layout.tensor, pp=layout.pipeline, **sizes)
+    layout_for_batch(
+        gpus=layout.ranks,
+        tp=layout.tensor,
+        pp=layout.pipeline,
+        micro_batch=order.settings.micro_batch,
+        global_batch=order.settings.global_batch,
+    )

@@ -1,7 +1,7 @@
 """What a rank holds of a tensor, as a checkpoint sees it: chunks of the whole, wherever they lie in it.
 
     part = part_of(parameter, cut)              # a tensor of the whole size that has some of its numbers
-    part.take(whole);  part.on_host()           # from a tensor that is whole; a copy that the next step leaves alone
+    part.fill_from(whole);  part.on_host()      # from a tensor that is whole; a copy that the next step leaves alone
 
 torch's distributed checkpoint (DCP) writes and reads such a tensor chunk by chunk: it asks for them with the three
 methods that DTensor has too. One is needed for what DTensor's placements do not say: the thirds of fused queries, keys
@@ -41,10 +41,10 @@ class Part(torch.Tensor):
         return part
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         raise NotImplementedError(f"{func}: a part is for checkpoints, and computes nothing")
 
-    def take(self, whole: torch.Tensor) -> None:
+    def fill_from(self, whole: torch.Tensor) -> None:
         for offsets, numbers in self.chunks:
             there = tuple(slice(start, start + size) for start, size in zip(offsets, numbers.shape, strict=True))
             numbers.copy_(whole[there])

@@ -226,7 +226,7 @@ def is_pipelined(plan: Plan) -> bool:
 def put(target: torch.Tensor, whole: torch.Tensor) -> None:
     """A whole tensor into one of which this rank may hold a part only."""
     if isinstance(target, Part):
-        target.take(whole)
+        target.fill_from(whole)
         return
     if isinstance(target, DTensor):
         there = whole.to(target.device, target.dtype)

@@ -126,7 +126,7 @@ class Trainer:
         state_tensors, state_values = optimizer_tensors(self.step.optimizer, self.step.model)
         if self.step.shared.elsewhere:
             state_values = with_all_states(self.ranks.gather(state_values))
-        kinds = {
+        kinds: dict[str, Mapping[str, torch.Tensor]] = {
             "model": dict(self.step.model.named_parameters()),
             "buffers": self.step.adapter.state(self.step.model),
             "optimizer": state_tensors,
