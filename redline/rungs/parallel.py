@@ -64,6 +64,8 @@ class Fsdp(Rung):
     backward pass; gradients are added up and dealt out at once. A rank holds 1/N of what DDP holds, at 1.5 times the
     traffic, most of it hidden behind the block before. With bf16 the weights travel in 16 bits and gradients are added
     up in fp32. Blocks are compiled one by one, and the model is built without memory: one larger than a device starts.
+    With `--replicas R` there are R copies of the model, each cut among N/R ranks (hybrid sharding): with one per node,
+    weights are gathered inside nodes and only gradients travel between them.
     """
 
     name = "fsdp"
