@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 import statistics
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -316,9 +317,15 @@ def text_identity(order: TrainOrder, data: Dataset | StreamedText, plan: Plan) -
     }
 
 
+def uncompiled(plan: Plan) -> AbstractContextManager[object]:
+    """Blocks that were compiled would be, once more, for every length that a sample has on its way."""
+    return torch.compiler.set_stance("force_eager") if plan.compile else nullcontext()
+
+
 def sampled_text(step: TrainStep, workload: Workload) -> str:
     encoder = tokenizer(workload.tokenizer)
     with (
+        uncompiled(step.plan),
         step.shared.whole(),
         step.autocast(),
         step.adapter.evaluating(step.model),
