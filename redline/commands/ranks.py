@@ -231,8 +231,6 @@ def check_layout(layout: Layout, workload: Workload, recipe: Recipe) -> None:
     """Refuses a layout that this model or this recipe cannot have, with the nearest that works."""
     from redline.predict.parallel import layout_for_batch
 
-    if layout.pipeline > 1:
-        raise UserError(f"--pipeline {layout.pipeline}", "stages are not built yet", "use --tensor, or --parallel fsdp")
     if layout.replicas > 1 and recipe.rungs[-1] == DDP:
         raise UserError(
             f"--replicas {layout.replicas} with ddp",

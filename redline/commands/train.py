@@ -31,7 +31,7 @@ from redline.commands.training_data import (
 )
 from redline.core.errors import UserError
 from redline.core.workload import check_positive
-from redline.rungs.parallel import DDP, TENSOR_PARALLEL
+from redline.rungs.parallel import DDP, PIPELINE_GPIPE, PIPELINE_PARALLEL, TENSOR_PARALLEL
 
 if TYPE_CHECKING:
     from redline.commands.watchers import Session
@@ -275,20 +275,24 @@ def shared_recipe(recipe: Recipe, way: str | None, layout: Layout) -> Recipe:
 
     if layout.ranks == 1 and way is None:
         return recipe
-    others = [name for name in recipe.rungs if name not in cuts_of(layout)]
-    return replace(recipe, rungs=with_parallel([*others, *cuts_of(layout)], way))
+    cuts = cuts_of(layout, recipe)
+    others = [name for name in recipe.rungs if name not in cuts]
+    return replace(recipe, rungs=with_parallel([*others, *cuts], way))
 
 
-def cuts_of(layout: Layout) -> list[str]:
-    """The rungs of degrees above one."""
-    return [TENSOR_PARALLEL] if layout.tensor > 1 else []
+def cuts_of(layout: Layout, recipe: Recipe) -> list[str]:
+    """The rungs of degrees above one; a recipe may say in which order stages take their pieces."""
+    cuts = [TENSOR_PARALLEL] if layout.tensor > 1 else []
+    if layout.pipeline > 1:
+        cuts.append(PIPELINE_GPIPE if PIPELINE_GPIPE in recipe.rungs else PIPELINE_PARALLEL)
+    return cuts
 
 
 def check_parallel(recipe: Recipe, workload: Workload, hardware: Hardware, layout: Layout) -> None:
     """Ways to share a step that do not go with the rest of the recipe."""
     from redline.rungs import find_rung, plan_of, why_not
 
-    for way in map(find_rung, [*cuts_of(layout), recipe.rungs[-1]]):  # where `with_parallel` has put it
+    for way in map(find_rung, [*cuts_of(layout, recipe), recipe.rungs[-1]]):  # where `with_parallel` has put it
         reason = why_not(way, workload, hardware, plan_of(name for name in recipe.rungs if name != way.name))
         if reason is not None:
             raise UserError(f"{way.name} does not apply here", reason, "choose another --parallel, or another recipe")
@@ -319,7 +323,7 @@ def other_optimizer(name: str, rungs: tuple[str, ...], workload: Any, hardware: 
 
 
 def check_init(recipe: Recipe, init: Path | None, layout: Layout) -> None:
-    cut = [*cuts_of(layout), *(name for name in recipe.rungs[-1:] if name != DDP)]
+    cut = [*cuts_of(layout, recipe), *(name for name in recipe.rungs[-1:] if name != DDP)]
     if init is not None and cut:
         raise UserError(
             f"--init with {' and '.join(cut)}",
@@ -508,6 +512,7 @@ def show_summary(summary: dict[str, Any], order: TrainOrder, options: argparse.N
         "workload": order.workload.name,
         "unit": order.workload.unit,
         "rungs": list(order.recipe.rungs),
+        "pipeline": pipeline_of(order),
         "out": order.out,
     }
     if summary["reason"] is not None:
@@ -517,3 +522,13 @@ def show_summary(summary: dict[str, Any], order: TrainOrder, options: argparse.N
         return
     for line in summary_lines(document):
         print(line)
+
+
+def pipeline_of(order: TrainOrder) -> dict[str, Any] | None:
+    """What filling and draining it costs; None where there is none."""
+    from redline.core.layout import bubble
+
+    if order.layout is None or order.layout.pipeline == 1:
+        return None
+    stages, micro_batches = order.layout.pipeline, order.micro_batches
+    return {"stages": stages, "micro_batches": micro_batches, "bubble": bubble(stages, micro_batches)}

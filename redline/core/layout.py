@@ -57,6 +57,15 @@ class Layout:
         """Ranks differ in their data alone."""
         return self.data == self.ranks and self.replicas == 1
 
+    def words_of_bubble(self, micro_batches: int) -> str:
+        """What filling and draining the pipeline with so many per update costs."""
+        share = bubble(self.pipeline, micro_batches)
+        few = " (fewer than stages: a larger --global-batch idles less)" if micro_batches < self.pipeline else ""
+        return (
+            f"{micro_batches:,} micro batch{'' if micro_batches == 1 else 'es'} per update through "
+            f"{self.pipeline} stages: each idles {share:.0%} of the time{few}"
+        )
+
     def place(self, rank: int) -> Place:
         if not 0 <= rank < self.ranks:
             raise ValueError(f"there is no rank {rank} of {self.ranks}")
@@ -70,3 +79,8 @@ class Layout:
         said = [f"{name} {size}" for name, size in degrees.items() if size > 1]
         data = f"shards {self.shards}" if self.replicas > 1 else f"data {self.data}"
         return f"{self.ranks} ranks: {' x '.join([*said, data])}"
+
+
+def bubble(stages: int, micro_batches: int) -> float:
+    """(p-1)/(m+p-1), for stages that take equally long (GPipe, arXiv 1811.06965)."""
+    return (stages - 1) / (micro_batches + stages - 1)

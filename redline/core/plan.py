@@ -59,6 +59,9 @@ class Plan:
     are gathered forward and backward) or 'fsdp-keep' (gathered once, and kept for the backward)."""
     tensor_parallel: bool = False
     """Every layer is cut among the ranks of a tensor group; how many those are is the layout's affair."""
+    pipeline: str = "none"
+    """The order in which stages take the pieces of a batch, where ranks hold the layers one after the other: 'none',
+    '1f1b' (a forward, then a backward) or 'gpipe' (all forwards first)."""
     # the loader
     loader_workers: int = 0
     """Processes that make batches; above 0 also pins memory and copies one batch ahead."""

@@ -21,7 +21,8 @@ from redline.core.workload import Workload
 from redline.data.batches import Batches, TokenBatches, stream_batches, worker_context
 from redline.data.made import MadeBatches
 from redline.engine.distributed import Ranks, alone
-from redline.engine.shard import is_cut, share
+from redline.engine.pipeline import Pipelined, build_stage
+from redline.engine.shard import is_cut, is_pipelined, share
 from redline.engine.step import TrainStep
 from redline.model.adapter import Adapter, LossOf, adapter_of
 from redline.optim import build_optimizer, reset_optimizer, settings_for, warm_up
@@ -82,8 +83,8 @@ def build_step(
     switch_process(plan, calls_sdpa=not workload.reads_text)
     # 2. The model at its final shape, on the device, before anything holds on to its parameters.
     adapter = adapter_of(workload)
-    model = adapter.build_unplaced(plan) if is_cut(plan) else adapter.build(plan, device)
     ranks = ranks or alone()
+    model = build_model(adapter, plan, device, ranks)
     cuts = adapter.cut(model, ranks.mesh["tp"]) if plan.tensor_parallel else {}
     # 3. Compile wraps forward and loss together, so that the loss is fused into the head's epilogue.
     loss_of = plain_loss(adapter, model, plan)
@@ -94,7 +95,8 @@ def build_step(
     if plan.cuda_graphs:
         loss_of = outlive_replays(loss_of, model, accumulates=chunk is not None)
     # 4. Ranks share what was compiled: their hooks run between compiled parts. A model that is cut has its weights now.
-    shared = share(adapter, model, loss_of, plan=plan, ranks=ranks, device=device, cuts=cuts)
+    ways = Pipelined if is_pipelined(plan) else share
+    shared = ways(adapter, model, loss_of, plan=plan, ranks=ranks, device=device, cuts=cuts)
     # 5. The optimizer gets the parameters themselves, of which a rank may hold a part only.
     own = optimizer_settings(workload, plan)
     optimizer = build_optimizer(plan.optimizer, model, **own)
@@ -111,6 +113,13 @@ def build_step(
         clip_norm=workload.clip_norm,
         chunk=chunk,
     )
+
+
+def build_model(adapter: Adapter, plan: Plan, device: torch.device, ranks: Ranks) -> nn.Module:
+    """What is cut gets its numbers after the cut."""
+    if is_pipelined(plan):
+        return build_stage(adapter, plan, ranks)
+    return adapter.build_unplaced(plan) if is_cut(plan) else adapter.build(plan, device)
 
 
 def optimizer_settings(workload: Workload, plan: Plan) -> dict[str, float]:

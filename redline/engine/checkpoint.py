@@ -28,7 +28,15 @@ import torch
 from redline.core.checkpoint_writer import Parts, remove_leftovers, rotate, write_checkpoint
 from redline.core.checkpoints import STATE_FILE, differences, load_checkpoint, newest, read_checkpoint, state_text
 from redline.core.errors import UserError
-from redline.engine.snapshot import capture_rng, copy_into, load_optimizer_tensors, optimizer_tensors, restore_rng
+from redline.engine.snapshot import (
+    capture_rng,
+    copy_into,
+    load_optimizer_tensors,
+    optimizer_tensors,
+    restore_rng,
+    with_all_states,
+    without_state_of,
+)
 from redline.engine.tensor_files import (
     METADATA_FILE,
     HostImage,
@@ -50,6 +58,8 @@ __all__ = [
     "load_optimizer_tensors",
     "optimizer_tensors",
     "restore_rng",
+    "with_all_states",
+    "without_state_of",
 ]
 
 LOCK_FILE = ".lock"

@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 import statistics
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,7 @@ from redline.engine.export import CONFIG_FILE, load_weights
 from redline.engine.memory import is_out_of_memory
 from redline.engine.rank_stores import FollowingStore, LeadingStore, ShardedStore, Store
 from redline.engine.sample import sample
-from redline.engine.shard import is_cut
+from redline.engine.shard import is_cut, is_pipelined
 from redline.engine.step import TrainStep
 from redline.engine.train import DivergedError, Emit, NotSavedError, Trainer
 from redline.model.adapter import Adapter, adapter_of
@@ -75,6 +76,12 @@ class TrainOrder:
     layout: Layout | None = None
     """Of the ranks of this session; a resumed one has its own. None: they differ in their data alone."""
 
+    @property
+    def micro_batches(self) -> int:
+        """Of an update, for each of those ranks that take different data."""
+        data = 1 if self.layout is None else self.layout.data
+        return self.settings.global_batch // (self.settings.micro_batch * data)
+
 
 def train(order: TrainOrder, emit: Emit, ranks: Ranks | None = None) -> dict[str, Any]:
     """Returns what it came to; `ended` says why it is over: 'steps', 'tokens', 'minutes', 'interrupted', 'diverged'
@@ -84,6 +91,8 @@ def train(order: TrainOrder, emit: Emit, ranks: Ranks | None = None) -> dict[str
     device, settings = ranks.connect(order.device), order.settings
     if not ranks.layout.is_plain:
         emit("note", text=ranks.layout.words())
+    if ranks.layout.pipeline > 1:
+        emit("note", text=ranks.layout.words_of_bubble(order.micro_batches))
     if settings.deterministic:
         be_deterministic()
     plan = shared_plan(training_plan(order.recipe), ranks)
@@ -155,8 +164,10 @@ def training_plan(recipe: Recipe) -> Plan:
 
 def shared_plan(plan: Plan, ranks: Ranks) -> Plan:
     """One process shares with nobody, whatever the recipe says; several share the usual way unless it says another.
-    Layers are cut where the layout says so."""
+    Layers are cut, and stand in stages, where the layout says so."""
     plan = replace(plan, tensor_parallel=ranks.layout.tensor > 1)
+    if (ranks.layout.pipeline > 1) != is_pipelined(plan):
+        plan = replace(plan, pipeline="1f1b" if ranks.layout.pipeline > 1 else "none")
     if not ranks.joined or (ranks.layout.data == 1 and not ranks.layout.is_plain):
         return replace(plan, parallel="none")  # nobody has other data
     return plan if plan.parallel != "none" else replace(plan, parallel="ddp")
@@ -306,15 +317,21 @@ def text_identity(order: TrainOrder, data: Dataset | StreamedText, plan: Plan) -
     }
 
 
+def uncompiled(plan: Plan) -> AbstractContextManager[object]:
+    """Blocks that were compiled would be, once more, for every length that a sample has on its way."""
+    return torch.compiler.set_stance("force_eager") if plan.compile else nullcontext()
+
+
 def sampled_text(step: TrainStep, workload: Workload) -> str:
     encoder = tokenizer(workload.tokenizer)
     with (
+        uncompiled(step.plan),
         step.shared.whole(),
         step.autocast(),
         step.adapter.evaluating(step.model),
     ):  # a kernel that is pinned may take 16 bits only
         ids = sample(
-            step.model,
+            step.shared.whole_model(step.model),
             [encoder.end_of_text],
             shape=workload.decoder,
             count=SAMPLE_TOKENS,

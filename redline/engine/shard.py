@@ -1,5 +1,5 @@
 """How ranks share a step: copies of the model whose gradients are averaged (DDP), or one model cut among them (FSDP2),
-and either of them over models whose layers are cut among the ranks of a tensor group.
+and either of them over models whose layers are cut among the ranks of a tensor group. Stages: `engine/pipeline.py`.
 
     shared = share(adapter, model, loss_of, plan=plan, ranks=ranks, device=device)     # last of what wraps the loss
     with shared.piece(last=False): shared.loss_of(*batch).backward()                   # reduced on the last piece only
@@ -13,7 +13,7 @@ equal, so they are the gradients of the mean loss of the whole batch. A tensor g
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MappingProxyType
 from typing import Any
@@ -30,7 +30,10 @@ from redline.core.cut import Cut
 from redline.core.plan import Plan
 from redline.engine.distributed import Ranks
 from redline.engine.parts import Part
-from redline.model.adapter import Adapter, LossOf
+from redline.model.adapter import DTYPES, Adapter, LossOf
+
+Pieces = Sequence[tuple[Any, float]]
+"""A batch in parts, each with its share of the whole."""
 
 
 class WithLoss(nn.Module):
@@ -40,13 +43,15 @@ class WithLoss(nn.Module):
         super().__init__()
         self.model, self.loss_of = model, loss_of
 
-    def forward(self, *batch: torch.Tensor) -> torch.Tensor:
-        return self.loss_of(*batch)
+    def forward(self, *batch: torch.Tensor, **more: torch.Tensor) -> torch.Tensor:
+        return self.loss_of(*batch, **more)
 
 
 class Shared:
     """A step that nobody shares; the other ways are made of it."""
 
+    elsewhere: Collection[str] = ()
+    """Names of parameters that other ranks hold, and this one no part of."""
     cuts: Mapping[str, Cut] = MappingProxyType({})
     """By name, of parameters that a tensor group has cut."""
     cut: frozenset[torch.Tensor] = frozenset()
@@ -62,16 +67,38 @@ class Shared:
         self.cut = frozenset(parameter for name, parameter in model.named_parameters() if name in cuts)
         return self
 
+    def gradients(self, pieces: Pieces, backward: Callable[[Any, float], torch.Tensor]) -> torch.Tensor:
+        """Adds up the gradients of a batch's pieces; `backward` adds those of one and returns its share of the loss.
+        Returns the loss, or nothing of worth where `told` has yet to tell it."""
+        losses = []
+        for number, (piece, share) in enumerate(pieces, 1):
+            with self.piece(last=number == len(pieces)):
+                losses.append(backward(piece, share))
+        return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
+
+    def told(self, figures: torch.Tensor) -> torch.Tensor:
+        """Losses and norms as those ranks know them that computed them; once per cycle, since it is a collective."""
+        return figures
+
     def clip(self, parameters: Iterable[torch.Tensor], most: float) -> torch.Tensor:
         """Scales gradients down to a norm of `most` over all ranks; returns the norm they had."""
         moved = [parameter for parameter in parameters if parameter.grad is not None]
-        norm = norm_of(parameter for parameter in moved if parameter not in self.cut)
-        if self.tensor_group is not None:  # which has equal gradients of what is not cut, and counts them once
-            square = norm_of(parameter for parameter in moved if parameter in self.cut).square()
-            dist.all_reduce(square, group=self.tensor_group)
-            norm = (norm.square() + square).sqrt()
+        norm = self.norm(moved)
         nn.utils.clip_grads_with_norm_(moved, most, norm)
         return norm
+
+    def norm(self, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Of the gradients of the whole model."""
+        norm = norm_of(parameter for parameter in parameters if parameter not in self.cut)
+        if self.tensor_group is not None:  # which has equal gradients of what is not cut, and counts them once
+            square = norm_of(parameter for parameter in parameters if parameter in self.cut).square()
+            dist.all_reduce(square, group=self.tensor_group)
+            norm = (norm.square() + square).sqrt()
+        return norm
+
+    def whole_model(self, model: nn.Module) -> nn.Module:
+        """What gives logits of tokens, for whoever calls the model beside the step. All ranks call it together."""
+        return model
 
     def piece(self, last: bool) -> AbstractContextManager[object]:
         """Around forward and backward of a piece of the batch."""
@@ -165,7 +192,7 @@ def share(
     cuts: Mapping[str, Cut],
 ) -> Shared:
     """`cuts`: what a tensor group has left of each parameter, of a model on 'meta'."""
-    if cuts and not plan.parallel.startswith("fsdp"):
+    if not plan.parallel.startswith("fsdp") and any(parameter.is_meta for parameter in model.parameters()):
         give_memory(model, device)
         fill(adapter, model, cuts)
     if plan.parallel == "none":
@@ -177,9 +204,19 @@ def share(
     return shared.among(ranks.mesh.get_group("tp"), model, cuts) if cuts else shared
 
 
+def autocast_of(plan: Plan, device: torch.device) -> torch.autocast:
+    """A context that changes nothing where the plan wants none."""
+    dtype = DTYPES.get(plan.autocast or "")
+    return torch.autocast(device.type, dtype=dtype, enabled=dtype is not None)
+
+
 def is_cut(plan: Plan) -> bool:
     """No rank has a whole model: it is built without memory, compiled in blocks and saved in parts."""
-    return plan.tensor_parallel or plan.parallel.startswith("fsdp")
+    return plan.tensor_parallel or is_pipelined(plan) or plan.parallel.startswith("fsdp")
+
+
+def is_pipelined(plan: Plan) -> bool:
+    return plan.pipeline != "none"
 
 
 # --- tensors that are cut ---------------------------------------------------------------------------------------------

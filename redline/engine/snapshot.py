@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -69,6 +69,16 @@ def load_optimizer_tensors(
         _set_plain_values(optimizer.state.get(parameter, {}), saved_state.get(name, {}))
     for group, options in zip(optimizer.param_groups, saved_groups, strict=True):
         _set_plain_values(group, options)
+
+
+def without_state_of(parameters: Collection[str], values: Mapping[str, Any]) -> dict[str, Any]:
+    """The plain values of an optimizer, without those of parameters that are elsewhere."""
+    return {**values, "state": {name: state for name, state in values["state"].items() if name not in parameters}}
+
+
+def with_all_states(values: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One optimizer's plain values, of several that have parameters of their own and the same groups of options."""
+    return {**values[0], "state": {name: state for each in values for name, state in each["state"].items()}}
 
 
 def _make_state(optimizer: torch.optim.Optimizer, parameters: Collection[torch.Tensor]) -> None:

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from redline.core.plan import Plan
-from redline.engine.shard import Shared
-from redline.model.adapter import DTYPES, Adapter, LossOf
+from redline.engine.shard import Shared, autocast_of
+from redline.model.adapter import Adapter, LossOf
 
 INITIAL_LOSS_SCALE = 2.0**14  # low enough that GPT-2's first gradients do not overflow, so no update is lost
 
@@ -78,12 +78,9 @@ class TrainStep:
     def compute_gradients(self, batch: Any) -> torch.Tensor:
         """Unscaled, unclipped gradients of the mean loss in every parameter's .grad."""
         pieces = [(batch, 1.0)] if self.chunk is None else self.adapter.pieces(batch, self.chunk)
-        losses = []
-        for number, (piece, share) in enumerate(pieces, 1):
-            with self.shared.piece(last=number == len(pieces)):
-                losses.append(self._backward(piece, share))
+        loss = self.shared.gradients(pieces, self._backward)
         self.scaler.unscale_(self.optimizer)
-        return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
+        return loss
 
     def _backward(self, piece: Any, share: float) -> torch.Tensor:
         """Adds a piece's gradients, weighted by its share of the batch, and returns its share of the loss."""
@@ -120,5 +117,4 @@ class TrainStep:
 
     def autocast(self) -> torch.autocast:
         """As the plan wants it, around forward and loss; a context that changes nothing where it wants none."""
-        dtype = DTYPES.get(self.plan.autocast or "")
-        return torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None)
+        return autocast_of(self.plan, self.device)

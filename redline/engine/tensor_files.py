@@ -15,8 +15,9 @@ import json
 import pickle
 import struct
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +146,13 @@ class SavedTensors(Mapping[str, torch.Tensor]):
         inside = {name.removeprefix(start): place for name, place in self.places.items() if name.startswith(start)}
         return SavedTensors(inside, self.device)
 
+    def without(self, parameters: Collection[str]) -> SavedTensors:
+        """Those that belong to other parameters: neither wte.weight nor wte.weight.exp_avg."""
+        kept = {
+            name: place for name, place in self.places.items() if not any(map(parameters.__contains__, heads(name)))
+        }
+        return SavedTensors(kept, self.device)
+
     def __getitem__(self, name: str) -> torch.Tensor:
         file, stored = self.places[name]
         tensor: torch.Tensor = file.get_tensor(stored)
@@ -165,6 +173,11 @@ class SavedTensors(Mapping[str, torch.Tensor]):
 
     def __len__(self) -> int:
         return len(self.places)
+
+
+def heads(name: str) -> Iterator[str]:
+    """'h.1.bias' -> 'h', 'h.1' and 'h.1.bias'."""
+    return accumulate(name.split("."), "{}.{}".format)
 
 
 class MetadataUnpickler(pickle.Unpickler):

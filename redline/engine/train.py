@@ -30,6 +30,8 @@ from redline.engine.checkpoint import (
     load_optimizer_tensors,
     optimizer_tensors,
     restore_rng,
+    with_all_states,
+    without_state_of,
 )
 from redline.engine.distributed import Ranks, alone
 from redline.engine.parts import parts_of
@@ -99,12 +101,17 @@ class Trainer:
         if loaded is None:
             return
         check_same_run(loaded.path, loaded.identity, self.identity)
-        tensors = loaded.tensors()  # memory-mapped on the host and copied one by one
-        cuts = self.step.shared.cuts
-        copy_into(parts_of(dict(self.step.model.named_parameters()), cuts), tensors.of("model"), what="model")
+        # Memory-mapped on the host and copied one by one; what other stages hold is their affair.
+        tensors, elsewhere, cuts = loaded.tensors(), self.step.shared.elsewhere, self.step.shared.cuts
+        targets = parts_of(dict(self.step.model.named_parameters()), cuts)
+        copy_into(targets, tensors.of("model").without(elsewhere), what="model")
         copy_into(self.step.adapter.state(self.step.model), tensors.of("buffers"), what="model")
         load_optimizer_tensors(
-            self.step.optimizer, self.step.model, tensors.of("optimizer"), loaded.state["optimizer"], cuts
+            self.step.optimizer,
+            self.step.model,
+            tensors.of("optimizer").without(elsewhere),
+            without_state_of(elsewhere, loaded.state["optimizer"]),
+            cuts,
         )
         self.step.scaler.load_state_dict(loaded.state["scaler"])
         self.step.steps_taken = loaded.state["steps_taken"]
@@ -119,6 +126,8 @@ class Trainer:
         if self.saved_at == self.progress.updates:
             return
         state_tensors, state_values = optimizer_tensors(self.step.optimizer, self.step.model)
+        if self.step.shared.elsewhere:
+            state_values = with_all_states(self.ranks.gather(state_values))
         kinds: dict[str, Mapping[str, torch.Tensor]] = {
             "model": dict(self.step.model.named_parameters()),
             "buffers": self.step.adapter.state(self.step.model),
@@ -193,7 +202,8 @@ class Trainer:
         if not losses:
             return False
         self.ranks.mark(self.step.steps_taken, "reading the losses")
-        figures = self.ranks.mean(torch.stack([*losses, *norms])).tolist()  # the one wait of the cycle
+        known = self.step.shared.told(torch.stack([*losses, *norms]))
+        figures = self.ranks.mean(known).tolist()  # the one wait of the cycle
         self.epoch = loader.epoch
         mine = Look(
             seconds=time.perf_counter() - started,
@@ -314,7 +324,8 @@ class Trainer:
                 progress.validation_tokens += self.step.adapter.items(batch)
         if not losses:
             return
-        loss = self.ranks.mean(torch.stack(losses).mean()).item()  # one number for all: what is best hangs on it
+        known = self.step.shared.told(torch.stack(losses).mean())
+        loss = self.ranks.mean(known).item()  # one number for all: what is best hangs on it
         self.validation_loss = loss
         if math.isfinite(loss):
             best = progress.best_validation

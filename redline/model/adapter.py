@@ -22,6 +22,7 @@ from redline.core.plan import PIECES, Plan
 from redline.core.workload import Workload
 from redline.model.gpt import GPT, draw, fill_buffers, gelu_by_sigmoid, initialise, unpadded
 from redline.model.loss import head_loss, next_token_loss
+from redline.model.stage import Stage
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -46,6 +47,10 @@ class Adapter(ABC):
         """The same with nothing on the device yet, for those who cut it first: whole on the host, or on 'meta', and
         then `fill_buffers` and `draw` give it its numbers."""
         return self.build(plan, torch.device("cpu"))
+
+    def build_stage(self, plan: Plan, layers: range) -> nn.Module:
+        """These blocks alone, on 'meta', with what stands before the first and behind the last one."""
+        raise AssertionError(f"{type(self).__name__} cuts no model into stages")
 
     def fill_buffers(self, model: nn.Module) -> None:
         """Of a model that was built on 'meta', in place."""
@@ -108,6 +113,11 @@ class BuiltIn(Adapter):
     def build_unplaced(self, plan: Plan) -> GPT:
         return self._uninitialised(plan, torch.device("meta"))
 
+    def build_stage(self, plan: Plan, layers: range) -> Stage:
+        stage = self._uninitialised(plan, torch.device("meta"), partial(Stage, layers=layers))
+        assert isinstance(stage, Stage)
+        return stage
+
     def fill_buffers(self, model: nn.Module) -> None:
         assert isinstance(model, GPT)
         fill_buffers(model)
@@ -126,10 +136,10 @@ class BuiltIn(Adapter):
         assert isinstance(model, GPT)
         return cut_gpt(model, mesh)
 
-    def _uninitialised(self, plan: Plan, device: torch.device) -> GPT:
+    def _uninitialised(self, plan: Plan, device: torch.device, make: Callable[..., GPT] = GPT) -> GPT:
         shape = self.workload.decoder
         with device:
-            model = GPT(
+            model = make(
                 shape,
                 attention=plan.attention,
                 tied=plan.tied,

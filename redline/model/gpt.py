@@ -140,13 +140,21 @@ class GPT(nn.Module):
 
     def features(self, tokens: torch.Tensor) -> torch.Tensor:
         """What the head reads: tokens [B, T] -> [B, T, C]."""
-        T = tokens.size(1)
+        normed: torch.Tensor = self.ln_f(self.through_blocks(self.embedded(tokens)))
+        return normed
+
+    def embedded(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The stream that the first block reads: tokens [B, T] -> [B, T, C]."""
+        positions = torch.arange(tokens.size(1), device=tokens.device)
+        x: torch.Tensor = self.wte(tokens) + self.wpe(positions)  # [B, T, C]
+        return x if self.residual == torch.float32 else x.to(self.residual)
+
+    def through_blocks(self, x: torch.Tensor) -> torch.Tensor:
+        T = x.size(1)
         future = self.future[:T, :T]  # type: ignore[index]
-        x = self.wte(tokens) + self.wpe(torch.arange(T, device=tokens.device))  # [B, T, C]
-        x = x if self.residual == torch.float32 else x.to(self.residual)
         for block in self.h:
             x = recomputed(block)(x, future) if self.recompute_blocks else block(x, future)
-        return self.ln_f(x)
+        return x
 
 
 def recomputed(run: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -180,11 +188,13 @@ def future_of(sequence: int) -> torch.Tensor:
 
 
 def fill_buffers(model: GPT) -> None:
-    """What is computed and not drawn, of a model that was built without memory."""
-    model.future.copy_(future_of(model.shape.sequence))  # type: ignore[operator]
-    if isinstance(model.lm_head.bias, torch.Tensor):
-        end = model.first_row + model.lm_head.out_features
-        model.lm_head.bias.copy_(padding_bias(end, model.shape.vocab)[model.first_row :])
+    """What is computed and not drawn, of a model that was built without memory, or of a part of one."""
+    for name, buffer in model.named_buffers():
+        if name == "future":
+            buffer.copy_(future_of(model.shape.sequence))
+        else:  # the head's
+            end = model.first_row + len(buffer)
+            buffer.copy_(padding_bias(end, model.shape.vocab)[model.first_row :])
 
 
 @torch.no_grad()

@@ -13,6 +13,7 @@ and values without getting into the way of FSDP2's own. What a rank holds of eac
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -53,17 +54,23 @@ def cut_gpt(model: GPT, mesh: DeviceMesh) -> dict[str, Cut]:
         block.attn.c_proj = ByInputs(block.attn.c_proj, mesh)
         block.mlp.c_fc = ByOutputs(block.mlp.c_fc, mesh)
         block.mlp.c_proj = ByInputs(block.mlp.c_proj, mesh)
-    cut_vocabulary(model, cuts["wte.weight"], mesh)
+    cut_vocabulary(model, cuts, mesh)
     return cuts
 
 
-def cut_vocabulary(model: GPT, cut: Cut, mesh: DeviceMesh) -> None:
-    tied, whole = model.lm_head.weight is model.wte.weight, model.lm_head
+def cut_vocabulary(model: GPT, cuts: Mapping[str, Cut], mesh: DeviceMesh) -> None:
+    """Embedding and head, both by the same rows; a stage of a pipeline has one of them, or none."""
+    cut = cuts.get("wte.weight") or cuts.get("lm_head.weight")
+    if cut is None:
+        return
+    table, head = getattr(model, "wte", None), getattr(model, "lm_head", None)
     model.first_row = cut.runs[0].there
-    model.wte = RowsOfTable(model.wte, cut, mesh)
-    model.lm_head = RowsOfHead(whole, cut, mesh)
-    if tied:
-        model.lm_head.weight = model.wte.weight
+    if table is not None:
+        model.wte = RowsOfTable(table, cut, mesh)
+    if head is not None:
+        model.lm_head = RowsOfHead(head, cut, mesh)
+        if table is not None and head.weight is table.weight:
+            model.lm_head.weight = model.wte.weight
 
 
 class ByOutputs(nn.Linear):

@@ -25,6 +25,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from redline.core.interconnects import Links, choose_links
+from redline.core.layout import bubble as share_of_bubble
 from redline.core.plan import Plan
 from redline.core.workload import Shape
 from redline.predict.activations import FP32, Rank, residual_bytes
@@ -400,8 +401,8 @@ def step_time(
 
 
 def bubble(layout: Layout) -> float:
-    """Share of a pipeline's time in which a stage has nothing to do: (p-1)/(m+p-1)."""
-    return (layout.pp - 1) / (layout.accumulation + layout.pp - 1)
+    """Share of a pipeline's time in which a stage has nothing to do."""
+    return share_of_bubble(layout.pp, layout.accumulation)
 
 
 HIDING = ("forward", "backward")

@@ -13,7 +13,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -283,6 +283,14 @@ ENDS = {
 }
 
 
+def pipeline_text(pipeline: Mapping[str, Any] | None) -> str:
+    if pipeline is None:
+        return ""
+    pieces = pipeline["micro_batches"]
+    per_update = f"{pieces:,} micro batch{'' if pieces == 1 else 'es'} per update"
+    return f"{pipeline['stages']} stages, {per_update}: a bubble of {human_percent(pipeline['bubble'])}"
+
+
 def summary_lines(summary: dict[str, Any]) -> list[str]:
     """What a run came to, for people."""
     tokens, loss, best = summary["tokens"], summary["loss"], summary["best_validation_loss"]
@@ -293,6 +301,7 @@ def summary_lines(summary: dict[str, Any]) -> list[str]:
         (f"{unit}s", f"{tokens['train']:,} train, {tokens['validation']:,} validation, {tokens['total']:,} total"),
         ("documents", documents_text(summary["documents"]) if summary["documents"] else ""),
         ("speed", f"{median}, MFU {human_percent(summary['mfu'])}"),
+        ("pipeline", pipeline_text(summary.get("pipeline"))),
         (
             "skipped",
             f"{updates_text(summary['skipped'])} whose gradients were not finite" if summary["skipped"] else "",

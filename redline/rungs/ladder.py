@@ -20,7 +20,7 @@ from redline.rungs.optimizers import (
     Muon,
     SgdMomentum,
 )
-from redline.rungs.parallel import DDP, Ddp, Fsdp, FsdpKeep, TensorParallel
+from redline.rungs.parallel import DDP, Ddp, Fsdp, FsdpKeep, PipelineGpipe, PipelineParallel, TensorParallel
 from redline.rungs.rung import Maths, Rung, missing, why_not
 
 LEAST_TO_AUTOTUNE = 68  # multiprocessors: torch/_inductor/utils.py, is_big_gpu
@@ -480,6 +480,8 @@ LADDER: tuple[Rung, ...] = (
     Fsdp(),
     FsdpKeep(),
     TensorParallel(),
+    PipelineParallel(),
+    PipelineGpipe(),
 )
 
 

@@ -16,6 +16,8 @@ from redline.rungs.rung import Maths, Rung
 
 DDP = "ddp"
 TENSOR_PARALLEL = "tensor-parallel"
+PIPELINE_PARALLEL = "pipeline-parallel"
+PIPELINE_GPIPE = "pipeline-gpipe"
 # Their update of a number needs that number's row of gradients and state alone, which is what a rank holds.
 BY_NUMBER = ("adamw-loop", "adamw-foreach", "adamw-fused")
 
@@ -124,3 +126,59 @@ class TensorParallel(Rung):
 
     def apply(self, plan: Plan) -> Plan:
         return replace(plan, tensor_parallel=True)
+
+
+def _stage_needs(workload: Workload, hardware: Hardware, plan: Plan) -> str | None:
+    if workload.source != BUILT_IN:
+        return "where a model can be cut into stages is known of the built-in GPT only: take fsdp"
+    if plan.optimizer not in BY_NUMBER:
+        return f"a stage has parameters of its own, and {plan.optimizer} was tried with all of them only: take an AdamW"
+    if plan.autocast == "fp16":
+        return "loss scaling was tried with the gradients of a whole model only: take bf16"
+    return _several(hardware, plan)
+
+
+class PipelineParallel(Rung):
+    """Ranks hold the blocks one after the other, and pieces of the batch pass through them.
+
+    torch.distributed.pipelining, with the schedule 1F1B: a stage has computed as many forwards as there are stages
+    behind it when it begins to alternate, a backward and a forward, so few activations wait. A micro batch of the
+    pipeline is one of the gradient accumulation. While m of them fill and drain p stages, each rank idles
+    (p-1)/(m+p-1) of the time: make an update of many. Only the stream between two blocks travels, once per stage and
+    direction, so stages may stand in different nodes. A rank holds 1/N of the blocks. The first has the
+    embedding too and the last the head, which costs as much as several blocks where the model is narrow; a tied weight
+    lies on both, and its gradients are added up at every update. `--pipeline N` says how many stages, with equally many
+    blocks each. Blocks are compiled one by one.
+    """
+
+    name = PIPELINE_PARALLEL
+    title = "ranks hold blocks in turn, 1F1B"
+    maths = Maths.ROUNDING
+    when_named = True
+
+    def needs(self, workload: Workload, hardware: Hardware, plan: Plan) -> str | None:
+        return _stage_needs(workload, hardware, plan)
+
+    def apply(self, plan: Plan) -> Plan:
+        return replace(plan, pipeline="1f1b")
+
+
+class PipelineGpipe(Rung):
+    """As `pipeline-parallel`, with all forwards of an update before its backwards.
+
+    GPipe (arXiv 1811.06965): the bubble is that of 1F1B, and what a stage keeps for its backwards is that of all micro
+    batches of an update rather than of one per stage. What a stage sends need not wait for what it receives, which may
+    pay where the links are slow.
+    """
+
+    name = PIPELINE_GPIPE
+    title = "ranks hold blocks in turn, GPipe"
+    maths = Maths.ROUNDING
+    instead_of = PIPELINE_PARALLEL
+    when_named = True
+
+    def needs(self, workload: Workload, hardware: Hardware, plan: Plan) -> str | None:
+        return _stage_needs(workload, hardware, plan)
+
+    def apply(self, plan: Plan) -> Plan:
+        return replace(plan, pipeline="gpipe")

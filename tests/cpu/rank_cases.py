@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -46,9 +47,9 @@ def run(folder: Path) -> None:
     (folder / f"rank-{ranks.rank}.json").write_text(json.dumps(told))
 
 
-def held(order: TrainOrder, ranks: Ranks) -> dict[str, int]:
-    """Bytes of weights, gradients and optimizer state that this rank itself holds, between backward and update; and how
-    many times gradients were reduced for a batch of three pieces."""
+def held(order: TrainOrder, ranks: Ranks) -> dict[str, Any]:
+    """Bytes of weights, gradients and optimizer state that this rank itself holds, between backward and update; how
+    many times gradients were reduced for a batch of three pieces; and every bit of the weights, as a checksum."""
     ranks.arrange(order.layout or Layout(ranks=ranks.count))
     device, plan = ranks.connect("cpu"), shared_plan(training_plan(order.recipe), ranks)
     step = build_step(order.workload, plan, device=device, chunk=1, ranks=ranks)
@@ -65,6 +66,7 @@ def held(order: TrainOrder, ranks: Ranks) -> dict[str, int]:
     }
     return {
         "reductions": seen.count,
+        "checksums": {name: checksum(parameter) for name, parameter in step.model.named_parameters()},
         **{what: sum(local_bytes(tensor) for tensor in found) for what, found in tensors.items()},
     }
 
@@ -79,6 +81,11 @@ class Reductions(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.count += str(func).startswith("c10d.") and "reduce" in str(func)
         return func(*args, **(kwargs or {}))
+
+
+def checksum(tensor: torch.Tensor) -> int:
+    here = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return zlib.crc32(here.detach().numpy().tobytes())
 
 
 def local_bytes(tensor: Any) -> int:

@@ -311,6 +311,8 @@ def test_every_field_of_a_plan_is_covered_above() -> None:
         "read_loss_every",
         "loader_workers",
         "parallel",  # test_ranks.py
+        "tensor_parallel",  # test_tensor_parallel.py
+        "pipeline",  # test_ranks_pipeline.py
     }
 
 
