@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from redline.core.errors import UserError
 from redline.core.workload import Shape, other_than_gpt2
 from redline.model.attention import ATTENTION
+from redline.model.fused import add_norm, mlp, project
 
 INIT_STD = 0.02
 
@@ -55,11 +56,18 @@ class SelfAttention(nn.Module):
         self.attend = recomputed(ATTENTION[attention]) if recompute else ATTENTION[attention]
 
     def forward(self, x: torch.Tensor, future: torch.Tensor) -> torch.Tensor:
-        B, T, C = x.shape
-        qkv = self.c_attn(x).split(C, dim=2)
+        C = x.size(2)
+        return self.c_proj(self.mix(self.c_attn(x).split(C, dim=2), future))
+
+    def mix(self, qkv: tuple[torch.Tensor, ...], future: torch.Tensor) -> torch.Tensor:
+        """What the heads give, side by side: three times [B, T, C] -> [B, T, C]."""
+        B, T, C = qkv[0].shape
         q, k, v = (part.view(B, T, self.heads, C // self.heads).transpose(1, 2) for part in qkv)  # [B, heads, T, d]
-        y = self.attend(q, k, v, future)
-        return self.c_proj(y.transpose(1, 2).reshape(B, T, C))
+        return self.attend(q, k, v, future).transpose(1, 2).reshape(B, T, C)
+
+    def fused(self, x: torch.Tensor, future: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The same without its last bias, as model/fused.py has it."""
+        return F.linear(self.mix(project(x, self.c_attn, dtype), future), self.c_proj.weight)
 
 
 def gelu_by_sigmoid(x: torch.Tensor) -> torch.Tensor:
@@ -96,6 +104,23 @@ class Block(nn.Module):
         x = x + self.attn(self.ln_1(x), future)
         return x + self.mlp(self.ln_2(x))
 
+    def fused(
+        self,
+        x: torch.Tensor,
+        branch: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        future: torch.Tensor,
+        dtype: torch.dtype,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same with a hand-written backward pass (model/fused.py). `branch` and `bias` are the MLP's of the block
+        before, still to be added to x; so are what this one returns and its own bias."""
+        if branch is None or bias is None:
+            normal = self.ln_1(x)
+        else:
+            x, normal = add_norm(x, branch, bias, self.ln_1, dtype)
+        x, normal = add_norm(x, self.attn.fused(normal, future, dtype), self.attn.c_proj.bias, self.ln_2, dtype)
+        return x, mlp(normal, self.mlp.c_fc, self.mlp.gelu, self.mlp.c_proj, dtype)
+
 
 class GPT(nn.Module):
     def __init__(
@@ -108,12 +133,14 @@ class GPT(nn.Module):
         checkpointing: str = "none",
         residual: torch.dtype = torch.float32,
         gelu: str = "tanh",
+        fused: torch.dtype | None = None,
     ) -> None:
         """`vocab_rows` above `shape.vocab` pads embedding and head; logits of the padding are -inf. `residual` is the
-        type of the stream between the blocks; a narrow one takes autocast, whose norms compute in fp32."""
+        type of the stream between the blocks; a narrow one takes autocast, whose norms compute in fp32. `fused`: backward passes
+        between matmuls are hand-written, and the matmuls take this type."""
         super().__init__()
         check_is_gpt2(shape)
-        self.shape, self.residual = shape, residual
+        self.shape, self.residual, self.fused = shape, residual, fused
         self.recompute_blocks = checkpointing == "full"
         rows = vocab_rows or shape.vocab
         self.wte = nn.Embedding(rows, shape.d_model)
@@ -140,9 +167,19 @@ class GPT(nn.Module):
         future = self.future[:T, :T]  # type: ignore[index]
         x = look_up(self.wte, tokens) + look_up(self.wpe, torch.arange(T, device=tokens.device))  # [B, T, C]
         x = x if self.residual == torch.float32 else x.to(self.residual)
+        if self.fused is not None:
+            return self._fused_blocks(x, future, self.fused)
         for block in self.h:
             x = recomputed(block)(x, future) if self.recompute_blocks else block(x, future)
         return self.ln_f(x)
+
+    def _fused_blocks(self, x: torch.Tensor, future: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        branch = bias = None
+        for block in self.h:
+            run = recomputed(block.fused) if self.recompute_blocks else block.fused  # type: ignore[arg-type, operator]
+            x, branch = run(x, branch, bias, future, dtype)
+            bias = block.mlp.c_proj.bias  # type: ignore[union-attr]
+        return add_norm(x, branch, bias, self.ln_f, dtype)[1]  # type: ignore[arg-type]
 
 
 def recomputed(run: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
