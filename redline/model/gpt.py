@@ -14,6 +14,7 @@ import math
 import zlib
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -136,8 +137,8 @@ class GPT(nn.Module):
         fused: torch.dtype | None = None,
     ) -> None:
         """`vocab_rows` above `shape.vocab` pads embedding and head; logits of the padding are -inf. `residual` is the
-        type of the stream between the blocks; a narrow one takes autocast, whose norms compute in fp32. `fused`: backward passes
-        between matmuls are hand-written, and the matmuls take this type."""
+        type of the stream between the blocks; a narrow one takes autocast, whose norms compute in fp32. `fused`:
+        the backward between matmuls is hand-written, and the matmuls take this type."""
         super().__init__()
         check_is_gpt2(shape)
         self.shape, self.residual, self.fused = shape, residual, fused
@@ -174,15 +175,19 @@ class GPT(nn.Module):
         return self.ln_f(x)
 
     def _fused_blocks(self, x: torch.Tensor, future: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        branch = bias = None
+        branch: torch.Tensor | None = None
+        bias: torch.Tensor | None = None
         for block in self.h:
-            run = recomputed(block.fused) if self.recompute_blocks else block.fused  # type: ignore[arg-type, operator]
+            assert isinstance(block, Block)
+            run = recomputed(block.fused) if self.recompute_blocks else block.fused
             x, branch = run(x, branch, bias, future, dtype)
-            bias = block.mlp.c_proj.bias  # type: ignore[union-attr]
-        return add_norm(x, branch, bias, self.ln_f, dtype)[1]  # type: ignore[arg-type]
+            bias = block.mlp.c_proj.bias
+        assert branch is not None
+        assert bias is not None
+        return add_norm(x, branch, bias, self.ln_f, dtype)[1]
 
 
-def recomputed(run: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def recomputed(run: Callable[..., Any]) -> Callable[..., Any]:
     """`run` keeps its inputs only; the backward pass runs it again for the rest."""
     return partial(checkpoint, run, use_reentrant=False, preserve_rng_state=False)  # no dropout: no randomness to keep
 

@@ -49,6 +49,8 @@ class Ddp(Rung):
 def _sharding_needs(hardware: Hardware, plan: Plan) -> str | None:
     if plan.optimizer not in BY_NUMBER:
         return f"a rank holds rows of a matrix, and {plan.optimizer} was tried with whole ones only: take an AdamW"
+    if plan.backward == "fused":
+        return "a block of fused-backward reads a bias of the one before, which is not gathered then: leave it out"
     if plan.autocast == "fp16":
         return "loss scaling was tried with whole gradients only: take bf16"
     return _several(hardware, plan)

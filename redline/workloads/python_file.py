@@ -195,6 +195,7 @@ def obstacles(traced: Traced, file: str) -> dict[str, str]:
             f"it needs the features before the head{at_head}, and {_whose_loss(traced, file)} goes from inputs to loss"
         )
     found["bf16-residual"] = _stream(traced, file)
+    found["fused-backward"] = f"it needs blocks that are written for it, and those in {file} are not"
     found["selective-checkpointing"] = (
         f"which part is attention is for {file} to say: torch.utils.checkpoint.checkpoint around it"
     )

@@ -39,6 +39,7 @@ ORDER = (
     "fused-loss",
     "bf16-residual",
     "sigmoid-gelu",
+    "fused-backward",
     "chunked-loss",
     "selective-checkpointing",
     "checkpointing",
@@ -135,6 +136,7 @@ def test_what_applies_on_a_cpu(tiny, cpu):
         "adamw-bf16-kahan",
         "bf16-residual",
         "sigmoid-gelu",
+        "fused-backward",
         "max-autotune",
         "cuda-graphs",
         "expandable-segments",
@@ -164,6 +166,22 @@ def test_a_narrow_stream_wants_bf16_and_compiled_code(tiny, h200):
     assert rung.needs(tiny, h200, replace(Plan(), autocast="bf16", compile=True)) is None
     assert "bf16" in rung.needs(tiny, h200, replace(Plan(), autocast="fp16", compile=True))
     assert "compile" in rung.needs(tiny, h200, replace(Plan(), autocast="bf16"))
+
+
+def test_a_fused_backward_wants_bf16_compiled_code_and_triton(tiny, h200, cpu):
+    rung, plan = find_rung("fused-backward"), replace(Plan(), autocast="bf16", compile=True)
+    assert rung.needs(tiny, h200, plan) is None
+    assert "add bf16" in rung.needs(tiny, h200, replace(plan, autocast="fp16"))
+    assert "add compile" in rung.needs(tiny, h200, replace(plan, compile=False))
+    assert rung.needs(tiny, cpu, plan) == "a CPU has no triton"
+
+
+def test_a_fused_backward_is_not_cut_among_ranks(tiny, h200):
+    """A block of it reads a bias of the block before."""
+    plan, many = replace(HALF, optimizer="adamw-fused", backward="fused"), replace(h200, ranks=2)
+    assert find_rung("ddp").needs(tiny, many, plan) is None
+    for name in ("fsdp", "fsdp-keep"):
+        assert "fused-backward" in find_rung(name).needs(tiny, many, plan)
 
 
 @pytest.mark.parametrize("name", ["max-autotune", "cuda-graphs"])
@@ -235,6 +253,7 @@ def test_plan_of_the_whole_ladder():
         loss="fused",
         residual="bf16",
         gelu="sigmoid",
+        backward="fused",
     )
     assert plan_of(()) == plan_of(("baseline",)) == Plan()
 
