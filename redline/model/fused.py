@@ -24,6 +24,11 @@ from redline.kernels.side_by_side import side_by_side
 Tensors = tuple[torch.Tensor, ...]
 
 
+def cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """In the forward of a function: torch 2.11's compiler loses gradients over a cast that changes nothing."""
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)
+
+
 def project(x: torch.Tensor, linear: nn.Linear, dtype: torch.dtype) -> Tensors:
     """q, k and v, [B, T, C] each, as parts of one product."""
     parts = Projection.apply(x.flatten(0, 1), linear.weight, linear.bias, dtype)  # type: ignore[no-untyped-call]
@@ -33,10 +38,10 @@ def project(x: torch.Tensor, linear: nn.Linear, dtype: torch.dtype) -> Tensors:
 class Projection(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, dtype: torch.dtype) -> Tensors:
-        narrow, rows = weight.to(dtype), x.to(dtype)
+        narrow, rows = cast(weight, dtype), cast(x, dtype)
         ctx.save_for_backward(rows, narrow)
         ctx.dtypes = x.dtype, weight.dtype, bias.dtype
-        return torch.addmm(bias.to(dtype), rows, narrow.t()).chunk(3, dim=1)
+        return torch.addmm(cast(bias, dtype), rows, narrow.t()).chunk(3, dim=1)
 
     @staticmethod
     def backward(ctx: Any, *above: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -69,10 +74,11 @@ class AddNorm(torch.autograd.Function):
         dtype: torch.dtype,
     ) -> Tensors:
         wide = torch.promote_types(stream.dtype, torch.float32)
-        together = (stream.to(wide) + branch.to(wide) + bias.to(wide)).to(stream.dtype)
+        together = cast(cast(stream, wide) + cast(branch, wide) + cast(bias, wide), stream.dtype)
         ctx.save_for_backward(together, gain)
         ctx.eps, ctx.dtypes = eps, (branch.dtype, bias.dtype, gain.dtype, offset.dtype)
-        return together, F.layer_norm(together.to(wide), gain.shape, gain.to(wide), offset.to(wide), eps).to(dtype)
+        normal = F.layer_norm(cast(together, wide), gain.shape, cast(gain, wide), cast(offset, wide), eps)
+        return together, cast(normal, dtype)
 
     @staticmethod
     def backward(ctx: Any, beside: torch.Tensor, above: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -100,8 +106,8 @@ class Mlp(torch.autograd.Function):
         down: torch.Tensor,
         dtype: torch.dtype,
     ) -> torch.Tensor:
-        rows, narrow_up, narrow_down = x.to(dtype), up.to(dtype), down.to(dtype)
-        hidden = torch.addmm(bias.to(dtype), rows, narrow_up.t())
+        rows, narrow_up, narrow_down = cast(x, dtype), cast(up, dtype), cast(down, dtype)
+        hidden = torch.addmm(cast(bias, dtype), rows, narrow_up.t())
         active = gelu(hidden)
         ctx.save_for_backward(rows, hidden, active, narrow_up, narrow_down)
         ctx.dtypes = x.dtype, up.dtype, bias.dtype, down.dtype

@@ -103,9 +103,7 @@ def test_a_models_gradients_are_autograds(gelu: str, checkpointing: str) -> None
     found = gradients(random_model(**options, fused=torch.float64).double())
     assert set(found) == set(wanted)
     for name, gradient in wanted.items():
-        torch.testing.assert_close(
-            found[name], gradient, rtol=1e-9, atol=1e-12, msg=lambda text, n=name: f"{n}: {text}"
-        )
+        assert_equal(found[name], gradient, name)
 
 
 def test_weights_in_bf16_get_gradients_in_bf16() -> None:
@@ -118,11 +116,14 @@ def test_weights_in_bf16_get_gradients_in_bf16() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch 2.13 does it, tracing
 def test_the_compiler_sees_one_graph() -> None:
-    """Traced as torch.compile traces it, with the same numbers; what Inductor makes of it is tested on GPUs."""
+    """Traced as torch.compile traces it, with the same numbers; what Inductor makes of it is tested on GPUs. In fp64
+    no cast changes anything, and torch 2.11 then loses gradients that are cast on their way out of a function."""
     wanted = gradients(random_model().double())
     model = random_model(fused=torch.float64).double()
     found = gradients(model, torch.compile(model, backend="aot_eager", fullgraph=True))
     for name, gradient in wanted.items():
-        torch.testing.assert_close(
-            found[name], gradient, rtol=1e-9, atol=1e-12, msg=lambda text, n=name: f"{n}: {text}"
-        )
+        assert_equal(found[name], gradient, name)
+
+
+def assert_equal(found: torch.Tensor, wanted: torch.Tensor, name: str) -> None:
+    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12, msg=lambda text: f"{name}: {text}")
