@@ -49,8 +49,6 @@ class Ddp(Rung):
 def _sharding_needs(hardware: Hardware, plan: Plan) -> str | None:
     if plan.optimizer not in BY_NUMBER:
         return f"a rank holds rows of a matrix, and {plan.optimizer} was tried with whole ones only: take an AdamW"
-    if plan.backward == "fused":
-        return "a block of fused-backward reads a bias of the one before, which is not gathered then: leave it out"
     if plan.autocast == "fp16":
         return "loss scaling was tried with whole gradients only: take bf16"
     return _several(hardware, plan)
@@ -63,6 +61,7 @@ class Fsdp(Rung):
     backward pass; gradients are added up and dealt out at once. A rank holds 1/N of what DDP holds, at 1.5 times the
     traffic, most of it hidden behind the block before. With bf16 the weights travel in 16 bits and gradients are added
     up in fp32. Blocks are compiled one by one, and the model is built without memory: one larger than a device starts.
+    `fused-backward` is undone: its blocks read a bias of the block before, which is not gathered then.
     """
 
     name = "fsdp"
@@ -75,7 +74,7 @@ class Fsdp(Rung):
         return _sharding_needs(hardware, plan)
 
     def apply(self, plan: Plan) -> Plan:
-        return replace(plan, parallel="fsdp")
+        return replace(plan, parallel="fsdp", backward="autograd")
 
 
 class FsdpKeep(Rung):
@@ -95,4 +94,4 @@ class FsdpKeep(Rung):
         return _sharding_needs(hardware, plan)
 
     def apply(self, plan: Plan) -> Plan:
-        return replace(plan, parallel="fsdp-keep")
+        return replace(plan, parallel="fsdp-keep", backward="autograd")

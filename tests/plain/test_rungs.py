@@ -176,12 +176,11 @@ def test_a_fused_backward_wants_bf16_compiled_code_and_triton(tiny, h200, cpu):
     assert rung.needs(tiny, cpu, plan) == "a CPU has no triton"
 
 
-def test_a_fused_backward_is_not_cut_among_ranks(tiny, h200):
-    """A block of it reads a bias of the block before."""
-    plan, many = replace(HALF, optimizer="adamw-fused", backward="fused"), replace(h200, ranks=2)
-    assert find_rung("ddp").needs(tiny, many, plan) is None
-    for name in ("fsdp", "fsdp-keep"):
-        assert "fused-backward" in find_rung(name).needs(tiny, many, plan)
+@pytest.mark.parametrize(("way", "backward"), [("ddp", "fused"), ("fsdp", "autograd"), ("fsdp-keep", "autograd")])
+def test_a_model_that_is_cut_has_no_fused_backward(way, backward):
+    """A block of it reads a bias of the block before, which is not gathered then."""
+    plan = plan_of(("bf16", "compile", "fused-backward", way))
+    assert (plan.parallel, plan.backward) == (way, backward)
 
 
 @pytest.mark.parametrize("name", ["max-autotune", "cuda-graphs"])
