@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import sys
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -131,14 +132,24 @@ def train_and_show(order: TrainOrder, options: argparse.Namespace, console: Any,
 
     session = session_of(order, options, 1 if ranks is None else ranks.count)
     watching = Watchers(order, session, console, tracker=options.tracker)
-    with only_our_words_on_stdout(), watching as watchers:
-        summary = train_session(order, watchers.emit, ranks)
-        watchers.end(summary)
+    try:
+        with only_our_words_on_stdout(), watching as watchers:
+            summary = train_session(order, watchers.emit, ranks)
+            watchers.end(summary)
+    except UserError:
+        if not (options.resume or watching.trained or holds_data(order)):
+            shutil.rmtree(order.out, ignore_errors=True)  # a mistake leaves nothing that looks like a run
+        raise
     mfu = watchers.mfu(summary["tokens_per_second"])
     show_summary({**summary, "mfu": mfu, "page": watchers.page}, order, options)
     return {"interrupted": EXIT_INTERRUPTED, "diverged": EXIT_FAILED, "failed": EXIT_FAILED}.get(
         summary["ended"], EXIT_DONE
     )
+
+
+def holds_data(order: TrainOrder) -> bool:
+    """The run directory has what was made of a text, which may have taken hours."""
+    return bool(order.data) and Path(order.data).is_relative_to(Path(order.out).resolve())
 
 
 def train_session(order: TrainOrder, emit: Any, ranks: Ranks | None = None) -> dict[str, Any]:

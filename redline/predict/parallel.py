@@ -54,7 +54,7 @@ class Layout:
 
     def explain(self) -> str:
         return (
-            f"{self.gpus} GPUs / (TP {self.tp} x PP {self.pp}) = DP {self.dp}; "
+            f"{counted(self.gpus, 'GPU')} / (TP {self.tp} x PP {self.pp}) = DP {self.dp}; "
             f"MBS {self.micro_batch} x DP {self.dp} x GAS {self.accumulation} = "
             f"a global batch of {self.global_batch} sequences."
         )
