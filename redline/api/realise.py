@@ -175,6 +175,7 @@ OBSTACLES: dict[str, Callable[[Live], str | None]] = {
     **dict.fromkeys(("fused-loss", "chunked-loss"), _always(_OWN_LOSS)),
     "bf16-residual": _stream,
     "sigmoid-gelu": _gelus,
+    "fused-backward": _always("it needs blocks that are written for it: redline.model.fused has the parts"),
     "selective-checkpointing": _always("which of its operations are the core of attention is not known: checkpointing"),
     "checkpointing": _blocks,
     "max-autotune": _way_of_compiling,

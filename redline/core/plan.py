@@ -31,6 +31,9 @@ class Plan:
     """The stream between the blocks: 'fp32', as autocast leaves it, or 'bf16'."""
     gelu: str = "tanh"
     """How GELU's tanh is computed: 'tanh' by its own function, 'sigmoid' through the one that is cheaper compiled."""
+    backward: str = "autograd"
+    """Between the matmuls: 'autograd', as it and the compiler have it, or 'fused', kernels that add up the gradients of
+    biases while they write those of activations."""
     loss: str = "full"
     """'full': logits wait for the backward pass; 'fused': one kernel turns them into their gradient at once; 'chunked':
     the same over an eighth of the tokens at a time."""

@@ -36,6 +36,8 @@ OPERATOR_WORDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ),
     (LOSS, ("cross_entropy", "crossentropy", "nll_loss", "nllloss", "log_softmax", "logsoftmax")),
     (NORMALISATION, ("layer_norm", "layernorm", "rms_norm", "rmsnorm", "batch_norm", "group_norm", "softmax")),
+    (NORMALISATION, ("redline::norm_backward",)),
+    (ELEMENTWISE, ("redline::gelu_backward", "redline::side_by_side")),
     (MOVEMENT, ("aten::embedding", "embeddingbackward", "embedding_backward", "embedding_dense_backward")),
 )
 CONTRACTIONS = frozenset(f"aten::{name}" for name in ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "addmv", "mv"))
@@ -94,8 +96,8 @@ KERNEL_WORDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (CONTRACTION, ("gemm", "nvjet", "cutlass", "xmma", "splitk", "gemv")),
     (OPTIMIZER, ("multi_tensor_apply", "adam")),
     (LOSS, ("cross_entropy", "nll_loss", "logsoftmax", "log_softmax")),
-    (NORMALISATION, ("layer_norm", "layernorm", "rms_norm", "softmax", "gammabeta")),
-    (ELEMENTWISE, ("elementwise", "reduce_kernel")),
+    (NORMALISATION, ("layer_norm", "layernorm", "rms_norm", "softmax", "gammabeta", "norm_backward")),
+    (ELEMENTWISE, ("elementwise", "reduce_kernel", "gelu_backward", "side_by_side")),
 )
 
 

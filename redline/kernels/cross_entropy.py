@@ -2,9 +2,10 @@
 
     losses = cross_entropy_(logits, targets, vocab)      # losses [N] in fp32; logits [N, rows] are now the gradient
 
-Row by row the kernel reads the logits once for the running maximum and the sum of exponentials, and once more, from
-the cache, to write softmax minus one-hot over them. The gradient is that of the row's own loss: whoever takes a mean
-scales what comes after, where rows are short. Unscaled, it lies in [-1, 1], which fp16 holds without a loss scale.
+A row of bf16 logits that fits the registers is read once: maximum, sum of exponentials, and softmax minus one-hot
+written over it. Others (longer than 51,200, or of another type) are read once more for the gradient. The gradient is
+that of the row's own loss: whoever takes a mean scales what comes after, where rows are short. Unscaled, it lies in
+[-1, 1], which fp16 holds without a loss scale.
 """
 
 from __future__ import annotations

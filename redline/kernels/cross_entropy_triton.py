@@ -1,4 +1,9 @@
-"""The Triton kernel of `kernels.cross_entropy`. Imported only where there is a CUDA device."""
+"""The Triton kernels of `kernels.cross_entropy`. Imported only where there is a CUDA device.
+
+`..._whole_row` keeps a row of bf16 logits in the registers of one program, two numbers to a word, so that memory is
+read once and written once. `..._twice` takes rows of any length and type and reads them twice; the second time comes
+from the cache only in part, since the rows under way are larger than it.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +14,12 @@ import triton.language as tl
 # 8 warps read 16 bytes per thread and load; four loads share one rescaling of the running sum.
 BLOCK, WARPS = 2048, 8
 LOWEST = tl.constexpr(-1e30)  # not -inf: the difference of two of those is no number
+# 25 tiles of 1024 words are 100 of a thread's 128 registers, and two such programs fill a multiprocessor: while one
+# waits for memory the other computes. With one program of 190 registers it is slower than reading twice
+# (docs/speed-log.md).
+TILE, MOST_TILES, REGISTERS = 1024, 25, 128
+LOG2E, LN2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
+TWO_LOWEST = tl.constexpr(0xFF80FF80)  # -inf and -inf
 
 
 def launch(logits: torch.Tensor, targets: torch.Tensor, vocab: int) -> torch.Tensor:
@@ -16,13 +27,113 @@ def launch(logits: torch.Tensor, targets: torch.Tensor, vocab: int) -> torch.Ten
     assert logits.stride(1) == 1
     assert targets.is_contiguous()
     losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
-    _cross_entropy[(rows,)](logits, targets, losses, logits.stride(0), vocab, columns, BLOCK=BLOCK, num_warps=WARPS)
+    if fits(logits):
+        words = logits.view(torch.uint32)
+        _cross_entropy_whole_row[(rows,)](
+            words,
+            targets,
+            losses,
+            words.stride(0),
+            vocab,
+            words.size(1),
+            0,
+            FULL=vocab // 2 // TILE,
+            TILES=triton.cdiv(words.size(1), TILE),
+            TILE=TILE,
+            num_warps=WARPS,
+            maxnreg=REGISTERS,
+        )
+    else:
+        _cross_entropy_twice[(rows,)](
+            logits, targets, losses, logits.stride(0), vocab, columns, BLOCK=BLOCK, num_warps=WARPS
+        )
     return losses
 
 
+def fits(logits: torch.Tensor) -> bool:
+    """Whether a row is whole words, and few enough."""
+    rows, columns = logits.shape
+    whole = columns % 2 == 0 and logits.stride(0) % 2 == 0 and logits.data_ptr() % 4 == 0
+    return logits.dtype == torch.bfloat16 and whole and columns <= 2 * MOST_TILES * TILE
+
+
+@triton.jit
+def _low(word):  # type: ignore[no-untyped-def]
+    """The first bf16 of two, as fp32: its bits and zeros."""
+    return (word << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _high(word):  # type: ignore[no-untyped-def]
+    return (word & 0xFFFF0000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _word(low, high):  # type: ignore[no-untyped-def]
+    low = low.to(tl.bfloat16).to(tl.uint16, bitcast=True).to(tl.uint32)
+    high = high.to(tl.bfloat16).to(tl.uint16, bitcast=True).to(tl.uint32)
+    return low | (high << 16)
+
+
 @triton.jit  # type: ignore[untyped-decorator]
-def _cross_entropy(logits, targets, losses, stride, vocab, columns, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _cross_entropy_whole_row(  # type: ignore[no-untyped-def]
+    logits,
+    targets,
+    losses,
+    stride,
+    vocab,
+    columns,
+    zero,
+    FULL: tl.constexpr,
+    TILES: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Stride and columns are in words. `zero` is 0, which the compiler does not know: with it the three passes widen
+    the words anew. It would keep the fp32 numbers of the first for the others, which is twice as many registers."""
     row = tl.program_id(0).to(tl.int64)  # rows x columns passes 2^31 from 42 sequences of GPT-2 on
+    logits += row * stride
+    target = tl.load(targets + row).to(tl.int32)
+    at_target = tl.load(logits + target // 2)
+    is_low = target % 2 == 0
+    of_target = tl.where(is_low, _low(at_target), _high(at_target)) * LOG2E
+    lanes = tl.arange(0, TILE)
+    kept = ()
+    for i in tl.static_range(TILES):
+        at = i * TILE + lanes
+        if i < FULL:
+            word = tl.load(logits + at, eviction_policy="evict_first")
+        else:
+            word = tl.load(logits + at, mask=2 * at < vocab, other=TWO_LOWEST, eviction_policy="evict_first")
+            word = tl.where(2 * at + 1 == vocab, (word & 0xFFFF) | 0xFF800000, word)
+        kept = kept + (word,)  # type: ignore[assignment]  # noqa: RUF005  # Triton knows no unpacking
+    highest = tl.full((TILE,), LOWEST, tl.float32)
+    for i in tl.static_range(TILES):
+        highest = tl.maximum(highest, tl.maximum(_low(kept[i]), _high(kept[i])))
+    top = tl.max(highest, axis=0) * LOG2E
+    total = tl.zeros((TILE,), tl.float32)
+    for i in tl.static_range(TILES):
+        word = kept[i] ^ zero
+        total += tl.exp2(_low(word) * LOG2E - top) + tl.exp2(_high(word) * LOG2E - top)
+    log_sum = top + tl.log2(tl.sum(total, axis=0))
+    tl.store(losses + row, (log_sum - of_target) * LN2)
+    for i in tl.static_range(TILES):
+        at = i * TILE + lanes
+        word = kept[i] ^ (zero + zero)
+        gradient = _word(tl.exp2(_low(word) * LOG2E - log_sum), tl.exp2(_high(word) * LOG2E - log_sum))
+        if i < FULL:
+            tl.store(logits + at, gradient, eviction_policy="evict_first")
+        else:
+            tl.store(logits + at, gradient, mask=at < columns, eviction_policy="evict_first")
+    tl.debug_barrier()  # the target's word is written a second time, after every thread's first
+    own = tl.exp2(of_target - log_sum) - 1.0
+    beside = tl.exp2(tl.where(is_low, _high(at_target), _low(at_target)) * LOG2E - log_sum)
+    beside = tl.where((target ^ 1) < vocab, beside, 0.0)
+    tl.store(logits + target // 2, tl.where(is_low, _word(own, beside), _word(beside, own)))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _cross_entropy_twice(logits, targets, losses, stride, vocab, columns, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0).to(tl.int64)
     logits += row * stride
     target = tl.load(targets + row)
     of_target = tl.load(logits + target).to(tl.float32)  # before the reductions below: they order it before any store

@@ -147,6 +147,7 @@ class BuiltIn(Adapter):
                 checkpointing=plan.checkpointing,
                 residual=DTYPES.get(plan.residual, torch.float32),
                 gelu=plan.gelu,
+                fused=DTYPES.get(plan.autocast or "", torch.float32) if plan.backward == "fused" else None,
             )
         return model.to(
             DTYPES.get(plan.weights, torch.float32)

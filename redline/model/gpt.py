@@ -14,6 +14,7 @@ import math
 import zlib
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from redline.core.errors import UserError
 from redline.core.workload import Shape, other_than_gpt2
 from redline.model.attention import ATTENTION
+from redline.model.fused import add_norm, mlp, project
 
 INIT_STD = 0.02
 
@@ -57,11 +59,18 @@ class SelfAttention(nn.Module):
         self.attend = recomputed(ATTENTION[attention]) if recompute else ATTENTION[attention]
 
     def forward(self, x: torch.Tensor, future: torch.Tensor) -> torch.Tensor:
-        B, T, _ = x.shape
-        qkv = self.c_attn(x).chunk(3, dim=2)  # of all heads, or of those that a tensor-parallel rank has
+        return self.c_proj(self.mix(self.c_attn(x).chunk(3, dim=2), future))
+
+    def mix(self, qkv: tuple[torch.Tensor, ...], future: torch.Tensor) -> torch.Tensor:
+        """What the heads give, side by side: three times [B, T, C] -> [B, T, C], of all heads, or of those that a
+        tensor-parallel rank has."""
+        B, T, C = qkv[0].shape
         q, k, v = (part.view(B, T, self.heads, -1).transpose(1, 2) for part in qkv)  # [B, heads, T, d]
-        y = self.attend(q, k, v, future)
-        return self.c_proj(y.transpose(1, 2).reshape(B, T, -1))
+        return self.attend(q, k, v, future).transpose(1, 2).reshape(B, T, C)
+
+    def fused(self, x: torch.Tensor, future: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The same without its last bias, as model/fused.py has it."""
+        return F.linear(self.mix(project(x, self.c_attn, dtype), future), self.c_proj.weight)
 
 
 def gelu_by_sigmoid(x: torch.Tensor) -> torch.Tensor:
@@ -98,6 +107,23 @@ class Block(nn.Module):
         x = x + self.attn(self.ln_1(x), future)
         return x + self.mlp(self.ln_2(x))
 
+    def fused(
+        self,
+        x: torch.Tensor,
+        branch: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        future: torch.Tensor,
+        dtype: torch.dtype,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same with a hand-written backward pass (model/fused.py). `branch` and `bias` are the MLP's of the block
+        before, still to be added to x; so are what this one returns and its own bias."""
+        if branch is None or bias is None:
+            normal = self.ln_1(x)
+        else:
+            x, normal = add_norm(x, branch, bias, self.ln_1, dtype)
+        x, normal = add_norm(x, self.attn.fused(normal, future, dtype), self.attn.c_proj.bias, self.ln_2, dtype)
+        return x, mlp(normal, self.mlp.c_fc, self.mlp.gelu, self.mlp.c_proj, dtype)
+
 
 class GPT(nn.Module):
     def __init__(
@@ -110,12 +136,14 @@ class GPT(nn.Module):
         checkpointing: str = "none",
         residual: torch.dtype = torch.float32,
         gelu: str = "tanh",
+        fused: torch.dtype | None = None,
     ) -> None:
         """`vocab_rows` above `shape.vocab` pads embedding and head; logits of the padding are -inf. `residual` is the
-        type of the stream between the blocks; a narrow one takes autocast, whose norms compute in fp32."""
+        type of the stream between the blocks; a narrow one takes autocast, whose norms compute in fp32. `fused`:
+        the backward between matmuls is hand-written, and the matmuls take this type."""
         super().__init__()
         check_is_gpt2(shape)
-        self.shape, self.residual = shape, residual
+        self.shape, self.residual, self.fused = shape, residual, fused
         self.recompute_blocks = checkpointing == "full"
         rows = vocab_rows or shape.vocab
         self.first_row = 0
@@ -140,7 +168,8 @@ class GPT(nn.Module):
 
     def features(self, tokens: torch.Tensor) -> torch.Tensor:
         """What the head reads: tokens [B, T] -> [B, T, C]."""
-        normed: torch.Tensor = self.ln_f(self.through_blocks(self.embedded(tokens)))
+        x = self.embedded(tokens)
+        normed: torch.Tensor = self.ln_f(self.through_blocks(x)) if self.fused is None else self.fused_blocks(x)
         return normed
 
     def embedded(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -149,15 +178,34 @@ class GPT(nn.Module):
         x: torch.Tensor = self.wte(tokens) + self.wpe(positions)  # [B, T, C]
         return x if self.residual == torch.float32 else x.to(self.residual)
 
-    def through_blocks(self, x: torch.Tensor) -> torch.Tensor:
+    def future_at(self, x: torch.Tensor) -> torch.Tensor:
         T = x.size(1)
-        future = self.future[:T, :T]  # type: ignore[index]
+        future: torch.Tensor = self.future[:T, :T]  # type: ignore[index]
+        return future
+
+    def through_blocks(self, x: torch.Tensor) -> torch.Tensor:
+        future = self.future_at(x)
         for block in self.h:
             x = recomputed(block)(x, future) if self.recompute_blocks else block(x, future)
         return x
 
+    def fused_blocks(self, x: torch.Tensor) -> torch.Tensor:
+        """Blocks and last norm: each norm adds what the branch before it has given."""
+        assert self.fused is not None
+        future, dtype = self.future_at(x), self.fused
+        branch: torch.Tensor | None = None
+        bias: torch.Tensor | None = None
+        for block in self.h:
+            assert isinstance(block, Block)
+            run = recomputed(block.fused) if self.recompute_blocks else block.fused
+            x, branch = run(x, branch, bias, future, dtype)
+            bias = block.mlp.c_proj.bias
+        assert branch is not None
+        assert bias is not None
+        return add_norm(x, branch, bias, self.ln_f, dtype)[1]
 
-def recomputed(run: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+
+def recomputed(run: Callable[..., Any]) -> Callable[..., Any]:
     """`run` keeps its inputs only; the backward pass runs it again for the rest."""
     return partial(checkpoint, run, use_reentrant=False, preserve_rng_state=False)  # no dropout: no randomness to keep
 

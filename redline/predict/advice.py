@@ -70,6 +70,7 @@ REASONS = {
     "padded-vocab": "rows of the head start at odd addresses, which tensor cores cannot load at full speed",
     "fused-adamw": "the update reads and writes every number several times, in kernels of one tensor each",
     "fused-loss": "the logits are copied, kept and read again for their gradient",
+    "fused-backward": "gradients are read once more for every bias before them",
     "cuda-graphs": "the host launches kernels one by one and does not keep up",
 }
 

@@ -340,7 +340,7 @@ def _gradient_sums(z: Sizes) -> Iterator[Operation]:
         return
     outputs = [layer for layer in linear_layers(z.shape, z.plan) if layer.where != "head"]
     biased = [layer for layer in outputs if z.shape.has_bias(layer.where)]
-    if biased:
+    if biased and z.plan.backward != "fused":  # whose kernels add up what they write
         width = z.compute * sum(layer.outputs * layer.count for layer in biased)
         calls = sum(layer.count for layer in biased)
         yield z.per_token("bias gradients", ELEMENTWISE, "backward", width / calls, calls=calls)

@@ -322,6 +322,28 @@ class SigmoidGelu(Rung):
         return replace(plan, gelu="sigmoid")
 
 
+class FusedBackward(Rung):
+    """Kernels for the backward pass between the matmuls, which add up the gradients of biases on the way.
+
+    The compiler writes the gradient of an activation in one kernel and reads it again in another for the bias before
+    it. Here whoever writes a gradient adds up its columns: GELU's backward, the stacking of q, k and v's gradients, and
+    the norm's backward, which has the residual sum, its gain and its bias in the same pass. Each tensor is read once.
+    The blocks are written for that, so it is for the built-in models.
+    """
+
+    name = "fused-backward"
+    title = "bias gradients summed where written"
+    maths = Maths.ROUNDING
+
+    def needs(self, workload: Workload, hardware: Hardware, plan: Plan) -> str | None:
+        if plan.autocast != "bf16":
+            return "the kernels were made for matmuls in bf16: add bf16"
+        return missing(hardware, "triton") if plan.compile else "the forward pass is left to the compiler: add compile"
+
+    def apply(self, plan: Plan) -> Plan:
+        return replace(plan, backward="fused")
+
+
 class ChunkedLoss(Rung):
     """Head and loss over an eighth of the tokens at a time, with the gradient computed on the spot.
 
@@ -470,6 +492,7 @@ LADDER: tuple[Rung, ...] = (
     FusedLoss(),
     Bf16Residual(),
     SigmoidGelu(),
+    FusedBackward(),
     ChunkedLoss(),
     SelectiveCheckpointing(),
     Checkpointing(),

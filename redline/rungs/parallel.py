@@ -66,6 +66,7 @@ class Fsdp(Rung):
     up in fp32. Blocks are compiled one by one, and the model is built without memory: one larger than a device starts.
     With `--replicas R` there are R copies of the model, each cut among N/R ranks (hybrid sharding): with one per node,
     weights are gathered inside nodes and only gradients travel between them.
+    `fused-backward` is undone: its blocks read a bias of the block before, which is not gathered then.
     """
 
     name = "fsdp"
@@ -78,7 +79,7 @@ class Fsdp(Rung):
         return _sharding_needs(hardware, plan)
 
     def apply(self, plan: Plan) -> Plan:
-        return replace(plan, parallel="fsdp")
+        return replace(plan, parallel="fsdp", backward="autograd")
 
 
 class FsdpKeep(Rung):
@@ -98,7 +99,7 @@ class FsdpKeep(Rung):
         return _sharding_needs(hardware, plan)
 
     def apply(self, plan: Plan) -> Plan:
-        return replace(plan, parallel="fsdp-keep")
+        return replace(plan, parallel="fsdp-keep", backward="autograd")
 
 
 class TensorParallel(Rung):
@@ -109,7 +110,7 @@ class TensorParallel(Rung):
     direction put the stream together. Embedding and head are cut by rows of the vocabulary: a rank has its own logits
     only, and the loss takes two sums of a few numbers per token. A rank holds 1/N of weights, gradients, moments
     and of activations inside a layer; every layer waits for its sums, so a group stays in one node. `--tensor N`
-    says how many. Blocks are compiled one by one.
+    says how many. Blocks are compiled one by one; `fused-backward` is undone, whose layers are whole.
     """
 
     name = TENSOR_PARALLEL
@@ -125,7 +126,7 @@ class TensorParallel(Rung):
         return _sharding_needs(hardware, plan)
 
     def apply(self, plan: Plan) -> Plan:
-        return replace(plan, tensor_parallel=True)
+        return replace(plan, tensor_parallel=True, backward="autograd")
 
 
 def _stage_needs(workload: Workload, hardware: Hardware, plan: Plan) -> str | None:
@@ -148,7 +149,7 @@ class PipelineParallel(Rung):
     direction, so stages may stand in different nodes. A rank holds 1/N of the blocks. The first has the
     embedding too and the last the head, which costs as much as several blocks where the model is narrow; a tied weight
     lies on both, and its gradients are added up at every update. `--pipeline N` says how many stages, with equally many
-    blocks each. Blocks are compiled one by one.
+    blocks each. Blocks are compiled one by one; `fused-backward` is undone, whose blocks hand on two tensors.
     """
 
     name = PIPELINE_PARALLEL
@@ -160,7 +161,7 @@ class PipelineParallel(Rung):
         return _stage_needs(workload, hardware, plan)
 
     def apply(self, plan: Plan) -> Plan:
-        return replace(plan, pipeline="1f1b")
+        return replace(plan, pipeline="1f1b", backward="autograd")
 
 
 class PipelineGpipe(Rung):
@@ -181,4 +182,4 @@ class PipelineGpipe(Rung):
         return _stage_needs(workload, hardware, plan)
 
     def apply(self, plan: Plan) -> Plan:
-        return replace(plan, pipeline="gpipe")
+        return replace(plan, pipeline="gpipe", backward="autograd")

@@ -276,6 +276,7 @@ def obstacles(config: Config, shape: Shape) -> dict[str, str]:
     values = {**FAMILIES[model_type].defaults, **text}
     found = {
         "selective-checkpointing": "transformers recomputes whole blocks: use checkpointing",
+        "fused-backward": "it needs blocks that are written for it, and transformers' are not",
         **dict.fromkeys(BF16_WEIGHTS, "it takes a model that adds up in fp32 what it stores in bf16"),
     }
     if not shape.tied:

@@ -13,6 +13,7 @@ import torch
 
 import redline.engine.build as build_module
 import redline.model.adapter as adapter_module
+import redline.model.gpt as gpt_module
 from redline.core.plan import Plan
 from redline.core.workload import Workload
 from redline.engine.build import Training, build, pin_attention
@@ -266,6 +267,26 @@ def test_gelu_reaches_every_block(train: Train, gelu: str) -> None:
     assert {block.mlp.gelu for block in train(Plan(gelu=gelu)).model.h} == {GELU[gelu]}
 
 
+@pytest.mark.parametrize(
+    ("plan", "dtype"),
+    [
+        (Plan(autocast="bf16"), None),
+        (Plan(backward="fused"), torch.float32),
+        (Plan(backward="fused", autocast="bf16"), torch.bfloat16),
+    ],
+    ids=["autograd", "fused in fp32", "fused in bf16"],
+)
+def test_a_fused_backward_reaches_every_block(
+    train: Train, monkeypatch: pytest.MonkeyPatch, plan: Plan, dtype: torch.dtype | None
+) -> None:
+    seen: list[torch.dtype] = []
+    own = gpt_module.mlp
+    monkeypatch.setattr(gpt_module, "mlp", lambda *given: (seen.append(given[-1]), own(*given))[1])
+    training = train(plan)
+    training.step(next(training.batches))
+    assert seen == ([] if dtype is None else [dtype] * len(training.model.h))
+
+
 @pytest.mark.parametrize(("loss", "pieces"), [("full", None), ("fused", 1), ("chunked", 8)])
 def test_the_loss_reaches_the_step(
     train: Train, monkeypatch: pytest.MonkeyPatch, loss: str, pieces: int | None
@@ -298,6 +319,7 @@ def test_every_field_of_a_plan_is_covered_above() -> None:
         "vocab_multiple",
         "residual",
         "gelu",
+        "backward",
         "loss",
         "checkpointing",
         "compile",

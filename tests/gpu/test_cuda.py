@@ -60,6 +60,7 @@ def reference(run: RunDirectory) -> tuple[float, ...]:
         (("bf16", "flash", "fused-adamw"), "rounding", "flash_fwd"),
         (("bf16", "flash", "loader-workers"), "same", "flash_fwd"),
         (("bf16", "compile", "flash"), "rounding", "flash_fwd"),
+        (("bf16", "compile", "flash", "bf16-residual", "fused-backward"), "rounding", "flash_fwd"),
     ],
 )
 def test_each_rung_keeps_its_promise(

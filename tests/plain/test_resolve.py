@@ -44,7 +44,12 @@ LLAMA = {
 }
 GPT2 = {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024, "vocab_size": 50257}
 SMALL = {**LLAMA, "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2, "max_position_embeddings": 64}
-ALWAYS = {"selective-checkpointing", "adamw-bf16", "adamw-bf16-kahan"}  # of every model of transformers
+ALWAYS = {
+    "selective-checkpointing",
+    "fused-backward",
+    "adamw-bf16",
+    "adamw-bf16-kahan",
+}  # of every model of transformers
 
 Write = Callable[..., str]
 

@@ -39,6 +39,7 @@ ORDER = (
     "fused-loss",
     "bf16-residual",
     "sigmoid-gelu",
+    "fused-backward",
     "chunked-loss",
     "selective-checkpointing",
     "checkpointing",
@@ -135,6 +136,7 @@ def test_what_applies_on_a_cpu(tiny, cpu):
         "adamw-bf16-kahan",
         "bf16-residual",
         "sigmoid-gelu",
+        "fused-backward",
         "max-autotune",
         "cuda-graphs",
         "expandable-segments",
@@ -164,6 +166,21 @@ def test_a_narrow_stream_wants_bf16_and_compiled_code(tiny, h200):
     assert rung.needs(tiny, h200, replace(Plan(), autocast="bf16", compile=True)) is None
     assert "bf16" in rung.needs(tiny, h200, replace(Plan(), autocast="fp16", compile=True))
     assert "compile" in rung.needs(tiny, h200, replace(Plan(), autocast="bf16"))
+
+
+def test_a_fused_backward_wants_bf16_compiled_code_and_triton(tiny, h200, cpu):
+    rung, plan = find_rung("fused-backward"), replace(Plan(), autocast="bf16", compile=True)
+    assert rung.needs(tiny, h200, plan) is None
+    assert "add bf16" in rung.needs(tiny, h200, replace(plan, autocast="fp16"))
+    assert "add compile" in rung.needs(tiny, h200, replace(plan, compile=False))
+    assert rung.needs(tiny, cpu, plan) == "a CPU has no triton"
+
+
+@pytest.mark.parametrize(("way", "backward"), [("ddp", "fused"), ("fsdp", "autograd"), ("fsdp-keep", "autograd")])
+def test_a_model_that_is_cut_has_no_fused_backward(way, backward):
+    """A block of it reads a bias of the block before, which is not gathered then."""
+    plan = plan_of(("bf16", "compile", "fused-backward", way))
+    assert (plan.parallel, plan.backward) == (way, backward)
 
 
 @pytest.mark.parametrize("name", ["max-autotune", "cuda-graphs"])
@@ -235,6 +252,7 @@ def test_plan_of_the_whole_ladder():
         loss="fused",
         residual="bf16",
         gelu="sigmoid",
+        backward="fused",
     )
     assert plan_of(()) == plan_of(("baseline",)) == Plan()
 

@@ -1,0 +1,129 @@
+"""Parts of a block whose backward pass is written by hand: matmuls, and one kernel between two of them.
+
+    q, k, v = project(x, attention.c_attn, dtype)
+    x, normal = add_norm(x, branch, c_proj.bias, ln_2, dtype)     # the sum, and what the next matmul reads
+    branch = mlp(normal, block.mlp, dtype)                        # without its last bias, which the next sum adds
+
+What autograd and the compiler make of the same formulas reads a gradient once more for every bias. Here whoever writes
+a gradient adds up its columns as well (`kernels/`). A branch leaves its last bias to the sum behind it, because the
+gradient of that bias is the stream's, which the norm's backward writes. `dtype` is what autocast gives the matmuls.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from redline.kernels.gelu_backward import gelu_backward_
+from redline.kernels.norm_backward import norm_backward
+from redline.kernels.side_by_side import side_by_side
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+def cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """In the forward of a function: torch 2.11's compiler loses gradients over a cast that changes nothing."""
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)
+
+
+def project(x: torch.Tensor, linear: nn.Linear, dtype: torch.dtype) -> Tensors:
+    """q, k and v, [B, T, C] each, as parts of one product."""
+    parts = Projection.apply(x.flatten(0, 1), linear.weight, linear.bias, dtype)  # type: ignore[no-untyped-call]
+    return tuple(part.unflatten(0, x.shape[:2]) for part in parts)
+
+
+class Projection(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, dtype: torch.dtype) -> Tensors:
+        narrow, rows = cast(weight, dtype), cast(x, dtype)
+        ctx.save_for_backward(rows, narrow)
+        ctx.dtypes = x.dtype, weight.dtype, bias.dtype
+        return torch.addmm(cast(bias, dtype), rows, narrow.t()).chunk(3, dim=1)
+
+    @staticmethod
+    def backward(ctx: Any, *above: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        rows, narrow = ctx.saved_tensors
+        gradient, sums = side_by_side(*above)
+        of_x, of_weight, of_bias = ctx.dtypes
+        return (gradient @ narrow).to(of_x), (gradient.t() @ rows).to(of_weight), sums.to(of_bias), None
+
+
+def add_norm(
+    stream: torch.Tensor, branch: torch.Tensor, bias: torch.Tensor, norm: nn.LayerNorm, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Stream, branch [B, T, C] and the branch's bias added up, and the sum normalised."""
+    together, normal = AddNorm.apply(  # type: ignore[no-untyped-call]
+        stream.flatten(0, 1), branch.flatten(0, 1), bias, norm.weight, norm.bias, norm.eps, dtype
+    )
+    return together.view_as(stream), normal.view_as(stream)
+
+
+class AddNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        stream: torch.Tensor,
+        branch: torch.Tensor,
+        bias: torch.Tensor,
+        gain: torch.Tensor,
+        offset: torch.Tensor,
+        eps: float,
+        dtype: torch.dtype,
+    ) -> Tensors:
+        wide = torch.promote_types(stream.dtype, torch.float32)
+        together = cast(cast(stream, wide) + cast(branch, wide) + cast(bias, wide), stream.dtype)
+        ctx.save_for_backward(together, gain)
+        ctx.eps, ctx.dtypes = eps, (branch.dtype, bias.dtype, gain.dtype, offset.dtype)
+        normal = F.layer_norm(cast(together, wide), gain.shape, cast(gain, wide), cast(offset, wide), eps)
+        return together, cast(normal, dtype)
+
+    @staticmethod
+    def backward(ctx: Any, beside: torch.Tensor, above: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        together, gain = ctx.saved_tensors
+        of_stream, sums = norm_backward(above, together, beside, gain, ctx.eps)
+        branch, bias, weight, offset = ctx.dtypes
+        of_gain, of_offset, of_bias = sums.unbind()
+        return of_stream, of_stream.to(branch), of_bias.to(bias), of_gain.to(weight), of_offset.to(offset), None, None
+
+
+def mlp(x: torch.Tensor, c_fc: nn.Linear, gelu: Any, c_proj: nn.Linear, dtype: torch.dtype) -> torch.Tensor:
+    """The MLP [B, T, C] without its last bias."""
+    y: torch.Tensor = Mlp.apply(x.flatten(0, 1), c_fc.weight, c_fc.bias, gelu, c_proj.weight, dtype)  # type: ignore[no-untyped-call]
+    return y.view_as(x)
+
+
+class Mlp(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        up: torch.Tensor,
+        bias: torch.Tensor,
+        gelu: Any,
+        down: torch.Tensor,
+        dtype: torch.dtype,
+    ) -> torch.Tensor:
+        rows, narrow_up, narrow_down = cast(x, dtype), cast(up, dtype), cast(down, dtype)
+        hidden = torch.addmm(cast(bias, dtype), rows, narrow_up.t())
+        active = gelu(hidden)
+        ctx.save_for_backward(rows, hidden, active, narrow_up, narrow_down)
+        ctx.dtypes = x.dtype, up.dtype, bias.dtype, down.dtype
+        return active @ narrow_down.t()
+
+    @staticmethod
+    def backward(ctx: Any, above: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        rows, hidden, active, up, down = ctx.saved_tensors
+        of_x, of_up, of_bias, of_down = ctx.dtypes
+        of_hidden = above @ down
+        sums = gelu_backward_(of_hidden, hidden)
+        return (
+            (of_hidden @ up).to(of_x),
+            (of_hidden.t() @ rows).to(of_up),
+            sums.to(of_bias),
+            None,
+            (above.t() @ active).to(of_down),
+            None,
+        )

@@ -1,0 +1,117 @@
+"""What tests/cpu/test_interpreted_kernels.py runs: Triton's kernels on a CPU, through its interpreter, against fp64.
+
+TRITON_INTERPRET=1 python interpreted_kernels.py        # JSON: the relative error of every case
+
+The variable must be set before Triton is imported, so it takes a process of its own. One process for all cases.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import triton.runtime.interpreter as interpreter
+
+from redline.kernels import cross_entropy_triton, gelu_backward_triton, norm_backward_triton, side_by_side_triton
+from redline.kernels.cross_entropy import plain_cross_entropy_
+from redline.kernels.gelu_backward import plain_gelu_backward_
+from redline.kernels.norm_backward import plain_norm_backward
+from redline.kernels.side_by_side import plain_side_by_side
+
+BF16, FP32 = torch.bfloat16, torch.float32
+EPS = 1e-5
+
+
+def allow_ranges() -> None:
+    """Triton 3.6 makes an integer of an array of one, which numpy 2.5 refuses: `range` over what a kernel was given."""
+    patch = interpreter._patch_lang_tensor
+
+    def patched(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patched
+
+
+def random(*size: int, seed: int, dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
+    return (scale * torch.randn(*size, generator=torch.Generator().manual_seed(seed))).to(dtype)
+
+
+def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Relative, in the 2-norm; not a number stays one, and does not pass."""
+    found = found.double()
+    return float((found - wanted).norm() / wanted.norm()) if wanted.norm() else float(found.norm())
+
+
+def loss_cases() -> Iterator[tuple[str, Callable[[], dict[str, float]]]]:
+    sizes = [(3, 384, 257), (2, 4300, 4300), (2, 258, 257), (2, 257, 257), (3, 130, 1), (1, 51_202, 51_201)]
+    for rows, columns, vocab in sizes:
+        for dtype in (BF16, FP32):
+            if columns <= 4300 or dtype is BF16:
+                yield f"loss {rows}x{columns}/{vocab} {dtype}", lambda s=(rows, columns, vocab), d=dtype: loss(*s, d)
+    yield "loss extremes", lambda: loss(4, 300, 299, BF16, extremes=True)
+
+
+def loss(rows: int, columns: int, vocab: int, dtype: torch.dtype, extremes: bool = False) -> dict[str, float]:
+    logits = random(rows, columns, seed=columns, dtype=dtype, scale=3)
+    targets = torch.randint(vocab, (rows,), generator=torch.Generator().manual_seed(1))
+    targets[0] = vocab - 1
+    if extremes:
+        logits[0] = 1e3
+        logits[1] = -1e3
+        logits[2, 5:] = -torch.inf
+        targets[2] = 3
+        logits[3, 7] = 1e3
+    logits[:, vocab:] = torch.nan  # padding is never read
+    wanted = logits.double()
+    wanted_losses = plain_cross_entropy_(wanted, targets, vocab)
+    losses = cross_entropy_triton.launch(logits, targets, vocab)
+    return {"losses": error(losses, wanted_losses), "gradient": error(logits, wanted)}
+
+
+def gelu(rows: int, columns: int, dtype: torch.dtype) -> dict[str, float]:
+    x, above = random(rows, columns, seed=0, dtype=dtype, scale=4), random(rows, columns, seed=1, dtype=dtype)
+    x[0, 0], x[-1, -1] = 1e4, -1e4
+    wanted = above.double()
+    wanted_sums = plain_gelu_backward_(wanted, x.double())
+    sums = gelu_backward_triton.launch(above, x)
+    return {"gradient": error(above, wanted), "sums": error(sums, wanted_sums)}
+
+
+def beside(rows: int, columns: int, dtype: torch.dtype) -> dict[str, float]:
+    parts = [random(rows, columns + 3, seed=seed, dtype=dtype)[:, :columns] for seed in range(3)]
+    joined, sums = side_by_side_triton.launch(*parts)
+    wanted, wanted_sums = plain_side_by_side(*(part.double() for part in parts))
+    return {"joined": error(joined, wanted), "sums": error(sums, wanted_sums)}
+
+
+def norm(rows: int, columns: int, dtype: torch.dtype) -> dict[str, float]:
+    tensors = [random(rows, columns, seed=seed, dtype=dtype) for seed in range(3)]
+    tensors[1] = 100 * tensors[1] + 1000  # a mean that is not zero
+    gain = random(columns, seed=3, dtype=FP32)
+    of_stream, sums = norm_backward_triton.launch(*tensors, gain, EPS)
+    wanted, wanted_sums = plain_norm_backward(*(tensor.double() for tensor in tensors), gain.double(), EPS)
+    errors = map(error, sums, wanted_sums)
+    return {"stream": error(of_stream, wanted), **dict(zip(("gain", "bias", "branch"), errors, strict=True))}
+
+
+def cases() -> Iterator[tuple[str, Callable[[], dict[str, float]]]]:
+    yield from loss_cases()
+    for name, run in {"gelu": gelu, "beside": beside, "norm": norm}.items():
+        for rows, columns in ((1, 2), (7, 5), (9, 768), (6, 1025), (3, 4200)):
+            for dtype in (BF16, FP32):
+                yield f"{name} {rows}x{columns} {dtype}", lambda r=run, s=(rows, columns), d=dtype: r(*s, d)
+    yield "norm too long", lambda: norm(2, norm_backward_triton.LONGEST + 1, FP32)
+
+
+if __name__ == "__main__":
+    allow_ranges()
+    found = {name: run() for name, run in cases()}
+    print(
+        json.dumps(
+            {name: {what: None if math.isnan(e) else e for what, e in each.items()} for name, each in found.items()}
+        )
+    )

@@ -1,0 +1,129 @@
+"""Hand-written backward passes against autograd's, in fp64: kernel by kernel in plain torch, and a whole model's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from redline.core.workload import Shape
+from redline.kernels.gelu_backward import gelu_backward_
+from redline.kernels.norm_backward import norm_backward
+from redline.kernels.side_by_side import side_by_side
+from redline.model.gpt import GPT, initialise
+
+SHAPE = Shape(layers=2, heads=4, d_model=48, d_ff=144, vocab=257, sequence=32)  # d_ff is three times the width: no luck
+EPS = 1e-5
+
+
+def random(*size: int, seed: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    return torch.randn(*size, dtype=dtype, generator=torch.Generator().manual_seed(seed))
+
+
+def test_gelus_gradient_and_its_sums_are_autograds() -> None:
+    x, above = 3 * random(13, 7, seed=0), random(13, 7, seed=1)
+    x[0, :3] = torch.tensor([-50.0, 0.0, 50.0])  # flat, in the middle, straight
+    inputs = x.clone().requires_grad_()
+    (wanted,) = torch.autograd.grad(F.gelu(inputs, approximate="tanh"), inputs, above)
+    sums = gelu_backward_(above, x)
+    torch.testing.assert_close(above, wanted, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(sums, wanted.sum(dim=0), rtol=1e-12, atol=1e-12)
+
+
+def test_parts_stand_side_by_side_with_their_sums() -> None:
+    parts = [random(9, 10, seed=seed)[:, 2:7] for seed in range(3)]  # rows that do not touch
+    joined, sums = side_by_side(*parts)
+    assert torch.equal(joined, torch.cat(parts, dim=1))
+    torch.testing.assert_close(sums, torch.cat([part.sum(dim=0) for part in parts]), rtol=1e-12, atol=1e-12)
+
+
+def test_the_norms_backward_is_autograds_with_every_sum() -> None:
+    """The stream is a sum with a biased branch, is normalised and goes on beside the norm."""
+    stream, branch = 2 + random(11, 6, seed=0), random(11, 6, seed=1)
+    bias, gain, offset = (random(6, seed=seed) for seed in (2, 3, 4))
+    above, beside = random(11, 6, seed=5), random(11, 6, seed=6)
+    leaves = [tensor.clone().requires_grad_() for tensor in (stream, branch, bias, gain, offset)]
+    together = leaves[0] + leaves[1] + leaves[2]
+    normal = F.layer_norm(together, (6,), leaves[3], leaves[4], EPS)
+    wanted = torch.autograd.grad((together, normal), leaves, (beside, above))
+    of_stream, sums = norm_backward(above, together.detach(), beside, gain, EPS)
+    for found, other in zip((of_stream, of_stream, sums[2], sums[0], sums[1]), wanted, strict=True):
+        torch.testing.assert_close(found, other, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("operator", "inputs"),
+    [
+        (
+            gelu_backward_,
+            lambda: (random(5, 3, seed=0, dtype=torch.float32), random(5, 3, seed=1, dtype=torch.float32)),
+        ),
+        (side_by_side, lambda: tuple(random(5, 3, seed=seed, dtype=torch.bfloat16) for seed in range(3))),
+        (
+            norm_backward,
+            lambda: (
+                *(random(5, 3, seed=seed, dtype=torch.bfloat16) for seed in range(3)),
+                random(3, seed=3, dtype=torch.float32),
+                EPS,
+            ),
+        ),
+    ],
+    ids=["gelu_backward_", "side_by_side", "norm_backward"],
+)
+def test_operators_keep_their_promises_to_the_compiler(operator: object, inputs: Callable[[], tuple[object]]) -> None:
+    """Fake shapes and types, declared mutation: torch's own check of a custom operator."""
+    torch.library.opcheck(operator, inputs())  # type: ignore[arg-type]
+
+
+def random_model(**options: object) -> GPT:
+    """Every tensor moved away from its initial value: biases of zero and gains of one would hide a mix-up."""
+    model = GPT(SHAPE, **options)  # type: ignore[arg-type]
+    initialise(model, seed=7)
+    with torch.no_grad():
+        for number, parameter in enumerate(model.parameters()):
+            parameter.add_(random(*parameter.shape, seed=number, dtype=torch.float32), alpha=0.05)
+    return model
+
+
+def gradients(model: GPT, run: Callable[..., torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    tokens, targets = torch.randint(SHAPE.vocab, (2, 3, SHAPE.sequence), generator=generator)
+    loss = F.cross_entropy((model if run is None else run)(tokens).flatten(0, 1), targets.flatten())
+    loss.backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
+@pytest.mark.parametrize("gelu", ["tanh", "sigmoid"])
+def test_a_models_gradients_are_autograds(gelu: str, checkpointing: str) -> None:
+    options = {"tied": False, "gelu": gelu, "checkpointing": checkpointing}
+    wanted = gradients(random_model(**options).double())
+    found = gradients(random_model(**options, fused=torch.float64).double())
+    assert set(found) == set(wanted)
+    for name, gradient in wanted.items():
+        assert_equal(found[name], gradient, name)
+
+
+def test_weights_in_bf16_get_gradients_in_bf16() -> None:
+    model = random_model(fused=torch.float32, attention="flash").to(torch.bfloat16)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = gradients(model)
+    assert {gradient.dtype for gradient in found.values()} == {torch.bfloat16}
+    assert len(found) == len(list(model.parameters()))
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch 2.13 does it, tracing
+def test_the_compiler_sees_one_graph() -> None:
+    """Traced as torch.compile traces it, with the same numbers; what Inductor makes of it is tested on GPUs. In fp64
+    no cast changes anything, and torch 2.11 then loses gradients that are cast on their way out of a function."""
+    wanted = gradients(random_model().double())
+    model = random_model(fused=torch.float64).double()
+    found = gradients(model, torch.compile(model, backend="aot_eager", fullgraph=True))
+    for name, gradient in wanted.items():
+        assert_equal(found[name], gradient, name)
+
+
+def assert_equal(found: torch.Tensor, wanted: torch.Tensor, name: str) -> None:
+    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12, msg=lambda text: f"{name}: {text}")
