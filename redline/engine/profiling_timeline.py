@@ -105,6 +105,8 @@ class Timeline:
     host_seconds: float
     """Of the main thread in all steps, less its waits for the device."""
     sync_idle_seconds: float
+    communication_seconds: float
+    """In all steps: with a collective under way, hidden behind other work or not."""
 
     @property
     def seconds(self) -> float:
@@ -137,6 +139,7 @@ def read_timeline(events: Iterable[dict[str, Any]], *, parameter_bytes: int | No
         calls=tuple(calls),
         host_seconds=host_seconds(host),
         sync_idle_seconds=sync_idle(segments, host),
+        communication_seconds=0.0,
     )
 
 

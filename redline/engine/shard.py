@@ -153,10 +153,15 @@ def fill(adapter: Adapter, model: nn.Module) -> None:
         put(parameter, whole)
 
 
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor that is cut, put together again on every rank: all of them must ask for it."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 def clip(parameters: Iterable[torch.Tensor], most: float) -> torch.Tensor:
     """Scales gradients down to a norm of `most` over all ranks; returns the norm they had."""
     parameters = [parameter for parameter in parameters if parameter.grad is not None]
     norm = nn.utils.get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
-    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+    norm = whole(norm)
     nn.utils.clip_grads_with_norm_(parameters, most, norm)
     return norm

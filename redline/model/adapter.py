@@ -43,12 +43,11 @@ class Adapter(ABC):
         return self.build(plan, torch.device("cpu"))
 
     def fill_buffers(self, model: nn.Module) -> None:
-        """Of a model that was built on 'meta', in place."""
-        raise AssertionError(f"{type(self).__name__} builds no model on 'meta'")
+        """As they were at first, in place: of a model that was built on 'meta', and of one that goes back to step 0."""
 
+    @abstractmethod
     def draw(self, model: nn.Module, name: str, whole: torch.Tensor) -> None:
         """The initial weights of one parameter into a tensor of its whole size."""
-        raise AssertionError(f"{type(self).__name__} builds no model on 'meta'")
 
     def blocks(self, model: nn.Module) -> list[nn.Module]:
         """The equal parts that run one after the other: what is cut, gathered and compiled one by one."""

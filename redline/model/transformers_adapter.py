@@ -84,6 +84,10 @@ class TransformersAdapter(Adapter):
     def blocks(self, model: nn.Module) -> list[nn.Module]:
         return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
+    def draw(self, model: nn.Module, name: str, whole: torch.Tensor) -> None:
+        assert self._initial is not None, "build comes first"
+        whole.copy_(self._initial[name])
+
     @torch.no_grad()
     def restore(self, model: nn.Module) -> None:
         assert self._initial is not None, "build comes first"
