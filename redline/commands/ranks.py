@@ -17,7 +17,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +25,6 @@ from redline.core.errors import UserError
 from redline.core.training import RANK_PID_FILE
 
 if TYPE_CHECKING:
-    from redline.core.hardware import Hardware
     from redline.engine.distributed import Ranks
     from redline.engine.session import TrainOrder
 
@@ -177,16 +175,6 @@ def say_nothing(kind: str, **_: Any) -> None:
 
 
 # --- what can be refused ----------------------------------------------------------------------------------------------
-
-
-def check_ranks(hardware: Hardware, ranks: int) -> Hardware:
-    """The machine with that many ranks on it. More than one per device is refused."""
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
-    if hardware.kind == "cuda" and here > hardware.count:
-        only = f"this machine has {hardware.count} GPU{'' if hardware.count == 1 else 's'}"
-        fix = f"use --gpus {hardware.count}" if hardware.count > 1 else "leave --gpus out"
-        raise UserError(f"{here} ranks on this machine", f"each rank has a GPU of its own, and {only}", fix)
-    return replace(hardware, ranks=ranks)
 
 
 def check_shares(order: TrainOrder, ranks: int) -> None:

@@ -156,8 +156,8 @@ def make_order(options: argparse.Namespace, console: Any, ranks: int = 1) -> Tra
 
 def check_order(options: argparse.Namespace, console: Any, ranks: int) -> Hardware:
     """Every mistake that can be found without making anything; returns the machine."""
-    from redline.commands.ranks import check_ranks
     from redline.search.launch import probe_machine
+    from redline.search.ranks import check_ranks
 
     if options.resume:
         return check_ranks(probe_machine(resumed_order(options, ranks).device)[0], ranks)
@@ -193,7 +193,7 @@ def chosen_order(
     options: argparse.Namespace, console: Any, ranks: int
 ) -> tuple[TrainOrder, Hardware, dict[str, str | None]]:
     """What the words come to on this machine, without its data yet; nothing is written."""
-    from redline.commands.ranks import check_ranks, check_shares
+    from redline.commands.ranks import check_shares
     from redline.core.recipe import Recipe, load_recipe
     from redline.core.training import Budget
     from redline.engine.session import TrainOrder
@@ -201,6 +201,7 @@ def chosen_order(
     from redline.rungs.ladder import check_alternatives, with_optimizer
     from redline.search.inspect import find_workload
     from redline.search.launch import probe_machine
+    from redline.search.ranks import check_ranks
     from redline.workloads import default_workload
 
     given = {"steps": options.steps, "tokens": options.tokens, "minutes": options.minutes}

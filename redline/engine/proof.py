@@ -23,7 +23,7 @@ from redline.engine.build import Training
 from redline.engine.profiling_summary import parts_of, work_factor
 from redline.engine.profiling_timeline import DATA_RANGE, STEP, WINDOW, Timeline, read_timeline
 
-PROFILED_STEPS = 1
+PROFILED_STEPS, SHARED_STEPS = 1, 3  # of one process; of several, whose waits for one another differ from step to step
 SYNC_STEPS = 10  # a whole cycle of the no-sync rung, so that its one read counts as a tenth
 MATMUL_LEAVES = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
 MATMUL_WORDS = ("gemm", "nvjet", "cutlass", "xmma")  # cuBLAS, old and new, and CUTLASS
@@ -80,7 +80,7 @@ def profile_steps(training: Training, device: torch.device) -> list[dict[str, An
     """The events of a Chrome trace: the one public form that carries kernel names and input dtypes both."""
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device.type == "cuda" else [])
     with profile(activities=activities, record_shapes=True, acc_events=True) as profiler, record_function(WINDOW):
-        for _ in range(PROFILED_STEPS):
+        for _ in range(PROFILED_STEPS if training.step.plan.parallel == "none" else SHARED_STEPS):
             with record_function(DATA_RANGE):
                 batch = next(training.batches)
             with record_function(STEP):

@@ -30,6 +30,7 @@ VERDICT_STYLES = {
     "different": "bold red",
     "not-checked": "dim",
 }
+ONE_PROCESS = ""  # has nobody to talk to: such a column is not missing
 STATUS_STYLES = {"skipped": "dim", "failed": "red"}
 
 
@@ -41,7 +42,7 @@ class Column:
     meaning: str
     cell: Callable[[Row], str | None]
     why_unknown: str = "no row reported it"
-    """Said under the table when every row is unknown; `{device}` is filled in."""
+    """Said under the table when every row is unknown; `{device}` is filled in. '': nothing is to be said."""
     number: bool = True
     shed: int = 0
     """Order in which a narrow terminal gives columns up; 0 stays."""
@@ -81,6 +82,16 @@ def _loss_cell(row: Row) -> str | None:
     return None if ends == (None, None) else "→".join(UNKNOWN if loss is None else f"{loss:.2f}" for loss in ends)
 
 
+def _shared(show: Callable[[dict[str, float]], str | None]) -> Callable[[Row], str | None]:
+    """A figure of several ranks."""
+    return lambda row: show(row["sharing"]) if row.get("sharing") else None
+
+
+def _communication_cell(sharing: dict[str, float]) -> str:
+    times = (milliseconds(sharing[name]) for name in ("exposed_seconds", "communication_seconds"))
+    return "/".join(str(time) for time in times)
+
+
 def _known(value: float | None, show: Callable[[float], str]) -> str | None:
     return None if value is None else show(value)
 
@@ -118,6 +129,19 @@ COLUMNS = (
         cell=lambda row: _known(row.get("peak_bytes"), human_bytes),
         why_unknown="{device} did not report its peak memory",
         shed=3,
+    ),
+    Column(
+        name="comm ms",
+        meaning="communication: what the step waits for, of all there is",
+        cell=_shared(_communication_cell),
+        why_unknown=ONE_PROCESS,
+    ),
+    Column(
+        name="lag ms",
+        meaning="what the slowest rank computes longer than the middle one",
+        cell=_shared(lambda sharing: milliseconds(sharing["straggler_seconds"])),
+        why_unknown=ONE_PROCESS,
+        shed=1,
     ),
     Column(name="loss", meaning="first and last loss of the checked curve", cell=_loss_cell, shed=2),
     Column(name="verdict", meaning="the loss curve against the fp32 reference", cell=verdict_of, number=False),
@@ -181,7 +205,7 @@ def shown_columns(document: Document) -> tuple[Column, ...]:
     """The columns some row can fill. Before the first measurement that is all of them."""
     measured = [row for row in rows_of(document) if status_of(row) == "ok"]
     if not measured:
-        return COLUMNS
+        return tuple(column for column in COLUMNS if column.why_unknown)
     return tuple(column for column in COLUMNS if any(column.cell(row) is not None for row in measured))
 
 
@@ -294,6 +318,7 @@ def _subject_notes(document: Document) -> Iterator[Note]:
             text=f"step is against the recipe the rung was put onto, total against {rung_name(rows[0])}",
         )
         yield Note(about="noise", text=noise_text(document))
+    yield from rank_notes(document)
     disturbed = [row for row in rows if swing_of(row) > MOST_SWING]
     if disturbed:
         yield Note(about="disturbed", text=disturbed_text(disturbed), kind="failed")
@@ -306,6 +331,21 @@ def _subject_notes(document: Document) -> Iterator[Note]:
         yield Note(about="unfinished", text="the run goes on: later rungs are not here yet")
     elif document.get("finished") is False:
         yield Note(about="unfinished", text="the run was interrupted: later rungs are not here", kind="failed")
+
+
+def rank_notes(document: Document) -> Iterator[Note]:
+    ranks = ranks_of(document)
+    if ranks > 1:
+        text = (
+            f"a step is {ranks} micro batches, one on each: {rate_unit(unit_of(document))} counts all of them, step and "
+            "peak are the worst rank's; comm is what the step waits for / all communication, lag the slowest rank's "
+            "computing beyond the middle one's"
+        )
+        yield Note(about=f"{ranks} ranks", text=text)
+
+
+def ranks_of(document: Document) -> int:
+    return int((document.get("hardware") or {}).get("ranks") or 1)
 
 
 def swing_of(row: Row) -> float:
@@ -373,7 +413,7 @@ def _missing_notes(document: Document) -> Iterator[Note]:
     shown = shown_columns(document)
     device = device_name(document)
     for column in COLUMNS:
-        if column not in shown:
+        if column not in shown and column.why_unknown:
             yield Note(about=column.name, text="column left out: " + column.why_unknown.replace("{device}", device))
 
 
@@ -414,6 +454,7 @@ def machine_text(document: Document) -> str:
     hardware = document.get("hardware") or {}
     count = hardware.get("count") or 1
     parts = [f"{count} x {device_name(document)}" if count > 1 else device_name(document)]
+    parts += [f"{ranks_of(document)} ranks"] if ranks_of(document) > 1 else []
     if hardware.get("memory_bytes") is not None:
         parts.append(human_bytes(hardware["memory_bytes"]))
     if hardware.get("driver"):
