@@ -79,7 +79,11 @@ def run(job: Job, run_directory: Path, report: Any, ranks: Ranks | None) -> Meas
 
     device = torch.device(job.device) if ranks is None else ranks.connect(job.device)
     bench = Bench(
-        job=job, tokens=run_directory / job.tokens, device=device, report=report, ranks=alone() if ranks is None else ranks
+        job=job,
+        tokens=run_directory / job.tokens,
+        device=device,
+        report=report,
+        ranks=alone() if ranks is None else ranks,
     )
     if job.kind == "profile":
         from redline.engine.profiling import profile_job

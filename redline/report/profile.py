@@ -20,7 +20,7 @@ from rich.text import Text
 from redline.core.profile import IDLE
 from redline.core.units import UNKNOWN, batch_words, human_bytes, human_percent, human_rate, human_seconds, rate_unit
 from redline.report import Document, one_line
-from redline.report.table import WIDTH_COLUMNS, Note, milliseconds, notes_grid, ranks_of
+from redline.report.table import WIDTH_COLUMNS, Note, milliseconds, notes_grid, ranks_of, sharing_text
 
 SHOWN_ADVICE, SHOWN_KERNELS, SHOWN_MODULES, SHOWN_LINES, SHOWN_FINDINGS = 3, 10, 8, 6, 12
 BAR_COLUMNS = 30
@@ -269,15 +269,6 @@ def memory_modules_table(memory: Document) -> Table:
     return table
 
 
-def sharing_text(sharing: Document) -> str:
-    return (
-        f"{human_seconds(sharing['communication_seconds'])} of communication a step, of which "
-        f"{human_seconds(sharing['exposed_seconds'])} with nothing else to do meanwhile; the slowest rank computes "
-        f"{human_seconds(sharing['straggler_seconds'])} longer than the middle one; the step is the slowest rank's, "
-        "everything else rank 0's"
-    )
-
-
 def notes_of(document: Document) -> Iterator[Note]:
     busy = "the device works" if document["device"] == "cuda" else "operators work"
     yield Note(
@@ -287,7 +278,10 @@ def notes_of(document: Document) -> Iterator[Note]:
         f"{human_seconds(document['cpu_seconds'])} of CPU time a step, all threads",
     )
     if sharing := document.get("sharing"):  # a document of before has none
-        yield Note(about=f"{ranks_of(document)} ranks", text=sharing_text(sharing))
+        yield Note(
+            about=f"{ranks_of(document)} ranks",
+            text=sharing_text(sharing) + "; the step is the slowest rank's, the rest rank 0's",
+        )
     if document["attention"] is not None:
         yield Note(about="attention", text=one_line(document["attention"]))
     roofline = document["roofline"]

@@ -18,7 +18,16 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from redline.core.units import UNKNOWN, counted, human_bytes, human_percent, human_rate, human_ratio, rate_unit
+from redline.core.units import (
+    UNKNOWN,
+    counted,
+    human_bytes,
+    human_percent,
+    human_rate,
+    human_ratio,
+    human_seconds,
+    rate_unit,
+)
 from redline.report import Document, Row, is_dropped, one_line, reason_of, rung_name, shown_mfu, status_of, verdict_of
 
 WIDTH_COLUMNS = 100
@@ -342,6 +351,14 @@ def rank_notes(document: Document) -> Iterator[Note]:
             "computing beyond the middle one's"
         )
         yield Note(about=f"{ranks} ranks", text=text)
+
+
+def sharing_text(sharing: dict[str, float]) -> str:
+    return (
+        f"{human_seconds(sharing['communication_seconds'])} of communication a step, of which "
+        f"{human_seconds(sharing['exposed_seconds'])} with nothing else to do meanwhile; the slowest rank computes "
+        f"{human_seconds(sharing['straggler_seconds'])} longer than the middle one"
+    )
 
 
 def ranks_of(document: Document) -> int:

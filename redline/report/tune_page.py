@@ -39,6 +39,7 @@ from redline.report.tune import (
     peak_notes,
     peak_text,
     roofline_notes,
+    sharing_notes,
     search_text,
     tie_notes,
     verdict_of,
@@ -81,6 +82,7 @@ def view_of(document: Document) -> dict[str, Any]:
         "notes": [
             *peak_notes(document),
             *tie_notes(document),
+            *sharing_notes(document),
             *compiling_notes(document),
             *roofline_notes(document),
             *left_out_notes(document),
