@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from redline.commands.common import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, check_sizes
 from redline.core.errors import UserError
 from redline.core.training import RANK_PID_FILE
+from redline.core.units import counted
 
 if TYPE_CHECKING:
     from redline.engine.distributed import Ranks
@@ -182,3 +183,38 @@ def check_shares(order: TrainOrder, ranks: int) -> None:
     from redline.predict.parallel import layout_for_batch
 
     layout_for_batch(gpus=ranks, micro_batch=order.settings.micro_batch, global_batch=order.settings.global_batch)
+
+
+def check_resumed_shares(order: TrainOrder, ranks: int) -> None:
+    """The same of a run that goes on, whose global batch is what it was: its updates are the run."""
+    from redline.predict.parallel import divisors
+
+    size, whole = order.settings.micro_batch, order.settings.global_batch
+    if whole % (ranks * size) == 0:
+        return
+    counts = [count for count in divisors(whole) if whole % (count * size) == 0]
+    smaller = [each for each in divisors(whole // ranks) if each < size] if whole % ranks == 0 else []
+    ways = [f"with {_one_of(counts)} ranks"] if counts else []
+    ways += [f"with --micro-batch {max(smaller)}"] if smaller else []
+    raise UserError(
+        f"{counted(ranks, 'rank')} cannot go on with {order.out}",
+        f"the run keeps its global batch of {counted(whole, 'sequence')}, and that is not a number of passes of "
+        f"{ranks} x {size}",
+        f"go on {' or '.join(ways)}",
+    )
+
+
+def _one_of(numbers: Sequence[int]) -> str:
+    *others, last = map(str, numbers)
+    return f"{', '.join(others)} or {last}" if others else last
+
+
+def change_of_ranks(before: int, ranks: int, order: TrainOrder) -> str | None:
+    """What to say where another number of ranks goes on, as torchrun's do after a node was lost; None: the same."""
+    if before == ranks:
+        return None
+    size, whole = order.settings.micro_batch, order.settings.global_batch
+    return (
+        f"{counted(ranks, 'rank')} where the run began with {before}: the global batch stays at "
+        f"{counted(whole, 'sequence')}, accumulated from {whole // (ranks * size)} x {size} on each rank"
+    )

@@ -20,6 +20,7 @@ from redline.commands.common import (
     command_line,
     only_our_words_on_stdout,
 )
+from redline.commands.ranks import change_of_ranks
 from redline.commands.training_data import (
     TEXT_OPTIONS,
     add_data_options,
@@ -150,8 +151,20 @@ def train_session(order: TrainOrder, emit: Any, ranks: Ranks | None = None) -> d
 # --- from words to an order -------------------------------------------------------------------------------------------
 
 
+def began_with(run: Path) -> int:
+    """Ranks, by its run.json, which `resumed_order` has read whole."""
+    from redline.core.job import RunDirectory
+
+    return int(RunDirectory(run).read_run()["hardware"].get("ranks", 1))
+
+
 def make_order(options: argparse.Namespace, console: Any, ranks: int = 1) -> TrainOrder:
-    return resumed_order(options, ranks) if options.resume else new_order(options, console, ranks)
+    if not options.resume:
+        return new_order(options, console, ranks)
+    order = resumed_order(options, ranks)
+    if (note := change_of_ranks(began_with(options.resume), ranks, order)) is not None:
+        console.print(note, markup=False, highlight=False)
+    return order
 
 
 def check_order(options: argparse.Namespace, console: Any, ranks: int) -> Hardware:
@@ -385,7 +398,7 @@ FIXED = (
 def resumed_order(options: argparse.Namespace, ranks: int = 1) -> TrainOrder:
     """What run.json says. The budget may be given again, to train longer, and what changes no update: how often things
     happen, the device, the recipe (another model or optimizer is refused by the checkpoint) and the micro batch."""
-    from redline.commands.ranks import check_shares
+    from redline.commands.ranks import check_resumed_shares
     from redline.core.hardware import Hardware
     from redline.core.job import RUN_FILE, open_run_directory
     from redline.core.recipe import load_recipe
@@ -433,7 +446,7 @@ def resumed_order(options: argparse.Namespace, ranks: int = 1) -> TrainOrder:
     order = replace(
         order, recipe=recipe, settings=settings, device=options.device or order.device, out=str(options.resume)
     )
-    check_shares(order, ranks)
+    check_resumed_shares(order, ranks)
     return order
 
 

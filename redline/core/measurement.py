@@ -102,7 +102,7 @@ class Measurement:
     """Optimizer steps the loss scaler refused during the curve."""
     proof: Proof = field(default_factory=Proof)
     sharing: Sharing | None = None
-    """Of several ranks; None of one, and of a job that profiles nothing. Times and memory above are the worst rank's."""
+    """Of several ranks, whose worst the times and the memory above are; None of one, and where nothing was profiled."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,8 @@
 
 On a GPU a segment is a kernel, or the lack of one; where kernels run side by side, the one that computes counts, so
 that communication and copies cost only what they do not hide. On a CPU it is the innermost operator of the thread that
-trains; gloo's collectives run on threads of their own, and cost what that thread waits for them. No torch here: recorded events of any machine can be read anywhere.
+trains; gloo's collectives run on threads of their own, and cost what that thread waits for them. No torch here:
+recorded events of any machine can be read anywhere.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ Standard output carries progress, one JSON object a line; everything else any li
 goes wrong is written to failure.json with its kind, and the traceback to the log. When the parent dies, its end of
 standard input closes and the worker leaves, so that no orphan holds the device.
 
-A job of several ranks makes the process torchrun's agent, with as many workers under it. Rank 0 of them is the worker as
-it is alone; the others measure along and say nothing. One that fails fails all, and failure.json names it.
+A job of several ranks makes the process torchrun's agent, with as many workers under it. Rank 0 of them is the worker
+as it is alone; the others measure along and say nothing. One that fails fails all, and failure.json names it.
 """
 
 from __future__ import annotations

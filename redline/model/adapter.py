@@ -42,6 +42,7 @@ class Adapter(ABC):
         then `fill_buffers` and `draw` give it its numbers."""
         return self.build(plan, torch.device("cpu"))
 
+    @abstractmethod
     def fill_buffers(self, model: nn.Module) -> None:
         """As they were at first, in place: of a model that was built on 'meta', and of one that goes back to step 0."""
 

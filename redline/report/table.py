@@ -346,9 +346,9 @@ def rank_notes(document: Document) -> Iterator[Note]:
     ranks = ranks_of(document)
     if ranks > 1:
         text = (
-            f"a step is {ranks} micro batches, one on each: {rate_unit(unit_of(document))} counts all of them, step and "
-            "peak are the worst rank's; comm is what the step waits for / all communication, lag the slowest rank's "
-            "computing beyond the middle one's"
+            f"a step is {ranks} micro batches, one on each: {rate_unit(unit_of(document))} counts all of them, step "
+            "and peak are the worst rank's; comm is what the step waits for / all communication, lag what the slowest "
+            "rank computes longer than the middle one"
         )
         yield Note(about=f"{ranks} ranks", text=text)
 

@@ -39,8 +39,8 @@ from redline.report.tune import (
     peak_notes,
     peak_text,
     roofline_notes,
-    sharing_notes,
     search_text,
+    sharing_notes,
     tie_notes,
     verdict_of,
 )

@@ -100,9 +100,10 @@ def best_batch(
     known: Sequence[int] = (),
 ) -> BatchChoice:
     """`start`: where to begin, best near the predicted limit; `limit`: nothing larger is run (None: nobody knows).
-    `noise`: gains below it are none. `sequence`: tokens of one sequence. `memory_bytes`: of the device, of which the
-    share `headroom` stays free. `ranks`: that run a size together, each with that many sequences. `global_sequences`: of
-    one update of all of them; then only sizes that divide a rank's part are run. `known`: sizes that `ask` answers without running anything."""
+    `noise`: gains below it are none. `sequence`: tokens of one sequence. `ranks`: that run a size together, each with
+    that many sequences. `memory_bytes`: of the device, of which the share `headroom` stays free. `global_sequences`: of
+    one update of all ranks; then only sizes that divide a rank's part are run. `known`: sizes that `ask` answers
+    without running anything."""
     check_positive("start", start)
     check_headroom(headroom)
     search = _Search(

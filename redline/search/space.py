@@ -254,7 +254,8 @@ class Space:
     # speed
 
     def predict(self, recipe: Recipe) -> Prediction | None:
-        """The roofline of one device's step; None on a device that nobody knows the peaks of, and of a model that was traced."""
+        """The roofline of one device's step; None of a device whose peaks nobody knows, and of a model that was
+        traced."""
         shape = self.workload.shape
         if self.hardware.kind != "cuda" or isinstance(shape, Traced):
             return None
