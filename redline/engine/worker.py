@@ -136,14 +136,16 @@ def failure_of_ranks(failures: Mapping[int, ProcessFailure], folder: Path) -> Fa
 def marking(report: Any, ranks: Ranks, folder: Path) -> Any:
     """What rank 0 reports, and of all ranks how far they have come: whoever stands still when the time is over can then
     be named (`search/launch.py`)."""
-    if ranks.leads:
-        ranks.on_standing = lambda words: (folder / STANDING_FILE).write_text(words, encoding="utf-8") and None
+
+    def write_standing(words: str) -> None:
+        (folder / STANDING_FILE).write_text(words, encoding="utf-8")
 
     def tell(phase: str, done: int | None = None, total: int | None = None, seconds: float | None = None) -> None:
         ranks.mark(done or 0, phase)
         if ranks.leads:
             report(phase, done, total, seconds)
 
+    ranks.on_standing = write_standing if ranks.leads else None
     return tell
 
 

@@ -126,7 +126,7 @@ class Space:
         size = self.baseline().micro_batch
         starts = [
             self.efficient_size(Recipe(rungs=self._applying([*usual, *self.published, *way]), micro_batch=size))
-            for way in ([(way,) for way in self.ways] or [()])
+            for way in ([[way] for way in self.ways] or [[]])
         ]
         # The first way to share that is predicted to fit: the further ones hold less and send more.
         recipe = next((one for one in starts if self.refuses(one) is None), starts[0])

@@ -222,9 +222,15 @@ def prepare_tune(
             check_positive(name, value)
     check_choice("device", device, ("cuda", "cpu"))
     check_choice("class of maths to allow", allow, tuple(ALLOW))
+    ranks = gpus or 1
+    if ranks > 1 and allow == "bit-exact":
+        raise UserError(
+            f"--allow bit-exact with --gpus {ranks}",
+            "ranks add gradients up in another order than one process does, so that none is equal to it bit for bit",
+            "leave --allow out: rounding is the strictest that ranks can keep",
+        )
     if micro_batch is not None:
         check_sensible("--micro-batch", micro_batch)
-    ranks = gpus or 1
     check_global_batch(global_batch, ranks)
     check_batches(micro_batch, global_batch, ranks)
     if workload is not None:

@@ -23,6 +23,7 @@ from redline.search.document import ladder_document
 from redline.search.launch import kill_ranks, standing_in
 from redline.search.ranks import check_global_batch, check_ranks, rate_of_ranks
 from redline.search.space import open_space
+from redline.search.tune_run import prepare_tune
 from redline.workloads import resolve_workload
 
 HERE = Path(__file__)
@@ -51,6 +52,11 @@ def test_a_global_batch_that_ranks_cannot_share_is_refused_with_the_nearest() ->
     with pytest.raises(UserError, match="10 does not divide among 4 ranks") as caught:
         check_global_batch(10, 4)
     assert "8 or 12" in caught.value.fix
+
+
+def test_ranks_cannot_be_asked_for_the_bits_of_one_process() -> None:
+    with pytest.raises(UserError, match="--allow bit-exact with --gpus 2"):
+        prepare_tune(workload="tiny", minutes=1, allow="bit-exact", gpus=2)
 
 
 def order(micro_batch: int, global_batch: int) -> Any:
