@@ -10,6 +10,7 @@ as it is alone; the others measure along and say nothing. One that fails fails a
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -138,7 +139,8 @@ def marking(report: Any, ranks: Ranks, folder: Path) -> Any:
     be named (`search/launch.py`)."""
 
     def write_standing(words: str) -> None:
-        (folder / STANDING_FILE).write_text(words, encoding="utf-8")
+        with contextlib.suppress(OSError):  # a full disk: the beat must go on
+            (folder / STANDING_FILE).write_text(words, encoding="utf-8")
 
     def tell(phase: str, done: int | None = None, total: int | None = None, seconds: float | None = None) -> None:
         ranks.mark(done or 0, phase)

@@ -152,7 +152,9 @@ def kill_group(process: subprocess.Popen[bytes]) -> None:
 def kill_ranks(folder: Path) -> None:
     """Of a job of several: torchrun gives each of them a session of its own, which the agent's end does not reach."""
     for path in folder.glob(RANK_FILE.format("*")):
-        with contextlib.suppress(ProcessLookupError):  # gone already
+        with contextlib.suppress(
+            ProcessLookupError, PermissionError
+        ):  # gone already, or its number is another's by now
             os.killpg(int(path.read_text(encoding="utf-8")), signal.SIGKILL)
         path.unlink()
 
