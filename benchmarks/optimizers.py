@@ -20,6 +20,7 @@ import shlex
 import statistics
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -76,9 +77,10 @@ def main() -> int:
     samples = options.samples or SAMPLES[hardware.kind]
     beside = prepare(BESIDE, workload, device)
     rows = []
-    for name in options.only or OPTIMIZERS:
-        rows.append(row_of(name, workload, device, beside, samples, hardware.name))
-        print(f"{name}: {rows[-1]['reason'] or 'done'}", file=sys.stderr, flush=True)
+    with suppress(KeyboardInterrupt):  # what is measured is told
+        for name in options.only or OPTIMIZERS:
+            rows.append(row_of(name, workload, device, beside, samples, hardware.name))
+            print(f"{name}: {rows[-1]['reason'] or 'done'}", file=sys.stderr, flush=True)
     record = {
         "what": "optimizer steps and state",
         "how": " ".join(__doc__.split("\n\n")[-1].split()),

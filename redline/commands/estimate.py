@@ -48,7 +48,7 @@ def add_estimate(commands: Any) -> None:
         help="a preset, a Hugging Face config.json, a model folder, a shape file, or FILE.py:FACTORY (default: gpt2)",
     )
     estimate.add_argument("--gpu", metavar="NAME", help="the device, such as A100-80 (default: this machine's, if any)")
-    estimate.add_argument("--micro-batch", metavar="N", type=int, help="sequences per GPU and pass")
+    estimate.add_argument("--micro-batch", metavar="N", type=int, help="sequences, or samples, per GPU and pass")
     estimate.add_argument(
         "--sequence", metavar="N", type=int, help="tokens of context (default: the model's, 4096 at most)"
     )
@@ -191,7 +191,7 @@ def choose_traced(options: argparse.Namespace, machine: Target) -> TracedSubject
 
     check_one_gpu(options)
     workload = find_workload(options.workload, sequence=options.sequence)
-    return traced_subject(options, machine, workload, f"Python file {options.workload}")
+    return replace(traced_subject(options, machine, workload, f"Python file {options.workload}"), words=workload.words)
 
 
 def check_one_gpu(options: argparse.Namespace) -> None:
@@ -236,6 +236,7 @@ def words_of(options: argparse.Namespace) -> tuple[str | None, int | None]:
 
 
 def choose_subject(options: argparse.Namespace, machine: Target) -> Subject:
+    from redline.core.workload import other_than_gpt2
     from redline.predict.estimate import Subject, many_peaks
     from redline.predict.fitting import Case
     from redline.rungs import plan_of
@@ -249,6 +250,8 @@ def choose_subject(options: argparse.Namespace, machine: Target) -> Subject:
     if resolved.origin.kind != "preset":
         rungs, tying = tied_as_published(rungs, shape)
         assumed += tying
+    if resolved.origin.kind == "huggingface" and not other_than_gpt2(shape):
+        assumed += ("memory is that of redline's own GPT-2: transformers' code keeps other tensors",)
     case = Case(
         shape=shape,
         plan=plan_of(rungs),
@@ -276,6 +279,7 @@ def choose_subject(options: argparse.Namespace, machine: Target) -> Subject:
         notes=(*notes, *joined, *assumed, *resolved.origin.notes),
         fabric=fabric,
         advice=advice,
+        words=words_to_measure(options.workload, resolved, shape, micro_batch),
     )
 
 
@@ -293,6 +297,21 @@ def choose_sizes(options: argparse.Namespace, resolved: Resolved) -> tuple[Shape
     micro_batch, assumed = choose_micro_batch(options, resolved, sequence)
     positions = shape.positions_count if shape.positions == "learned" else shape.max_positions
     return replace(shape, sequence=sequence, max_positions=positions), micro_batch, (*notes, *assumed)
+
+
+def words_to_measure(words: str, resolved: Resolved, shape: Shape, micro_batch: int) -> str | None:
+    """What `redline ladder` takes for these very sizes; None where it does not."""
+    from redline.workloads import PRESETS
+    from redline.workloads.resolve import USUAL_SEQUENCE, usual_training
+
+    preset = PRESETS.get(words)
+    if resolved.origin.kind == "shape" or shape.sequence > resolved.shape.positions_count:
+        return None
+    sequence = resolved.shape.sequence if preset else min(resolved.shape.sequence, USUAL_SEQUENCE)
+    size = preset.micro_batch if preset else usual_training(shape)[1]
+    said = [f"--sequence {shape.sequence}"] if shape.sequence != sequence else []
+    said += [f"--micro-batch {micro_batch}"] if micro_batch != size else []
+    return " ".join([words, *said])
 
 
 # the rungs

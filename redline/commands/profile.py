@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from redline.core.job import Job, RunDirectory
     from redline.core.measurement import Failure
     from redline.core.plan import Plan
-    from redline.core.profile import Kernel, Profile
+    from redline.core.profile import Finding, Kernel, Profile
     from redline.core.recipe import Recipe
     from redline.core.workload import Workload
     from redline.predict.advice import Candidate
@@ -247,10 +247,11 @@ def choose_recipe(options: argparse.Namespace, given: Recipe | None, workload: W
 
 def check_applies(recipe: Recipe, workload: Workload, hardware: Hardware) -> None:
     from redline.rungs import find_rung, plan_of, why_not
+    from redline.search.ranks import not_measured
 
     for name in recipe.rungs:
         others = plan_of(other for other in recipe.rungs if other != name)
-        reason = why_not(find_rung(name), workload, hardware, others)
+        reason = not_measured(name) or why_not(find_rung(name), workload, hardware, others)
         if reason is not None:
             raise UserError(f"{name} does not apply here", reason, f"profile without {name}")
 
@@ -334,7 +335,6 @@ def document(run: ProfileRun, found: Profile) -> dict[str, Any]:
 
 def figures(found: Profile, plan: Plan, device: Any, measured: Any) -> dict[str, Any]:
     """What was measured, of whatever step; `plan` tells TF32 from fp32."""
-    from redline.core.profile import FINDINGS
     from redline.core.values import to_json
     from redline.search.document import sharing_json
 
@@ -358,10 +358,20 @@ def figures(found: Profile, plan: Plan, device: Any, measured: Any) -> dict[str,
         "cpu_seconds": found.cpu_seconds,
         "sync_idle_seconds": found.sync_idle_seconds,
         "attention": found.attention,
-        "findings": [{**to_json(each), "fix": FINDINGS[each.kind]} for each in found.findings],
+        "findings": [{**to_json(each), "fix": fix_of(each, plan)} for each in found.findings],
         "memory_reason": found.memory_reason,
         "sharing": sharing_json(found.sharing),
     }
+
+
+def fix_of(finding: Finding, plan: Plan) -> str:
+    from redline.core.profile import FINDINGS
+
+    if finding.rung is None:
+        return FINDINGS[finding.kind]
+    if finding.rung == "no-sync" and plan.read_loss_every != 1:
+        return f"none needed: the recipe has {finding.rung}, and one step in {plan.read_loss_every} waits"
+    return f"take the rung {finding.rung}"
 
 
 def candidates_of(recipe: Recipe, workload: Workload, hardware: Hardware) -> tuple[Candidate, ...]:

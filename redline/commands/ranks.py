@@ -16,7 +16,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,8 +25,12 @@ from redline.commands.common import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, ch
 from redline.core.errors import UserError
 from redline.core.training import RANK_PID_FILE
 from redline.core.units import counted
+from redline.rungs.parallel import DDP
 
 if TYPE_CHECKING:
+    from redline.core.layout import Layout
+    from redline.core.recipe import Recipe
+    from redline.core.workload import Workload
     from redline.engine.distributed import Ranks
     from redline.engine.session import TrainOrder
 
@@ -178,28 +183,101 @@ def say_nothing(kind: str, **_: Any) -> None:
 # --- what can be refused ----------------------------------------------------------------------------------------------
 
 
-def check_shares(order: TrainOrder, ranks: int) -> None:
+DEGREES = ("tensor", "pipeline", "replicas")
+
+
+def ranks_of_a_node(ranks: int) -> int:
+    """torchrun says how many it has started here; --gpus starts all of them here."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+
+
+def layout_of(options: argparse.Namespace, ranks: int) -> Layout:
+    """Of so many ranks, as the options say. A cut that no model allows is refused here."""
+    from redline.core.layout import Layout
+    from redline.core.workload import check_positive
+    from redline.predict.parallel import Layout as Cut
+    from redline.predict.parallel import divisors, nearest_two
+
+    given = {name: 1 if getattr(options, name) is None else getattr(options, name) for name in DEGREES}
+    for name, size in given.items():
+        check_positive(f"--{name}", size)
+    said = [f"--{name} {size}" for name, size in given.items() if size > 1]
+    if said and ranks == 1:
+        raise UserError(f"{said[0]} with one process", "its ranks share a step, and there is one", "say --gpus N too")
+    with in_options():
+        data = Cut(gpus=ranks, tp=given["tensor"], pp=given["pipeline"]).dp
+    if data % given["replicas"]:
+        near = " or ".join(map(str, nearest_two(divisors(data), given["replicas"])))
+        raise UserError(
+            f"{data} ranks with data of their own cannot be {given['replicas']} replicas",
+            "each copy of the model is cut among as many ranks as the others",
+            f"use --replicas {near}",
+        )
+    return Layout(ranks=ranks, **given)
+
+
+def check_layout(layout: Layout, workload: Workload, recipe: Recipe) -> None:
+    """Refuses a layout that this model or this recipe cannot have, with the nearest that works."""
+    from redline.predict.parallel import layout_for_batch
+
+    if layout.pipeline > 1:
+        raise UserError(f"--pipeline {layout.pipeline}", "stages are not built yet", "use --tensor, or --parallel fsdp")
+    if layout.replicas > 1 and recipe.rungs[-1] == DDP:
+        raise UserError(
+            f"--replicas {layout.replicas} with ddp",
+            "every rank holds the whole model: there is nothing to cut",
+            "say --parallel fsdp, or leave --replicas out",
+        )
+    if layout.tensor > 1 or layout.pipeline > 1:
+        with in_options():
+            layout_for_batch(
+                gpus=layout.ranks,
+                tp=layout.tensor,
+                pp=layout.pipeline,
+                micro_batch=1,
+                shape=workload.decoder,
+                gpus_per_node=ranks_of_a_node(layout.ranks),
+            )
+
+
+@contextmanager
+def in_options() -> Iterator[None]:
+    """predict/ names the nearest layouts by their usual short names: which options those are is said with them."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(error.problem, error.why, f"{error.fix} (TP is --tensor, PP is --pipeline)") from error
+
+
+def check_shares(order: TrainOrder, layout: Layout) -> None:
     """Every rank takes whole micro batches of every update."""
     from redline.predict.parallel import layout_for_batch
 
-    layout_for_batch(gpus=ranks, micro_batch=order.settings.micro_batch, global_batch=order.settings.global_batch)
+    layout_for_batch(
+        gpus=layout.ranks,
+        tp=layout.tensor,
+        pp=layout.pipeline,
+        micro_batch=order.settings.micro_batch,
+        global_batch=order.settings.global_batch,
+    )
 
 
-def check_resumed_shares(order: TrainOrder, ranks: int) -> None:
+def check_resumed_shares(order: TrainOrder, layout: Layout) -> None:
     """The same of a run that goes on, whose global batch is what it was: its updates are the run."""
     from redline.predict.parallel import divisors
 
-    size, whole = order.settings.micro_batch, order.settings.global_batch
-    if whole % (ranks * size) == 0:
+    size, whole, parts = order.settings.micro_batch, order.settings.global_batch, layout.data
+    if whole % (parts * size) == 0:
         return
-    counts = [count for count in divisors(whole) if whole % (count * size) == 0]
-    smaller = [each for each in divisors(whole // ranks) if each < size] if whole % ranks == 0 else []
+    each = layout.ranks // parts  # ranks that take the same data
+    counts = [each * count for count in divisors(whole) if whole % (count * size) == 0]
+    smaller = [one for one in divisors(whole // parts) if one < size] if whole % parts == 0 else []
     ways = [f"with {_one_of(counts)} ranks"] if counts else []
     ways += [f"with --micro-batch {max(smaller)}"] if smaller else []
     raise UserError(
-        f"{counted(ranks, 'rank')} cannot go on with {order.out}",
+        f"{counted(layout.ranks, 'rank')} cannot go on with {order.out}",
         f"the run keeps its global batch of {counted(whole, 'sequence')}, and that is not a number of passes of "
-        f"{ranks} x {size}",
+        f"{parts} x {size}",
         f"go on {' or '.join(ways)}",
     )
 
@@ -209,12 +287,12 @@ def _one_of(numbers: Sequence[int]) -> str:
     return f"{', '.join(others)} or {last}" if others else last
 
 
-def change_of_ranks(before: int, ranks: int, order: TrainOrder) -> str | None:
+def change_of_ranks(before: int, layout: Layout, order: TrainOrder) -> str | None:
     """What to say where another number of ranks goes on, as torchrun's do after a node was lost; None: the same."""
-    if before == ranks:
+    if before == layout.ranks:
         return None
     size, whole = order.settings.micro_batch, order.settings.global_batch
     return (
-        f"{counted(ranks, 'rank')} where the run began with {before}: the global batch stays at "
-        f"{counted(whole, 'sequence')}, accumulated from {whole // (ranks * size)} x {size} on each rank"
+        f"{counted(layout.ranks, 'rank')} where the run began with {before}: the global batch stays at "
+        f"{counted(whole, 'sequence')}, accumulated from {whole // (layout.data * size)} x {size} on each rank"
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import sys
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -31,11 +32,12 @@ from redline.commands.training_data import (
 )
 from redline.core.errors import UserError
 from redline.core.workload import check_positive
-from redline.rungs.parallel import DDP
+from redline.rungs.parallel import DDP, TENSOR_PARALLEL
 
 if TYPE_CHECKING:
     from redline.commands.watchers import Session
     from redline.core.hardware import Hardware
+    from redline.core.layout import Layout
     from redline.core.recipe import Recipe
     from redline.core.training import TrainSettings
     from redline.core.workload import Workload
@@ -92,6 +94,14 @@ def add_train(commands: Any) -> None:
         metavar="WAY",
         help="how ranks share a step: ddp, fsdp or fsdp-keep, short for its rung in the recipe",
     )
+    train.add_argument("--tensor", metavar="N", type=int, help="ranks that hold each layer together (default: 1)")
+    train.add_argument("--pipeline", metavar="N", type=int, help="stages that hold the layers in turn (default: 1)")
+    train.add_argument(
+        "--replicas",
+        metavar="N",
+        type=int,
+        help="with fsdp: copies of the model, each cut among its ranks (default: 1)",
+    )
     train.add_argument(
         "--rank-timeout",
         metavar="S",
@@ -132,14 +142,24 @@ def train_and_show(order: TrainOrder, options: argparse.Namespace, console: Any,
 
     session = session_of(order, options, 1 if ranks is None else ranks.count)
     watching = Watchers(order, session, console, tracker=options.tracker)
-    with only_our_words_on_stdout(), watching as watchers:
-        summary = train_session(order, watchers.emit, ranks)
-        watchers.end(summary)
+    try:
+        with only_our_words_on_stdout(), watching as watchers:
+            summary = train_session(order, watchers.emit, ranks)
+            watchers.end(summary)
+    except UserError:
+        if not (options.resume or watching.trained or holds_data(order)):
+            shutil.rmtree(order.out, ignore_errors=True)  # a mistake leaves nothing that looks like a run
+        raise
     mfu = watchers.mfu(summary["tokens_per_second"])
     show_summary({**summary, "mfu": mfu, "page": watchers.page}, order, options)
     return {"interrupted": EXIT_INTERRUPTED, "diverged": EXIT_FAILED, "failed": EXIT_FAILED}.get(
         summary["ended"], EXIT_DONE
     )
+
+
+def holds_data(order: TrainOrder) -> bool:
+    """The run directory has what was made of a text, which may have taken hours."""
+    return bool(order.data) and Path(order.data).is_relative_to(Path(order.out).resolve())
 
 
 def train_session(order: TrainOrder, emit: Any, ranks: Ranks | None = None) -> dict[str, Any]:
@@ -162,7 +182,8 @@ def make_order(options: argparse.Namespace, console: Any, ranks: int = 1) -> Tra
     if not options.resume:
         return new_order(options, console, ranks)
     order = resumed_order(options, ranks)
-    if (note := change_of_ranks(began_with(options.resume), ranks, order)) is not None:
+    assert order.layout is not None, "a resumed order has one"
+    if (note := change_of_ranks(began_with(options.resume), order.layout, order)) is not None:
         console.print(note, markup=False, highlight=False)
     return order
 
@@ -206,7 +227,7 @@ def chosen_order(
     options: argparse.Namespace, console: Any, ranks: int
 ) -> tuple[TrainOrder, Hardware, dict[str, str | None]]:
     """What the words come to on this machine, without its data yet; nothing is written."""
-    from redline.commands.ranks import check_shares
+    from redline.commands.ranks import check_layout, check_shares, layout_of
     from redline.core.recipe import Recipe, load_recipe
     from redline.core.training import Budget
     from redline.engine.session import TrainOrder
@@ -217,6 +238,7 @@ def chosen_order(
     from redline.search.ranks import check_ranks
     from redline.workloads import default_workload
 
+    layout = layout_of(options, ranks)
     given = {"steps": options.steps, "tokens": options.tokens, "minutes": options.minutes}
     if all(value is None for value in given.values()):
         console.print(f"--minutes {DEFAULT_MINUTES:g}: no budget was given")
@@ -240,12 +262,13 @@ def chosen_order(
         recipe = replace(recipe, micro_batch=options.micro_batch)
     if options.optimizer is not None:
         recipe = replace(recipe, rungs=other_optimizer(options.optimizer, recipe.rungs, workload, hardware))
-    recipe = shared_recipe(recipe, options.parallel, ranks)
+    recipe = shared_recipe(recipe, options.parallel, layout)
     check_allowed(recipe, workload)
     if ranks > 1:
-        check_parallel(recipe, workload, hardware)
-        check_init(recipe, options.init)
-    settings = settings_of(options, workload, recipe, budget, ranks)
+        check_parallel(recipe, workload, hardware, layout)
+        check_layout(layout, workload, recipe)
+        check_init(recipe, options.init, layout)
+    settings = settings_of(options, workload, recipe, budget, layout.data)
     out = options.out or Path("runs") / f"train-{workload.name}-{datetime.now().strftime('%Y%m%d-%H%M%S')}"
     order = TrainOrder(
         workload=workload,
@@ -255,28 +278,35 @@ def chosen_order(
         data="",
         out=str(out),
         init=None if options.init is None else str(options.init),
+        layout=layout,
     )
-    check_shares(order, ranks)
+    check_shares(order, layout)
     return order, hardware, versions
 
 
-def shared_recipe(recipe: Recipe, way: str | None, ranks: int) -> Recipe:
+def shared_recipe(recipe: Recipe, way: str | None, layout: Layout) -> Recipe:
     """With a way for the ranks to share a step; one process keeps what the recipe has, and does without it."""
     from redline.rungs.ladder import with_parallel
 
-    if ranks == 1 and way is None:
+    if layout.ranks == 1 and way is None:
         return recipe
-    return replace(recipe, rungs=with_parallel(recipe.rungs, way))
+    others = [name for name in recipe.rungs if name not in cuts_of(layout)]
+    return replace(recipe, rungs=with_parallel([*others, *cuts_of(layout)], way))
 
 
-def check_parallel(recipe: Recipe, workload: Workload, hardware: Hardware) -> None:
-    """A way to share a step that does not go with the rest of the recipe."""
+def cuts_of(layout: Layout) -> list[str]:
+    """The rungs of degrees above one."""
+    return [TENSOR_PARALLEL] if layout.tensor > 1 else []
+
+
+def check_parallel(recipe: Recipe, workload: Workload, hardware: Hardware, layout: Layout) -> None:
+    """Ways to share a step that do not go with the rest of the recipe."""
     from redline.rungs import find_rung, plan_of, why_not
 
-    way = find_rung(recipe.rungs[-1])  # where `with_parallel` has put it
-    reason = why_not(way, workload, hardware, plan_of(name for name in recipe.rungs if name != way.name))
-    if reason is not None:
-        raise UserError(f"{way.name} does not apply here", reason, "choose another --parallel, or another recipe")
+    for way in map(find_rung, [*cuts_of(layout), recipe.rungs[-1]]):  # where `with_parallel` has put it
+        reason = why_not(way, workload, hardware, plan_of(name for name in recipe.rungs if name != way.name))
+        if reason is not None:
+            raise UserError(f"{way.name} does not apply here", reason, "choose another --parallel, or another recipe")
 
 
 def check_allowed(recipe: Recipe, workload: Workload) -> None:
@@ -303,22 +333,23 @@ def other_optimizer(name: str, rungs: tuple[str, ...], workload: Any, hardware: 
     return chosen
 
 
-def check_init(recipe: Recipe, init: Path | None) -> None:
-    if init is not None and recipe.rungs[-1] != DDP:
+def check_init(recipe: Recipe, init: Path | None, layout: Layout) -> None:
+    cut = [*cuts_of(layout), *(name for name in recipe.rungs[-1:] if name != DDP)]
+    if init is not None and cut:
         raise UserError(
-            f"--init with {recipe.rungs[-1]}",
+            f"--init with {' and '.join(cut)}",
             "the weights of a folder are put into whole tensors, and no rank has one",
-            f"begin with --parallel ddp and few --steps, then --resume with --parallel {recipe.rungs[-1]}",
+            "begin with --parallel ddp alone and few --steps, then --resume with what you want",
         )
 
 
-def settings_of(options: argparse.Namespace, workload: Any, recipe: Any, budget: Any, ranks: int = 1) -> Any:
+def settings_of(options: argparse.Namespace, workload: Any, recipe: Any, budget: Any, data: int = 1) -> Any:
     from redline.core.training import TrainSettings
     from redline.engine.build import optimizer_settings
     from redline.rungs import plan_of
 
     own = optimizer_settings(workload, plan_of(recipe.rungs))  # a workload states AdamW's rate
-    global_batch = global_sequences(options, workload.shape.sequence, recipe.micro_batch, ranks)
+    global_batch = global_sequences(options, workload.shape.sequence, recipe.micro_batch, data)
     per_update = global_batch * workload.shape.sequence
     ends = [budget.steps, None if budget.tokens is None else -(-budget.tokens // per_update)]
     schedule_steps = min((steps for steps in ends if steps is not None), default=None)
@@ -358,11 +389,11 @@ def often(options: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name, value in chosen.items() if value is not None}
 
 
-def global_sequences(options: argparse.Namespace, sequence: int, micro_batch: int, ranks: int) -> int:
-    """Of an update: as given, from --batch-tokens, or one micro batch of each rank."""
+def global_sequences(options: argparse.Namespace, sequence: int, micro_batch: int, data: int) -> int:
+    """Of an update: as given, from --batch-tokens, or one micro batch of each of `data` ranks."""
     tokens = options.batch_tokens
     if tokens is None:
-        return micro_batch * ranks if options.global_batch is None else int(options.global_batch)
+        return micro_batch * data if options.global_batch is None else int(options.global_batch)
     if options.global_batch is not None:
         raise UserError("--global-batch and --batch-tokens", "both say how large an update is", "give one of them")
     check_positive("--batch-tokens", tokens)
@@ -398,7 +429,7 @@ FIXED = (
 def resumed_order(options: argparse.Namespace, ranks: int = 1) -> TrainOrder:
     """What run.json says. The budget may be given again, to train longer, and what changes no update: how often things
     happen, the device, the recipe (another model or optimizer is refused by the checkpoint) and the micro batch."""
-    from redline.commands.ranks import check_resumed_shares
+    from redline.commands.ranks import check_layout, check_resumed_shares, layout_of
     from redline.core.hardware import Hardware
     from redline.core.job import RUN_FILE, open_run_directory
     from redline.core.recipe import load_recipe
@@ -438,15 +469,22 @@ def resumed_order(options: argparse.Namespace, ranks: int = 1) -> TrainOrder:
     recipe = load_recipe(options.recipe) if options.recipe else order.recipe
     if options.micro_batch is not None:
         recipe = replace(recipe, micro_batch=options.micro_batch)
-    recipe = shared_recipe(recipe, options.parallel, ranks)
+    layout = layout_of(options, ranks)
+    recipe = shared_recipe(recipe, options.parallel, layout)
     check_allowed(recipe, order.workload)
     if ranks > 1:
-        check_parallel(recipe, order.workload, replace(from_json(Hardware, record["hardware"]), ranks=ranks))
+        check_parallel(recipe, order.workload, replace(from_json(Hardware, record["hardware"]), ranks=ranks), layout)
+        check_layout(layout, order.workload, recipe)
     settings = replace(order.settings, micro_batch=recipe.micro_batch, **often(options))
     order = replace(
-        order, recipe=recipe, settings=settings, device=options.device or order.device, out=str(options.resume)
+        order,
+        recipe=recipe,
+        settings=settings,
+        device=options.device or order.device,
+        out=str(options.resume),
+        layout=layout,
     )
-    check_resumed_shares(order, ranks)
+    check_resumed_shares(order, layout)
     return order
 
 

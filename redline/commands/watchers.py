@@ -48,6 +48,8 @@ class Session:
 class Watchers:
     def __init__(self, order: TrainOrder, session: Session, console: Console, *, tracker: str | None) -> None:
         self._order, self._session = order, session
+        self.trained = False
+        """Anything at all, in this session."""
         out = Path(order.out)
         run = json.loads((out / RUN_FILE).read_text(encoding="utf-8"))
         history = read_history(out / METRICS_FILE)  # of the sessions before, and before this one writes its own
@@ -86,6 +88,7 @@ class Watchers:
 
     def emit(self, kind: str, **fields: Any) -> None:
         if kind == "cycle":
+            self.trained = True
             fields["mfu"] = self.mfu(fields["tokens_per_second"])
         told = without_nan(fields)
         for listener in self._listeners:

@@ -57,6 +57,8 @@ class Plan:
     parallel: str = "none"
     """How ranks share a step: 'none' (there is one), 'ddp' (each holds the model), 'fsdp' (each holds a part; blocks
     are gathered forward and backward) or 'fsdp-keep' (gathered once, and kept for the backward)."""
+    tensor_parallel: bool = False
+    """Every layer is cut among the ranks of a tensor group; how many those are is the layout's affair."""
     # the loader
     loader_workers: int = 0
     """Processes that make batches; above 0 also pins memory and copies one batch ahead."""

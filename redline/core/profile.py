@@ -69,6 +69,9 @@ class Kernel:
     """Of what a matmul reads: 'fp32', 'bf16', ..."""
 
 
+RECIPE = "the recipe"  # in the place of a line, of what the step does because its recipe says so
+
+
 @dataclass(frozen=True, kw_only=True)
 class Finding:
     """Something in the code that costs time, and the line it stands in."""
@@ -81,9 +84,13 @@ class Finding:
     function: str | None = None
     per_step: float | None = None
     """How often it happens in a step; None for what happens while compiling."""
+    rung: str | None = None
+    """Where it is none of the user's lines but the recipe's doing: the rung that removes it."""
 
     @property
     def where(self) -> str | None:
+        if self.rung is not None:
+            return RECIPE
         return None if self.file is None else f"{self.file}:{self.line}"
 
 

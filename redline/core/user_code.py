@@ -6,30 +6,41 @@
 
 Only worker processes call this: a parent has no torch and runs nobody's code. The names and the rules are those of
 docs/your-model.md; what can be seen without running the file, `workloads/python_file.py` has checked.
+
+A file imports its neighbours as `python file.py` would let it. One that imports relatively is a module of the package
+around it, as for `python -m package.file`; the package may have an `__init__.py` or none.
 """
 
 from __future__ import annotations
 
+import ast
 import functools
 import hashlib
+import importlib
 import importlib.abc
 import importlib.util
 import inspect
 import linecache
+import os
 import sys
+import sysconfig
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from redline.core.errors import UserError
 from redline.core.traced import SAMPLE
+from redline.core.units import counted
 from redline.core.workload import Source, check_positive
 
 PACKAGE = str(Path(__file__).resolve().parents[1])
+STANDARD_LIBRARY = sysconfig.get_path("stdlib") + os.sep
+INIT = "__init__.py"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,22 +111,102 @@ class _Loader(importlib.abc.SourceLoader):
         return self._data
 
 
+class _Finder(importlib.abc.MetaPathFinder):
+    """Gives that loader to whoever imports the file first, a neighbour among them: its classes exist once."""
+
+    def __init__(self, name: str, path: Path, data: bytes) -> None:
+        self._name, self._path, self._data = name, path, data
+
+    def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
+        if fullname != self._name:
+            return None
+        return importlib.util.spec_from_file_location(fullname, self._path, loader=_Loader(self._path, self._data))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Home:
+    """Where a file stands for Python."""
+
+    name: str | None
+    """As a module of its package, 'shop.models.vit'; None: it stands by itself, as a script does."""
+    root: Path
+    """The folder that a dotted name begins in."""
+    folder: Path
+    """What lies below it and is imported belongs to the model: that of the outermost package, else the file's own."""
+
+
+def home_of(path: Path, data: bytes) -> Home:
+    levels = relative_levels(data)
+    packages: list[str] = []
+    root = path.parent
+    while (len(packages) < levels or (root / INIT).is_file()) and root != root.parent:
+        packages.insert(0, root.name)
+        root = root.parent
+    folder = root / packages[0] if packages else path.parent
+    if not levels:
+        return Home(name=None, root=root, folder=folder)
+    if len(packages) < levels:
+        raise UserError(
+            f"{path.name} imports from {counted(levels, 'package')} above it",
+            f"there are no more than {len(packages)} folders above it",
+            "take a dot away from the import",
+        )
+    names = packages if path.name == INIT else [*packages, path.stem]
+    if wrong := next((name for name in names if "." in name), None):
+        raise UserError(
+            f"{path.name} imports relatively, and {wrong!r} is no name for a package",
+            "a dot in it would end the name",
+            f"rename {wrong!r}, or write `import neighbour` instead of `from . import neighbour`",
+        )
+    return Home(name=".".join(names), root=root, folder=folder)
+
+
+def relative_levels(data: bytes) -> int:
+    """How many packages above the file its imports name: one dot is the package it is in."""
+    try:
+        nodes = ast.walk(ast.parse(data))
+    except (SyntaxError, ValueError):  # importing it tells the user where
+        return 0
+    return max((node.level for node in nodes if isinstance(node, ast.ImportFrom)), default=0)
+
+
 @functools.cache  # once in a process: importing twice would make every class twice
 def load_module(file: str, digest: str) -> ModuleType:
     path = Path(file)
     data = read(path)
     check_unchanged(path, data, digest)
-    name = f"redline_user_{digest[:16]}"
-    spec = importlib.util.spec_from_loader(name, _Loader(path, data))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and pickling look there
-    if str(path.parent) not in sys.path:
+    home = home_of(path, data)
+    if home.name is None:
+        name = f"redline_user_{digest[:16]}"
         sys.path.insert(0, str(path.parent))  # as `python file.py` has it: the file imports its neighbours
-    with blaming(file, f"importing {path.name}"):
-        spec.loader.exec_module(module)
-    return module
+        sys.path.append(str(home.root))  # and where it lies in a package, that one's modules by their whole names
+    else:
+        name = home.name
+        sys.path.insert(0, str(home.root))
+        sys.path.append(str(path.parent))  # last: the name of a neighbour may be a library's, too
+        check_package(home, path)
+    finder = _Finder(name, path, data)
+    sys.meta_path.insert(0, finder)
+    try:
+        with blaming(file, f"importing {path.name}"):
+            return importlib.import_module(name)
+    except UserError:
+        sys.meta_path.remove(finder)
+        raise
+
+
+def check_package(home: Home, path: Path) -> None:
+    """That Python means this folder by the package's name, and none that was imported or installed before."""
+    assert home.name is not None
+    package = home.name.partition(".")[0]
+    spec = importlib.util.find_spec(package)
+    if spec is None or str(home.folder) not in (spec.submodule_search_locations or ()):
+        where = None if spec is None else spec.origin or next(iter(spec.submodule_search_locations or ()), None)
+        raise UserError(
+            f"{path.name} imports relatively, and the name of its package, {package}, is taken",
+            f"Python finds {package} at {where}",
+            f"rename the folder {package}, or write `import neighbour` instead of `from . import neighbour`",
+        )
 
 
 def read(path: Path) -> bytes:
@@ -135,13 +226,12 @@ def check_unchanged(path: Path, data: bytes, digest: str) -> None:
 
 
 def neighbours(file: str) -> dict[str, str]:
-    """The other files of the user's folder that are imported by now, with their SHA-256."""
-    folder, found = Path(file).parent, {}
+    """The other files of the user's folder that are imported by now, as seen from there, with their SHA-256."""
+    folder, found = users_folder(file), {}
     for module in list(sys.modules.values()):
         path = Path(getattr(module, "__file__", None) or "/")
-        inside = path.suffix == ".py" and folder in path.parents and str(path) != file
-        if inside and "site-packages" not in path.parts and not str(path).startswith(PACKAGE):
-            found[str(path.relative_to(folder))] = hashlib.sha256(path.read_bytes()).hexdigest()
+        if path.suffix == ".py" and folder in path.parents and str(path) != file and is_own(path):
+            found[os.path.relpath(path, Path(file).parent)] = hashlib.sha256(path.read_bytes()).hexdigest()
     return dict(sorted(found.items()))
 
 
@@ -149,6 +239,14 @@ def check_neighbours(file: str, digests: dict[str, str]) -> None:
     for name, digest in digests.items():
         path = Path(file).parent / name
         check_unchanged(path, read(path), digest)
+
+
+def users_folder(file: str) -> Path:
+    """Of a file that may be gone by now: its own folder then."""
+    try:
+        return home_of(Path(file), Path(file).read_bytes()).folder
+    except (OSError, UserError):
+        return Path(file).parent
 
 
 # whose fault it was
@@ -166,18 +264,36 @@ def blaming(file: str, what: str, function: Callable[..., Any] | None = None) ->
         line = users_line(error, file)
         if line is None and isinstance(error, TypeError) and function is not None:
             line = definition(function, file)
+        fix = import_fix(error, file) if isinstance(error, ImportError) else None
         raise UserError(
             f"{what} raised {type(error).__name__}: {first_line(error)}",
             f"it happened at {line}" if line else "no line of the file was running",
-            f"mend {Path(file).name}; `python -i {Path(file).name}` tries it without redline",
+            fix or f"mend {Path(file).name}; `python -i {Path(file).name}` tries it without redline",
         ) from error
+
+
+def import_fix(error: ImportError, file: str) -> str | None:
+    """What to do about an import that Python does not let work; None where its message says all."""
+    path = Path(file)
+    if "no known parent package" in str(error):
+        return f"import without the dot there; or write `from . import` in {path.name} too, which makes both a package"
+    if error.name is None:
+        return None
+    top = error.name.partition(".")[0]
+    beside = next((each for each in (path.parent / f"{top}.py", path.parent / top) if each.exists()), None)
+    taken = getattr(sys.modules.get(top), "__file__", None)
+    if beside is not None and taken is not None and beside not in (Path(taken), Path(taken).parent):
+        return f"rename {beside.name}: Python means another {top} by that name, which was imported before ({taken})"
+    if isinstance(error, ModuleNotFoundError) and beside is None:
+        return f"install {top} where redline is installed, or put {top}.py beside {path.name}"
+    return None
 
 
 def users_line(error: BaseException, file: str) -> str | None:
     """The innermost line of the user's folder in a traceback, with its text: 'vit.py:41: x = x.view(3)'."""
     if isinstance(error, SyntaxError) and error.filename is not None:
         return f"{Path(error.filename).name}:{error.lineno}: {(error.text or '').strip()}"
-    folder = Path(file).parent
+    folder = users_folder(file)
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         path = Path(frame.filename)
         if str(path) == file or (folder in path.parents and is_own(path)):
@@ -199,8 +315,8 @@ def definition(function: Callable[..., Any], file: str) -> str | None:
 
 
 def is_own(path: Path) -> bool:
-    """Neither an installed package nor redline: a user's folder may hold a virtual environment."""
-    return "site-packages" not in path.parts and not str(path).startswith(PACKAGE)
+    """Neither an installed package, nor Python's, nor redline: a user's folder may hold all of them."""
+    return "site-packages" not in path.parts and not str(path).startswith((PACKAGE, STANDARD_LIBRARY))
 
 
 def first_line(error: BaseException) -> str:

@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from redline.core.errors import UserError
 from redline.data.tokens import open_tokens
-from redline.data.workers import end_with_parent
+from redline.data.workers import end_with_parent, outlive_signals
 
 
 class BatchSource(Protocol):
@@ -223,4 +223,5 @@ def worker_context() -> ForkServerContext:
 def _end_with_the_trainer(worker_id: int) -> None:
     """torch's own watch is on the parent process id, which is the server's here, and the server stays as long as a
     worker does: without this, a trainer killed by a time limit or for memory would leave them all behind for good."""
+    outlive_signals()
     end_with_parent()

@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import signal
 import time
 import traceback
 from collections import deque
@@ -38,7 +37,7 @@ from redline.data.sources import Part, Piece, read_part
 from redline.data.survey import TextSource
 from redline.data.tokenizer import tokenizer
 from redline.data.tokens import token_dtype
-from redline.data.workers import end_with_parent, how_it_ended
+from redline.data.workers import end_with_parent, how_it_ended, outlive_signals
 
 LANES = 16  # texts that are open at a time; more workers than this have nothing to do
 CHUNK_TOKENS = 2048  # of one text before the next one's turn: a batch holds several texts, a window mostly one
@@ -187,7 +186,7 @@ def share(size: int, done: int, total: int) -> int:
 
 def work(connection: Connection, text: Text, moment: Moment, lanes: Sequence[int]) -> None:
     """Chunk after chunk into the pipe, whose buffer is how far a worker runs ahead."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's business
+    outlive_signals()
     end_with_parent()
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # nobody wants any more
         try:
@@ -241,7 +240,7 @@ class Crew:
         until = time.monotonic() + LEAVE_SECONDS
         for process in self._processes:
             process.join(max(0.0, until - time.monotonic()))
-            process.terminate()
+            process.kill()
             process.join()
         self._connections, self._processes = [], []
 

@@ -1,6 +1,6 @@
 """What the processes that read text have in common: they end with the one that started them.
 
-    Process(target=work, ...)          # and first thing in work(): end_with_parent()
+    Process(target=work, ...)          # first thing in work(): end_with_parent(), in a trainer's outlive_signals()
 
 No torch here: `data prepare` has no use for it.
 """
@@ -13,6 +13,8 @@ import signal
 import threading
 from typing import Any
 
+OUTLIVED_SECONDS = 30.0  # a trainer's update may take as long
+
 
 def end_with_parent() -> None:
     """In a worker: leave when the process that asked for it is gone, even if it was killed."""
@@ -24,6 +26,19 @@ def end_with_parent() -> None:
         os._exit(1)
 
     threading.Thread(target=leave_after, args=(parent,), daemon=True).start()
+
+
+def outlive_signals() -> None:
+    """In a worker of a trainer: Ctrl-C and SIGTERM reach every process of a terminal or a job, and the trainer has an
+    update to finish and a checkpoint to write, for which it wants its workers whole. It ends them itself."""
+
+    def leave_later(*_: object) -> None:
+        timer = threading.Timer(OUTLIVED_SECONDS, os._exit, (1,))
+        timer.daemon = True
+        timer.start()
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, leave_later)
 
 
 def core_count() -> int:

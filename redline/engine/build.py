@@ -21,7 +21,7 @@ from redline.core.workload import Workload
 from redline.data.batches import Batches, TokenBatches, stream_batches, worker_context
 from redline.data.made import MadeBatches
 from redline.engine.distributed import Ranks, alone
-from redline.engine.shard import fill, is_sharded, share
+from redline.engine.shard import fill, is_cut, share
 from redline.engine.step import TrainStep
 from redline.model.adapter import Adapter, LossOf, adapter_of
 from redline.optim import build_optimizer, reset_optimizer, settings_for, warm_up
@@ -39,8 +39,8 @@ class Training:
 
     def restore(self) -> None:
         """Initial weights and an empty optimizer, in place: compiled code and fused kernels keep their tensors."""
-        if is_sharded(self.step.plan):
-            fill(self.adapter, self.model)
+        if is_cut(self.step.plan):
+            fill(self.adapter, self.model, {})
         else:
             self.adapter.restore(self.model)
         reset_optimizer(self.step.optimizer)
@@ -94,17 +94,19 @@ def build_step(
     switch_process(plan, calls_sdpa=not workload.reads_text)
     # 2. The model at its final shape, on the device, before anything holds on to its parameters.
     adapter = adapter_of(workload)
-    model = adapter.build_unplaced(plan) if is_sharded(plan) else adapter.build(plan, device)
+    model = adapter.build_unplaced(plan) if is_cut(plan) else adapter.build(plan, device)
+    ranks = ranks or alone()
+    cuts = adapter.cut(model, ranks.mesh["tp"]) if plan.tensor_parallel else {}
     # 3. Compile wraps forward and loss together, so that the loss is fused into the head's epilogue.
     loss_of = plain_loss(adapter, model, plan)
-    if plan.compile and is_sharded(plan):
+    if plan.compile and is_cut(plan):
         compile_blocks(adapter.blocks(model), plan)
     elif plan.compile:
         loss_of = compile_loss(loss_of, plan)
     if plan.cuda_graphs:
         loss_of = outlive_replays(loss_of, model, accumulates=chunk is not None)
     # 4. Ranks share what was compiled: their hooks run between compiled parts. A model that is cut has its weights now.
-    shared = share(adapter, model, loss_of, plan=plan, ranks=ranks or alone(), device=device)
+    shared = share(adapter, model, loss_of, plan=plan, ranks=ranks, device=device, cuts=cuts)
     # 5. The optimizer gets the parameters themselves, of which a rank may hold a part only.
     own = optimizer_settings(workload, plan)
     optimizer = build_optimizer(plan.optimizer, model, **own)

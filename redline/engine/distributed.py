@@ -3,6 +3,7 @@
     with join(limit_seconds=600) as ranks:       # what torchrun's environment says; `alone()` where nobody started it
         ranks.say("order", {...});  ranks.hear("order")                   # over the store, before there are collectives
         device = ranks.connect("cuda")                                    # from here on collectives work
+        ranks.arrange(Layout(ranks=8, tensor=2));  ranks.mesh["tp"]       # who holds a layer together with whom
         ranks.mean(losses);  ranks.gather({"asked": False})               # on the device; on the host
 
 Every rank tells the store once a second that it lives, and how far its training has come (`mark`). Rank 0 looks at the
@@ -28,10 +29,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from torch.distributed.rendezvous import rendezvous
 
 from redline.core.errors import UserError
+from redline.core.layout import Layout, Place
 from redline.core.training import RANK_PID_FILE
 
 BEAT_SECONDS = 1.0
@@ -52,6 +55,10 @@ class Ranks:
         self, *, rank: int = 0, count: int = 1, local: int = 0, store: Any = None, limit_seconds: float = LIMIT_SECONDS
     ) -> None:
         self.rank, self.count, self.local, self.limit_seconds = rank, count, local, limit_seconds
+        self.layout = Layout(ranks=count)
+        self.kind = "cpu"
+        """Of the device that collectives work on."""
+        self._meshes: dict[Layout, DeviceMesh] = {}
         self.host_group: dist.ProcessGroup | None = None
         """Collectives between hosts, on numbers that are in their memory anyway."""
         self._rendezvous = store
@@ -80,6 +87,15 @@ class Ranks:
     @property
     def leads(self) -> bool:
         return self.rank == 0
+
+    @property
+    def place(self) -> Place:
+        return self.layout.place(self.rank)
+
+    @property
+    def counts(self) -> bool:
+        """The one of those that read the same data that tells how much there was."""
+        return self.place.tensor == 0 and self.place.pipeline == 0
 
     @property
     def attempt(self) -> int:
@@ -134,6 +150,7 @@ class Ranks:
         if not self.joined:
             return torch.device(kind)
         device = torch.device(kind, self.local) if kind == "cuda" else torch.device(kind)
+        self.kind = kind
         if kind == "cuda":
             torch.cuda.set_device(device)
         if self.host_group is not None:
@@ -146,11 +163,37 @@ class Ranks:
         self.host_group = dist.new_group(backend="gloo", timeout=limit)
         return device
 
+    def arrange(self, layout: Layout) -> None:
+        """All of them at once, with the same layout."""
+        if layout.ranks != self.count:
+            raise ValueError(f"there are {self.count} ranks, not {layout.ranks}")
+        self.layout = layout
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The one mesh of the layout, made by all ranks when they first ask: (pp, dp, tp), and with replicas (pp,
+        replicate, shard, tp). tp is innermost, so that it stays in a node."""
+        layout = self.layout
+        if layout not in self._meshes:
+            data = (
+                {"dp": layout.data} if layout.replicas == 1 else {"replicate": layout.replicas, "shard": layout.shards}
+            )
+            sizes = {"pp": layout.pipeline, **data, "tp": layout.tensor}
+            self._meshes[layout] = init_device_mesh(self.kind, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        return self._meshes[layout]
+
+    @property
+    def data_mesh(self) -> DeviceMesh:
+        """Of the ranks that take different data: what gradients are averaged over."""
+        return self.mesh["dp"] if self.layout.replicas == 1 else self.mesh["replicate", "shard"]
+
     def mean(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Over all ranks, in place. gloo has no average."""
-        if self.joined:
-            dist.all_reduce(tensor)
-            tensor /= self.count
+        """Over ranks that take different data, in place. gloo has no average."""
+        if not self.joined:
+            return tensor
+        for group in [None] if self.layout.is_plain else self.data_mesh.get_all_groups():
+            dist.all_reduce(tensor, group=group)
+        tensor /= self.layout.data
         return tensor
 
     def spread(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,6 @@
 """Lines of code that cost time, found by watching a step run: synchronisations, fp32 matmuls under autocast, attention
-that fell back to plain products, tensors on the host, graph breaks and recompilations.
+that fell back to plain products, tensors on the host, graph breaks and recompilations. Where redline's own step waits,
+that is no line of the user's: the finding says which rung of the recipe it is gone with.
 
     with Watch(device) as watch:
         step(batch)
@@ -18,6 +19,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -58,6 +60,13 @@ FUSED_ATTENTION = (
     aten._scaled_dot_product_cudnn_attention,
     aten._scaled_dot_product_fused_attention_overrideable,
 )
+# Where the step itself waits because its recipe says so, by the function of engine/step.py: why, and which rung it is
+# gone with.
+STEP_FILE = str(Path(__file__).with_name("step.py"))
+RECIPE_WAITS = {
+    "__call__": ("the recipe reads the loss of each step", "no-sync"),
+    "apply_gradients": ("the recipe looks whether the gradients are finite before each update", "fused-adamw"),
+}
 STARVING = 0.05  # of a step spent waiting for its batch
 SYNCHRONISING = "called a synchronizing"  # as torch words it in its sync debug mode
 LOGGERS = ("torch._dynamo.symbolic_convert.__graph_breaks", "torch._dynamo.guards.__recompiles")
@@ -103,16 +112,20 @@ class Watch:
 def located(kind: str, detail: str, frame: Frame | None) -> Finding:
     if frame is None:
         return Finding(kind=kind, detail=detail, per_step=1)
+    if kind == "synchronisation" and frame.file == STEP_FILE and frame.function in RECIPE_WAITS:
+        why, rung = RECIPE_WAITS[frame.function]
+        return Finding(kind=kind, detail=why, per_step=1, rung=rung)
     return Finding(kind=kind, detail=detail, file=frame.file, line=frame.line, function=frame.function, per_step=1)
 
 
 def merge(findings: Iterable[Finding], steps: int) -> tuple[Finding, ...]:
     """One per kind and line, with how often it came up in a step; the most frequent first."""
-    merged: dict[tuple[str, str | None], Finding] = {}
+    merged: dict[tuple[str, str | None, str | None], Finding] = {}
     for each in findings:
-        known = merged.get((each.kind, each.where))
+        key = each.kind, each.where, each.rung
+        known = merged.get(key)
         count = (each.per_step or 0) / steps + (0 if known is None else known.per_step or 0)
-        merged[each.kind, each.where] = replace(known or each, per_step=count)
+        merged[key] = replace(known or each, per_step=count)
     return tuple(sorted(merged.values(), key=lambda each: -(each.per_step or 0)))
 
 

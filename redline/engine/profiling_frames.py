@@ -16,7 +16,7 @@ from types import FrameType
 import torch
 
 _TORCH = str(Path(torch.__file__).parent) + os.sep
-_OPTIMIZERS = os.path.join(_TORCH, "optim") + os.sep
+_OPTIMIZERS = (os.path.join(_TORCH, "optim") + os.sep, str(Path(__file__).parents[1] / "optim") + os.sep)
 _WATCHERS = (
     warnings.__file__,  # tells of synchronisations
     *(
@@ -59,7 +59,7 @@ def is_users(file: str) -> bool:
 
 
 def in_optimizer() -> bool:
-    """torch's optimizers read their step counters, which lie on the host, by themselves."""
+    """Optimizers, torch's and redline's, read their step counters, which lie on the host, by themselves."""
     return any(frame.file.startswith(_OPTIMIZERS) for frame in _stack(sys._getframe(1)))
 
 

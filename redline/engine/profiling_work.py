@@ -56,7 +56,7 @@ SAME_SIZE = frozenset(
         *("native_layer_norm", "layer_norm", "native_layer_norm_backward", "_softmax", "_softmax_backward_data"),
         *("_log_softmax", "_log_softmax_backward_data", "lerp_", "addcmul_", "addcdiv_", "clone"),
     )
-)
+) | {"redline::cross_entropy_"}
 READS = frozenset(("aten::sum", "aten::mean", "aten::linalg_vector_norm", "aten::_foreach_norm"))
 OVERWRITES = frozenset(("aten::copy_",))  # the first input is the output, and is not read
 FUSED_ADAM = ("aten::_fused_adamw_", "aten::_fused_adam_")
@@ -125,7 +125,7 @@ def _sizes(arguments: Mapping[str, Any], parameter_bytes: int | None) -> Iterato
     types = arguments["Input type"]
     for index, shape in enumerate(arguments["Input Dims"]):
         kind = types[index] if index < len(types) else ""
-        if kind == "TensorList" and parameter_bytes is not None:
+        if kind == "TensorList" and shape and parameter_bytes is not None:  # of a long list no shapes are written down
             yield float(parameter_bytes * sum(math.prod(each) for each in shape))
         elif kind in DTYPES and shape:
             stride = strides[index] if index < len(strides) else [1] * len(shape)

@@ -30,6 +30,7 @@ from redline.core.checkpoints import STATE_FILE, FileRecord, state_text
 from redline.core.errors import UserError
 from redline.engine.checkpoint import CheckpointStore, Loaded, load_from, not_written
 from redline.engine.distributed import Ranks
+from redline.engine.parts import on_host
 from redline.engine.tensor_files import METADATA_FILE
 
 FOUND = "checkpoint"
@@ -108,6 +109,13 @@ class FollowingStore:
         pass
 
 
+class WriterOfCopies(FileSystemWriter):
+    """Of tensors that nobody changes any more: DCP would copy them first, and knows no parts."""
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        return state_dict
+
+
 class ShardedStore:
     def __init__(self, own: LeadingStore | FollowingStore, ranks: Ranks) -> None:
         self.own, self.ranks, self.folder, self.notes = own, ranks, own.folder, own.notes
@@ -137,9 +145,8 @@ class ShardedStore:
         if draft is None:
             return failure
         text = state_text(step=step, metric=metric, identity=identity, state=state).encode()
-        # DCP copies what is on a device; what is on the host it may write while the next step changes it.
-        held = {name: tensor.clone() if tensor.device.type == "cpu" else tensor for name, tensor in tensors.items()}
-        writer = FileSystemWriter(draft, sync_files=True)
+        held = {name: on_host(tensor) for name, tensor in tensors.items()}  # the next step changes what is here
+        writer = WriterOfCopies(draft, sync_files=True)
         written = async_save(held, storage_writer=writer, process_group=self._group)
         assert isinstance(written, Future)
         self._thread = threading.Thread(

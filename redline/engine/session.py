@@ -24,6 +24,7 @@ from torch import nn
 
 from redline.core.checkpoints import STATE_FILE, list_checkpoints, order_of
 from redline.core.errors import UserError
+from redline.core.layout import Layout
 from redline.core.plan import Plan
 from redline.core.recipe import Recipe
 from redline.core.traced import Traced
@@ -46,7 +47,7 @@ from redline.engine.export import CONFIG_FILE, load_weights
 from redline.engine.memory import is_out_of_memory
 from redline.engine.rank_stores import FollowingStore, LeadingStore, ShardedStore, Store
 from redline.engine.sample import sample
-from redline.engine.shard import is_sharded
+from redline.engine.shard import is_cut
 from redline.engine.step import TrainStep
 from redline.engine.train import DivergedError, Emit, NotSavedError, Trainer
 from redline.model.adapter import Adapter, adapter_of
@@ -71,13 +72,18 @@ class TrainOrder:
     out: str
     init: str | None = None
     """A Hugging Face folder whose weights the run begins with; None: drawn from the seed."""
+    layout: Layout | None = None
+    """Of the ranks of this session; a resumed one has its own. None: they differ in their data alone."""
 
 
 def train(order: TrainOrder, emit: Emit, ranks: Ranks | None = None) -> dict[str, Any]:
     """Returns what it came to; `ended` says why it is over: 'steps', 'tokens', 'minutes', 'interrupted', 'diverged'
     or 'failed' (out of memory). `ranks`: those that train together; every one of them calls this."""
     ranks = ranks or alone()
+    ranks.arrange(order.layout or Layout(ranks=ranks.count))
     device, settings = ranks.connect(order.device), order.settings
+    if not ranks.layout.is_plain:
+        emit("note", text=ranks.layout.words())
     if settings.deterministic:
         be_deterministic()
     plan = shared_plan(training_plan(order.recipe), ranks)
@@ -107,7 +113,7 @@ def train(order: TrainOrder, emit: Emit, ranks: Ranks | None = None) -> dict[str
         ranks=ranks,
     )
     torch.manual_seed(
-        order.workload.seed + ranks.rank
+        order.workload.seed + ranks.place.data
     )  # for what a model drops; a checkpoint holds where its numbers had got to
     trainer.resume()
     try:
@@ -148,9 +154,11 @@ def training_plan(recipe: Recipe) -> Plan:
 
 
 def shared_plan(plan: Plan, ranks: Ranks) -> Plan:
-    """One process shares with nobody, whatever the recipe says; several share the usual way unless it says another."""
-    if not ranks.joined:
-        return replace(plan, parallel="none")
+    """One process shares with nobody, whatever the recipe says; several share the usual way unless it says another.
+    Layers are cut where the layout says so."""
+    plan = replace(plan, tensor_parallel=ranks.layout.tensor > 1)
+    if not ranks.joined or (ranks.layout.data == 1 and not ranks.layout.is_plain):
+        return replace(plan, parallel="none")  # nobody has other data
     return plan if plan.parallel != "none" else replace(plan, parallel="ddp")
 
 
@@ -160,7 +168,7 @@ def open_store(order: TrainOrder, plan: Plan, ranks: Ranks) -> Store:
     if not ranks.joined:
         return CheckpointStore(folder, **keep)
     own = LeadingStore(folder, ranks, **keep) if ranks.leads else FollowingStore(folder, ranks)
-    return ShardedStore(own, ranks) if is_sharded(plan) else own
+    return ShardedStore(own, ranks) if is_cut(plan) else own
 
 
 def rate_of(settings: TrainSettings) -> Any:
@@ -197,8 +205,10 @@ def open_loader(
     state: dict[str, Any] | None,
     ranks: Ranks,
 ) -> BatchSource:
-    """This rank's share of every global batch: the same sequences in the same updates, however many ranks there are."""
-    each = order.settings.global_batch // ranks.count
+    """This rank's share of every global batch: the same sequences in the same updates, however many ranks there are.
+    Those that hold one model together read the same."""
+    parts, part = ranks.layout.data, ranks.place.data
+    each = order.settings.global_batch // parts
     if isinstance(data, Dataset):
         return Loader(
             data.train,
@@ -207,14 +217,14 @@ def open_loader(
             sequence=order.workload.shape.sequence,
             device=device,
             workers=plan.loader_workers,
-            rank=ranks.rank,
-            ranks=ranks.count,
+            rank=part,
+            ranks=parts,
             position=position,
         )
     whole = open_whole(order, data, plan, device, position, state)
-    if ranks.count == 1:
+    if parts == 1:
         return whole
-    return Share(whole, cut=lambda batch: adapter.pieces(batch, each)[ranks.rank][0], counts=ranks.leads)
+    return Share(whole, cut=lambda batch: adapter.pieces(batch, each)[part][0], counts=part == 0)
 
 
 def open_whole(

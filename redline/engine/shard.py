@@ -1,29 +1,35 @@
-"""How ranks share a step: copies of the model whose gradients are averaged (DDP), or one model cut among them (FSDP2).
+"""How ranks share a step: copies of the model whose gradients are averaged (DDP), or one model cut among them (FSDP2),
+and either of them over models whose layers are cut among the ranks of a tensor group.
 
     shared = share(adapter, model, loss_of, plan=plan, ranks=ranks, device=device)     # last of what wraps the loss
     with shared.piece(last=False): shared.loss_of(*batch).backward()                   # reduced on the last piece only
 
 Both wrap the loss and not the model, so that parameters keep their names and the model its class: `WithLoss.forward` is
 forward and loss together, which is what the engine calls. Gradients are means over ranks, whose shares of a batch are
-equal, so they are the gradients of the mean loss of the whole batch. Tensor and pipeline parallel are not here yet.
+equal, so they are the gradients of the mean loss of the whole batch. A tensor group has cut its layers before
+(`model/tensor_parallel.py`): here its pieces get their numbers, and its norms are added up.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import MappingProxyType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from redline.core.cut import Cut
 from redline.core.plan import Plan
 from redline.engine.distributed import Ranks
+from redline.engine.parts import Part
 from redline.model.adapter import Adapter, LossOf
 
 
@@ -41,8 +47,31 @@ class WithLoss(nn.Module):
 class Shared:
     """A step that nobody shares; the other ways are made of it."""
 
+    cuts: Mapping[str, Cut] = MappingProxyType({})
+    """By name, of parameters that a tensor group has cut."""
+    cut: frozenset[torch.Tensor] = frozenset()
+    """Those parameters."""
+    tensor_group: ProcessGroup | None = None
+
     def __init__(self, loss_of: LossOf) -> None:
         self.loss_of = loss_of
+
+    def among(self, group: ProcessGroup, model: nn.Module, cuts: Mapping[str, Cut]) -> Shared:
+        """The same, of a model that this group has cut."""
+        self.cuts, self.tensor_group = cuts, group
+        self.cut = frozenset(parameter for name, parameter in model.named_parameters() if name in cuts)
+        return self
+
+    def clip(self, parameters: Iterable[torch.Tensor], most: float) -> torch.Tensor:
+        """Scales gradients down to a norm of `most` over all ranks; returns the norm they had."""
+        moved = [parameter for parameter in parameters if parameter.grad is not None]
+        norm = norm_of(parameter for parameter in moved if parameter not in self.cut)
+        if self.tensor_group is not None:  # which has equal gradients of what is not cut, and counts them once
+            square = norm_of(parameter for parameter in moved if parameter in self.cut).square()
+            dist.all_reduce(square, group=self.tensor_group)
+            norm = (norm.square() + square).sqrt()
+        nn.utils.clip_grads_with_norm_(moved, most, norm)
+        return norm
 
     def piece(self, last: bool) -> AbstractContextManager[object]:
         """Around forward and backward of a piece of the batch."""
@@ -56,7 +85,7 @@ class Shared:
 class Replicated(Shared):
     """Every rank holds the model. Gradients are averaged in buckets, while the backward pass goes on."""
 
-    def __init__(self, adapter: Adapter, model: nn.Module, loss_of: LossOf, device: torch.device) -> None:
+    def __init__(self, adapter: Adapter, model: nn.Module, loss_of: LossOf, ranks: Ranks, device: torch.device) -> None:
         # Batch norm's averages are rank 0's at every step; a causal mask never changes. The option was renamed.
         known = inspect.signature(DistributedDataParallel).parameters
         buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
@@ -64,6 +93,7 @@ class Replicated(Shared):
         self.ddp = DistributedDataParallel(
             WithLoss(model, loss_of),
             device_ids=[device.index] if device.type == "cuda" else None,
+            process_group=None if ranks.layout.is_plain else ranks.data_mesh.get_group(),
             gradient_as_bucket_view=True,  # gradients lie in the buckets: no second copy of them
             **options,
         )
@@ -78,9 +108,16 @@ class Sharded(Shared):
     gathered before it runs and given back after it."""
 
     def __init__(
-        self, adapter: Adapter, model: nn.Module, loss_of: LossOf, plan: Plan, ranks: Ranks, device: torch.device
+        self,
+        adapter: Adapter,
+        model: nn.Module,
+        loss_of: LossOf,
+        plan: Plan,
+        ranks: Ranks,
+        device: torch.device,
+        cuts: Mapping[str, Cut],
     ) -> None:
-        mesh = init_device_mesh(device.type, (ranks.count,), mesh_dim_names=("dp",))
+        mesh = ranks.data_mesh
         policy = MixedPrecisionPolicy()
         if plan.autocast == "bf16":
             # Weights are gathered in 16 bits and autocast finds nothing to cast in them; it stays for what it keeps in
@@ -95,7 +132,7 @@ class Sharded(Shared):
         fully_shard(root, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
         if any(parameter.is_meta for parameter in root.parameters()):
             root.to_empty(device=device)
-            fill(adapter, model)
+            fill(adapter, model, cuts)
         assert isinstance(root, FSDPModule)  # it has become one, in place
         self.root = root
         super().__init__(root)
@@ -118,17 +155,31 @@ class Sharded(Shared):
 
 
 def share(
-    adapter: Adapter, model: nn.Module, loss_of: LossOf, *, plan: Plan, ranks: Ranks, device: torch.device
+    adapter: Adapter,
+    model: nn.Module,
+    loss_of: LossOf,
+    *,
+    plan: Plan,
+    ranks: Ranks,
+    device: torch.device,
+    cuts: Mapping[str, Cut],
 ) -> Shared:
+    """`cuts`: what a tensor group has left of each parameter, of a model on 'meta'."""
+    if cuts and not plan.parallel.startswith("fsdp"):
+        give_memory(model, device)
+        fill(adapter, model, cuts)
     if plan.parallel == "none":
-        return Shared(loss_of)
-    if plan.parallel == "ddp":
-        return Replicated(adapter, model, loss_of, device)
-    return Sharded(adapter, model, loss_of, plan, ranks, device)
+        shared = Shared(loss_of)
+    elif plan.parallel == "ddp":
+        shared = Replicated(adapter, model, loss_of, ranks, device)
+    else:
+        shared = Sharded(adapter, model, loss_of, plan, ranks, device, cuts)
+    return shared.among(ranks.mesh.get_group("tp"), model, cuts) if cuts else shared
 
 
-def is_sharded(plan: Plan) -> bool:
-    return plan.parallel.startswith("fsdp")
+def is_cut(plan: Plan) -> bool:
+    """No rank has a whole model: it is built without memory, compiled in blocks and saved in parts."""
+    return plan.tensor_parallel or plan.parallel.startswith("fsdp")
 
 
 # --- tensors that are cut ---------------------------------------------------------------------------------------------
@@ -137,6 +188,9 @@ def is_sharded(plan: Plan) -> bool:
 @torch.no_grad()
 def put(target: torch.Tensor, whole: torch.Tensor) -> None:
     """A whole tensor into one of which this rank may hold a part only."""
+    if isinstance(target, Part):
+        target.fill_from(whole)
+        return
     if isinstance(target, DTensor):
         there = whole.to(target.device, target.dtype)
         whole = distribute_tensor(there, target.device_mesh, target.placements, src_data_rank=None)  # no traffic
@@ -144,13 +198,16 @@ def put(target: torch.Tensor, whole: torch.Tensor) -> None:
 
 
 @torch.no_grad()
-def fill(adapter: Adapter, model: nn.Module) -> None:
+def fill(adapter: Adapter, model: nn.Module, cuts: Mapping[str, Cut]) -> None:
     """The initial weights, as one process draws them, a tensor at a time: no rank ever holds the whole model."""
     adapter.fill_buffers(model)
     for name, parameter in model.named_parameters():
-        whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+        cut = cuts.get(name)
+        whole = torch.empty(
+            parameter.shape if cut is None else cut.shape, dtype=parameter.dtype, device=parameter.device
+        )
         adapter.draw(model, name, whole)
-        put(parameter, whole)
+        put(parameter, whole if cut is None else piece_of(whole, cut))
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -158,10 +215,24 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def clip(parameters: Iterable[torch.Tensor], most: float) -> torch.Tensor:
-    """Scales gradients down to a norm of `most` over all ranks; returns the norm they had."""
-    parameters = [parameter for parameter in parameters if parameter.grad is not None]
+def give_memory(model: nn.Module, device: torch.device) -> None:
+    """torch's `to_empty` alone would give a tied weight two memories, one under each of its names."""
+    first: dict[torch.Tensor, str] = {}
+    again = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if first.setdefault(parameter, name) != name:
+            again[name] = first[parameter]
+    model.to_empty(device=device)
+    for name, other in again.items():
+        module, _, own = name.rpartition(".")
+        setattr(model.get_submodule(module), own, model.get_parameter(other))
+
+
+def piece_of(whole: torch.Tensor, cut: Cut) -> torch.Tensor:
+    return torch.cat([whole.narrow(cut.dim, run.there, run.length) for run in cut.runs], dim=cut.dim)
+
+
+def norm_of(parameters: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Of their gradients together, over the ranks that FSDP has cut them among."""
     norm = nn.utils.get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
-    norm = whole(norm)
-    nn.utils.clip_grads_with_norm_(parameters, most, norm)
-    return norm
+    return whole(norm)

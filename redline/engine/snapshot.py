@@ -20,7 +20,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from redline.core.checkpoints import SHOWN
+from redline.core.cut import Cut
 from redline.core.errors import UserError
+from redline.engine.parts import parts_of
 from redline.engine.shard import put
 from redline.engine.tensor_files import SavedTensors
 
@@ -44,9 +46,14 @@ def optimizer_tensors(
 
 @torch.no_grad()
 def load_optimizer_tensors(
-    optimizer: torch.optim.Optimizer, model: nn.Module, tensors: Mapping[str, torch.Tensor], values: Mapping[str, Any]
+    optimizer: torch.optim.Optimizer,
+    model: nn.Module,
+    tensors: Mapping[str, torch.Tensor],
+    values: Mapping[str, Any],
+    cuts: Mapping[str, Cut] | None = None,
 ) -> None:
-    """Names, shapes and types are compared before the first number is copied; the weights are as they were."""
+    """Names, shapes and types are compared before the first number is copied; the weights are as they were. `cuts`: of
+    parameters that a tensor group has cut."""
     names = _parameter_names(optimizer, model)
     saved_state, saved_groups = values["state"], values["groups"]
     _check_names("parameters with state", saved_state, [name for name in names.values() if name in saved_state])
@@ -57,7 +64,7 @@ def load_optimizer_tensors(
     new = [p for p, name in names.items() if name in saved_state and not optimizer.state.get(p)]
     if new:
         _make_state(optimizer, new)
-    copy_into(dict(_tensors_of(optimizer, names)), tensors, what="optimizer")
+    copy_into(parts_of(dict(_tensors_of(optimizer, names)), cuts or {}), tensors, what="optimizer")
     for parameter, name in names.items():
         _set_plain_values(optimizer.state.get(parameter, {}), saved_state.get(name, {}))
     for group, options in zip(optimizer.param_groups, saved_groups, strict=True):

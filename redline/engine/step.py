@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from redline.core.plan import Plan
-from redline.engine.shard import Shared, clip
+from redline.engine.shard import Shared
 from redline.model.adapter import DTYPES, Adapter, LossOf
 
 INITIAL_LOSS_SCALE = 2.0**14  # low enough that GPT-2's first gradients do not overflow, so no update is lost
@@ -103,7 +103,7 @@ class TrainStep:
         if self.learning_rate is not None:
             for group in self.optimizer.param_groups:
                 group["lr"] = self.learning_rate(self.steps_taken)
-        self.gradient_norm = clip(self.parameters, self.clip_norm)
+        self.gradient_norm = self.shared.clip(self.parameters, self.clip_norm)
         if self.plan.loss_scaling:
             self.scaler.step(self.optimizer)  # has its own test for infinities
             self.scaler.update()

@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from redline.core.checkpoints import TENSOR_SUFFIX, UnusableError
+from redline.engine.parts import part_of
 from redline.engine.shard import put
 
 DTYPES = {
@@ -154,7 +155,7 @@ class SavedTensors(Mapping[str, torch.Tensor]):
         parts = {name: target for name, target in targets.items() if isinstance(self.places[name][0], ShardedFiles)}
         if parts:  # of one folder: a checkpoint is written one way
             files = self.places[next(iter(parts))][0]
-            files.read_into({self.places[name][1]: target.detach() for name, target in parts.items()})
+            files.read_into({self.places[name][1]: target for name, target in parts.items()})
         for name, target in targets.items():
             if name not in parts:
                 put(target, self[name])
@@ -201,9 +202,10 @@ class ShardedFiles:
 
     def read_into(self, targets: dict[str, torch.Tensor]) -> None:
         """Of tensors that are cut this rank's part alone is read; nobody waits for another rank."""
+        targets = {name: part_of(target, None) for name, target in targets.items()}
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # it is told so by no_dist
-            load(dict(targets), storage_reader=CheckedReader(self.folder), no_dist=True)
+            load(targets, storage_reader=CheckedReader(self.folder), no_dist=True)
 
 
 def open_sharded(folder: Path) -> SavedTensors:

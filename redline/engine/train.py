@@ -32,8 +32,11 @@ from redline.engine.checkpoint import (
     restore_rng,
 )
 from redline.engine.distributed import Ranks, alone
+from redline.engine.parts import parts_of
 from redline.engine.rank_stores import Store
 from redline.engine.step import TrainStep
+
+ONE_REQUEST_SECONDS = 0.5  # signals that come together
 
 Emit = Callable[..., None]
 """emit(kind, **fields): 'cycle', 'validation', 'sample', 'checkpoint', 'note'. Called between cycles only, with numbers
@@ -97,9 +100,12 @@ class Trainer:
             return
         check_same_run(loaded.path, loaded.identity, self.identity)
         tensors = loaded.tensors()  # memory-mapped on the host and copied one by one
-        copy_into(dict(self.step.model.named_parameters()), tensors.of("model"), what="model")
+        cuts = self.step.shared.cuts
+        copy_into(parts_of(dict(self.step.model.named_parameters()), cuts), tensors.of("model"), what="model")
         copy_into(self.step.adapter.state(self.step.model), tensors.of("buffers"), what="model")
-        load_optimizer_tensors(self.step.optimizer, self.step.model, tensors.of("optimizer"), loaded.state["optimizer"])
+        load_optimizer_tensors(
+            self.step.optimizer, self.step.model, tensors.of("optimizer"), loaded.state["optimizer"], cuts
+        )
         self.step.scaler.load_state_dict(loaded.state["scaler"])
         self.step.steps_taken = loaded.state["steps_taken"]
         self.progress = Progress(**loaded.state["progress"], rates=[])
@@ -113,9 +119,13 @@ class Trainer:
         if self.saved_at == self.progress.updates:
             return
         state_tensors, state_values = optimizer_tensors(self.step.optimizer, self.step.model)
-        tensors = {f"model.{name}": parameter.detach() for name, parameter in self.step.model.named_parameters()}
-        tensors |= {f"buffers.{name}": tensor for name, tensor in self.step.adapter.state(self.step.model).items()}
-        tensors |= {f"optimizer.{name}": tensor for name, tensor in state_tensors.items()}
+        kinds: dict[str, Mapping[str, torch.Tensor]] = {
+            "model": dict(self.step.model.named_parameters()),
+            "buffers": self.step.adapter.state(self.step.model),
+            "optimizer": state_tensors,
+        }
+        cuts = self.step.shared.cuts
+        tensors = {f"{kind}.{name}": t for kind, found in kinds.items() for name, t in parts_of(found, cuts).items()}
         progress = {name: value for name, value in asdict(self.progress).items() if name != "rates"}
         self.store.save(
             step=self.progress.updates,
@@ -154,8 +164,8 @@ class Trainer:
         with self.store, closing(loader), asked_to_stop() as asked:
             with self.ranks.watched():
                 while (why := self._why_over(asked)) is None:
-                    self._cycle(loader, asked)
-                    self._between_cycles()
+                    if self._cycle(loader, asked):
+                        self._between_cycles()
             if why != "interrupted":
                 self._validate()
             self.save()
@@ -167,25 +177,33 @@ class Trainer:
 
     def _why_over(self, asked: Callable[[], str | None]) -> str | None:
         """The same on every rank: what it hangs on was agreed upon at the end of the cycle."""
-        if self.asked or (self.ranks.count == 1 and asked()):
+        if self.asked or self._leaves_now(asked):
             return "interrupted"
         return self.settings.budget.used_up(self.progress)
 
-    def _cycle(self, loader: BatchSource, asked: Callable[[], str | None]) -> None:
+    def _leaves_now(self, asked: Callable[[], str | None]) -> bool:
+        """Several stop together, at the end of the cycle."""
+        return self.ranks.count == 1 and asked() is not None
+
+    def _cycle(self, loader: BatchSource, asked: Callable[[], str | None]) -> bool:
+        """Whether there was anything to train before somebody asked to stop."""
         started, waited, documents = time.perf_counter(), loader.waited_seconds, loader.documents
         memory.reset_peak(self.step.device)
         losses, norms = self._queue_updates(loader, asked)
+        if not losses:
+            return False
         self.ranks.mark(self.step.steps_taken, "reading the losses")
         figures = self.ranks.mean(torch.stack([*losses, *norms])).tolist()  # the one wait of the cycle
         self.epoch = loader.epoch
         mine = Look(
             seconds=time.perf_counter() - started,
             waited=loader.waited_seconds - waited,
-            documents=loader.documents - documents,
+            documents=loader.documents - documents if self.ranks.counts else 0,
             peak_bytes=memory.peak_bytes(self.step.device),
             asked=asked() is not None,
         )
         self._account(figures[: len(losses)], figures[len(losses) :], agreed(self.ranks.gather(mine)))
+        return True
 
     def _queue_updates(
         self, loader: BatchSource, asked: Callable[[], str | None]
@@ -194,11 +212,17 @@ class Trainer:
         losses, norms = [], []
         for _ in range(self._updates_to_go()):
             self.ranks.mark(self.step.steps_taken, "waiting for its batch")
-            batch = next(loader)
+            try:
+                batch = next(loader)
+            except (OSError, EOFError, RuntimeError):
+                time.sleep(ONE_REQUEST_SECONDS)  # the signal that ended the loader's processes may reach this one last
+                if not self._leaves_now(asked):
+                    raise
+                break
             self.ranks.mark(self.step.steps_taken, "in the step")
             losses.append(self.step(batch))
             norms.append(self.step.gradient_norm)
-            if asked() and self.ranks.count == 1:  # several stop together, at the end of the cycle
+            if self._leaves_now(asked):
                 break
         return losses, norms
 
@@ -330,13 +354,15 @@ def agreed(looks: list[Look]) -> Look:
 
 @contextmanager
 def asked_to_stop() -> Iterator[Callable[[], str | None]]:
-    """Ctrl-C and SIGTERM end the cycle and save; a second Ctrl-C leaves at once."""
-    asked: list[int] = []
+    """Ctrl-C and SIGTERM end the cycle and save; a second Ctrl-C leaves at once. What comes within a moment of the
+    first is the first: GNU timeout and job managers tell a process and its group, each by a signal of its own."""
+    asked: list[float] = []
 
     def note(number: int, _: object) -> None:
-        if asked:
+        now = time.monotonic()
+        if asked and number == signal.SIGINT and now - asked[0] > ONE_REQUEST_SECONDS:
             raise KeyboardInterrupt
-        asked.append(number)
+        asked.append(now)
 
     before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

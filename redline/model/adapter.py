@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -22,6 +22,11 @@ from redline.core.plan import PIECES, Plan
 from redline.core.workload import Workload
 from redline.model.gpt import GPT, draw, fill_buffers, gelu_by_sigmoid, initialise, unpadded
 from redline.model.loss import head_loss, next_token_loss
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from redline.core.cut import Cut
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -53,6 +58,11 @@ class Adapter(ABC):
     def blocks(self, model: nn.Module) -> list[nn.Module]:
         """The equal parts that run one after the other: what is cut, gathered and compiled one by one."""
         return []
+
+    def cut(self, model: nn.Module, mesh: DeviceMesh) -> dict[str, Cut]:
+        """Leaves this rank's part of every layer, in place, before the model has its numbers; says what of which
+        parameter that is."""
+        raise AssertionError(f"nobody knows how {type(self).__name__}'s layers are cut")
 
     @abstractmethod
     def restore(self, model: nn.Module) -> None:
@@ -110,6 +120,12 @@ class BuiltIn(Adapter):
         assert isinstance(model, GPT)
         return list(model.h)
 
+    def cut(self, model: nn.Module, mesh: DeviceMesh) -> dict[str, Cut]:
+        from redline.model.tensor_parallel import cut_gpt  # for ranks only
+
+        assert isinstance(model, GPT)
+        return cut_gpt(model, mesh)
+
     def _uninitialised(self, plan: Plan, device: torch.device) -> GPT:
         shape = self.workload.decoder
         with device:
@@ -132,6 +148,10 @@ class BuiltIn(Adapter):
 
     def loss_of(self, model: nn.Module, plan: Plan) -> LossOf:
         assert isinstance(model, GPT)
+        if plan.tensor_parallel:
+            from redline.model.tensor_parallel import vocabulary_loss
+
+            return partial(vocabulary_loss, model)
         if plan.loss == "full":
             return lambda inputs, targets: next_token_loss(model(inputs), targets)
         loss_of_head = fused_head(plan, model.shape.vocab)

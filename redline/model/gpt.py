@@ -36,10 +36,12 @@ class Norm(nn.LayerNorm):
         return F.layer_norm(x.to(weight.dtype), self.normalized_shape, weight, bias, self.eps).to(self.weight.dtype)
 
 
-def look_up(table: nn.Embedding, rows: torch.Tensor) -> torch.Tensor:
-    """In fp32 whatever the table is stored in: many tokens add to one row of its gradient, and in bf16 most of those
-    sums would be lost (an eager CPU would do them so)."""
-    return F.embedding(rows, at_least_fp32(table.weight))
+class Table(nn.Embedding):
+    """In fp32 whatever it is stored in: many tokens add to one row of its gradient, and in bf16 most of those sums
+    would be lost (an eager CPU would do them so)."""
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return F.embedding(rows, at_least_fp32(self.weight))
 
 
 def at_least_fp32(tensor: torch.Tensor) -> torch.Tensor:
@@ -55,11 +57,11 @@ class SelfAttention(nn.Module):
         self.attend = recomputed(ATTENTION[attention]) if recompute else ATTENTION[attention]
 
     def forward(self, x: torch.Tensor, future: torch.Tensor) -> torch.Tensor:
-        B, T, C = x.shape
-        qkv = self.c_attn(x).split(C, dim=2)
-        q, k, v = (part.view(B, T, self.heads, C // self.heads).transpose(1, 2) for part in qkv)  # [B, heads, T, d]
+        B, T, _ = x.shape
+        qkv = self.c_attn(x).chunk(3, dim=2)  # of all heads, or of those that a tensor-parallel rank has
+        q, k, v = (part.view(B, T, self.heads, -1).transpose(1, 2) for part in qkv)  # [B, heads, T, d]
         y = self.attend(q, k, v, future)
-        return self.c_proj(y.transpose(1, 2).reshape(B, T, C))
+        return self.c_proj(y.transpose(1, 2).reshape(B, T, -1))
 
 
 def gelu_by_sigmoid(x: torch.Tensor) -> torch.Tensor:
@@ -116,8 +118,10 @@ class GPT(nn.Module):
         self.shape, self.residual = shape, residual
         self.recompute_blocks = checkpointing == "full"
         rows = vocab_rows or shape.vocab
-        self.wte = nn.Embedding(rows, shape.d_model)
-        self.wpe = nn.Embedding(shape.positions_count, shape.d_model)
+        self.first_row = 0
+        """Of the vocabulary, where embedding and head begin: a tensor-parallel rank has some of the rows."""
+        self.wte = Table(rows, shape.d_model)
+        self.wpe = Table(shape.positions_count, shape.d_model)
         self.h = nn.ModuleList(
             Block(shape, attention, recompute_attention=checkpointing == "selective", gelu=gelu)
             for _ in range(shape.layers)
@@ -138,7 +142,7 @@ class GPT(nn.Module):
         """What the head reads: tokens [B, T] -> [B, T, C]."""
         T = tokens.size(1)
         future = self.future[:T, :T]  # type: ignore[index]
-        x = look_up(self.wte, tokens) + look_up(self.wpe, torch.arange(T, device=tokens.device))  # [B, T, C]
+        x = self.wte(tokens) + self.wpe(torch.arange(T, device=tokens.device))  # [B, T, C]
         x = x if self.residual == torch.float32 else x.to(self.residual)
         for block in self.h:
             x = recomputed(block)(x, future) if self.recompute_blocks else block(x, future)
@@ -179,7 +183,8 @@ def fill_buffers(model: GPT) -> None:
     """What is computed and not drawn, of a model that was built without memory."""
     model.future.copy_(future_of(model.shape.sequence))  # type: ignore[operator]
     if isinstance(model.lm_head.bias, torch.Tensor):
-        model.lm_head.bias.copy_(padding_bias(model.lm_head.out_features, model.shape.vocab))
+        end = model.first_row + model.lm_head.out_features
+        model.lm_head.bias.copy_(padding_bias(end, model.shape.vocab)[model.first_row :])
 
 
 @torch.no_grad()

@@ -125,7 +125,9 @@ class TransformersAdapter(Adapter):
 
 def refused(error: Exception) -> UserError:
     text = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-    return UserError("transformers cannot build the config", text, "mend it; `redline estimate` reads its sizes alone")
+    why = f"it knows no {text}" if isinstance(error, KeyError) else text  # such as a rope_type that is newer than it
+    fix = "mend it, or install a newer transformers; `redline estimate` reads its sizes alone"
+    return UserError("transformers cannot build the config", why, fix)
 
 
 def drops(model: nn.Module) -> bool:

@@ -39,6 +39,7 @@ from redline.predict.roofline import IDEAL, TYPICAL, Peaks, peaks_for, roofline
 
 LEAST_SHARE = 0.01  # of the step: less is inside the noise of measuring it
 IDLE_SHARE = 0.05
+NO_SYNC = "no-sync"
 KERNELS_LOSE = replace(TYPICAL, gap_seconds=0.0)  # idle time is measured
 MEMORY_BOUND = "memory-bound"  # fusing moves work between these groups, so they are weighed together
 POOLS = {
@@ -267,13 +268,16 @@ def synchronisations(case: Case) -> Iterator[Advice]:
     idle = case.profile.sync_idle_seconds
     if idle <= 0:
         return
-    lines = [each.where for each in case.profile.findings if each.kind == "synchronisation" and each.where]
-    rung = case.candidate("no-sync")
+    found = [each for each in case.profile.findings if each.kind == "synchronisation"]
+    lines = [each.where for each in found if each.rung is None and each.where]
+    # What nobody watched may be the recipe's. A user's own lines are not mended by it.
+    recipe = not lines or any(each.rung == NO_SYNC for each in found)
+    rung = case.candidate(NO_SYNC) if recipe else None
     kept = 1 / rung.plan.read_loss_every if rung is not None and rung.plan.read_loss_every else 0.0
-    at = f", at {', '.join(lines[:3])}" if lines else ""
+    todo = ([] if rung is None else [f"take {rung.rung}"]) + ([f"mend {', '.join(lines[:3])}"] if lines else [])
     yield Advice(
-        what="take no-sync" if rung else "let the host wait for the device less often",
-        why=f"the device runs dry for {case.share(idle)} while the host waits for it{at}",
+        what=" and ".join(todo) or "let the host wait for the device less often",
+        why=f"the device runs dry for {case.share(idle)} while the host waits for it",
         gain_seconds=idle * (1 - kept),
         rung=None if rung is None else rung.rung,
     )

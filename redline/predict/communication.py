@@ -206,23 +206,23 @@ def ddp_buckets(tensors: Iterable[int], first: int = FIRST_BUCKET, cap: int = BU
 
 
 def _tensor_parallel(rank: Rank, gpus_per_node: int) -> Iterator[Collective]:
-    """Row-parallel layers (proj, down) sum their outputs, column-parallel ones (qkv, up, head) the gradients of their
-    inputs, the cut embedding its rows. Torch hides none of them. Types: an output has the matmuls', an input what the
-    norm wrote, which is the weights'; under FSDP's policy everything is the matmuls'."""
+    """As model/tensor_parallel.py does it. Layers cut by inputs (proj, down) sum their outputs, those cut by outputs
+    (qkv, up, head) the gradients of their inputs, the cut embedding its rows, in fp32. Nothing hides them. Types: an
+    output has the matmuls', an input what the norm wrote, which is the weights', and FSDP gathers those in the
+    matmuls'."""
     layout = rank.layout
     if layout.tp == 1:
         return
     stream = rank.tokens * rank.shape.d_model
     narrow = rank.compute if rank.zero == 3 else rank.weight
     again = rank.layers if rank.plan.checkpointing == "full" else 0  # proj's output; down's nobody needs again
-    logits = rank.compute if rank.zero == 3 else FP32
     group = group_of(layout, "tp", gpus_per_node)
     for what, during, calls, size in (
-        ("rows of the embedding", "forward", rank.first, narrow * stream),
+        ("rows of the embedding", "forward", rank.first, FP32 * stream),
         ("outputs of attention and MLP", "forward", 2 * rank.layers, rank.compute * stream),
         ("outputs of attention again", "backward", again, rank.compute * stream),
-        ("maximum and sum of the logits", "forward", 2 * rank.last, FP32 * rank.tokens),
-        ("logits of the targets", "forward", rank.last, logits * rank.tokens),
+        ("largest logits", "forward", rank.last, FP32 * rank.tokens),
+        ("sums and targets of the logits", "forward", rank.last, 2 * FP32 * rank.tokens),
         ("gradients of inputs", "backward", 2 * rank.layers + rank.last, narrow * stream),
     ):
         yield Collective(

@@ -82,6 +82,8 @@ class Subject:
     """How several GPUs are joined."""
     advice: Recommendation | None = None
     """Where the layout was not named."""
+    words: str | None = None
+    """What to type to measure it; None where nothing can be built from what was described."""
 
 
 def document(subject: Subject, target: Target) -> dict[str, Any]:
@@ -95,6 +97,7 @@ def document(subject: Subject, target: Target) -> dict[str, Any]:
     return {
         "name": subject.name,
         "origin": subject.origin,
+        "words": subject.words,
         "shape": to_json(case.shape),
         "settings": settings_json(subject),
         "hardware": target.document(),

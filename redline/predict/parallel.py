@@ -54,7 +54,7 @@ class Layout:
 
     def explain(self) -> str:
         return (
-            f"{self.gpus} GPUs / (TP {self.tp} x PP {self.pp}) = DP {self.dp}; "
+            f"{counted(self.gpus, 'GPU')} / (TP {self.tp} x PP {self.pp}) = DP {self.dp}; "
             f"MBS {self.micro_batch} x DP {self.dp} x GAS {self.accumulation} = "
             f"a global batch of {self.global_batch} sequences."
         )
@@ -125,7 +125,7 @@ def gpus_in_a_node(gpus: int, nodes: int | None = None) -> int:
         return max(size for size in divisors(gpus) if size <= USUAL_NODE)
     check_positive("nodes", nodes)
     if gpus % nodes:
-        near = _nearest_two(divisors(gpus), nodes)
+        near = nearest_two(divisors(gpus), nodes)
         raise UserError(
             f"{gpus} GPUs are not the same number in each of {nodes} nodes",
             "nodes are taken to be alike",
@@ -200,15 +200,15 @@ def _batches_near(wanted: int, once: Layout) -> Iterator[str]:
     for batch in _multiples(wanted, once.dp):
         nearer = all(abs(batch - wanted) < abs(other - wanted) for other in same)
         if batch == wanted:
-            sizes = _nearest_two(divisors(batch // once.dp), once.micro_batch)
+            sizes = nearest_two(divisors(batch // once.dp), once.micro_batch)
             yield f"a micro batch of {_either(sizes)}"
             return
         if nearer:
-            size = _nearest_two(divisors(batch // once.dp), once.micro_batch)[0]
+            size = nearest_two(divisors(batch // once.dp), once.micro_batch)[0]
             yield f"{batch} with a micro batch of {size}"
 
 
-def _nearest_two(numbers: Sequence[int], wanted: int) -> list[int]:
+def nearest_two(numbers: Sequence[int], wanted: int) -> list[int]:
     return sorted(sorted(numbers, key=lambda number: (abs(math.log(number / wanted)), number))[:2])
 
 

@@ -21,9 +21,8 @@ from redline.core.workload import check_positive
 from redline.predict.gemms import DIRECTIONS, Gemm
 from redline.predict.optimizers import find_optimizer
 
-CONVENTION = (
-    "counted while the model ran: products and convolutions, forward and backward, of attention the whole square"
-)
+WITHOUT_ATTENTION = "counted while the model ran: products and convolutions, forward and backward"
+CONVENTION = f"{WITHOUT_ATTENTION}, of attention the whole square"
 FP32, BF16 = 4, 2
 
 

@@ -12,14 +12,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from redline.core.traced import Traced
+from redline.core.units import batch_words
 from redline.core.values import to_json
 from redline.predict.estimate import Target, batch_json, memory_detail, memory_json
 from redline.predict.fitting import TracedCase
 from redline.predict.parallel import Layout
 from redline.predict.roofline import sheet_peaks
-from redline.predict.traced import CONVENTION, Bound, flops_per_item, step_of
+from redline.predict.traced import CONVENTION, WITHOUT_ATTENTION, Bound, flops_per_item, step_of
 
-NOT_PREDICTED = "what a model of one's own does between its products was not described: measure it, redline ladder"
+NOT_PREDICTED = "what a model of one's own does between its products was not described: measure it with"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +33,8 @@ class TracedSubject:
     rungs: tuple[str, ...]
     micro_batch: int
     notes: tuple[str, ...]
+    words: str | None = None
+    """What to type to get it again; None for a module of somebody's own program."""
 
 
 def traced_document(subject: TracedSubject, target: Target) -> dict[str, Any]:
@@ -41,23 +44,35 @@ def traced_document(subject: TracedSubject, target: Target) -> dict[str, Any]:
     return {
         "name": subject.name,
         "origin": subject.origin,
+        "words": subject.words,
         "shape": to_json(traced),
         "settings": settings_json(subject),
         "hardware": target.document(),
         "parameters": traced.parameters,
         "parameter_groups": None,
         "flops_per_token": flops_json(traced),
-        "memory": memory_json(memory),
-        "memory_detail": memory_detail(memory),
+        # Autograd was seen to keep them, and not told what they are: they are among the activations.
+        "memory": {**memory_json(memory), "logits": None},
+        "memory_detail": {**memory_detail(memory), "autocast_cache": None},
         "max_micro_batch": None if target.memory_bytes is None else case.largest(target.memory_bytes),
         "fits": fits,
         "what_to_change": [],
         "roofline": roofline_json(subject, target),
         "tokens_per_second": None,
-        "tokens_per_second_reason": "it does not fit" if fits is False else NOT_PREDICTED,
-        "batch": batch_json(Layout(gpus=1, micro_batch=micro_batch)),
+        "tokens_per_second_reason": "it does not fit" if fits is False else f"{NOT_PREDICTED} {measured_by(subject)}",
+        "batch": {**batch_json(Layout(gpus=1, micro_batch=micro_batch)), "sentence": sentence(subject)},
         "notes": [*target.notes, *subject.notes, *notes_of(traced)],
     }
+
+
+def measured_by(subject: TracedSubject) -> str:
+    return "redline.Meter" if subject.words is None else f"redline ladder {subject.words}"
+
+
+def sentence(subject: TracedSubject) -> str:
+    traced = subject.case.shape
+    items = {"unit": traced.unit, "items_per_sample": traced.items_per_sample}
+    return f"{batch_words(subject.micro_batch, items)} in a step, on one GPU."
 
 
 def settings_json(subject: TracedSubject) -> dict[str, Any]:
@@ -81,7 +96,7 @@ def flops_json(traced: Traced) -> dict[str, Any]:
         "model": flops_per_item(traced),
         "unit": traced.unit,
         "passes": "forward and backward",
-        "convention": CONVENTION,
+        "convention": CONVENTION if traced.sdpa or traced.attention else WITHOUT_ATTENTION,
         **dict.fromkeys(unknown),
     }
 

@@ -212,14 +212,16 @@ def _figure_lines(row: Row) -> list[str]:
 def _light_lines(row: Row) -> Iterator[str]:
     light, rate = (row.get("roofline") or {}).get("light"), row.get("tokens_per_second")
     if light and rate is not None:
-        yield f"{human_percent(rate / light, 0)} of its speed of light, {human_rate(light)} tokens/s"
+        unit = rate_unit(row.get("unit"), short=False)
+        yield f"{human_percent(rate / light, 0)} of its speed of light, {human_rate(light)} {unit}"
 
 
 def _own_lines(row: Row) -> Iterator[str]:
     own = row.get("rebatched") or {}
     if own.get("tokens_per_second") is not None:
         gain = human_ratio(own.get("speedup_fixed"))
-        yield f"at its own micro batch {_known(own.get('micro_batch'))}: {human_rate(own_rate(row))} tokens/s, {gain}"
+        rate = f"{human_rate(own_rate(row))} {rate_unit(row.get('unit'), short=False)}"
+        yield f"at its own micro batch {_known(own.get('micro_batch'))}: {rate}, {gain}"
 
 
 # --- loss curves ------------------------------------------------------------------------------------------------------

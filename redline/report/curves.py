@@ -141,7 +141,7 @@ def _figures(name: str, points: Points, panel: Panel) -> str:
 
 def _marks(panel: Panel, x: Scale, height_px: int) -> Iterator[str]:
     for place in panel.marks:
-        title = f"an update was skipped at {short_number(place)} tokens: its gradients were not finite"
+        title = f"an update was skipped at {short_number(place)} {panel.axis}: its gradients were not finite"
         yield svg_line("mark", x(place), height_px - MARK_PX, x(place), height_px, title)
 
 

@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from redline.core.units import UNKNOWN, batch_words, human_bytes, human_percent, human_rate, human_seconds, rate_unit
+from redline.predict.fitting import MOST_SEQUENCES
 from redline.report import Document, one_line
 from redline.report.parallel import print_parallel
 from redline.report.plain_table import plain_table
@@ -41,6 +42,13 @@ IN_INFERENCE = {
     "activations": "keys and values of all layers, one layer at work",
     "logits": "of the last token of each sequence",
     "working": "workspaces of matmuls",
+}
+OF_ONES_OWN = {  # a model that was seen, and not described
+    "weights": "parameters and buffers",
+    "gradients": "of every parameter that is trained",
+    "activations": "kept for the backward pass, of every kind",
+    "working": "the batch, workspaces of matmuls",
+    "context": "outside the allocator: CUDA context, libraries",
 }
 
 
@@ -113,9 +121,15 @@ def flops_table(document: Document) -> Table:
 
 
 def parts_of(document: Document) -> dict[str, int]:
-    """Bytes in the order of the bar; the detail tells apart what the contract calls temporary."""
+    """Bytes in the order of the bar; the detail tells apart what the contract calls temporary. What is not known apart
+    is left out."""
     everything = {**document["memory"], **{k: v for k, v in document["memory_detail"].items() if isinstance(v, int)}}
-    return {name: everything[name] for name in PARTS}
+    return {name: everything[name] for name in PARTS if everything.get(name) is not None}
+
+
+def is_own(document: Document) -> bool:
+    """A user's own model: it has no sizes of a decoder."""
+    return "heads" not in document["shape"]
 
 
 def memory_bar(document: Document, width: int = BAR_COLUMNS) -> Text:
@@ -138,11 +152,14 @@ def memory_bar(document: Document, width: int = BAR_COLUMNS) -> Text:
 
 def memory_text(document: Document) -> str:
     total, memory = document["memory"]["total"], document["hardware"]["memory_bytes"]
-    needs = f"{human_bytes(total)} at the peak, in the {document['memory_detail']['moment']}"
+    moment = f"at the peak, in the {document['memory_detail']['moment']}"
+    needs = f"{human_bytes(total)} {'with everything alive at once' if is_own(document) else moment}"
     if memory is None:
         return f"{needs}; no device to compare with"
     largest = document["max_micro_batch"]
-    best = f"the largest micro batch that fits is {largest}" if largest else "no micro batch fits"
+    best = f"the largest micro batch that fits is {largest:,}" if largest else "no micro batch fits"
+    if largest == MOST_SEQUENCES:
+        best = f"a micro batch of {largest:,} fits, and none larger is looked at"
     share = f"{human_percent(total / memory, 0)} of {human_bytes(memory)}"
     return f"{needs}: {share}{'' if document['fits'] else ', which does not fit'}; {best}"
 
@@ -154,9 +171,11 @@ def memory_table(document: Document) -> Table:
         letter, colour, meaning = PARTS[name]
         if document["settings"]["inference"]:
             meaning = IN_INFERENCE.get(name, meaning)
+        if is_own(document):
+            meaning = OF_ONES_OWN.get(name, meaning)
         key = Text(letter, style=f"black on {colour}")
         table.add_row(key, LABELS.get(name, name), human_bytes(size), human_percent(size / total), meaning)
-        if name == "activations":
+        if name == "activations" and not is_own(document):
             for kind, part in document["memory_detail"]["activations"].items():
                 table.add_row("", Text(f"  {kind}", style="dim"), human_bytes(part), human_percent(part / total), "")
     table.add_row("", Text("total", style="bold"), human_bytes(total), "", "")
@@ -232,5 +251,5 @@ def notes_of(document: Document) -> Iterator[Note]:
 def speed_text(document: Document) -> str:
     if document["tokens_per_second"] is None:
         return f"{UNKNOWN} ({one_line(document['tokens_per_second_reason'])})"
-    measure = f"; measure it with redline ladder {document['name']}" if document["origin"] == "preset" else ""
+    measure = f"; measure it with redline ladder {one_line(document['words'])}" if document.get("words") else ""
     return f"{human_rate(document['tokens_per_second'])} expected{measure}"

@@ -43,7 +43,7 @@ def subject_text(document: Document) -> str:
         f"{one_line(document['name'])}: {', '.join([*traced, *model_words(shape)])}",
         *([] if settings["micro_batch"] is None else [batch_words(settings["micro_batch"], shape)]),
         settings["dtype"],
-        f"tp {settings['tp']}",
+        *([f"tp {settings['tp']}"] if "heads" in document["shape"] or settings["tp"] > 1 else []),
         one_line(hardware["name"] or "unknown device"),
     ]
     return ", ".join(parts)

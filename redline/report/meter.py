@@ -14,6 +14,7 @@ from rich.text import Text
 
 from redline.core.units import UNKNOWN, human_bytes, human_percent, human_rate, human_seconds
 from redline.report import Document, one_line
+from redline.report.profile import place_of
 from redline.report.table import Note, notes_grid
 
 
@@ -55,5 +56,4 @@ def notes_of(document: Document) -> Iterator[Note]:
     if document["syncs_per_step"] is None:
         yield Note(about="syncs", text="counted on GPUs, in the last step of the warm-up")
     for each in document["syncs"] or ():
-        where = UNKNOWN if each["file"] is None else f"{each['file']}:{each['line']}"
-        yield Note(about="sync", text=one_line(f"{where}, {each['per_step']:g} in a step"))
+        yield Note(about="sync", text=one_line(f"{place_of(each)}, {each['per_step']:g} in a step"))

@@ -17,10 +17,10 @@ from pathlib import PurePath
 from typing import Any
 
 from redline.core.job import BEST_FILE, REBATCHED_FILE
-from redline.core.units import counted, human_bytes, human_percent, human_rate, human_ratio
+from redline.core.units import counted, human_bytes, human_percent, human_rate, human_ratio, rate_unit
 from redline.core.workload import SAMPLE_CORPUS
 from redline.report import Document, Row, has_implausible_peak, one_line, reason_of, rung_name, status_of, verdict_of
-from redline.report.table import MOST_SWING, best_row, ranks_of, rows_of, swing_of
+from redline.report.table import MOST_SWING, best_row, ranks_of, rows_of, swing_of, unit_of
 
 SHOWN = 3
 ROOM = 0.5  # of the device's memory: below this a larger micro batch is worth a look
@@ -194,7 +194,7 @@ def take_the_own_batch(document: Document) -> Iterator[Step]:
         if own_rate / rate >= WORTH:
             yield Step(
                 what=f"Train at micro batch {one_line(own.get('micro_batch'))}",
-                why=f"{human_rate(own_rate)} tokens/s with {one_line(own.get('rung'))}, {human_ratio(own_rate / rate)} "
+                why=f"{rate_text(document, own_rate)} with {one_line(own.get('rung'))}, {human_ratio(own_rate / rate)} "
                 f"the best at the ladder's own size",
                 command=train_command(document, file_in(document, REBATCHED_FILE)),
             )
@@ -232,7 +232,7 @@ def profile_the_gap(document: Document) -> Iterator[Step]:
         yield Step(
             what="See where the rest of the time goes",
             why=f"{rung_name(row)} reaches {human_percent(rate / light, 0)} of its recipe's speed of light "
-            f"({human_rate(light)} tokens/s); a profile names the operations that lose the rest",
+            f"({rate_text(document, light)}); a profile names the operations that lose the rest",
             command=profile_command(document),
         )
 
@@ -261,9 +261,14 @@ def train_with_it(document: Document) -> Iterator[Step]:
     if best:
         yield Step(
             what="Train with it",
-            why=f"best.json in the run directory is the recipe of {human_rate(best.get('tokens_per_second'))} tokens/s",
+            why=f"best.json in the run directory is the recipe of {rate_text(document, best.get('tokens_per_second'))}",
             command=train_command(document),
         )
+
+
+def rate_text(document: Document, rate: float | None) -> str:
+    """'32,239 tokens/s', or samples of a user's own model."""
+    return f"{human_rate(rate)} {rate_unit(unit_of(document), short=False)}"
 
 
 def listed(names: list[str]) -> str:
@@ -291,7 +296,7 @@ def train_the_winner(document: Document) -> Iterator[Step]:
     if best:
         yield Step(
             what="Train with the winner",
-            why=f"{human_rate(best['tokens_per_second'])} tokens/s at micro batch {best['micro_batch']}; best.json in "
+            why=f"{rate_text(document, best['tokens_per_second'])} at micro batch {best['micro_batch']}; best.json in "
             "the run directory is its recipe",
             command=train_command(document),
         )
@@ -341,7 +346,7 @@ def profile_the_winner(document: Document) -> Iterator[Step]:
         yield Step(
             what="See where the rest of the time goes",
             why=f"the winner reaches {human_percent(share, 0)} of its recipe's speed of light "
-            f"({human_rate(roofline.get('light'))} tokens/s)",
+            f"({rate_text(document, roofline.get('light'))})",
             command=profile_command(document),
         )
 

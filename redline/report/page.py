@@ -27,6 +27,7 @@ from redline.core.units import (
     rate_unit,
     rate_words,
 )
+from redline.core.workload import NO_TOKENIZER
 from redline.report import Document, Row, is_dropped, one_line, reason_of, rung_name, shown_mfu, status_of, verdict_of
 from redline.report.bars import Bar, stacked_chart
 from redline.report.charts import ladder_chart, loss_chart
@@ -462,7 +463,10 @@ def machine_facts(document: Document) -> dict[str, Any]:
 
 def workload_facts(document: Document) -> dict[str, Any]:
     workload = document.get("workload") or {}
-    plain = {name: value for name, value in workload.items() if name not in ("shape", "source", "cannot", "notes")}
+    hidden = ["shape", "source", "cannot", "notes"]
+    if workload.get("tokenizer") == NO_TOKENIZER:
+        hidden += ["tokenizer", "corpus"]  # a user's file makes its own batches
+    plain = {name: value for name, value in workload.items() if name not in hidden}
     # What was seen of a user's own model is lists of products and modules: no facts to be read here.
     sizes = {name: size for name, size in (workload.get("shape") or {}).items() if not isinstance(size, (list, dict))}
     source = workload.get("source") or {}

@@ -75,7 +75,7 @@ def points_chart(points: Sequence[Point], *, width_px: int, light: float | None 
         data = f' data-kind="trial" data-number="{point.number}" data-tokens-per-second="{point.rate}"'
         data += "" if point.trusted else ' data-doubtful="memory"'
         marks.append(hot_area(Box(cx - 7, cy - 7, 14, 14), point.tip, size, data))
-    return svg_picture(width_px, size.height, "Every trial: tokens per second over peak memory", parts, marks)
+    return svg_picture(width_px, size.height, "Every trial: speed over peak memory", parts, marks)
 
 
 def _spread(values: Sequence[float], start_px: float, end_px: float) -> Scale:

@@ -11,17 +11,19 @@ import os
 import re
 from collections import defaultdict
 from collections.abc import Iterator
+from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from redline.core.profile import IDLE
+from redline.core.profile import IDLE, RECIPE
 from redline.core.units import UNKNOWN, batch_words, human_bytes, human_percent, human_rate, human_seconds, rate_unit
 from redline.report import Document, one_line
 from redline.report.table import WIDTH_COLUMNS, Note, milliseconds, notes_grid, ranks_of, sharing_text
 
+PACKAGE_PARENT = str(Path(__file__).resolve().parents[2]) + os.sep
 SHOWN_ADVICE, SHOWN_KERNELS, SHOWN_MODULES, SHOWN_LINES, SHOWN_FINDINGS = 3, 10, 8, 6, 12
 BAR_COLUMNS = 30
 TIMELINE_ROWS, LABEL_COLUMNS = 6, 10
@@ -97,7 +99,9 @@ def advice_table(document: Document) -> Table | Text:
     table = _table("", "gain ", "what", "why")
     for number, each in enumerate(advice, start=1):
         gain = UNKNOWN if each["gain_seconds"] is None else f"{milliseconds(each['gain_seconds'])} ms"
-        table.add_row(str(number), gain, Text(one_line(each["what"]), style="bold green"), one_line(short(each["why"])))
+        table.add_row(
+            str(number), gain, Text(one_line(short(each["what"])), style="bold green"), one_line(short(each["why"]))
+        )
     return table
 
 
@@ -183,15 +187,22 @@ def short_kernel(name: str) -> str:
 def findings_table(document: Document) -> Table:
     table = _table("what", "where", "per step ", "detail")
     for each in document["findings"][:SHOWN_FINDINGS]:
-        where = UNKNOWN if each["file"] is None else f"{short(each['file'])}:{each['line']}"
+        where = place_of(each)
         count = UNKNOWN if each["per_step"] is None else f"{each['per_step']:g}"
         table.add_row(each["kind"], one_line(where), count, one_line(each["detail"]))
     return table
 
 
+def place_of(finding: Document) -> str:
+    """A line, or the recipe; documents of older runs have no 'rung'."""
+    if finding.get("rung") is not None:
+        return RECIPE
+    return UNKNOWN if finding["file"] is None else f"{short(finding['file'])}:{finding['line']}"
+
+
 def short(text: str) -> str:
-    """Paths under the working directory as they are typed there."""
-    return text.replace(os.getcwd() + os.sep, "")
+    """Paths under the working directory as they are typed there; redline's own from its package on."""
+    return text.replace(os.getcwd() + os.sep, "").replace(PACKAGE_PARENT, "")
 
 
 # memory

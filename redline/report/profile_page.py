@@ -20,7 +20,7 @@ from redline.report.curves import Panel, curve_chart
 from redline.report.history import thin
 from redline.report.next_steps import Step
 from redline.report.page import date_text, drawings, fact_groups, render, table_row
-from redline.report.profile import IDLE_ON_CPU, SHOWN_ADVICE, folded_modules, notes_of, plain_kernel, short
+from redline.report.profile import IDLE_ON_CPU, SHOWN_ADVICE, folded_modules, notes_of, place_of, plain_kernel, short
 from redline.report.svg import plain_tick
 from redline.report.table import device_name, milliseconds, unit_of, workload_text
 
@@ -89,7 +89,7 @@ def todo_of(document: Document) -> list[Step] | None:
     advice = document["advice"]
     if advice is None:
         return None
-    return [Step(what=one_line(each["what"]), why=advice_text(each)) for each in advice[:SHOWN_ADVICE]]
+    return [Step(what=one_line(short(each["what"])), why=advice_text(each)) for each in advice[:SHOWN_ADVICE]]
 
 
 def sections(document: Document) -> Iterator[tuple[str, str]]:
@@ -118,7 +118,9 @@ def headline_figures(document: Document) -> list[tuple[str, str, str]]:
         figures.append((share, "of its speed of light", f"{human_seconds(light)} a step at the data sheet's peaks"))
     else:
         busy = "of the step the device works" if document["device"] == "cuda" else "of the step operators work"
-        why = "no peaks are known for this device" if document["recipe"] else ""
+        own = not (document["workload"]["shape"] or {}).get("heads")  # sizes of a decoder: others were not described
+        reason = "how fast a model of one's own could be is not known" if own else "no peaks are known for this device"
+        why = reason if document["recipe"] else ""
         figures.append((human_percent(document["busy_share"]), busy, why))
     return figures
 
@@ -240,7 +242,7 @@ def finding_table(document: Document) -> dict[str, Any]:
         table_row(
             [
                 one_line(each["kind"]),
-                UNKNOWN if each["file"] is None else one_line(f"{short(each['file'])}:{each['line']}"),
+                one_line(place_of(each)),
                 UNKNOWN if each["per_step"] is None else f"{each['per_step']:g}",
                 one_line(each["detail"]),
                 one_line(each["fix"]),

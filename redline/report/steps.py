@@ -40,6 +40,7 @@ from redline.report.svg import (
     svg_rect,
     svg_text,
 )
+from redline.report.table import unit_of
 
 PLOT_PX, TOP_PX, FOOT_PX = 370.0, 26.0, 56.0
 LEAST_COLUMN_PX = 50.0  # below this names have no room
@@ -118,10 +119,11 @@ def _right_px(rows: Sequence[Row], width_px: int) -> float:
 def limits_of(document: Document) -> list[tuple[str, float]]:
     """(label, tokens per second) of the device's peaks, lowest first."""
     known = [limit for limit in document.get("limits") or [] if limit.get("tokens_per_second")]
+    unit = rate_unit(unit_of(document), short=False)
     labels = [
         (
             f"{one_line(limit.get('name') or 'peak')}: {limit.get('tflops') or 0:g} TFLOP/s, "
-            f"{human_rate(limit['tokens_per_second'])} tokens/s",
+            f"{human_rate(limit['tokens_per_second'])} {unit}",
             float(limit["tokens_per_second"]),
         )
         for limit in known
@@ -160,8 +162,8 @@ def limit_words(document: Document) -> str:
     lit = [row for row in document.get("rows") or [] if is_measured(row) and light_of(row) and not is_dropped(row)]
     if lit:
         fastest = max(lit, key=lambda row: float(row["tokens_per_second"]))
-        light = human_rate(light_of(fastest))
-        texts.append(f"speed of light of the recipe up to {rung_name(fastest)}: {light} tokens/s")
+        light = f"{human_rate(light_of(fastest))} {rate_unit(unit_of(document), short=False)}"
+        texts.append(f"speed of light of the recipe up to {rung_name(fastest)}: {light}")
     return f"Limits: {'; '.join(texts)}." if texts else ""
 
 

@@ -10,7 +10,7 @@ never cut: it stands under the table in full.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from redline.core.traced import TOKEN
 from redline.core.units import (
     UNKNOWN,
     counted,
@@ -190,7 +191,8 @@ def rebatched_rows(document: Document) -> list[Row]:
 
 def rebatched_columns(document: Document) -> tuple[Column, ...]:
     rows = rebatched_rows(document)
-    return tuple(column for column in REBATCHED_COLUMNS if any(column.cell(row) is not None for row in rows))
+    columns = counting(REBATCHED_COLUMNS, document)
+    return tuple(column for column in columns if any(column.cell(row) is not None for row in rows))
 
 
 def rebatched_table(document: Document, width: int = WIDTH_COLUMNS) -> Table:
@@ -213,9 +215,25 @@ def rebatched_notes(document: Document) -> list[Note]:
 def shown_columns(document: Document) -> tuple[Column, ...]:
     """The columns some row can fill. Before the first measurement that is all of them."""
     measured = [row for row in rows_of(document) if status_of(row) == "ok"]
+    columns = counting(COLUMNS, document)
     if not measured:
-        return tuple(column for column in COLUMNS if column.why_unknown)
-    return tuple(column for column in COLUMNS if any(column.cell(row) is not None for row in measured))
+        return tuple(column for column in columns if column.why_unknown)
+    return tuple(column for column in columns if any(column.cell(row) is not None for row in measured))
+
+
+def counting(columns: Sequence[Column], document: Document) -> tuple[Column, ...]:
+    """The same, of what the document's rates count: samples, where the model is a user's own."""
+    unit = unit_of(document)
+    if unit in (None, TOKEN):
+        return tuple(columns)
+    return tuple(
+        replace(
+            column,
+            name=column.name.replace("tok/s", rate_unit(unit)),
+            meaning=column.meaning.replace("tokens", f"{unit}s"),
+        )
+        for column in columns
+    )
 
 
 def rows_of(document: Document) -> list[Row]:
@@ -238,15 +256,11 @@ def unit_of(document: Document) -> str | None:
     return shape.get("unit")
 
 
-def _heading(column: Column, rows: Sequence[Row]) -> str:
-    return column.name.replace("tok/s", rate_unit(rows[0].get("unit") if rows else None))
-
-
 def _table(rows: Sequence[Row], columns: Sequence[Column], gap: int) -> Table:
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, gap - 1, 0, 0), header_style="bold")
     for column in columns:
         justify = "right" if column.number else "left"
-        table.add_column(_heading(column, rows), justify=justify, no_wrap=column.name == "rung", overflow="fold")  # type: ignore[arg-type]
+        table.add_column(column.name, justify=justify, no_wrap=column.name == "rung", overflow="fold")  # type: ignore[arg-type]
     for row in rows:
         table.add_row(*_styled_cells(row, columns))
     return table
@@ -261,7 +275,7 @@ def _fit(document: Document, width: int) -> tuple[tuple[Column, ...], int]:
 
 def _width(document: Document, columns: Sequence[Column], gap: int) -> int:
     lines = [
-        [_heading(column, rows_of(document)) for column in columns],
+        [column.name for column in columns],
         *(cells_of(row, columns) for row in rows_of(document)),
     ]
     return sum(max(map(len, cells)) for cells in zip(*lines, strict=True)) + gap * len(columns)
@@ -429,7 +443,7 @@ def model_notes(document: Document) -> Iterator[Note]:
 def _missing_notes(document: Document) -> Iterator[Note]:
     shown = shown_columns(document)
     device = device_name(document)
-    for column in COLUMNS:
+    for column in counting(COLUMNS, document):
         if column not in shown and column.why_unknown:
             yield Note(about=column.name, text="column left out: " + column.why_unknown.replace("{device}", device))
 

@@ -289,9 +289,9 @@ def summary_lines(summary: dict[str, Any]) -> list[str]:
     unit = summary.get("unit") or "token"
     median = f"{human_rate(summary['tokens_per_second'])} {unit}s/s (median of the cycles)"
     lines = [
-        ("ended", f"{ENDS[summary['ended']]}: {summary['updates']:,} updates, {clock_text(summary['seconds'])}"),
+        ("ended", f"{ENDS[summary['ended']]}: {updates_text(summary['updates'])}, {clock_text(summary['seconds'])}"),
         (f"{unit}s", f"{tokens['train']:,} train, {tokens['validation']:,} validation, {tokens['total']:,} total"),
-        ("documents", documents_text(summary["documents"]) if unit == "token" else ""),
+        ("documents", documents_text(summary["documents"]) if summary["documents"] else ""),
         ("speed", f"{median}, MFU {human_percent(summary['mfu'])}"),
         (
             "skipped",

@@ -15,13 +15,15 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from redline.core.job import REPORT_FILE, RunDirectory
+from redline.core.traced import TOKEN
 from redline.core.units import GIB, UNKNOWN, human_bytes, human_percent, human_rate
+from redline.core.workload import NO_TOKENIZER
 from redline.report import Document, one_line
 from redline.report.curves import Panel, curve_chart
 from redline.report.history import TrainingHistory
 from redline.report.page import WIDE_PX, date_text, drawings, fact_groups, render, table_row
 from redline.report.svg import plain_tick, short_number
-from redline.report.table import device_name, workload_text
+from redline.report.table import device_name, unit_of, workload_text
 from redline.report.training import clock_text, documents_text, epoch_text, loss_text, updates_text
 
 PLOT_WIDE_PX = 440  # two beside each other
@@ -82,6 +84,8 @@ def view_of(document: Document) -> dict[str, Any]:
         "headline": headline_figures(document),
         "alarms": list(alarms(document)),
         "loss": curve_drawings(loss, document, WIDE_PX, LOSS_PX),
+        "items": items_of(document),
+        "held_out": "batches of other seeds" if makes_batches(document) else "the held-out documents",
         "loss_note": "Short lines at the bottom are updates that were skipped." if document["skipped_at"] else "",
         "plots": plots,
         "sections": list(sections(document, bool(plots))),
@@ -129,8 +133,12 @@ def headline_figures(document: Document) -> list[tuple[str, str, str]]:
     )
     return [
         losses,
-        (human_rate(document["tokens_per_second"]), "tokens per second", speed),
-        (short_number(tokens["train"]), "tokens trained on", f"in {clock_text(document['seconds'])} of training"),
+        (human_rate(document["tokens_per_second"]), f"{items_of(document)} per second", speed),
+        (
+            short_number(tokens["train"]),
+            f"{items_of(document)} trained on",
+            f"in {clock_text(document['seconds'])} of training",
+        ),
     ]
 
 
@@ -148,15 +156,13 @@ def alarms(document: Document) -> Iterable[tuple[str, str]]:
 
 
 def summary_facts(document: Document) -> list[tuple[str, str]]:
-    tokens, best = document["tokens"], document["best_validation_loss"]
+    tokens, best, items = document["tokens"], document["best_validation_loss"], items_of(document)
     return [
         ("updates", f"{document['updates']:,}"),
-        ("tokens", f"{tokens['train']:,} train, {tokens['validation']:,} validation, {tokens['total']:,} total"),
-        ("documents", documents_text(document["documents"])),
-        ("epochs", epoch_text(document["epoch"])),
-        ("time per epoch", clock_text(document["epoch_seconds"])),
+        (items, f"{tokens['train']:,} train, {tokens['validation']:,} validation, {tokens['total']:,} total"),
+        *(() if makes_batches(document) else text_facts(document)),
         ("time", f"{clock_text(document['seconds'])}, evaluations and checkpoints not counted"),
-        ("tokens/s", f"{human_rate(document['tokens_per_second'])}, median of the cycles"),
+        (f"{items}/s", f"{human_rate(document['tokens_per_second'])}, median of the cycles"),
         ("MFU", mfu_text(document)),
         ("data wait", f"{human_percent(document['data_wait'])} of the time"),
         ("peak memory", human_bytes(document["peak_bytes"])),
@@ -165,6 +171,22 @@ def summary_facts(document: Document) -> list[tuple[str, str]]:
         ("validation loss", f"{loss_text(document['validation_loss'])}, best {loss_text(best)}"),
         ("checkpoint", one_line(document.get("checkpoint") or UNKNOWN)),
     ]  # fmt: skip
+
+
+def text_facts(document: Document) -> Iterator[tuple[str, str]]:
+    yield "documents", documents_text(document["documents"])
+    yield "epochs", epoch_text(document["epoch"])
+    yield "time per epoch", clock_text(document["epoch_seconds"])
+
+
+def items_of(document: Document) -> str:
+    """What is trained on: tokens, or the samples of a user's own model."""
+    return f"{unit_of(document) or TOKEN}s"
+
+
+def makes_batches(document: Document) -> bool:
+    """A user's file makes its batches: they come from no text."""
+    return (document.get("workload") or {}).get("tokenizer") == NO_TOKENIZER
 
 
 def mfu_text(document: Document) -> str:
@@ -213,7 +235,8 @@ def loss_panel(document: Document, vocab: int | None) -> Panel:
     curves = document["curves"]
     start = math.log(vocab) if vocab else None
     return Panel(
-        title="Loss over tokens",
+        title=f"Loss over {items_of(document)}",
+        **below(document),
         curves=(("train", curves["loss"]), ("validation", curves["validation_loss"])),
         show=loss_text,
         tick=plain_tick,
@@ -230,16 +253,25 @@ def health_panels(document: Document) -> list[tuple[Panel, str]]:
     memory = [(place, value / size) for place, value in curves["peak_bytes"]]
 
     def panel(title: str, points: Any, show: Callable[[float], str], from_zero: bool = True) -> Panel:
-        return Panel(title=title, curves=((title, points),), show=show, from_zero=from_zero)
+        return Panel(title=title, curves=((title, points),), show=show, from_zero=from_zero, **below(document))
 
     return [
-        (panel("tokens per second", curves["tokens_per_second"], short_number), "of each cycle, evaluations left out"),
+        (
+            panel(f"{items_of(document)} per second", curves["tokens_per_second"], short_number),
+            "of each cycle, evaluations left out",
+        ),
         (panel("MFU", curves["mfu"], human_percent), one_line(document.get("mfu_convention") or "")),
         (panel("learning rate", curves["learning_rate"], lambda rate: f"{rate:.2g}"), "of the last update of a cycle"),
         (panel("gradient norm", curves["gradient_norm"], lambda norm: f"{norm:.3g}"), "before clipping"),
         (panel("peak memory", memory, lambda amount: f"{amount:.4g} {unit}"), "of each cycle"),
         (panel("data wait", curves["data_wait"], human_percent), "share of a cycle spent waiting for the loader"),
     ]
+
+
+def below(document: Document) -> dict[str, Any]:
+    """Of every panel: what its axis counts."""
+    items = items_of(document)
+    return {"axis": items, "place": lambda place: f"{place:,.0f} {items}"}
 
 
 def curve_drawings(panel: Panel, document: Document, wide_px: int, height_px: int = 150) -> list[tuple[str, Any]]:

@@ -236,7 +236,9 @@ def trial_table(document: Document) -> dict[str, Any]:
         )
         for row in document["rows"]
     ]
-    return {"label": "every trial, the winner first", "columns": TRIAL_COLUMNS, "rows": rows}
+    unit = rate_unit(unit_of(document))
+    columns = [(name.replace("tok/s", unit), kind) for name, kind in TRIAL_COLUMNS]
+    return {"label": "every trial, the winner first", "columns": columns, "rows": rows}
 
 
 def row_kind(row: Row, document: Document) -> str:

@@ -20,7 +20,7 @@ from redline.rungs.optimizers import (
     Muon,
     SgdMomentum,
 )
-from redline.rungs.parallel import DDP, GRAPHS_OF_RANKS, Ddp, Fsdp, FsdpKeep
+from redline.rungs.parallel import DDP, GRAPHS_OF_RANKS, Ddp, Fsdp, FsdpKeep, TensorParallel
 from redline.rungs.rung import Maths, Rung, missing, why_not
 
 LEAST_TO_AUTOTUNE = 68  # multiprocessors: torch/_inductor/utils.py, is_big_gpu
@@ -481,6 +481,7 @@ LADDER: tuple[Rung, ...] = (
     Ddp(),
     Fsdp(),
     FsdpKeep(),
+    TensorParallel(),
 )
 
 

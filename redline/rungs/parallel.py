@@ -1,6 +1,6 @@
 """How several ranks share a step: one rung each, taken when it is named or when there are ranks (`--gpus N`).
 
-redline train gpt2 --gpus 8        redline train gpt2-xl --gpus 8 --parallel fsdp
+redline train gpt2 --gpus 8        redline train gpt2-xl --gpus 8 --parallel fsdp --tensor 2
 
 How many ranks there are is no part of a recipe: a recipe with `fsdp` on one process is the recipe without it.
 """
@@ -11,11 +11,12 @@ from dataclasses import replace
 
 from redline.core.hardware import Hardware
 from redline.core.plan import Plan
-from redline.core.workload import Workload
+from redline.core.workload import BUILT_IN, Workload
 from redline.rungs.rung import Maths, Rung
 
 DDP = "ddp"
 GRAPHS_OF_RANKS = "what a CUDA graph replays cannot wait for other ranks: leave cuda-graphs out"
+TENSOR_PARALLEL = "tensor-parallel"
 # Their update of a number needs that number's row of gradients and state alone, which is what a rank holds.
 BY_NUMBER = ("adamw-loop", "adamw-foreach", "adamw-fused")
 
@@ -62,6 +63,8 @@ class Fsdp(Rung):
     backward pass; gradients are added up and dealt out at once. A rank holds 1/N of what DDP holds, at 1.5 times the
     traffic, most of it hidden behind the block before. With bf16 the weights travel in 16 bits and gradients are added
     up in fp32. Blocks are compiled one by one, and the model is built without memory: one larger than a device starts.
+    With `--replicas R` there are R copies of the model, each cut among N/R ranks (hybrid sharding): with one per node,
+    weights are gathered inside nodes and only gradients travel between them.
     """
 
     name = "fsdp"
@@ -95,3 +98,30 @@ class FsdpKeep(Rung):
 
     def apply(self, plan: Plan) -> Plan:
         return replace(plan, parallel="fsdp-keep")
+
+
+class TensorParallel(Rung):
+    """Ranks of a group hold every layer together: heads, the MLP's width and the vocabulary are cut.
+
+    The first matrix of attention and MLP is cut by its columns and the second by its rows (Megatron-LM, arXiv
+    1909.08053), so a rank computes whole heads and a part of the MLP, and two sums over the group per layer and
+    direction put the stream together. Embedding and head are cut by rows of the vocabulary: a rank has its own logits
+    only, and the loss takes two sums of a few numbers per token. A rank holds 1/N of weights, gradients, moments
+    and of activations inside a layer; every layer waits for its sums, so a group stays in one node. `--tensor N`
+    says how many. Blocks are compiled one by one.
+    """
+
+    name = TENSOR_PARALLEL
+    title = "ranks share every layer"
+    maths = Maths.ROUNDING
+    when_named = True
+
+    def needs(self, workload: Workload, hardware: Hardware, plan: Plan) -> str | None:
+        if workload.source != BUILT_IN:
+            return "which layers are cut by rows and which by columns is known of the built-in GPT only: take fsdp"
+        if plan.loss != "full":
+            return f"a rank has its part of the logits only, and the {plan.loss} loss computes with whole rows of them"
+        return _sharding_needs(hardware, plan)
+
+    def apply(self, plan: Plan) -> Plan:
+        return replace(plan, tensor_parallel=True)

@@ -23,6 +23,7 @@ from redline.rungs import LADDER, Maths, Rung, find_rung, group_of, plan_of, why
 from redline.rungs.parallel import DDP
 from redline.search.batch_size import HEADROOM, MEMORY_KINDS, BatchChoice, SizedJobs, best_batch, range_of
 from redline.search.noise import UNSEEN_RUN_TO_RUN, tolerated_noise
+from redline.search.ranks import not_measured
 
 AGAIN = "a/a"  # the row that measures the finished recipe a second time
 TOKENS_FILE = "tokens.npy"
@@ -138,7 +139,11 @@ class Climb:
         rung = find_rung(name)
         replaced = self._in_the_place_of(rung)
         onto = tuple(kept for kept in current.recipe.rungs if kept != replaced)
-        reason = why_not(rung, self.workload, self.hardware, plan_of(onto)) or self._way_refuses(rung, onto)
+        reason = (
+            not_measured(name)
+            or why_not(rung, self.workload, self.hardware, plan_of(onto))
+            or self._way_refuses(rung, onto)
+        )
         row = Row(rung.name, rung.title, rung.maths, current.recipe.adding(name, without=replaced))
         if reason is not None:
             row.status, row.reason = "skipped", reason

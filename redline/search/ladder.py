@@ -45,7 +45,7 @@ from redline.search.climb import TOKENS_FILE, Climb, LadderSettings, Row
 from redline.search.document import best_rebatched, best_row, ladder_document, row_json
 from redline.search.inspect import check_unchanged_file, find_workload
 from redline.search.launch import launch, probe_machine, remove_caches
-from redline.search.ranks import check_global_batch, check_ranks, check_shareable
+from redline.search.ranks import check_global_batch, check_ranks, check_shareable, not_measured
 from redline.workloads import default_workload
 
 LOCK_TRIES, LOCK_SECONDS = 3, 0.05  # somebody who watches may look at the lock just now
@@ -310,7 +310,7 @@ def check_recipe_applies(recipe: Recipe, workload: Workload, hardware: Hardware)
     """A rung that does not apply is a row on a ladder; in a recipe that was asked for as a whole it is a mistake."""
     for name in recipe.rungs:
         others = plan_of(other for other in recipe.rungs if other != name)
-        reason = why_not(find_rung(name), workload, hardware, others)
+        reason = not_measured(name) or why_not(find_rung(name), workload, hardware, others)
         if reason is not None:
             raise UserError(
                 f"the recipe's {name} does not apply here",

@@ -22,6 +22,7 @@ from redline.predict.communication import Fabric
 from redline.predict.fitting import Case, case_of
 from redline.predict.layouts import expected_peaks, predict_parallel
 from redline.predict.parallel import Layout
+from redline.rungs.parallel import TENSOR_PARALLEL
 
 
 def check_ranks(hardware: Hardware, ranks: int) -> Hardware:
@@ -32,6 +33,13 @@ def check_ranks(hardware: Hardware, ranks: int) -> Hardware:
         fix = f"use --gpus {hardware.count}" if hardware.count > 1 else "leave --gpus out"
         raise UserError(f"{here} ranks on this machine", f"each rank has a GPU of its own, and {only}", fix)
     return replace(hardware, ranks=ranks)
+
+
+def not_measured(name: str) -> str | None:
+    """Why a rung is no choice of a ladder, a tune or a profile, whatever the machine is; None for all but one."""
+    if name != TENSOR_PARALLEL:
+        return None
+    return "the ranks of a measurement share data only: train has --tensor N, and estimate predicts it"
 
 
 def check_shareable(workload: Workload, hardware: Hardware) -> None:

@@ -34,7 +34,7 @@ from redline.predict.roofline import Prediction, predict_step, reachable, sheet_
 from redline.rungs import LADDER, Maths, Rung, find_rung, group_of, plan_of, published_rungs, usual_rungs, why_not
 from redline.rungs.parallel import DDP
 from redline.search.batch_size import HEADROOM
-from redline.search.ranks import rate_of_ranks
+from redline.search.ranks import not_measured, rate_of_ranks
 
 # What may win: the verdicts a recipe may have, and the promises of the rungs it may hold.
 ALLOW = {
@@ -356,7 +356,7 @@ def _why_not(rung: Rung, workload: Workload, hardware: Hardware, allow: str) -> 
         kept = find_rung(rung.instead_of)
         if _refused_everywhere(kept, workload, hardware) is None:
             return f"stands in for {kept.name} where that does not apply"
-    return _refused_everywhere(rung, workload, hardware)
+    return not_measured(rung.name) or _refused_everywhere(rung, workload, hardware)
 
 
 def _refused_everywhere(rung: Rung, workload: Workload, hardware: Hardware) -> str | None:

@@ -12,7 +12,7 @@ Left out: mixtures of experts, encoders, and every family whose layers do not al
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,7 +40,8 @@ GPT2_NAMES = {
     "sequence": "n_positions",
 }
 MAY_BE_NULL = ("kv_heads", "head_dim")  # null means what it means in Shape: derived from the heads
-SLIDING = "sliding_attention"
+SLIDING, EVERYTHING = "sliding_attention", "full_attention"
+CAUSAL = "ForCausalLM"  # how the class of a causal language model ends
 ACTIVATIONS = ("activation_function", "hidden_activation", "hidden_act")  # a family reads the one in its defaults
 TANH_GELUS = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
 FUSED_LOSSES, FUSED_ATTENTION = ("fused-loss", "chunked-loss"), ("flash", "cudnn-attention")
@@ -66,6 +67,9 @@ class Family:
     head_bias: bool = False
     layer_norms: int = 2
     qk_norms: bool | str = False
+    windows: str = "none"
+    """Which layers its code gives a sliding window: 'none', whatever the config says; 'all'; or 'listed' by the
+    config's layer_types, or by the family's own rule."""
     dropouts: tuple[str, ...] = ("attention_dropout",)
     """The keys of those that its code has. The first is of the attention's weights."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -107,9 +111,11 @@ FAMILIES: dict[str, Family] = {
         },
     ),
     "mistral": Family(
-        defaults={"tie_word_embeddings": False, "head_dim": None, "sliding_window": 4096, "hidden_act": "silu"}
+        windows="all",
+        defaults={"tie_word_embeddings": False, "head_dim": None, "sliding_window": 4096, "hidden_act": "silu"},
     ),
     "qwen2": Family(
+        windows="listed",
         qkv_biases=True,
         defaults={
             "tie_word_embeddings": False,
@@ -120,6 +126,7 @@ FAMILIES: dict[str, Family] = {
         },
     ),
     "qwen3": Family(
+        windows="listed",
         qkv_biases="attention_bias",
         proj_biases="attention_bias",
         defaults={
@@ -143,6 +150,7 @@ FAMILIES: dict[str, Family] = {
         },
     ),
     "gemma2": Family(
+        windows="listed",
         qkv_biases="attention_bias",
         proj_biases="attention_bias",
         defaults={
@@ -157,6 +165,7 @@ FAMILIES: dict[str, Family] = {
         layer_norms=4,
     ),
     "gemma3_text": Family(
+        windows="listed",
         qkv_biases="attention_bias",
         proj_biases="attention_bias",
         defaults={  # the published files of Gemma 3 leave most sizes out
@@ -192,6 +201,7 @@ FAMILIES: dict[str, Family] = {
         },
     ),
     "phi3": Family(
+        windows="all",
         fused_qkv=True,
         defaults={
             "tie_word_embeddings": False,
@@ -241,10 +251,23 @@ def read_config(config: Config) -> tuple[Shape, tuple[str, ...]]:
         qk_norms=_flag(family.qk_norms, values),
         **_window(model_type, values, sizes["layers"]),
     )
-    notes = [] if family.note is None else [family.note]
-    if text is not config:
-        notes.append("the text model alone, without what the config wraps around it")
-    return shape, tuple(notes)
+    return shape, tuple(_notes(config, family, text is not config))
+
+
+def _notes(config: Config, family: Family, wrapped: bool) -> Iterator[str]:
+    """What the config says and the shape does not."""
+    if family.note is not None:
+        yield family.note
+    if wrapped:
+        yield "the text model alone, without what the config wraps around it"
+    if config.get("quantization_config"):
+        yield "quantization_config is left out: a model is trained from weights in whole precision"
+    if config.get("auto_map"):
+        own = f"transformers' own {config['model_type']}"
+        yield f"auto_map is left out: no code that comes with a model is run, it is {own}"
+    others = [str(name) for name in config.get("architectures") or () if not str(name).endswith(CAUSAL)]
+    if others and not wrapped:
+        yield f"read as a causal language model; the config names {', '.join(others)}"
 
 
 def obstacles(config: Config, shape: Shape) -> dict[str, str]:
@@ -443,6 +466,9 @@ def _flag(said: bool | str, values: Config) -> bool:
 def _window(model_type: str, values: Config, layers: int | None) -> dict[str, Any]:
     """`layer_types` says it where it is given; older files follow the rule of their family's code."""
     assert layers is not None
+    if FAMILIES[model_type].windows == "none":  # files that were made from others' keep such keys
+        return {}
+    _check_kinds(values.get("layer_types"))
     if model_type in QWEN and not _flag("use_sliding_window", values):
         return {}
     if values.get("sliding_window") is None:
@@ -455,16 +481,16 @@ def _window(model_type: str, values: Config, layers: int | None) -> dict[str, An
 
 def _windowed(model_type: str, values: Config, layers: int) -> int:
     kinds = values.get("layer_types")
+    if FAMILIES[model_type].windows == "all":
+        return layers
     if kinds is not None:
         return _listed(kinds, layers)
     if model_type in QWEN:  # the layers before the first of them see everything: 0 is none of them
         return layers - min(layers, _count(values, "max_window_layers", least=0))
     if model_type == "gemma2":
         return (layers + 1) // 2  # every other layer, the first among them
-    if model_type == "gemma3_text":
-        given = values.get("sliding_window_pattern") is not None
-        return layers - layers // (_count(values, "sliding_window_pattern") if given else 6)
-    return layers
+    given = values.get("sliding_window_pattern") is not None  # Gemma 3
+    return layers - layers // (_count(values, "sliding_window_pattern") if given else 6)
 
 
 def _listed(kinds: Any, layers: int) -> int:
@@ -475,3 +501,14 @@ def _listed(kinds: Any, layers: int) -> int:
             "write as many kinds as there are layers, or leave layer_types out",
         )
     return kinds.count(SLIDING)
+
+
+def _check_kinds(kinds: Any) -> None:
+    """Layers that compute something else have other sizes, too."""
+    others = [kind for kind in kinds if kind not in (SLIDING, EVERYTHING)] if isinstance(kinds, list) else []
+    if others:
+        raise UserError(
+            f"layer_types names {shown(others[0])}",
+            f"the layers that are known here are {SLIDING} and {EVERYTHING}",
+            "point at a model without such layers, or bring it as a Python file: docs/your-model.md",
+        )

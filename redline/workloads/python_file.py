@@ -188,12 +188,7 @@ def obstacles(traced: Traced, file: str) -> dict[str, str]:
     found["tied-weights"] = (
         f"the file ties its weights itself: {traced.shared[0]}" if traced.shared else _tying(traced, file)
     )
-    head = head_of(traced)
-    at_head = "" if head is None else _at("called", head.place) or _at("made", head.made)
-    for name in ("fused-loss", "chunked-loss"):
-        found[name] = (
-            f"it needs the features before the head{at_head}, and {_whose_loss(traced, file)} goes from inputs to loss"
-        )
+    found |= dict.fromkeys(("fused-loss", "chunked-loss"), _loss(traced, file))
     found["bf16-residual"] = _stream(traced, file)
     found["selective-checkpointing"] = (
         f"which part is attention is for {file} to say: torch.utils.checkpoint.checkpoint around it"
@@ -236,8 +231,10 @@ def _at(verb: str, place: Place | None) -> str:
 
 def _tying(traced: Traced, file: str) -> str:
     table, head = _table(traced), head_of(traced)
+    if table is None:
+        return f"no embedding was found in {file} that a head could share"
     said = f"which weights to share is for {file} to say"
-    if table is None or head is None or (head.n, head.k) != (table.rows, table.width):
+    if head is None or (head.n, head.k) != (table.rows, table.width):
         return f"{said}: `head.weight = embedding.weight` in its __init__"
     if not all(part.isidentifier() for part in f"{head.where}.{table.name}".split(".")):  # '0' of a Sequential
         return f"{said}: the head's weight{_at('made', head.made)} and that of {table.name}{_at('made', table.made)}"
@@ -249,6 +246,8 @@ def _tying(traced: Traced, file: str) -> str:
 
 def _stream(traced: Traced, file: str) -> str:
     table = _table(traced)
+    if traced.blocks is None and table is None:
+        return f"no list of equal blocks was found in {file}, so no stream runs between any"
     behind = "" if table is None else _at("called", table.called) or _at("made", table.made)
     where = f"there, behind {table.name}{behind}" if table is not None and behind else "there"
     return f"the stream between the blocks is made inside {file}: cast it {where}, x = x.bfloat16()"
@@ -264,5 +263,16 @@ def _padding(traced: Traced, file: str) -> str:
     return f"{table.name} has {table.rows:,} rows{at}: make them {-(-table.rows // 128) * 128:,} there, and the head's"
 
 
-def _whose_loss(traced: Traced, file: str) -> str:
-    return f"loss() in {file}" if traced.loss == "own" else f"the model in {file}"
+def _loss(traced: Traced, file: str) -> str:
+    """Why the head's product and the loss cannot be made one."""
+    head = head_of(traced)
+    if head is None:
+        return f"no linear layer was found in {file} that could be its head"
+    at = _at("called", head.place) or _at("made", head.made)
+    goes = {
+        "own": f"loss() in {file} goes from inputs to loss",
+        "cross-entropy": f"the model in {file} returns what comes behind it",
+    }
+    return f"it needs the features before the head{at}, and " + goes.get(
+        traced.loss, f"the model in {file} goes from inputs to loss"
+    )

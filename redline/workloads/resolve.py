@@ -10,8 +10,10 @@ code is run.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib import metadata
 from importlib.util import find_spec
 
 from redline.core.errors import UserError
@@ -64,7 +66,7 @@ def with_sequence(shape: Shape, sequence: int) -> Shape:
 def _from_file(resolved: Resolved, sequence: int | None, trained_on: str | None) -> Workload:
     shape, notes = _shape_to_run(resolved.shape, sequence)
     tokenizer = _tokenizer_for(shape.vocab)
-    rate, micro_batch = next((rate, size) for most, rate, size in BY_SIZE if parameters(shape).total <= most)
+    rate, micro_batch = usual_training(shape)
     workload = Workload(
         name=resolved.name,
         shape=shape,
@@ -77,6 +79,11 @@ def _from_file(resolved: Resolved, sequence: int | None, trained_on: str | None)
         check_built_in(shape)
         return workload
     return _from_config(workload, resolved.origin.config, trained_on)
+
+
+def usual_training(shape: Shape) -> tuple[float, int]:
+    """Learning rate and micro batch for a model of its size."""
+    return next((rate, size) for most, rate, size in BY_SIZE if parameters(shape).total <= most)
 
 
 def _shape_to_run(shape: Shape, sequence: int | None) -> tuple[Shape, tuple[str, ...]]:
@@ -106,6 +113,9 @@ def _from_config(workload: Workload, config: Config, trained_on: str | None) -> 
 
 
 def _config_notes(config: Config, trained_on: str | None) -> Iterator[str]:
+    written, installed = str(config.get("transformers_version") or ""), metadata.version("transformers")
+    if _numbers(written) > _numbers(installed):
+        yield f"written by transformers {written}, and {installed} is installed: what is new to that has no effect"
     shares = ", ".join(f"{key} {share:g}" for key, share in dropouts(config).items())
     if trained_on is None:
         yield "weights as the config initialises them"
@@ -115,6 +125,12 @@ def _config_notes(config: Config, trained_on: str | None) -> Iterator[str]:
         yield "weights as the config initialises them (--init FOLDER reads others)"
         if shares:
             yield f"dropout as in the config: {shares}; measurements leave it out"
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """'5.22.2' -> (5, 22); what comes behind is a repair, or a day's own version."""
+    match = re.match(r"(\d+)\.(\d+)", version)
+    return () if match is None else tuple(map(int, match.groups()))
 
 
 def check_transformers() -> None:

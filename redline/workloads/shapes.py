@@ -26,6 +26,7 @@ from redline.workloads.huggingface import change_config, is_config, read_config,
 from redline.workloads.presets import PRESETS
 
 CONFIG_FILE = "config.json"
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 LONGEST_NAME = 255  # characters of a name that are worth showing
 FILE_BYTES = 16 * 1024**2  # a config is kilobytes; weights given by mistake are gigabytes
 # Beyond every model that was ever trained, by far: such a number is a slip of the keyboard, and arithmetic on it tells
@@ -135,6 +136,12 @@ def read_json_object(path: Path) -> dict[str, Any]:
     try:
         if path.exists() and not path.is_file():
             raise UserError(f"cannot read {path}", "it is not a regular file", "point at a config.json or a shape")
+        if path.suffix in WEIGHTS:
+            raise UserError(
+                f"{path} holds weights",
+                f"what a model is stands in the {CONFIG_FILE} beside them",
+                f"point at the folder: {path.parent}",
+            )
         if path.stat().st_size > FILE_BYTES:
             raise UserError(
                 f"{path} is too large for a config", "it has more than 16 MiB", f"point at a {CONFIG_FILE} instead"

@@ -1,4 +1,4 @@
-"""What torch's own DDP, fully_shard, parallelize_module and pipelining send, call by call, against the prediction.
+"""What torch's DDP, fully_shard and pipelining and our own tensor parallel send, call by call, against the prediction.
 
 The group is torch's fake one: 1,024 ranks of which this process is one, whose collectives do nothing. CommDebugMode
 counts calls; `Wire` adds up their bytes.
@@ -7,7 +7,6 @@ counts calls; `Wire` adds up their bytes.
 from __future__ import annotations
 
 from collections import Counter
-from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -18,17 +17,17 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 
 from redline.core.plan import Plan
 from redline.core.workload import Shape
-from redline.model.gpt import GPT
+from redline.engine.shard import give_memory
+from redline.model.gpt import GPT, fill_buffers
+from redline.model.tensor_parallel import cut_gpt, vocabulary_loss
 from redline.predict.activations import Rank
 from redline.predict.communication import ALL_GATHER, ALL_REDUCE, POINT, REDUCE_SCATTER, traffic
 from redline.predict.optimizers import find_optimizer
@@ -103,6 +102,20 @@ def predicted(shape, plan, *, tp=1, pp=1, zero=0, accumulation=1, first=True, la
     return {kind: (calls[kind], sizes[kind]) for kind in calls}
 
 
+def only_axis(shape, plan, axis, *, tp):
+    layout = Layout(gpus=RANKS, tp=tp, micro_batch=2)
+    optimizer = find_optimizer(plan.optimizer)
+    rank = Rank(
+        shape=shape, plan=plan, micro_batch=2, layout=layout, zero=0, optimizer=optimizer, first=True, last=True
+    )
+    calls, sizes = Counter(), Counter()
+    for one in traffic(rank, gpus_per_node=8):
+        if one.axis == axis:
+            calls[one.kind] += one.calls
+            sizes[one.kind] += one.bytes
+    return {kind: (calls[kind], sizes[kind]) for kind in calls}
+
+
 def only(found, *kinds):
     return {kind: value for kind, value in found.items() if kind in kinds}
 
@@ -144,10 +157,10 @@ def tokens_for(shape):
     return torch.randint(0, shape.vocab, (2, shape.sequence))
 
 
-def step(trained, shape, *, cut=False, autocast=False):
+def step(trained, shape, *, autocast=False):
     """Forward, loss and backward of one micro batch of two sequences, with what it sent."""
     wire, counts = Wire(), CommDebugMode()
-    with counts, wire, loss_parallel() if cut else nullcontext():
+    with counts, wire:
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             loss = trained(tokens_for(shape))
         loss.backward()
@@ -227,87 +240,54 @@ def test_fsdp2_gathers_and_scatters_every_micro_batch(flat):
 # tensor parallel
 
 
-class Block(nn.Module):
-    """The matrices of a GPT-2 block, column-parallel and row-parallel in turn; which numbers meet does not matter."""
-
-    def __init__(self, shape, recompute):
-        super().__init__()
-        C, self.recompute = shape.d_model, recompute
-        self.norm_1, self.qkv, self.proj = nn.LayerNorm(C), nn.Linear(C, 3 * C), nn.Linear(C, C)
-        self.norm_2, self.up, self.down = nn.LayerNorm(C), nn.Linear(C, shape.d_ff), nn.Linear(shape.d_ff, C)
-
-    def forward(self, x):
-        return checkpoint(self.passes, x, use_reentrant=False) if self.recompute else self.passes(x)
-
-    def passes(self, x):
-        q, k, v = self.qkv(self.norm_1(x)).chunk(3, dim=-1)
-        x = x + self.proj(q * k.sigmoid() + v)
-        return x + self.down(F.gelu(self.up(self.norm_2(x))))
-
-
 class Cut(nn.Module):
-    """A model with a table for its embedding and one for its head, as `parallelize_module` cuts them."""
+    """What `redline train --tensor 4` computes: the built-in GPT as its adapter cuts it, and its loss."""
 
-    def __init__(self, shape, *, recompute=False):
+    def __init__(self, mesh, *, tied=True, recompute=False):
         super().__init__()
-        self.wte = nn.Embedding(shape.vocab, shape.d_model)
-        self.blocks = nn.ModuleList(Block(shape, recompute) for _ in range(shape.layers))
-        self.norm = nn.LayerNorm(shape.d_model)
-        self.head = nn.Linear(shape.d_model, shape.vocab, bias=False)
+        with torch.device("meta"):
+            self.model = GPT(SMALL, tied=tied, checkpointing="full" if recompute else "none")
+        cut_gpt(self.model, mesh)
+        give_memory(self.model, torch.device("cpu"))
+        nn.init.zeros_(self.model.wte.weight)
+        fill_buffers(self.model)
 
     def forward(self, tokens):
-        x = self.wte(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
-
-
-CUT = replace(SMALL, positions="rope", biases=True)  # no table of positions
-WAYS = {"qkv": ColwiseParallel, "proj": RowwiseParallel, "up": ColwiseParallel, "down": RowwiseParallel}
-
-
-def cut_among(mesh, **how):
-    model = Cut(CUT, **how)
-    plan = {"wte": RowwiseParallel(input_layouts=Replicate()), "head": ColwiseParallel(use_local_output=False)}
-    plan |= {f"blocks.{i}.{name}": way() for i in range(CUT.layers) for name, way in WAYS.items()}
-    return parallelize_module(model, mesh, plan)
+        return vocabulary_loss(self.model, tokens, tokens)
 
 
 @pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("recompute", [False, True], ids=["keep", "recompute"])
 def test_tensor_parallel(crossed, recompute, autocast):
-    model = cut_among(crossed["tp"], recompute=recompute)
-    plan = Plan(checkpointing="full" if recompute else "none", autocast="bf16" if autocast else None)
-    alone = predicted(CUT, plan, tp=4)
-    gradients = predicted_data_parallel(CUT, plan)
-    expected = {ALL_REDUCE: tuple(a - b for a, b in zip(alone[ALL_REDUCE], gradients[ALL_REDUCE], strict=True))}
-    assert step(Trained(model), CUT, cut=True, autocast=autocast) == expected
-
-
-def predicted_data_parallel(shape, plan):
-    """Of the replicas, which the model under test does not have: one all-reduce of a GPU's gradients."""
-    layout = Layout(gpus=RANKS, tp=4, micro_batch=2)
-    rank = Rank(
-        shape=shape,
-        plan=plan,
-        micro_batch=2,
-        layout=layout,
-        zero=0,
-        optimizer=find_optimizer("adamw-loop"),
-        first=True,
-        last=True,
-    )
-    (gradients,) = [one for one in traffic(rank, gpus_per_node=8) if one.axis == "dp"]
-    return {gradients.kind: (gradients.calls, gradients.bytes)}
+    plan = Plan(tied=True, checkpointing="full" if recompute else "none", autocast="bf16" if autocast else None)
+    expected = only_axis(SMALL, plan, "tp", tp=4)
+    assert step(Cut(crossed["tp"], recompute=recompute), SMALL, autocast=autocast) == expected
 
 
 def test_tensor_parallel_and_fsdp2(crossed):
-    model = cut_among(crossed["tp"])
-    trained = sharded(model, model.blocks, crossed["dp"], POLICY)
-    assert step(trained, CUT, cut=True) == predicted(CUT, Plan(autocast="bf16"), tp=4, zero=3)
+    trained, policy = Cut(crossed["tp"]), replace(POLICY, cast_forward_inputs=False)
+    for block in trained.model.h:
+        fully_shard(block, mesh=crossed["dp"], mp_policy=policy)
+    fully_shard(trained, mesh=crossed["dp"], mp_policy=policy, reshard_after_forward=False)
+    assert step(trained, SMALL, autocast=True) == predicted(SMALL, Plan(tied=True, autocast="bf16"), tp=4, zero=3)
 
 
 # pipeline parallel
+
+
+class Block(nn.Module):
+    """The matrices of a GPT-2 block; which numbers meet does not matter."""
+
+    def __init__(self, shape):
+        super().__init__()
+        C = shape.d_model
+        self.norm_1, self.qkv, self.proj = nn.LayerNorm(C), nn.Linear(C, 3 * C), nn.Linear(C, C)
+        self.norm_2, self.up, self.down = nn.LayerNorm(C), nn.Linear(C, shape.d_ff), nn.Linear(shape.d_ff, C)
+
+    def forward(self, x):
+        q, k, v = self.qkv(self.norm_1(x)).chunk(3, dim=-1)
+        x = x + self.proj(q * k.sigmoid() + v)
+        return x + self.down(F.gelu(self.up(self.norm_2(x))))
 
 
 def test_pipeline(monkeypatch):
@@ -315,7 +295,7 @@ def test_pipeline(monkeypatch):
     group receives nothing: that all stages know their shapes, on which torch has them vote first, is filled in."""
     monkeypatch.setattr(dist, "recv", lambda tensor, *_, **__: tensor.fill_(1))
     mesh = init_device_mesh("cpu", (4, RANKS // 4), mesh_dim_names=("pp", "dp"))
-    layer, stream = Block(SMALL, recompute=False), torch.zeros(2, 16, 64, requires_grad=True)
+    layer, stream = Block(SMALL), torch.zeros(2, 16, 64, requires_grad=True)
     stage = PipelineStage(
         layer, 1, 4, torch.device("cpu"), input_args=stream, output_args=stream, group=mesh["pp"].get_group()
     )

@@ -17,10 +17,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from redline.core import profile as names
+from redline.core.plan import Plan
 from redline.core.profile import FINDINGS, Finding, Part
 from redline.engine import profiling
 from redline.engine.findings import Watch, compiler_finding, compiler_log, merge, starvation, watch_syncs
 from redline.engine.profiling import profile_step
+from redline.engine.step import TrainStep
+from redline.optim.adafactor import Adafactor
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 
@@ -326,6 +329,46 @@ def test_a_step_that_fits_only_compiled_is_profiled_without_its_lines(monkeypatc
     assert remembered
     assert profile.notes == ("lines were not watched: the step does not fit when it is not compiled",)
     assert sum(part.seconds for part in profile.parts) == pytest.approx(profile.step_seconds.median)
+
+
+# redline's own step
+
+
+@pytest.mark.parametrize(
+    ("settings", "wanted"),
+    [
+        ({}, {("no-sync", names.RECIPE)}),
+        ({"read_loss_every": 0}, set()),
+        ({"read_loss_every": 0, "loss_scaling": True}, {("fused-adamw", names.RECIPE)}),
+        ({"loss_scaling": True}, {("no-sync", names.RECIPE), ("fused-adamw", names.RECIPE)}),
+    ],
+    ids=["reads-the-loss", "waits-for-nothing", "scales-the-loss", "both"],
+)
+def test_waits_of_the_step_are_the_recipes_and_those_of_the_model_its_lines(settings, wanted):
+    model = Planted(lambda y: y.sum().item())  # waits
+    line = inspect.currentframe().f_lineno - 1
+    step = TrainStep(
+        adapter=None,
+        model=model,
+        loss_of=model,
+        optimizer=torch.optim.AdamW(model.parameters(), foreach=False),
+        plan=Plan(**settings),
+        learning_rate=None,
+        clip_norm=1.0,
+    )
+    found = [each for each in watched(step) if each.kind == "synchronisation"]
+    assert {(each.rung, each.where) for each in found} == wanted | {(None, f"{__file__}:{line}")}
+
+
+def test_the_counters_of_redlines_own_optimizers_are_no_synchronisation():
+    model = Planted(lambda y: None)
+    optimizer = Adafactor(model.parameters(), lr=1e-3)
+
+    def step(batch: torch.Tensor) -> None:
+        model(batch).backward()
+        optimizer.step()
+
+    assert not watched(step)
 
 
 # lists

@@ -61,6 +61,7 @@ SIZES = {
     **TOKENS,
 }
 GROUPED = {**SIZES, "num_key_value_heads": 2}
+ROPE = {"rope_theta": 10000.0, "original_max_position_embeddings": 32}
 CASES = {
     "gpt2": GPT2Config(vocab_size=331, n_embd=96, n_layer=3, n_head=6, n_positions=64, **TOKENS),
     "gpt2-inner": GPT2Config(vocab_size=331, n_embd=96, n_layer=3, n_head=6, n_positions=64, n_inner=200, **TOKENS),
@@ -69,6 +70,8 @@ CASES = {
     ),
     "llama": LlamaConfig(**SIZES),
     "llama-grouped": LlamaConfig(**GROUPED, head_dim=32, tie_word_embeddings=True),
+    "llama-rope-linear": LlamaConfig(**GROUPED, rope_parameters={**ROPE, "rope_type": "linear", "factor": 2.0}),
+    "llama-rope-yarn": LlamaConfig(**GROUPED, rope_parameters={**ROPE, "rope_type": "yarn", "factor": 2.0}),
     "llama-biases": LlamaConfig(**GROUPED, attention_bias=True, mlp_bias=True),
     "llama-attention-bias": LlamaConfig(**GROUPED, attention_bias=True),
     "mistral": MistralConfig(**GROUPED, head_dim=None, sliding_window=16),
@@ -207,3 +210,31 @@ def test_a_fixed_config_builds_the_suggested_model(name, resolve, tmp_path):
     model = build(AutoConfig.from_pretrained(tmp_path / "fixed"))
     assert linear_sizes(model) == implied_sizes(suggested, fused_gate=name == "phi3")
     assert resolve_shape(str(tmp_path / "fixed")).shape == suggested
+
+
+SEEN = {**GROUPED, "num_hidden_layers": 1}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(LlamaConfig(**SEEN, sliding_window=16), id="llama-stray-window"),
+        pytest.param(GemmaConfig(**SEEN, head_dim=24, sliding_window=16), id="gemma-stray-window"),
+        pytest.param(MistralConfig(**SEEN, sliding_window=16), id="mistral"),
+        pytest.param(MistralConfig(**SEEN, sliding_window=None), id="mistral-whole"),
+        pytest.param(Phi3Config(**SEEN, sliding_window=16, layer_types=["full_attention"]), id="phi3-stray-list"),
+        pytest.param(Gemma2Config(**SEEN, head_dim=24, sliding_window=16), id="gemma2"),
+        pytest.param(Gemma2Config(**SEEN, head_dim=24, layer_types=["full_attention"]), id="gemma2-listed"),
+        pytest.param(Qwen3Config(**SEEN, head_dim=24, sliding_window=16), id="qwen3-switched-off"),
+    ],
+)
+def test_a_token_sees_as_far_back_as_the_shape_says(config, resolve):
+    """By the model itself: whether the first token changes what comes out at the last."""
+    shape = resolve(config).shape
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    tokens = torch.zeros(2, shape.sequence, dtype=torch.int64)
+    tokens[1, 0] = 7
+    with torch.no_grad():
+        last = model(tokens, use_cache=False).logits[:, -1]
+    sees_it = not torch.equal(last[0], last[1])
+    assert sees_it == (shape.window is None or shape.window >= shape.sequence)

@@ -118,9 +118,9 @@ def test_modules_share_the_work_of_forward_and_backward(plain):
     assert rows["h.0.attn"].backward > 0  # attention's own products, without c_attn and c_proj
 
 
-def test_the_read_of_the_loss_is_found_in_the_step(plain):
+def test_the_read_of_the_loss_is_the_recipes_and_no_line_of_the_users(plain):
     (found,) = [each for each in plain[0].findings if each.kind == "synchronisation"]
-    assert found.file.endswith("redline/engine/step.py")
+    assert (found.where, found.file, found.rung) == (names.RECIPE, None, "no-sync")
 
 
 def test_the_trace_can_be_opened(plain):

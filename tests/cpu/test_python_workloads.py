@@ -13,6 +13,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,9 @@ from redline.core.errors import UserError
 from redline.core.plan import Plan
 from redline.core.recipe import Recipe
 from redline.core.traced import Traced
-from redline.core.user_code import load_functions, load_module
+from redline.core.user_code import check_neighbours, load_functions, load_module, neighbours
 from redline.core.values import from_json, to_json
-from redline.core.workload import Shape, Workload
+from redline.core.workload import Shape, Source, Workload
 from redline.data.batches import stream_batches
 from redline.data.made import MadeBatches
 from redline.engine import inspect_model, probe, worker
@@ -527,7 +528,8 @@ def test_a_model_goes_through_every_command(
     assert estimated["parameters"] == seen.parameters
     assert estimated["flops_per_token"]["model"] == seen.flops.per_sample / seen.items_per_sample
     assert estimated["tokens_per_second"] is None
-    assert sum(v for k, v in estimated["memory"].items() if k != "total") == estimated["memory"]["total"]
+    assert estimated["memory"]["logits"] is None  # autograd does not say what it keeps
+    assert sum(v or 0 for k, v in estimated["memory"].items() if k != "total") == estimated["memory"]["total"]
     assert estimated["roofline"]["floor"]["seconds"] <= estimated["roofline"]["light"]["seconds"]
 
     rungs = "flash,padded-vocab,fused-adamw,checkpointing"
@@ -863,6 +865,129 @@ def test_a_neighbour_of_the_file_belongs_to_it(write: Callable[[str], Path], tmp
     helper.write_text("WIDTH = 25\n")
     with pytest.raises(UserError, match=re.escape(helper.name)):
         adapter_of(workload)
+
+
+# --- neighbours -------------------------------------------------------------------------------------------------------
+
+NET = "from torch import nn\n\n\nclass Net(nn.Linear):\n    pass\n"
+BATCHES = """
+import torch
+
+
+def net():
+    return blocks.Net(3, 3)
+
+
+def make_batch(size, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(size, 3, generator=generator), torch.randint(3, (size,), generator=generator)
+"""
+
+
+@pytest.fixture
+def laid_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Source]]:
+    """laid_out("shop/net.py", "from . import blocks", blocks="shop/blocks.py") -> the first as a Source. What is
+    imported meanwhile is forgotten again: other tests have packages of the same names."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    before = set(sys.modules)
+
+    def lay_out(file: str, line: str, *others: str, blocks: str) -> Source:
+        texts = {blocks: NET, file: line + "\n" + BATCHES, **dict.fromkeys(others, "")}
+        for name, text in texts.items():
+            path = tmp_path / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        found = find_python_file(f"{tmp_path / file}:net")
+        assert found is not None
+        return found.source
+
+    yield lay_out
+    for name in set(sys.modules) - before:
+        if str(tmp_path) in str(getattr(sys.modules[name], "__spec__", "")):
+            del sys.modules[name]
+
+
+@pytest.mark.parametrize(
+    ("file", "line", "blocks", "others", "imports"),
+    [
+        ("alone/net.py", "import blocks", "alone/blocks.py", (), ["blocks.py"]),
+        ("bare/net.py", "from . import blocks", "bare/blocks.py", (), ["blocks.py"]),
+        ("shop/net.py", "from . import blocks", "shop/blocks.py", ("shop/__init__.py",), ["__init__.py", "blocks.py"]),
+        (
+            "shop/net.py",
+            "from shop import blocks",
+            "shop/blocks.py",
+            ("shop/__init__.py",),
+            ["__init__.py", "blocks.py"],
+        ),
+        ("shop/parts/net.py", "from .. import blocks", "shop/blocks.py", (), ["../blocks.py"]),
+        ("shop/parts/net.py", "from ..lib import blocks", "shop/lib/blocks.py", (), ["../lib/blocks.py"]),
+        ("shop/__init__.py", "from . import blocks", "shop/blocks.py", (), ["blocks.py"]),
+    ],
+    ids=["script", "no-init", "package", "whole-name", "parent", "cousin", "init-itself"],
+)
+def test_a_file_imports_its_neighbours_as_python_lets_it(
+    file: str, line: str, blocks: str, others: tuple[str, ...], imports: list[str], laid_out: Callable[..., Source]
+) -> None:
+    source = laid_out(file, line, *others, blocks=blocks)
+    functions = load_functions(source)
+    assert type(functions.factory()).__name__ == "Net"
+    found = neighbours(functions.file)
+    assert list(found) == imports
+    check_neighbours(functions.file, found)
+    (Path(functions.file).parent / imports[-1]).write_text("")
+    with pytest.raises(UserError, match="has changed"):
+        check_neighbours(functions.file, found)
+
+
+def test_a_neighbour_that_imports_the_file_gets_the_same_classes(laid_out: Callable[..., Source]) -> None:
+    source = laid_out("ring/net.py", "from . import blocks", blocks="ring/blocks.py")
+    folder = Path(source.file or "").parent
+    (folder / "__init__.py").write_text("from .net import net, make_batch\n")
+    functions = load_functions(source)
+    assert sys.modules["ring"].net is functions.factory
+    assert not isinstance(sys.modules["ring.net"].__loader__, SourceFileLoader)  # from the bytes that were hashed
+
+
+def test_loader_workers_import_neighbours_too(laid_out: Callable[..., Source]) -> None:
+    """In processes of their own, where nothing of the package is imported yet."""
+    source = laid_out("apart/net.py", "from . import blocks", blocks="apart/blocks.py")
+    made = MadeBatches(source=source, seed=1, micro_batch=2)
+    stream = stream_batches(made, torch.device("cpu"), workers=1)
+    try:
+        assert torch.equal(next(stream)[0], made[0][0])
+    finally:
+        stream.close()
+
+
+@pytest.mark.parametrize(
+    ("file", "line", "blocks", "others", "words"),
+    [
+        ("a.b/net.py", "from . import blocks", "a.b/blocks.py", (), "'a.b' is no name for a package"),
+        ("torch/net.py", "from . import blocks", "torch/blocks.py", (), "torch, is taken"),
+        ("one/net.py", "import bolcks", "one/blocks.py", (), "put bolcks.py beside net.py"),
+        ("two/net.py", "import torch.bolcks", "two/blocks.py", (), "No module named 'torch.bolcks'"),
+        ("six/net.py", "from json import blocks", "six/json.py", (), "rename json.py"),
+    ],
+    ids=["dotted-folder", "taken", "missing", "missing-in-a-library", "shadowed"],
+)
+def test_an_import_that_python_does_not_let_work_is_told(
+    file: str, line: str, blocks: str, others: tuple[str, ...], words: str, laid_out: Callable[..., Source]
+) -> None:
+    with pytest.raises(UserError) as raised:
+        load_functions(laid_out(file, line, *others, blocks=blocks))
+    error = raised.value
+    assert words in f"{error.problem} {error.fix}"
+
+
+def test_a_neighbour_that_imports_relatively_beside_a_script_is_told(laid_out: Callable[..., Source]) -> None:
+    source = laid_out("three/net.py", "import middle", "three/middle.py", blocks="three/blocks.py")
+    (Path(source.file or "").parent / "middle.py").write_text("from . import blocks\n")
+    with pytest.raises(UserError) as raised:
+        load_functions(source)
+    assert raised.value.why == "it happened at middle.py:1: from . import blocks"
+    assert "import without the dot" in raised.value.fix
 
 
 # --- real processes ---------------------------------------------------------------------------------------------------

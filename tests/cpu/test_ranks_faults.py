@@ -13,7 +13,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,6 +24,7 @@ from redline.core.recipe import Recipe
 from redline.core.values import to_json
 from redline.engine.checkpoint import load_from
 from redline.engine.distributed import Mark, words_of_standing
+from redline.search.launch import probe_machine
 
 HERE = Path(__file__).resolve().parent
 STEPS = 6
@@ -213,8 +216,24 @@ def test_whoever_is_killed_leaves_nobody_behind(words: list[str], tmp_path: Path
         (("--gpus", "0"), "--gpus is 0", "1"),
         (("--gpus", "2", "--parallel", "zero"), "unknown way to share a step 'zero'", "ddp, fsdp"),
         (("--gpus", "2", "--parallel", "fsdp", "--optimizer", "muon"), "fsdp does not apply here", "--parallel"),
+        (("--gpus", "4", "--tensor", "4"), "2 heads cannot be shared by TP 4", "use TP 2 x PP 1 or TP 1 x PP 1 (TP is"),
+        (("--gpus", "3", "--tensor", "2"), "3 GPUs cannot be cut into replicas of 2 x 1", "2 or 4 GPUs"),
+        (("--gpus", "2", "--tensor", "0"), "--tensor is 0", "1"),
+        (("--tensor", "2"), "--tensor 2 with one process", "--gpus"),
+        (
+            ("--gpus", "4", "--tensor", "2", "--micro-batch", "4"),
+            "4 is not a number of passes of 8",
+            "a micro batch of",
+        ),
+        (("--gpus", "4", "--replicas", "3", "--parallel", "fsdp"), "cannot be 3 replicas", "--replicas 2 or 4"),
+        (("--gpus", "4", "--replicas", "2"), "--replicas 2 with ddp", "--parallel fsdp"),
+        (("--gpus", "2", "--tensor", "2", "--optimizer", "muon"), "tensor-parallel does not apply here", "recipe"),
+        (("--gpus", "2", "--tensor", "2", "--init", "folder"), "--init with tensor-parallel", "--resume"),
     ],
-    ids=["batch", "none", "unknown", "optimizer"],
+    ids=[
+        *("batch", "none", "unknown", "optimizer"),
+        *("heads", "ranks", "no-tensor", "one-process", "data", "replicas", "copies", "tensor-optimizer", "init"),
+    ],
 )
 def test_what_cannot_be_is_refused_before_anything_starts(
     words: list[str],
@@ -226,11 +245,18 @@ def test_what_cannot_be_is_refused_before_anything_starts(
     fix: str,
 ) -> None:
     monkeypatch.setattr("redline.commands.ranks.agent_words", lambda *_: pytest.fail("something was started"))
+    monkeypatch.setattr("redline.search.launch.probe_machine", asked_once)
     assert main([*words, "--out", str(tmp_path / "run"), *more]) == 2
     told = capfd.readouterr().err
     assert problem in told
     assert fix in told
     assert not (tmp_path / "run").exists()
+
+
+@cache
+def asked_once(device: str | None) -> Any:
+    """The machine does not change between two mistakes, and asking takes seconds."""
+    return probe_machine(device)
 
 
 BEHIND = Mark(5, 2, "waiting for its batch", "next, loader.py")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from transformers import GPT2LMHeadModel
 
 import redline.engine.checkpoint as checkpoint_module
 import redline.engine.session as session_module
+import redline.engine.train as train_module
 from redline.cli import main
 from redline.commands.train import say_of_schedule
 from redline.core.errors import UserError
@@ -399,14 +401,60 @@ def test_a_resumed_run_is_told_that_its_schedule_ends(order: Order, capsys: pyte
     assert "ends at step 12" in capsys.readouterr().err
 
 
-def test_a_first_signal_asks_and_a_second_leaves() -> None:
+def test_a_first_signal_asks_and_a_second_ctrl_c_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     with asked_to_stop() as asked:
         assert asked() is None
         os.kill(os.getpid(), signal.SIGTERM)
         assert asked() == "interrupted"
+        os.kill(os.getpid(), signal.SIGINT)  # the same request, to the process and to its group
+        monkeypatch.setattr(train_module, "ONE_REQUEST_SECONDS", 0.0)
+        os.kill(os.getpid(), signal.SIGTERM)  # a job manager that repeats itself still wants a checkpoint
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.parametrize("asked", [True, False], ids=["asked-to-stop", "by-itself"])
+def test_a_loader_that_dies_by_the_signal_that_stops_the_training_is_no_failure(
+    order: Order, monkeypatch: pytest.MonkeyPatch, asked: bool
+) -> None:
+    """As `timeout` or a job manager ends a whole group. The third batch never comes; two updates are saved."""
+    monkeypatch.setattr(train_module, "ONE_REQUEST_SECONDS", 0.0)
+    opened = session_module.open_loader
+
+    class Dying:
+        def __init__(self, loader: Any) -> None:
+            self.loader, self.given = loader, 0
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.loader, name)
+
+        def __next__(self) -> Any:
+            self.given += 1
+            if self.given == 3:
+                if asked:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                raise EOFError("unexpected EOF")
+            return next(self.loader)
+
+    monkeypatch.setattr(session_module, "open_loader", lambda *words: Dying(opened(*words)))
+    wanted = order(steps=5, cycle_steps=1, eval_every=None)
+    found = train(wanted, lambda *_, **__: None)
+    assert found["ended"] == ("interrupted" if asked else "failed")
+    assert found["updates"] == 2
+    assert (found["checkpoint"] is not None) is asked
+
+
+def test_data_that_prove_broken_leave_no_run(shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    broken = Path(shutil.copytree(shards, tmp_path / "broken"))
+    shard = next(broken.glob("train*"))
+    text = bytearray(shard.read_bytes())
+    text[-2:] = b"\xff\xff"
+    shard.write_bytes(text)
+    out = tmp_path / "run"
+    assert main(["train", "tiny", "--data", str(broken), "--steps", "1", "--device", "cpu", "--out", str(out)]) == 2
+    assert shard.name in capsys.readouterr().err
+    assert not out.exists()
 
 
 def test_a_checkpoint_is_sampled_and_exported(order: Order, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -84,8 +84,8 @@ def test_modules_have_both_passes(plain):
 
 
 def test_the_read_of_the_loss_is_a_synchronisation(plain, fast):
-    (found,) = {each.where for each in plain[0].findings if each.kind == "synchronisation"}
-    assert "redline/engine/step.py" in found
+    (found,) = {(each.where, each.rung) for each in plain[0].findings if each.kind == "synchronisation"}
+    assert found == (names.RECIPE, "no-sync")
     assert plain[0].sync_idle_seconds > 0
     assert not [each for each in fast.findings if each.kind == "synchronisation" and (each.per_step or 0) >= 1]
 

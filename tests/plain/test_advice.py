@@ -130,12 +130,25 @@ def test_waiting_for_data_asks_for_workers():
     assert any(each.rung is None and "batches" in each.what for each in again)
 
 
-def test_idle_time_behind_synchronisations_asks_for_no_sync_and_names_the_line():
-    line = Finding(kind="synchronisation", detail="", file="train.py", line=12)
-    found = advice_on(profile({**EVEN, names.IDLE: 30.0}, sync_idle_seconds=0.030, findings=(line,)), ("tf32", "bf16"))
-    quiet = next(each for each in found if each.rung == "no-sync")
-    assert quiet.gain_seconds == pytest.approx(0.030 * 0.9)  # one read in ten steps is left
-    assert "train.py:12" in quiet.why
+OWN_LINE = Finding(kind="synchronisation", detail="", file="model.py", line=12)
+READ_LOSS = Finding(kind="synchronisation", detail="", rung="no-sync")
+
+
+@pytest.mark.parametrize(
+    ("found", "what", "rung", "left"),
+    [
+        ((READ_LOSS,), "take no-sync", "no-sync", 0.1),  # one read in ten steps is left
+        ((), "take no-sync", "no-sync", 0.1),  # nobody could watch
+        ((OWN_LINE,), "mend model.py:12", None, 0.0),  # which no rung can
+        ((READ_LOSS, OWN_LINE), "take no-sync and mend model.py:12", "no-sync", 0.1),
+    ],
+    ids=["the-recipe", "unknown", "a-line", "both"],
+)
+def test_idle_time_behind_synchronisations_is_the_recipes_or_a_lines(found, what, rung, left):
+    waiting = profile({**EVEN, names.IDLE: 30.0}, sync_idle_seconds=0.030, findings=found)
+    (quiet,) = [each for each in advice_on(waiting, ("tf32", "bf16")) if "runs dry" in each.why]
+    assert (quiet.what, quiet.rung) == (what, rung)
+    assert quiet.gain_seconds == pytest.approx(0.030 * (1 - left))
 
 
 def test_idle_time_that_no_rung_mends_asks_for_more_work_per_launch():

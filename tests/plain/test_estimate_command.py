@@ -16,6 +16,7 @@ from redline.core.devices import find_device
 from redline.core.errors import UserError
 from redline.core.hardware import MeasuredPeaks
 from redline.core.units import human_bytes
+from redline.core.values import to_json
 from redline.machine import Gpu, Machine, local, save_measured
 from redline.predict.memory import predict_memory
 from redline.report.estimate import BAR_COLUMNS, PARTS, memory_bar, parts_of
@@ -438,7 +439,9 @@ def test_only_what_the_ladder_takes_is_sent_there(estimate, workplace):
     assert "measure it with redline ladder gpt2" in " ".join(estimate("gpt2", "--gpu", "H200")[1].split())
     text = estimate("config.json", "--gpu", "B200", "--optimizer", "adamw-8bit", "--micro-batch", 1)[1]
     assert "expected" in text
-    assert "redline ladder" not in text
+    assert "measure it with redline ladder config.json --sequence 4096" in " ".join(text.split())
+    (workplace / "shape.json").write_text(json.dumps(to_json(PRESETS["gpt2"].shape)))
+    assert "redline ladder" not in estimate("shape.json", "--gpu", "H200")[1]
 
 
 def test_what_does_not_fit_is_said(estimate):

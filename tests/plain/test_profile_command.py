@@ -17,7 +17,7 @@ from redline.core.errors import UserError
 from redline.core.hardware import Hardware
 from redline.core.job import Job
 from redline.core.measurement import Failure, Spread
-from redline.core.profile import Finding, Kernel, MemoryLine, MemoryProfile, ModuleTime, Part, Profile
+from redline.core.profile import FINDINGS, Finding, Kernel, MemoryLine, MemoryProfile, ModuleTime, Part, Profile
 from redline.core.values import from_json, to_json
 from redline.report.profile import bar, folded, fullest_moments, print_profile, short_kernel
 from redline.search import launch
@@ -71,7 +71,10 @@ PROFILE = Profile(
     sync_idle_seconds=0.01,
     attention="bmm + softmax",
     compiled=False,
-    findings=(Finding(kind="synchronisation", detail="read", file="/home/somebody/model.py", line=57, per_step=2),),
+    findings=(
+        Finding(kind="synchronisation", detail="read", file="/home/somebody/model.py", line=57, per_step=2),
+        Finding(kind="synchronisation", detail="the loss", per_step=1, rung="no-sync"),
+    ),
     memory=MEMORY,
     trace="trace.json.gz",
 )
@@ -181,7 +184,9 @@ def test_the_document(answer, tmp_path, capsys):
     assert (mystery["tflops"], mystery["bytes_per_second"], mystery["roofline_share"]) == (None, None, None)
     assert document["memory"]["fragmentation_bytes"] == 10 * 2**20
     assert document["memory"]["predicted"]["allocated"] > 0
-    assert document["findings"][0]["fix"]
+    line, recipe = document["findings"]
+    assert line["fix"] == FINDINGS["synchronisation"]
+    assert recipe["fix"] == "take the rung no-sync"
     assert {each["rung"] for each in document["advice"]} & {"flash", "cudnn-attention"}
     assert json.loads((tmp_path / "run" / "run.json").read_text())["kind"] == "profile"
 
@@ -278,6 +283,8 @@ def test_the_view_has_every_part(document):
     assert "h.*.attn" in text
     assert "(+20 %)" in text
     assert "model.py:57" in text
+    assert "the recipe" in text
+    assert "take the rung no-sync" in text
     assert "10.0 MiB (20.0 %) of it not in use at the peak" in text
     assert "trace.json.gz" in text
 

@@ -401,6 +401,8 @@ def test_fused_adamw_reads_four_lists_and_writes_three():
     assert work is not None
     assert work.bytes == 7 * 4 * 17
     assert work_of("aten::_fused_adamw_", arguments) is None  # a trace does not tell the type of lists
+    long = {**arguments, "Input Dims": [[]] * 4}
+    assert work_of("aten::_fused_adamw_", long, parameter_bytes=4) is None  # nor the shapes of more than thirty tensors
 
 
 @pytest.mark.parametrize("name", ["aten::nonsense", "aten::mm", "aten::_scaled_dot_product_cudnn_attention"])

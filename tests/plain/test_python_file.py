@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import signal
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from redline.core.devices import find_device
 from redline.core.errors import UserError
@@ -23,12 +25,17 @@ from redline.core.user_code import blaming, users_line
 from redline.core.values import from_json, to_json
 from redline.core.workload import Shape, Workload
 from redline.predict.efficiency import efficiency
-from redline.predict.fitting import case_of
+from redline.predict.estimate import Target
+from redline.predict.fitting import TracedCase, case_of
 from redline.predict.memory import predict_memory
 from redline.predict.tiles import estimate
 from redline.predict.traced import gemms_of, step_of
+from redline.predict.traced_estimate import TracedSubject, traced_document
 from redline.predict.traced_lint import findings_of
 from redline.predict.verdict import judge
+from redline.report.estimate import print_estimate
+from redline.report.next_steps import ladder_steps
+from redline.report.table import shown_columns
 from redline.rungs import LADDER, find_rung, published_rungs, usual_rungs, why_not
 from redline.search import inspect
 from redline.search.batch_size import range_of
@@ -358,6 +365,84 @@ def test_reasons_name_the_lines_of_embedding_and_head(seen: Traced, write: Calla
     assert "the head (made at m.py:4)" in cannot["chunked-loss"]
     nothing = workload_with(replace(seen, products=()), write).cannot
     assert not any("m.py" in nothing[name].replace("model.py", "") for name in ("fused-loss", "bf16-residual"))
+
+
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [
+        ("cross-entropy", "the model in model.py returns what comes behind it"),
+        ("own", "loss() in model.py goes from inputs to loss"),
+        ("model", "the model in model.py goes from inputs to loss"),
+    ],
+)
+def test_a_model_without_words_is_not_told_about_them(
+    loss: str, words: str, seen: Traced, write: Callable[[str], Path]
+) -> None:
+    """Of an MLP: there is nothing to tie, nothing to pad and no stream, and so no line to change for them."""
+    cannot = workload_with(replace(seen, loss=loss), write).cannot
+    assert cannot["padded-vocab"] == "no embedding was found in model.py"
+    assert cannot["tied-weights"] == "no embedding was found in model.py that a head could share"
+    assert cannot["bf16-residual"] == "no list of equal blocks was found in model.py, so no stream runs between any"
+    assert cannot["fused-loss"].endswith(words)
+
+
+GPT_WORDS = ("token", "sequence", "vocab", "head", "logit", "causal", "attention", "TP", "GAS", "GPUs")
+
+
+def test_an_estimate_of_samples_speaks_of_samples(seen: Traced) -> None:
+    """Seen on the screen, line by line: nothing that only a language model has."""
+    found = estimate_of(replace(seen, items_per_sample=1, unit="sample"), words="mlp.py:mlp")
+    text = printed(found)
+    assert [word for word in GPT_WORDS if word in text] == []
+    assert "16 samples in a step, on one GPU." in text
+    assert "parameters and buffers" in text
+    assert "with everything alive at once" in text
+    assert "measure it with redline ladder mlp.py:mlp" in text
+    assert "a micro batch of 1,048,576 fits, and none larger is looked at" in text
+    assert found["memory"]["logits"] is found["memory_detail"]["autocast_cache"] is None
+
+
+def test_an_estimate_of_a_module_names_the_meter(seen: Traced) -> None:
+    """A module of somebody's own program has no words for the command line; with attention its square is told."""
+    found = estimate_of(replace(seen, sdpa=True, unit="frame"), words=None)
+    assert found["tokens_per_second_reason"].endswith("measure it with redline.Meter")
+    assert found["flops_per_token"]["convention"].endswith("of attention the whole square")
+    assert "16 x 7 frames in a step" in printed(found)
+
+
+def estimate_of(traced: Traced, words: str | None) -> dict[str, Any]:
+    device = find_device("H200")
+    subject = TracedSubject(
+        name="mlp",
+        origin="Python file",
+        case=TracedCase(shape=traced, plan=Plan()),
+        rungs=(),
+        micro_batch=16,
+        notes=(),
+        words=words,
+    )
+    hardware = Hardware(kind="cuda", name="H200", cpu_cores=8)
+    target = Target(device=device, memory_bytes=device.memory_bytes, hardware=hardware)
+    return traced_document(subject, target)
+
+
+def printed(document: dict[str, Any]) -> str:
+    console = Console(width=100, record=True, file=io.StringIO())
+    print_estimate(document, console)
+    lines = console.export_text().splitlines()
+    assert max(map(len, lines)) <= 100
+    return " ".join(" ".join(lines).split())
+
+
+def test_columns_and_next_steps_count_what_the_model_counts(seen: Traced) -> None:
+    row = {"rung": "baseline", "status": "ok", "tokens_per_second": 2300.0, "unit": "sample"}
+    document = {"workload": {"name": "mlp", "shape": to_json(replace(seen, unit="sample"))}, "rows": [row]}
+    names = [column.name for column in shown_columns(document)]
+    assert "samples/s" in names
+    assert not any("tok" in name for name in names)
+    steps = ladder_steps({**document, "best": {"rung": "baseline", "tokens_per_second": 2300.0}})
+    assert any("2,300 samples/s" in step.why for step in steps)
+    assert not any("token" in step.why for step in steps)
 
 
 # the user's own line

@@ -12,6 +12,7 @@ import pytest
 
 from redline.commands.ranks import change_of_ranks, check_resumed_shares
 from redline.core.errors import UserError
+from redline.core.layout import Layout as Ranked
 from redline.core.measurement import Failure, Measurement, Sharing
 from redline.core.profile import COMMUNICATION, IDLE
 from redline.core.recipe import Recipe
@@ -66,9 +67,9 @@ def order(micro_batch: int, global_batch: int) -> Any:
 
 
 def test_fewer_ranks_keep_the_global_batch_and_say_so() -> None:
-    check_resumed_shares(order(2, 16), 2)
-    assert change_of_ranks(4, 4, order(2, 16)) is None
-    text = change_of_ranks(4, 1, order(2, 16))
+    check_resumed_shares(order(2, 16), Ranked(ranks=2))
+    assert change_of_ranks(4, Ranked(ranks=4), order(2, 16)) is None
+    text = change_of_ranks(4, Ranked(ranks=1), order(2, 16))
     assert text == (
         "1 rank where the run began with 4: the global batch stays at 16 sequences, accumulated from 8 x 2 on each rank"
     )
@@ -87,7 +88,7 @@ def test_a_number_that_does_not_divide_the_global_batch_is_refused(
     micro_batch: int, global_batch: int, ranks: int, fix: str
 ) -> None:
     with pytest.raises(UserError, match=f"{ranks} ranks cannot go on with runs/mine") as caught:
-        check_resumed_shares(order(micro_batch, global_batch), ranks)
+        check_resumed_shares(order(micro_batch, global_batch), Ranked(ranks=ranks))
     assert caught.value.fix == fix
     assert f"keeps its global batch of {global_batch} sequences" in caught.value.why
 
@@ -128,6 +129,9 @@ def test_a_rung_that_the_way_to_share_refuses_is_skipped() -> None:
     climb = climbs["climbed"](machine, hardware, rungs=("muon",), start=("fsdp",))
     assert climb.finished[1].status == "skipped"
     assert "whole ones only" in climb.finished[1].reason
+    climb = climbs["climbed"](machine, hardware, rungs=("tensor-parallel",), start=("ddp",))
+    assert climb.finished[1].status == "skipped"
+    assert "share data only" in climb.finished[1].reason
 
 
 def test_the_key_of_a_job_of_one_process_is_what_it_was() -> None:
@@ -188,6 +192,7 @@ def test_how_ranks_share_a_step_is_a_knob_that_always_has_a_choice() -> None:
     assert all(len(set(recipe.rungs) & set(knob.choices)) == 1 for recipe in space.neighbours(space.start()))
     assert "ddp" in space.baseline().rungs
     assert "cuda-graphs" in space.left_out
+    assert "share data only" in space.left_out["tensor-parallel"]
     assert open_space(GPT2, EIGHT, rungs=("bf16", "fsdp")).ways == ("ddp", "fsdp")
     assert open_space(GPT2, EIGHT, without=("ddp",)).ways == ("fsdp", "fsdp-keep")
     assert open_space(GPT2, replace(EIGHT, ranks=1)).ways == ()

@@ -67,6 +67,28 @@ def mistake(words: str, **choices: Any) -> UserError:
     return caught.value
 
 
+# what the config says beside its sizes
+
+
+@pytest.mark.parametrize(
+    ("more", "note"),
+    [
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantization_config is left out"),
+        ({"auto_map": {"AutoModelForCausalLM": "modeling_x.X"}}, "no code that comes with a model is run"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "the config names LlamaForSequenceClassification"),
+        ({"transformers_version": "99.0.1"}, "written by transformers 99.0.1"),
+        ({"architectures": ["LlamaForCausalLM"], "transformers_version": "4.30.0", "new_field": {"a": 1}}, None),
+    ],
+    ids=["quantised", "own-code", "classifier", "newer", "usual"],
+)
+def test_what_has_no_effect_is_said(more: dict[str, Any], note: str | None, write: Write) -> None:
+    plain, found = resolve_workload(write(SMALL)), resolve_workload(write({**SMALL, **more}, "other"))
+    assert found.shape == plain.shape
+    new = set(found.notes) - set(plain.notes)
+    assert len(new) == (note is not None)
+    assert all(note in each for each in new if note)
+
+
 # sequences
 
 

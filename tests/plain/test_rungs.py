@@ -45,9 +45,9 @@ ORDER = (
     "max-autotune",
     "cuda-graphs",
     "expandable-segments",
-    *("ddp", "fsdp", "fsdp-keep"),
+    *("ddp", "fsdp", "fsdp-keep", "tensor-parallel"),
 )
-RANKS = {"ddp", "fsdp", "fsdp-keep"}  # they need several
+RANKS = {"ddp", "fsdp", "fsdp-keep", "tensor-parallel"}  # they need several
 HALF = replace(Plan(), autocast="bf16", compile=True)  # some rungs take 16-bit inputs or compiled code
 every_rung = pytest.mark.parametrize("rung", LADDER, ids=lambda rung: rung.name)
 
@@ -107,7 +107,7 @@ def test_what_ranks_cannot_share(tiny, h200):
     assert "one process" in find_rung("ddp").needs(tiny, h200, Plan())
     assert "cuda-graphs" in find_rung("ddp").needs(tiny, many, replace(Plan(), cuda_graphs=True))
     assert find_rung("ddp").needs(tiny, many, replace(Plan(), optimizer="muon")) is None
-    for name in ("fsdp", "fsdp-keep"):
+    for name in ("fsdp", "fsdp-keep", "tensor-parallel"):
         assert "muon" in find_rung(name).needs(tiny, many, replace(Plan(), optimizer="muon"))
         assert "bf16" in find_rung(name).needs(tiny, many, replace(Plan(), autocast="fp16"))
 

@@ -130,10 +130,18 @@ def test_llama_as_published(write):
         ({"model_type": "gemma3_text", "sliding_window": 1024, "sliding_window_pattern": 4}, 1024, 24),
         ({"model_type": "gemma2", "sliding_window": 64, "layer_types": ["full_attention"] * 32}, None, None),
         (
-            {"model_type": "gemma2", "sliding_window": 64, "layer_types": ["sliding_attention"] * 3 + ["full"] * 29},
+            {
+                "model_type": "gemma2",
+                "sliding_window": 64,
+                "layer_types": ["sliding_attention"] * 3 + ["full_attention"] * 29,
+            },
             64,
             3,
         ),
+        # Keys that the family's code does not read: files are made from other files.
+        ({"model_type": "llama", "sliding_window": 64}, None, None),
+        ({"model_type": "gemma", "sliding_window": 64}, None, None),
+        ({"model_type": "mistral", "sliding_window": 64, "layer_types": ["full_attention"] * 32}, 64, None),
     ],
     ids=str,
 )
@@ -324,9 +332,17 @@ def test_what_is_not_text(tmp_path):
 
 
 def test_weights_given_by_mistake(tmp_path):
-    with open(tmp_path / "model.safetensors", "wb") as file:
-        file.truncate(17 * 1024**2)
-    assert "too large" in mistake(str(tmp_path / "model.safetensors")).problem
+    for name, problem in (("model.safetensors", "holds weights"), ("model", "too large")):
+        with open(tmp_path / name, "wb") as file:
+            file.truncate(17 * 1024**2)
+        assert problem in mistake(str(tmp_path / name)).problem
+    assert mistake(str(tmp_path / "model.safetensors")).fix == f"point at the folder: {tmp_path}"
+
+
+def test_layers_of_another_kind_are_refused(write):
+    for family in ("gemma2", "qwen3"):
+        error = mistake(write({**LLAMA, "model_type": family, "layer_types": ["linear_attention"] * 32}))
+        assert error.problem == 'layer_types names "linear_attention"'
 
 
 @pytest.mark.parametrize("data", [[], 3, "text", None])

@@ -1,0 +1,124 @@
+"""What a rank holds of a tensor, as a checkpoint sees it: chunks of the whole, wherever they lie in it.
+
+    part = part_of(parameter, cut)              # a tensor of the whole size that has some of its numbers
+    part.fill_from(whole);  part.on_host()      # from a tensor that is whole; a copy that the next step leaves alone
+
+torch's distributed checkpoint (DCP) writes and reads such a tensor chunk by chunk: it asks for them with the three
+methods that DTensor has too. One is needed for what DTensor's placements do not say: the thirds of fused queries, keys
+and values, cut by a tensor group and then perhaps by FSDP. So a file holds tensors under their names and in their whole
+sizes, whoever wrote them, and whoever reads them takes his own chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.tensor import DTensor
+
+from redline.core.cut import Cut
+
+
+class Chunk(NamedTuple):
+    """Numbers that lie together in the whole tensor."""
+
+    offsets: tuple[int, ...]
+    numbers: torch.Tensor
+    """A view of what the rank holds."""
+
+
+class Part(torch.Tensor):
+    chunks: tuple[Chunk, ...]
+    requires_grad: bool
+
+    @staticmethod
+    def __new__(cls, like: torch.Tensor, shape: tuple[int, ...], chunks: tuple[Chunk, ...]) -> Part:
+        part: Part = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=like.dtype, device=like.device)
+        part.chunks = chunks
+        return part
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        raise NotImplementedError(f"{func}: a part is for checkpoints, and computes nothing")
+
+    def fill_from(self, whole: torch.Tensor) -> None:
+        for offsets, numbers in self.chunks:
+            there = tuple(slice(start, start + size) for start, size in zip(offsets, numbers.shape, strict=True))
+            numbers.copy_(whole[there])
+
+    def on_host(self) -> Part:
+        copies = tuple(Chunk(offsets, on_host(numbers)) for offsets, numbers in self.chunks)
+        return Part(torch.empty(0, dtype=self.dtype), tuple(self.shape), copies)
+
+    # --- what DCP asks for --------------------------------------------------------------------------------------------
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [
+            ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=numbers.size()) for offsets, numbers in self.chunks
+        ]
+
+    def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
+        properties = TensorProperties(dtype=self.dtype)
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.size()),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        return next(numbers for offsets, numbers in self.chunks if torch.Size(offsets) == index.offset)
+
+
+def on_host(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.on_host() if isinstance(tensor, Part) else tensor.detach().to("cpu", copy=True)
+
+
+def part_of(tensor: torch.Tensor, cut: Cut | None) -> torch.Tensor:
+    """A tensor that the rank has whole is no part. `cut`: a tensor group's; FSDP's own is in the tensor."""
+    tensor = tensor if isinstance(tensor, Part) else tensor.detach()
+    if not isinstance(tensor, DTensor) and cut is None:
+        return tensor
+    held, first = rows_held(tensor)
+    shape = tuple(tensor.shape) if cut is None else cut.shape
+    chunks = [Chunk((first, *[0] * (held.dim() - 1)), held)] if cut is None else chunks_of(held, first, cut)
+    return Part(held, shape, tuple(chunk for chunk in chunks if chunk.numbers.numel()))
+
+
+def rows_held(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """What is here of a tensor that FSDP may have cut by its first dimension, and which row that begins with."""
+    if not isinstance(tensor, DTensor):
+        return tensor, 0
+    (chunk,) = tensor.__create_chunk_list__()
+    assert not any(chunk.offsets[1:]), f"FSDP cuts rows, and this is {tensor.placements}"
+    return tensor.to_local(), chunk.offsets[0]
+
+
+def chunks_of(held: torch.Tensor, first: int, cut: Cut) -> Iterator[Chunk]:
+    """Rows from `first` on, of the piece that the cut has left."""
+    for run in cut.runs:
+        if cut.dim > 0:  # FSDP's rows are the whole tensor's
+            yield Chunk(
+                (first, *[0] * (cut.dim - 1), run.there, *[0] * (held.dim() - cut.dim - 1)),
+                held.narrow(cut.dim, run.here, run.length),
+            )
+            continue
+        begin, end = max(run.here, first), min(run.here + run.length, first + held.size(0))
+        if begin < end:
+            yield Chunk(
+                (run.there + begin - run.here, *[0] * (held.dim() - 1)), held.narrow(0, begin - first, end - begin)
+            )
+
+
+def parts_of(tensors: Mapping[str, torch.Tensor], cuts: Mapping[str, Cut]) -> dict[str, torch.Tensor]:
+    """By name. An optimizer's tensors ("wte.weight.exp_avg") are cut as their parameter is; its counters are not."""
+    found = {}
+    for name, tensor in tensors.items():
+        cut = cuts.get(name) or cuts.get(name.rpartition(".")[0])
+        found[name] = part_of(tensor, cut if tensor.dim() else None)
+    return found
