@@ -35,6 +35,10 @@ def add_sequence(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_gpus(parser: argparse.ArgumentParser, what: str) -> None:
+    parser.add_argument("--gpus", metavar="N", type=int, help=f"{what} (docs/distributed.md)")
+
+
 def add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json",

@@ -14,7 +14,9 @@ from redline.commands.common import (
     EXIT_INTERRUPTED,
     WORKLOAD_HELP,
     add_common,
+    add_gpus,
     add_sequence,
+    check_sizes,
     command_line,
     try_page,
     warn_of,
@@ -53,6 +55,7 @@ def add_ladder(commands: Any) -> None:
         "--data", metavar="FILE", help="a UTF-8 text file to train on (default: the prose that ships with Python)"
     )
     ladder.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda where torch sees one")
+    add_gpus(ladder, "measure with N ranks, one GPU each; the first row is then ddp")
     ladder.add_argument(
         "--keep",
         choices=("faster", "all"),
@@ -119,6 +122,7 @@ def run_ladder(options: argparse.Namespace) -> int:
     from redline.search.ladder import check_timeout, prepare_ladder, resume_ladder
 
     check_timeout(options.timeout)
+    check_sizes(options, ("gpus",))
     console = Console(stderr=True)
     choices = {name: getattr(options, name) for name in CHOICES}
     run = (
@@ -143,6 +147,7 @@ CHOICES = (
     "sequence",
     "data",
     "device",
+    "gpus",
     "keep",
     "repeats",
     "aa",

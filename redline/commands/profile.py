@@ -16,6 +16,7 @@ from redline.commands.common import (
     EXIT_FAILED,
     WORKLOAD_HELP,
     add_common,
+    add_gpus,
     add_sequence,
     check_sizes,
     command_line,
@@ -63,6 +64,7 @@ def add_profile(commands: Any) -> None:
         "--data", metavar="FILE", help="a UTF-8 text file to train on (default: the prose that ships with Python)"
     )
     profile.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda where torch sees one")
+    add_gpus(profile, "profile a step that N ranks share, one GPU each")
     profile.add_argument("--steps", metavar="N", type=int, help="steps under the profiler (default: 3)")
     profile.add_argument(
         "--out", metavar="DIR", type=Path, help="run directory (default: runs/profile-WORKLOAD-DATE-TIME)"
@@ -151,18 +153,22 @@ def prepare(options: argparse.Namespace) -> ProfileRun:
     from redline.core.job import Job, check_run_directory
     from redline.search.climb import TOKENS_FILE
     from redline.search.launch import probe_machine
+    from redline.search.ranks import check_ranks, check_shareable
 
     given = check_options(options)
     if options.out is not None:
         check_run_directory(options.out, resumable=False)
     hardware, versions = probe_machine(options.device)
+    hardware = check_ranks(hardware, options.gpus or 1)
     workload = choose_workload(options, hardware)
+    check_shareable(workload, hardware)
     recipe = choose_recipe(options, given, workload, hardware)
     workload = replace(workload, micro_batch=recipe.micro_batch)
     job = Job(
         workload=workload,
         recipe=recipe,
         device=hardware.kind,
+        ranks=hardware.ranks,
         tokens=TOKENS_FILE,
         kind="profile",
         timed_steps=options.steps,
@@ -181,7 +187,7 @@ def check_options(options: argparse.Namespace) -> Recipe | None:
 
     check_timeout(options.timeout)
     check_choice("device", options.device, ("cuda", "cpu"))
-    check_sizes(options, ("micro_batch",))
+    check_sizes(options, ("micro_batch", "gpus"))
     if options.steps is not None:
         check_positive("--steps", options.steps)
     if options.recipe is not None and options.rungs is not None:
@@ -222,6 +228,7 @@ def choose_workload(options: argparse.Namespace, hardware: Hardware) -> Workload
 def choose_recipe(options: argparse.Namespace, given: Recipe | None, workload: Workload, hardware: Hardware) -> Recipe:
     from redline.core.recipe import Recipe
     from redline.rungs import usual_rungs
+    from redline.rungs.ladder import with_parallel
 
     if given is not None:
         recipe = given
@@ -232,16 +239,19 @@ def choose_recipe(options: argparse.Namespace, given: Recipe | None, workload: W
         print(f"rungs {', '.join(recipe.rungs) or 'none'}: all that apply here", file=sys.stderr)
     if options.micro_batch is not None:
         recipe = replace(recipe, micro_batch=options.micro_batch)
+    if hardware.ranks > 1:
+        recipe = replace(recipe, rungs=with_parallel(recipe.rungs, None))
     check_applies(recipe, workload, hardware)
     return recipe
 
 
 def check_applies(recipe: Recipe, workload: Workload, hardware: Hardware) -> None:
     from redline.rungs import find_rung, plan_of, why_not
+    from redline.search.ranks import not_measured
 
     for name in recipe.rungs:
         others = plan_of(other for other in recipe.rungs if other != name)
-        reason = why_not(find_rung(name), workload, hardware, others)
+        reason = not_measured(name) or why_not(find_rung(name), workload, hardware, others)
         if reason is not None:
             raise UserError(f"{name} does not apply here", reason, f"profile without {name}")
 
@@ -312,7 +322,7 @@ def document(run: ProfileRun, found: Profile) -> dict[str, Any]:
         "status": "ok",
         **run.record,
         **figures(found, plan, device, measured),
-        "tokens_per_second": recipe.micro_batch * workload.shape.sequence / found.step_seconds.median,
+        "tokens_per_second": run.job.global_batch * workload.shape.sequence / found.step_seconds.median,
         "roofline": roofline_json(run, plan, device, measured),
         "rates": None if rates is None else to_json(rates),
         "advice": to_json(advice),
@@ -326,6 +336,7 @@ def document(run: ProfileRun, found: Profile) -> dict[str, Any]:
 def figures(found: Profile, plan: Plan, device: Any, measured: Any) -> dict[str, Any]:
     """What was measured, of whatever step; `plan` tells TF32 from fp32."""
     from redline.core.values import to_json
+    from redline.search.document import sharing_json
 
     step = found.step_seconds.median
     seconds, phases = found.by_group(), found.by_phase()
@@ -349,6 +360,7 @@ def figures(found: Profile, plan: Plan, device: Any, measured: Any) -> dict[str,
         "attention": found.attention,
         "findings": [{**to_json(each), "fix": fix_of(each, plan)} for each in found.findings],
         "memory_reason": found.memory_reason,
+        "sharing": sharing_json(found.sharing),
     }
 
 
@@ -436,10 +448,11 @@ def roofline_json(run: ProfileRun, plan: Plan, device: Any, measured: Any) -> di
 def memory_json(run: ProfileRun, plan: Plan, found: Profile) -> dict[str, Any]:
     """The measured anatomy beside the predicted one. A CPU has no cuBLAS workspaces: they are taken out there."""
     from redline.core.values import to_json
-    from redline.predict.memory import WORKSPACES, predict_memory
+    from redline.predict.fitting import case_of
+    from redline.predict.memory import WORKSPACES
 
     assert found.memory is not None
-    predicted = predict_memory(run.job.workload.shape, plan, micro_batch=run.job.recipe.micro_batch)
+    predicted = case_of(run.job.workload.shape, plan, run.job.ranks).memory(run.job.recipe.micro_batch)
     if found.device == "cpu":
         predicted = replace(predicted, temporary=predicted.temporary - WORKSPACES)
     return {

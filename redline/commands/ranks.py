@@ -18,17 +18,16 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from redline.commands.common import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, check_sizes
 from redline.core.errors import UserError
 from redline.core.training import RANK_PID_FILE
+from redline.core.units import counted
 from redline.rungs.parallel import DDP
 
 if TYPE_CHECKING:
-    from redline.core.hardware import Hardware
     from redline.core.layout import Layout
     from redline.core.recipe import Recipe
     from redline.core.workload import Workload
@@ -192,16 +191,6 @@ def ranks_of_a_node(ranks: int) -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
 
 
-def check_ranks(hardware: Hardware, ranks: int) -> Hardware:
-    """The machine with that many ranks on it. More than one per device is refused."""
-    here = ranks_of_a_node(ranks)
-    if hardware.kind == "cuda" and here > hardware.count:
-        only = f"this machine has {hardware.count} GPU{'' if hardware.count == 1 else 's'}"
-        fix = f"use --gpus {hardware.count}" if hardware.count > 1 else "leave --gpus out"
-        raise UserError(f"{here} ranks on this machine", f"each rank has a GPU of its own, and {only}", fix)
-    return replace(hardware, ranks=ranks)
-
-
 def layout_of(options: argparse.Namespace, ranks: int) -> Layout:
     """Of so many ranks, as the options say. A cut that no model allows is refused here."""
     from redline.core.layout import Layout
@@ -268,4 +257,40 @@ def check_shares(order: TrainOrder, layout: Layout) -> None:
         pp=layout.pipeline,
         micro_batch=order.settings.micro_batch,
         global_batch=order.settings.global_batch,
+    )
+
+
+def check_resumed_shares(order: TrainOrder, layout: Layout) -> None:
+    """The same of a run that goes on, whose global batch is what it was: its updates are the run."""
+    from redline.predict.parallel import divisors
+
+    size, whole, parts = order.settings.micro_batch, order.settings.global_batch, layout.data
+    if whole % (parts * size) == 0:
+        return
+    each = layout.ranks // parts  # ranks that take the same data
+    counts = [each * count for count in divisors(whole) if whole % (count * size) == 0]
+    smaller = [one for one in divisors(whole // parts) if one < size] if whole % parts == 0 else []
+    ways = [f"with {_one_of(counts)} ranks"] if counts else []
+    ways += [f"with --micro-batch {max(smaller)}"] if smaller else []
+    raise UserError(
+        f"{counted(layout.ranks, 'rank')} cannot go on with {order.out}",
+        f"the run keeps its global batch of {counted(whole, 'sequence')}, and that is not a number of passes of "
+        f"{parts} x {size}",
+        f"go on {' or '.join(ways)}",
+    )
+
+
+def _one_of(numbers: Sequence[int]) -> str:
+    *others, last = map(str, numbers)
+    return f"{', '.join(others)} or {last}" if others else last
+
+
+def change_of_ranks(before: int, layout: Layout, order: TrainOrder) -> str | None:
+    """What to say where another number of ranks goes on, as torchrun's do after a node was lost; None: the same."""
+    if before == layout.ranks:
+        return None
+    size, whole = order.settings.micro_batch, order.settings.global_batch
+    return (
+        f"{counted(layout.ranks, 'rank')} where the run began with {before}: the global batch stays at "
+        f"{counted(whole, 'sequence')}, accumulated from {whole // (layout.data * size)} x {size} on each rank"
     )

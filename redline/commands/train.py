@@ -21,6 +21,7 @@ from redline.commands.common import (
     command_line,
     only_our_words_on_stdout,
 )
+from redline.commands.ranks import change_of_ranks
 from redline.commands.training_data import (
     TEXT_OPTIONS,
     add_data_options,
@@ -170,14 +171,27 @@ def train_session(order: TrainOrder, emit: Any, ranks: Ranks | None = None) -> d
 # --- from words to an order -------------------------------------------------------------------------------------------
 
 
+def began_with(run: Path) -> int:
+    """Ranks, by its run.json, which `resumed_order` has read whole."""
+    from redline.core.job import RunDirectory
+
+    return int(RunDirectory(run).read_run()["hardware"].get("ranks", 1))
+
+
 def make_order(options: argparse.Namespace, console: Any, ranks: int = 1) -> TrainOrder:
-    return resumed_order(options, ranks) if options.resume else new_order(options, console, ranks)
+    if not options.resume:
+        return new_order(options, console, ranks)
+    order = resumed_order(options, ranks)
+    assert order.layout is not None, "a resumed order has one"
+    if (note := change_of_ranks(began_with(options.resume), order.layout, order)) is not None:
+        console.print(note, markup=False, highlight=False)
+    return order
 
 
 def check_order(options: argparse.Namespace, console: Any, ranks: int) -> Hardware:
     """Every mistake that can be found without making anything; returns the machine."""
-    from redline.commands.ranks import check_ranks
     from redline.search.launch import probe_machine
+    from redline.search.ranks import check_ranks
 
     if options.resume:
         return check_ranks(probe_machine(resumed_order(options, ranks).device)[0], ranks)
@@ -213,7 +227,7 @@ def chosen_order(
     options: argparse.Namespace, console: Any, ranks: int
 ) -> tuple[TrainOrder, Hardware, dict[str, str | None]]:
     """What the words come to on this machine, without its data yet; nothing is written."""
-    from redline.commands.ranks import check_layout, check_ranks, check_shares, layout_of
+    from redline.commands.ranks import check_layout, check_shares, layout_of
     from redline.core.recipe import Recipe, load_recipe
     from redline.core.training import Budget
     from redline.engine.session import TrainOrder
@@ -221,6 +235,7 @@ def chosen_order(
     from redline.rungs.ladder import check_alternatives, with_optimizer
     from redline.search.inspect import find_workload
     from redline.search.launch import probe_machine
+    from redline.search.ranks import check_ranks
     from redline.workloads import default_workload
 
     layout = layout_of(options, ranks)
@@ -418,7 +433,7 @@ FIXED = (
 def resumed_order(options: argparse.Namespace, ranks: int = 1) -> TrainOrder:
     """What run.json says. The budget may be given again, to train longer, and what changes no update: how often things
     happen, the device, the recipe (another model or optimizer is refused by the checkpoint) and the micro batch."""
-    from redline.commands.ranks import check_layout, check_shares, layout_of
+    from redline.commands.ranks import check_layout, check_resumed_shares, layout_of
     from redline.core.hardware import Hardware
     from redline.core.job import RUN_FILE, open_run_directory
     from redline.core.recipe import load_recipe
@@ -473,7 +488,7 @@ def resumed_order(options: argparse.Namespace, ranks: int = 1) -> TrainOrder:
         out=str(options.resume),
         layout=layout,
     )
-    check_shares(order, layout)
+    check_resumed_shares(order, layout)
     return order
 
 

@@ -15,7 +15,9 @@ from redline.commands.common import (
     EXIT_INTERRUPTED,
     WORKLOAD_HELP,
     add_common,
+    add_gpus,
     add_sequence,
+    check_sizes,
     command_line,
     try_page,
     warn_of,
@@ -36,6 +38,7 @@ CHOICES = (
     "sequence",
     "data",
     "device",
+    "gpus",
     "steps",
     "check_steps",
 )
@@ -81,6 +84,7 @@ def add_tune(commands: Any) -> None:
         "--data", metavar="FILE", help="a UTF-8 text file to train on (default: the prose that ships with Python)"
     )
     tune.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda where torch sees one")
+    add_gpus(tune, "search for N ranks, one GPU each; --micro-batch is then that of a rank")
     tune.add_argument("--steps", metavar="N", type=int, help="timed steps per trial (default: a few seconds' worth)")
     tune.add_argument(
         "--check-steps", metavar="K", type=int, help="training steps whose losses are compared with fp32 (default: 20)"
@@ -111,6 +115,7 @@ def tune(options: argparse.Namespace, command: str) -> tuple[dict[str, Any], Pat
     from redline.search.tune_run import prepare_tune, resume_tune
 
     check_timeout(options.timeout)
+    check_sizes(options, ("gpus",))
     console = Console(stderr=True)
     if options.resume:
         given = {name: getattr(options, name) for name in (*CHOICES, "out")}

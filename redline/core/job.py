@@ -27,6 +27,8 @@ from redline.core.workload import Workload
 
 RUN_FILE, RESULTS_FILE, REPORT_FILE, BEST_FILE = "run.json", "results.jsonl", "report.html", "best.json"
 REBATCHED_FILE = "best-rebatched.json"
+# In a job's folder: why there is no measurement; of several ranks, their process ids and who stands still just now.
+FAILURE_FILE, RANK_FILE, STANDING_FILE = "failure.json", "rank-{}.pid", "standing.txt"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +39,9 @@ class Job:
     recipe: Recipe
     device: str
     """'cuda' or 'cpu'."""
+    ranks: int = 1
+    """Processes that share the step, `recipe.micro_batch` sequences each. A reference is one process in any case: the
+    step that they share, on their whole batch."""
     tokens: str
     """Path of the token file, relative to the run directory."""
     kind: str = "measure"
@@ -57,8 +62,19 @@ class Job:
     @property
     def key(self) -> str:
         asked = {name: value for name, value in to_json(self).items() if name != "give_up_seconds"}
+        if self.ranks == 1:
+            del asked["ranks"]  # as it was before there were several: finished runs keep their answers
         text = json.dumps(asked, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    @property
+    def global_batch(self) -> int:
+        """Sequences of one step, all ranks together."""
+        return self.ranks * self.recipe.micro_batch
+
+    @property
+    def processes(self) -> int:
+        return 1 if self.kind == "reference" else self.ranks
 
     @property
     def folder_name(self) -> str:

@@ -65,6 +65,23 @@ class Proof:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Sharing:
+    """What ranks cost one another: seconds of a step, read off a profile of each rank."""
+
+    communication_seconds: float
+    """In which a collective is under way, its wait for slower ranks included; of the rank that has most."""
+    exposed_seconds: float
+    """Of that rank's: in which nothing else runs on the device. On a CPU: in which the step stands and waits."""
+    compute_seconds: tuple[float, ...]
+    """Of each rank: its step without the exposed part."""
+
+    @property
+    def straggler_seconds(self) -> float:
+        """What the slowest rank computes longer than the middle one: the others wait for it."""
+        return max(self.compute_seconds) - statistics.median(self.compute_seconds)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Measurement:
     loss_curve: tuple[float, ...]
     """The first K steps from the initial weights, on the batches every rung sees."""
@@ -84,6 +101,8 @@ class Measurement:
     skipped_updates: int = 0
     """Optimizer steps the loss scaler refused during the curve."""
     proof: Proof = field(default_factory=Proof)
+    sharing: Sharing | None = None
+    """Of several ranks, whose worst the times and the memory above are; None of one, and where nothing was profiled."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from redline.core.measurement import Spread
+from redline.core.measurement import Sharing, Spread
 
 CONTRACTION, ATTENTION, NORMALISATION, ELEMENTWISE = "tensor contraction", "attention", "normalisation", "element-wise"
 LOSS, OPTIMIZER, MOVEMENT, COMMUNICATION = "loss", "optimizer", "data movement", "communication"
@@ -178,6 +178,8 @@ class Profile:
     memory: MemoryProfile | None = None
     memory_reason: str | None = None
     """Why there is no memory profile."""
+    sharing: Sharing | None = None
+    """Of several ranks. Everything else is rank 0's, but the time of the step, which is the slowest rank's."""
     notes: tuple[str, ...] = ()
     """What could not be looked at, and why."""
     trace: str | None = None

@@ -69,11 +69,15 @@ class TokenBatches(Batches):
     seed: int
     micro_batch: int
     sequence: int
+    rank: int = 0
+    ranks: int = 1
+    """Of that many, this one's share of the batch that all of them draw: rows rank x B to (rank + 1) x B."""
 
     def __getitem__(self, index: int) -> torch.Tensor:
         # One generator per batch, not one that runs on: no state to save, and no order among workers to keep.
-        starts = numpy.random.default_rng((self.seed, index)).integers(len(self.windows), size=self.micro_batch)
-        windows = self.windows[starts]  # [B, T + 1]
+        drawn = numpy.random.default_rng((self.seed, index))
+        starts = drawn.integers(len(self.windows), size=self.ranks * self.micro_batch)
+        windows = self.windows[starts[self.rank * self.micro_batch :][: self.micro_batch]]  # [B, T + 1]
         batch = torch.empty((2, self.micro_batch, self.sequence), dtype=torch.int64)  # embedding and loss take int64
         into = batch.numpy()
         into[0], into[1] = windows[:, :-1], windows[:, 1:]

@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import Any, final
 
 import torch
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from redline.core.errors import UserError
 from redline.core.user_code import Functions, blaming, described, load_functions
@@ -31,9 +31,15 @@ class MadeBatches(Batches):
     source: Source
     seed: int
     micro_batch: int
+    rank: int = 0
+    ranks: int = 1
+    """Every rank makes the whole batch and keeps its own rows."""
 
     def __getitem__(self, index: int) -> Any:
-        return make_batch(self.functions, self.micro_batch, self.seed + index)
+        whole = make_batch(self.functions, self.ranks * self.micro_batch, self.seed + index)
+        if self.ranks == 1:
+            return whole
+        return tree_map(lambda leaf: leaf[self.rank * self.micro_batch :][: self.micro_batch], whole)
 
     def open(self) -> None:
         _ = self.functions

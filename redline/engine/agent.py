@@ -23,17 +23,26 @@ NO_FILE = "<N/A>"  # torch's word for a rank that recorded nothing
 
 
 def main(words: Sequence[str]) -> int:
+    try:
+        failures = run_ranks(words)
+    except SignalException as error:
+        return 128 + error.sigval.value
+    if not failures:
+        return 0
+    rank, cause = cause_of(failures)
+    if (text := words_of(rank, cause)) is not None:
+        print(f"training stopped: {text}", file=sys.stderr)
+    return cause.exitcode if 0 < cause.exitcode < 256 else 1
+
+
+def run_ranks(words: Sequence[str]) -> Mapping[int, ProcessFailure]:
+    """This process is the agent until all ranks have ended. Returns those that failed."""
     leave_with_parent(lambda: os.kill(os.getpid(), signal.SIGTERM))  # its handler ends the ranks
     try:
         run(parse_args(list(words)))
     except ChildFailedError as error:
-        rank, cause = cause_of(error.failures)
-        if (text := words_of(rank, cause)) is not None:
-            print(f"training stopped: {text}", file=sys.stderr)
-        return cause.exitcode if 0 < cause.exitcode < 256 else 1
-    except SignalException as error:
-        return 128 + error.sigval.value
-    return 0
+        return error.failures
+    return {}
 
 
 def cause_of(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailure]:

@@ -22,7 +22,7 @@ from redline.data.batches import Batches, TokenBatches, stream_batches, worker_c
 from redline.data.made import MadeBatches
 from redline.engine.distributed import Ranks, alone
 from redline.engine.pipeline import Pipelined, build_stage
-from redline.engine.shard import is_cut, is_pipelined, share
+from redline.engine.shard import fill, is_cut, is_pipelined, share
 from redline.engine.step import TrainStep
 from redline.model.adapter import Adapter, LossOf, adapter_of
 from redline.optim import build_optimizer, reset_optimizer, settings_for, warm_up
@@ -40,7 +40,10 @@ class Training:
 
     def restore(self) -> None:
         """Initial weights and an empty optimizer, in place: compiled code and fused kernels keep their tensors."""
-        self.adapter.restore(self.model)
+        if is_cut(self.step.plan):
+            fill(self.adapter, self.model, {})
+        else:
+            self.adapter.restore(self.model)
         reset_optimizer(self.step.optimizer)
         self.step.optimizer.zero_grad(set_to_none=True)
         self.step.reset()
@@ -50,21 +53,30 @@ class Training:
 
 
 def build(
-    workload: Workload, plan: Plan, *, micro_batch: int, tokens: Path, device: torch.device, chunk: int | None = None
+    workload: Workload,
+    plan: Plan,
+    *,
+    micro_batch: int,
+    tokens: Path,
+    device: torch.device,
+    chunk: int | None = None,
+    ranks: Ranks | None = None,
 ) -> Training:
-    """Model, step and an endless stream of batches: what a measurement needs."""
+    """Model, step and an endless stream of batches: what a measurement needs. `ranks`: those that share every batch,
+    `micro_batch` sequences each."""
     if plan.loader_workers:
         worker_context()  # its server imports torch while the model is built
-    step = build_step(workload, plan, device=device, chunk=chunk)
+    step = build_step(workload, plan, device=device, chunk=chunk, ranks=ranks)
     # The loader comes last: its workers start when the first batch is asked for.
-    batches = batches_of(workload, micro_batch, tokens)
+    batches = batches_of(workload, micro_batch, tokens, ranks or alone())
     return Training(workload, step.adapter, step.model, step, stream_batches(batches, device, plan.loader_workers))
 
 
-def batches_of(workload: Workload, micro_batch: int, tokens: Path) -> Batches:
+def batches_of(workload: Workload, micro_batch: int, tokens: Path, ranks: Ranks) -> Batches:
+    own: dict[str, Any] = {"seed": workload.seed, "micro_batch": micro_batch, "rank": ranks.rank, "ranks": ranks.count}
     if not workload.reads_text:
-        return MadeBatches(source=workload.source, seed=workload.seed, micro_batch=micro_batch)
-    return TokenBatches(path=tokens, micro_batch=micro_batch, sequence=workload.shape.sequence, seed=workload.seed)
+        return MadeBatches(source=workload.source, **own)
+    return TokenBatches(path=tokens, sequence=workload.shape.sequence, **own)
 
 
 def build_step(

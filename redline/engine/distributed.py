@@ -39,6 +39,7 @@ from redline.core.training import RANK_PID_FILE
 
 BEAT_SECONDS = 1.0
 LIMIT_SECONDS = 600.0  # a first step that compiles for long is no rank that hangs
+STANDING_SECONDS = 5.0  # without a mark: worth a word where a time limit ends the job anyway
 POLL_SECONDS = 0.05
 SHOWN = 4  # ranks in one message
 
@@ -70,6 +71,8 @@ class Ranks:
         self._ended = threading.Event()
         self._watching = False
         self._seen: dict[int, tuple[str, float]] = {}
+        self.on_standing: Callable[[str], None] | None = None
+        """Rank 0 is told by this, once a second, who stands still; '' while nobody does."""
         self._thread: threading.Thread | None = None
         if self._store is not None:
             self._beat()
@@ -193,6 +196,12 @@ class Ranks:
         tensor /= self.layout.data
         return tensor
 
+    def spread(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Rank 0's, into everybody's."""
+        if self.joined:
+            dist.broadcast(tensor, src=0)
+        return tensor
+
     def gather(self, value: Any) -> list[Any]:
         """Every rank's, in their order, on every rank."""
         if not self.joined:
@@ -233,10 +242,13 @@ class Ranks:
                 # Rank 0 looks at all; rank 1 at rank 0, whose process may be the one that is frozen.
                 if self._watching and self.rank < 2 and (found := self._standing_still()) is not None:
                     end_with(LostRankError(found))
+                if self.on_standing is not None:
+                    self.on_standing(self._standing_still(STANDING_SECONDS) or "")
         except dist.DistError:
             return  # the store is gone, and with it the job: whoever ended it says why
 
-    def _standing_still(self) -> str | None:
+    def _standing_still(self, limit_seconds: float | None = None) -> str | None:
+        limit = self.limit_seconds if limit_seconds is None else limit_seconds
         now = time.monotonic()
         watched = range(self.count) if self.leads else (0,)
         seconds: dict[int, float] = {}
@@ -249,8 +261,8 @@ class Ranks:
                 if self._seen.get(key, ("", 0.0))[0] != text:
                     self._seen[key] = (text, now)
             seconds[rank] = now - self._seen[rank][1]
-        frozen = [rank for rank in watched if now - self._seen[-1 - rank][1] > self.limit_seconds]
-        return words_of_standing(marks, seconds, frozen, self.limit_seconds) if self.leads or frozen else None
+        frozen = [rank for rank in watched if now - self._seen[-1 - rank][1] > limit]
+        return words_of_standing(marks, seconds, frozen, limit) if self.leads or frozen else None
 
 
 class Mark(NamedTuple):

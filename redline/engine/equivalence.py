@@ -4,10 +4,16 @@ The loss alone proves little: AdamW forgives gradients that are twice too large,
 starts at ln V like any other. Gradients forgive neither. The reference is the plain model in true fp32 on the same
 batch; the yardstick is the plain model at the row's own precision: what that precision costs by itself. This file
 measures; `predict/verdict.py` judges.
+
+Of several ranks, rank 0 takes the reference's step alone, on the batch that all of them share; each rank then holds its
+own gradients against it, and the worst counts: a rank that was left out of a reduction, or that read another's share of
+the batch, is as wrong as any other fault.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +26,9 @@ from redline.core.measurement import GradientCheck
 from redline.core.plan import Plan
 from redline.core.workload import Workload
 from redline.engine.build import Training, build
+from redline.engine.distributed import Ranks, alone
 from redline.engine.fit import in_pieces_that_fit
+from redline.engine.shard import whole
 from redline.rungs import find_rung, reference_plan
 
 REFERENCE_CHUNK = 4  # sequences at a time, fewer if they do not fit: plain attention in fp32 takes most of all
@@ -32,12 +40,57 @@ class Expected:
     """Step 0 of the plain fp32 model, on the host, and the yardstick's error for each gradient."""
 
     loss: float
-    gradients: dict[str, torch.Tensor]
-    weights: dict[str, torch.Tensor]
+    gradients: Mapping[str, torch.Tensor]
+    weights: Mapping[str, torch.Tensor]
     """After the first update."""
     update_norms: dict[str, float]
     yardstick_errors: dict[str, float]
     yardstick_error: float
+
+
+class Told(Mapping[str, torch.Tensor]):
+    """Rank 0's tensors on every rank, one at a time: all ranks go through them together, in one order."""
+
+    def __init__(
+        self, ranks: Ranks, shapes: Mapping[str, list[int]], tensors: Mapping[str, torch.Tensor], device: torch.device
+    ) -> None:
+        self._ranks, self._shapes, self._tensors, self._device = ranks, shapes, tensors, device
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if self._ranks.leads:
+            tensor = self._tensors[name].to(self._device, torch.float32).contiguous()
+        else:
+            tensor = torch.empty(self._shapes[name], device=self._device)
+        return self._ranks.spread(tensor)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._shapes)
+
+    def __len__(self) -> int:
+        return len(self._shapes)
+
+
+def told(expected: Expected | None, ranks: Ranks, device: torch.device) -> Expected:
+    """What rank 0 expects, on all ranks. The others wait for it as long as it takes."""
+    if not ranks.joined:
+        assert expected is not None
+        return expected
+    if expected is not None:
+        ranks.say(
+            "expected",
+            {
+                "loss": expected.loss,
+                "gradients": {name: list(tensor.shape) for name, tensor in expected.gradients.items()},
+                "weights": {name: list(tensor.shape) for name, tensor in expected.weights.items()},
+                "update_norms": expected.update_norms,
+                "yardstick_errors": expected.yardstick_errors,
+                "yardstick_error": expected.yardstick_error,
+            },
+        )
+    said = ranks.hear("expected")
+    for name in ("gradients", "weights"):
+        said[name] = Told(ranks, said[name], {} if expected is None else getattr(expected, name), device)
+    return Expected(**said)
 
 
 def reference_gradients(
@@ -78,19 +131,23 @@ def _reference_step(workload: Workload, reference: Plan, where: dict[str, Any], 
 
 
 def _yardstick_errors(
-    workload: Workload, plan: Plan, gradients: dict[str, torch.Tensor], where: dict[str, Any], chunk: int | None
+    workload: Workload, plan: Plan, gradients: Mapping[str, torch.Tensor], where: dict[str, Any], chunk: int | None
 ) -> tuple[dict[str, float], float]:
     """What the row's precision costs plain code by itself."""
     training, _ = _plain_gradients(workload, plan, **where, chunk=chunk)
     return relative_errors(gradients_of(training), gradients)
 
 
-def check_gradients(training: Training, batch: torch.Tensor, expected: Expected) -> GradientCheck:
+def check_gradients(
+    training: Training, batch: torch.Tensor, expected: Expected, ranks: Ranks | None = None
+) -> GradientCheck:
     """Takes the first step: gradients are compared as they come, the update as the optimizer leaves it."""
-    loss = training.step.compute_gradients(batch).item()
-    errors, overall = relative_errors(gradients_of(training), expected.gradients)
+    ranks = ranks or alone()
+    loss = ranks.mean(training.step.compute_gradients(batch).float()).item()
+    errors, overall = worst_errors(ranks, relative_errors(gradients_of(training), expected.gradients))
     training.step.apply_gradients()  # from equal weights, a distance between weights is one between updates
-    update_errors, _ = relative_errors(weights_of(training), expected.weights, expected.update_norms)
+    updates = relative_errors(weights_of(training), expected.weights, expected.update_norms)
+    update_errors, _ = worst_errors(ranks, updates)
     return GradientCheck(
         loss=loss,
         reference_loss=expected.loss,
@@ -102,24 +159,46 @@ def check_gradients(training: Training, batch: torch.Tensor, expected: Expected)
     )
 
 
-def gradients_of(training: Training) -> dict[str, torch.Tensor]:
-    """By published name and without padding, so that padded and plain variants can be compared."""
-    return {
-        name: training.adapter.unpadded(training.model, name, parameter.grad)
-        for name, parameter in training.model.named_parameters()
-        if parameter.grad is not None
-    }
+def gradients_of(training: Training) -> Mapping[str, torch.Tensor]:
+    found = {name: parameter.grad for name, parameter in training.model.named_parameters()}
+    return Published(training, {name: gradient for name, gradient in found.items() if gradient is not None})
 
 
-def weights_of(training: Training) -> dict[str, torch.Tensor]:
-    return {
-        name: training.adapter.unpadded(training.model, name, parameter.detach())
-        for name, parameter in training.model.named_parameters()
-    }
+def weights_of(training: Training) -> Mapping[str, torch.Tensor]:
+    return Published(training, {name: parameter.detach() for name, parameter in training.model.named_parameters()})
+
+
+class Published(Mapping[str, torch.Tensor]):
+    """Tensors by published name and without padding, so that padded and plain variants can be compared. One that is cut
+    among ranks is put together when it is asked for: no rank has room for all of them."""
+
+    def __init__(self, training: Training, tensors: dict[str, torch.Tensor]) -> None:
+        self._training, self._tensors = training, tensors
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        training = self._training
+        return training.adapter.unpadded(training.model, name, whole(self._tensors[name]))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+
+def worst_errors(ranks: Ranks, own: tuple[dict[str, float], float]) -> tuple[dict[str, float], float]:
+    """Tensor by tensor and in all, over the ranks."""
+    found = ranks.gather(own)
+    return {name: worst(errors[name] for errors, _ in found) for name in own[0]}, worst(each for _, each in found)
+
+
+def worst(errors: Iterable[float]) -> float:
+    """One that is no number is the worst of all."""
+    return max(errors, key=lambda error: (math.isnan(error), error))
 
 
 def relative_errors(
-    found: dict[str, torch.Tensor], reference: dict[str, torch.Tensor], norms: dict[str, float] | None = None
+    found: Mapping[str, torch.Tensor], reference: Mapping[str, torch.Tensor], norms: dict[str, float] | None = None
 ) -> tuple[dict[str, float], float]:
     """L2 error of each tensor, and of all as one vector, relative to the reference's norm or to the given ones."""
     errors, squared_error, squared_norm = {}, 0.0, 0.0
@@ -168,6 +247,6 @@ def _plain_gradients(workload: Workload, plan: Plan, **where: Any) -> tuple[Trai
     return training, loss
 
 
-def _on_host(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _on_host(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Copies, also on a CPU: clipping works on gradients in place."""
     return {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}

@@ -1,6 +1,7 @@
 """Times one recipe: check, warm up, restore, time. Returns a Measurement; failures are the worker's business.
 
-The loss curve that proves equivalence is also the warm-up, so the check costs no extra steps.
+The loss curve that proves equivalence is also the warm-up, so the check costs no extra steps. Of several ranks each
+runs all of this: what decides how many steps there are is agreed on (`slowest`), since a step is a meeting of them all.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,14 @@ from typing import Any
 import torch
 
 from redline.core.job import Job
-from redline.core.measurement import Measurement, Proof
+from redline.core.measurement import Measurement, Proof, Sharing
 from redline.engine import memory
 from redline.engine.build import Training, build
 from redline.engine.clock import Clock
-from redline.engine.equivalence import check_gradients, pair_is_bitwise, reference_gradients
+from redline.engine.distributed import Ranks, alone
+from redline.engine.equivalence import check_gradients, pair_is_bitwise, reference_gradients, told
 from redline.engine.fit import free_memory, in_pieces_that_fit
-from redline.engine.proof import prove
+from redline.engine.proof import Shares, prove
 from redline.rungs import plan_of, reference_plan
 
 STEADY = 0.02  # two neighbouring blocks of steps whose medians differ by less are steady
@@ -45,18 +47,20 @@ class Bench:
     tokens: Path
     device: torch.device
     report: Report
+    ranks: Ranks = field(default_factory=alone)
 
 
 def measure(bench: Bench) -> Measurement:
-    job, device = bench.job, bench.device
+    job, device, ranks = bench.job, bench.device, bench.ranks
     plan = plan_of(job.recipe.rungs)
 
     bench.report("reference")
-    expected = reference_gradients(job.workload, reference_plan(job.recipe.rungs), plan, **_batch_of(bench))
+    wanted = (job.workload, reference_plan(job.recipe.rungs), plan)
+    expected = told(reference_gradients(*wanted, **_whole_batch_of(bench)) if ranks.leads else None, ranks, device)
     free_memory(device)
 
     bench.report("building")
-    training = build(job.workload, plan, **_batch_of(bench))
+    training = build(job.workload, plan, **_batch_of(bench), ranks=ranks)
     batch = next(training.batches)
 
     bench.report("compiling" if plan.compile else "building")
@@ -64,7 +68,7 @@ def measure(bench: Bench) -> Measurement:
     training.step.compute_gradients(batch).item()  # the first call compiles
     first_seconds = time.perf_counter() - started
     training.restore()
-    gradients = check_gradients(training, batch, expected)
+    gradients = check_gradients(training, batch, expected, ranks)
     del expected
     training.restore()
 
@@ -75,11 +79,13 @@ def measure(bench: Bench) -> Measurement:
     training.restore()
     step_seconds = time_steps(bench, training, statistics.median(warm_seconds[-BLOCK_STEPS:]))
     evaluate(training)
-    peak = memory.peak_bytes(device, recorded=plan.cuda_graphs)
-    outside, retries = memory.outside_bytes(device), memory.alloc_retries(device)
+    peak, outside, retries = fullest(bench, recorded=plan.cuda_graphs)
 
     bench.report("proving")
-    proof = Proof() if job.kind == "trial" else prove(training, plan, device, statistics.median(step_seconds))
+    proof, shares = Proof(), None
+    if job.kind != "trial":
+        proof, shares = prove(training, plan, device, statistics.median(step_seconds))
+    sharing = sharing_of(ranks, shares)
     training.close()
     del training
     free_memory(device)
@@ -92,9 +98,32 @@ def measure(bench: Bench) -> Measurement:
         outside_bytes=outside,
         alloc_retries=retries,
         gradients=gradients,
-        pair_bitwise=pair_is_bitwise(job, bench.tokens, device) if job.bit_exact_rung else None,
+        pair_bitwise=pair_is_bitwise(job, bench.tokens, device) if job.bit_exact_rung and ranks.leads else None,
         skipped_updates=skipped,
         proof=proof,
+        sharing=sharing,
+    )
+
+
+def fullest(bench: Bench, *, recorded: bool) -> tuple[int | None, int | None, int | None]:
+    """Peak, bytes outside the allocator and retries: of the rank that holds most, and the most retries of any."""
+    device = bench.device
+    own = (memory.peak_bytes(device, recorded), memory.outside_bytes(device), memory.alloc_retries(device))
+    found = bench.ranks.gather(own)
+    peak, outside, _ = max(found, key=lambda one: (one[0] or 0) + (one[1] or 0))
+    return peak, outside, max((retries for *_, retries in found if retries is not None), default=None)
+
+
+def sharing_of(ranks: Ranks, own: Shares | None) -> Sharing | None:
+    """Of one process there is nothing to say."""
+    found = ranks.gather(own)
+    if not ranks.joined or own is None:
+        return None
+    most = max(found, key=lambda one: one.communication_seconds)
+    return Sharing(
+        communication_seconds=most.communication_seconds,
+        exposed_seconds=most.exposed_seconds,
+        compute_seconds=tuple(one.compute_seconds for one in found),
     )
 
 
@@ -108,7 +137,7 @@ def measure_reference(bench: Bench) -> Measurement:
 def reference_curve(bench: Bench, chunk: int | None) -> list[float]:
     bench.report("reference", done=0, total=bench.job.check_steps)
     plan = reference_plan(bench.job.recipe.rungs)
-    training = build(bench.job.workload, plan, **_batch_of(bench), chunk=chunk)
+    training = build(bench.job.workload, plan, **_whole_batch_of(bench), chunk=chunk)
     curve, _ = train_curve(bench, training, first=next(training.batches), phase="reference")
     return curve
 
@@ -123,21 +152,21 @@ def train_curve(
         losses.append(training.step(first if done == 0 else next(training.batches)))
         clock.mark()
         bench.report(phase, done=done + 1, total=bench.job.check_steps)
-    return torch.stack(losses).tolist(), clock.seconds()
+    return bench.ranks.mean(torch.stack(losses).float()).tolist(), slowest(bench.ranks, clock.seconds())
 
 
 def warm_until_steady(bench: Bench, training: Training, seconds: list[float]) -> list[float]:
     """Go on until two neighbouring blocks agree, or until the limit: noise must not warm up for ever."""
     started = time.perf_counter()
     while not is_steady(seconds, WARMUP_SECONDS[bench.device.type]):
-        if time.perf_counter() - started > WARMUP_LIMIT_SECONDS:
+        if any(bench.ranks.gather(time.perf_counter() - started > WARMUP_LIMIT_SECONDS)):
             break
         clock = Clock(bench.device)
         clock.mark()
         for _ in range(BLOCK_STEPS):
             training.step(next(training.batches))
             clock.mark()
-        seconds = seconds + clock.seconds()
+        seconds = seconds + slowest(bench.ranks, clock.seconds())
         bench.report("warming up", done=len(seconds), total=None)
     return seconds
 
@@ -152,7 +181,8 @@ def is_steady(seconds: list[float], least_seconds: float) -> bool:
 
 def evaluate(training: Training) -> None:
     """The forward of a validation batch, as the trainer does it: a micro batch must hold this as well."""
-    training.step.loss(next(training.batches)).detach()
+    with training.step.shared.whole():
+        training.step.loss(next(training.batches)).detach()
 
 
 def time_steps(bench: Bench, training: Training, expected_step_seconds: float) -> list[float]:
@@ -168,8 +198,18 @@ def time_steps(bench: Bench, training: Training, expected_step_seconds: float) -
     for _ in range(count):
         training.step(next(training.batches))
         clock.mark()
-    return clock.seconds()
+    return slowest(bench.ranks, clock.seconds())
+
+
+def slowest(ranks: Ranks, seconds: list[float]) -> list[float]:
+    """The steps of the rank whose median is the longest, on every rank."""
+    return list(max(ranks.gather(seconds), key=statistics.median))
 
 
 def _batch_of(bench: Bench) -> dict[str, Any]:
     return {"micro_batch": bench.job.recipe.micro_batch, "tokens": bench.tokens, "device": bench.device}
+
+
+def _whole_batch_of(bench: Bench) -> dict[str, Any]:
+    """The same for one process that takes what all ranks share."""
+    return {**_batch_of(bench), "micro_batch": bench.job.global_batch}

@@ -24,17 +24,18 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from redline.core.measurement import spread_of
-from redline.core.profile import DATA_WAIT, IDLE, Finding, MemoryProfile, Profile
+from redline.core.profile import COMMUNICATION, DATA_WAIT, IDLE, Finding, MemoryProfile, Profile
 from redline.engine.build import build
 from redline.engine.clock import Clock
+from redline.engine.distributed import Ranks, alone
 from redline.engine.findings import CompilerLog, Watch, compiler_log, merge, starvation, watch_syncs
 from redline.engine.fit import free_memory
-from redline.engine.measure import Bench
+from redline.engine.measure import Bench, sharing_of, slowest
 from redline.engine.memory import is_out_of_memory
 from redline.engine.memory_snapshot import module_hooks, watch_memory
 from redline.engine.profiling_summary import kernels_of, launches_of, modules_of, parts_of, work_factor
 from redline.engine.profiling_timeline import DATA_RANGE, MODULE, STEP, WINDOW, read_timeline
-from redline.engine.proof import attention_kernel
+from redline.engine.proof import attention_kernel, shares_of
 from redline.rungs import plan_of
 
 TRACE_FILE = "trace.json.gz"
@@ -55,7 +56,12 @@ def profile_job(bench: Bench, folder: Path) -> Profile:
     tell_kernels_apart()
     with compiler_log() as log:
         training = build(
-            job.workload, plan, micro_batch=job.recipe.micro_batch, tokens=bench.tokens, device=bench.device
+            job.workload,
+            plan,
+            micro_batch=job.recipe.micro_batch,
+            tokens=bench.tokens,
+            device=bench.device,
+            ranks=bench.ranks,
         )
         try:
             bench.report("compiling" if plan.compile else "warming up")
@@ -67,9 +73,10 @@ def profile_job(bench: Bench, folder: Path) -> Profile:
                 device=bench.device,
                 steps=job.timed_steps or PROFILED_STEPS,
                 compiled=plan.compile,
-                trace=folder / TRACE_FILE,
+                trace=folder / TRACE_FILE if bench.ranks.leads else None,
                 log=log,
                 report=bench.report,
+                ranks=bench.ranks,
             )
         finally:
             training.close()
@@ -96,12 +103,14 @@ def profile_step(
     trace: Path | None = None,
     log: CompilerLog | None = None,
     report: Report = lambda *_, **__: None,
+    ranks: Ranks | None = None,
 ) -> Profile:
-    """`compiled`: parts of the step are, so modules cannot be told apart. `log`: open since before compiling."""
-    loop = Loop(step=step, batches=batches, device=device)
-    loop.warm_up()
+    """`compiled`: parts of the step are, so modules cannot be told apart. `log`: open since before compiling. `ranks`:
+    those that share the step; every one of them calls this."""
+    loop = Loop(step=step, batches=batches, device=device, ranks=ranks or alone())
+    step_seconds = loop.warm_up()
     report("timing", seconds=TIMED_SECONDS)
-    seconds, cpu_seconds = loop.time_steps()
+    seconds, cpu_seconds = loop.time_steps(step_seconds)
     report("profiling")
     events = loop.profile_steps(steps, None if compiled else module, trace)
     timeline = read_timeline(events, parameter_bytes=parameter_bytes(module))
@@ -112,7 +121,8 @@ def profile_step(
     typical = spread_of(seconds)
     parts = parts_of(timeline, typical.median, device=device.type)
     factor = work_factor(timeline, typical.median, device=device.type)
-    waiting = sum(part.seconds for part in parts if part.group in (IDLE, DATA_WAIT))
+    waits = (IDLE, DATA_WAIT) if device.type == "cuda" else (IDLE, DATA_WAIT, COMMUNICATION)  # no operator of its own
+    waiting = sum(part.seconds for part in parts if part.group in waits)
     said = () if log is None else log.findings()
     return Profile(
         device=device.type,
@@ -132,6 +142,7 @@ def profile_step(
         findings=(*starvation(parts, typical.median), *found, *said),
         memory=memory,
         memory_reason=reason,
+        sharing=sharing_of(loop.ranks, shares_of(timeline, typical.median, device)),
         notes=notes,
         trace=None if trace is None else trace.name,
     )
@@ -144,6 +155,7 @@ class Loop:
     step: Callable[[Any], Any]
     batches: Iterator[Any]
     device: torch.device
+    ranks: Ranks
 
     def run(self, steps: int) -> None:
         for _ in range(steps):
@@ -154,18 +166,24 @@ class Loop:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
-    def warm_up(self) -> None:
+    def warm_up(self) -> float:
+        """Returns the seconds of a step, of the slowest rank."""
         fewest, most = WARMUP_STEPS_BETWEEN
         self.run(1)  # compiles
         started = time.perf_counter()
         for done in range(1, most):
             self.run(1)
-            if done >= fewest and time.perf_counter() - started > WARMUP_SECONDS[self.device.type]:
-                return
+            seconds = max(self.ranks.gather(time.perf_counter() - started))
+            if done >= fewest and seconds > WARMUP_SECONDS[self.device.type]:
+                break
+        return seconds / done
 
-    def time_steps(self) -> tuple[list[float], float]:
-        """Seconds of each step, and CPU seconds of the whole process per step."""
+    def time_steps(self, step_seconds: float) -> tuple[list[float], float]:
+        """Seconds of each step, and CPU seconds of the whole process per step. Ranks cannot ask one another between
+        steps whether it is enough: what a step took before says how many there will be."""
         fewest, most = TIMED_STEPS_BETWEEN
+        if self.ranks.joined:
+            fewest = most = min(max(round(TIMED_SECONDS / step_seconds), fewest), most)
         clock, before = Clock(self.device), time.process_time()
         started = time.perf_counter()
         clock.mark()
@@ -174,7 +192,7 @@ class Loop:
             clock.mark()
             if done >= fewest and time.perf_counter() - started > TIMED_SECONDS:
                 break
-        return clock.seconds(), (time.process_time() - before) / done
+        return slowest(self.ranks, clock.seconds()), (time.process_time() - before) / done
 
     def profile_steps(self, steps: int, module: nn.Module | None, trace: Path | None) -> list[dict[str, Any]]:
         activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if self.device.type == "cuda" else [])
@@ -199,7 +217,7 @@ class Loop:
         try:
             found += self.watch_lines()
         except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
+            if self.ranks.joined or not is_out_of_memory(error):  # the other ranks wait in the step that failed
                 raise
             notes = ("lines were not watched: the step does not fit when it is not compiled",)
         if notes:  # out here, where the failed step's tensors are gone

@@ -5,7 +5,8 @@
 
 On a GPU a segment is a kernel, or the lack of one; where kernels run side by side, the one that computes counts, so
 that communication and copies cost only what they do not hide. On a CPU it is the innermost operator of the thread that
-trains. No torch here: recorded events of any machine can be read anywhere.
+trains; gloo's collectives run on threads of their own, and cost what that thread waits for them. No torch here:
+recorded events of any machine can be read anywhere.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ WINDOW, STEP, DATA_RANGE, MODULE = "redline: profiled steps", "redline: step", "
 HOST = ("cpu_op", "user_annotation", "cuda_runtime", "cuda_driver")
 DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 SYNCHRONISATIONS = ("cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchronize")
+GLOO = "gloo:"  # its collectives, on threads of their own
 NODE = "autograd::engine::evaluate_function"
 HIDEABLE = (MOVEMENT, COMMUNICATION)  # what another stream may do meanwhile
 SECOND = 1e-6  # the trace counts microseconds
@@ -105,6 +107,8 @@ class Timeline:
     host_seconds: float
     """Of the main thread in all steps, less its waits for the device."""
     sync_idle_seconds: float
+    communication_seconds: float
+    """In all steps: with a collective under way, hidden behind other work or not."""
 
     @property
     def seconds(self) -> float:
@@ -120,6 +124,8 @@ class Host:
     main: Any
     steps: list[Node] = field(default_factory=list)
     data: list[Node] = field(default_factory=list)
+    collectives: list[Node] = field(default_factory=list)
+    """That gloo ran beside the main thread, in the window."""
 
 
 def read_timeline(events: Iterable[dict[str, Any]], *, parameter_bytes: int | None = None) -> Timeline:
@@ -128,7 +134,7 @@ def read_timeline(events: Iterable[dict[str, Any]], *, parameter_bytes: int | No
     describe_nodes(host)
     kernels = [event for event in whole if event.get("cat") in DEVICE]
     calls = list(device_calls(kernels, host, parameter_bytes) if kernels else host_calls(host, parameter_bytes))
-    segments = fill(calls, host)
+    segments = fill(calls, host) if kernels else list(waits_told_apart(fill(calls, host), host.collectives))
     return Timeline(
         start=host.window.start,
         end=host.window.end,
@@ -137,6 +143,7 @@ def read_timeline(events: Iterable[dict[str, Any]], *, parameter_bytes: int | No
         calls=tuple(calls),
         host_seconds=host_seconds(host),
         sync_idle_seconds=sync_idle(segments, host),
+        communication_seconds=communication(calls, [] if kernels else host.collectives),
     )
 
 
@@ -157,6 +164,10 @@ def read_host(events: Sequence[dict[str, Any]]) -> Host:
     inside = [node for node in threads[main] if window.start <= node.start and node.end <= window.end]
     host.steps = [node for node in inside if node.name == STEP]
     host.data = [node for node in inside if node.name == DATA_RANGE]
+    everywhere = (node for nodes in threads.values() for node in nodes)
+    host.collectives = [
+        node for node in everywhere if node.name.startswith(GLOO) and window.start <= node.start < window.end
+    ]
     return host
 
 
@@ -411,3 +422,41 @@ def sync_idle(segments: Sequence[Segment], host: Host) -> float:
     ]
     idle = (segment for segment in segments if segment.group == IDLE)
     return sum(each.seconds for each in idle if any(each.start <= moment <= each.end for moment in returns))
+
+
+# several ranks
+
+
+def waits_told_apart(segments: Iterable[Segment], collectives: Sequence[Node]) -> Iterator[Segment]:
+    """Idle time of the main thread that ends when a collective has is a wait for it; other idle time is its own."""
+    for segment in segments:
+        awaited = [each for each in collectives if segment.group == IDLE and segment.start < each.end <= segment.end]
+        clock = segment.start
+        for left, right in union((max(each.start, segment.start), each.end) for each in awaited):
+            if left > clock:
+                yield replace(segment, start=clock, end=left)
+            yield replace(segment, start=left, end=right, group=COMMUNICATION)
+            clock = right
+        if segment.end > clock:
+            yield replace(segment, start=clock)
+
+
+def communication(calls: Iterable[Call], collectives: Iterable[Node]) -> float:
+    """Seconds with a collective under way, whatever else runs."""
+    spans = [(call.segment.start, call.segment.end) for call in calls if call.segment.group == COMMUNICATION]
+    spans += [(node.start, node.end) for node in collectives]
+    return sum(right - left for left, right in union(spans)) * SECOND
+
+
+def union(spans: Iterable[tuple[float, float]]) -> Iterator[tuple[float, float]]:
+    """The same stretches of time, each moment once, in order."""
+    begun: tuple[float, float] | None = None
+    for left, right in sorted(spans):
+        if begun is not None and left <= begun[1]:
+            begun = (begun[0], max(begun[1], right))
+            continue
+        if begun is not None:
+            yield begun
+        begun = (left, right)
+    if begun is not None:
+        yield begun

@@ -9,6 +9,7 @@ import tempfile
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,12 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from redline.core.measurement import Proof
 from redline.core.plan import Plan
-from redline.core.profile import GROUPS
+from redline.core.profile import COMMUNICATION, GROUPS
 from redline.engine.build import Training
-from redline.engine.profiling_summary import parts_of
-from redline.engine.profiling_timeline import DATA_RANGE, STEP, WINDOW, read_timeline
+from redline.engine.profiling_summary import parts_of, work_factor
+from redline.engine.profiling_timeline import DATA_RANGE, STEP, WINDOW, Timeline, read_timeline
 
-PROFILED_STEPS = 1
+PROFILED_STEPS, SHARED_STEPS = 1, 3  # of one process; of several, whose waits for one another differ from step to step
 SYNC_STEPS = 10  # a whole cycle of the no-sync rung, so that its one read counts as a tenth
 MATMUL_LEAVES = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
 MATMUL_WORDS = ("gemm", "nvjet", "cutlass", "xmma")  # cuBLAS, old and new, and CUTLASS
@@ -31,24 +32,46 @@ SHORT_DTYPES = {"float": "fp32", "c10::BFloat16": "bf16", "c10::Half": "fp16", "
 ATTENTION_WORDS = ("attention", "sdpa", "flash_fwd", "fmha", "flash::")
 
 
-def prove(training: Training, plan: Plan, device: torch.device, step_seconds: float) -> Proof:
+@dataclass(frozen=True)
+class Shares:
+    """One rank's part of `core.measurement.Sharing`."""
+
+    communication_seconds: float
+    exposed_seconds: float
+    compute_seconds: float
+
+
+def prove(training: Training, plan: Plan, device: torch.device, step_seconds: float) -> tuple[Proof, Shares]:
     """`step_seconds`: what a step takes without a profiler."""
     syncs = count_syncs(training) if device.type == "cuda" else None
     events = profile_steps(training, device)
-    return Proof(
+    timeline = read_timeline(events)
+    proof = Proof(
         attention=attention_kernel(events),
         matmul=longest_matmul(events),
         matmul_dtypes=matmul_dtypes(events),
         graph_breaks=graph_breaks() if plan.compile else None,
         syncs_per_step=syncs,
-        groups=groups_of(events, step_seconds, device),
+        groups=groups_of(timeline, step_seconds, device),
+    )
+    return proof, shares_of(timeline, step_seconds, device)
+
+
+def shares_of(timeline: Timeline, step_seconds: float, device: torch.device) -> Shares:
+    """On the scale of the step without a profiler, as its groups are."""
+    exposed = groups_of(timeline, step_seconds, device).get(COMMUNICATION, 0.0)
+    factor = work_factor(timeline, step_seconds, device=device.type)
+    return Shares(
+        communication_seconds=factor * timeline.communication_seconds / timeline.steps,
+        exposed_seconds=exposed,
+        compute_seconds=step_seconds - exposed,
     )
 
 
-def groups_of(events: list[dict[str, Any]], step_seconds: float, device: torch.device) -> dict[str, float]:
+def groups_of(timeline: Timeline, step_seconds: float, device: torch.device) -> dict[str, float]:
     """Where the time of the step goes, by the profile's own reading of the trace."""
     spent: dict[str, float] = defaultdict(float)
-    for part in parts_of(read_timeline(events), step_seconds, device=device.type):
+    for part in parts_of(timeline, step_seconds, device=device.type):
         spent[part.group] += part.seconds
     return {group: spent[group] for group in GROUPS if group in spent}
 
@@ -57,7 +80,7 @@ def profile_steps(training: Training, device: torch.device) -> list[dict[str, An
     """The events of a Chrome trace: the one public form that carries kernel names and input dtypes both."""
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device.type == "cuda" else [])
     with profile(activities=activities, record_shapes=True, acc_events=True) as profiler, record_function(WINDOW):
-        for _ in range(PROFILED_STEPS):
+        for _ in range(PROFILED_STEPS if training.step.plan.parallel == "none" else SHARED_STEPS):
             with record_function(DATA_RANGE):
                 batch = next(training.batches)
             with record_function(STEP):

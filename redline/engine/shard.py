@@ -247,6 +247,11 @@ def fill(adapter: Adapter, model: nn.Module, cuts: Mapping[str, Cut]) -> None:
         put(parameter, whole if cut is None else piece_of(whole, cut))
 
 
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor that is cut, put together again on every rank: all of them must ask for it."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 def give_memory(model: nn.Module, device: torch.device) -> None:
     """torch's `to_empty` alone would give a tied weight two memories, one under each of its names."""
     first: dict[torch.Tensor, str] = {}
@@ -267,4 +272,4 @@ def piece_of(whole: torch.Tensor, cut: Cut) -> torch.Tensor:
 def norm_of(parameters: Iterable[torch.Tensor]) -> torch.Tensor:
     """Of their gradients together, over the ranks that FSDP has cut them among."""
     norm = nn.utils.get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+    return whole(norm)

@@ -16,11 +16,10 @@ from dataclasses import replace
 import torch
 
 from redline.core.measurement import Measurement, spread_of
-from redline.engine import memory
 from redline.engine.build import Training, build
 from redline.engine.clock import Clock
 from redline.engine.fit import free_memory
-from redline.engine.measure import BLOCK_STEPS, WARMUP_SECONDS, Bench, measure, time_steps
+from redline.engine.measure import BLOCK_STEPS, WARMUP_SECONDS, Bench, fullest, measure, slowest, time_steps
 from redline.rungs import plan_of
 
 BRIEF_SECONDS = 0.7  # of warming up, and again of timing
@@ -43,7 +42,8 @@ def measure_unless_slower(bench: Bench) -> Measurement:
 def look(bench: Bench, *, brief: bool = False) -> Measurement:
     job, device, plan = bench.job, bench.device, plan_of(bench.job.recipe.rungs)
     bench.report("building")
-    training = build(job.workload, plan, micro_batch=job.recipe.micro_batch, tokens=bench.tokens, device=device)
+    size = job.recipe.micro_batch
+    training = build(job.workload, plan, micro_batch=size, tokens=bench.tokens, device=device, ranks=bench.ranks)
     batch = next(training.batches)
 
     bench.report("compiling" if plan.compile else "building")
@@ -53,10 +53,9 @@ def look(bench: Bench, *, brief: bool = False) -> Measurement:
     training.restore()
 
     bench.report("warming up")
-    expected = warm_up(training, device, BRIEF_SECONDS if brief else WARMUP_SECONDS[device.type])
+    expected = warm_up(bench, training, BRIEF_SECONDS if brief else WARMUP_SECONDS[device.type])
     step_seconds = time_steps(briefly(bench, expected) if brief else bench, training, expected)
-    peak = memory.peak_bytes(device, recorded=plan.cuda_graphs)
-    outside, retries = memory.outside_bytes(device), memory.alloc_retries(device)
+    peak, outside, retries = fullest(bench, recorded=plan.cuda_graphs)
     training.close()
     return Measurement(
         loss_curve=(),
@@ -68,16 +67,16 @@ def look(bench: Bench, *, brief: bool = False) -> Measurement:
     )
 
 
-def warm_up(training: Training, device: torch.device, seconds: float) -> float:
+def warm_up(bench: Bench, training: Training, seconds: float) -> float:
     """Steps for so long, two blocks at least. Returns what the last of them took."""
     taken: list[float] = []
     while sum(taken) < seconds or len(taken) < 2 * BLOCK_STEPS:
-        clock = Clock(device)
+        clock = Clock(bench.device)
         clock.mark()
         for _ in range(BLOCK_STEPS):
             training.step(next(training.batches))
             clock.mark()
-        taken += clock.seconds()
+        taken += slowest(bench.ranks, clock.seconds())
     return statistics.median(taken[-BLOCK_STEPS:])
 
 

@@ -3,51 +3,89 @@
 Standard output carries progress, one JSON object a line; everything else any library prints goes to the log. Whatever
 goes wrong is written to failure.json with its kind, and the traceback to the log. When the parent dies, its end of
 standard input closes and the worker leaves, so that no orphan holds the device.
+
+A job of several ranks makes the process torchrun's agent, with as many workers under it. Rank 0 of them is the worker
+as it is alone; the others measure along and say nothing. One that fails fails all, and failure.json names it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
+import tempfile
 import threading
 import time
 import traceback
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from redline.core.errors import UserError
-from redline.core.job import Job, write_atomically
+from redline.core.job import FAILURE_FILE, RANK_FILE, STANDING_FILE, Job, write_atomically
 from redline.core.measurement import Failure, Measurement
 from redline.core.profile import Profile
 from redline.core.user_code import users_line
 from redline.core.values import from_json, to_json
 
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+    from redline.engine.distributed import Ranks
+
+RANK_FAILURE_FILE = "failure-of-rank-{}.json"
+
 
 def main(folder: Path) -> int:
+    job = from_json(Job, json.loads((folder / "job.json").read_text(encoding="utf-8")))
+    if job.processes == 1:
+        return work(job, folder, FAILURE_FILE)
+    if "RANK" not in os.environ:
+        return lead_ranks(job, folder)
+    from redline.engine.distributed import join
+
+    write_atomically(folder / RANK_FILE.format(os.environ["RANK"]), str(os.getpid()))
+    with join() as ranks:
+        return work(job, folder, RANK_FAILURE_FILE.format(ranks.rank), ranks)
+
+
+def work(job: Job, folder: Path, failure_file: str, ranks: Ranks | None = None) -> int:
     report = open_progress()
     threading.Thread(target=leave_with_parent, daemon=True).start()
+    if ranks is not None:
+        report = marking(report, ranks, folder)
     report("starting")
     try:
-        job = from_json(Job, json.loads((folder / "job.json").read_text(encoding="utf-8")))
-        measurement = run(job, folder.parent.parent, report)
+        answer = run(job, folder.parent.parent, report, ranks)
     except Exception as error:  # the boundary of the process: every failure becomes a row
         traceback.print_exc()
-        write_atomically(folder / "failure.json", json.dumps(to_json(with_users_line(describe(error), error, folder))))
-        return 1
-    write_atomically(folder / "measurement.json", json.dumps(to_json(measurement)))
+        failure = with_users_line(describe(error), error, folder)
+        write_atomically(folder / failure_file, json.dumps(to_json(failure)))
+        # Not through what closes collectives: the others may be waiting in one.
+        return 1 if ranks is None else leave_at_once()
+    if ranks is None or ranks.leads:
+        write_atomically(folder / "measurement.json", json.dumps(to_json(answer)))
     report("done")
     return 0
 
 
-def run(job: Job, run_directory: Path, report: Any) -> Measurement | Profile:
+def run(job: Job, run_directory: Path, report: Any, ranks: Ranks | None) -> Measurement | Profile:
     import torch
 
+    from redline.engine.distributed import alone
     from redline.engine.measure import Bench, measure, measure_reference
     from redline.engine.trial import look, measure_unless_slower
 
-    bench = Bench(job=job, tokens=run_directory / job.tokens, device=torch.device(job.device), report=report)
+    device = torch.device(job.device) if ranks is None else ranks.connect(job.device)
+    bench = Bench(
+        job=job,
+        tokens=run_directory / job.tokens,
+        device=device,
+        report=report,
+        ranks=alone() if ranks is None else ranks,
+    )
     if job.kind == "profile":
         from redline.engine.profiling import profile_job
 
@@ -55,6 +93,70 @@ def run(job: Job, run_directory: Path, report: Any) -> Measurement | Profile:
     if job.give_up_seconds is not None:
         return measure_unless_slower(bench)
     return {"reference": measure_reference, "look": look, "measure": measure, "trial": measure}[job.kind](bench)
+
+
+# --- several ranks ----------------------------------------------------------------------------------------------------
+
+
+def lead_ranks(job: Job, folder: Path) -> int:
+    """As torchrun's agent. Standard output is left to rank 0."""
+    from redline.engine.agent import run_ranks
+
+    os.environ.setdefault("LOGLEVEL", "CRITICAL")  # the agent's own lines: what it knows is told in one
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // job.ranks)))
+    with tempfile.TemporaryDirectory(prefix="redline-ranks-") as logs:
+        words = ["--standalone", f"--nproc-per-node={job.ranks}", f"--log-dir={logs}"]
+        failures = run_ranks([*words, "-m", "redline.engine.worker", str(folder)])
+    if not failures:
+        return 0
+    failure = failure_of_ranks(failures, folder)
+    write_atomically(folder / FAILURE_FILE, json.dumps(to_json(failure)))
+    return 1
+
+
+def failure_of_ranks(failures: Mapping[int, ProcessFailure], folder: Path) -> Failure:
+    """One failure for all. Others fail because one did: the cause is a rank that was killed, or else the first that
+    wrote its failure down; torchrun's own order has seconds only."""
+    from redline.engine.agent import cause_of, words_of
+
+    rank, cause = cause_of(failures)
+    if cause.exitcode < 0:
+        return Failure(kind="killed", reason=words_of(rank, cause) or f"rank {rank} was killed")
+    written = {rank: folder / RANK_FAILURE_FILE.format(rank) for rank in failures}
+    first = min(
+        (rank for rank, path in written.items() if path.exists()),
+        key=lambda rank: written[rank].stat().st_mtime_ns,
+        default=None,
+    )
+    if first is None:
+        return Failure(kind="error", reason=f"rank {rank} left with exit code {cause.exitcode}")
+    failure = from_json(Failure, json.loads(written[first].read_text(encoding="utf-8")))
+    return replace(failure, reason=f"rank {first}: {failure.reason}")
+
+
+def marking(report: Any, ranks: Ranks, folder: Path) -> Any:
+    """What rank 0 reports, and of all ranks how far they have come: whoever stands still when the time is over can then
+    be named (`search/launch.py`)."""
+
+    def write_standing(words: str) -> None:
+        with contextlib.suppress(OSError):  # a full disk: the beat must go on
+            (folder / STANDING_FILE).write_text(words, encoding="utf-8")
+
+    def tell(phase: str, done: int | None = None, total: int | None = None, seconds: float | None = None) -> None:
+        ranks.mark(done or 0, phase)
+        if ranks.leads:
+            report(phase, done, total, seconds)
+
+    ranks.on_standing = write_standing if ranks.leads else None
+    return tell
+
+
+def leave_at_once() -> int:
+    sys.stderr.flush()
+    os._exit(1)
+
+
+# --- one process ------------------------------------------------------------------------------------------------------
 
 
 def open_progress() -> Any:

@@ -52,13 +52,13 @@ class Adapter(ABC):
         """These blocks alone, on 'meta', with what stands before the first and behind the last one."""
         raise AssertionError(f"{type(self).__name__} cuts no model into stages")
 
+    @abstractmethod
     def fill_buffers(self, model: nn.Module) -> None:
-        """Of a model that was built on 'meta', in place."""
-        raise AssertionError(f"{type(self).__name__} builds no model on 'meta'")
+        """As they were at first, in place: of a model that was built on 'meta', and of one that goes back to step 0."""
 
+    @abstractmethod
     def draw(self, model: nn.Module, name: str, whole: torch.Tensor) -> None:
         """The initial weights of one parameter into a tensor of its whole size."""
-        raise AssertionError(f"{type(self).__name__} builds no model on 'meta'")
 
     def blocks(self, model: nn.Module) -> list[nn.Module]:
         """The equal parts that run one after the other: what is cut, gathered and compiled one by one."""

@@ -60,6 +60,13 @@ class PythonAdapter(Adapter):
         blocks = self.traced.blocks
         return [] if blocks is None else list(model.get_submodule(blocks.name).children())
 
+    def draw(self, model: nn.Module, name: str, whole: torch.Tensor) -> None:
+        whole.copy_(self._initial[name])
+
+    def fill_buffers(self, model: nn.Module) -> None:
+        for name, buffer in model.named_buffers():
+            buffer.copy_(self._initial[name])
+
     @torch.no_grad()
     def restore(self, model: nn.Module) -> None:
         """Buffers too: batch norm's averages change with every step."""

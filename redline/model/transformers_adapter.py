@@ -84,6 +84,13 @@ class TransformersAdapter(Adapter):
     def blocks(self, model: nn.Module) -> list[nn.Module]:
         return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
+    def fill_buffers(self, model: nn.Module) -> None:
+        """Masks and frequencies: no step changes them."""
+
+    def draw(self, model: nn.Module, name: str, whole: torch.Tensor) -> None:
+        assert self._initial is not None, "build comes first"
+        whole.copy_(self._initial[name])
+
     @torch.no_grad()
     def restore(self, model: nn.Module) -> None:
         assert self._initial is not None, "build comes first"

@@ -21,6 +21,8 @@ from redline.predict.parallel import Layout
 
 MOST_SEQUENCES = 2**20  # in one micro batch: beyond any use
 MOST_REPLICAS = 1024
+# The ZeRO stage of each way to share a step. Weights kept for the backward pass are whole when memory is fullest.
+ZERO = {"none": 0, "ddp": 0, "fsdp-keep": 2, "fsdp": 3}
 FASTER = "nothing: faster too"
 SAME = 0.005  # a change that moves the peak by less is not worth naming
 
@@ -56,8 +58,13 @@ class TracedCase(Fitting):
         return predict_memory(self.shape, self.plan, micro_batch=micro_batch)
 
 
-def case_of(shape: Shape | Traced, plan: Plan) -> Case | TracedCase:
-    return TracedCase(shape=shape, plan=plan) if isinstance(shape, Traced) else Case(shape=shape, plan=plan)
+def case_of(shape: Shape | Traced, plan: Plan, ranks: int = 1) -> Case | TracedCase:
+    """`ranks`: that share the step as the plan says. Of a traced model each is taken to hold all of it."""
+    if isinstance(shape, Traced):
+        return TracedCase(shape=shape, plan=plan)
+    if ranks == 1:
+        return Case(shape=shape, plan=plan)
+    return Case(shape=shape, plan=plan, layout=Layout(gpus=ranks), zero=ZERO[plan.parallel])
 
 
 @dataclass(frozen=True, kw_only=True)

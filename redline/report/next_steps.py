@@ -20,7 +20,7 @@ from redline.core.job import BEST_FILE, REBATCHED_FILE
 from redline.core.units import counted, human_bytes, human_percent, human_rate, human_ratio, rate_unit
 from redline.core.workload import SAMPLE_CORPUS
 from redline.report import Document, Row, has_implausible_peak, one_line, reason_of, rung_name, status_of, verdict_of
-from redline.report.table import MOST_SWING, best_row, rows_of, swing_of, unit_of
+from redline.report.table import MOST_SWING, best_row, ranks_of, rows_of, swing_of, unit_of
 
 SHOWN = 3
 ROOM = 0.5  # of the device's memory: below this a larger micro batch is worth a look
@@ -66,7 +66,7 @@ def command(document: Document, name: str, *more: str) -> str:
 
 
 def text_words(document: Document) -> list[str]:
-    """The options that give every command the same text on the same device."""
+    """The options that give every command the same text on the same devices."""
     workload, typed = document.get("workload") or {}, typed_words(document)
     shape = workload.get("shape") or {}
     words = []
@@ -76,6 +76,8 @@ def text_words(document: Document) -> list[str]:
         words += ["--data", str(workload["corpus"])]
     if device := value_of(typed, "--device"):
         words += ["--device", device]
+    if (ranks := ranks_of(document)) > 1:
+        words += ["--gpus", str(ranks)]
     return words
 
 

@@ -21,7 +21,7 @@ from rich.text import Text
 from redline.core.profile import IDLE, RECIPE
 from redline.core.units import UNKNOWN, batch_words, human_bytes, human_percent, human_rate, human_seconds, rate_unit
 from redline.report import Document, one_line
-from redline.report.table import WIDTH_COLUMNS, Note, milliseconds, notes_grid
+from redline.report.table import WIDTH_COLUMNS, Note, milliseconds, notes_grid, ranks_of, sharing_text
 
 PACKAGE_PARENT = str(Path(__file__).resolve().parents[2]) + os.sep
 SHOWN_ADVICE, SHOWN_KERNELS, SHOWN_MODULES, SHOWN_LINES, SHOWN_FINDINGS = 3, 10, 8, 6, 12
@@ -68,7 +68,8 @@ def header_lines(document: Document) -> Iterator[str]:
     recipe, shape = document["recipe"], document["workload"]["shape"]
     sizes = "" if recipe is None else f", {batch_words(recipe['micro_batch'], shape)}"
     rungs = "" if recipe is None else f", {', '.join(recipe['rungs']) or 'no rungs'}"
-    yield f"{one_line(document['workload']['name'])} on {one_line(document['hardware']['name'])}{sizes}{rungs}"
+    ranks = f" with {ranks_of(document)} ranks" if ranks_of(document) > 1 else ""
+    yield f"{one_line(document['workload']['name'])} on {one_line(document['hardware']['name'])}{ranks}{sizes}{rungs}"
     step = document["step_seconds"]
     unit = rate_unit((shape or {}).get("unit"), short=False)
     rate = "" if recipe is None else f" ({human_rate(document['tokens_per_second'])} {unit})"
@@ -287,6 +288,11 @@ def notes_of(document: Document) -> Iterator[Note]:
         f"issuing them takes the host {human_seconds(document['host_seconds'])} under the profiler; "
         f"{human_seconds(document['cpu_seconds'])} of CPU time a step, all threads",
     )
+    if sharing := document.get("sharing"):  # a document of before has none
+        yield Note(
+            about=f"{ranks_of(document)} ranks",
+            text=sharing_text(sharing) + "; the step is the slowest rank's, the rest rank 0's",
+        )
     if document["attention"] is not None:
         yield Note(about="attention", text=one_line(document["attention"]))
     roofline = document["roofline"]

@@ -19,7 +19,16 @@ from rich.table import Table
 from rich.text import Text
 
 from redline.core.traced import TOKEN
-from redline.core.units import UNKNOWN, counted, human_bytes, human_percent, human_rate, human_ratio, rate_unit
+from redline.core.units import (
+    UNKNOWN,
+    counted,
+    human_bytes,
+    human_percent,
+    human_rate,
+    human_ratio,
+    human_seconds,
+    rate_unit,
+)
 from redline.report import Document, Row, is_dropped, one_line, reason_of, rung_name, shown_mfu, status_of, verdict_of
 
 WIDTH_COLUMNS = 100
@@ -31,6 +40,7 @@ VERDICT_STYLES = {
     "different": "bold red",
     "not-checked": "dim",
 }
+ONE_PROCESS = ""  # has nobody to talk to: such a column is not missing
 STATUS_STYLES = {"skipped": "dim", "failed": "red"}
 
 
@@ -42,7 +52,7 @@ class Column:
     meaning: str
     cell: Callable[[Row], str | None]
     why_unknown: str = "no row reported it"
-    """Said under the table when every row is unknown; `{device}` is filled in."""
+    """Said under the table when every row is unknown; `{device}` is filled in. '': nothing is to be said."""
     number: bool = True
     shed: int = 0
     """Order in which a narrow terminal gives columns up; 0 stays."""
@@ -82,6 +92,16 @@ def _loss_cell(row: Row) -> str | None:
     return None if ends == (None, None) else "→".join(UNKNOWN if loss is None else f"{loss:.2f}" for loss in ends)
 
 
+def _shared(show: Callable[[dict[str, float]], str | None]) -> Callable[[Row], str | None]:
+    """A figure of several ranks."""
+    return lambda row: show(row["sharing"]) if row.get("sharing") else None
+
+
+def _communication_cell(sharing: dict[str, float]) -> str:
+    times = (milliseconds(sharing[name]) for name in ("exposed_seconds", "communication_seconds"))
+    return "/".join(str(time) for time in times)
+
+
 def _known(value: float | None, show: Callable[[float], str]) -> str | None:
     return None if value is None else show(value)
 
@@ -119,6 +139,19 @@ COLUMNS = (
         cell=lambda row: _known(row.get("peak_bytes"), human_bytes),
         why_unknown="{device} did not report its peak memory",
         shed=3,
+    ),
+    Column(
+        name="comm ms",
+        meaning="communication: what the step waits for, of all there is",
+        cell=_shared(_communication_cell),
+        why_unknown=ONE_PROCESS,
+    ),
+    Column(
+        name="lag ms",
+        meaning="what the slowest rank computes longer than the middle one",
+        cell=_shared(lambda sharing: milliseconds(sharing["straggler_seconds"])),
+        why_unknown=ONE_PROCESS,
+        shed=1,
     ),
     Column(name="loss", meaning="first and last loss of the checked curve", cell=_loss_cell, shed=2),
     Column(name="verdict", meaning="the loss curve against the fp32 reference", cell=verdict_of, number=False),
@@ -184,7 +217,7 @@ def shown_columns(document: Document) -> tuple[Column, ...]:
     measured = [row for row in rows_of(document) if status_of(row) == "ok"]
     columns = counting(COLUMNS, document)
     if not measured:
-        return columns
+        return tuple(column for column in columns if column.why_unknown)
     return tuple(column for column in columns if any(column.cell(row) is not None for row in measured))
 
 
@@ -308,6 +341,7 @@ def _subject_notes(document: Document) -> Iterator[Note]:
             text=f"step is against the recipe the rung was put onto, total against {rung_name(rows[0])}",
         )
         yield Note(about="noise", text=noise_text(document))
+    yield from rank_notes(document)
     disturbed = [row for row in rows if swing_of(row) > MOST_SWING]
     if disturbed:
         yield Note(about="disturbed", text=disturbed_text(disturbed), kind="failed")
@@ -320,6 +354,29 @@ def _subject_notes(document: Document) -> Iterator[Note]:
         yield Note(about="unfinished", text="the run goes on: later rungs are not here yet")
     elif document.get("finished") is False:
         yield Note(about="unfinished", text="the run was interrupted: later rungs are not here", kind="failed")
+
+
+def rank_notes(document: Document) -> Iterator[Note]:
+    ranks = ranks_of(document)
+    if ranks > 1:
+        text = (
+            f"a step is {ranks} micro batches, one on each: {rate_unit(unit_of(document))} counts all of them, step "
+            "and peak are the worst rank's; comm is what the step waits for / all communication, lag what the slowest "
+            "rank computes longer than the middle one"
+        )
+        yield Note(about=f"{ranks} ranks", text=text)
+
+
+def sharing_text(sharing: dict[str, float]) -> str:
+    return (
+        f"{human_seconds(sharing['communication_seconds'])} of communication a step, of which "
+        f"{human_seconds(sharing['exposed_seconds'])} with nothing else to do meanwhile; the slowest rank computes "
+        f"{human_seconds(sharing['straggler_seconds'])} longer than the middle one"
+    )
+
+
+def ranks_of(document: Document) -> int:
+    return int((document.get("hardware") or {}).get("ranks") or 1)
 
 
 def swing_of(row: Row) -> float:
@@ -387,7 +444,7 @@ def _missing_notes(document: Document) -> Iterator[Note]:
     shown = shown_columns(document)
     device = device_name(document)
     for column in counting(COLUMNS, document):
-        if column not in shown:
+        if column not in shown and column.why_unknown:
             yield Note(about=column.name, text="column left out: " + column.why_unknown.replace("{device}", device))
 
 
@@ -428,6 +485,7 @@ def machine_text(document: Document) -> str:
     hardware = document.get("hardware") or {}
     count = hardware.get("count") or 1
     parts = [f"{count} x {device_name(document)}" if count > 1 else device_name(document)]
+    parts += [f"{ranks_of(document)} ranks"] if ranks_of(document) > 1 else []
     if hardware.get("memory_bytes") is not None:
         parts.append(human_bytes(hardware["memory_bytes"]))
     if hardware.get("driver"):

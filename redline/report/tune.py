@@ -40,6 +40,8 @@ from redline.report.table import (
     model_notes,
     notes_grid,
     print_bars,
+    ranks_of,
+    sharing_text,
     swing_of,
     unit_of,
     versions_text,
@@ -168,12 +170,20 @@ def notes_of(document: Document) -> Iterator[Note]:
     for knob in document["knobs"]:
         yield Note(about=knob["knob"], text=one_line(knob["text"]))
     yield from tie_notes(document)
+    yield from sharing_notes(document)
     for text in break_even_texts(document):
         yield Note(about="compiling", text=text)
     yield from roofline_notes(document)
     yield from left_out_notes(document)
     yield from damage_notes(document)
     yield from model_notes(document)
+
+
+def sharing_notes(document: Document) -> Iterator[Note]:
+    """What the winner's ranks cost one another."""
+    for row in document["rows"]:
+        if is_best(row, document) and row.get("sharing"):
+            yield Note(about=f"{ranks_of(document)} ranks", text=f"#{row['number']}: {sharing_text(row['sharing'])}")
 
 
 def disturbed_notes(document: Document) -> Iterator[Note]:

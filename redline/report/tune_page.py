@@ -40,6 +40,7 @@ from redline.report.tune import (
     peak_text,
     roofline_notes,
     search_text,
+    sharing_notes,
     tie_notes,
     verdict_of,
 )
@@ -81,6 +82,7 @@ def view_of(document: Document) -> dict[str, Any]:
         "notes": [
             *peak_notes(document),
             *tie_notes(document),
+            *sharing_notes(document),
             *compiling_notes(document),
             *roofline_notes(document),
             *left_out_notes(document),

@@ -20,7 +20,16 @@ from redline.rungs.optimizers import (
     Muon,
     SgdMomentum,
 )
-from redline.rungs.parallel import DDP, Ddp, Fsdp, FsdpKeep, PipelineGpipe, PipelineParallel, TensorParallel
+from redline.rungs.parallel import (
+    DDP,
+    GRAPHS_OF_RANKS,
+    Ddp,
+    Fsdp,
+    FsdpKeep,
+    PipelineGpipe,
+    PipelineParallel,
+    TensorParallel,
+)
 from redline.rungs.rung import Maths, Rung, missing, why_not
 
 LEAST_TO_AUTOTUNE = 68  # multiprocessors: torch/_inductor/utils.py, is_big_gpu
@@ -436,6 +445,8 @@ class CudaGraphs(Rung):
     when_named = True
 
     def needs(self, workload: Workload, hardware: Hardware, plan: Plan) -> str | None:
+        if hardware.ranks > 1:
+            return GRAPHS_OF_RANKS
         return _compiled_on_cuda(hardware, plan)
 
     def apply(self, plan: Plan) -> Plan:

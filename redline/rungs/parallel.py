@@ -15,6 +15,7 @@ from redline.core.workload import BUILT_IN, Workload
 from redline.rungs.rung import Maths, Rung
 
 DDP = "ddp"
+GRAPHS_OF_RANKS = "what a CUDA graph replays cannot wait for other ranks: leave cuda-graphs out"
 TENSOR_PARALLEL = "tensor-parallel"
 PIPELINE_PARALLEL = "pipeline-parallel"
 PIPELINE_GPIPE = "pipeline-gpipe"
@@ -25,7 +26,7 @@ BY_NUMBER = ("adamw-loop", "adamw-foreach", "adamw-fused")
 def _several(hardware: Hardware, plan: Plan) -> str | None:
     if hardware.ranks < 2:
         return "there is one process: several share a step with --gpus N"
-    return "what a CUDA graph replays cannot wait for other ranks: leave cuda-graphs out" if plan.cuda_graphs else None
+    return GRAPHS_OF_RANKS if plan.cuda_graphs else None
 
 
 class Ddp(Rung):

@@ -7,7 +7,8 @@
 lines. Memory is affine in the size: a prediction says where to begin, and two measured sizes say it where there is no
 prediction. The time of a step is a constant and a part per sequence, and bends only upwards: so two neighbours bound
 what the sizes beside them could reach, and where that is less than the noise nothing more is run.
-docs/batch-size.md has the reasons. Left out: how several ranks are launched; `agree` says what their answers mean.
+docs/batch-size.md has the reasons. Several ranks answer as one: a size fits when it fits all of them, and the worst
+decides (`engine/measure.py`).
 """
 
 from __future__ import annotations
@@ -39,8 +40,6 @@ STEPPING_SECONDS = {"cuda": 60.0, "cpu": 20.0}
 STEPS_PER_TRIAL = 25
 MEMORY_KINDS = ("oom", "killed")  # a host that runs out of memory kills the worker
 
-Answer = Result | Sequence[Result]
-"""One result, or one per rank."""
 Point = tuple[int, float]
 """A size and the seconds of its step."""
 
@@ -88,31 +87,34 @@ class BatchChoice:
 
 
 def best_batch(
-    ask: Callable[[int], Answer],
+    ask: Callable[[int], Result],
     *,
     start: int,
     limit: int | None,
     noise: float,
     sequence: int,
+    ranks: int = 1,
     memory_bytes: int | None = None,
     headroom: float = HEADROOM,
     global_sequences: int | None = None,
     known: Sequence[int] = (),
 ) -> BatchChoice:
     """`start`: where to begin, best near the predicted limit; `limit`: nothing larger is run (None: nobody knows).
-    `noise`: gains below it are none. `sequence`: tokens of one sequence. `memory_bytes`: of the device, of which the
-    share `headroom` stays free. `global_sequences`: of one update on one replica; then only sizes that divide it are
-    run. `known`: sizes that `ask` answers without running anything."""
+    `noise`: gains below it are none. `sequence`: tokens of one sequence. `ranks`: that run a size together, each with
+    that many sequences. `memory_bytes`: of the device, of which the share `headroom` stays free. `global_sequences`: of
+    one update of all ranks; then only sizes that divide a rank's part are run. `known`: sizes that `ask` answers
+    without running anything."""
     check_positive("start", start)
     check_headroom(headroom)
     search = _Search(
         ask=ask,
         limit=limit,
         noise=noise,
-        sequence=sequence,
+        sequence=ranks * sequence,
         usable_bytes=None if memory_bytes is None else math.floor((1 - headroom) * memory_bytes),
         headroom=headroom,
-        divisors=None if global_sequences is None else divisors(global_sequences),
+        divisors=None if global_sequences is None else divisors(global_sequences // ranks),
+        ranks=ranks,
     )
     for free in sorted(set(known)):
         if search.allowed(free, free, free) is not None:
@@ -128,26 +130,6 @@ def check_headroom(share: float) -> None:
         raise UserError(
             f"headroom is {share:g}", "it is the share of the memory that stays free", "set it from 0 to below 1"
         )
-
-
-def agree(answer: Answer) -> Result:
-    """What several ranks say together: a size fits when it fits all of them, and the step takes what the slowest and
-    the fullest of them take."""
-    if isinstance(answer, (Measurement, Failure)):
-        return answer
-    failures = [result for result in answer if isinstance(result, Failure)]
-    if failures:
-        return failures[0]
-    measured = [result for result in answer if isinstance(result, Measurement)]
-    slowest = max(measured, key=lambda one: statistics.median(one.step_seconds))
-    fullest = max(measured, key=lambda one: (one.peak_bytes or 0) + (one.outside_bytes or 0))
-    retries = [one.alloc_retries for one in measured if one.alloc_retries is not None]
-    return replace(
-        slowest,
-        peak_bytes=fullest.peak_bytes,
-        outside_bytes=fullest.outside_bytes,
-        alloc_retries=max(retries, default=None),
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,17 +170,19 @@ def _gain(seconds: float, size: int, fastest: Trial, sequence: int) -> float:
 
 @dataclass
 class _Search:
-    ask: Callable[[int], Answer]
+    ask: Callable[[int], Result]
     limit: int | None
     noise: float
     sequence: int
+    """Tokens that one sequence more of the micro batch adds to a step: of all ranks."""
     usable_bytes: int | None
     headroom: float
     divisors: tuple[int, ...] | None
+    ranks: int = 1
     trials: dict[int, Trial] = field(default_factory=dict)
 
     def run(self, size: int) -> Trial:
-        self.trials[size] = self._trial(size, agree(self.ask(size)))
+        self.trials[size] = self._trial(size, self.ask(size))
         return self.trials[size]
 
     def _trial(self, size: int, result: Result) -> Trial:
@@ -326,7 +310,7 @@ class _Search:
         chosen = min(equal, key=lambda trial: trial.micro_batch)
         passes = None
         if global_sequences is not None:
-            layout = layout_for_batch(gpus=1, micro_batch=chosen.micro_batch, global_batch=global_sequences)
+            layout = layout_for_batch(gpus=self.ranks, micro_batch=chosen.micro_batch, global_batch=global_sequences)
             passes = layout.accumulation
         return BatchChoice(
             micro_batch=chosen.micro_batch,
@@ -434,6 +418,7 @@ def range_of(
     seconds_per_sequence: float | None,
     memory_bytes: int | None,
     headroom: float = HEADROOM,
+    ranks: int = 1,
 ) -> Range:
     """From the predicted line of memory and from the time of a step. `micro_batch`: a size that was run, where to begin
     without a prediction. A host's resident set is another figure than the predicted one: there measured sizes make the
@@ -443,7 +428,7 @@ def range_of(
         by_time = max(micro_batch, int(STEPPING_SECONDS[device] / STEPS_PER_TRIAL / seconds_per_sequence))
     if device != "cuda" or memory_bytes is None:
         return Range(start=micro_batch, limit=by_time)
-    case, usable = case_of(shape, plan), math.floor((1 - headroom) * memory_bytes)
+    case, usable = case_of(shape, plan, ranks), math.floor((1 - headroom) * memory_bytes)
     context = case.memory(1).context
     # Where the allocator loses nothing to fragments; the start allows for what it loses as a rule.
     unfragmented = round((1 + FRAGMENTATION) * (usable - context) + context)

@@ -20,8 +20,10 @@ from redline.core.recipe import Recipe
 from redline.core.workload import BUILT_IN, Workload
 from redline.predict.verdict import LEAST_LEARNING, Equivalence, judge
 from redline.rungs import LADDER, Maths, Rung, find_rung, group_of, plan_of, why_not
+from redline.rungs.parallel import DDP
 from redline.search.batch_size import HEADROOM, MEMORY_KINDS, BatchChoice, SizedJobs, best_batch, range_of
 from redline.search.noise import UNSEEN_RUN_TO_RUN, tolerated_noise
+from redline.search.ranks import not_measured
 
 AGAIN = "a/a"  # the row that measures the finished recipe a second time
 TOKENS_FILE = "tokens.npy"
@@ -124,9 +126,9 @@ class Climb:
 
     def _first_row(self) -> Row:
         start = self.settings.start
-        if not start.rungs:
-            baseline = LADDER[0]
-            return Row(baseline.name, baseline.title, baseline.maths, start)
+        if start.rungs in ((), (DDP,)):  # several ranks begin the usual way, and otherwise as plainly
+            first = find_rung(start.rungs[0]) if start.rungs else LADDER[0]
+            return Row(first.name, first.title, first.maths, start)
         strongest = max((find_rung(name).maths for name in start.rungs), key=list(Maths).index)
         return Row("recipe", " + ".join(start.rungs), strongest, start)
 
@@ -137,12 +139,22 @@ class Climb:
         rung = find_rung(name)
         replaced = self._in_the_place_of(rung)
         onto = tuple(kept for kept in current.recipe.rungs if kept != replaced)
-        reason = why_not(rung, self.workload, self.hardware, plan_of(onto))
+        reason = (
+            not_measured(name)
+            or why_not(rung, self.workload, self.hardware, plan_of(onto))
+            or self._way_refuses(rung, onto)
+        )
         row = Row(rung.name, rung.title, rung.maths, current.recipe.adding(name, without=replaced))
         if reason is not None:
             row.status, row.reason = "skipped", reason
         row.base = self._row_of(onto) or current
         return row
+
+    def _way_refuses(self, rung: Rung, onto: tuple[str, ...]) -> str | None:
+        """The way in which ranks share the step so far may not go with this rung."""
+        way = next((find_rung(name) for name in onto if group_of(find_rung(name)) == DDP), None)
+        others = (name for name in (*onto, rung.name) if way is not None and name != way.name)
+        return None if way is None else why_not(way, self.workload, self.hardware, plan_of(others))
 
     def _in_the_place_of(self, rung: Rung) -> str | None:
         """The rung of the recipe so far whose place this one would take."""
@@ -231,6 +243,7 @@ class Climb:
             workload=self.workload,
             recipe=recipe,
             device=self.settings.device,
+            ranks=self.hardware.ranks,
             tokens=TOKENS_FILE,
             kind=kind,
             check_steps=self.settings.check_steps,
@@ -292,6 +305,7 @@ class Climb:
             # Others' code is predicted roughly: there measured sizes say what fits.
             memory_bytes=settings.memory_bytes if self.workload.source == BUILT_IN else None,
             headroom=settings.headroom,
+            ranks=self.hardware.ranks,
         )
         return best_batch(
             jobs,
@@ -299,6 +313,7 @@ class Climb:
             limit=where.limit,
             noise=self._noise_of(row),
             sequence=self.workload.shape.sequence,
+            ranks=self.hardware.ranks,
             memory_bytes=settings.memory_bytes,
             headroom=settings.headroom,
             global_sequences=settings.global_batch,

@@ -11,11 +11,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from redline.core.hardware import Hardware
-from redline.core.measurement import Measurement, Spread, spread_of
+from redline.core.measurement import Measurement, Sharing, Spread, spread_of
 from redline.core.values import to_json
-from redline.core.workload import Workload
-from redline.predict.efficiency import efficiency
-from redline.predict.memory import predict_memory
+from redline.predict.efficiency import Efficiency, efficiency
+from redline.predict.fitting import case_of
 from redline.rungs import LADDER, plan_of
 from redline.search.climb import AGAIN, Climb, Row
 from redline.search.limits import anatomy_json, limits_json, roofline_json
@@ -41,7 +40,7 @@ def ladder_document(climb: Climb, run: dict[str, Any], finished: bool) -> dict[s
         "noise": noise_json(rows, climb.hardware.kind),
         "limits": limits_json(climb.workload.shape, climb.hardware),
         "rows": [row_json(row, rows[0], climb) for row in rows],
-        "best": best_json(rows, climb.workload),
+        "best": best_json(climb),
         "best_rebatched": best_rebatched_json(rows),
     }
 
@@ -52,8 +51,8 @@ def hardware_json(hardware: Hardware) -> dict[str, Any]:
 
 def row_json(row: Row, first: Row, climb: Climb) -> dict[str, Any]:
     measurement = row.measurements[0] if row.measurements else None
-    rate = tokens_per_second(row, climb.workload)
-    share = efficiency(climb.workload.shape, plan_of(row.recipe.rungs), climb.hardware, rate) if rate else None
+    rate = tokens_per_second(row, climb)
+    share = share_of_peak(row, climb, rate)
     base = row.base if row.base is not None and row.base.measurements else None
     losses = losses_json(measurement.loss_curve if measurement else None)
     shape, plan, size = climb.workload.shape, plan_of(row.recipe.rungs), row.recipe.micro_batch
@@ -87,8 +86,14 @@ def row_json(row: Row, first: Row, climb: Climb) -> dict[str, Any]:
         "reference_curve": losses_json(row.reference_curve),
         "equivalence": equivalence_json(row),
         "kernels": to_json(measurement.proof) if measurement else {"attention": None},
+        "sharing": sharing_json(measurement.sharing) if measurement else None,
         "rebatched": rebatched_json(row, climb),
     }
+
+
+def sharing_json(sharing: Sharing | None) -> dict[str, Any] | None:
+    """What the ranks cost one another; None of one process."""
+    return None if sharing is None else {**to_json(sharing), "straggler_seconds": sharing.straggler_seconds}
 
 
 def rebatched_json(row: Row, climb: Climb) -> dict[str, Any] | None:
@@ -96,8 +101,8 @@ def rebatched_json(row: Row, climb: Climb) -> dict[str, Any] | None:
     choice = row.rebatched
     if choice is None:
         return None
-    rate, fixed = choice.tokens_per_second, tokens_per_second(row, climb.workload)
-    share = efficiency(climb.workload.shape, plan_of(row.recipe.rungs), climb.hardware, rate) if rate else None
+    rate, fixed = choice.tokens_per_second, tokens_per_second(row, climb)
+    share = share_of_peak(row, climb, rate)
     return {
         "status": "ok" if choice.micro_batch else "failed",
         "reason": choice.reason,
@@ -120,7 +125,7 @@ def predicted_peak(row: Row, climb: Climb, micro_batch: int | None = None) -> in
     if climb.hardware.kind != "cuda" or row.status == "skipped":
         return None
     plan, size = plan_of(row.recipe.rungs), micro_batch or row.recipe.micro_batch
-    return predict_memory(climb.workload.shape, plan, micro_batch=size).allocated
+    return case_of(climb.workload.shape, plan, climb.hardware.ranks).memory(size).allocated
 
 
 def losses_json(curve: Sequence[float] | None) -> list[float | None] | None:
@@ -128,8 +133,16 @@ def losses_json(curve: Sequence[float] | None) -> list[float | None] | None:
     return None if curve is None else [loss if math.isfinite(loss) else None for loss in curve]
 
 
-def tokens_per_second(row: Row, workload: Workload) -> float | None:
-    return row.recipe.micro_batch * workload.shape.sequence / row.seconds if row.measurements else None
+def tokens_per_second(row: Row, climb: Climb) -> float | None:
+    """Of all ranks."""
+    tokens = climb.hardware.ranks * row.recipe.micro_batch * climb.workload.shape.sequence
+    return tokens / row.seconds if row.measurements else None
+
+
+def share_of_peak(row: Row, climb: Climb, rate: float | None) -> Efficiency | None:
+    """Of the peaks of all ranks together, which is that of one with its part of the tokens."""
+    each = None if rate is None else rate / climb.hardware.ranks
+    return efficiency(climb.workload.shape, plan_of(row.recipe.rungs), climb.hardware, each) if each else None
 
 
 def step_spread(measurements: Sequence[Measurement]) -> Spread:
@@ -178,14 +191,14 @@ def noise_json(rows: Sequence[Row], device: str) -> dict[str, Any]:
     return {"fraction": typical, "source": f"one run each: taken for at least {least}; --repeats or --aa measure it"}
 
 
-def best_json(rows: Sequence[Row], workload: Workload) -> dict[str, Any] | None:
-    best = best_row(rows)
+def best_json(climb: Climb) -> dict[str, Any] | None:
+    best = best_row(climb.finished)
     if best is None:
         return None
     return {
         "rung": best.name,
         "micro_batch": best.recipe.micro_batch,
-        "tokens_per_second": tokens_per_second(best, workload),
+        "tokens_per_second": tokens_per_second(best, climb),
     }
 
 

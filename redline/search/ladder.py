@@ -39,11 +39,13 @@ from redline.core.values import from_json, to_json
 from redline.core.workload import Workload, check_positive
 from redline.data.text import check_corpus
 from redline.rungs import LADDER, find_rung, group_of, plan_of, why_not
+from redline.rungs.ladder import with_parallel
 from redline.search.batch_size import check_headroom, host_memory_bytes
 from redline.search.climb import TOKENS_FILE, Climb, LadderSettings, Row
 from redline.search.document import best_rebatched, best_row, ladder_document, row_json
 from redline.search.inspect import check_unchanged_file, find_workload
 from redline.search.launch import launch, probe_machine, remove_caches
+from redline.search.ranks import check_global_batch, check_ranks, check_shareable, not_measured
 from redline.workloads import default_workload
 
 LOCK_TRIES, LOCK_SECONDS = 3, 0.05  # somebody who watches may look at the lock just now
@@ -172,6 +174,7 @@ def prepare_ladder(
     sequence: int | None = None,
     data: str | None = None,
     device: str | None = None,
+    gpus: int | None = None,
     keep: str | None = None,
     repeats: int | None = None,
     aa: bool = False,
@@ -186,6 +189,7 @@ def prepare_ladder(
     """Everything the user said is checked here, before the machine is asked and before anything is written."""
     for name, value in (
         ("--micro-batch", micro_batch),
+        ("--gpus", gpus),
         ("--repeats", repeats),
         ("--steps", steps),
         ("--check-steps", check_steps),
@@ -193,7 +197,9 @@ def prepare_ladder(
     ):
         if value is not None:
             check_positive(name, value)
+    ranks = gpus or 1
     check_rebatch(rebatch, headroom, global_batch)
+    check_global_batch(global_batch, ranks)
     check_choice("device", device, ("cuda", "cpu"))
     check_choice("keep", keep, ("faster", "all"))
     if workload is not None:
@@ -203,24 +209,27 @@ def prepare_ladder(
     recipe = load_recipe(start) if start is not None else None
     if recipe is not None:
         check_alternatives(recipe)
+    first = first_rungs(recipe, ranks)
     if micro_batch is not None:
         check_sensible("--micro-batch", micro_batch)
     elif recipe is not None:
         check_sensible("the recipe's micro batch", recipe.micro_batch)
-    chosen = choose_rungs(rungs, without, recipe.rungs if recipe else ())
+    chosen = choose_rungs(rungs, without, first)
     if out is not None:
         check_run_directory(out)
 
     hardware, versions = probe_machine(device)
+    hardware = check_ranks(hardware, ranks)
     workload, notes = named_or_default(workload, hardware)
     resolved = find_workload(workload, data, sequence)
     size = micro_batch or (recipe.micro_batch if recipe else resolved.micro_batch)
     resolved = replace(resolved, micro_batch=size)
-    if recipe is not None:
-        check_recipe_applies(recipe, resolved, hardware)
+    check_shareable(resolved, hardware)
+    beginning = Recipe(rungs=first, micro_batch=size)
+    check_recipe_applies(beginning, resolved, hardware)
     settings = LadderSettings(
         rungs=chosen,
-        start=Recipe(rungs=recipe.rungs if recipe else (), micro_batch=size),
+        start=beginning,
         device=hardware.kind,
         check_steps=check_steps or LadderSettings.check_steps,
         timed_steps=steps,
@@ -235,6 +244,12 @@ def prepare_ladder(
     directory = open_directory(out or default_directory(resolved), resolved, hardware, versions, settings, command)
     notes = (*notes, *resolved.notes)
     return LadderRun(directory=directory, workload=resolved, hardware=hardware, settings=settings, notes=notes)
+
+
+def first_rungs(recipe: Recipe | None, ranks: int) -> tuple[str, ...]:
+    """Of the first row: the recipe's, or none; several ranks share the step in any case."""
+    rungs = recipe.rungs if recipe else ()
+    return rungs if ranks == 1 else with_parallel(rungs, None)
 
 
 def named_or_default(workload: str | None, hardware: Hardware) -> tuple[str, tuple[str, ...]]:
@@ -258,8 +273,12 @@ def check_rebatch(rebatch: bool, headroom: float | None, global_batch: int | Non
 
 
 def memory_to_share(hardware: Hardware) -> int | None:
-    """Of a GPU all of it, as the prediction counts; of a host what is free, as others live there too."""
-    return hardware.memory_bytes if hardware.kind == "cuda" else host_memory_bytes()
+    """Of a GPU all of it, as the prediction counts; of a host what is free, as others live there too, and of that each
+    rank's part."""
+    if hardware.kind == "cuda":
+        return hardware.memory_bytes
+    free = host_memory_bytes()
+    return None if free is None else free // hardware.ranks
 
 
 def check_sensible(name: str, micro_batch: int) -> None:
@@ -291,7 +310,7 @@ def check_recipe_applies(recipe: Recipe, workload: Workload, hardware: Hardware)
     """A rung that does not apply is a row on a ladder; in a recipe that was asked for as a whole it is a mistake."""
     for name in recipe.rungs:
         others = plan_of(other for other in recipe.rungs if other != name)
-        reason = why_not(find_rung(name), workload, hardware, others)
+        reason = not_measured(name) or why_not(find_rung(name), workload, hardware, others)
         if reason is not None:
             raise UserError(
                 f"the recipe's {name} does not apply here",
@@ -385,6 +404,7 @@ def resume_ladder(path: Path, choices: dict[str, Any]) -> LadderRun:
     run = open_ladder(path)
     check_unchanged_file(run.workload)
     hardware, versions = probe_machine(run.settings.device)
+    check_ranks(hardware, run.hardware.ranks)
     before, now = run.directory.read_run()["versions"], {**versions, "device": hardware.name}
     changed = [
         f"{key} was {old}, is {now.get(key)}"

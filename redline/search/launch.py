@@ -23,7 +23,7 @@ from typing import IO, Any, TypeVar
 import redline
 from redline.core.errors import UserError
 from redline.core.hardware import Hardware
-from redline.core.job import Job, Result, RunDirectory, write_atomically
+from redline.core.job import FAILURE_FILE, RANK_FILE, STANDING_FILE, Job, Result, RunDirectory, write_atomically
 from redline.core.measurement import Failure, Measurement
 from redline.core.profile import Profile
 from redline.core.values import from_json, to_json
@@ -56,8 +56,9 @@ def _launch(
 ) -> Answer | Failure:
     folder = run.job_folder(job)
     folder.mkdir(parents=True, exist_ok=True)
-    for leftover in ("measurement.json", "failure.json"):
-        (folder / leftover).unlink(missing_ok=True)  # of an attempt that was interrupted
+    for leftover in ("measurement.json", "failure*.json", STANDING_FILE, RANK_FILE.format("*")):
+        for path in folder.glob(leftover):
+            path.unlink()  # of an attempt that was interrupted
     write_atomically(folder / "job.json", json.dumps(to_json(job), indent=2))
     with open(folder / "log.txt", "wb") as log:
         process = subprocess.Popen(
@@ -68,11 +69,14 @@ def _launch(
             env=worker_environment(run, job, compile_cache),
             start_new_session=True,  # a Ctrl-C reaches the worker through us, with its compiler processes
         )
-        phase, in_time = follow(process, timeout_seconds, on_phase)
+        try:
+            phase, in_time = follow(process, timeout_seconds, on_phase)
+        finally:
+            kill_ranks(folder)
     if not in_time:
-        return Failure(
-            kind="timeout", reason=f"stopped after {timeout_seconds:g} s while {phase}; --timeout allows more"
-        )
+        who = standing_in(folder)
+        reason = f"stopped after {timeout_seconds:g} s while {phase}{f' ({who})' if who else ''}; --timeout allows more"
+        return Failure(kind="timeout", reason=reason)
     return _answer(kind, folder, process.returncode, phase)
 
 
@@ -145,11 +149,27 @@ def kill_group(process: subprocess.Popen[bytes]) -> None:
         process.stdin.close()
 
 
+def kill_ranks(folder: Path) -> None:
+    """Of a job of several: torchrun gives each of them a session of its own, which the agent's end does not reach."""
+    for path in folder.glob(RANK_FILE.format("*")):
+        with contextlib.suppress(
+            ProcessLookupError, PermissionError
+        ):  # gone already, or its number is another's by now
+            os.killpg(int(path.read_text(encoding="utf-8")), signal.SIGKILL)
+        path.unlink()
+
+
+def standing_in(folder: Path) -> str:
+    """Which rank stood still when the time was over; '' where none did, and where there was one."""
+    path = folder / STANDING_FILE
+    return path.read_text(encoding="utf-8").strip() if path.exists() else ""
+
+
 def _answer(kind: type[Answer], folder: Path, returncode: int, phase: str) -> Answer | Failure:
     if (folder / "measurement.json").exists():
         return from_json(kind, json.loads((folder / "measurement.json").read_text(encoding="utf-8")))
-    if (folder / "failure.json").exists():
-        return from_json(Failure, json.loads((folder / "failure.json").read_text(encoding="utf-8")))
+    if (folder / FAILURE_FILE).exists():
+        return from_json(Failure, json.loads((folder / FAILURE_FILE).read_text(encoding="utf-8")))
     log = folder / "log.txt"
     if returncode < 0:
         known = {number.value: number.name for number in signal.Signals}  # real-time signals have no name

@@ -17,9 +17,10 @@ from redline.core.traced import Traced
 from redline.core.values import from_json
 from redline.core.workload import Shape
 from redline.predict.efficiency import efficiency
-from redline.predict.memory import predict_memory
+from redline.predict.fitting import case_of
 from redline.predict.roofline import predict_step, reachable, sheet_peaks
 from redline.rungs import plan_of
+from redline.search.ranks import rate_of_ranks
 
 SIXTEEN_BIT = Plan(autocast="bf16"), Plan(autocast="fp16")
 
@@ -38,7 +39,7 @@ def limits_json(shape: object, hardware: Hardware) -> list[dict[str, Any]]:
             "name": name,
             "tflops": peaks.matmul_tflops,
             "dtype": plan.precision,
-            "tokens_per_second": peaks.matmul_tflops / sheet.matmul_tflops / mfu,
+            "tokens_per_second": hardware.ranks * peaks.matmul_tflops / sheet.matmul_tflops / mfu,
             "source": device.source if name == "data-sheet peak" else device.best_source,
         }
         for name, peaks in (("data-sheet peak", sheet), ("best measured matmul", reached))
@@ -46,17 +47,20 @@ def limits_json(shape: object, hardware: Hardware) -> list[dict[str, Any]]:
     ]
 
 
-def roofline_json(shape: object, plan: Plan, micro_batch: int, hardware: Hardware) -> dict[str, float] | None:
-    """Tokens per second of this recipe: at its speed of light, as expected, and of its FLOPs alone."""
+def roofline_json(shape: object, plan: Plan, micro_batch: int, hardware: Hardware) -> dict[str, float | None] | None:
+    """Tokens per second of this recipe: at its speed of light, as expected, and of its FLOPs alone. Of several ranks
+    what is expected has their communication in it, and the other two do not."""
     device = known_device(hardware.name, hardware.multiprocessors) if hardware.kind == "cuda" else None
     sheet = None if device is None else sheet_peaks(plan, device)
     if device is None or sheet is None or not isinstance(shape, Shape):
         return None
     found = predict_step(shape, plan, micro_batch=micro_batch, sheet=sheet, reached=reachable(plan, device))
+    ranks = hardware.ranks
+    expected = found.expected.tokens_per_second if ranks == 1 else rate_of_ranks(shape, plan, micro_batch, hardware)
     return {
-        "light": found.light.tokens_per_second,
-        "expected": found.expected.tokens_per_second,
-        "floor": found.light.tokens / found.floor_seconds,
+        "light": ranks * found.light.tokens_per_second,
+        "expected": expected,
+        "floor": ranks * found.light.tokens / found.floor_seconds,
     }
 
 
@@ -65,7 +69,7 @@ def anatomy_json(shape: object, plan: Plan, micro_batch: int, hardware: Hardware
     has other parts."""
     if hardware.kind != "cuda" or not isinstance(shape, (Shape, Traced)):
         return None
-    memory = predict_memory(shape, plan, micro_batch=micro_batch)
+    memory = case_of(shape, plan, hardware.ranks).memory(micro_batch)
     return {
         "moment": memory.moment,
         "weights": memory.weights,

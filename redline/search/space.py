@@ -6,7 +6,8 @@
     space.change(recipe, knob, "cudnn-attention")
 
 Rungs that take each other's place are the choices of one knob; every other rung is a knob of its own, there or not. No
-second list is kept: a new rung in `rungs/ladder.py` is a new choice here. The model as it was published is no choice: a
+second list is kept: a new rung in `rungs/ladder.py` is a new choice here. How several ranks share a step is a knob
+that always has a choice: `ddp`, unless it does not fit. The model as it was published is no choice: a
 head that is tied there stays tied, since the tokens per second of two models are not comparable.
 """
 
@@ -31,7 +32,9 @@ from redline.predict.fitting import Case, TracedCase, case_of
 from redline.predict.parallel import divisors
 from redline.predict.roofline import Prediction, predict_step, reachable, sheet_peaks
 from redline.rungs import LADDER, Maths, Rung, find_rung, group_of, plan_of, published_rungs, usual_rungs, why_not
+from redline.rungs.parallel import DDP
 from redline.search.batch_size import HEADROOM
+from redline.search.ranks import not_measured, rate_of_ranks
 
 # What may win: the verdicts a recipe may have, and the promises of the rungs it may hold.
 ALLOW = {
@@ -69,7 +72,7 @@ class Space:
     micro_batch: int | None = None
     """The only one to consider; None: searched."""
     global_batch: int | None = None
-    """Sequences per update, which the micro batch must divide."""
+    """Sequences per update; the micro batch must divide a rank's part of them."""
 
     def choice_of(self, rungs: Sequence[str], knob: Knob) -> str | None:
         return next((choice for choice in knob.choices if choice is not None and choice in rungs), None)
@@ -90,8 +93,21 @@ class Space:
         if names not in self._fitting:
             rungs = tuple(rung.name for rung in LADDER if rung.name in names)
             fitting = tuple(name for name in rungs if self._refusal(name, rungs) is None)
+            if self.ways and not set(fitting) & set(self.ways):
+                fitting = (*fitting, DDP)  # ranks share a step in some way, and this one goes with everything
             self._fitting[names] = rungs if fitting == rungs else self._applying(fitting)
         return self._fitting[names]
+
+    @property
+    def ways(self) -> tuple[str, ...]:
+        """How several ranks may share a step, the usual one first; none where there is one process."""
+        knob = next((knob for knob in self.knobs if knob.name == DDP), None)
+        return () if knob is None else tuple(choice for choice in knob.choices if choice is not None)
+
+    def shares_more(self, recipe: Recipe, changed: Recipe) -> bool:
+        """The change is one to a way in which a rank holds less and sends more: worth a try where memory is short."""
+        before, after = (next((way for way in self.ways if way in one.rungs), "") for one in (recipe, changed))
+        return before != after and after != DDP
 
     def _refusal(self, name: str, rungs: Sequence[str]) -> str | None:
         others = plan_of(other for other in rungs if other != name)
@@ -99,15 +115,21 @@ class Space:
 
     def baseline(self) -> Recipe:
         """The published model and nothing else, at the size the workload says or at what fits."""
-        recipe = Recipe(rungs=self.published, micro_batch=self.micro_batch or self.workload.micro_batch)
+        rungs = self._applying([*self.published, *self.ways[:1]]) if self.ways else self.published
+        recipe = Recipe(rungs=rungs, micro_batch=self.micro_batch or self.workload.micro_batch)
         return replace(recipe, micro_batch=self._size_near(recipe, recipe.micro_batch))
 
     def start(self) -> Recipe:
         """The usual rungs, and where they were predicted to be slower than a neighbour, that neighbour."""
         offered = {choice for knob in self.knobs for choice in knob.choices} | set(self.published)
         usual = [name for name in usual_rungs(self.workload, self.hardware) if name in offered]
-        recipe = Recipe(rungs=self._applying([*usual, *self.published]), micro_batch=self.baseline().micro_batch)
-        recipe = self.efficient_size(recipe)
+        size = self.baseline().micro_batch
+        starts = [
+            self.efficient_size(Recipe(rungs=self._applying([*usual, *self.published, *way]), micro_batch=size))
+            for way in ([[way] for way in self.ways] or [[]])
+        ]
+        # The first way to share that is predicted to fit: the further ones hold less and send more.
+        recipe = next((one for one in starts if self.refuses(one) is None), starts[0])
         while (better := self._best_predicted(recipe)) is not None:
             recipe = better
         return self.efficient_size(recipe)
@@ -119,7 +141,7 @@ class Space:
         rates = {
             changed: self.predicted_rate(changed) or 0.0
             for changed in self.neighbours(recipe)
-            if self.refuses(changed) is None
+            if self.refuses(changed) is None and not self.shares_more(recipe, changed)
         }
         best = max(rates, key=lambda changed: rates[changed], default=recipe)
         return best if rates.get(best, 0.0) > (1 + WORTH_A_CHANGE) * here else None
@@ -180,7 +202,7 @@ class Space:
         return self._largest[recipe.rungs]
 
     def _case(self, recipe: Recipe) -> Case | TracedCase:
-        return case_of(self.workload.shape, plan_of(recipe.rungs))
+        return case_of(self.workload.shape, plan_of(recipe.rungs), self.hardware.ranks)
 
     # sizes
 
@@ -227,12 +249,13 @@ class Space:
 
     @cached_property
     def _divisors(self) -> tuple[int, ...]:
-        return () if self.global_batch is None else divisors(self.global_batch)
+        return () if self.global_batch is None else divisors(self.global_batch // self.hardware.ranks)
 
     # speed
 
     def predict(self, recipe: Recipe) -> Prediction | None:
-        """The roofline of a step; None on a device that nobody knows the peaks of, and of a model that was traced."""
+        """The roofline of one device's step; None of a device whose peaks nobody knows, and of a model that was
+        traced."""
         shape = self.workload.shape
         if self.hardware.kind != "cuda" or isinstance(shape, Traced):
             return None
@@ -250,9 +273,15 @@ class Space:
 
     def predicted_rate(self, recipe: Recipe) -> float | None:
         if recipe not in self._rates:
-            prediction = self.predict(recipe)
-            self._rates[recipe] = None if prediction is None else prediction.expected.tokens_per_second
+            self._rates[recipe] = self._predicted_rate(recipe)
         return self._rates[recipe]
+
+    def _predicted_rate(self, recipe: Recipe) -> float | None:
+        if self.hardware.ranks > 1:
+            plan = plan_of(recipe.rungs)
+            return rate_of_ranks(self.workload.shape, plan, recipe.micro_batch, self.hardware)
+        prediction = self.predict(recipe)
+        return None if prediction is None else prediction.expected.tokens_per_second
 
     # What was worked out: a search asks for the same thousands of times.
 
@@ -291,7 +320,8 @@ def open_space(
     reasons: dict[str, str] = {}
     for rung in LADDER[1:]:
         reason = _why_not(rung, workload, hardware, allow)
-        if reason is None and (rung.name in without or (rungs is not None and rung.name not in rungs)):
+        chosen = rungs is None or rung.name in rungs or rung.name == DDP  # to ranks what 'none of them' is to others
+        if reason is None and (rung.name in without or not chosen):
             reason = "left out by request"
         if reason is not None and rung.name not in published:
             reasons[rung.name] = reason
@@ -301,7 +331,7 @@ def open_space(
     return Space(
         workload=workload,
         hardware=hardware,
-        knobs=tuple(_knobs([rung for rung in LADDER[1:] if rung.name not in {*reasons, *published}])),
+        knobs=tuple(_knobs([rung for rung in LADDER[1:] if rung.name not in {*reasons, *published}], hardware.ranks)),
         published=published,
         left_out=reasons,
         memory_limit=limit,
@@ -310,9 +340,12 @@ def open_space(
     )
 
 
-def _knobs(rungs: Sequence[Rung]) -> Iterator[Knob]:
+def _knobs(rungs: Sequence[Rung], ranks: int) -> Iterator[Knob]:
     for name in dict.fromkeys(group_of(rung) for rung in rungs):
-        yield Knob(name=name, choices=(None, *(rung.name for rung in rungs if group_of(rung) == name)))
+        choices = tuple(rung.name for rung in rungs if group_of(rung) == name)
+        yield Knob(name=name, choices=choices if name == DDP else (None, *choices))
+    if ranks > 1 and not any(group_of(rung) == DDP for rung in rungs):
+        yield Knob(name=DDP, choices=(DDP,))  # whatever was left out by request
 
 
 def _why_not(rung: Rung, workload: Workload, hardware: Hardware, allow: str) -> str | None:
@@ -323,7 +356,7 @@ def _why_not(rung: Rung, workload: Workload, hardware: Hardware, allow: str) -> 
         kept = find_rung(rung.instead_of)
         if _refused_everywhere(kept, workload, hardware) is None:
             return f"stands in for {kept.name} where that does not apply"
-    return _refused_everywhere(rung, workload, hardware)
+    return not_measured(rung.name) or _refused_everywhere(rung, workload, hardware)
 
 
 def _refused_everywhere(rung: Rung, workload: Workload, hardware: Hardware) -> str | None:

@@ -134,8 +134,8 @@ class Tuner:
         return min(equal, key=lambda trial: (compile_factor(trial.recipe), -self.rate(trial)))
 
     def rate(self, trial: Trial) -> float:
-        """Tokens per second; 0 of what did not run."""
-        tokens = trial.recipe.micro_batch * self.space.workload.shape.sequence
+        """Tokens per second of all ranks; 0 of what did not run."""
+        tokens = self.space.hardware.ranks * trial.recipe.micro_batch * self.space.workload.shape.sequence
         return tokens / trial.step_seconds if trial.ran else 0.0
 
     def keeps_up(self, trial: Trial, other: Trial) -> bool:
@@ -242,6 +242,8 @@ class Tuner:
         same size it only costs time."""
         short = self._memory_binds(recipe)
         for changed in self.space.neighbours(recipe):
+            if self.space.shares_more(recipe, changed) and not short:
+                continue  # it would save memory that nothing needs, and send more
             larger = self.space.larger(changed) if short and self._saves_memory(recipe, changed) else None
             yield larger or changed
 
@@ -326,6 +328,7 @@ class Tuner:
             limit=self._most_sequences(current),
             noise=UNSEEN_RUN_TO_RUN[self.kind] / 2,  # what this leaves on the table adds to what the knobs leave
             sequence=self.space.workload.shape.sequence,
+            ranks=self.space.hardware.ranks,
             memory_bytes=self.space.memory_limit,
             headroom=0.0,
             global_sequences=self.space.global_batch,
@@ -439,6 +442,7 @@ class Tuner:
             workload=self.space.workload,
             recipe=recipe,
             device=self.settings.device,
+            ranks=self.space.hardware.ranks,
             tokens=TOKENS_FILE,
             kind=kind,
             check_steps=self.settings.check_steps,

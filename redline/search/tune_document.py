@@ -17,9 +17,9 @@ from redline.core.recipe import Recipe
 from redline.core.units import human_percent
 from redline.core.values import to_json
 from redline.predict.efficiency import efficiency
-from redline.predict.memory import predict_memory
+from redline.predict.fitting import case_of
 from redline.rungs import find_rung, plan_of
-from redline.search.document import hardware_json, losses_json, step_spread
+from redline.search.document import hardware_json, losses_json, sharing_json, step_spread
 from redline.search.noise import noise_between
 from redline.search.space import Knob, compiled_part
 from redline.search.trials import Trial
@@ -87,7 +87,9 @@ def ranked(tuner: Tuner) -> list[Trial]:
 def row_json(tuner: Tuner, trial: Trial) -> dict[str, Any]:
     first = trial.measurements[0] if trial.ran else None
     rate = tuner.rate(trial) if trial.ran else None
-    share = None if rate is None else efficiency(tuner.space.workload.shape, plan(trial), tuner.space.hardware, rate)
+    space = tuner.space
+    each = None if rate is None else rate / space.hardware.ranks  # a share of all peaks is one rank's of its own
+    share = None if each is None else efficiency(space.workload.shape, plan(trial), space.hardware, each)
     return {
         "number": trial.number,
         "change": trial.label,
@@ -116,6 +118,7 @@ def row_json(tuner: Tuner, trial: Trial) -> dict[str, Any]:
         "reference_curve": losses_json(trial.reference_curve),
         "equivalence": equivalence_json(tuner, trial),
         "kernels": to_json(first.proof) if first and trial.checked else None,
+        "sharing": sharing_json(first.sharing) if first else None,
     }
 
 
@@ -132,7 +135,7 @@ def predicted_peak(tuner: Tuner, recipe: Recipe) -> int | None:
     if tuner.space.hardware.kind != "cuda":
         return None
     shape = tuner.space.workload.shape
-    return predict_memory(shape, plan_of(recipe.rungs), micro_batch=recipe.micro_batch).allocated
+    return case_of(shape, plan_of(recipe.rungs), tuner.space.hardware.ranks).memory(recipe.micro_batch).allocated
 
 
 def cold_compile_seconds(tuner: Tuner, trial: Trial) -> float | None:
@@ -291,12 +294,12 @@ def roofline_json(tuner: Tuner, best: Trial) -> dict[str, Any]:
         why = "a CPU has no data sheet of peaks here" if kind == "cpu" else f"no peaks are known for {name}"
         why = why if tuner.space.workload.reads_text else "the operations of a Python file's model are not all known"
         return {"light": None, "expected": None, "floor": None, "of_light": None, "groups": None, "reason": why}
-    light, expected = prediction.light, prediction.expected
+    light, ranks = prediction.light, tuner.space.hardware.ranks
     return {
-        "light": light.tokens_per_second,
-        "expected": expected.tokens_per_second,
-        "floor": light.tokens / prediction.floor_seconds,
-        "of_light": rate / light.tokens_per_second,
+        "light": ranks * light.tokens_per_second,
+        "expected": tuner.space.predicted_rate(best.recipe),
+        "floor": ranks * light.tokens / prediction.floor_seconds,
+        "of_light": rate / (ranks * light.tokens_per_second),
         "groups": {name: seconds for name, seconds in light.by_group().items() if seconds},
         "reason": None,
     }
@@ -305,13 +308,14 @@ def roofline_json(tuner: Tuner, best: Trial) -> dict[str, Any]:
 def best_json(tuner: Tuner, best: Trial) -> dict[str, Any]:
     global_batch, micro_batch = tuner.space.global_batch, best.recipe.micro_batch
     first: Measurement = best.measurements[0]
+    ranks = tuner.space.hardware.ranks
     rate = tuner.rate(best)
     return {
         "number": best.number,
         "rungs": list(best.recipe.rungs),
         "micro_batch": micro_batch,
         "global_batch": global_batch,
-        "accumulation": None if global_batch is None else global_batch // micro_batch,
+        "accumulation": None if global_batch is None else global_batch // (ranks * micro_batch),
         "tokens_per_second": rate,
         "speedup": ratio(rate, tuner.baseline, tuner),
         "verdict": None if best.equivalence is None else best.equivalence.verdict,

@@ -39,6 +39,7 @@ from redline.search.ladder import (
     open_directory,
 )
 from redline.search.launch import probe_machine, remove_caches
+from redline.search.ranks import check_global_batch, check_ranks, check_shareable
 from redline.search.space import ALLOW, Space, open_space
 from redline.search.trials import Answer, Budget, OutOfTimeError, Trial, TuneSettings
 from redline.search.tune import Tuner
@@ -199,6 +200,7 @@ def prepare_tune(
     sequence: int | None = None,
     data: str | None = None,
     device: str | None = None,
+    gpus: int | None = None,
     steps: int | None = None,
     check_steps: int | None = None,
     out: Path | None = None,
@@ -210,6 +212,7 @@ def prepare_tune(
     check_minutes(minutes)
     for name, value in (
         ("--micro-batch", micro_batch),
+        ("--gpus", gpus),
         ("--global-batch", global_batch),
         ("--memory-limit", memory_limit),
         ("--steps", steps),
@@ -219,9 +222,17 @@ def prepare_tune(
             check_positive(name, value)
     check_choice("device", device, ("cuda", "cpu"))
     check_choice("class of maths to allow", allow, tuple(ALLOW))
+    ranks = gpus or 1
+    if ranks > 1 and allow == "bit-exact":
+        raise UserError(
+            f"--allow bit-exact with --gpus {ranks}",
+            "ranks add gradients up in another order than one process does, so that none is equal to it bit for bit",
+            "leave --allow out: rounding is the strictest that ranks can keep",
+        )
     if micro_batch is not None:
         check_sensible("--micro-batch", micro_batch)
-    check_batches(micro_batch, global_batch)
+    check_global_batch(global_batch, ranks)
+    check_batches(micro_batch, global_batch, ranks)
     if workload is not None:
         find_workload(workload, sequence=sequence)
     if data is not None:
@@ -231,8 +242,10 @@ def prepare_tune(
         check_run_directory(out)
 
     hardware, versions = probe_machine(device)
+    hardware = check_ranks(hardware, ranks)
     workload, notes = named_or_default(workload, hardware)
     resolved = find_workload(workload, data, sequence)
+    check_shareable(resolved, hardware)
     settings = TuneSettings(
         device=hardware.kind,
         minutes=minutes,
@@ -273,10 +286,11 @@ def check_minutes(minutes: float) -> None:
         )
 
 
-def check_batches(micro_batch: int | None, global_batch: int | None) -> None:
-    if micro_batch is not None and global_batch is not None and global_batch % micro_batch:
+def check_batches(micro_batch: int | None, global_batch: int | None, ranks: int = 1) -> None:
+    if micro_batch is not None and global_batch is not None and global_batch % (ranks * micro_batch):
+        times = "" if ranks == 1 else f" on each of {ranks} ranks"
         raise UserError(
-            f"a global batch of {global_batch} is not a multiple of the micro batch {micro_batch}",
+            f"a global batch of {global_batch} is not a multiple of the micro batch {micro_batch}{times}",
             "an update adds up whole micro batches",
             "leave --micro-batch out: the search then tries what divides the global batch",
         )
@@ -299,6 +313,8 @@ def space_notes(space: Space) -> list[str]:
     start = space.start()
     rungs = " + ".join(start.rungs) or "no rung"
     found = [f"{counted(len(space.knobs), 'knob')}; the start: {rungs} at micro batch {start.micro_batch}"]
+    if len(space.ways) > 1:
+        found.append(f"{', '.join(space.ways[1:])}: tried where memory is short, instead of {space.ways[0]}")
     if space.refused_above is not None:
         found.append(f"recipes predicted to take more than {human_bytes(space.refused_above)} are not run")
     return found
@@ -332,6 +348,7 @@ def resume_tune(path: Path, choices: dict[str, Any], minutes: float | None, fres
     run = open_tune(path, fresh=fresh)
     check_unchanged_file(run.workload)
     hardware, versions = probe_machine(run.settings.device)
+    check_ranks(hardware, run.hardware.ranks)
     before, now = run.directory.read_run()["versions"], {**versions, "device": hardware.name}
     changed = [
         f"{key} was {old}, is {now.get(key)}"

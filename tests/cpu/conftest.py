@@ -111,7 +111,7 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def verdict_only(no_waiting: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """No verdict needs the profile at the end or the memory of a device: without them a row takes half the time."""
-    monkeypatch.setattr(measure, "prove", lambda *_: Proof())
+    monkeypatch.setattr(measure, "prove", lambda *_: (Proof(), None))
     monkeypatch.setattr(measure, "free_memory", lambda *_: None)
 
 

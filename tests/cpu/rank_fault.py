@@ -1,4 +1,5 @@
-"""`redline` with a fault: at one step one rank is killed, raises, runs out of memory or hangs. Once, if a file says so.
+"""`redline` with a fault: at one step one rank is killed, alone or with its agent, raises, runs out of memory or hangs.
+Once, if a file says so.
 
 python -m redline.engine.agent --standalone --nproc-per-node 2 rank_fault.py KIND STEP FLAG train gpt2 ...
 """
@@ -34,7 +35,13 @@ def hang() -> None:
     time.sleep(600)
 
 
-FAULTS = {"kill": kill, "raise": fail, "memory": run_out_of_memory, "hang": hang}
+def lose_the_node() -> None:
+    """The agent first: it must not tell anybody."""
+    os.kill(os.getppid(), signal.SIGKILL)
+    kill()
+
+
+FAULTS = {"node": lose_the_node, "kill": kill, "raise": fail, "memory": run_out_of_memory, "hang": hang}
 
 
 def plant(kind: str, at_step: int, flag: Path) -> None:

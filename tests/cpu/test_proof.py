@@ -135,7 +135,7 @@ def test_the_matmul_that_took_longest_is_named() -> None:
 )
 def test_a_row_shows_its_own_kernels(train: Train, plan: Plan, attention: str, dtypes: tuple[str, ...]) -> None:
     training = train(plan)
-    proof = prove(training, plan, CPU, step_seconds=0.5)
+    proof, _ = prove(training, plan, CPU, step_seconds=0.5)
     assert proof.attention == attention
     assert proof.matmul_dtypes == dtypes
     assert proof.graph_breaks is None
@@ -204,4 +204,4 @@ def test_a_break_is_counted(train: Train, counters: None) -> None:
     compiled_without_a_compiler(training)
     training.step(next(training.batches))
     assert graph_breaks() > 0
-    assert prove(training, Plan(compile=True), CPU, step_seconds=0.5).graph_breaks == graph_breaks()
+    assert prove(training, Plan(compile=True), CPU, step_seconds=0.5)[0].graph_breaks == graph_breaks()

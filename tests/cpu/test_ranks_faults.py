@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -115,6 +116,39 @@ def test_torchrun_starts_again_from_the_last_checkpoint(
     assert done.returncode == 0, done.stderr
     assert "resumed from step-0000000" in done.stderr
     assert_same_weights(out, never_stopped)
+
+
+@pytest.mark.long
+def test_a_lost_node_leaves_the_others_to_go_on_with_the_same_global_batch(
+    words: list[str], never_stopped: Path, tmp_path: Path
+) -> None:
+    """Two agents as on two machines. The second and its rank are gone at once; the first starts again alone."""
+    out, flag = tmp_path / "run", tmp_path / "flag"
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    impatient = "last_call_timeout=20,keep_alive_interval=1,keep_alive_max_attempt=3"
+    agent = [sys.executable, "-m", "redline.engine.agent", "--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=3"]
+    agent += ["--rdzv-backend=c10d", "--rdzv-id=lost", f"--rdzv-endpoint=localhost:{port}", "--rdzv-conf", impatient]
+    command = [*agent, str(HERE / "rank_fault.py"), "node", "5", str(flag), *words, "--out", str(out)]
+    with open(tmp_path / "first.txt", "w") as told:  # the one that hosts the store: it must live
+        first = subprocess.Popen(command, env=environment(), stderr=told, stdout=told)
+    until = time.monotonic() + 60
+    while not listens(port) and time.monotonic() < until:
+        time.sleep(0.1)
+    second = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=180)
+    assert second.returncode == -signal.SIGKILL, second.stderr
+    assert first.wait(timeout=180) == 0, (tmp_path / "first.txt").read_text()
+    text = " ".join((tmp_path / "first.txt").read_text().split())
+    assert "1 rank where the run began with 2: the global batch stays at 4 sequences" in text
+    assert "resumed from step-0000000" in text
+    assert_same_weights(out, never_stopped)
+    assert left_behind(out) == []
+
+
+def listens(port: int) -> bool:
+    with socket.socket() as there:
+        return there.connect_ex(("localhost", port)) == 0
 
 
 @pytest.mark.long

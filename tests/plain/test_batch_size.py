@@ -35,7 +35,6 @@ from redline.search.batch_size import (
     LOST,
     BatchChoice,
     SizedJobs,
-    agree,
     best_batch,
     host_memory_bytes,
     range_of,
@@ -246,26 +245,21 @@ def test_a_failure_at_one_size_alone_does_not_end_the_search() -> None:
 # --- several ranks ----------------------------------------------------------------------------------------------------
 
 
-def test_ranks_agree_on_the_slowest_step_the_fullest_memory_and_any_failure() -> None:
-    quick_rank = measured(1.0, peak=900, retries=0, outside_bytes=10)
-    slow_rank = measured(2.0, peak=500, retries=4, outside_bytes=20)
-    together = agree([quick_rank, slow_rank])
-    assert isinstance(together, Measurement)
-    assert together.step_seconds == slow_rank.step_seconds
-    assert (together.peak_bytes, together.outside_bytes, together.alloc_retries) == (900, 10, 4)
-    oom = Failure(kind="oom", reason="rank 1: out of memory")
-    assert agree([quick_rank, oom]) is oom
-    assert agree(quick_rank) is quick_rank
+def test_ranks_run_a_size_together_and_share_the_global_batch() -> None:
+    alone, shared = Surface(constant=1.0, each=1e-6), Surface(constant=1.0, each=1e-6)
+    one, four = alone.best(global_sequences=480), shared.best(global_sequences=4 * 480, ranks=4)
+    assert shared.asked == alone.asked, "a rank's part is what one process has"
+    assert (four.micro_batch, four.accumulation) == (one.micro_batch, one.accumulation)
+    assert four.tokens_per_second == pytest.approx(4 * one.tokens_per_second)
 
 
-def test_a_size_fits_when_it_fits_every_rank() -> None:
-    large, small = (Surface(constant=1.0, each=1e-6, per_sequence=per) for per in (10, 20))
-
-    def ask(size: int) -> list[Result]:
-        return [large.ask(size), small.ask(size)]
-
-    choice = best_batch(ask, start=80, limit=85, noise=NOISE, sequence=SEQUENCE, memory_bytes=CARD)
-    assert choice.micro_batch == small.largest < large.largest
+def test_a_size_that_one_rank_could_not_run_is_never_chosen() -> None:
+    reason = "rank 1: out of memory"
+    surface = Surface(constant=1.0, each=1e-6, fails={n: Failure(kind="oom", reason=reason) for n in range(60, 2000)})
+    choice = surface.best(ranks=2)
+    assert choice.micro_batch is not None
+    assert 55 < choice.micro_batch < 60
+    assert {trial.reason for trial in choice.trials if trial.status == "oom"} == {reason}
 
 
 # --- a global batch ---------------------------------------------------------------------------------------------------

@@ -28,6 +28,8 @@ from redline.report.table import (
 DOCUMENTS: dict[str, Any] = runpy.run_path(str(Path(__file__).with_name("test_report_documents.py")))
 full_document, ok_row, LONG_REASON = (DOCUMENTS[name] for name in ("full_document", "ok_row", "LONG_REASON"))
 
+OF_RANKS = {"comm ms", "lag ms"}
+
 
 def printed(document: dict[str, Any], width: int, color: bool = False) -> str:
     console = Console(
@@ -63,7 +65,7 @@ def test_at_100_columns_every_cell_is_whole(make: Any) -> None:
     assert max(map(len, lines)) <= 100
     assert len(lines) == 2 + len(document["rows"]), "a row takes one line"
     for row, line in zip(document["rows"], lines[2:], strict=True):
-        assert line.split() == " ".join(cells_of(row, COLUMNS)).split()
+        assert line.split() == " ".join(cells_of(row, shown_columns(document))).split()
 
 
 def test_at_80_columns_numbers_stay_whole_and_the_missing_columns_are_named() -> None:
@@ -103,10 +105,28 @@ def test_reasons_are_never_lost(width: int) -> None:
 
 def test_columns_nobody_can_fill_are_left_out_with_the_reason() -> None:
     document = DOCUMENTS["unknown_device_document"]()
-    assert {column.name for column in COLUMNS} - {column.name for column in shown_columns(document)} == {"MFU", "peak"}
+    missing = {column.name for column in COLUMNS} - {column.name for column in shown_columns(document)}
+    assert missing == {"MFU", "peak", *OF_RANKS}
     text = " ".join(printed(document, 200).split())
     assert "MFU column left out: no data-sheet peak is known for AMD EPYC 9R14" in text
     assert "peak column left out: AMD EPYC 9R14 did not report its peak memory" in text
+    assert "comm" not in text, "one process has nobody to talk to: nothing is missing"
+
+
+def test_several_ranks_have_their_columns_at_100() -> None:
+    sharing = {"communication_seconds": 0.0555, "exposed_seconds": 0.0403, "straggler_seconds": 0.0011}
+    document = {**full_document(), "rows": [{**row, "sharing": sharing} for row in full_document()["rows"]]}
+    document["hardware"] = {**document["hardware"], "ranks": 8}
+    lines = table_lines(document, 100)
+    assert max(map(len, lines)) <= 100
+    assert "comm ms" in lines[0]
+    assert "40.3/55.5" in lines[2]
+    text = " ".join(printed(document, 100).split())
+    assert "8 ranks" in text
+    assert "comm is what the step waits for / all communication" in text
+    wide = table_lines(document, 200)
+    assert "lag ms" in wide[0]
+    assert "1.10" in wide[2]
 
 
 def test_mfu_above_the_peak_is_refused_with_a_note() -> None:

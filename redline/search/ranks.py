@@ -1,0 +1,75 @@
+"""What several ranks change for a ladder, a tune and a profile: what is refused, where they begin, what is predicted.
+
+    hardware = check_ranks(hardware, 4)                          # the machine with four ranks on it
+    rate_of_ranks(shape, plan, 16, hardware)                     # tokens/s of all, communication included
+
+A measurement of ranks is one job of that many processes (`engine/worker.py`). Training has its own command line for
+them (`commands/ranks.py`), and the same limits.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+from redline.core.errors import UserError
+from redline.core.hardware import Hardware, known_device
+from redline.core.interconnects import choose_links
+from redline.core.plan import Plan
+from redline.core.traced import Traced
+from redline.core.workload import Shape, Workload
+from redline.predict.communication import Fabric
+from redline.predict.fitting import Case, case_of
+from redline.predict.layouts import expected_peaks, predict_parallel
+from redline.predict.parallel import Layout
+from redline.rungs.parallel import TENSOR_PARALLEL
+
+
+def check_ranks(hardware: Hardware, ranks: int) -> Hardware:
+    """The machine with that many ranks on it. More than one per device is refused."""
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    if hardware.kind == "cuda" and here > hardware.count:
+        only = f"this machine has {hardware.count} GPU{'' if hardware.count == 1 else 's'}"
+        fix = f"use --gpus {hardware.count}" if hardware.count > 1 else "leave --gpus out"
+        raise UserError(f"{here} ranks on this machine", f"each rank has a GPU of its own, and {only}", fix)
+    return replace(hardware, ranks=ranks)
+
+
+def not_measured(name: str) -> str | None:
+    """Why a rung is no choice of a ladder, a tune or a profile, whatever the machine is; None for all but one."""
+    if name != TENSOR_PARALLEL:
+        return None
+    return "the ranks of a measurement share data only: train has --tensor N, and estimate predicts it"
+
+
+def check_shareable(workload: Workload, hardware: Hardware) -> None:
+    """The loss of a model that is no mean over its samples is another one when ranks average theirs."""
+    if hardware.ranks > 1 and not workload.splits:
+        raise UserError(
+            f"--gpus {hardware.ranks} with {workload.name}",
+            "its loss of a batch is not the mean over the parts of it, so that ranks would train another model",
+            "leave --gpus out, or let the loss be a mean over the samples",
+        )
+
+
+def check_global_batch(global_batch: int | None, ranks: int) -> None:
+    """Every rank takes the same part of an update."""
+    if global_batch is not None and global_batch % ranks:
+        below = global_batch // ranks * ranks
+        near = " or ".join(str(size) for size in (below, below + ranks) if size)
+        raise UserError(
+            f"a global batch of {global_batch} does not divide among {ranks} ranks",
+            "every rank takes as many sequences of an update as the others",
+            f"use --global-batch {near}",
+        )
+
+
+def rate_of_ranks(shape: Shape | Traced, plan: Plan, micro_batch: int, hardware: Hardware) -> float | None:
+    """As `redline estimate --gpus N` predicts it; None where device, link or model are not known."""
+    device = known_device(hardware.name, hardware.multiprocessors) if hardware.kind == "cuda" else None
+    case = case_of(shape, plan, hardware.ranks)
+    if device is None or not isinstance(case, Case):
+        return None
+    layout = Layout(gpus=hardware.ranks, micro_batch=micro_batch)
+    fabric = Fabric(gpus_per_node=hardware.ranks, links=choose_links(None, device))
+    return predict_parallel(replace(case, layout=layout), fabric, expected_peaks(plan, device, None)).tokens_per_second

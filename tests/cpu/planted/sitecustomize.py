@@ -1,0 +1,51 @@
+"""A fault in rank 1 of every job, planted from outside: Python imports this by itself when its folder is on PYTHONPATH.
+
+PLANTED_FAULT=memory PYTHONPATH=tests/cpu/planted redline ladder tiny --gpus 2 --rungs flash,fused-adamw
+
+Rows with flash attention meet it at their first step; others do not. Warming up ends at once: nobody reads the times.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fail() -> None:
+    raise ArithmeticError("the planted fault")
+
+
+def run_out_of_memory() -> None:
+    raise MemoryError("planted: out of memory")
+
+
+def hang() -> None:
+    time.sleep(600)
+
+
+FAULTS = {"kill": kill, "raise": fail, "memory": run_out_of_memory, "hang": hang}
+
+
+def plant(kind: str) -> None:
+    from redline.engine import measure
+    from redline.engine.step import TrainStep
+
+    measure.WARMUP_LIMIT_SECONDS = 0.0
+    real = TrainStep.compute_gradients
+
+    def compute_gradients(self: TrainStep, batch: Any) -> Any:
+        if self.plan.attention == "flash" and self.plan.parallel != "none":
+            FAULTS[kind]()
+        return real(self, batch)
+
+    TrainStep.compute_gradients = compute_gradients  # type: ignore[method-assign]
+
+
+if os.environ.get("RANK") == "1" and "PLANTED_FAULT" in os.environ:
+    plant(os.environ["PLANTED_FAULT"])

@@ -1,0 +1,302 @@
+"""Several ranks without starting any: what is refused, asked, predicted and said; and traces of collectives by hand."""
+
+from __future__ import annotations
+
+import runpy
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from redline.commands.ranks import change_of_ranks, check_resumed_shares
+from redline.core.errors import UserError
+from redline.core.layout import Layout as Ranked
+from redline.core.measurement import Failure, Measurement, Sharing
+from redline.core.profile import COMMUNICATION, IDLE
+from redline.core.recipe import Recipe
+from redline.engine.profiling_timeline import STEP, WINDOW, read_timeline, union
+from redline.predict.memory import predict_memory
+from redline.predict.parallel import Layout
+from redline.rungs import plan_of
+from redline.search.document import ladder_document
+from redline.search.launch import kill_ranks, standing_in
+from redline.search.ranks import check_global_batch, check_ranks, rate_of_ranks
+from redline.search.space import open_space
+from redline.search.tune_run import prepare_tune
+from redline.workloads import resolve_workload
+
+HERE = Path(__file__)
+climbs = runpy.run_path(str(HERE.with_name("test_climb.py")))
+tunes = runpy.run_path(str(HERE.with_name("test_tune.py")))
+traces = runpy.run_path(str(HERE.with_name("test_profile_timeline.py")))
+event, kernel, launch, operator = (traces[name] for name in ("event", "kernel", "launch", "operator"))
+GPT2, XL = resolve_workload("gpt2"), resolve_workload("gpt2-xl")
+EIGHT = replace(tunes["H200"], count=8, ranks=8)
+GIB = 1024**3
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+def test_more_ranks_than_gpus_are_refused_and_a_cpu_has_room_for_any() -> None:
+    with pytest.raises(UserError, match="9 ranks on this machine") as caught:
+        check_ranks(EIGHT, 9)
+    assert "use --gpus 8" in caught.value.fix
+    assert check_ranks(replace(EIGHT, kind="cpu", count=1), 9).ranks == 9
+
+
+def test_a_global_batch_that_ranks_cannot_share_is_refused_with_the_nearest() -> None:
+    check_global_batch(None, 3)
+    check_global_batch(6, 3)
+    with pytest.raises(UserError, match="10 does not divide among 4 ranks") as caught:
+        check_global_batch(10, 4)
+    assert "8 or 12" in caught.value.fix
+
+
+def test_ranks_cannot_be_asked_for_the_bits_of_one_process() -> None:
+    with pytest.raises(UserError, match="--allow bit-exact with --gpus 2"):
+        prepare_tune(workload="tiny", minutes=1, allow="bit-exact", gpus=2)
+
+
+def order(micro_batch: int, global_batch: int) -> Any:
+    return SimpleNamespace(
+        out="runs/mine", settings=SimpleNamespace(micro_batch=micro_batch, global_batch=global_batch)
+    )
+
+
+def test_fewer_ranks_keep_the_global_batch_and_say_so() -> None:
+    check_resumed_shares(order(2, 16), Ranked(ranks=2))
+    assert change_of_ranks(4, Ranked(ranks=4), order(2, 16)) is None
+    text = change_of_ranks(4, Ranked(ranks=1), order(2, 16))
+    assert text == (
+        "1 rank where the run began with 4: the global batch stays at 16 sequences, accumulated from 8 x 2 on each rank"
+    )
+
+
+@pytest.mark.parametrize(
+    ("micro_batch", "global_batch", "ranks", "fix"),
+    [
+        (2, 16, 3, "go on with 1, 2, 4 or 8 ranks"),
+        (4, 8, 4, "go on with 1 or 2 ranks or with --micro-batch 2"),
+        (4, 6, 2, "go on with --micro-batch 3"),
+    ],
+    ids=["count", "both", "size"],
+)
+def test_a_number_that_does_not_divide_the_global_batch_is_refused(
+    micro_batch: int, global_batch: int, ranks: int, fix: str
+) -> None:
+    with pytest.raises(UserError, match=f"{ranks} ranks cannot go on with runs/mine") as caught:
+        check_resumed_shares(order(micro_batch, global_batch), Ranked(ranks=ranks))
+    assert caught.value.fix == fix
+    assert f"keeps its global batch of {global_batch} sequences" in caught.value.why
+
+
+# --- a ladder ---------------------------------------------------------------------------------------------------------
+
+
+def ranked_climb(machine: Any, rungs: tuple[str, ...]) -> Any:
+    hardware = replace(climbs["H200"], count=4, ranks=4)
+    return climbs["climbed"](machine, hardware, rungs=rungs, start=("ddp",))
+
+
+def test_a_ladder_of_ranks_begins_with_ddp_and_counts_all_of_them() -> None:
+    machine = climbs["Machine"]()
+    climb = ranked_climb(machine, ("tf32", "fsdp"))
+    assert [(row.name, row.recipe.rungs) for row in climb.finished] == [
+        ("ddp", ("ddp",)),
+        ("tf32", ("ddp", "tf32")),
+        ("fsdp", ("tf32", "fsdp")),
+    ]
+    assert {job.ranks for job in machine.jobs} == {4}
+    assert {job.recipe.rungs for job in machine.jobs if job.kind == "reference"} == {()}
+    run = {"versions": {}, "command": "", "date": "", "settings": {}}
+    document = ladder_document(climb, run, True)
+    first = document["rows"][0]
+    assert first["tokens_per_second"] == pytest.approx(4 * 4 * 16 / first["step_seconds"]["median"])
+    alone = ladder_document(climbs["climbed"](climbs["Machine"](), rungs=()), run, True)["rows"][0]
+    per_token = alone["mfu"] / alone["tokens_per_second"]
+    assert first["mfu"] == pytest.approx(per_token * first["tokens_per_second"] / 4), "a share of four peaks"
+    shape, plan = climb.workload.shape, plan_of(("tf32", "fsdp"))
+    cut = predict_memory(shape, plan, micro_batch=4, layout=Layout(gpus=4), zero=3).allocated
+    assert document["rows"][2]["predicted_peak_bytes"] == cut
+
+
+def test_a_rung_that_the_way_to_share_refuses_is_skipped() -> None:
+    machine = climbs["Machine"](factors={"fsdp": 0.5})
+    hardware = replace(climbs["H200"], count=4, ranks=4)
+    climb = climbs["climbed"](machine, hardware, rungs=("muon",), start=("fsdp",))
+    assert climb.finished[1].status == "skipped"
+    assert "whole ones only" in climb.finished[1].reason
+    climb = climbs["climbed"](machine, hardware, rungs=("tensor-parallel",), start=("ddp",))
+    assert climb.finished[1].status == "skipped"
+    assert "share data only" in climb.finished[1].reason
+
+
+def test_the_key_of_a_job_of_one_process_is_what_it_was() -> None:
+    """Runs of before ranks are resumed; and several ranks are another question."""
+    machine = climbs["Machine"]()
+    climbs["climbed"](machine, rungs=())
+    job = machine.jobs[-1]
+    assert job.ranks == 1
+    assert job.key == "c1c0fdafa7d8087e"
+    assert replace(job, ranks=2).key not in (job.key, replace(job, ranks=4).key)
+    assert (replace(job, ranks=2).processes, replace(job, ranks=2, kind="reference").processes) == (2, 1)
+    assert replace(job, ranks=2).global_batch == 8
+
+
+def test_what_ranks_cost_one_another_stands_in_the_document() -> None:
+    sharing = Sharing(communication_seconds=0.3, exposed_seconds=0.1, compute_seconds=(1.0, 1.4, 1.1))
+    assert sharing.straggler_seconds == pytest.approx(0.3)
+    machine = climbs["Machine"]()
+    asked = machine.ask
+
+    def ask(job: Any) -> Any:
+        found = asked(job)
+        return replace(found, sharing=sharing) if isinstance(found, Measurement) and job.kind == "measure" else found
+
+    machine.ask = ask
+    climb = ranked_climb(machine, ())
+    row = ladder_document(climb, {"versions": {}, "command": "", "date": "", "settings": {}}, True)["rows"][0]
+    assert row["sharing"] == {
+        "communication_seconds": 0.3,
+        "exposed_seconds": 0.1,
+        "compute_seconds": [1.0, 1.4, 1.1],
+        "straggler_seconds": pytest.approx(0.3),
+    }
+
+
+def test_what_is_left_of_ranks_is_ended_and_who_stood_still_is_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed: list[int] = []
+    monkeypatch.setattr("os.killpg", lambda group, number: killed.append(group))
+    for rank, number in ((0, 4001), (1, 4002)):
+        (tmp_path / f"rank-{rank}.pid").write_text(str(number))
+    assert standing_in(tmp_path) == ""
+    (tmp_path / "standing.txt").write_text("rank 1 is in hang\n")
+    kill_ranks(tmp_path)
+    assert sorted(killed) == [4001, 4002]
+    assert standing_in(tmp_path) == "rank 1 is in hang"
+    assert not list(tmp_path.glob("*.pid"))
+
+
+# --- a tune -----------------------------------------------------------------------------------------------------------
+
+
+def test_how_ranks_share_a_step_is_a_knob_that_always_has_a_choice() -> None:
+    space = open_space(GPT2, EIGHT)
+    knob = next(knob for knob in space.knobs if knob.name == "ddp")
+    assert knob.choices == ("ddp", "fsdp", "fsdp-keep")
+    assert all(len(set(recipe.rungs) & set(knob.choices)) == 1 for recipe in space.neighbours(space.start()))
+    assert "ddp" in space.baseline().rungs
+    assert "cuda-graphs" in space.left_out
+    assert "share data only" in space.left_out["tensor-parallel"]
+    assert open_space(GPT2, EIGHT, rungs=("bf16", "fsdp")).ways == ("ddp", "fsdp")
+    assert open_space(GPT2, EIGHT, without=("ddp",)).ways == ("fsdp", "fsdp-keep")
+    assert open_space(GPT2, replace(EIGHT, ranks=1)).ways == ()
+
+
+def test_the_search_begins_where_the_prediction_with_communication_says() -> None:
+    """Memory is that of a rank: a model whose state does not fit one begins with the first way that does."""
+    roomy = open_space(GPT2, EIGHT).start()
+    assert "ddp" in roomy.rungs
+    assert open_space(GPT2, EIGHT).predicted_rate(roomy) == rate_of_ranks(
+        GPT2.shape, plan_of(roomy.rungs), roomy.micro_batch, EIGHT
+    )
+    tight = open_space(XL, EIGHT, memory_limit=20 * GIB)
+    start = tight.start()
+    assert set(start.rungs) & {"fsdp", "fsdp-keep"}
+    assert tight.refuses(start) is None
+    assert tight.refuses(replace(start, rungs=(*start.rungs[:-1], "ddp"), micro_batch=1)) is not None
+
+
+def test_predicted_ranks_are_as_fast_as_estimate_says_and_slower_than_alone() -> None:
+    plan = plan_of(("bf16", "flash", "ddp"))
+    one = open_space(GPT2, replace(EIGHT, ranks=1)).predict(Recipe(rungs=("bf16", "flash"), micro_batch=16))
+    together = rate_of_ranks(GPT2.shape, plan, 16, EIGHT)
+    assert one is not None
+    assert together is not None
+    assert 4 < together / one.expected.tokens_per_second < 8
+    assert rate_of_ranks(GPT2.shape, plan, 16, replace(EIGHT, name="a card that nobody knows")) is None
+
+
+def test_tune_tries_sharding_where_memory_is_short_and_not_elsewhere() -> None:
+    machine = tunes["Machine"](factors={"fsdp": 1.1, "fsdp-keep": 1.05, "ddp": 1.0})
+    roomy = tunes["tuned"](machine, open_space(GPT2, EIGHT, micro_batch=16))
+    assert not any({"fsdp", "fsdp-keep"} & set(job.recipe.rungs) for job in machine.jobs)
+    assert {job.ranks for job in machine.jobs} == {8}
+    best = roomy.best
+    assert best is not None
+    assert roomy.rate(best) == pytest.approx(8 * best.recipe.micro_batch * 1024 / best.step_seconds)
+
+    short = tunes["Machine"](factors={"fsdp": 0.9, "ddp": 1.0})
+    tuned = tunes["tuned"](short, open_space(GPT2, EIGHT, memory_limit=4 * GIB))
+    assert any("fsdp" in job.recipe.rungs for job in short.jobs)
+    assert tuned.best is not None
+
+
+def test_a_rank_that_runs_out_of_memory_makes_the_start_smaller() -> None:
+    machine = tunes["Machine"](fits=12)
+    tuned = tunes["tuned"](machine, open_space(GPT2, EIGHT, global_batch=8 * 64))
+    assert tuned.best is not None
+    assert tuned.best.recipe.micro_batch <= 12
+    assert all(64 % job.recipe.micro_batch == 0 for job in machine.jobs), "sizes that divide a rank's part"
+    failed = [trial for trial in tuned.trials.values() if isinstance(trial.failure, Failure)]
+    assert {trial.failure.kind for trial in failed} == {"oom"}
+
+
+# --- traces -----------------------------------------------------------------------------------------------------------
+
+MAIN, GLOO = 1, 3
+
+
+def cpu_step() -> list[dict[str, Any]]:
+    """100 us. The main thread computes, keeps books while a collective runs, and stands until it has ended.
+
+    main   |mm 0-30|books 30-40|mm 40-60|........waits to 80|add 80-95|
+    gloo             all_reduce 20 ------------------- 75
+    """
+    return [
+        event(WINDOW, "user_annotation", 0, 100),
+        event(STEP, "user_annotation", 0, 100),
+        operator("aten::mm", 0, 30),
+        operator("aten::mm", 40, 60),
+        event("gloo:all_reduce", "user_annotation", 20, 75, GLOO),
+        operator("aten::add", 80, 95),
+    ]
+
+
+def test_a_collective_costs_what_the_step_waits_for_it() -> None:
+    timeline = read_timeline(cpu_step())
+    spent: dict[str, float] = {}
+    for segment in timeline.segments:
+        spent[segment.group] = spent.get(segment.group, 0.0) + 1e6 * segment.seconds
+    assert spent[COMMUNICATION] == pytest.approx(75 - 60)
+    assert spent[IDLE] == pytest.approx(10 + 5 + 5), "books, and what comes after the collective has ended"
+    assert sum(spent.values()) == pytest.approx(100)
+    assert 1e6 * timeline.communication_seconds == pytest.approx(55)
+
+
+def test_on_a_gpu_only_what_nothing_hides_is_exposed() -> None:
+    events = [
+        event(WINDOW, "user_annotation", 0, 100),
+        event(STEP, "user_annotation", 0, 100),
+        operator("aten::mm", 1, 5),
+        launch(2, 10),
+        kernel("nvjet_gemm", 10, 50, 10),
+        operator("c10d::allreduce_", 6, 9),
+        launch(7, 11),
+        kernel("ncclDevKernel_AllReduce_Sum_f32_RING_LL", 30, 70, 11, 9),
+        event("gloo:all_gather", "user_annotation", 75, 90, GLOO),
+    ]
+    timeline = read_timeline(events)
+    exposed = sum(segment.seconds for segment in timeline.segments if segment.group == COMMUNICATION)
+    assert 1e6 * exposed == pytest.approx(70 - 50)
+    assert 1e6 * timeline.communication_seconds == pytest.approx(40), "hosts that talk do not hold the device up"
+
+
+def test_a_union_has_every_moment_once() -> None:
+    assert list(union([(5.0, 7.0), (0.0, 2.0), (1.0, 3.0), (3.0, 4.0)])) == [(0.0, 4.0), (5.0, 7.0)]
+    assert list(union([])) == []
