@@ -71,7 +71,7 @@ def work(job: Job, folder: Path, failure_file: str, ranks: Ranks | None = None) 
     return 0
 
 
-def run(job: Job, run_directory: Path, report: Any, ranks: Ranks | None) -> Measurement | Profile:
+def run(job: Job, run_directory: Path, report: Any, ranks: Ranks | None = None) -> Measurement | Profile:
     import torch
 
     from redline.engine.distributed import alone

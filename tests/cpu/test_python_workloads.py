@@ -7,6 +7,7 @@ one profile and one mistake go through real ones.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import re
@@ -483,10 +484,11 @@ def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, no_waiting: None) -> P
         monkeypatch.setattr(f"redline.{module}.probe_machine", lambda _: machine)
 
     def launch(run: Any, job: Any, *_: object) -> Any:
-        try:
-            return worker.run(job, run.path, lambda *_, **__: None)
-        except Exception as error:
-            return worker.describe(error)
+        with contextlib.redirect_stdout(sys.stderr):  # a worker's goes to its log
+            try:
+                return worker.run(job, run.path, lambda *_, **__: None)
+            except Exception as error:
+                return worker.describe(error)
 
     def inspect(arguments: list[str], *_: object) -> int:
         return inspect_model.main(Path(arguments[1]), Path(arguments[2]))

@@ -215,6 +215,7 @@ def test_equal_jobs_have_equal_keys_and_any_change_makes_another(job):
         {"check_steps": 5},
         {"bit_exact_rung": "no-sync"},
         {"repeat": 1},
+        {"ranks": 2},
     )
     unasked = {"give_up_seconds"}  # how long to stay is no part of the question
     assert dataclasses.replace(job, give_up_seconds=1.5).key == job.key
