@@ -491,7 +491,8 @@ def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, no_waiting: None) -> P
                 return worker.describe(error)
 
     def inspect(arguments: list[str], *_: object) -> int:
-        return inspect_model.main(Path(arguments[1]), Path(arguments[2]))
+        with contextlib.redirect_stdout(sys.stderr):
+            return inspect_model.main(Path(arguments[1]), Path(arguments[2]))
 
     monkeypatch.setattr("redline.search.ladder.launch", launch)
     monkeypatch.setattr("redline.search.inspect._run", inspect)
