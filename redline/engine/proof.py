@@ -62,7 +62,8 @@ def shares_of(timeline: Timeline, step_seconds: float, device: torch.device) -> 
     exposed = groups_of(timeline, step_seconds, device).get(COMMUNICATION, 0.0)
     factor = work_factor(timeline, step_seconds, device=device.type)
     return Shares(
-        communication_seconds=factor * timeline.communication_seconds / timeline.steps,
+        # Added up in another order, where all of it is exposed: no less than its part.
+        communication_seconds=max(exposed, factor * timeline.communication_seconds / timeline.steps),
         exposed_seconds=exposed,
         compute_seconds=step_seconds - exposed,
     )
