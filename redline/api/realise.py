@@ -25,6 +25,7 @@ from redline.engine.inspect_walk import longest_list, shared
 from redline.model.adapter import DTYPES, exchange_gelus
 from redline.model.python_adapter import checkpoint_blocks, is_tanh_gelu
 from redline.rungs import plan_of
+from redline.rungs.parallel import RANK_RUNGS
 from redline.rungs.rung import missing
 
 SDPA = "scaled_dot_product_attention"
@@ -181,6 +182,9 @@ OBSTACLES: dict[str, Callable[[Live], str | None]] = {
     "max-autotune": _way_of_compiling,
     "cuda-graphs": _way_of_compiling,
     "expandable-segments": _on_gpus,
+    **dict.fromkeys(
+        RANK_RUNGS, _always("ranks are started and joined by your loop: wrap prepared.model in DDP or FSDP")
+    ),
 }
 
 

@@ -70,7 +70,9 @@ def add_train(commands: Any) -> None:
     train.add_argument("--tokens", metavar="N", type=int, help="stop after N tokens")
     train.add_argument("--minutes", metavar="M", type=float, help="stop after M minutes of training (default: 5)")
     train.add_argument("--micro-batch", metavar="N", type=int, help="sequences per pass (default: the recipe's)")
-    train.add_argument("--global-batch", metavar="N", type=int, help="sequences per update (default: the micro batch)")
+    train.add_argument(
+        "--global-batch", metavar="N", type=int, help="sequences per update (default: a micro batch of each rank)"
+    )
     train.add_argument("--batch-tokens", metavar="N", type=int, help="the same in tokens, instead of --global-batch")
     train.add_argument("--learning-rate", metavar="R", type=float, help="its peak (default: the optimizer's)")
     train.add_argument("--warmup-steps", metavar="N", type=int, help="updates until the peak (default: the workload's)")
@@ -528,6 +530,7 @@ def show_summary(summary: dict[str, Any], order: TrainOrder, options: argparse.N
         "unit": order.workload.unit,
         "rungs": list(order.recipe.rungs),
         "pipeline": pipeline_of(order),
+        "layout": "" if order.layout is None else order.layout.options(),
         "out": order.out,
     }
     if summary["reason"] is not None:

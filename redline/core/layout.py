@@ -73,6 +73,11 @@ class Layout:
         pipeline, data = divmod(group, self.data)
         return Place(pipeline=pipeline, data=data, tensor=tensor)
 
+    def options(self) -> str:
+        """As `redline train` takes it, on one machine: '--gpus 4 --tensor 2'; nothing for one process."""
+        degrees = {"gpus": self.ranks, "tensor": self.tensor, "pipeline": self.pipeline, "replicas": self.replicas}
+        return " ".join(f"--{name} {size}" for name, size in degrees.items() if size > 1)
+
     def words(self) -> str:
         """'4 ranks: tensor 2 x data 2', with the degrees that are more than one."""
         degrees = {"pipeline": self.pipeline, "replicas": self.replicas, "tensor": self.tensor}

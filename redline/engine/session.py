@@ -105,8 +105,6 @@ def train(order: TrainOrder, emit: Emit, ranks: Ranks | None = None) -> dict[str
         learning_rate=rate_of(settings),
         ranks=ranks,
     )
-    if order.init is not None:
-        load_weights(step.adapter, step.model, Path(order.init))
     store = open_store(order, plan, ranks)
     trainer = Trainer(
         step=step,
@@ -124,7 +122,8 @@ def train(order: TrainOrder, emit: Emit, ranks: Ranks | None = None) -> dict[str
     torch.manual_seed(
         order.workload.seed + ranks.place.data
     )  # for what a model drops; a checkpoint holds where its numbers had got to
-    trainer.resume()
+    if not trainer.resume() and order.init is not None:
+        load_weights(step.adapter, step.model, Path(order.init))
     try:
         why, reason = trainer.run(), None
     except DivergedError as error:

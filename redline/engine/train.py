@@ -93,13 +93,13 @@ class Trainer:
 
     # --- from a checkpoint and back -----------------------------------------------------------------------------------
 
-    def resume(self) -> None:
-        """Go on from the newest whole checkpoint, if there is one. Another model, tokenizer or data set is refused."""
+    def resume(self) -> bool:
+        """Go on from the newest whole checkpoint; False without one. Another model, tokenizer or data are refused."""
         loaded = self.store.latest()
         for note in self.store.notes:
             self.emit("note", text=note)
         if loaded is None:
-            return
+            return False
         check_same_run(loaded.path, loaded.identity, self.identity)
         # Memory-mapped on the host and copied one by one; what other stages hold is their affair.
         tensors, elsewhere, cuts = loaded.tensors(), self.step.shared.elsewhere, self.step.shared.cuts
@@ -120,6 +120,7 @@ class Trainer:
         restore_rng(loaded.state["rng"], self.step.device)  # last: building things draws numbers
         self.saved_at = self.progress.updates
         self.emit("note", text=f"resumed from {loaded.path.name} at step {self.progress.updates:,}")
+        return True
 
     def save(self) -> None:
         """Nothing to do when nothing has changed since the last one. The writing goes on beside the training."""

@@ -309,6 +309,6 @@ def summary_lines(summary: dict[str, Any]) -> list[str]:
         ("loss", f"{loss_text(loss)} train, best validation {loss_text(best)}"),
         ("saved", summary["checkpoint"] or UNKNOWN),
         ("page", summary["page"] or ""),
-        ("go on", f"redline train --resume {summary['out']}"),
+        ("go on", f"redline train --resume {summary['out']} {summary.get('layout', '')}".rstrip()),
     ]
     return [f"{name:10}{text}" for name, text in lines if text]

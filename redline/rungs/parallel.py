@@ -111,7 +111,8 @@ class TensorParallel(Rung):
     direction put the stream together. Embedding and head are cut by rows of the vocabulary: a rank has its own logits
     only, and the loss takes two sums of a few numbers per token. A rank holds 1/N of weights, gradients, moments
     and of activations inside a layer; every layer waits for its sums, so a group stays in one node. `--tensor N`
-    says how many. Blocks are compiled one by one; `fused-backward` is undone, whose layers are whole.
+    says how many. Blocks are compiled one by one; `fused-backward` and the losses in one kernel
+    or in pieces are undone, which take whole layers and whole rows of logits.
     """
 
     name = TENSOR_PARALLEL
@@ -122,12 +123,10 @@ class TensorParallel(Rung):
     def needs(self, workload: Workload, hardware: Hardware, plan: Plan) -> str | None:
         if workload.source != BUILT_IN:
             return "which layers are cut by rows and which by columns is known of the built-in GPT only: take fsdp"
-        if plan.loss != "full":
-            return f"a rank has its part of the logits only, and the {plan.loss} loss computes with whole rows of them"
         return _sharding_needs(hardware, plan)
 
     def apply(self, plan: Plan) -> Plan:
-        return replace(plan, tensor_parallel=True, backward="autograd")
+        return replace(plan, tensor_parallel=True, loss="full", backward="autograd")
 
 
 def _stage_needs(workload: Workload, hardware: Hardware, plan: Plan) -> str | None:
@@ -184,3 +183,6 @@ class PipelineGpipe(Rung):
 
     def apply(self, plan: Plan) -> Plan:
         return replace(plan, pipeline="gpipe", backward="autograd")
+
+
+RANK_RUNGS = tuple(rung.name for rung in (Ddp, Fsdp, FsdpKeep, TensorParallel, PipelineParallel, PipelineGpipe))

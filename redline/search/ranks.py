@@ -22,7 +22,9 @@ from redline.predict.communication import Fabric
 from redline.predict.fitting import Case, case_of
 from redline.predict.layouts import expected_peaks, predict_parallel
 from redline.predict.parallel import Layout
-from redline.rungs.parallel import TENSOR_PARALLEL
+from redline.rungs.parallel import PIPELINE_GPIPE, PIPELINE_PARALLEL, TENSOR_PARALLEL
+
+OF_LAYOUTS = {TENSOR_PARALLEL: "--tensor", PIPELINE_PARALLEL: "--pipeline", PIPELINE_GPIPE: "--pipeline"}
 
 
 def check_ranks(hardware: Hardware, ranks: int) -> Hardware:
@@ -36,10 +38,10 @@ def check_ranks(hardware: Hardware, ranks: int) -> Hardware:
 
 
 def not_measured(name: str) -> str | None:
-    """Why a rung is no choice of a ladder, a tune or a profile, whatever the machine is; None for all but one."""
-    if name != TENSOR_PARALLEL:
+    """Why a rung is no choice of a ladder, a tune or a profile, whatever the machine is; None for most."""
+    if name not in OF_LAYOUTS:
         return None
-    return "the ranks of a measurement share data only: train has --tensor N, and estimate predicts it"
+    return f"the ranks of a measurement share data only: train has {OF_LAYOUTS[name]} N, and estimate predicts it"
 
 
 def check_shareable(workload: Workload, hardware: Hardware) -> None:

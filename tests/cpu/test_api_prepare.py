@@ -207,6 +207,13 @@ def test_every_rung_is_done_or_has_a_reason(blocks, name, eagerly) -> None:
         assert f"left out   {name}: " in str(prepared)
 
 
+def test_ranks_are_the_business_of_the_loop(blocks) -> None:
+    """A best.json of `tune --gpus` names how they shared."""
+    prepared = redline.prepare(blocks, ["fused-adamw", "fsdp"], learning_rate=1e-3)
+    assert prepared.rungs == ("fused-adamw",)
+    assert "DDP or FSDP" in prepared.left_out["fsdp"]
+
+
 def test_the_loss_is_never_read_by_the_step(blocks, batch) -> None:
     prepared = redline.prepare(blocks, [])
     prepared.step(batch)

@@ -333,6 +333,11 @@ def test_a_run_begins_with_the_weights_of_a_folder(
     _, events = run(going_on)
     _, fresh = run(order("tied-weights", steps=1, name="third"))
     assert losses_of(events)[0] < losses_of(fresh)[0] - 0.1
+    shutil.copytree(tmp_path / "hf", tmp_path / "kept")
+    shutil.rmtree(tmp_path / "hf")  # a run that goes on has its own weights
+    longer = replace(going_on, settings=replace(going_on.settings, budget=Budget(steps=2)))
+    assert run(longer)[0]["updates"] == 2
+    shutil.move(tmp_path / "kept", tmp_path / "hf")
     assert main(["sample", str(tmp_path / "hf"), "--tokens", "3", "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out.splitlines()[-1])["tokens"]) <= 3
 

@@ -47,3 +47,9 @@ def test_what_no_ranks_can_be(degrees: dict[str, int]) -> None:
 def test_there_is_no_rank_beyond_the_last() -> None:
     with pytest.raises(ValueError, match="no rank 4 of 4"):
         Layout(ranks=4).place(4)
+
+
+def test_a_layout_is_told_as_train_takes_it() -> None:
+    assert Layout(ranks=8, tensor=2, pipeline=2).options() == "--gpus 8 --tensor 2 --pipeline 2"
+    assert Layout(ranks=4, replicas=2).options() == "--gpus 4 --replicas 2"
+    assert Layout().options() == ""

@@ -184,6 +184,19 @@ def test_a_model_that_is_cut_has_no_fused_backward(way, backward):
     assert (plan.parallel, plan.backward) == (way, backward)
 
 
+@pytest.mark.parametrize("name", ["tensor-parallel", "pipeline-parallel", "pipeline-gpipe"])
+def test_layers_and_blocks_that_are_cut_have_no_fused_backward(name):
+    assert plan_of(("bf16", "compile", "fused-backward", name)).backward == "autograd"
+
+
+@pytest.mark.parametrize("loss", ["fused-loss", "chunked-loss"])
+def test_ranks_that_share_the_logits_compute_their_own_loss(loss, tiny, h200):
+    """A GPU's usual recipe has the fused one, and --tensor must not be refused for it."""
+    rung, before = find_rung("tensor-parallel"), plan_of(("bf16", "compile", "fused-adamw", loss))
+    assert rung.needs(tiny, replace(h200, ranks=2, count=2), before) is None
+    assert rung.apply(before).loss == "full"
+
+
 @pytest.mark.parametrize("name", ["max-autotune", "cuda-graphs"])
 def test_ways_of_compiling_want_compiled_code_on_a_gpu(name, tiny, h200, cpu):
     rung = find_rung(name)
