@@ -183,9 +183,8 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize(
-    "fault", ["memory", *(pytest.param(name, marks=pytest.mark.long) for name in ("kill", "raise", "hang"))]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("fault", ["memory", "kill", "raise", "hang"])
 def test_what_one_rank_meets_is_the_row_of_all_and_the_ladder_goes_on(
     command: Callable[..., tuple[int, dict[str, Any]]], tmp_path: Path, fault: str
 ) -> None:
