@@ -186,11 +186,6 @@ def say_nothing(kind: str, **_: Any) -> None:
 DEGREES = ("tensor", "pipeline", "replicas")
 
 
-def ranks_of_a_node(ranks: int) -> int:
-    """torchrun says how many it has started here; --gpus starts all of them here."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
-
-
 def layout_of(options: argparse.Namespace, ranks: int) -> Layout:
     """Of so many ranks, as the options say. A cut that no model allows is refused here."""
     from redline.core.layout import Layout
@@ -219,6 +214,7 @@ def layout_of(options: argparse.Namespace, ranks: int) -> Layout:
 def check_layout(layout: Layout, workload: Workload, recipe: Recipe) -> None:
     """Refuses a layout that this model or this recipe cannot have, with the nearest that works."""
     from redline.predict.parallel import layout_for_batch
+    from redline.search.ranks import ranks_of_a_node
 
     if layout.replicas > 1 and recipe.rungs[-1] == DDP:
         raise UserError(

@@ -348,6 +348,8 @@ class FusedBackward(Rung):
     def needs(self, workload: Workload, hardware: Hardware, plan: Plan) -> str | None:
         if plan.autocast != "bf16":
             return "the kernels were made for matmuls in bf16: add bf16"
+        if plan.parallel.startswith("fsdp") or plan.tensor_parallel or plan.pipeline != "none":
+            return "its blocks are whole, and hand one another more than the stream: a model that is cut undoes it"
         return missing(hardware, "triton") if plan.compile else "the forward pass is left to the compiler: add compile"
 
     def apply(self, plan: Plan) -> Plan:

@@ -27,9 +27,14 @@ from redline.rungs.parallel import PIPELINE_GPIPE, PIPELINE_PARALLEL, TENSOR_PAR
 OF_LAYOUTS = {TENSOR_PARALLEL: "--tensor", PIPELINE_PARALLEL: "--pipeline", PIPELINE_GPIPE: "--pipeline"}
 
 
+def ranks_of_a_node(ranks: int) -> int:
+    """torchrun says how many it has started here; --gpus starts all of them here."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+
+
 def check_ranks(hardware: Hardware, ranks: int) -> Hardware:
     """The machine with that many ranks on it. More than one per device is refused."""
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    here = ranks_of_a_node(ranks)
     if hardware.kind == "cuda" and here > hardware.count:
         only = f"this machine has {hardware.count} GPU{'' if hardware.count == 1 else 's'}"
         fix = f"use --gpus {hardware.count}" if hardware.count > 1 else "leave --gpus out"

@@ -6,6 +6,7 @@ must reach the measured run and not the plain reference, which the same `build` 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -178,3 +179,30 @@ def plant(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 def quiet(*_: object, **__: object) -> None:
     pass
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """As ranks have: for tensors this small, threads only wait for one another."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def left_behind() -> Callable[[Path], list[str]]:
+    """left_behind(run) -> the command lines of processes that still know of this run."""
+
+    def find(run: Path) -> list[str]:
+        found = []
+        for process in Path("/proc").glob("[0-9]*"):
+            try:
+                text = (process / "cmdline").read_bytes().decode(errors="replace")
+            except OSError:
+                continue
+            if str(run) in text and process.name != str(os.getpid()):
+                found.append(text.replace("\0", " "))
+        return found
+
+    return find

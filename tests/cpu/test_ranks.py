@@ -12,7 +12,7 @@ import pickle
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -39,6 +39,8 @@ from redline.predict.memory import predict_memory
 from redline.predict.parallel import Layout
 from redline.rungs import plan_of
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 HERE = Path(__file__).resolve().parent
 STEPS = 4
 # (name, rungs): all of them with a global batch of 8 in micro batches of 1, so that 4 ranks add up two each.
@@ -57,15 +59,6 @@ WORKLOAD = Workload(
     micro_batch=1,
     learning_rate=3e-3,
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """As the ranks have: for tensors this small, threads only wait for one another."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @dataclass(frozen=True)

@@ -74,26 +74,13 @@ def environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[1]), "LOGLEVEL": "CRITICAL"}
 
 
-def left_behind(out: Path) -> list[str]:
-    """Command lines of processes that still know of this run."""
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            text = (process / "cmdline").read_bytes().decode(errors="replace")
-        except OSError:
-            continue
-        if str(out) in text and process.name != str(os.getpid()):
-            found.append(text.replace("\0", " "))
-    return found
-
-
 def assert_same_weights(run: Path, reference: Path) -> None:
     ours, theirs = (load_from(each / "checkpoints" / f"step-{STEPS:08d}").tensors() for each in (run, reference))
     assert max((ours[name] - theirs[name]).abs().max().item() for name in theirs) < 1e-5
 
 
 def test_a_killed_rank_is_named_and_one_process_goes_on(
-    words: list[str], with_fault: Run, never_stopped: Path, tmp_path: Path
+    words: list[str], with_fault: Run, never_stopped: Path, tmp_path: Path, left_behind: Callable[[Path], list[str]]
 ) -> None:
     out = tmp_path / "run"
     done = with_fault("kill", [*words, "--out", str(out)])
@@ -120,7 +107,7 @@ def test_torchrun_starts_again_from_the_last_checkpoint(
 
 @pytest.mark.long
 def test_a_lost_node_leaves_the_others_to_go_on_with_the_same_global_batch(
-    words: list[str], never_stopped: Path, tmp_path: Path
+    words: list[str], never_stopped: Path, tmp_path: Path, left_behind: Callable[[Path], list[str]]
 ) -> None:
     """Two agents as on two machines. The second and its rank are gone at once; the first starts again alone."""
     out, flag = tmp_path / "run", tmp_path / "flag"
@@ -161,7 +148,7 @@ def listens(port: int) -> bool:
     ],
 )
 def test_a_rank_that_fails_is_named_with_the_cause(
-    words: list[str], with_fault: Run, tmp_path: Path, kind: str, text: str
+    words: list[str], with_fault: Run, tmp_path: Path, kind: str, text: str, left_behind: Callable[[Path], list[str]]
 ) -> None:
     out = tmp_path / "run"
     done = with_fault(kind, [*words, "--out", str(out), "--rank-timeout", "8"])
@@ -174,7 +161,7 @@ def test_a_rank_that_fails_is_named_with_the_cause(
 
 
 @pytest.mark.long
-def test_ctrl_c_saves_and_leaves(words: list[str], tmp_path: Path) -> None:
+def test_ctrl_c_saves_and_leaves(words: list[str], tmp_path: Path, left_behind: Callable[[Path], list[str]]) -> None:
     out = tmp_path / "run"
     longer = [*words, "--steps", "1000000", "--out", str(out), "--gpus", "2"]
     process = subprocess.Popen(
@@ -194,7 +181,9 @@ def test_ctrl_c_saves_and_leaves(words: list[str], tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_whoever_is_killed_leaves_nobody_behind(words: list[str], tmp_path: Path) -> None:
+def test_whoever_is_killed_leaves_nobody_behind(
+    words: list[str], tmp_path: Path, left_behind: Callable[[Path], list[str]]
+) -> None:
     out = tmp_path / "run"
     longer = [*words, "--steps", "1000000", "--out", str(out), "--gpus", "2"]
     process = subprocess.Popen([sys.executable, "-m", "redline", *longer], env=environment(), stderr=subprocess.DEVNULL)

@@ -186,7 +186,10 @@ FAULTS = {
 @pytest.mark.long
 @pytest.mark.parametrize("fault", ["memory", "kill", "raise", "hang"])
 def test_what_one_rank_meets_is_the_row_of_all_and_the_ladder_goes_on(
-    command: Callable[..., tuple[int, dict[str, Any]]], tmp_path: Path, fault: str
+    command: Callable[..., tuple[int, dict[str, Any]]],
+    tmp_path: Path,
+    fault: str,
+    left_behind: Callable[[Path], list[str]],
 ) -> None:
     text, more = FAULTS[fault]
     size = ("--micro-batch", "2", "--check-steps", "4")
@@ -208,21 +211,8 @@ def test_what_one_rank_meets_is_the_row_of_all_and_the_ladder_goes_on(
     assert "comm ms" in (tmp_path / "run" / "report.html").read_text()
 
 
-def left_behind(run: Path) -> list[str]:
-    """Command lines of processes that still know of this run."""
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            text = (process / "cmdline").read_bytes().decode(errors="replace")
-        except OSError:
-            continue
-        if str(run) in text and process.name != str(os.getpid()):
-            found.append(text.replace("\0", " "))
-    return found
-
-
 def test_a_profile_of_ranks_has_their_communication(
-    command: Callable[..., tuple[int, dict[str, Any]]], tmp_path: Path
+    command: Callable[..., tuple[int, dict[str, Any]]], tmp_path: Path, left_behind: Callable[[Path], list[str]]
 ) -> None:
     code, document = command("profile", "--rungs", "flash", "--micro-batch", "2")
     assert code == 0

@@ -10,7 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,8 @@ from redline.model.stage import Stage, layers_of
 from redline.predict.memory import predict_memory
 from redline.predict.parallel import Layout as Cut
 from redline.rungs import plan_of
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 HERE = Path(__file__).resolve().parent
 STEPS = 4
@@ -92,15 +94,6 @@ WORKLOAD = Workload(
     micro_batch=1,
     learning_rate=3e-3,
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """As the ranks have: for tensors this small, threads only wait for one another."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @dataclass(frozen=True)

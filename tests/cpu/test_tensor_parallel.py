@@ -9,7 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,8 @@ from redline.predict.flops import parameters
 from redline.predict.memory import predict_memory
 from redline.predict.parallel import Layout as Cut
 from redline.rungs import plan_of
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 HERE = Path(__file__).resolve().parent
 STEPS = 4
@@ -79,14 +81,6 @@ WORKLOAD = Workload(
     micro_batch=1,
     learning_rate=1e-3,
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @dataclass(frozen=True)

@@ -175,6 +175,9 @@ def test_a_fused_backward_wants_bf16_compiled_code_and_triton(tiny, h200, cpu):
     assert "add bf16" in rung.needs(tiny, h200, replace(plan, autocast="fp16"))
     assert "add compile" in rung.needs(tiny, h200, replace(plan, compile=False))
     assert rung.needs(tiny, cpu, plan) == "a CPU has no triton"
+    assert rung.needs(tiny, h200, replace(plan, parallel="ddp")) is None
+    for cut in ({"parallel": "fsdp"}, {"parallel": "fsdp-keep"}, {"tensor_parallel": True}, {"pipeline": "1f1b"}):
+        assert "a model that is cut" in rung.needs(tiny, h200, replace(plan, **cut))
 
 
 @pytest.mark.parametrize(("way", "backward"), [("ddp", "fused"), ("fsdp", "autograd"), ("fsdp-keep", "autograd")])
