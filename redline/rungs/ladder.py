@@ -343,7 +343,6 @@ class FusedBackward(Rung):
     name = "fused-backward"
     title = "bias gradients summed where written"
     maths = Maths.ROUNDING
-    when_named = True  # until a ladder on a GPU has judged it: a script has (docs/speed-log.md)
 
     def needs(self, workload: Workload, hardware: Hardware, plan: Plan) -> str | None:
         if plan.autocast != "bf16":

@@ -269,6 +269,7 @@ def test_plan_of_the_whole_ladder():
         loss="fused",
         residual="bf16",
         gelu="sigmoid",
+        backward="fused",
     )
     assert plan_of(()) == plan_of(("baseline",)) == Plan()
 
