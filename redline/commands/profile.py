@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from redline.core.job import Job, RunDirectory
     from redline.core.measurement import Failure
     from redline.core.plan import Plan
-    from redline.core.profile import Finding, Kernel, Profile
+    from redline.core.profile import Finding, Kernel, Profile, Uncompiled
     from redline.core.recipe import Recipe
     from redline.core.workload import Workload
     from redline.predict.advice import Candidate
@@ -351,6 +351,7 @@ def figures(found: Profile, plan: Plan, device: Any, measured: Any) -> dict[str,
         "phases": [{"phase": name, "seconds": value, "share": value / step} for name, value in phases.items()],
         "parts": to_json(found.parts),
         "modules": to_json(found.modules),
+        "modules_without_compile": None if found.uncompiled is None else uncompiled_json(found.uncompiled),
         "kernels": [kernel_json(kernel, kernel_peaks(plan, kernel, device, measured)) for kernel in found.kernels],
         "launches": found.launches,
         "busy_share": found.busy_share,
@@ -362,6 +363,16 @@ def figures(found: Profile, plan: Plan, device: Any, measured: Any) -> dict[str,
         "memory_reason": found.memory_reason,
         "sharing": sharing_json(found.sharing),
     }
+
+
+def uncompiled_json(found: Uncompiled) -> dict[str, Any]:
+    """Shares of the work of forward and backward, which add up to one."""
+    from redline.core.values import to_json
+
+    rows: list[dict[str, Any]] = [
+        {**to_json(row), "share": (row.forward + row.backward) / found.work_seconds} for row in found.modules
+    ]
+    return {**to_json(found), "modules": rows}
 
 
 def fix_of(finding: Finding, plan: Plan) -> str:

@@ -20,7 +20,18 @@ from redline.report.curves import Panel, curve_chart
 from redline.report.history import thin
 from redline.report.next_steps import Step
 from redline.report.page import date_text, drawings, fact_groups, render, table_row
-from redline.report.profile import IDLE_ON_CPU, SHOWN_ADVICE, folded_modules, notes_of, place_of, plain_kernel, short
+from redline.report.profile import (
+    IDLE_ON_CPU,
+    SHOWN_ADVICE,
+    folded_modules,
+    notes_of,
+    place_of,
+    plain_kernel,
+    short,
+    uncompiled_shares,
+    uncompiled_words,
+    unnamed_modules,
+)
 from redline.report.svg import plain_tick
 from redline.report.table import device_name, milliseconds, unit_of, workload_text
 
@@ -73,6 +84,7 @@ def measured_view(document: Document) -> dict[str, Any]:
         "overhead": overhead_text(document),
         "time": drawings(lambda px: time_chart(document, px)),
         "groups": group_table(document),
+        "module_title": module_title(document),
         "modules": module_table(document),
         "kernels": kernel_table(document),
         "kernel_word": "Kernels" if document["device"] == "cuda" else "Operators",
@@ -196,7 +208,13 @@ def _phase_seconds(document: Document, phase: str, group: str) -> float:
     return math.fsum(part["seconds"] for part in document["parts"] if (part["phase"], part["group"]) == (phase, group))
 
 
+def module_title(document: Document) -> str:
+    return f"By module, {uncompiled_words(document)}" if document.get("modules_without_compile") else "By module"
+
+
 def module_table(document: Document) -> dict[str, Any]:
+    if document.get("modules_without_compile"):  # documents of older runs have none
+        return uncompiled_table(document)
     columns = [("module", "words"), *((name, "number") for name in ("forward, ms", "backward, ms", "share"))]
     step = document["step_seconds"]["median"]
     rows = [
@@ -208,9 +226,19 @@ def module_table(document: Document) -> dict[str, Any]:
                 human_percent((forward + backward) / step),
             ]
         )
-        for name, (forward, backward) in folded_modules(document)[:SHOWN_MODULES]
+        for name, (forward, backward) in folded_modules(document["modules"], unnamed_modules(document))[:SHOWN_MODULES]
     ]
     return {"label": "time by module", "columns": columns, "rows": rows}
+
+
+def uncompiled_table(document: Document) -> dict[str, Any]:
+    """Shares only: the times are those of another step."""
+    columns = [("module", "words"), *((name, "number") for name in ("forward", "backward", "share"))]
+    rows = [
+        table_row([name, *(human_percent(share) for share in (forward, backward, forward + backward))])
+        for name, forward, backward in uncompiled_shares(document)[:SHOWN_MODULES]
+    ]
+    return {"label": "share of the work by module, without compile", "columns": columns, "rows": rows}
 
 
 def kernel_table(document: Document) -> dict[str, Any]:

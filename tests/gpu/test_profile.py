@@ -97,6 +97,18 @@ def test_compiled_code_names_its_attention_and_breaks_no_graph(fast):
     assert any(kernel.name.startswith("triton_") and kernel.bytes for kernel in fast.kernels)
 
 
+def test_compiled_code_shows_the_modules_of_the_same_step_without_compile(fast):
+    assert {row.module for row in fast.modules} == {None}
+    assert fast.uncompiled is not None, fast.notes
+    assert (fast.uncompiled.micro_batch, fast.uncompiled.undone) == (8, ("compile",))
+    rows = {row.module: row for row in fast.uncompiled.modules}
+    for module in ("h.0.mlp.c_fc", "h.1.attn.c_attn", "ln_f"):
+        assert rows[module].forward > 0
+        assert rows[module].backward > 0
+    assert rows["h.0.attn"].forward > 0  # the fused kernel
+    assert 0 < fast.uncompiled.work_seconds <= fast.uncompiled.step_seconds
+
+
 @pytest.mark.parametrize("which", ["plain", "fast"])
 def test_the_allocators_peak_is_anatomised(which, plain, fast):
     profile = plain[0] if which == "plain" else fast

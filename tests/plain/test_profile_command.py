@@ -17,9 +17,20 @@ from redline.core.errors import UserError
 from redline.core.hardware import Hardware
 from redline.core.job import Job
 from redline.core.measurement import Failure, Spread
-from redline.core.profile import FINDINGS, Finding, Kernel, MemoryLine, MemoryProfile, ModuleTime, Part, Profile
+from redline.core.profile import (
+    FINDINGS,
+    Finding,
+    Kernel,
+    MemoryLine,
+    MemoryProfile,
+    ModuleTime,
+    Part,
+    Profile,
+    Uncompiled,
+)
 from redline.core.values import from_json, to_json
 from redline.report.profile import bar, folded, fullest_moments, print_profile, short_kernel
+from redline.report.profile_page import render_profile_page
 from redline.search import launch
 from redline.workloads import PRESETS
 
@@ -297,6 +308,53 @@ def test_unknown_is_a_dash(document):
 def test_compiled_code_has_no_modules_and_says_so(document):
     modules = [{"module": None, "forward": 0.01, "backward": 0.01}]
     assert "unknown: compiled code has no modules" in shown({**document, "compiled": True, "modules": modules})
+
+
+UNCOMPILED = Uncompiled(
+    micro_batch=PRESETS["tiny"].micro_batch,
+    step_seconds=0.2,
+    undone=("compile", "cuda-graphs"),
+    modules=(
+        ModuleTime(module="h.0.attn", forward=0.02, backward=0.03),
+        ModuleTime(module="h.1.attn", forward=0.01, backward=0.02),
+        ModuleTime(module=None, forward=0.02, backward=0.0),
+    ),
+)
+BLIND = replace(PROFILE, compiled=True, modules=(ModuleTime(module=None, forward=0.05, backward=0.03),))
+
+
+@pytest.fixture
+def compiled(answer, tmp_path):
+    answer(replace(BLIND, uncompiled=UNCOMPILED))
+    return redline.profile("tiny", rungs="tf32,bf16,compile", out=tmp_path / "run")
+
+
+def test_modules_without_compile_are_shares_of_another_step(compiled):
+    assert compiled["modules"] == to_json(BLIND.modules)  # of the compiled step nothing is made up
+    found = compiled["modules_without_compile"]
+    assert (found["step_seconds"], found["undone"]) == (0.2, ["compile", "cuda-graphs"])
+    assert [each["share"] for each in found["modules"]] == pytest.approx([0.5, 0.3, 0.2])
+    text = shown(compiled)
+    assert "by module, of the same step without compile: 200 ms instead of 100 ms" in text
+    part = text.split("by module")[1].split("kernels")[0]
+    attention = next(line for line in part.splitlines() if line.startswith("h.*.attn"))
+    assert attention.split()[:7] == ["h.*.attn", "30.0", "%", "50.0", "%", "80.0", "%"]
+    assert "ms" not in part.split("100 ms")[1]  # no times of a step that nobody trains
+    assert "without compile, cuda-graphs" in " ".join(text.split())
+
+
+def test_a_smaller_batch_without_compile_is_named_and_not_compared(compiled):
+    found = {**compiled["modules_without_compile"], "micro_batch": 2}
+    text = shown({**compiled, "modules_without_compile": found})
+    assert "of the same step without compile, 200 ms with a micro batch of 2 (more does not fit)" in text
+    assert "instead of" not in text
+
+
+def test_the_page_has_the_modules_without_compile(compiled):
+    page = render_profile_page(compiled)
+    assert "By module, of the same step without compile: 200 ms instead of 100 ms" in page
+    assert "80.0 %" in page
+    assert "unknown: compiled code" not in page
 
 
 def test_memory_by_module_folds_layers_of_a_kind(document):
