@@ -20,11 +20,13 @@ from rich.text import Text
 
 from redline.core.profile import IDLE, RECIPE
 from redline.core.units import UNKNOWN, batch_words, human_bytes, human_percent, human_rate, human_seconds, rate_unit
+from redline.predict.advice import THINGS
 from redline.report import Document, one_line
 from redline.report.table import WIDTH_COLUMNS, Note, milliseconds, notes_grid, ranks_of, sharing_text
 
 PACKAGE_PARENT = str(Path(__file__).resolve().parents[2]) + os.sep
-SHOWN_ADVICE, SHOWN_KERNELS, SHOWN_MODULES, SHOWN_LINES, SHOWN_FINDINGS = 3, 10, 8, 6, 12
+SHOWN_ADVICE = THINGS
+SHOWN_KERNELS, SHOWN_MODULES, SHOWN_LINES, SHOWN_FINDINGS = 10, 8, 6, 12
 BAR_COLUMNS = 30
 TIMELINE_ROWS, LABEL_COLUMNS = 6, 10
 NAME_COLUMNS = 32
@@ -102,6 +104,7 @@ def advice_table(document: Document) -> Table | Text:
     table = _table("", "gain ", "what", "why")
     for number, each in enumerate(advice, start=1):
         gain = UNKNOWN if each["gain_seconds"] is None else f"{milliseconds(each['gain_seconds'])} ms"
+        gain = f"≤ {gain}" if each.get("at_most") else gain  # documents of older runs have no bounds
         table.add_row(
             str(number), gain, Text(one_line(short(each["what"])), style="bold green"), one_line(short(each["why"]))
         )
@@ -335,7 +338,9 @@ def notes_of(document: Document) -> Iterator[Note]:
         )
         yield Note(about="roofline", text=text)
     if document["advice"] and document["rates"] is not None:
-        yield Note(about="gains", text=f"estimates of one change alone; rates: {one_line(document['rates']['source'])}")
+        bound = any(each.get("at_most") for each in document["advice"])
+        text = "estimates of one change alone" + "; ≤: a bound, which nothing here is known to reach" * bound
+        yield Note(about="gains", text=f"{text}; rates: {one_line(document['rates']['source'])}")
     if document["memory"] is not None:
         yield Note(about="memory", text=f"as told by {one_line(document['memory']['source'])}")
     elif document["memory_reason"]:

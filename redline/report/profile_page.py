@@ -139,7 +139,8 @@ def headline_figures(document: Document) -> list[tuple[str, str, str]]:
 
 def advice_text(advice: Row) -> str:
     gain = advice["gain_seconds"]
-    worth = "" if gain is None else f" About {human_seconds(gain)} of a step."
+    about = "At most" if advice.get("at_most") else "About"  # documents of older runs have no bounds
+    worth = "" if gain is None else f" {about} {human_seconds(gain)} of a step."
     return f"{one_line(short(advice['why']))}.{worth}"
 
 

@@ -378,6 +378,17 @@ def test_only_three_things_to_do_are_shown(document):
     assert "do 2" not in text
 
 
+def test_a_bound_is_marked_as_one(document):
+    advice = [{"what": "faster", "why": "so", "gain_seconds": 0.01, "rung": None, "at_most": True}]
+    bounded = {**document, "advice": advice}
+    assert "≤ 10.0 ms" in shown(bounded)
+    assert "a bound, which nothing here is known to reach" in " ".join(shown(bounded).split())
+    assert "At most 10.0 ms of a step." in render_profile_page(bounded)
+    estimate = {**document, "advice": [{**advice[0], "at_most": False}]}
+    assert "≤" not in shown(estimate)
+    assert "About 10.0 ms of a step." in render_profile_page(estimate)
+
+
 @pytest.mark.parametrize(
     ("name", "short"),
     [("h.0.attn.c_attn", "h.*.attn.c_attn"), ("blocks.12", "blocks.*"), ("", "the model itself"), ("fc1", "fc1")],
