@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from redline.predict.roofline import Peaks
 
 PROFILE_FILE = "profile.json"
+NO_MODULES = "compiled code has no modules left; its lines are known"
 
 
 def add_profile(commands: Any) -> None:
@@ -300,13 +301,14 @@ def failed_document(run: ProfileRun, failure: Failure) -> dict[str, Any]:
 
 def document(run: ProfileRun, found: Profile) -> dict[str, Any]:
     from redline.core.hardware import known_device
+    from redline.core.places import with_short_places
     from redline.core.values import to_json
     from redline.machine import find_measured
     from redline.predict.advice import advise, rates_of
     from redline.rungs import plan_of
 
     workload, recipe, hardware = run.job.workload, run.job.recipe, run.hardware
-    plan = plan_of(recipe.rungs)
+    plan, found = plan_of(recipe.rungs), with_short_places(found)
     device = known_device(hardware.name, hardware.multiprocessors) if hardware.kind == "cuda" else None
     measured, notes = find_measured((hardware.name,) if device is None else device.names, hardware.driver)
     rates = rates_of(found, plan, device, measured)
@@ -466,8 +468,16 @@ def memory_json(run: ProfileRun, plan: Plan, found: Profile) -> dict[str, Any]:
     predicted = case_of(run.job.workload.shape, plan, run.job.ranks).memory(run.job.recipe.micro_batch)
     if found.device == "cpu":
         predicted = replace(predicted, temporary=predicted.temporary - WORKSPACES)
+    return {**anatomy_json(found), "predicted": {**to_json(predicted), "allocated": predicted.allocated}}
+
+
+def anatomy_json(found: Profile) -> dict[str, Any]:
+    """What was measured, of whatever step."""
+    from redline.core.values import to_json
+
+    assert found.memory is not None
     return {
         **to_json(found.memory),
+        "modules_reason": NO_MODULES if found.compiled else None,
         "fragmentation_bytes": found.memory.fragmentation_bytes,
-        "predicted": {**to_json(predicted), "allocated": predicted.allocated},
     }

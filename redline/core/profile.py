@@ -161,7 +161,7 @@ class MemoryProfile:
 
     @property
     def fragmentation_bytes(self) -> int | None:
-        """Reserved and not in use at the peak."""
+        """Reserved and not in use at the peak, by a step that began with an empty cache."""
         return None if self.reserved_bytes is None else self.reserved_bytes - self.peak_bytes
 
 

@@ -25,6 +25,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from redline.core.measurement import spread_of
 from redline.core.profile import COMMUNICATION, DATA_WAIT, IDLE, Finding, MemoryProfile, Profile, Uncompiled
+from redline.core.user_code import first_line
 from redline.engine.build import build
 from redline.engine.clock import Clock
 from redline.engine.distributed import Ranks, alone
@@ -61,7 +62,7 @@ def profile_job(bench: Bench, folder: Path) -> Profile:
     try:
         return replace(found, uncompiled=modules_without_compile(bench))
     except Exception as error:  # whatever it is: the profile is whole, and says what is missing
-        words = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        words = f"{type(error).__name__}: {first_line(error)}"
         reason = "not even one sequence fits" if is_out_of_memory(error) else words
         return replace(found, notes=(*found.notes, f"modules were not told apart without compile: {reason}"))
 

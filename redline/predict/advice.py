@@ -35,7 +35,7 @@ from redline.core.profile import (
     Profile,
 )
 from redline.core.traced import Traced
-from redline.core.units import human_seconds
+from redline.core.units import human_percent, human_seconds
 from redline.core.workload import Shape
 from redline.predict.operations import Operation, operations
 from redline.predict.reach import Reach, reach_of
@@ -139,7 +139,7 @@ class Case:
         return next((each for each in self.candidates if each.rung == rung), None)
 
     def share(self, seconds: float) -> str:
-        return f"{human_seconds(seconds)} of {human_seconds(self.step)} ({seconds / self.step:.0%})"
+        return f"{human_seconds(seconds)} of {human_seconds(self.step)} ({human_percent(seconds / self.step, 0)})"
 
 
 def advise(
@@ -449,7 +449,8 @@ def known_words(reach: Reach, spent: float) -> str:
     """Where only a part of the group can be judged: which."""
     if reach.seconds > 0.995 * spent:
         return ""
-    return f"of {reach.seconds / spent:.0%} of that the work is known: {human_seconds(reach.seconds)}, where "
+    share, seconds = human_percent(reach.seconds / spent, 0), human_seconds(reach.seconds)
+    return f"of {share} of that the work is known: {seconds}, where "
 
 
 def work_words(case: Case, group: str, reach: Reach) -> str:

@@ -7,31 +7,30 @@ At most 100 columns. Layers of one kind are shown together: h.0.attn and h.1.att
 
 from __future__ import annotations
 
-import os
 import re
 from collections import defaultdict
 from collections.abc import Iterator
-from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from redline.core.places import short
 from redline.core.profile import IDLE, RECIPE
 from redline.core.units import UNKNOWN, batch_words, human_bytes, human_percent, human_rate, human_seconds, rate_unit
 from redline.predict.advice import THINGS
 from redline.report import Document, one_line
 from redline.report.table import WIDTH_COLUMNS, Note, milliseconds, notes_grid, ranks_of, sharing_text
 
-PACKAGE_PARENT = str(Path(__file__).resolve().parents[2]) + os.sep
 SHOWN_ADVICE = THINGS
 SHOWN_KERNELS, SHOWN_MODULES, SHOWN_LINES, SHOWN_FINDINGS = 10, 8, 6, 12
 BAR_COLUMNS = 30
 TIMELINE_ROWS, LABEL_COLUMNS = 6, 10
-NAME_COLUMNS = 32
+NAME_COLUMNS, NAME_END_COLUMNS = 32, 9
 IDLE_ON_CPU = "between operators"
 OUTSIDE = "outside the model's modules"
+NO_MODULE = "the loss, the batch, temporaries of the backward pass"
 IN_COMPILED = "unknown: compiled code has no modules"
 
 
@@ -195,8 +194,8 @@ def kernels_table(document: Document) -> Table:
             each["group"],
             f"{each['calls']:,.0f}",
             milliseconds(each["seconds"]),
-            UNKNOWN if each["tflops"] is None else f"{each['tflops']:.3g}",
-            UNKNOWN if each["bytes_per_second"] is None else f"{each['bytes_per_second'] / 1e9:,.3g}",
+            plain_rate(each["tflops"]),
+            plain_rate(each["bytes_per_second"], 1e9),
             human_percent(each["roofline_share"], 0),
         )
     return table
@@ -211,9 +210,19 @@ def plain_kernel(name: str) -> str:
 
 
 def short_kernel(name: str) -> str:
-    """The same within the terminal's column."""
-    plain = plain_kernel(name)
-    return plain if len(plain) <= NAME_COLUMNS else plain[: NAME_COLUMNS - 1] + "…"
+    """The same within the terminal's column. Beginning and end stay: variants of a kernel differ in either."""
+    plain = plain_kernel(name).removeprefix("cudnn_generated_fort_native_")
+    if len(plain) <= NAME_COLUMNS:
+        return plain
+    return plain[: NAME_COLUMNS - NAME_END_COLUMNS - 1] + "…" + plain[-NAME_END_COLUMNS:]
+
+
+def plain_rate(per_second: float | None, unit: float = 1.0) -> str:
+    """Three digits, or whole numbers: '4.31', '1,183'."""
+    if per_second is None:
+        return UNKNOWN
+    value = per_second / unit
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 # findings
@@ -233,11 +242,6 @@ def place_of(finding: Document) -> str:
     if finding.get("rung") is not None:
         return RECIPE
     return UNKNOWN if finding["file"] is None else f"{short(finding['file'])}:{finding['line']}"
-
-
-def short(text: str) -> str:
-    """Paths under the working directory as they are typed there; redline's own from its package on."""
-    return text.replace(os.getcwd() + os.sep, "").replace(PACKAGE_PARENT, "")
 
 
 # memory
@@ -305,14 +309,20 @@ def lines_table(memory: Document) -> Table:
 
 
 def memory_modules_table(memory: Document) -> Table:
-    """Layers of one kind together, as the times have them."""
+    table = _table("module", "alive at the peak ")
+    for name, size in memory_by_module(memory)[:SHOWN_MODULES]:
+        table.add_row(name, human_bytes(size))
+    return table
+
+
+def memory_by_module(memory: Document) -> list[tuple[str, int]]:
+    """Layers of one kind together, as the times have them, and what is of no module; largest first."""
     sizes: dict[str, int] = {}
     for module, size in memory["modules"].items():
         sizes[folded(module)] = sizes.get(folded(module), 0) + size
-    table = _table("module", "alive at the peak ")
-    for name, size in sorted(sizes.items(), key=lambda pair: -pair[1])[:SHOWN_MODULES]:
-        table.add_row(name, human_bytes(size))
-    return table
+    if memory["elsewhere_bytes"]:  # documents of older runs give no reason
+        sizes[f"of none: {one_line(memory.get('modules_reason') or NO_MODULE)}"] = memory["elsewhere_bytes"]
+    return sorted(sizes.items(), key=lambda pair: -pair[1])
 
 
 def notes_of(document: Document) -> Iterator[Note]:

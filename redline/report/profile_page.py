@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+from redline.core.places import short
 from redline.core.profile import DATA_WAIT, GROUPS, IDLE
 from redline.core.units import GIB, UNKNOWN, human_bytes, human_percent, human_rate, human_seconds, rate_words
 from redline.report import Document, Row, one_line
@@ -24,10 +25,11 @@ from redline.report.profile import (
     IDLE_ON_CPU,
     SHOWN_ADVICE,
     folded_modules,
+    memory_by_module,
     notes_of,
     place_of,
     plain_kernel,
-    short,
+    plain_rate,
     uncompiled_shares,
     uncompiled_words,
     unnamed_modules,
@@ -91,6 +93,7 @@ def measured_view(document: Document) -> dict[str, Any]:
         "findings": finding_table(document),
         "memory_chart": drawings(lambda px: memory_chart(memory, px)) if memory else [],
         "memory_curve": drawings(lambda px: memory_curve(memory, px)) if memory and memory["timeline_bytes"] else [],
+        "memory_modules": memory_module_table(memory) if memory and memory["modules"] else {"rows": []},
         "memory_lines": line_table(memory) if memory else {"rows": []},
         "notes": list(notes_of(document)),
     }
@@ -253,8 +256,8 @@ def kernel_table(document: Document) -> dict[str, Any]:
                 one_line(each["group"]),
                 f"{each['calls']:,.0f}",
                 milliseconds(each["seconds"]) or UNKNOWN,
-                UNKNOWN if each["tflops"] is None else f"{each['tflops']:.3g}",
-                UNKNOWN if each["bytes_per_second"] is None else f"{each['bytes_per_second'] / 1e9:,.3g}",
+                plain_rate(each["tflops"]),
+                plain_rate(each["bytes_per_second"], 1e9),
                 human_percent(each["roofline_share"], 0),
                 one_line(each["bound"] or UNKNOWN),
             ],
@@ -322,10 +325,16 @@ def memory_curve(memory: Document, width_px: int) -> str:
         curves=(("alive", points),),
         show=lambda size: f"{size:.4g} {name}",
         from_zero=True,
-        axis="ms since the start of the step",
+        axis="ms since the start of the step, as the host runs it",
         place=lambda place: f"{place:.4g} ms",
     )
     return curve_chart(panel, end=places[-1], width_px=width_px, height_px=MEMORY_PX)
+
+
+def memory_module_table(memory: Document) -> dict[str, Any]:
+    columns = [("module", "words"), ("alive at the peak", "number")]
+    rows = [table_row([name, human_bytes(size)]) for name, size in memory_by_module(memory)[:SHOWN_MODULES]]
+    return {"label": "modules whose tensors are alive at the peak", "columns": columns, "rows": rows}
 
 
 def line_table(memory: Document) -> dict[str, Any]:

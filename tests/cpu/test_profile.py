@@ -254,8 +254,8 @@ def test_a_step_that_does_not_fit_without_compile_is_halved(bench, monkeypatch):
     ("error", "reason"),
     [
         (torch.cuda.OutOfMemoryError("CUDA out of memory"), "not even one sequence fits"),
-        (KeyError("lost"), "'lost'"),
-        (RuntimeError(), "RuntimeError"),
+        (KeyError("lost"), "KeyError: 'lost'"),
+        (RuntimeError(), "RuntimeError: no message"),
     ],
     ids=["memory", "with-words", "without"],
 )

@@ -128,6 +128,29 @@ def test_memory_has_lines_of_the_model(plain):
     assert plain[0].memory.modules["h.0.attn"] > 0
 
 
+def test_what_other_steps_reserved_is_no_fragmentation():
+    import torch
+    from torch import nn
+
+    from redline.engine.memory_snapshot import watch_memory
+
+    device = torch.device("cuda")
+    model = nn.Linear(1024, 1024, device=device)
+    batch = torch.randn(1024, 1024, device=device)
+    large = torch.empty(2**30, dtype=torch.uint8, device=device)
+    del large  # to the allocator's cache, where an uncompiled step leaves its own
+    found = watch_memory(lambda rows: model(rows).sum().backward(), batch, module=model, optimizer=None, device=device)
+    assert found.peak_bytes <= (found.reserved_bytes or 0) < 2**30
+    assert sum(found.categories.values()) == found.peak_bytes
+
+
+def test_memory_of_compiled_code_has_lines_and_no_modules(fast):
+    own = sum(size for module, size in fast.memory.modules.items())
+    assert own + fast.memory.elsewhere_bytes == fast.memory.peak_bytes
+    assert fast.memory.elsewhere_bytes >= fast.memory.categories["activations"]
+    assert any("redline/model/" in line.file for line in fast.memory.lines)
+
+
 def test_the_trace_has_kernels(plain):
     profile, folder = plain
     events = json.loads(gzip.decompress((folder / profile.trace).read_bytes()))["traceEvents"]

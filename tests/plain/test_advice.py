@@ -74,7 +74,7 @@ def test_naive_attention_asks_for_a_fused_kernel():
     found = advice_on(profile(EVEN), ("tf32", "bf16"))
     fused = next(each for each in found if each.rung in ("flash", "cudnn-attention"))
     assert 0.030 < (fused.gain_seconds or 0) < 0.040  # most of the 40 ms, never all
-    assert "attention takes 40.0 ms of 145 ms (28%)" in fused.why
+    assert "attention takes 40.0 ms of 145 ms (28 %)" in fused.why
 
 
 def test_of_two_attention_kernels_one_is_advised():
@@ -242,12 +242,14 @@ def test_a_finished_recipe_shows_how_far_its_kernels_are_from_the_machine():
     ]
     assert all(each.at_most and each.rung is None for each in found)
     gemm, attention, add = (each.why for each in found)
-    assert gemm == "tensor contraction takes 60.0 ms of 92.5 ms (65%); its 39.5 TFLOP would take 50.0 ms at 790 TFLOP/s"
+    assert (
+        gemm == "tensor contraction takes 60.0 ms of 92.5 ms (65 %); its 39.5 TFLOP would take 50.0 ms at 790 TFLOP/s"
+    )
     assert attention == (
-        "attention takes 20.0 ms of 92.5 ms (22%); of 70% of that the work is known: 14.0 ms, where its 3.95 TFLOP "
+        "attention takes 20.0 ms of 92.5 ms (22 %); of 70 % of that the work is known: 14.0 ms, where its 3.95 TFLOP "
         "(without pairs that a causal mask hides) would take 5.00 ms at 790 TFLOP/s; no rung here brings another kernel"
     )
-    assert add == "element-wise takes 10.0 ms of 92.5 ms (11%); its 34.4 GB would take 8.00 ms at 4.3 TB/s"
+    assert add == "element-wise takes 10.0 ms of 92.5 ms (11 %); its 34.4 GB would take 8.00 ms at 4.3 TB/s"
 
 
 def test_bounds_come_after_everything_that_can_be_done_and_fill_up_to_three():

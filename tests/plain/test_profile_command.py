@@ -29,7 +29,7 @@ from redline.core.profile import (
     Uncompiled,
 )
 from redline.core.values import from_json, to_json
-from redline.report.profile import bar, folded, fullest_moments, print_profile, short_kernel
+from redline.report.profile import bar, folded, fullest_moments, plain_rate, print_profile, short_kernel
 from redline.report.profile_page import render_profile_page
 from redline.search import launch
 from redline.workloads import PRESETS
@@ -326,7 +326,7 @@ BLIND = replace(PROFILE, compiled=True, modules=(ModuleTime(module=None, forward
 @pytest.fixture
 def compiled(answer, tmp_path):
     answer(replace(BLIND, uncompiled=UNCOMPILED))
-    return redline.profile("tiny", rungs="tf32,bf16,compile", out=tmp_path / "run")
+    return redline.profile("tiny", rungs="tf32,bf16,compile", out=tmp_path / "compiled")
 
 
 def test_modules_without_compile_are_shares_of_another_step(compiled):
@@ -365,6 +365,28 @@ def test_memory_by_module_folds_layers_of_a_kind(document):
     assert "5.00 MiB" in part
 
 
+def test_memory_of_no_module_is_a_row_with_its_reason(document, compiled):
+    assert document["memory"]["modules_reason"] is None
+    assert "of none: the loss, the batch, temporaries of the backward pass" in shown(document)
+    assert "of none: compiled code has no modules left; its lines are known" in shown(compiled)
+    page = render_profile_page(compiled)
+    assert "of none: compiled code has no modules left; its lines are known" in page
+
+
+def test_the_document_names_no_folder_of_the_machine(answer, tmp_path, monkeypatch):
+    (tmp_path / "project").mkdir()
+    monkeypatch.chdir(tmp_path / "project")
+    here = str(tmp_path / "project" / "model.py")
+    line = MemoryLine(file=here, line=12, function="forward", bytes=1)
+    finding = Finding(kind="graph-break", detail=f"because of {here}:3", file=here, line=57)
+    answer(replace(PROFILE, findings=(finding,), memory=replace(MEMORY, lines=(line,))))
+    found = redline.profile("tiny", rungs="tf32", out="run")
+    assert (found["findings"][0]["file"], found["findings"][0]["detail"]) == ("model.py", "because of model.py:3")
+    assert found["memory"]["lines"][0]["file"] == "model.py"
+    assert [each["what"] for each in found["advice"] if "model.py" in each["what"]] == ["mend model.py:57"]
+    assert str(tmp_path) not in json.dumps({**found, "command": ""})
+
+
 def test_no_memory_profile_says_why(document):
     text = shown({**document, "memory": None, "memory_reason": "nobody could look"})
     assert "nobody could look" in text
@@ -400,6 +422,18 @@ def test_layers_of_one_kind_are_one_row(name, short):
 def test_names_of_kernels_are_cut_to_what_tells_them_apart():
     assert short_kernel("void at::native::softmax_warp<float, 4>(int)") == "at::native::softmax_warp"
     assert len(short_kernel("triton_" + "x" * 100)) == 32
+    gemms = [f"nvjet_sm90_tst_192x192_64x3_1x2_h_bz_coopB_{layout}" for layout in ("NTN", "TNN")]
+    sdpa = [f"cudnn_generated_fort_native_sdpa_sm90_flash_{way}prop_wgmma_f16_knob_7_kernel0_0" for way in "fb"]
+    assert len({short_kernel(name) for name in (*gemms, *sdpa)}) == 4
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [(None, "—"), (0.0312, "0.0312"), (99.94, "99.9"), (100.0, "100"), (1183.4, "1,183")],
+    ids=["unknown", "small", "tens", "hundreds", "thousands"],
+)
+def test_rates_have_no_powers_of_ten(value, words):
+    assert plain_rate(value) == words
 
 
 def test_bars_show_what_is_there():
