@@ -415,7 +415,7 @@ RULES = (
 
 def bounds(case: Case, advised: Sequence[Advice]) -> list[Advice]:
     """What no advice above reaches for, largest first. A group that an advised rung helps is left to the rung."""
-    rungs = [found for each in advised if each.rung is not None and (found := case.candidate(each.rung)) is not None]
+    rungs = [rung for each in advised if each.rung is not None and (rung := case.candidate(each.rung)) is not None]
     helped = {pool for rung in rungs for pool, gain in gains_of(case, rung).items() if gain > 0}
     found = [each for group in FASTER if POOLS[group] not in helped for each in group_bound(case, group)]
     found += [] if IDLE in helped else idle_bound(case)
