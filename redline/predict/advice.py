@@ -416,10 +416,11 @@ RULES = (
 def bounds(case: Case, advised: Sequence[Advice]) -> list[Advice]:
     """What no advice above reaches for, largest first. A group that an advised rung helps is left to the rung."""
     rungs = [rung for each in advised if each.rung is not None and (rung := case.candidate(each.rung)) is not None]
-    helped = {pool for rung in rungs for pool, gain in gains_of(case, rung).items() if gain > 0}
+    least = LEAST_SHARE * case.step
+    helped = {pool for rung in rungs for pool, gain in gains_of(case, rung).items() if gain >= least}
     found = [each for group in FASTER if POOLS[group] not in helped for each in group_bound(case, group)]
     found += [] if IDLE in helped else idle_bound(case)
-    worth = [each for each in found if (each.gain_seconds or 0.0) >= LEAST_SHARE * case.step]
+    worth = [each for each in found if (each.gain_seconds or 0.0) >= least]
     return sorted(worth, key=lambda each: each.gain_seconds or 0.0, reverse=True)
 
 

@@ -275,6 +275,15 @@ def test_what_an_advised_rung_helps_is_no_bound():
     assert [each.what for each in found[1:]] == ["faster tensor contractions", "faster element-wise kernels"]
 
 
+def test_a_rung_for_idle_time_leaves_the_bounds_of_kernels():
+    graphs = Candidate(rung="cuda-graphs", title="", plan=replace(plan_of(BEST), cuda_graphs=True))
+    assert [each.rung or each.what for each in tuned((graphs,))] == [
+        "cuda-graphs",
+        "faster tensor contractions",
+        "a faster attention kernel",
+    ]
+
+
 def test_another_attention_kernel_is_named():
     """One that the roofline expects nothing of: it knows no kernel that well."""
     other = Candidate(rung="flash", title="", plan=plan_of(BEST))
