@@ -582,6 +582,25 @@ def with_parallel(names: Iterable[str], way: str | None) -> tuple[str, ...]:
     return (*(name for name in names if name not in known), way)
 
 
+def without_rung(
+    names: Iterable[str], dropped: str, workload: Workload, hardware: Hardware
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The rungs without this one and without those that apply only beside it; and what was taken out."""
+    before = kept = tuple(names)
+    kept = tuple(name for name in kept if name != dropped)
+    while lost := {name for name in kept if not _stands(name, kept, workload, hardware)} & {
+        name for name in kept if _stands(name, before, workload, hardware)
+    }:
+        kept = tuple(name for name in kept if name not in lost)
+    return kept, tuple(name for name in before if name not in kept)
+
+
+def _stands(name: str, names: Iterable[str], workload: Workload, hardware: Hardware) -> bool:
+    """Does it apply on top of the others?"""
+    others = plan_of(other for other in names if other != name)
+    return why_not(find_rung(name), workload, hardware, others) is None
+
+
 def usual_rungs(workload: Workload, hardware: Hardware) -> tuple[str, ...]:
     """The plain ladder as far as it applies: what to take where nothing was measured. Of two that exclude each other
     the first stands; which one is faster only measuring tells. Weights are tied where they were published so."""
