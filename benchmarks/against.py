@@ -483,6 +483,8 @@ class Child:
     def close(self) -> None:
         if self.process.returncode is None:
             kill_group(self.process)
+            assert self.process.stdout is not None
+            self.process.stdout.close()
 
 
 if __name__ == "__main__":

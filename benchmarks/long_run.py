@@ -263,7 +263,10 @@ def run_all(waiting: list[Order], options: argparse.Namespace, about: dict[str, 
                     order = waiting.pop(0)
                     running[order.name] = start(order, Path(folder), options, about)
                 for name in [name for name, process in running.items() if process.poll() is not None]:
-                    code = running.pop(name).returncode
+                    process = running.pop(name)
+                    assert process.stdin is not None
+                    process.stdin.close()
+                    code = process.returncode
                     say(f"{name}: " + (f"failed with exit code {code}" if code else "finished"))
                 time.sleep(0.2)
         finally:
@@ -281,7 +284,7 @@ def start(order: Order, folder: Path, options: argparse.Namespace, about: dict[s
         [sys.executable, __file__, "--child", str(path), "--data", str(options.data), "--out", str(options.out)],
         env=worker_environment(RunDirectory(folder), job, order.side),
         stdin=subprocess.PIPE,  # held open: the run leaves when it closes
-        stdout=sys.stderr,  # the record has standard output to itself
+        stdout=2,  # standard error: the record has the other to itself
         start_new_session=True,
     )
 
