@@ -261,12 +261,7 @@ class Found:
 
 
 def compare(found: Found, open_player: Open, options: argparse.Namespace, until: float) -> None:
-    players = open_all(found, open_player, options.at_once)
-    for number in range(LOOKS):
-        for player in players if number % 2 == 0 else reversed(players):
-            block = turn(found, player, options.block)
-            if block is not None:
-                found.looks.setdefault(player.order.name, []).append(block)
+    players = look_at_all(found, open_player, options)
     found.best = best_of(found)
     playing = [player for player in players if player.order in found.best.values()]
     for player in players:
@@ -277,6 +272,17 @@ def compare(found: Found, open_player: Open, options: argparse.Namespace, until:
         blocks = {one.order.candidate: turn(found, one, options.block) for one in playing[first:] + playing[:first]}
         found.rounds.append({name: block for name, block in blocks.items() if block is not None})
     found.finished = all(candidate in found.rounds[-1] for candidate in {order.candidate for order in found.orders})
+
+
+def look_at_all(found: Found, open_player: Open, options: argparse.Namespace) -> list[Player]:
+    """A few blocks of everybody, there and back, so that a card that warms up is nobody's advantage."""
+    players = open_all(found, open_player, options.at_once)
+    for number in range(LOOKS):
+        for player in players if number % 2 == 0 else reversed(players):
+            block = turn(found, player, options.block)
+            if block is not None:
+                found.looks.setdefault(player.order.name, []).append(block)
+    return players
 
 
 def open_all(found: Found, open_player: Open, at_once: int) -> list[Player]:

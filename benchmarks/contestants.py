@@ -57,10 +57,12 @@ class Order:
     compiled: bool
     """Theirs; ours compiles if the recipe says so."""
     nanogpt: str | None = None
+    label: str | None = None
+    """What it goes by, where one candidate plays with several recipes."""
 
     @property
     def name(self) -> str:
-        return f"{self.candidate}-{self.micro_batch}"
+        return f"{self.label or self.candidate}-{self.micro_batch}"
 
     @property
     def records(self) -> bool:

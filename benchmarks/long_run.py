@@ -380,7 +380,9 @@ def judged(runs: dict[str, dict[str, Any]], seeds: tuple[int, ...]) -> dict[str,
 
 
 def compared(runs: dict[str, dict[str, Any]], seeds: tuple[int, ...], metric: str) -> dict[str, Any]:
-    values = {side: [runs.get(f"{side}-{seed}", {}).get(metric) for seed in seeds] for side in SIDES}
+    values: dict[str, list[Any]] = {
+        side: [runs.get(f"{side}-{seed}", {}).get(metric) for seed in seeds] for side in SIDES
+    }
     known = values[PLAIN] + values[FAST]
     # A corpus that holds nothing out has no validation loss in any run: there is nothing to compare.
     measured = metric == "final_loss" or any(value is not None for value in known)

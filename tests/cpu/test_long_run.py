@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,14 +21,18 @@ from redline.engine import probe
 SEEDS = (1, 2, 3)
 
 
-@pytest.fixture
-def bench(repository: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(repository / "benchmarks"))
-    monkeypatch.delitem(sys.modules, "long_run", raising=False)
-    import long_run
-
-    monkeypatch.setattr(long_run.signal, "signal", lambda *_: None)
+@pytest.fixture(scope="module")
+def loaded(repository: Path) -> Any:
+    with pytest.MonkeyPatch.context() as patch:  # for as long as it imports: a kernels.py lies there too
+        patch.syspath_prepend(str(repository / "benchmarks"))
+        import long_run
     return long_run
+
+
+@pytest.fixture
+def bench(loaded: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(loaded.signal, "signal", lambda *_: None)
+    return loaded
 
 
 @pytest.fixture(scope="module")
