@@ -16,7 +16,9 @@ from redline.core.workload import Shape, Workload
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a test that would download must fail here, not on a train
 if "PYTEST_XDIST_WORKER" in os.environ:
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # workers that each take every core wait for one another
+    # Workers that each take every core wait for one another; and Inductor's pool of compilers imports torch once more.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

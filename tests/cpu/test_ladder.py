@@ -125,6 +125,7 @@ def running(folder: Path) -> dict[int, str]:
 
 @needs_proc
 @pytest.mark.slow
+@pytest.mark.usefixtures("hasty_workers")
 def test_from_a_command_to_its_files(tmp_path: Path) -> None:
     out = tmp_path / "run"
     code, document, stderr = redline_command(
@@ -200,6 +201,7 @@ def check_row(row: dict[str, Any]) -> None:
 
 @needs_proc
 @pytest.mark.slow
+@pytest.mark.usefixtures("hasty_workers")
 def test_a_killed_worker_is_a_row_and_resume_repeats_only_that(tmp_path: Path) -> None:
     out = tmp_path / "run"
     command = Command(tmp_path, "ladder", "tiny", "--rungs", "flash,padded-vocab", *QUICK, "--out", out)
@@ -271,6 +273,7 @@ def test_a_time_limit_makes_failed_rows_and_leaves_nothing_running(tmp_path: Pat
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("hasty_workers")
 def test_the_same_ladder_from_python(tmp_path: Path) -> None:
     out = tmp_path / "run"
     document = redline.ladder(
