@@ -110,14 +110,6 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def hasty_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same of workers in processes of their own, which on a busy machine warm up for fifteen seconds each."""
-    planted = str(Path(__file__).resolve().parent / "planted")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (planted, os.environ.get("PYTHONPATH")))))
-    monkeypatch.setenv("PLANTED_HASTE", "1")
-
-
-@pytest.fixture
 def verdict_only(no_waiting: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """No verdict needs the profile at the end or the memory of a device: without them a row takes half the time."""
     monkeypatch.setattr(measure, "prove", lambda *_: (Proof(), None))

@@ -17,7 +17,7 @@ from redline.predict.verdict import judge
 from redline.rungs import find_rung, plan_of
 from redline.search.launch import launch
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hasty_workers")]
 
 SHAPE = Shape(layers=2, heads=4, d_model=256, d_ff=1024, vocab=257, sequence=256)
 WORKLOAD = Workload(name="small", shape=SHAPE, tokenizer="bytes", micro_batch=8, learning_rate=1e-3)
