@@ -128,9 +128,7 @@ def running(folder: Path) -> dict[int, str]:
 @pytest.mark.usefixtures("hasty_workers")
 def test_from_a_command_to_its_files(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    code, document, stderr = redline_command(
-        tmp_path, "ladder", "tiny", "--rungs", "flash,tf32", *QUICK, "--out", out
-    )
+    code, document, stderr = redline_command(tmp_path, "ladder", "tiny", "--rungs", "flash,tf32", *QUICK, "--out", out)
     assert code == 0, stderr
     assert set(document) >= DOCUMENT_KEYS
     assert all(set(row) >= ROW_KEYS for row in document["rows"])
