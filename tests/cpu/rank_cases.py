@@ -1,6 +1,6 @@
 """What the ranks of tests/cpu/test_ranks.py run: one start of N processes for many training runs.
 
-torchrun --standalone --nproc-per-node 4 rank_cases.py FOLDER        # FOLDER/cases.json: a list of orders
+rank_cases.py 4 FOLDER        # ranks; FOLDER/cases.json: a list of orders
 
 An order goes on with what is in the run directory of its name and "-begun". Also measures what a rank holds after a
 step, for the orders under "held".
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from forked_ranks import run_ranks
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -94,4 +95,4 @@ def local_bytes(tensor: Any) -> int:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    run(Path(sys.argv[1]))
+    raise SystemExit(run_ranks(int(sys.argv[1]), lambda: run(Path(sys.argv[2]))))

@@ -69,6 +69,7 @@ class Quiet:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("hasty_workers")
 def test_tune_finds_a_recipe_and_remembers_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Real workers; test_tune_run.py has the command around made-up ones."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

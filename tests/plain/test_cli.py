@@ -43,12 +43,12 @@ GRADIENTS = GradientCheck(
 
 @pytest.fixture(autouse=True)
 def workplace(tmp_path, monkeypatch):
-    """An empty current folder, so that a default run directory would show; the signal handler main sets is undone."""
+    """An empty current folder, so that a default run directory would show."""
     before = signal.getsignal(signal.SIGTERM)
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     yield tmp_path
-    signal.signal(signal.SIGTERM, before)
+    assert signal.getsignal(signal.SIGTERM) == before, "a command that is over leaves signals as they were"
 
 
 class Workers:
@@ -788,3 +788,20 @@ def test_leaving_for_another_reason_keeps_its_code(monkeypatch):
     with pytest.raises(SystemExit) as left:
         cli.main(["hardware"])
     assert left.value.code == 7
+
+
+ENDED_AT_THE_END = """
+import atexit, os, signal
+atexit.register(os.kill, os.getpid(), signal.SIGTERM)
+from redline.cli import main
+raise SystemExit(main(["--version"]))
+"""
+
+
+def test_a_signal_while_the_interpreter_ends_is_no_traceback():
+    """As torchrun's agent sends it to a rank that is leaving because another was killed."""
+    environment = {**os.environ, "PYTHONPATH": str(Path(redline.__file__).parents[1])}
+    done = subprocess.run(
+        [sys.executable, "-c", ENDED_AT_THE_END], env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (-signal.SIGTERM, "")
