@@ -538,7 +538,15 @@ def train_words(out: Path) -> list[object]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGINT,
+        pytest.param(signal.SIGTERM, marks=pytest.mark.long),  # one handler: test_a_first_signal_asks...
+        signal.SIGKILL,
+    ],
+    ids=lambda number: number.name,
+)
 def test_a_run_that_is_ended_goes_on(tmp_path: Path, number: signal.Signals) -> None:
     """Asked, it saves and says how to go on; killed, it loses what came after the last checkpoint."""
     (tmp_path / "recipe.json").write_text('{"rungs": ["flash", "tied-weights", "fused-adamw"], "micro_batch": 1}')
