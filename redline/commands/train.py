@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from redline.core.hardware import Hardware
     from redline.core.layout import Layout
     from redline.core.recipe import Recipe
-    from redline.core.training import TrainSettings
     from redline.core.workload import Workload
     from redline.engine.distributed import Ranks
     from redline.engine.session import TrainOrder
@@ -185,8 +184,9 @@ def make_order(options: argparse.Namespace, console: Any, ranks: int = 1) -> Tra
         return new_order(options, console, ranks)
     order = resumed_order(options, ranks)
     assert order.layout is not None, "a resumed order has one"
-    if (note := change_of_ranks(began_with(options.resume), order.layout, order)) is not None:
-        console.print(note, markup=False, highlight=False)
+    notes = (end_of_schedule(order), change_of_ranks(began_with(options.resume), order.layout, order))
+    for note in filter(None, notes):
+        console.print(note, markup=False, highlight=False, soft_wrap=True)
     return order
 
 
@@ -471,7 +471,6 @@ def resumed_order(options: argparse.Namespace, ranks: int = 1) -> TrainOrder:
     longer = {"steps": options.steps, "tokens": options.tokens, "minutes": options.minutes}
     if any(value is not None for value in longer.values()):
         order = replace(order, settings=replace(order.settings, budget=Budget(**longer)))
-        say_of_schedule(order.settings, order.workload.shape.sequence)
     recipe = load_recipe(options.recipe) if options.recipe else order.recipe
     if options.micro_batch is not None:
         recipe = replace(recipe, micro_batch=options.micro_batch)
@@ -494,16 +493,17 @@ def resumed_order(options: argparse.Namespace, ranks: int = 1) -> TrainOrder:
     return order
 
 
-def say_of_schedule(settings: TrainSettings, sequence: int) -> None:
-    """A schedule keeps the end it was started with: to stretch it would change the updates that were made."""
+def end_of_schedule(order: TrainOrder) -> str | None:
+    """What to say where the budget goes beyond the schedule, which keeps the end it was started with: to stretch it
+    would change the updates that were made."""
+    settings = order.settings
     end, budget = settings.schedule_steps, settings.budget
-    tokens = None if budget.tokens is None else -(-budget.tokens // (settings.global_batch * sequence))
+    per_update = settings.global_batch * order.workload.shape.sequence
+    tokens = None if budget.tokens is None else -(-budget.tokens // per_update)
     wanted = min((steps for steps in (budget.steps, tokens) if steps is not None), default=None)
-    if end is not None and (wanted is None or wanted > end):
-        print(
-            f"note: the {settings.schedule} schedule ends at step {end:,}: later updates keep its lowest rate",
-            file=sys.stderr,
-        )
+    if end is None or (wanted is not None and wanted <= end):
+        return None
+    return f"note: the {settings.schedule} schedule ends at step {end:,}: later updates keep its lowest rate"
 
 
 def session_of(order: TrainOrder, options: argparse.Namespace, ranks: int = 1) -> Session:

@@ -26,7 +26,7 @@ from torch import nn
 from redline.core.checkpoints import STATE_FILE, list_checkpoints, order_of
 from redline.core.errors import UserError
 from redline.core.layout import Layout
-from redline.core.plan import Plan
+from redline.core.plan import ADAMWS, Plan
 from redline.core.recipe import Recipe
 from redline.core.traced import Traced
 from redline.core.training import TrainSettings
@@ -59,7 +59,6 @@ from redline.workloads import resolve_workload
 SAMPLE_TOKENS = 60
 STREAM_WORKERS = 2  # tokenising in the training process itself would stop the device for it
 SMALLER = "a smaller --micro-batch makes the same updates"
-SAME_ADAMW = ("adamw-loop", "adamw-foreach", "adamw-fused")  # one rule, three implementations: a run may change them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -297,7 +296,7 @@ def identity_of(order: TrainOrder, data: Data) -> dict[str, Any]:
         **(made_identity(data) if isinstance(data, MadeData) else text_identity(order, data, plan)),
         "seed": order.workload.seed,
         "global_batch": settings.global_batch,
-        "optimizer": "adamw" if plan.optimizer in SAME_ADAMW else plan.optimizer,
+        "optimizer": "adamw" if plan.optimizer in ADAMWS else plan.optimizer,
     }
 
 

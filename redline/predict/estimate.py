@@ -14,6 +14,7 @@ from typing import Any
 
 from redline.core.devices import Device
 from redline.core.hardware import Hardware, MeasuredPeaks
+from redline.core.plan import ADAMWS
 from redline.core.values import to_json
 from redline.predict.communication import Fabric
 from redline.predict.fitting import Case, what_to_change
@@ -37,9 +38,6 @@ from redline.predict.layouts import (
 from redline.predict.memory import Memory
 from redline.predict.parallel import Layout
 from redline.predict.roofline import Peaks, Prediction, Roofline, predict_step, reachable, sheet_peaks
-
-# The peaks of docs/memory.md are of GPT-2 on one GPU with AdamW.
-MEASURED_OPTIMIZERS = ("adamw-loop", "adamw-foreach", "adamw-fused")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +134,7 @@ def case_notes(case: Case) -> Iterator[str]:
 
 
 def reasoned(case: Case) -> Iterator[str]:
-    """What sets a case apart from those whose peaks were measured."""
+    """What sets a case apart from those whose peaks were measured: GPT-2 on one GPU with AdamW (docs/memory.md)."""
     if case.inference:
         yield "inference"
         return
@@ -144,7 +142,7 @@ def reasoned(case: Case) -> Iterator[str]:
         yield "other models than GPT-2"
     if case.layout is not None and case.layout.gpus > 1:
         yield "several GPUs"
-    if case.optimizer_name not in MEASURED_OPTIMIZERS:
+    if case.optimizer_name not in ADAMWS:
         yield f"the optimizer {case.optimizer_name}"
 
 

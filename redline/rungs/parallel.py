@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from redline.core.hardware import Hardware
-from redline.core.plan import Plan
+from redline.core.plan import ADAMWS, Plan
 from redline.core.workload import BUILT_IN, Workload
 from redline.rungs.rung import Maths, Rung
 
@@ -19,8 +19,6 @@ GRAPHS_OF_RANKS = "what a CUDA graph replays cannot wait for other ranks: leave 
 TENSOR_PARALLEL = "tensor-parallel"
 PIPELINE_PARALLEL = "pipeline-parallel"
 PIPELINE_GPIPE = "pipeline-gpipe"
-# Their update of a number needs that number's row of gradients and state alone, which is what a rank holds.
-BY_NUMBER = ("adamw-loop", "adamw-foreach", "adamw-fused")
 
 
 def _several(hardware: Hardware, plan: Plan) -> str | None:
@@ -51,7 +49,7 @@ class Ddp(Rung):
 
 
 def _sharding_needs(hardware: Hardware, plan: Plan) -> str | None:
-    if plan.optimizer not in BY_NUMBER:
+    if plan.optimizer not in ADAMWS:
         return f"a rank holds rows of a matrix, and {plan.optimizer} was tried with whole ones only: take an AdamW"
     if plan.autocast == "fp16":
         return "loss scaling was tried with whole gradients only: take bf16"
@@ -132,7 +130,7 @@ class TensorParallel(Rung):
 def _stage_needs(workload: Workload, hardware: Hardware, plan: Plan) -> str | None:
     if workload.source != BUILT_IN:
         return "where a model can be cut into stages is known of the built-in GPT only: take fsdp"
-    if plan.optimizer not in BY_NUMBER:
+    if plan.optimizer not in ADAMWS:
         return f"a stage has parameters of its own, and {plan.optimizer} was tried with all of them only: take an AdamW"
     if plan.autocast == "fp16":
         return "loss scaling was tried with the gradients of a whole model only: take bf16"

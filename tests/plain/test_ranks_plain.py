@@ -40,11 +40,20 @@ GIB = 1024**3
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
-def test_more_ranks_than_gpus_are_refused_and_a_cpu_has_room_for_any() -> None:
+def test_more_ranks_than_gpus_are_refused() -> None:
     with pytest.raises(UserError, match="9 ranks on this machine") as caught:
         check_ranks(EIGHT, 9)
     assert "use --gpus 8" in caught.value.fix
-    assert check_ranks(replace(EIGHT, kind="cpu", count=1), 9).ranks == 9
+
+
+@pytest.mark.parametrize(("cores", "most"), [(1, 8), (2, 8), (3, 12), (16, 64)])
+def test_a_cpu_has_room_for_four_ranks_on_a_core_and_for_eight_in_any_case(cores: int, most: int) -> None:
+    cpu = replace(EIGHT, kind="cpu", count=1, cpu_cores=cores)
+    assert check_ranks(cpu, most).ranks == most
+    with pytest.raises(UserError, match=f"{most + 1} ranks on this CPU") as caught:
+        check_ranks(cpu, most + 1)
+    assert caught.value.fix == f"use --gpus {most} or fewer"
+    assert check_ranks(replace(cpu, kind="cuda", count=most + 1), most + 1).ranks == most + 1
 
 
 def test_a_global_batch_that_ranks_cannot_share_is_refused_with_the_nearest() -> None:
