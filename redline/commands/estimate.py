@@ -432,10 +432,11 @@ def recommended(
 
 
 def choose_layout(options: argparse.Namespace, micro_batch: int, shape: Shape) -> Layout:
+    from redline.predict.memory import check_replicas
     from redline.predict.parallel import gpus_in_a_node, layout_for_batch
 
     gpus = all_gpus(options)
-    return layout_for_batch(
+    layout = layout_for_batch(
         gpus=gpus,
         tp=options.tp or 1,
         pp=options.pp or 1,
@@ -444,3 +445,5 @@ def choose_layout(options: argparse.Namespace, micro_batch: int, shape: Shape) -
         shape=shape,
         gpus_per_node=gpus_in_a_node(gpus, options.nodes),
     )
+    check_replicas(options.zero or 0, layout)
+    return layout

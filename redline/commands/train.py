@@ -32,7 +32,7 @@ from redline.commands.training_data import (
 )
 from redline.core.errors import UserError
 from redline.core.workload import check_positive
-from redline.rungs.parallel import DDP, PIPELINE_GPIPE, PIPELINE_PARALLEL, TENSOR_PARALLEL
+from redline.rungs.parallel import DDP
 
 if TYPE_CHECKING:
     from redline.commands.watchers import Session
@@ -288,28 +288,21 @@ def chosen_order(
 
 def shared_recipe(recipe: Recipe, way: str | None, layout: Layout) -> Recipe:
     """With a way for the ranks to share a step; one process keeps what the recipe has, and does without it."""
-    from redline.rungs.ladder import with_parallel
+    from redline.rungs.ladder import cuts_of, with_parallel
 
     if layout.ranks == 1 and way is None:
         return recipe
-    cuts = cuts_of(layout, recipe)
+    cuts = cuts_of(recipe.rungs, layout)
     others = [name for name in recipe.rungs if name not in cuts]
     return replace(recipe, rungs=with_parallel([*others, *cuts], way))
-
-
-def cuts_of(layout: Layout, recipe: Recipe) -> list[str]:
-    """The rungs of degrees above one; a recipe may say in which order stages take their pieces."""
-    cuts = [TENSOR_PARALLEL] if layout.tensor > 1 else []
-    if layout.pipeline > 1:
-        cuts.append(PIPELINE_GPIPE if PIPELINE_GPIPE in recipe.rungs else PIPELINE_PARALLEL)
-    return cuts
 
 
 def check_parallel(recipe: Recipe, workload: Workload, hardware: Hardware, layout: Layout) -> None:
     """Ways to share a step that do not go with the rest of the recipe."""
     from redline.rungs import find_rung, plan_of, why_not
+    from redline.rungs.ladder import cuts_of
 
-    for way in map(find_rung, [*cuts_of(layout, recipe), recipe.rungs[-1]]):  # where `with_parallel` has put it
+    for way in map(find_rung, [*cuts_of(recipe.rungs, layout), recipe.rungs[-1]]):  # where `with_parallel` has put it
         reason = why_not(way, workload, hardware, plan_of(name for name in recipe.rungs if name != way.name))
         if reason is not None:
             raise UserError(f"{way.name} does not apply here", reason, "choose another --parallel, or another recipe")
@@ -340,7 +333,9 @@ def other_optimizer(name: str, rungs: tuple[str, ...], workload: Any, hardware: 
 
 
 def check_init(recipe: Recipe, init: Path | None, layout: Layout) -> None:
-    cut = [*cuts_of(layout, recipe), *(name for name in recipe.rungs[-1:] if name != DDP)]
+    from redline.rungs.ladder import cuts_of
+
+    cut = [*cuts_of(recipe.rungs, layout), *(name for name in recipe.rungs[-1:] if name != DDP)]
     if init is not None and cut:
         raise UserError(
             f"--init with {' and '.join(cut)}",

@@ -2,7 +2,8 @@
 
 redline train gpt2 --gpus 8        redline train gpt2-xl --gpus 8 --parallel fsdp --tensor 2
 
-How many ranks there are is no part of a recipe: a recipe with `fsdp` on one process is the recipe without it.
+How many ranks there are is no part of a recipe: a recipe with `fsdp` on one process, or on one rank, is the recipe
+without it (`for_layout` in `rungs/ladder.py`).
 """
 
 from __future__ import annotations
@@ -32,8 +33,9 @@ class Ddp(Rung):
 
     torch's DistributedDataParallel: gradients go into buckets of 25 MB, and one is averaged while the backward pass
     computes the next. With accumulation only the last micro batch of an update is averaged. Weights,
-    gradients and optimizer state lie on every rank in full: what fits one device fits many, and no larger model. A
-    compiled step gives all its gradients at once, at the end of its backward pass, and hides nothing behind it.
+    gradients and optimizer state lie on every rank in full: what fits one device fits many, and no larger model. Of a
+    compiled step torch cuts the graph where a bucket is full (its DDPOptimizer): a part's gradients are there when its
+    backward pass has ended, and nothing is fused across a cut. One rank has nobody to average with, and no wrapper.
     """
 
     name = DDP

@@ -20,6 +20,7 @@ from redline.engine.profiling_timeline import STEP, WINDOW, read_timeline, union
 from redline.predict.memory import predict_memory
 from redline.predict.parallel import Layout
 from redline.rungs import plan_of
+from redline.rungs.ladder import for_layout
 from redline.search.document import ladder_document
 from redline.search.launch import kill_ranks, standing_in
 from redline.search.ranks import check_global_batch, check_ranks, rate_of_ranks
@@ -311,3 +312,32 @@ def test_on_a_gpu_only_what_nothing_hides_is_exposed() -> None:
 def test_a_union_has_every_moment_once() -> None:
     assert list(union([(5.0, 7.0), (0.0, 2.0), (1.0, 3.0), (3.0, 4.0)])) == [(0.0, 4.0), (5.0, 7.0)]
     assert list(union([])) == []
+
+
+# --- which rungs count ------------------------------------------------------------------------------------------------
+
+MINE = ("bf16", "tied-weights", "fused-loss", "fused-backward")
+
+
+@pytest.mark.parametrize(
+    ("more", "layout", "expected"),
+    [
+        (("ddp",), Ranked(), ()),
+        (("fsdp",), Ranked(), ()),
+        (("tensor-parallel", "pipeline-gpipe", "fsdp-keep"), Ranked(), ()),
+        ((), Ranked(ranks=4), ("ddp",)),
+        (("fsdp-keep",), Ranked(ranks=4), ("fsdp-keep",)),
+        (("fsdp",), Ranked(ranks=4, tensor=4), ("tensor-parallel",)),
+        (("tensor-parallel", "fsdp"), Ranked(ranks=4, pipeline=2), ("pipeline-parallel", "fsdp")),
+        (("pipeline-gpipe",), Ranked(ranks=2, pipeline=2), ("pipeline-gpipe",)),
+    ],
+    ids=["ddp", "fsdp", "everything", "several", "their-way", "no-data", "stages", "their-order"],
+)
+def test_rungs_of_degrees_of_one_are_left_out_with_what_they_undo(
+    more: tuple[str, ...], layout: Ranked, expected: tuple[str, ...]
+) -> None:
+    found = for_layout((*MINE, *more), layout)
+    assert found == (*MINE, *expected)
+    if not expected:
+        assert plan_of(found) == plan_of(MINE)
+        assert plan_of(found).backward == plan_of(found).loss == "fused"
