@@ -3,11 +3,13 @@
     python benchmarks/ranks.py --json FILE              # GPT-2: one process, and one rank of DDP and of FSDP2
     python benchmarks/ranks.py --large --json FILE      # GPT-2 XL and a 7B shape: one rank of FSDP2, with what fits
 
-All five ways live in one process and take turns of ten steps, so that the card's temperature is the same for each; a
-turn ends as a cycle of the trainer does, with the mean of its losses over the ranks. The ratio is the median over
-rounds of a way's turn to the plain process's turn of the same round. *one rank* is what `redline train` builds under
-`torchrun --nproc-per-node 1`: the rung's wrapper is left out, with whatever it would undo. *wrapped* is torch's own DDP
-and FSDP2 around one rank, whose collectives (NCCL on a GPU, gloo on a CPU) end where they begin.
+Each of five ways has a process that keeps its compiled step and takes a turn of ten steps when it is told to, so that
+the card's temperature is the same for all; a turn ends as a cycle of the trainer does, with the mean of its losses over
+the ranks. (In one process they would share compiled code: Dynamo takes the plain model's graph for DDP's, which torch
+cuts where a bucket is full.) The ratio is the median over rounds of a way's turn to the plain process's of the same
+round. *one rank* is what `redline train` builds under `torchrun --nproc-per-node 1`: the rung's wrapper is left out,
+with whatever it would undo. *wrapped* is torch's own DDP and FSDP2 around one rank, whose collectives (NCCL on a GPU,
+gloo on a CPU) end where they begin.
 
 --large takes FSDP2's way in, wrapped: built without memory, compiled block by block (all of GPT-2 XL as one graph takes
 Inductor minutes). Each model is a process of its own, with the first recipe of LARGE_RECIPES that is predicted to hold
@@ -27,21 +29,20 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed import TCPStore
 
 from redline.core.hardware import Hardware
 from redline.core.layout import Layout
 from redline.core.plan import Plan
-from redline.core.values import to_json
+from redline.core.values import from_json, to_json
 from redline.core.workload import Workload
 from redline.engine.build import build_step
 from redline.engine.clock import Clock
@@ -59,6 +60,8 @@ from redline.search.launch import probe_machine
 from redline.workloads import resolve_shape, resolve_workload
 
 STEPS = 10  # of a turn; a cycle of the trainer has as many
+SETTLING = 2  # steps before a turn is timed
+AT_ONCE = 3  # processes that compile: each holds the activations of a whole step, 28 GB of GPT-2 at 64
 WARM_UPS, LARGE_STEPS = 3, 8
 PLAIN = "plain"
 LESS_THAN = 0.01  # what one rank may cost more than one process
@@ -75,17 +78,26 @@ ROW = "row: "  # before what a child has found, among whatever else is printed t
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What a small test on a CPU replaces."""
+    """What a process builds."""
 
-    workload: Workload
+    model: str
     micro_batch: int
     rungs: tuple[str, ...] = FAST
-    device: torch.device = field(default_factory=lambda: torch.device("cuda", 0))
-    rounds: int = 6
+    device: str = "cuda"
+    way: str | None = None
+    """One of `ways`; None: a large model."""
 
-    def batch(self) -> torch.Tensor:
+    @property
+    def workload(self) -> Workload:
+        """A shape of records/shapes in the whole of its context, or a preset."""
+        own = SHAPES / f"{self.model}.json"
+        if not own.exists():
+            return resolve_workload(self.model)
+        return resolve_workload(str(own), sequence=resolve_shape(str(own)).shape.sequence)
+
+    def batch(self, device: torch.device) -> torch.Tensor:
         shape = self.workload.decoder
-        return torch.randint(shape.vocab, (2, self.micro_batch, shape.sequence), device=self.device)
+        return torch.randint(shape.vocab, (2, self.micro_batch, shape.sequence), device=device)
 
 
 # --- one rank beside one process --------------------------------------------------------------------------------------
@@ -102,17 +114,79 @@ def ways(rungs: Sequence[str]) -> dict[str, Plan]:
 
 
 @contextmanager
-def one_rank(device: torch.device) -> Iterator[Ranks]:
+def one_rank(kind: str) -> Iterator[tuple[Ranks, torch.device]]:
     """A job of one, with collectives. `join` would do it too, and end this process together with its parent."""
     store = TCPStore("127.0.0.1", 0, 1, is_master=True)
     os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)})
-    try:
-        with Ranks(rank=0, count=1, store=store) as ranks:
-            ranks.connect(device.type)
-            yield ranks
-    finally:
-        if dist.is_initialized():  # after an interrupt: nobody waits for this one
-            dist.destroy_process_group()
+    with Ranks(rank=0, count=1, store=store) as ranks:
+        yield ranks, ranks.connect(kind)
+
+
+@contextmanager
+def no_rank(kind: str) -> Iterator[tuple[Ranks, torch.device]]:
+    yield alone(), torch.device(kind)
+
+
+def serve_turns(setting: Setting, orders: Iterable[str], answer: Callable[[Any], None]) -> None:
+    """In the child: how long it took to build and compile, and then a turn for every line that comes."""
+    assert setting.way is not None
+    started = time.perf_counter()
+    with no_rank(setting.device) if setting.way == PLAIN else one_rank(setting.device) as (ranks, device):
+        plan = ways(setting.rungs)[setting.way]
+        step, batch = build_step(setting.workload, plan, device=device, ranks=ranks), setting.batch(device)
+        take_turn(step, batch, ranks)
+        answer({"build_seconds": time.perf_counter() - started})
+        for _ in orders:
+            answer({"times": take_turn(step, batch, ranks)})
+
+
+def take_turn(step: TrainStep, batch: torch.Tensor, ranks: Ranks) -> list[float]:
+    """Seconds of each step, and of the end of the cycle. Between turns the card is the others'."""
+    for _ in range(SETTLING):  # memory that was given back is asked for again
+        step(batch)
+    clock, losses = Clock(step.device), []
+    clock.mark()
+    for number in range(STEPS):
+        ranks.mark(number, "in the step")
+        losses.append(step(batch))
+        clock.mark()
+    ranks.mean(torch.stack(losses)).tolist()
+    ranks.gather({"stop": False})
+    clock.mark()
+    seconds = clock.seconds()
+    if step.device.type == "cuda":
+        torch.cuda.empty_cache()
+    return seconds
+
+
+class Seat:
+    """A child that takes turns."""
+
+    def __init__(self, setting: Setting) -> None:
+        words = [sys.executable, __file__, "--child", json.dumps(to_json(setting))]
+        self.process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def answer(self) -> dict[str, Any]:
+        """The next row. One that is gone, or that says why it cannot, is an error."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith(ROW):
+                row: dict[str, Any] = json.loads(line.removeprefix(ROW))
+                if row.get("failed") is not None:
+                    raise RuntimeError(row["failed"])
+                return row
+        raise RuntimeError(f"exit code {self.process.wait()}")
+
+    def take_turn(self) -> list[float]:
+        assert self.process.stdin is not None
+        self.process.stdin.write("turn\n")
+        self.process.stdin.flush()
+        times: list[float] = self.answer()["times"]
+        return times
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.communicate()
 
 
 @dataclass
@@ -125,48 +199,52 @@ class Taken:
     turns: list[float] = field(default_factory=list)
 
 
-def compare(setting: Setting, ranks: Ranks, keep: Callable[[list[dict[str, Any]]], object]) -> list[dict[str, Any]]:
+Rows = list[dict[str, Any]]
+Keep = Callable[[Rows], object]
+
+
+def compare(setting: Setting, rounds: int, keep: Keep, seat: Callable[[Setting], Seat] = Seat) -> Rows:
     """`keep` gets the rows after every round."""
-    batch, rows = setting.batch(), dict[str, dict[str, Any]]()
-    steps: dict[str, tuple[TrainStep, Ranks]] = {}
+    names = list(ways(setting.rungs))
+    rows: dict[str, dict[str, Any]] = {}
+    seats: dict[str, Seat] = {}
     taken: dict[str, Taken] = {}
-    for name, plan in ways(setting.rungs).items():
-        members = alone() if name == PLAIN else ranks
-        started = time.perf_counter()
-        try:
-            step = build_step(setting.workload, plan, device=setting.device, ranks=members)
-            take_turn(step, batch, members)
-        except Exception as error:  # one that cannot be built is a row, and the others go on
-            rows[name] = failed(name, error)
-            say(f"{name}: {rows[name]['failed']}")
-            continue
-        steps[name], taken[name] = (step, members), Taken(build_seconds=time.perf_counter() - started)
-        say(f"{name}: built and compiled in {taken[name].build_seconds:.1f} s")
     tokens = setting.micro_batch * setting.workload.decoder.sequence
-    for number in range(setting.rounds):
-        order = list(steps) if number % 2 == 0 else list(reversed(steps))  # who comes first is not always the same
-        for name in order:
-            step, members = steps[name]
-            times = take_turn(step, batch, members)
-            taken[name].steps += times[:STEPS]
-            taken[name].turns.append(sum(times))
-        rows |= {name: figures(name, one, taken.get(PLAIN), tokens) for name, one in taken.items()}
-        keep([rows[name] for name in ways(setting.rungs) if name in rows])
-    return [rows[name] for name in ways(setting.rungs) if name in rows]
 
+    def in_order() -> Rows:
+        return [rows[name] for name in names if name in rows]
 
-def take_turn(step: TrainStep, batch: torch.Tensor, ranks: Ranks) -> list[float]:
-    """Seconds of each step, and of the end of the cycle."""
-    clock, losses = Clock(step.device), []
-    clock.mark()
-    for number in range(STEPS):
-        ranks.mark(number, "in the step")
-        losses.append(step(batch))
-        clock.mark()
-    ranks.mean(torch.stack(losses)).tolist()
-    ranks.gather({"stop": False})
-    clock.mark()
-    return clock.seconds()
+    def drop(name: str, error: Exception) -> None:
+        """One that fails is a row, and the others go on."""
+        rows[name] = {"way": name, "failed": str(error)}
+        seats.pop(name).close()
+        taken.pop(name, None)
+        say(f"{name} failed: {error}")
+
+    try:
+        for some in (names[i : i + AT_ONCE] for i in range(0, len(names), AT_ONCE)):
+            seats |= {name: seat(replace(setting, way=name)) for name in some}
+            for name in some:
+                try:
+                    taken[name] = Taken(build_seconds=seats[name].answer()["build_seconds"])
+                    say(f"{name}: built and compiled in {taken[name].build_seconds:.1f} s")
+                except RuntimeError as error:
+                    drop(name, error)
+        for number in range(rounds):
+            for name in list(seats) if number % 2 == 0 else list(reversed(seats)):  # nobody always comes first
+                try:
+                    times = seats[name].take_turn()
+                except (RuntimeError, OSError) as error:
+                    drop(name, error)
+                    continue
+                taken[name].steps += times[:STEPS]
+                taken[name].turns.append(sum(times))
+            rows |= {name: figures(name, one, taken.get(PLAIN), tokens) for name, one in taken.items()}
+            keep(in_order())
+    finally:
+        for one in seats.values():
+            one.close()
+    return in_order()
 
 
 def figures(name: str, taken: Taken, plain: Taken | None, tokens: int) -> dict[str, Any]:
@@ -187,9 +265,9 @@ def figures(name: str, taken: Taken, plain: Taken | None, tokens: int) -> dict[s
     }
 
 
-def failed(name: str, error: BaseException) -> dict[str, Any]:
+def words_of(error: BaseException) -> str:
     text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-    return {"way": name, "failed": f"{type(error).__name__}: {text}"[:300]}
+    return "out of memory" if is_out_of_memory(error) else f"{type(error).__name__}: {text}"[:300]
 
 
 def line_of(row: dict[str, Any]) -> str:
@@ -212,14 +290,6 @@ def verdict(rows: Sequence[dict[str, Any]]) -> bool | None:
 # --- large models -----------------------------------------------------------------------------------------------------
 
 
-def large_workload(name: str) -> Workload:
-    """A shape of records/shapes in the whole of its context, or a preset."""
-    own = SHAPES / f"{name}.json"
-    if not own.exists():
-        return resolve_workload(name)
-    return resolve_workload(str(own), sequence=resolve_shape(str(own)).shape.sequence)
-
-
 def large_case(workload: Workload, rungs: Sequence[str]) -> Case:
     """FSDP around one GPU, as predict/ has it."""
     return Case(shape=workload.decoder, plan=plan_of((*rungs, "fsdp")), layout=Cut(gpus=1), zero=3)
@@ -235,14 +305,16 @@ def choose_recipes(workload: Workload, memory_bytes: int) -> list[tuple[tuple[st
     return enough or [(last, largest[last])] * (largest[last] > 0)
 
 
-def time_large(setting: Setting, hardware: Hardware, ranks: Ranks, steps: int = LARGE_STEPS) -> dict[str, Any]:
+def time_large(
+    setting: Setting, hardware: Hardware, ranks: Ranks, device: torch.device, steps: int = LARGE_STEPS
+) -> dict[str, Any]:
     """In the child."""
-    device, workload = setting.device, setting.workload
+    workload = setting.workload
     plan = plan_of((*setting.rungs, "fsdp"))
     started = time.perf_counter()
     step = build_step(workload, plan, device=device, ranks=ranks)
     built = time.perf_counter() - started
-    batch, clock = setting.batch(), Clock(device)
+    batch, clock = setting.batch(device), Clock(device)
     losses = [step(batch).item() for _ in range(WARM_UPS)]
     compiled = time.perf_counter() - started - built
     reset_peak(device)
@@ -265,17 +337,19 @@ def time_large(setting: Setting, hardware: Hardware, ranks: Ranks, steps: int = 
         "first_steps_seconds": compiled,
         "loss_first": losses[0],
         "loss_last": losses[-1],
+        "failed": None,
     }
 
 
-def describe(name: str, workload: Workload, rungs: tuple[str, ...], micro_batch: int) -> dict[str, Any]:
-    memory = large_case(workload, rungs).memory(micro_batch)
+def describe(setting: Setting) -> dict[str, Any]:
+    workload = setting.workload
+    memory = large_case(workload, setting.rungs).memory(setting.micro_batch)
     return {
-        "model": name,
+        "model": setting.model,
         "parameters": parameters(workload.decoder).total,
         "shape": to_json(workload.decoder),
-        "rungs": [*rungs, "fsdp"],
-        "micro_batch": micro_batch,
+        "rungs": [*setting.rungs, "fsdp"],
+        "micro_batch": setting.micro_batch,
         "sequence": workload.decoder.sequence,
         "predicted_bytes": memory.allocated,
         "predicted_total_bytes": memory.total,
@@ -283,51 +357,45 @@ def describe(name: str, workload: Workload, rungs: tuple[str, ...], micro_batch:
     }
 
 
-def child(name: str, rungs: str, micro_batch: int, device: str) -> int:
-    """One model with one recipe: prints a row."""
-    setting = Setting(
-        workload=large_workload(name),
-        micro_batch=micro_batch,
-        rungs=tuple(rungs.split(",")),
-        device=torch.device(device),
-    )
-    with one_rank(setting.device) as ranks:
-        try:
-            row = {**time_large(setting, probe(device), ranks), "failed": None}
-        except Exception as error:
-            kind = "out of memory" if is_out_of_memory(error) else None
-            row = {"failed": kind or failed(name, error)["failed"], "peak_bytes": peak_bytes(setting.device)}
-    print(ROW + json.dumps(row), flush=True)
-    return 0
-
-
-def run_large(
-    names: Sequence[str], hardware: Hardware, keep: Callable[[list[dict[str, Any]]], object], timeout_seconds: float
-) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = []
-    for name in names:
-        workload = large_workload(name)
-        assert hardware.memory_bytes is not None
+def run_large(models: Sequence[str], hardware: Hardware, keep: Keep, seat: Callable[[Setting], Seat] = Seat) -> Rows:
+    """Each in a process of its own: nothing is left on the card of one that ran out of memory."""
+    rows: Rows = []
+    assert hardware.memory_bytes is not None
+    for model in models:
+        workload = Setting(model=model, micro_batch=1).workload
         for rungs, micro_batch in choose_recipes(workload, hardware.memory_bytes):
-            words = [name, ",".join(rungs), str(micro_batch), hardware.kind]
-            row = {**describe(name, workload, rungs, micro_batch), **ask_child(words, timeout_seconds)}
-            rows.append(row)
+            setting = Setting(model=model, micro_batch=micro_batch, rungs=rungs, device=hardware.kind)
+            child = seat(setting)
+            try:
+                found = child.answer()
+            except RuntimeError as error:
+                found = {"failed": str(error)}
+            finally:
+                child.close()
+            rows.append({**describe(setting), **found})
             keep(rows)
-            say(large_line(row))
-            if row["failed"] is None:
+            say(large_line(rows[-1]))
+            if found["failed"] is None:
                 break
     return rows
 
 
-def ask_child(words: list[str], timeout_seconds: float) -> dict[str, Any]:
-    """Its row. A process of its own: nothing is left on the card of one that ran out of memory."""
-    command = [sys.executable, __file__, "--child", *words]
+def child(setting: Setting) -> int:
+    """Answers with rows on standard output. It leaves with its parent, whose end of the pipe closes."""
+
+    def answer(row: dict[str, Any]) -> None:
+        print(ROW + json.dumps(row), flush=True)
+
     try:
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=timeout_seconds)
-    except subprocess.TimeoutExpired:
-        return {"failed": f"nothing within {timeout_seconds:g} s"}
-    told = [line.removeprefix(ROW) for line in done.stdout.splitlines() if line.startswith(ROW)]
-    return json.loads(told[-1]) if told else {"failed": f"exit code {done.returncode}"}
+        if setting.way is not None:
+            serve_turns(setting, sys.stdin, answer)
+        else:
+            with one_rank(setting.device) as (ranks, device):
+                answer(time_large(setting, probe(setting.device), ranks, device))
+    except Exception as error:
+        answer({"failed": words_of(error)})
+        return 1
+    return 0
 
 
 def large_line(row: dict[str, Any]) -> str:
@@ -347,7 +415,7 @@ def large_line(row: dict[str, Any]) -> str:
 Machine = tuple[Hardware, dict[str, str | None]]  # with the versions of what runs on it
 
 
-def record_of(what: str, machine: Machine, rows: list[dict[str, Any]], *, finished: bool) -> dict[str, Any]:
+def record_of(what: str, machine: Machine, rows: Rows, *, finished: bool) -> dict[str, Any]:
     record = {
         "what": what,
         "command": shlex.join(["python", "benchmarks/ranks.py", *sys.argv[1:]]),
@@ -378,18 +446,17 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--micro-batch", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=6, help="of ten steps for each way (default 6)")
     parser.add_argument("--large", nargs="*", metavar="MODEL", help="large models instead: gpt2-xl, gpt-7b, or these")
-    parser.add_argument("--timeout", type=float, default=110.0, help="seconds for one large model (default 110)")
     parser.add_argument("--json", nargs="?", const="-", metavar="FILE", help="the record; a FILE grows with the rows")
-    parser.add_argument("--child", nargs=4, metavar=("MODEL", "RUNGS", "MICRO_BATCH", "DEVICE"), help=argparse.SUPPRESS)
+    parser.add_argument("--child", metavar="JSON", help=argparse.SUPPRESS)
     return parser.parse_args(words)
 
 
-def measure(options: argparse.Namespace, machine: Machine, setting: Setting | None = None) -> dict[str, Any]:
-    """The record, whatever ends it. `setting`: of the comparison, where it is not GPT-2 on a GPU."""
+def measure(options: argparse.Namespace, machine: Machine, seat: Callable[[Setting], Seat] = Seat) -> dict[str, Any]:
+    """The record, whatever ends it."""
     what = "one rank of DDP and FSDP2 beside one process" if options.large is None else "large models, one rank of FSDP"
-    rows: list[dict[str, Any]] = []
+    rows: Rows = []
 
-    def keep(found: list[dict[str, Any]], finished: bool = False) -> dict[str, Any]:
+    def keep(found: Rows, finished: bool = False) -> dict[str, Any]:
         rows[:] = found
         record = record_of(what, machine, rows, finished=finished)
         if options.json not in (None, "-"):
@@ -398,12 +465,10 @@ def measure(options: argparse.Namespace, machine: Machine, setting: Setting | No
 
     try:
         if options.large is not None:
-            run_large(options.large or LARGE, machine[0], keep, options.timeout)
+            run_large(options.large or LARGE, machine[0], keep, seat)
         else:
-            workload = resolve_workload("gpt2")
-            setting = setting or Setting(workload=workload, micro_batch=options.micro_batch, rounds=options.rounds)
-            with one_rank(setting.device) as ranks:
-                compare(setting, ranks, keep)
+            setting = Setting(model="gpt2", micro_batch=options.micro_batch, device=machine[0].kind)
+            keep(compare(setting, options.rounds, keep, seat))
     except KeyboardInterrupt:
         say("interrupted: what was finished is in the record")
         return keep(list(rows))
@@ -413,13 +478,12 @@ def measure(options: argparse.Namespace, machine: Machine, setting: Setting | No
 def main() -> int:
     options = parse()
     if options.child is not None:
-        name, rungs, micro_batch, device = options.child
-        return child(name, rungs, int(micro_batch), device)
+        return child(from_json(Setting, json.loads(options.child)))
     if not torch.cuda.is_available():
         say("there is no CUDA device here")
         return 2
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a time limit keeps what was finished too
-    # Asked by another process: the parent of large models must hold nothing on the card.
+    # Asked by another process: this one, which only waits, must hold nothing on the card.
     record = measure(options, probe_machine("cuda"))
     for row in record["rows"]:
         say(line_of(row) if "way" in row else large_line(row))

@@ -7,14 +7,16 @@ import importlib.util
 import json
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
 from redline.core.hardware import Hardware
 from redline.core.recipe import Recipe
+from redline.core.values import to_json
 from redline.core.workload import Shape, Workload
 from redline.engine.build import build_step
 from redline.engine.distributed import Ranks
@@ -51,7 +53,8 @@ def benchmark(repository: Path) -> Iterator[Any]:
 
 
 @pytest.fixture
-def few(benchmark: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+def few(benchmark: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """With turns of two steps, and a model named `small`."""
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, "")  # so that what the benchmark sets is gone afterwards
     monkeypatch.setattr(benchmark, "STEPS", 2)
@@ -59,22 +62,28 @@ def few(benchmark: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.fixture
+def small(few: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    (tmp_path / "small.json").write_text(json.dumps(to_json(WORKLOAD.decoder)))
+    monkeypatch.setattr(few, "SHAPES", tmp_path)
+    return few.Setting(model="small", micro_batch=2, rungs=RUNGS, device="cpu")
+
+
+@pytest.fixture
 def one(few: Any) -> Iterator[Ranks]:
-    with few.one_rank(CPU) as ranks:
+    with few.one_rank("cpu") as (ranks, _):
         yield ranks
 
 
 @pytest.fixture
-def setting(benchmark: Any) -> Any:
-    return benchmark.Setting(workload=WORKLOAD, micro_batch=2, rungs=RUNGS, device=CPU, rounds=2)
+def batch() -> torch.Tensor:
+    return torch.randint(257, (2, 2, 16), generator=torch.Generator().manual_seed(3))
 
 
 # --- the engine -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("way", ["ddp", "fsdp", "fsdp-keep"])
-def test_one_rank_trains_what_one_process_trains_bit_for_bit(one: Ranks, setting: Any, way: str) -> None:
-    batch = setting.batch()
+def test_one_rank_trains_what_one_process_trains_bit_for_bit(one: Ranks, batch: torch.Tensor, way: str) -> None:
     recipe = Recipe(rungs=(*RUNGS, way), micro_batch=2)
     plain = trained(build_step(WORKLOAD, plan_of(RUNGS), device=CPU), batch)
     step = build_step(WORKLOAD, training_plan(recipe, one.layout), device=CPU, ranks=one)
@@ -83,8 +92,8 @@ def test_one_rank_trains_what_one_process_trains_bit_for_bit(one: Ranks, setting
     assert all(torch.equal(ours[name], plain[name]) for name in plain)
 
 
-def test_what_is_wrapped_trains_the_same_too(one: Ranks, few: Any, setting: Any) -> None:
-    batch, found = setting.batch(), {}
+def test_what_is_wrapped_trains_the_same_too(one: Ranks, few: Any, batch: torch.Tensor) -> None:
+    found = {}
     for name, plan in few.ways(RUNGS).items():
         step = build_step(WORKLOAD, plan, device=CPU, ranks=one)
         kind = {"ddp, wrapped": Replicated, "fsdp, wrapped": Sharded}.get(name, Shared)
@@ -107,84 +116,103 @@ def trained(step: TrainStep, batch: torch.Tensor) -> dict[str, torch.Tensor]:
 # --- the benchmark ----------------------------------------------------------------------------------------------------
 
 
-def test_ways_take_turns_and_are_held_against_plain(few: Any, setting: Any, one: Ranks) -> None:
+@pytest.mark.parametrize("way", ["plain", "fsdp, wrapped"])
+def test_a_process_takes_a_turn_for_every_order(few: Any, small: Any, way: str) -> None:
+    told: list[dict[str, Any]] = []
+    few.serve_turns(replace(small, way=way), ["turn\n", "turn\n"], told.append)
+    assert [list(row) for row in told] == [["build_seconds"], ["times"], ["times"]]
+    assert all(len(row["times"]) == 2 + 1 and min(row["times"]) >= 0 for row in told[1:]), "two steps, a cycle's end"
+
+
+class Pretended:
+    """A seat whose turns take what `pace` says: seconds of a step by way and round."""
+
+    pace: ClassVar[dict[str, list[float]]]
+
+    def __init__(self, setting: Any) -> None:
+        self.setting, self.turns, self.closed = setting, 0, False
+        all_seats.append(self)
+
+    def answer(self) -> dict[str, Any]:
+        if self.setting.way == "fsdp, wrapped":
+            raise RuntimeError("RuntimeError: no such collective")
+        return {"build_seconds": 3.0}
+
+    def take_turn(self) -> list[float]:
+        paces = self.pace.get(self.setting.way, self.pace["plain"])
+        if self.turns == len(paces):
+            raise KeyboardInterrupt
+        self.turns += 1
+        return [paces[self.turns - 1]] * 2 + [0.0]
+
+    def close(self) -> None:
+        self.closed = True
+
+
+all_seats: list[Pretended] = []
+
+
+@pytest.fixture
+def pretended(monkeypatch: pytest.MonkeyPatch) -> type[Pretended]:
+    all_seats.clear()
+    monkeypatch.setattr(Pretended, "pace", {"plain": [1.0, 2.0, 4.0], "ddp, wrapped": [1.1, 2.2, 4.8]}, raising=False)
+    return Pretended
+
+
+def test_a_ratio_is_of_turns_of_the_same_round(few: Any, small: Any, pretended: type[Pretended]) -> None:
+    """A card that slows down slows all: 10 % more in a round are 10 %. One that fails is a row."""
     kept: list[list[dict[str, Any]]] = []
-    rows = few.compare(setting, one, lambda rows: kept.append(list(rows)))
+    rows = few.compare(small, 3, lambda rows: kept.append(list(rows)), pretended)
     assert [row["way"] for row in rows] == list(few.ways(RUNGS))
-    assert [row["rounds"] for row in kept[0]] == [1] * 5
+    assert [row.get("rounds") for row in kept[0]] == [1, 1, 1, 1, None]
     assert kept[-1] == rows
-    for row in rows:
-        assert row["step_seconds"]["n"] == 2 * 2
-        assert row["tokens_per_second"] == pytest.approx(2 * 16 / row["step_seconds"]["median"])
-        assert row["ratio_least"] <= row["ratio"] <= row["ratio_most"]
-        assert len(few.line_of(row)) <= 100
-    assert rows[0]["ratio"] == 1
-
-
-def test_a_ratio_is_of_turns_of_the_same_round(few: Any) -> None:
-    """A card that slows down slows both: 3 % more in each round are 3 %."""
-    plain = few.Taken(build_seconds=1.0, steps=[1.0, 2.0], turns=[10.0, 20.0, 40.0])
-    other = few.Taken(build_seconds=1.0, steps=[1.0, 2.0], turns=[10.3, 20.6, 41.2])
-    row = few.figures("ddp, one rank", other, plain, tokens=32)
-    assert (row["ratio"], row["ratio_least"], row["ratio_most"]) == pytest.approx((1.03, 1.03, 1.03))
-    assert few.figures("x", other, None, tokens=32)["ratio"] is None
-    cheap = {**row, "way": "fsdp, one rank", "ratio": 1.004}
-    assert few.verdict([row, cheap]) is False
-    assert few.verdict([{**row, "ratio": 1.009}, cheap]) is True
-    assert few.verdict([row]) is None
+    assert [row.get("ratio") for row in rows] == pytest.approx([1.0, 1.0, 1.0, 1.1, None])
+    assert (rows[3]["ratio_least"], rows[3]["ratio_most"]) == pytest.approx((1.1, 1.2))
+    assert rows[0]["step_seconds"] == {"median": 2.0, "p10": 1.0, "p90": 4.0, "n": 6}
+    assert rows[0]["tokens_per_second"] == pytest.approx(2 * 16 / 2.0)
+    assert rows[4]["failed"] == "RuntimeError: no such collective"
+    assert all(len(few.line_of(row)) <= 100 for row in rows)
+    assert all(seat.closed for seat in all_seats)
+    assert few.verdict(rows) is True
+    assert few.verdict([{**row, "ratio": 1.02} if row["way"] == "fsdp, one rank" else row for row in rows]) is False
+    assert few.verdict(rows[:2]) is None
 
 
 def test_what_was_finished_is_in_the_record(
-    few: Any, setting: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    few: Any, pretended: type[Pretended], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Interrupted in the second round, with a way that cannot be built."""
-    turns: list[int] = []
-    real, building = few.take_turn, few.build_step
-
-    def take_turn(*words: Any) -> Any:
-        turns.append(1)
-        if len(turns) == 4 + 4 + 2:  # four ways are built, one round of them, and into the next
-            raise KeyboardInterrupt
-        return real(*words)
-
-    def build(workload: Workload, plan: Any, **more: Any) -> Any:
-        if plan.parallel == "fsdp":
-            raise RuntimeError("no such collective\nand a trace")
-        return building(workload, plan, **more)
-
-    monkeypatch.setattr(few, "take_turn", take_turn)
-    monkeypatch.setattr(few, "build_step", build)
+    """Interrupted in the third round."""
+    monkeypatch.setattr(pretended, "pace", {"plain": [1.0, 2.0, 4.0], "ddp, wrapped": [1.1, 2.2]})
     path = tmp_path / "record.json"
-    record = few.measure(few.parse(["--json", str(path)]), (H200, {"torch": "2.13"}), setting)
+    record = few.measure(few.parse(["--json", str(path)]), (H200, {"torch": "2.13"}), pretended)
     assert json.loads(path.read_text()) == record
     assert record["finished"] is False
-    assert {row["way"]: row.get("rounds") for row in record["rows"]} == {
-        **dict.fromkeys(("plain", "ddp, one rank", "fsdp, one rank", "ddp, wrapped"), 1),
-        "fsdp, wrapped": None,
-    }
-    assert record["rows"][-1]["failed"] == "RuntimeError: no such collective"
-    assert len(few.line_of(record["rows"][-1])) <= 100
+    assert [row.get("rounds") for row in record["rows"]] == [2, 2, 2, 2, None]
     assert (record["hardware"]["name"], record["versions"], record["limit"]) == ("NVIDIA H200", {"torch": "2.13"}, 0.01)
+    assert record["within_limit"] is True
+    assert all(seat.closed for seat in all_seats)
+    assert few.measure(few.parse(["--rounds", "2"]), (H200, {}), pretended)["finished"] is True
 
 
 def test_large_models_take_the_first_recipe_that_is_predicted_to_fit(few: Any) -> None:
     for name, sequence in (("gpt2-xl", 1024), ("gpt-7b", 2048)):
-        workload = few.large_workload(name)
+        workload = few.Setting(model=name, micro_batch=1).workload
         chosen = few.choose_recipes(workload, H200.memory_bytes)
         assert [rungs for rungs, _ in chosen] == list(few.LARGE_RECIPES), "both of them, the faster first"
         assert workload.decoder.sequence == sequence
         assert {size for _, size in chosen} == {8_192 // sequence}
-        assert few.describe(name, workload, *chosen[0])["predicted_total_bytes"] < 0.92 * H200.memory_bytes
+        row = few.describe(few.Setting(model=name, micro_batch=chosen[0][1], rungs=chosen[0][0]))
+        assert row["predicted_total_bytes"] < 0.92 * H200.memory_bytes
     C = 4096  # by hand: a block's matrices, biases and norms; tokens and positions; the last norm
-    assert few.describe(name, workload, *chosen[0])["parameters"] == 32 * (12 * C**2 + 13 * C) + (50257 + 2048 + 2) * C
-    tight = few.choose_recipes(few.large_workload("gpt2-xl"), 30 * 1024**3)
+    assert row["parameters"] == 32 * (12 * C**2 + 13 * C) + (50257 + 2048 + 2) * C
+    tight = few.choose_recipes(few.Setting(model="gpt2-xl", micro_batch=1).workload, 30 * 1024**3)
     assert [rungs[-1] for rungs, _ in tight] == ["checkpointing"]
-    assert few.choose_recipes(few.large_workload("gpt-7b"), 48 * 1024**3) == []
+    assert few.choose_recipes(workload, 48 * 1024**3) == []
 
 
 def test_fsdp_around_one_gpu_holds_whole_tensors_and_casts_of_a_block_at_a_time(few: Any) -> None:
     """By hand: not 16-bit copies of all matrices, but of two blocks and of what lies outside them."""
-    workload, rungs = few.large_workload("gpt2-xl"), few.SHARED
+    workload, rungs = few.Setting(model="gpt2-xl", micro_batch=1).workload, few.SHARED
     plain = predict_memory(workload.shape, plan_of(rungs), micro_batch=16)
     wrapped = few.large_case(workload, rungs).memory(16)
     assert wrapped.moment == plain.moment == "forward of the loss"
@@ -196,44 +224,42 @@ def test_fsdp_around_one_gpu_holds_whole_tensors_and_casts_of_a_block_at_a_time(
     assert plain.allocated - wrapped.allocated == copies - gathered
 
 
-def test_a_large_model_is_timed_and_its_peak_held_against_the_prediction(few: Any, setting: Any, one: Ranks) -> None:
-    found = few.time_large(setting, H200, one, steps=2)
-    described = few.describe("one", WORKLOAD, RUNGS, 2)
-    row = {**described, **found, "failed": None}
+def test_a_large_model_is_timed_and_its_peak_held_against_the_prediction(few: Any, small: Any, one: Ranks) -> None:
+    row = {**few.describe(small), **few.time_large(small, H200, one, torch.device("cpu"), steps=2)}
     assert row["step_seconds"]["n"] == 2
     assert row["tokens_per_second"] == pytest.approx(2 * 16 / row["step_seconds"]["median"])
     assert row["loss_last"] < row["loss_first"]
     assert row["mfu"] is not None
-    assert row["rungs"] == [*RUNGS, "fsdp"]
+    assert (row["rungs"], row["failed"]) == ([*RUNGS, "fsdp"], None)
     assert len(few.large_line({**row, "peak_bytes": 2**30})) <= 100
     assert "failed: out of memory" in few.large_line({**row, "failed": "out of memory"})
 
 
-def test_the_next_recipe_is_tried_after_one_that_ran_out(few: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[list[str]] = []
+def test_the_next_recipe_is_tried_after_one_that_ran_out(few: Any) -> None:
+    asked: list[Any] = []
 
-    def ask(words: list[str], _: float) -> dict[str, Any]:
-        asked.append(words)
-        if words[0] == "gpt2-xl" or "checkpointing" in words[1]:
-            return {"failed": None, "tokens_per_second": 1.0, "mfu": None, "peak_bytes": None}
-        return {"failed": "out of memory"}
+    class Answering(Pretended):
+        def answer(self) -> dict[str, Any]:
+            asked.append(self.setting)
+            if self.setting.model == "gpt2-xl" or "checkpointing" in self.setting.rungs:
+                return {"failed": None, "tokens_per_second": 1.0, "mfu": None, "peak_bytes": None}
+            raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(few, "ask_child", ask)
     kept: list[int] = []
-    rows = few.run_large(few.LARGE, H200, lambda rows: kept.append(len(rows)), 1.0)
+    rows = few.run_large(few.LARGE, H200, lambda rows: kept.append(len(rows)), Answering)
     assert [(row["model"], row["rungs"][-2], row["failed"]) for row in rows] == [
         ("gpt2-xl", "sigmoid-gelu", None),
         ("gpt-7b", "sigmoid-gelu", "out of memory"),
         ("gpt-7b", "checkpointing", None),
     ]
     assert kept == [1, 2, 3]
-    assert asked[0][2:] == ["8", "cuda"]
+    assert (asked[0].micro_batch, asked[0].device, asked[0].way) == (8, "cuda", None)
 
 
 @pytest.mark.long
-def test_a_child_reports_its_row(few: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A real process; a CPU has no kernel for most of the rungs."""
-    row = few.ask_child(["tiny", "tied-weights,fused-adamw", "1", "cpu"], 300.0)
-    assert row["failed"] is None
-    assert row["loss_last"] < row["loss_first"]
-    assert few.ask_child(["tiny", "no-such-rung", "1", "cpu"], 300.0)["failed"].startswith("UserError")
+def test_real_processes_take_turns_and_tell_what_is_wrong(few: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = few.Setting(model="tiny", micro_batch=1, rungs=("tied-weights",), device="cpu")
+    rows = few.compare(plain, 1, lambda _: None)
+    assert [row["failed"] for row in rows] == [None] * 5
+    row = few.run_large(["tiny"], Hardware(kind="cpu", name="a CPU", memory_bytes=2**30), lambda _: None)[-1]
+    assert row["failed"] is not None, "a CPU has no such kernels"
