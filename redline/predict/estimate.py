@@ -82,6 +82,8 @@ class Subject:
     """Where the layout was not named."""
     words: str | None = None
     """What to type to measure it; None where nothing can be built from what was described."""
+    train: dict[str, str | None] | None = None
+    """Of several GPUs: `command`, what to type to train like that, or the `reason` why nothing does."""
 
 
 def document(subject: Subject, target: Target) -> dict[str, Any]:
@@ -111,9 +113,16 @@ def document(subject: Subject, target: Target) -> dict[str, Any]:
         "tokens_per_second": speed,
         "tokens_per_second_reason": reason,
         "batch": batch_json(subject.layout),
-        "parallel": parallel and subject.fabric and parallel_json(parallel, subject.fabric, subject.advice),
+        "parallel": parallel
+        and subject.fabric
+        and {**parallel_json(parallel, subject.fabric, subject.advice), "train": train_json(subject, fits)},
         "notes": [*target.notes, *subject.notes, *case_notes(case), *(step_notes(parallel) if parallel else ())],
     }
+
+
+def train_json(subject: Subject, fits: bool | None) -> dict[str, str | None] | None:
+    """Nobody is sent to train what does not fit."""
+    return {"command": None, "reason": "it does not fit"} if fits is False else subject.train
 
 
 # notes
