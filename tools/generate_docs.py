@@ -148,13 +148,21 @@ def newest_ladder(folder: Path) -> dict[str, Any] | None:
 
 
 def fastest_recipe(folder: Path) -> dict[str, Any] | None:
-    """Of the recipes measured alone, as `ladder --from best.json --rungs none` does at another micro batch."""
-    alone = records_with(folder, "recipe")
-    return max(alone, key=lambda document: float(document["rows"][0]["tokens_per_second"]), default=None)
+    """Of the ladders that start with a recipe, as `ladder --from best.json --micro-batch 64` does."""
+    return max(records_with(folder, "recipe"), key=lambda document: rate_of(fastest_row(document)), default=None)
+
+
+def fastest_row(document: dict[str, Any]) -> dict[str, Any]:
+    row: dict[str, Any] = max(document["rows"], key=rate_of)
+    return row
+
+
+def rate_of(row: dict[str, Any]) -> float:
+    return float(row["tokens_per_second"] or 0.0)
 
 
 def recipe_line(record: dict[str, Any]) -> str:
-    row = record["rows"][0]
+    row = fastest_row(record)
     spread = row["step_seconds"]
     return (
         f"The fastest recipe on record: **{row['tokens_per_second']:,.0f} tok/s**, {100 * row['mfu']:.1f} % MFU, at "

@@ -348,7 +348,6 @@ class FusedBackward(Rung):
     name = "fused-backward"
     title = "bias gradients summed where written"
     maths = Maths.ROUNDING
-    when_named = True  # until a ladder on a GPU has judged it: a script has (docs/speed-log.md)
 
     def needs(self, workload: Workload, hardware: Hardware, plan: Plan) -> str | None:
         if plan.autocast != "bf16":
@@ -605,6 +604,25 @@ def for_layout(names: Iterable[str], layout: Layout) -> tuple[str, ...]:
     if layout.data > 1:
         return with_parallel(others, None)
     return tuple(name for name in others if group_of(find_rung(name)) != DDP)
+
+
+def without_rung(
+    names: Iterable[str], dropped: str, workload: Workload, hardware: Hardware
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The rungs without this one and without those that apply only beside it; and what was taken out."""
+    before = kept = tuple(names)
+    kept = tuple(name for name in kept if name != dropped)
+    while lost := {name for name in kept if not _stands(name, kept, workload, hardware)} & {
+        name for name in kept if _stands(name, before, workload, hardware)
+    }:
+        kept = tuple(name for name in kept if name not in lost)
+    return kept, tuple(name for name in before if name not in kept)
+
+
+def _stands(name: str, names: Iterable[str], workload: Workload, hardware: Hardware) -> bool:
+    """Does it apply on top of the others?"""
+    others = plan_of(other for other in names if other != name)
+    return why_not(find_rung(name), workload, hardware, others) is None
 
 
 def usual_rungs(workload: Workload, hardware: Hardware) -> tuple[str, ...]:

@@ -109,15 +109,16 @@ def follow(process: subprocess.Popen[bytes], timeout_seconds: float, on_phase: O
     last = {"phase": "starting"}
     assert process.stdout is not None
     reader = threading.Thread(target=_read_progress, args=(process.stdout, last, on_phase), daemon=True)
-    reader.start()
     in_time = True
     try:
+        reader.start()
         process.wait(timeout=timeout_seconds)
     except subprocess.TimeoutExpired:
         in_time = False
     finally:  # also on Ctrl-C: nothing of the worker outlives this call
         kill_group(process)
-        reader.join(timeout=5)
+        if reader.ident is not None:  # a Ctrl-C may come before it started
+            reader.join(timeout=5)
     return last["phase"], in_time
 
 
@@ -152,9 +153,7 @@ def kill_group(process: subprocess.Popen[bytes]) -> None:
 def kill_ranks(folder: Path) -> None:
     """Of a job of several: torchrun gives each of them a session of its own, which the agent's end does not reach."""
     for path in folder.glob(RANK_FILE.format("*")):
-        with contextlib.suppress(
-            ProcessLookupError, PermissionError
-        ):  # gone already, or its number is another's by now
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # gone, or its number is another's by now
             os.killpg(int(path.read_text(encoding="utf-8")), signal.SIGKILL)
         path.unlink()
 

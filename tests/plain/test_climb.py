@@ -144,6 +144,7 @@ def test_every_rung_is_put_onto_the_recipe_so_far():
         (*late, "fused-adamw", "loader-workers", "fused-loss"),
         (*late, "fused-adamw", "loader-workers", "fused-loss", "bf16-residual"),
         (*late, "fused-adamw", "loader-workers", "fused-loss", "bf16-residual", "sigmoid-gelu"),
+        (*late, "fused-adamw", "loader-workers", "fused-loss", "bf16-residual", "sigmoid-gelu", "fused-backward"),
     ]
     assert [row.name for row in climb.finished] == ["baseline", *ALL]
 
@@ -319,6 +320,7 @@ def test_on_a_cpu_what_does_not_apply_is_a_row_with_its_reason(cpu):
         "cudnn-attention": cpu.missing["cudnn-attention"],
         "fused-loss": find_rung("fused-loss").needs(TINY, cpu, Plan()),
         "sigmoid-gelu": find_rung("sigmoid-gelu").needs(TINY, cpu, Plan(compile=True)),
+        "fused-backward": find_rung("fused-backward").needs(TINY, cpu, Plan(compile=True, autocast="bf16")),
     }
     for name in skipped:
         assert rows_of(climb)[name].kept is None
@@ -402,7 +404,7 @@ def test_when_the_baseline_fails_the_next_row_that_works_is_climbed_on():
 
 def test_when_everything_fails_there_is_still_a_row_for_each():
     wanting_others = ("flash", "cudnn-attention")  # 16 bit
-    wanting_others += ("bf16-residual", "sigmoid-gelu")  # compiled code
+    wanting_others += ("bf16-residual", "sigmoid-gelu", "fused-backward")  # compiled code
     climb = climbed(Machine(failures=dict.fromkeys(["baseline", *ALL], TIMEOUT)), again=True, repeats=3)
     assert {row.status for row in climb.finished if row.name not in wanting_others} == {"failed"}
     assert kept(climb) == []
