@@ -164,7 +164,13 @@ class Seat:
 
     def __init__(self, setting: Setting) -> None:
         words = [sys.executable, __file__, "--child", json.dumps(to_json(setting))]
-        self.process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.process = subprocess.Popen(
+            words,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,  # a Ctrl-C is the parent's, who keeps what was finished
+        )
 
     def answer(self) -> dict[str, Any]:
         """The next row. One that is gone, or that says why it cannot, is an error."""
@@ -215,10 +221,11 @@ def compare(setting: Setting, rounds: int, keep: Keep, seat: Callable[[Setting],
         return [rows[name] for name in names if name in rows]
 
     def drop(name: str, error: Exception) -> None:
-        """One that fails is a row, and the others go on."""
-        rows[name] = {"way": name, "failed": str(error)}
+        """One that fails is a row, with what it had finished, and the others go on."""
+        one = taken.pop(name, None)
+        finished = figures(name, one, taken.get(PLAIN), tokens) if one is not None and one.turns else {"way": name}
+        rows[name] = {**finished, "failed": str(error)}
         seats.pop(name).close()
-        taken.pop(name, None)
         say(f"{name} failed: {error}")
 
     try:

@@ -194,6 +194,23 @@ def test_what_was_finished_is_in_the_record(
     assert few.measure(few.parse(["--rounds", "2"]), (H200, {}), pretended)["finished"] is True
 
 
+def test_a_way_that_fails_later_keeps_what_it_had_finished(
+    few: Any, small: Any, pretended: type[Pretended], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = pretended.take_turn
+
+    def take_turn(self: Pretended) -> list[float]:
+        if self.setting.way == "ddp, wrapped" and self.turns == 2:
+            raise RuntimeError("exit code -9")
+        return real(self)
+
+    monkeypatch.setattr(pretended, "take_turn", take_turn)
+    rows = {row["way"]: row for row in few.compare(small, 3, lambda _: None, pretended)}
+    assert (rows["ddp, wrapped"]["rounds"], rows["ddp, wrapped"]["failed"]) == (2, "exit code -9")
+    assert rows["ddp, wrapped"]["ratio"] == pytest.approx(1.1)
+    assert rows["plain"]["rounds"] == 3
+
+
 def test_large_models_take_the_first_recipe_that_is_predicted_to_fit(few: Any) -> None:
     for name, sequence in (("gpt2-xl", 1024), ("gpt-7b", 2048)):
         workload = few.Setting(model=name, micro_batch=1).workload
