@@ -184,7 +184,8 @@ def check_options(options: argparse.Namespace) -> Recipe | None:
     from redline.data.text import check_corpus
     from redline.rungs.ladder import check_alternatives
     from redline.search.inspect import find_workload
-    from redline.search.ladder import check_choice, check_timeout
+    from redline.search.ladder import check_timeout
+    from redline.search.words import check_choice
 
     check_timeout(options.timeout)
     check_choice("device", options.device, ("cuda", "cpu"))
@@ -217,7 +218,7 @@ def named_rungs(words: str) -> tuple[str, ...]:
 
 def choose_workload(options: argparse.Namespace, hardware: Hardware) -> Workload:
     from redline.search.inspect import find_workload
-    from redline.search.ladder import named_or_default
+    from redline.search.words import named_or_default
 
     name, notes = named_or_default(options.workload, hardware)
     workload = find_workload(name, options.data, options.sequence)

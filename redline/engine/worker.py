@@ -27,6 +27,7 @@ from redline.core.errors import UserError
 from redline.core.job import FAILURE_FILE, RANK_FILE, STANDING_FILE, Job, write_atomically
 from redline.core.measurement import Failure, Measurement
 from redline.core.profile import Profile
+from redline.core.rank_processes import agent_environment
 from redline.core.user_code import users_line
 from redline.core.values import from_json, to_json
 
@@ -102,8 +103,7 @@ def lead_ranks(job: Job, folder: Path) -> int:
     """As torchrun's agent. Standard output is left to rank 0."""
     from redline.engine.agent import run_ranks
 
-    os.environ.setdefault("LOGLEVEL", "CRITICAL")  # the agent's own lines: what it knows is told in one
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // job.ranks)))
+    os.environ.update(agent_environment(job.ranks, os.cpu_count() or 1))
     with tempfile.TemporaryDirectory(prefix="redline-ranks-") as logs:
         words = ["--standalone", f"--nproc-per-node={job.ranks}", f"--log-dir={logs}"]
         failures = run_ranks([*words, "-m", "redline.engine.worker", str(folder)])

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from redline.core.errors import UserError, unknown_name
 from redline.core.hardware import Hardware
+from redline.core.layout import Layout
 from redline.core.plan import Plan
 from redline.core.workload import Workload
 from redline.rungs.optimizers import (
@@ -23,6 +24,10 @@ from redline.rungs.optimizers import (
 from redline.rungs.parallel import (
     DDP,
     GRAPHS_OF_RANKS,
+    PIPELINE_GPIPE,
+    PIPELINE_PARALLEL,
+    RANK_RUNGS,
+    TENSOR_PARALLEL,
     Ddp,
     Fsdp,
     FsdpKeep,
@@ -580,6 +585,25 @@ def with_parallel(names: Iterable[str], way: str | None) -> tuple[str, ...]:
     names = tuple(names)
     way = way or next((name for name in names if name in known), DDP)
     return (*(name for name in names if name not in known), way)
+
+
+def cuts_of(names: Iterable[str], layout: Layout) -> list[str]:
+    """The rungs of a layout's degrees above one; a recipe may say in which order stages take their pieces."""
+    cuts = [TENSOR_PARALLEL] if layout.tensor > 1 else []
+    if layout.pipeline > 1:
+        cuts.append(PIPELINE_GPIPE if PIPELINE_GPIPE in names else PIPELINE_PARALLEL)
+    return cuts
+
+
+def for_layout(names: Iterable[str], layout: Layout) -> tuple[str, ...]:
+    """The rungs that count among these ranks. A degree of one has none: what its rung would undo stays, and no wrapper
+    gathers or averages with itself. Ranks with data of their own share the step as the rungs say, or by `ddp`."""
+    names = tuple(names)
+    cuts = cuts_of(names, layout)
+    others = [*(name for name in names if name not in RANK_RUNGS or group_of(find_rung(name)) == DDP), *cuts]
+    if layout.data > 1:
+        return with_parallel(others, None)
+    return tuple(name for name in others if group_of(find_rung(name)) != DDP)
 
 
 def without_rung(

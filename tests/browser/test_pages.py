@@ -103,7 +103,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ladder_module, "launch", launch)
-        patch.setattr(ladder_module, "probe_machine", lambda device: (made["H200"], {"torch": "2.13.0"}))
+        patch.setattr("redline.search.words.probe_machine", lambda device: (made["H200"], {"torch": "2.13.0"}))
         main(["ladder", "tiny", "--micro-batch", str(MICRO_BATCH), "--check-steps", "5", "--out", str(out)])
     return out
 

@@ -24,7 +24,7 @@ from redline.core.layout import Layout
 from redline.core.values import from_json
 from redline.engine.build import build_step
 from redline.engine.distributed import Ranks, join
-from redline.engine.session import TrainOrder, shared_plan, train, training_plan
+from redline.engine.session import TrainOrder, train, training_plan
 
 BEGUN = "-begun"
 
@@ -52,7 +52,7 @@ def held(order: TrainOrder, ranks: Ranks) -> dict[str, Any]:
     """Bytes of weights, gradients and optimizer state that this rank itself holds, between backward and update; how
     many times gradients were reduced for a batch of three pieces; and every bit of the weights, as a checksum."""
     ranks.arrange(order.layout or Layout(ranks=ranks.count))
-    device, plan = ranks.connect("cpu"), shared_plan(training_plan(order.recipe), ranks)
+    device, plan = ranks.connect("cpu"), training_plan(order.recipe, ranks.layout)
     step = build_step(order.workload, plan, device=device, chunk=1, ranks=ranks)
     shape = order.workload.decoder
     batch = torch.zeros((2, 3, shape.sequence), dtype=torch.int64)

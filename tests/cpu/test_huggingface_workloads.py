@@ -394,7 +394,7 @@ def shards(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, verdict_only: None) -> Path:
     """Workers are this process, or eleven models would take minutes; tests/cpu/test_ladder.py starts real ones."""
     machine = probe.probe("cpu"), probe.versions()
-    for module in ("search.ladder", "search.launch"):
+    for module in ("search.words", "search.launch"):
         monkeypatch.setattr(f"redline.{module}.probe_machine", lambda _: machine)
     monkeypatch.setattr(
         "redline.search.ladder.launch", lambda run, job, *_: worker.run(job, run.path, lambda *_, **__: None)

@@ -480,7 +480,7 @@ def test_the_same_loss_as_a_plain_loop(repository: Path) -> None:
 def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, no_waiting: None) -> Path:
     """tests/cpu/test_ladder.py starts real workers."""
     machine = probe.probe("cpu"), probe.versions()
-    for module in ("search.ladder", "search.launch"):
+    for module in ("search.words", "search.launch"):
         monkeypatch.setattr(f"redline.{module}.probe_machine", lambda _: machine)
 
     def launch(run: Any, job: Any, *_: object) -> Any:

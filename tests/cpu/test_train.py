@@ -23,7 +23,7 @@ import redline.engine.checkpoint as checkpoint_module
 import redline.engine.session as session_module
 import redline.engine.train as train_module
 from redline.cli import interrupt, main
-from redline.commands.train import say_of_schedule
+from redline.commands.train import end_of_schedule
 from redline.core.errors import UserError
 from redline.core.recipe import Recipe
 from redline.core.training import Budget, TrainSettings
@@ -396,14 +396,18 @@ def test_mistakes_stop_before_anything_is_written(
     assert not out.exists()
 
 
-def test_a_resumed_run_is_told_that_its_schedule_ends(order: Order, capsys: pytest.CaptureFixture[str]) -> None:
-    settings = order().settings
-    say_of_schedule(settings, 64)
-    assert capsys.readouterr().err == ""
-    say_of_schedule(replace(settings, budget=Budget(steps=40)), 64)
-    assert "cosine schedule ends at step 12" in capsys.readouterr().err
-    say_of_schedule(replace(settings, budget=Budget(minutes=1)), 64)
-    assert "ends at step 12" in capsys.readouterr().err
+def test_a_resumed_run_is_told_that_its_schedule_ends(order: Order) -> None:
+    begun = order()
+    per_update = begun.settings.global_batch * begun.workload.decoder.sequence
+
+    def told(**budget: float) -> str | None:
+        return end_of_schedule(replace(begun, settings=replace(begun.settings, budget=Budget(**budget))))
+
+    assert end_of_schedule(begun) is None
+    assert told(tokens=12 * per_update) is None
+    assert "cosine schedule ends at step 12" in (told(steps=40) or "")
+    assert "ends at step 12" in (told(minutes=1) or "")
+    assert "ends at step 12" in (told(tokens=12 * per_update + 1) or "")
 
 
 def test_a_first_signal_asks_and_a_second_ctrl_c_leaves(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,7 +85,7 @@ def workers(monkeypatch):
 def machine(monkeypatch, cpu):
     """What the probe says; change it to move to another machine. No process is started."""
     seen = {"hardware": cpu, "versions": VERSIONS}
-    monkeypatch.setattr(ladder_module, "probe_machine", lambda device: (seen["hardware"], seen["versions"]))
+    monkeypatch.setattr("redline.search.words.probe_machine", lambda device: (seen["hardware"], seen["versions"]))
     monkeypatch.setattr(ladder_module, "launch", lambda *_: pytest.fail("a worker was started"))
     return seen
 
@@ -152,7 +152,7 @@ def test_counts_are_whole_numbers_from_1(mistake, option, value):
 
 @pytest.mark.parametrize("size", [2**20 + 1, 10**9, 10**30])
 def test_an_absurd_micro_batch_is_a_mistake_and_no_failed_row(mistake, workplace, monkeypatch, size):
-    monkeypatch.setattr(ladder_module, "probe_machine", lambda _: pytest.fail("the machine was asked"))
+    monkeypatch.setattr("redline.search.words.probe_machine", lambda _: pytest.fail("the machine was asked"))
     said = mistake("ladder", "tiny", "--micro-batch", size)
     assert said["problem"] == f"--micro-batch is {size:,}"
     assert "1,048,576" in said["why"]
@@ -439,7 +439,7 @@ def test_a_machine_that_cannot_be_asked(mistake, workplace, monkeypatch):
             f"no {device} device to measure on", "torch sees no CUDA device", "--device cpu measures the CPU"
         )
 
-    monkeypatch.setattr(ladder_module, "probe_machine", no_device)
+    monkeypatch.setattr("redline.search.words.probe_machine", no_device)
     assert mistake("ladder", "tiny", "--device", "cuda")["problem"] == "no cuda device to measure on"
 
 
@@ -472,7 +472,7 @@ def test_help_names_every_option_it_takes(capsys):
 
 
 def test_the_rungs_are_listed_without_a_machine(redline_command, workplace, monkeypatch):
-    monkeypatch.setattr(ladder_module, "probe_machine", lambda _: pytest.fail("the machine was asked"))
+    monkeypatch.setattr("redline.search.words.probe_machine", lambda _: pytest.fail("the machine was asked"))
     code, out, err = redline_command("ladder", "--list-rungs")
     assert (code, err) == (0, "")
     assert [line.split()[0] for line in out.splitlines()] == [rung.name for rung in LADDER]
@@ -626,7 +626,7 @@ def test_a_line_cut_short_costs_that_row_alone(redline_command, machine, finishe
 
 def test_a_run_is_drawn_again_anywhere(redline_command, finished_run, workplace, monkeypatch):
     """From a copy, without the machine, with the page lost."""
-    monkeypatch.setattr(ladder_module, "probe_machine", lambda _: pytest.fail("the machine was asked"))
+    monkeypatch.setattr("redline.search.words.probe_machine", lambda _: pytest.fail("the machine was asked"))
     first = redline_command("report", finished_run, "--json")[1]
     copy = workplace / "copy"
     shutil.copytree(finished_run, copy)
@@ -752,7 +752,7 @@ def test_an_interrupt_anywhere_else_is_no_traceback(redline_command, monkeypatch
     def interrupted(device):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(ladder_module, "probe_machine", interrupted)
+    monkeypatch.setattr("redline.search.words.probe_machine", interrupted)
     assert redline_command("ladder", "tiny") == (130, "", "interrupted\n")
 
 

@@ -55,7 +55,7 @@ class Workers:
 def workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Workers]:
     before, hired = signal.getsignal(signal.SIGTERM), Workers()
     monkeypatch.setattr(ladder_module, "launch", hired.launch)
-    monkeypatch.setattr(ladder_module, "probe_machine", lambda device: (CLIMBS["H200"], {"torch": "2.13.0"}))
+    monkeypatch.setattr("redline.search.words.probe_machine", lambda device: (CLIMBS["H200"], {"torch": "2.13.0"}))
     yield hired
     signal.signal(signal.SIGTERM, before)
 

@@ -18,7 +18,6 @@ from redline.core.measurement import Failure, Measurement
 from redline.core.recipe import Recipe, load_recipe
 from redline.report.tune_page import render_tune_page
 from redline.search import answers as answers_module
-from redline.search import tune_run
 from redline.search.answers import TrialAnswers, context_of, open_cache
 from redline.workloads import resolve_workload
 
@@ -53,7 +52,7 @@ def workers(monkeypatch, tmp_path) -> Workers:
     hired = Workers()
     monkeypatch.setattr(answers_module, "launch", hired.launch)
     monkeypatch.setattr(answers_module, "probe_machine", lambda device: (H200, VERSIONS))
-    monkeypatch.setattr(tune_run, "probe_machine", lambda device: (H200, VERSIONS))
+    monkeypatch.setattr("redline.search.words.probe_machine", lambda device: (H200, VERSIONS))
     return hired
 
 
@@ -263,7 +262,7 @@ def test_mistakes_stop_before_anything_is_written(workers, capsys, words, proble
 
 def test_a_run_is_resumed_where_it_was_measured(workers, capsys, monkeypatch):
     tune(capsys, *WORDS, "--out", "run")
-    monkeypatch.setattr(tune_run, "probe_machine", lambda device: (replace(H200, name="another"), VERSIONS))
+    monkeypatch.setattr("redline.search.words.probe_machine", lambda device: (replace(H200, name="another"), VERSIONS))
     code, _, stderr = tune(capsys, "tune", "--resume", "run")
     assert code == 2
     assert "device was NVIDIA H200, is another" in stderr
