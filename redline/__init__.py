@@ -67,6 +67,7 @@ def ladder(
     rebatch: bool = False,
     headroom: float | None = None,
     global_batch: int | None = None,
+    compile_ahead: int | None = None,
     out: Path | str | None = None,
     timeout_seconds: float = 600.0,
 ) -> Document:
@@ -104,6 +105,7 @@ def ladder(
         rebatch=rebatch,
         headroom=headroom,
         global_batch=global_batch,
+        compile_ahead=compile_ahead,
         out=None if out is None else Path(out),
     )
     with LiveLadder(Console(stderr=True)) as view:

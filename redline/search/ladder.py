@@ -13,7 +13,7 @@ import fcntl
 import json
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -40,6 +40,8 @@ from redline.core.workload import Workload, check_positive
 from redline.data.text import check_corpus
 from redline.rungs import LADDER, find_rung, group_of, plan_of, why_not
 from redline.rungs.ladder import with_parallel
+from redline.search.ahead import compile_side_by_side, graphs_of
+from redline.search.answers import graph_key
 from redline.search.batch_size import check_headroom, host_memory_bytes
 from redline.search.climb import TOKENS_FILE, Climb, LadderSettings, Row
 from redline.search.document import best_rebatched, best_row, ladder_document, row_json
@@ -81,15 +83,20 @@ class LadderRun:
     def _climb(self, timeout_seconds: float, view: View) -> dict[str, Any]:
         answered = {key: result for key, result in self.directory.results().items() if not worth_another_try(result)}
 
+        compiled: dict[str, float] = {}  # seconds, by the code: rows that differ in nothing compiled share a cache
+
         def ask(job: Job) -> Result:
             if job.key not in answered:
+                graph = graph_key(job)
                 with self.directory.explaining():  # a worker's folder takes room on the disk too
-                    answered[job.key] = launch(self.directory, job, timeout_seconds, view.phase)
+                    result = launch(self.directory, job, timeout_seconds, view.phase, compile_cache=graph)
+                answered[job.key] = with_first_compile(result, graph, compiled)
                 self.directory.append(job, answered[job.key])
             return answered[job.key]
 
         climb = Climb(self.workload, self.hardware, self.settings, ask)
         try:
+            compiled |= self._compile_ahead(climb, answered, timeout_seconds, view)
             for row in climb.rows(view.row_started):
                 view.row_finished(row_json(row, climb.finished[0], climb))
                 self._keep_best(climb.finished)
@@ -99,6 +106,22 @@ class LadderRun:
         finally:
             remove_caches(self.directory)
         return ladder_document(climb, self.directory.read_run(), finished)
+
+    def _compile_ahead(
+        self, climb: Climb, answered: Mapping[str, Result], timeout_seconds: float, view: View
+    ) -> dict[str, float]:
+        at_once = self.settings.compile_ahead
+        jobs = [job for job in climb.foreseen() if job.key not in answered]
+        if at_once is None or not graphs_of(jobs):
+            return {}
+
+        def tell(done: int, total: int) -> None:
+            view.phase(f"compiling ahead, {min(at_once, total)} at a time", done=done, total=total, seconds=None)
+
+        with self.directory.explaining():
+            return compile_side_by_side(
+                self.directory, jobs, at_once=at_once, timeout_seconds=timeout_seconds, tell=tell
+            )
 
     def replay(self) -> dict[str, Any]:
         """The document of what is measured so far, without starting anything."""
@@ -127,6 +150,13 @@ class LadderRun:
         for name, recipe in recipes.items():
             with self.directory.explaining():
                 self.directory.write(name, json.dumps(to_json(recipe), indent=2) + "\n")
+
+
+def with_first_compile(result: Result, graph: str, compiled: dict[str, float]) -> Result:
+    """A row that finds its code compiled by another says what that one took."""
+    if isinstance(result, Failure) or result.compile_seconds is None:
+        return result
+    return replace(result, compile_seconds=compiled.setdefault(graph, result.compile_seconds))
 
 
 def worth_another_try(result: Result) -> bool:
@@ -183,6 +213,7 @@ def prepare_ladder(
     rebatch: bool = False,
     headroom: float | None = None,
     global_batch: int | None = None,
+    compile_ahead: int | None = None,
     out: Path | None = None,
     command: str = "redline.ladder()",
 ) -> LadderRun:
@@ -194,12 +225,19 @@ def prepare_ladder(
         ("--steps", steps),
         ("--check-steps", check_steps),
         ("--global-batch", global_batch),
+        ("--compile-ahead", compile_ahead),
     ):
         if value is not None:
             check_positive(name, value)
     ranks = gpus or 1
     check_rebatch(rebatch, headroom, global_batch)
     check_global_batch(global_batch, ranks)
+    if compile_ahead is not None and ranks > 1:
+        raise UserError(
+            f"--compile-ahead with --gpus {ranks}",
+            "the ranks of a row compile together, one process each",
+            "leave --compile-ahead out",
+        )
     check_choice("device", device, ("cuda", "cpu"))
     check_choice("keep", keep, ("faster", "all"))
     if workload is not None:
@@ -240,6 +278,7 @@ def prepare_ladder(
         headroom=LadderSettings.headroom if headroom is None else headroom,
         global_batch=global_batch,
         memory_bytes=memory_to_share(hardware) if rebatch else None,
+        compile_ahead=compile_ahead,
     )
     directory = open_directory(out or default_directory(resolved), resolved, hardware, versions, settings, command)
     notes = (*notes, *resolved.notes)

@@ -397,7 +397,7 @@ def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, verdict_only: None) ->
     for module in ("search.ladder", "search.launch"):
         monkeypatch.setattr(f"redline.{module}.probe_machine", lambda _: machine)
     monkeypatch.setattr(
-        "redline.search.ladder.launch", lambda run, job, *_: worker.run(job, run.path, lambda *_, **__: None)
+        "redline.search.ladder.launch", lambda run, job, *_, **__: worker.run(job, run.path, lambda *_, **__: None)
     )
     monkeypatch.chdir(tmp_path)
     return tmp_path
