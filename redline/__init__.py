@@ -133,6 +133,7 @@ def tune(
     check_steps: int | None = None,
     timeout: float | None = None,
     fresh: bool = False,
+    after: Path | str | None = None,
     out: Path | str | None = None,
 ) -> Document:
     """Search for the fastest recipe that still trains right: the document of `redline tune --json`.
@@ -164,6 +165,7 @@ def tune(
         "check_steps": check_steps,
         "timeout": timeout,
         "fresh": fresh or None,
+        "after": None if after is None else Path(after),
         "out": None if out is None else Path(out),
     }
     return Document(document_of(options_of(add_tune, "tune", given), _call("tune", given))[0], kind="tune")

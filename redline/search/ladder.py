@@ -87,11 +87,12 @@ class LadderRun:
 
         def ask(job: Job) -> Result:
             if job.key not in answered:
-                graph = graph_key(job)
+                graph, started = graph_key(job), time.monotonic()
                 with self.directory.explaining():  # a worker's folder takes room on the disk too
                     result = launch(self.directory, job, timeout_seconds, view.phase, compile_cache=graph)
-                answered[job.key] = with_first_compile(result, graph, compiled)
-                self.directory.append(job, answered[job.key])
+                seconds = time.monotonic() - started
+                answered[job.key], spared = with_first_compile(result, graph, compiled)
+                self.directory.append(job, answered[job.key], seconds + spared)
             return answered[job.key]
 
         climb = Climb(self.workload, self.hardware, self.settings, ask)
@@ -152,11 +153,12 @@ class LadderRun:
                 self.directory.write(name, json.dumps(to_json(recipe), indent=2) + "\n")
 
 
-def with_first_compile(result: Result, graph: str, compiled: dict[str, float]) -> Result:
-    """A row that finds its code compiled by another says what that one took."""
+def with_first_compile(result: Result, graph: str, compiled: dict[str, float]) -> tuple[Result, float]:
+    """A row that finds its code compiled by another says what that one took; and the seconds that this spared it."""
     if isinstance(result, Failure) or result.compile_seconds is None:
-        return result
-    return replace(result, compile_seconds=compiled.setdefault(graph, result.compile_seconds))
+        return result, 0.0
+    first = compiled.setdefault(graph, result.compile_seconds)
+    return replace(result, compile_seconds=first), max(0.0, first - result.compile_seconds)
 
 
 def worth_another_try(result: Result) -> bool:

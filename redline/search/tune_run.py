@@ -12,15 +12,15 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol
 
 from redline.core.errors import UserError
 from redline.core.hardware import Hardware
-from redline.core.job import BEST_FILE, RUN_FILE, Job, RunDirectory, check_run_directory, open_run_directory
+from redline.core.job import BEST_FILE, RUN_FILE, Job, Result, RunDirectory, check_run_directory, open_run_directory
 from redline.core.units import counted, human_bytes
 from redline.core.values import from_json, to_json
 from redline.core.workload import Workload, check_positive
@@ -31,12 +31,14 @@ from redline.search.batch_size import HEADROOM
 from redline.search.climb import TOKENS_FILE
 from redline.search.inspect import check_unchanged_file, find_workload
 from redline.search.ladder import (
+    LadderRun,
     check_choice,
     check_sensible,
     memory_to_share,
     named_or_default,
     only_climb_in,
     open_directory,
+    open_ladder,
 )
 from redline.search.launch import probe_machine, remove_caches
 from redline.search.ranks import check_global_batch, check_ranks, check_shareable
@@ -68,6 +70,8 @@ class TuneRun:
     budget: Budget
     fresh: bool = False
     """Nothing is remembered from other runs."""
+    known: Mapping[str, tuple[Result, float]] = field(default_factory=dict)
+    """What the ladder of --after measured, by the job's key, with the seconds it took."""
     notes: tuple[str, ...] = ()
     """Choices made for the user, with their reasons."""
 
@@ -100,6 +104,7 @@ class TuneRun:
             timeout_seconds=timeout_seconds,
             on_phase=view.phase,
         )
+        answers.cached = {**self.known, **answers.cached}
         watcher = Watcher(view, self._keep_best)
         tuner = Tuner(self.space, self.settings, answers, self.budget, watcher)
         watcher.tuner = tuner
@@ -205,6 +210,7 @@ def prepare_tune(
     check_steps: int | None = None,
     out: Path | None = None,
     fresh: bool = False,
+    after: Path | None = None,
     command: str = "redline.tune()",
 ) -> TuneRun:
     """Everything the user said is checked here, before the machine is asked and before anything is written."""
@@ -238,6 +244,9 @@ def prepare_tune(
     if data is not None:
         check_corpus(data)
     chosen, unwanted = names_of(rungs), names_of(without)
+    if fresh and after is not None:
+        raise UserError("--fresh with --after", "one of them forgets what the other remembers", "drop one of them")
+    ladder = None if after is None else open_ladder(after)
     if out is not None:
         check_run_directory(out)
 
@@ -245,6 +254,10 @@ def prepare_tune(
     hardware = check_ranks(hardware, ranks)
     workload, notes = named_or_default(workload, hardware)
     resolved = find_workload(workload, data, sequence)
+    if ladder is not None:
+        resolved = replace(resolved, micro_batch=ladder.workload.micro_batch)
+        check_same(ladder, resolved, hardware, versions)
+        check_steps, steps = check_steps or ladder.settings.check_steps, steps or ladder.settings.timed_steps
     check_shareable(resolved, hardware)
     settings = TuneSettings(
         device=hardware.kind,
@@ -265,10 +278,25 @@ def prepare_tune(
         settings=settings,
         budget=budget,
         fresh=fresh,
+        known={} if ladder is None else ladder.directory.answers(),
     )
     check_fits(run.space)
     directory = open_directory(run.directory.path, resolved, hardware, versions, settings, command, kind=KIND)
     return replace(run, directory=directory, notes=(*notes, *resolved.notes, *space_notes(run.space)))
+
+
+def check_same(ladder: LadderRun, workload: Workload, hardware: Hardware, versions: dict[str, str | None]) -> None:
+    """An answer of --after is one to the very same question, asked of the very same machine."""
+    run = ladder.directory.read_run()
+    now: dict[str, object] = {"device": hardware, "workload": workload, **versions}
+    then: dict[str, object] = {"device": ladder.hardware, "workload": ladder.workload, **run["versions"]}
+    changed = [name for name in now if now[name] != then.get(name)]
+    if changed:
+        raise UserError(
+            f"{ladder.directory.path} is another ladder than this search could begin with",
+            f"its {', '.join(changed)} {'is' if len(changed) == 1 else 'are'} not the same",
+            "leave --after out, or climb a ladder of this workload here first",
+        )
 
 
 def usable_bytes(hardware: Hardware) -> int | None:
