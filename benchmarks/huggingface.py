@@ -101,6 +101,7 @@ def main(words: list[str] | None = None, enter: Enter | None = None) -> int:
         return be_child(options.child)
     if options.out is not None and is_finished(options.out):
         print(f"{options.out} is finished: kept", file=sys.stderr)
+        print(options.out.read_text(encoding="utf-8"), end="")
         return 0
     hardware, versions = probe_machine(options.device)
     workload = resolve_workload(options.workload, sequence=options.sequence)

@@ -609,6 +609,7 @@ def test_the_benchmark_compares_both_at_their_best(
     assert record["config"]["attn_pdrop"] == 0.0  # both without dropout
     assert json.loads(Path("record.json").read_text()) == record
     assert benchmark.main(words, lambda *_: pytest.fail("what is finished is not run again")) == 0
+    assert json.loads(capsys.readouterr().out) == record
 
 
 def test_a_benchmark_that_is_interrupted_leaves_its_rounds(benchmark: Any, here: Path) -> None:
