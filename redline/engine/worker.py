@@ -23,7 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from redline.core.errors import UserError
+from redline.core.errors import ModelError, UserError
 from redline.core.job import FAILURE_FILE, MEASUREMENT_FILE, RANK_FILE, STANDING_FILE, Job, write_atomically
 from redline.core.measurement import Failure, Measurement
 from redline.core.profile import Profile
@@ -203,6 +203,10 @@ def describe(error: Exception) -> Failure:
     text = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
     if is_out_of_memory(error):
         return Failure(kind="oom", reason=f"out of memory: {text}")
+    if isinstance(error, ModelError):
+        return Failure(
+            kind="error", reason=f"{error.problem}: {error.why}", mistake=(error.problem, error.why, error.fix)
+        )
     if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
         return Failure(kind="compile", reason=f"torch.compile failed: {type(error).__name__}: {text}")
     return Failure(kind="error", reason=f"{type(error).__name__}: {text}")

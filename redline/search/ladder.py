@@ -91,6 +91,7 @@ class LadderRun:
                 with self.directory.explaining():  # a worker's folder takes room on the disk too
                     result = launch(self.directory, job, timeout_seconds, view.phase, compile_cache=graph)
                 seconds = time.monotonic() - started
+                stop_at_a_mistake(result, self.directory)
                 answered[job.key], spared = with_first_compile(result, graph, compiled)
                 self.directory.append(job, answered[job.key], seconds + spared)
             return answered[job.key]
@@ -151,6 +152,15 @@ class LadderRun:
         for name, recipe in recipes.items():
             with self.directory.explaining():
                 self.directory.write(name, json.dumps(to_json(recipe), indent=2) + "\n")
+
+
+def stop_at_a_mistake(result: Result, directory: RunDirectory) -> None:
+    """A model that cannot be built is no row: all others would say the same. Where nothing was measured, nothing is
+    left behind."""
+    if isinstance(result, Failure) and result.mistake is not None:
+        if not directory.results():
+            shutil.rmtree(directory.path, ignore_errors=True)
+        raise UserError(*result.mistake)
 
 
 def with_first_compile(result: Result, graph: str, compiled: dict[str, float]) -> tuple[Result, float]:

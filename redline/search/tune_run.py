@@ -39,6 +39,7 @@ from redline.search.ladder import (
     only_climb_in,
     open_directory,
     open_ladder,
+    stop_at_a_mistake,
 )
 from redline.search.launch import probe_machine, remove_caches
 from redline.search.ranks import check_global_batch, check_ranks, check_shareable
@@ -103,6 +104,7 @@ class TuneRun:
             device=self.settings.device,
             timeout_seconds=timeout_seconds,
             on_phase=view.phase,
+            check=lambda result: stop_at_a_mistake(result, self.directory),
         )
         answers.cached = {**self.known, **answers.cached}
         watcher = Watcher(view, self._keep_best)

@@ -23,7 +23,7 @@ from huggingface_hub import try_to_load_from_cache
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from redline.cli import main
-from redline.core.errors import UserError
+from redline.core.errors import ModelError, UserError
 from redline.core.plan import Plan
 from redline.core.recipe import Recipe
 from redline.core.values import from_json, to_json
@@ -553,6 +553,18 @@ def test_the_cache_is_huggingface_hubs(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 # the comparison that is recorded
+
+
+def test_what_transformers_cannot_build_is_a_mistake_in_the_model(workload: Any) -> None:
+    """A worker says so, and whoever asked it stops (tests/plain/test_cli.py)."""
+    rope = {"rope_type": "magic", "rope_theta": 10000.0, "factor": 2.0}
+    with pytest.raises(ModelError) as raised:
+        TransformersAdapter(workload("llama", rope_parameters=rope)).build(Plan(), CPU)
+    failure = worker.describe(raised.value)
+    assert failure.mistake == (raised.value.problem, raised.value.why, raised.value.fix)
+    assert "magic" in failure.reason
+    assert "UserError" not in failure.reason
+    assert worker.describe(UserError("a", "b", "c")).mistake is None
 
 
 @pytest.fixture

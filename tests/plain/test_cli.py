@@ -751,6 +751,24 @@ def test_code_is_compiled_ahead_where_it_is_asked_for(redline_command, machine, 
     assert len(asked) == 1, "nothing is left to compile"
 
 
+def test_a_model_that_cannot_be_built_stops_at_once(redline_command, machine, workers, workplace):
+    """Every row would say the same."""
+    mistake = ("transformers cannot build the config", "it knows no 'magic'", "mend it")
+    failure = Failure(kind="error", reason=": ".join(mistake[:2]), mistake=mistake)
+    run = workplace / "run"
+
+    def refuse(*words, **named):
+        workers.jobs.append(words)
+        return failure
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ladder_module, "launch", refuse)
+        code, out, err = redline_command("ladder", "tiny", "--out", run, "--json")
+    assert (code, out, len(workers.jobs)) == (2, "", 1)
+    assert err.splitlines()[-3:] == [f"problem: {mistake[0]}", f"why:     {mistake[1]}", f"fix:     {mistake[2]}"]
+    assert not run.exists()
+
+
 def test_ranks_do_not_compile_ahead(redline_command, machine):
     code, _, err = redline_command("ladder", "tiny", "--compile-ahead", "2", "--gpus", "2")
     assert code == 2

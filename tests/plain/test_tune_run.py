@@ -119,6 +119,18 @@ def test_what_a_ladder_measured_is_not_measured_again(workers, capsys, monkeypat
     assert known & set(RunDirectory(Path("run")).answers()), "what is used belongs to this run too"
 
 
+def test_a_model_that_cannot_be_built_stops_at_once(workers, capsys, monkeypatch):
+    mistake = ("transformers cannot build the config", "it knows no 'magic'", "mend it")
+    failure = Failure(kind="error", reason="", mistake=mistake)
+    monkeypatch.setattr(answers_module, "launch", lambda *words, **_: workers.asked.append(words) or failure)
+    code, _, err = tune(capsys, *WORDS, "--out", "run")
+    assert (code, len(workers.asked)) == (2, 1)
+    assert f"problem: {mistake[0]}" in err
+    assert not Path("run").exists()
+    code, *_ = tune(capsys, *WORDS, "--out", "run")
+    assert (code, len(workers.asked)) == (2, 2), "nobody remembers it: a newer transformers may build it"
+
+
 @pytest.mark.parametrize(
     ("words", "why"),
     [
