@@ -83,8 +83,9 @@ class Order:
 class Contestant(Protocol):
     order: Order
 
-    def prepare(self) -> None:
-        """Build, compile, take a step. Out of memory is no answer yet: others may have it just now."""
+    def prepare(self) -> str | None:
+        """Build, compile, take a step, as far as that was not done. Says what was missing: others may have the memory
+        just now."""
 
     def measure(self) -> dict[str, Any]:
         """While all others rest."""
@@ -212,9 +213,16 @@ class Contest:
             self._close()
 
     def _prepare(self, at_once: int) -> None:
+        """Those that found no room once more, fewer of them beside each other; what fits alone only, `measure` sees."""
+        short = self._side_by_side(list(self.open.values()), at_once)
+        self._side_by_side(short, max(1, at_once // 2))
+
+    def _side_by_side(self, contestants: list[Contestant], at_once: int) -> list[Contestant]:
+        """Those that are not ready."""
         with ThreadPoolExecutor(at_once) as threads:
             try:
-                list(threads.map(lambda one: one.prepare(), self.open.values()))
+                reasons = list(threads.map(lambda one: one.prepare(), contestants))
+                return [one for one, reason in zip(contestants, reasons, strict=True) if reason is not None]
             except BaseException:  # an interrupt: the threads wait for processes that compile
                 threads.shutdown(wait=False, cancel_futures=True)
                 self._close()
@@ -276,7 +284,16 @@ class Child:
         self.order, self.folder = order, folder
         self.process: subprocess.Popen[str] | None = None
 
-    def prepare(self) -> None:
+    def prepare(self) -> str | None:
+        if self.process is None:
+            self._start()
+        else:
+            self._say("prepare")
+        reason: str | None = self._answer()["reason"]
+        self._tell(f"prepared, {reason or 'with a step'}")
+        return reason
+
+    def _start(self) -> None:
         path = self.folder / f"{self.order.name}.json"
         path.write_text(json.dumps(to_json(self.order)))
         job = Job(workload=self.order.workload, recipe=self.order.recipe, device=self.order.device, tokens=TOKENS_FILE)
@@ -288,17 +305,19 @@ class Child:
             text=True,
             start_new_session=True,  # a Ctrl-C reaches it through us
         )
-        self._tell(f"prepared, {self._answer()['reason'] or 'with a step'}")
 
     def measure(self) -> dict[str, Any]:
-        assert self.process is not None
-        assert self.process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it has ended: the answer says how
-            self.process.stdin.write("measure\n")
-            self.process.stdin.flush()
+        self._say("measure")
         found = self._answer()
         self._tell(found["reason"] or f"{found['tokens_per_second']:,.0f} tokens/s")
         return found
+
+    def _say(self, order: str) -> None:
+        assert self.process is not None
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it has ended: the answer says how
+            self.process.stdin.write(f"{order}\n")
+            self.process.stdin.flush()
 
     def _answer(self) -> dict[str, Any]:
         assert self.process is not None
@@ -342,10 +361,10 @@ def be_child(path: Path) -> int:
     orders: queue.Queue[str] = queue.Queue()
     threading.Thread(target=listen, args=(sys.stdin, orders), daemon=True).start()
     contestant = Here(from_json(Order, json.loads(path.read_text())), path.parent)
-    contestant.prepare()
-    answers.write(json.dumps({"reason": contestant.trouble}) + "\n")
-    while orders.get():
-        answers.write(json.dumps(contestant.measure()) + "\n")
+    orders.put("prepare")
+    while order := orders.get().strip():
+        answer = {"reason": contestant.prepare()} if order == "prepare" else contestant.measure()
+        answers.write(json.dumps(answer) + "\n")
     return 0
 
 
@@ -365,10 +384,10 @@ class Here:
         self.order, self.tokens, self.device = order, folder / TOKENS_FILE, torch.device(order.device)
         self.made: tuple[Step, Iterator[torch.Tensor]] | None = None
         self.first: float | None = None
-        self.warm, self.trouble = False, None
+        self.warm = False
 
-    def prepare(self) -> None:
-        self.trouble = self._unless_full(self._first_step)
+    def prepare(self) -> str | None:
+        return self._unless_full(self._first_step)
 
     def measure(self) -> dict[str, Any]:
         found: dict[str, Any] = {}

@@ -633,7 +633,7 @@ def test_a_benchmark_that_is_interrupted_leaves_its_rounds(benchmark: Any, here:
             self.order, self.left = order, 3
 
         def prepare(self) -> None:
-            pass
+            return None
 
         def measure(self) -> dict[str, Any]:
             self.left -= 1
@@ -669,7 +669,14 @@ def test_the_benchmark_says_what_did_not_fit(benchmark: Any, monkeypatch: pytest
     orders = {"transformers": [replace(order, side="transformers")], "redline": [order]}
     fitting = {"tokens_per_second": 1.0, "step_seconds": 1.0}
 
+    prepared = []
+
     class Contestant(benchmark.Here):  # type: ignore[name-defined, misc]
+        def prepare(self) -> str | None:
+            prepared.append(self.order.side)
+            reason: str | None = super().prepare()
+            return reason
+
         def measure(self) -> dict[str, Any]:
             return (
                 super().measure() if self.order.side == "redline" else {**benchmark.failed(self.order, None), **fitting}
@@ -679,6 +686,7 @@ def test_the_benchmark_says_what_did_not_fit(benchmark: Any, monkeypatch: pytest
     kept: list[Any] = []
     result = benchmark.Contest(orders, lambda order: Contestant(order, Path()), kept.append).run(2, 1)
     assert (result["ratio"], result["ratios"]) == (None, [])
+    assert prepared == ["transformers", "redline", "redline"], "once more, when there may be room"
     ours = result["sides"]["redline"]
     assert (ours["sizes"][0]["reason"], ours["tokens_per_second"]) == ("out of memory", None)
 
@@ -695,11 +703,14 @@ def test_a_contestant_in_a_process_answers_until_it_ends(
         compiled=False,
     )
     answer = {**benchmark.failed(order, None), "tokens_per_second": 5.0}
-    lines = ["import sys", "print('{\"reason\": null}', flush=True)", "sys.stdin.readline()"]
+    lines = ["import sys", 'print(\'{"reason": "out of memory"}\', flush=True)']
+    lines += ["assert sys.stdin.readline() == 'prepare\\n'", "print('{\"reason\": null}', flush=True)"]
+    lines += ["assert sys.stdin.readline() == 'measure\\n'"]
     (here / "child.py").write_text("\n".join([*lines, f"print({json.dumps(answer)!r}, flush=True)", "sys.exit(3)"]))
     monkeypatch.setattr(benchmark, "__file__", str(here / "child.py"))
     child = benchmark.Child(order, here)
-    child.prepare()
+    assert child.prepare() == "out of memory"
+    assert child.prepare() is None
     assert child.measure() == answer
     assert child.measure() == benchmark.failed(order, "exit code 3")
     child.close()
