@@ -21,6 +21,7 @@ from typing import Any
 
 from redline.core.plan import Plan
 from redline.core.units import UNKNOWN
+from redline.core.workload import BUILT_IN
 from redline.rungs import LADDER, Maths, Rung
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -134,13 +135,22 @@ def replaces(rung: Rung) -> str:
 
 
 def records_with(folder: Path, rung: str) -> list[dict[str, Any]]:
-    """Documents of ladders whose rows have this one: a ladder has a baseline, a recipe measured alone has 'recipe'."""
+    """Documents of ladders whose rows have this one: a ladder has a baseline, a recipe measured alone has 'recipe'. The
+    README shows the built-in models; records of others' lie beside them."""
     loaded = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
     return [
         document
         for document in loaded
-        if isinstance(document, dict) and any(row.get("rung") == rung for row in document.get("rows", ()))
+        if isinstance(document, dict)
+        and any(row.get("rung") == rung for row in document.get("rows", ()))
+        and is_built_in(document.get("workload"))
     ]
+
+
+def is_built_in(workload: Any) -> bool:
+    """The oldest records do not say: there was nothing else."""
+    source = workload.get("source") if isinstance(workload, dict) else None
+    return source is None or source["kind"] == BUILT_IN.kind
 
 
 def newest_ladder(folder: Path) -> dict[str, Any] | None:

@@ -142,7 +142,8 @@ class Compile(Rung):
 
     Inductor fuses the element-wise work, normalisations and the loss into few kernels, so the same numbers cross the
     memory bus fewer times, and the host launches less. The first step pays for compiling; that time is reported apart.
-    Each measurement has its own compile cache: a shared one has served graphs of another backend.
+    Rows share a compile cache only where nothing that is compiled differs: a wider one has served graphs of another
+    backend.
     """
 
     name = "compile"

@@ -13,7 +13,7 @@ import fcntl
 import json
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -38,6 +38,8 @@ from redline.core.values import from_json, to_json
 from redline.core.workload import Workload
 from redline.rungs import LADDER, find_rung, group_of, plan_of, why_not
 from redline.rungs.ladder import with_parallel
+from redline.search.ahead import compile_side_by_side, graphs_of
+from redline.search.answers import graph_key
 from redline.search.batch_size import check_headroom, host_memory_bytes
 from redline.search.climb import TOKENS_FILE, Climb, LadderSettings, Row
 from redline.search.document import best_rebatched, best_row, ladder_document, row_json
@@ -77,15 +79,22 @@ class LadderRun:
     def _climb(self, timeout_seconds: float, view: View) -> dict[str, Any]:
         answered = {key: result for key, result in self.directory.results().items() if not worth_another_try(result)}
 
+        compiled: dict[str, float] = {}  # seconds, by the code: rows that differ in nothing compiled share a cache
+
         def ask(job: Job) -> Result:
             if job.key not in answered:
+                graph, started = graph_key(job), time.monotonic()
                 with self.directory.explaining():  # a worker's folder takes room on the disk too
-                    answered[job.key] = launch(self.directory, job, timeout_seconds, view.phase)
-                self.directory.append(job, answered[job.key])
+                    result = launch(self.directory, job, timeout_seconds, view.phase, compile_cache=graph)
+                seconds = time.monotonic() - started
+                stop_at_a_mistake(result, self.directory)
+                answered[job.key], spared = with_first_compile(result, graph, compiled)
+                self.directory.append(job, answered[job.key], seconds + spared)
             return answered[job.key]
 
         climb = Climb(self.workload, self.hardware, self.settings, ask)
         try:
+            compiled |= self._compile_ahead(climb, answered, timeout_seconds, view)
             for row in climb.rows(view.row_started):
                 view.row_finished(row_json(row, climb.finished[0], climb))
                 self._keep_best(climb.finished)
@@ -95,6 +104,22 @@ class LadderRun:
         finally:
             remove_caches(self.directory)
         return ladder_document(climb, self.directory.read_run(), finished)
+
+    def _compile_ahead(
+        self, climb: Climb, answered: Mapping[str, Result], timeout_seconds: float, view: View
+    ) -> dict[str, float]:
+        at_once = self.settings.compile_ahead
+        jobs = [job for job in climb.foreseen() if job.key not in answered]
+        if at_once is None or not graphs_of(jobs):
+            return {}
+
+        def tell(done: int, total: int) -> None:
+            view.phase(f"compiling ahead, {min(at_once, total)} at a time", done=done, total=total, seconds=None)
+
+        with self.directory.explaining():
+            return compile_side_by_side(
+                self.directory, jobs, at_once=at_once, timeout_seconds=timeout_seconds, tell=tell
+            )
 
     def replay(self) -> dict[str, Any]:
         """The document of what is measured so far, without starting anything."""
@@ -123,6 +148,23 @@ class LadderRun:
         for name, recipe in recipes.items():
             with self.directory.explaining():
                 self.directory.write(name, json.dumps(to_json(recipe), indent=2) + "\n")
+
+
+def stop_at_a_mistake(result: Result, directory: RunDirectory) -> None:
+    """A model that cannot be built is no row: all others would say the same. Where nothing was measured, nothing is
+    left behind."""
+    if isinstance(result, Failure) and result.mistake is not None:
+        if not directory.results():
+            shutil.rmtree(directory.path, ignore_errors=True)
+        raise UserError(*result.mistake)
+
+
+def with_first_compile(result: Result, graph: str, compiled: dict[str, float]) -> tuple[Result, float]:
+    """A row that finds its code compiled by another says what that one took; and the seconds that this spared it."""
+    if isinstance(result, Failure) or result.compile_seconds is None:
+        return result, 0.0
+    first = compiled.setdefault(graph, result.compile_seconds)
+    return replace(result, compile_seconds=first), max(0.0, first - result.compile_seconds)
 
 
 def worth_another_try(result: Result) -> bool:
@@ -179,6 +221,7 @@ def prepare_ladder(
     rebatch: bool = False,
     headroom: float | None = None,
     global_batch: int | None = None,
+    compile_ahead: int | None = None,
     out: Path | None = None,
     command: str = "redline.ladder()",
 ) -> LadderRun:
@@ -195,7 +238,8 @@ def prepare_ladder(
         check_steps=check_steps,
         out=out,
     )
-    words.check(repeats=repeats)
+    words.check(repeats=repeats, compile_ahead=compile_ahead)
+    check_compile_ahead(compile_ahead, words.ranks)
     check_rebatch(rebatch, headroom, global_batch)
     check_choice("keep", keep, ("faster", "all"))
     recipe = None if start is None else checked_start(start, micro_batch)
@@ -221,10 +265,20 @@ def prepare_ladder(
         headroom=LadderSettings.headroom if headroom is None else headroom,
         global_batch=global_batch,
         memory_bytes=memory_to_share(hardware) if rebatch else None,
+        compile_ahead=compile_ahead,
     )
     path = out or default_directory(resolved)
     directory = open_directory(path, resolved, hardware, found.versions, settings, command)
     return LadderRun(directory=directory, workload=resolved, hardware=hardware, settings=settings, notes=found.notes)
+
+
+def check_compile_ahead(processes: int | None, ranks: int) -> None:
+    if processes is not None and ranks > 1:
+        raise UserError(
+            f"--compile-ahead with --gpus {ranks}",
+            "the ranks of a row compile together, one process each",
+            "leave --compile-ahead out",
+        )
 
 
 def checked_start(path: Path, micro_batch: int | None) -> Recipe:

@@ -12,15 +12,15 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol
 
 from redline.core.errors import UserError
 from redline.core.hardware import Hardware
-from redline.core.job import BEST_FILE, RUN_FILE, Job, RunDirectory, open_run_directory
+from redline.core.job import BEST_FILE, RUN_FILE, Job, Result, RunDirectory, open_run_directory
 from redline.core.units import counted, human_bytes
 from redline.core.values import from_json, to_json
 from redline.core.workload import Workload
@@ -28,7 +28,14 @@ from redline.rungs import find_rung
 from redline.search.answers import TrialAnswers, context_of, open_cache
 from redline.search.batch_size import HEADROOM
 from redline.search.climb import TOKENS_FILE
-from redline.search.ladder import memory_to_share, only_climb_in, open_directory
+from redline.search.ladder import (
+    LadderRun,
+    memory_to_share,
+    only_climb_in,
+    open_directory,
+    open_ladder,
+    stop_at_a_mistake,
+)
 from redline.search.launch import remove_caches
 from redline.search.space import ALLOW, Space, open_space
 from redline.search.trials import Answer, Budget, OutOfTimeError, Trial, TuneSettings
@@ -59,6 +66,8 @@ class TuneRun:
     budget: Budget
     fresh: bool = False
     """Nothing is remembered from other runs."""
+    known: Mapping[str, tuple[Result, float]] = field(default_factory=dict)
+    """What the ladder of --after measured, by the job's key, with the seconds it took."""
     notes: tuple[str, ...] = ()
     """Choices made for the user, with their reasons."""
 
@@ -90,7 +99,9 @@ class TuneRun:
             device=self.settings.device,
             timeout_seconds=timeout_seconds,
             on_phase=view.phase,
+            check=lambda result: stop_at_a_mistake(result, self.directory),
         )
+        answers.cached = {**self.known, **answers.cached}
         watcher = Watcher(view, self._keep_best)
         tuner = Tuner(self.space, self.settings, answers, self.budget, watcher)
         watcher.tuner = tuner
@@ -196,6 +207,7 @@ def prepare_tune(
     check_steps: int | None = None,
     out: Path | None = None,
     fresh: bool = False,
+    after: Path | None = None,
     command: str = "redline.tune()",
 ) -> TuneRun:
     """Everything the user said is checked here, before the machine is asked and before anything is written."""
@@ -217,9 +229,16 @@ def prepare_tune(
     check_allowed(allow, words.ranks)
     check_batches(micro_batch, global_batch, words.ranks)
     chosen, unwanted = names_of(rungs), names_of(without)
+    if fresh and after is not None:
+        raise UserError("--fresh with --after", "one of them forgets what the other remembers", "drop one of them")
+    ladder = None if after is None else open_ladder(after)
 
     found = words.meet_machine()
     resolved, hardware = found.workload, found.hardware
+    if ladder is not None:
+        resolved = replace(resolved, micro_batch=ladder.workload.micro_batch)
+        check_same(ladder, resolved, hardware, found.versions)
+        check_steps, steps = check_steps or ladder.settings.check_steps, steps or ladder.settings.timed_steps
     settings = TuneSettings(
         device=hardware.kind,
         minutes=minutes,
@@ -239,6 +258,7 @@ def prepare_tune(
         settings=settings,
         budget=budget,
         fresh=fresh,
+        known={} if ladder is None else ladder.directory.answers(),
     )
     check_fits(run.space)
     directory = open_directory(run.directory.path, resolved, hardware, found.versions, settings, command, kind=KIND)
@@ -252,6 +272,20 @@ def check_allowed(allow: str | None, ranks: int) -> None:
             f"--allow bit-exact with --gpus {ranks}",
             "ranks add gradients up in another order than one process does, so that none is equal to it bit for bit",
             "leave --allow out: rounding is the strictest that ranks can keep",
+        )
+
+
+def check_same(ladder: LadderRun, workload: Workload, hardware: Hardware, versions: dict[str, str | None]) -> None:
+    """An answer of --after is one to the very same question, asked of the very same machine."""
+    run = ladder.directory.read_run()
+    now: dict[str, object] = {"device": hardware, "workload": workload, **versions}
+    then: dict[str, object] = {"device": ladder.hardware, "workload": ladder.workload, **run["versions"]}
+    changed = [name for name in now if now[name] != then.get(name)]
+    if changed:
+        raise UserError(
+            f"{ladder.directory.path} is another ladder than this search could begin with",
+            f"its {', '.join(changed)} {'is' if len(changed) == 1 else 'are'} not the same",
+            "leave --after out, or climb a ladder of this workload here first",
         )
 
 

@@ -56,7 +56,10 @@ def test_a_comparison_opens_quietly_with_every_row(
     grip.hover()
     tip = opened.page.locator('.hot[data-name="fused-loss"] .tip').locator("visible=true")
     rates = next(row for row in comparison["rows"] if row["name"] == "fused-loss")
-    assert f"{rates['a']['tokens_per_second']:,.0f} -> {rates['b']['tokens_per_second']:,.0f} tokens/s" in tip.text_content()
+    assert (
+        f"{rates['a']['tokens_per_second']:,.0f} -> {rates['b']['tokens_per_second']:,.0f} tokens/s"
+        in tip.text_content()
+    )
     opened.context.close()
 
 

@@ -94,7 +94,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     machine = made["Machine"](factors={"bf16": 0.5, "flash": 0.7, "no-sync": 1.2}, failures={"padded-vocab": failure})
     out = tmp_path_factory.mktemp("ladder") / "run"
 
-    def launch(directory: Any, job: Any, timeout_seconds: float, on_phase: Any) -> Any:
+    def launch(directory: Any, job: Any, timeout_seconds: float, on_phase: Any, *, compile_cache: str) -> Any:
         answer = machine.ask(job)
         if isinstance(answer, Failure) or not answer.step_seconds:
             return answer

@@ -483,7 +483,7 @@ def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, no_waiting: None) -> P
     for module in ("search.words", "search.launch"):
         monkeypatch.setattr(f"redline.{module}.probe_machine", lambda _: machine)
 
-    def launch(run: Any, job: Any, *_: object) -> Any:
+    def launch(run: Any, job: Any, *_: object, **__: object) -> Any:
         with contextlib.redirect_stdout(sys.stderr):  # a worker's goes to its log
             try:
                 return worker.run(job, run.path, lambda *_, **__: None)

@@ -112,6 +112,10 @@ def climbed(machine: Machine, *args, **choices) -> Climb:
     return climb
 
 
+def measured_of(machine: Machine) -> list[Recipe]:
+    return [job.recipe for job in machine.jobs if job.kind == "measure"]
+
+
 def rows_of(climb: Climb) -> dict:
     return {row.name: row for row in climb.finished}
 
@@ -121,6 +125,37 @@ def kept(climb: Climb) -> list[str]:
 
 
 # the order of questions
+
+
+@pytest.mark.parametrize(
+    ("hardware", "choices"),
+    [
+        pytest.param(H200, {}, id="h200"),
+        pytest.param(replace(H200, features=("fp16", "flash", "compile")), {}, id="without-bf16"),
+        pytest.param(H200, {"start": ("bf16", "flash"), "rungs": ("compile", "cudnn-attention")}, id="from-a-recipe"),
+    ],
+)
+def test_what_is_foreseen_is_what_is_asked_where_every_rung_pays(hardware, choices):
+    machine = Machine(factors={"cudnn-attention": 0.8})
+    climb = climb_with(machine, hardware, **choices)
+    foreseen = climb.foreseen()
+    list(climb.rows())
+    assert [job.recipe for job in foreseen] == measured_of(machine)
+    assert {job.kind for job in foreseen} == {"measure"}
+
+
+def test_what_is_foreseen_is_only_the_beginning_where_a_rung_does_not_pay():
+    machine = Machine(factors={"flash": 1.5, "cudnn-attention": 0.8})
+    climb = climb_with(machine, rungs=("bf16", "compile", "flash", "cudnn-attention"))
+    foreseen = [job.recipe for job in climb.foreseen()]
+    list(climb.rows())
+    assert foreseen == measured_of(machine), "an alternative takes flash's place whether it was kept or not"
+    machine = Machine(factors={"padded-vocab": 1.5})
+    climb = climb_with(machine, rungs=("compile", "padded-vocab", "fused-adamw"))
+    foreseen = [job.recipe for job in climb.foreseen()]
+    list(climb.rows())
+    assert foreseen[:3] == measured_of(machine)[:3]
+    assert foreseen[3] != measured_of(machine)[3]
 
 
 def test_every_rung_is_put_onto_the_recipe_so_far():

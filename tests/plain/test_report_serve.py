@@ -45,7 +45,7 @@ class Workers:
     def __init__(self) -> None:
         self.machine, self.stop_at = CLIMBS["Machine"](), None
 
-    def launch(self, run: Any, job: Any, timeout_seconds: float, on_phase: Any) -> Any:
+    def launch(self, run: Any, job: Any, timeout_seconds: float, on_phase: Any, *, compile_cache: str) -> Any:
         if self.stop_at is not None and len(self.machine.jobs) == self.stop_at:
             raise KeyboardInterrupt
         return self.machine.ask(job)

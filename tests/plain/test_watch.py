@@ -83,7 +83,7 @@ def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[
 @pytest.fixture
 def finished_ladder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any) -> Path:
     machine = CLIMBS["Machine"]()
-    monkeypatch.setattr(ladder_module, "launch", lambda run, job, seconds, on_phase: machine.ask(job))
+    monkeypatch.setattr(ladder_module, "launch", lambda run, job, seconds, on_phase, **_: machine.ask(job))
     monkeypatch.setattr("redline.search.words.probe_machine", lambda device: (CLIMBS["H200"], VERSIONS))
     words = ["ladder", "tiny", "--rungs", "tf32,bf16", "--check-steps", "5", "--repeats", "2"]
     assert main([*words, "--out", str(tmp_path / "finished")]) == 0
