@@ -135,6 +135,11 @@ class RunDirectory:
         """The same, with the seconds each took; 0 where nobody kept account."""
         return dict(filter(None, map(_answer_in, self._lines())))
 
+    def jobs(self) -> list[Job]:
+        """Of every answer, the question."""
+        readable = (line for line in self._lines() if _answer_in(line) is not None)
+        return [from_json(Job, json.loads(line)["job"]) for line in readable]
+
     def unreadable_lines(self) -> int:
         """Lines of the results that are no answer: cut short, damaged, or of another version."""
         return sum(bool(line.strip()) and _answer_in(line) is None for line in self._lines())

@@ -24,7 +24,7 @@ from redline.core.job import BEST_FILE, RUN_FILE, Job, Result, RunDirectory, ope
 from redline.core.units import counted, human_bytes
 from redline.core.values import from_json, to_json
 from redline.core.workload import Workload
-from redline.rungs import find_rung
+from redline.rungs import LADDER, find_rung
 from redline.search.answers import TrialAnswers, context_of, open_cache
 from redline.search.batch_size import HEADROOM
 from redline.search.climb import TOKENS_FILE
@@ -258,7 +258,7 @@ def prepare_tune(
         settings=settings,
         budget=budget,
         fresh=fresh,
-        known={} if ladder is None else ladder.directory.answers(),
+        known={} if ladder is None else answers_of(ladder.directory),
     )
     check_fits(run.space)
     directory = open_directory(run.directory.path, resolved, hardware, found.versions, settings, command, kind=KIND)
@@ -287,6 +287,16 @@ def check_same(ladder: LadderRun, workload: Workload, hardware: Hardware, versio
             f"its {', '.join(changed)} {'is' if len(changed) == 1 else 'are'} not the same",
             "leave --after out, or climb a ladder of this workload here first",
         )
+
+
+def answers_of(directory: RunDirectory) -> dict[str, tuple[Result, float]]:
+    """By the keys under which a search asks: its recipes are in the ladder's order, which one that a ladder began with
+    need not be."""
+    answers, found = directory.answers(), {}
+    for job in directory.jobs():
+        rungs = tuple(rung.name for rung in LADDER if rung.name in job.recipe.rungs)
+        found[replace(job, recipe=replace(job.recipe, rungs=rungs)).key] = answers[job.key]
+    return found
 
 
 def usable_bytes(hardware: Hardware) -> int | None:
