@@ -134,7 +134,6 @@ def test_a_ladder_that_began_with_a_recipe_is_remembered_too(workers, capsys, mo
     """Its recipes begin with the recipe's rungs, and a search's are in the ladder's order."""
     Path("first.json").write_text(json.dumps({"rungs": ["tied-weights"], "micro_batch": 4}))
     monkeypatch.setattr(ladder_module, "launch", workers.launch)
-    monkeypatch.setattr(ladder_module, "probe_machine", lambda device: (H200, VERSIONS))
     rungs = ("--rungs", "bf16,compile,flash", "--check-steps", "5", "--from", "first.json", "--out", "climbed")
     assert tune(capsys, "ladder", "tiny", *rungs)[0] == 0
     measured = {frozenset(job.recipe.rungs) for job in workers.asked if job.kind == "measure"}
