@@ -142,8 +142,8 @@ class Compile(Rung):
 
     Inductor fuses the element-wise work, normalisations and the loss into few kernels, so the same numbers cross the
     memory bus fewer times, and the host launches less. The first step pays for compiling; that time is reported apart.
-    Rows share a compile cache only where nothing that is compiled differs: a wider one has served graphs of another
-    backend.
+    Each measurement has its own compile cache: a shared one has served graphs of another backend. With --compile-ahead
+    rows in which nothing that is compiled differs share one.
     """
 
     name = "compile"

@@ -79,11 +79,13 @@ class LadderRun:
     def _climb(self, timeout_seconds: float, view: View) -> dict[str, Any]:
         answered = {key: result for key, result in self.directory.results().items() if not worth_another_try(result)}
 
-        compiled: dict[str, float] = {}  # seconds, by the code: rows that differ in nothing compiled share a cache
+        compiled: dict[str, float] = {}  # seconds, by the code
 
         def ask(job: Job) -> Result:
             if job.key not in answered:
-                graph, started = graph_key(job), time.monotonic()
+                # A measurement has a cache of its own, unless its code was compiled ahead for all rows that share it.
+                graph = None if self.settings.compile_ahead is None else graph_key(job)
+                started = time.monotonic()
                 with self.directory.explaining():  # a worker's folder takes room on the disk too
                     result = launch(self.directory, job, timeout_seconds, view.phase, compile_cache=graph)
                 seconds = time.monotonic() - started
@@ -159,9 +161,9 @@ def stop_at_a_mistake(result: Result, directory: RunDirectory) -> None:
         raise UserError(*result.mistake)
 
 
-def with_first_compile(result: Result, graph: str, compiled: dict[str, float]) -> tuple[Result, float]:
+def with_first_compile(result: Result, graph: str | None, compiled: dict[str, float]) -> tuple[Result, float]:
     """A row that finds its code compiled by another says what that one took; and the seconds that this spared it."""
-    if isinstance(result, Failure) or result.compile_seconds is None:
+    if graph is None or isinstance(result, Failure) or result.compile_seconds is None:
         return result, 0.0
     first = compiled.setdefault(graph, result.compile_seconds)
     return replace(result, compile_seconds=first), max(0.0, first - result.compile_seconds)

@@ -709,7 +709,8 @@ def full_disk(monkeypatch, appended: int) -> None:
     monkeypatch.setattr(job_module, "open", open_with_little_room, raising=False)
 
 
-def test_rows_that_compile_the_same_code_share_it(redline_command, machine, workers, monkeypatch):
+@pytest.mark.parametrize("ahead", [False, True])
+def test_rows_share_code_that_was_compiled_ahead_and_no_other(redline_command, machine, workers, monkeypatch, ahead):
     """What a row finds compiled took as long as it took for the row that compiled it."""
 
     def compiling(run, job, *words, compile_cache):
@@ -718,12 +719,18 @@ def test_rows_that_compile_the_same_code_share_it(redline_command, machine, work
         return replace(found, compile_seconds=seconds)
 
     monkeypatch.setattr(ladder_module, "launch", compiling)
-    code, out, _ = redline_command("ladder", "tiny", "--rungs", "compile,padded-vocab,fused-adamw", "--json")
+    monkeypatch.setattr(ladder_module, "compile_side_by_side", lambda *_, **__: {})  # as if all of them had failed
+    words = ("--rungs", "compile,padded-vocab,fused-adamw", "--json", *(("--compile-ahead", "4") if ahead else ()))
+    code, out, _ = redline_command("ladder", "tiny", *words)
     assert code == 0
     seconds = {row["rung"]: row["compile_seconds"] for row in json.loads(out)["rows"]}
     assert seconds["baseline"] is None
-    assert seconds["fused-adamw"] == seconds["padded-vocab"] == seconds["compile"] + 1
-    assert len(workers.caches) == 3, "the reference's and the baseline's, compile's, padded-vocab's"
+    assert seconds["padded-vocab"] == seconds["compile"] + 1
+    assert seconds["fused-adamw"] == seconds["padded-vocab"] + (0 if ahead else 1)
+    if ahead:
+        assert len(workers.caches) == 3, "the reference's and the baseline's, compile's, padded-vocab's"
+    else:
+        assert set(workers.caches) == {None}, "each its own"
 
 
 def test_code_is_compiled_ahead_where_it_is_asked_for(redline_command, machine, workers, workplace, monkeypatch):
