@@ -11,15 +11,18 @@ sizes, whoever wrote them, and whoever reads them takes his own chunks.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import torch
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.tensor import DTensor
 
 from redline.core.cut import Cut
+
+if TYPE_CHECKING:  # most of a second to import, and one process needs none of it
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+    from torch.distributed.checkpoint.planner import WriteItem
+    from torch.distributed.tensor import DTensor
 
 
 class Chunk(NamedTuple):
@@ -56,11 +59,16 @@ class Part(torch.Tensor):
     # --- what DCP asks for --------------------------------------------------------------------------------------------
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
         return [
             ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=numbers.size()) for offsets, numbers in self.chunks
         ]
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
+        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
         properties = TensorProperties(dtype=self.dtype)
         return [
             WriteItem(
@@ -75,6 +83,12 @@ class Part(torch.Tensor):
         return next(numbers for offsets, numbers in self.chunks if torch.Size(offsets) == index.offset)
 
 
+def is_dtensor(tensor: torch.Tensor) -> TypeGuard[DTensor]:
+    """FSDP's. Where nobody has imported the class, nothing is one."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
 def on_host(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.on_host() if isinstance(tensor, Part) else tensor.detach().to("cpu", copy=True)
 
@@ -82,7 +96,7 @@ def on_host(tensor: torch.Tensor) -> torch.Tensor:
 def part_of(tensor: torch.Tensor, cut: Cut | None) -> torch.Tensor:
     """A tensor that the rank has whole is no part. `cut`: a tensor group's; FSDP's own is in the tensor."""
     tensor = tensor if isinstance(tensor, Part) else tensor.detach()
-    if not isinstance(tensor, DTensor) and cut is None:
+    if not is_dtensor(tensor) and cut is None:
         return tensor
     held, first = rows_held(tensor)
     shape = tuple(tensor.shape) if cut is None else cut.shape
@@ -92,7 +106,7 @@ def part_of(tensor: torch.Tensor, cut: Cut | None) -> torch.Tensor:
 
 def rows_held(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
     """What is here of a tensor that FSDP may have cut by its first dimension, and which row that begins with."""
-    if not isinstance(tensor, DTensor):
+    if not is_dtensor(tensor):
         return tensor, 0
     (chunk,) = tensor.__create_chunk_list__()
     assert not any(chunk.offsets[1:]), f"FSDP cuts rows, and this is {tensor.placements}"

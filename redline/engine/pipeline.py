@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from redline.core.cut import Cut
 from redline.core.plan import Plan
 from redline.engine.distributed import Ranks
+from redline.engine.parts import is_dtensor
 from redline.engine.shard import Pieces, Shared, WithLoss, autocast_of, share
 from redline.model.adapter import DTYPES, Adapter, LossOf
 from redline.model.stage import Stage, layers_of
@@ -191,4 +191,4 @@ def ends_of_pipelines(ranks: Ranks) -> dist.ProcessGroup | None:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if is_dtensor(tensor) else tensor

@@ -22,14 +22,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from redline.core.cut import Cut
 from redline.core.plan import Plan
 from redline.engine.distributed import Ranks
-from redline.engine.parts import Part
+from redline.engine.parts import Part, is_dtensor
 from redline.model.adapter import DTYPES, Adapter, LossOf
 
 Pieces = Sequence[tuple[Any, float]]
@@ -144,6 +142,12 @@ class Sharded(Shared):
         device: torch.device,
         cuts: Mapping[str, Cut],
     ) -> None:
+        from torch.distributed.fsdp import (
+            FSDPModule,
+            MixedPrecisionPolicy,
+            fully_shard,
+        )  # dear to import, for ranks only
+
         mesh = ranks.data_mesh
         policy = MixedPrecisionPolicy()
         if plan.autocast == "bf16":
@@ -172,6 +176,8 @@ class Sharded(Shared):
     def whole(self) -> Iterator[None]:
         """The root's weights are there for whoever calls the model itself; blocks see to theirs. A forward without a
         backward leaves weights gathered, and whoever lists the parameters afterwards would find those."""
+        from torch.distributed.fsdp import FSDPModule
+
         self.root.unshard()
         try:
             yield
@@ -228,7 +234,9 @@ def put(target: torch.Tensor, whole: torch.Tensor) -> None:
     if isinstance(target, Part):
         target.fill_from(whole)
         return
-    if isinstance(target, DTensor):
+    if is_dtensor(target):
+        from torch.distributed.tensor import distribute_tensor
+
         there = whole.to(target.device, target.dtype)
         whole = distribute_tensor(there, target.device_mesh, target.placements, src_data_rank=None)  # no traffic
     target.copy_(whole)
@@ -249,7 +257,7 @@ def fill(adapter: Adapter, model: nn.Module, cuts: Mapping[str, Cut]) -> None:
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor that is cut, put together again on every rank: all of them must ask for it."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return tensor.full_tensor() if is_dtensor(tensor) else tensor
 
 
 def give_memory(model: nn.Module, device: torch.device) -> None:

@@ -17,12 +17,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from redline.core.checkpoints import SHOWN
 from redline.core.cut import Cut
 from redline.core.errors import UserError
-from redline.engine.parts import parts_of
+from redline.engine.parts import is_dtensor, parts_of
 from redline.engine.shard import put
 from redline.engine.tensor_files import SavedTensors
 
@@ -120,7 +119,7 @@ def _tensors_of(
 
 def _unwrapped(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     """The plain tensors inside one that wraps them, as torchao's 8-bit state does (codes, scales, a table)."""
-    if isinstance(tensor, DTensor) or not hasattr(tensor, "__tensor_flatten__"):  # a part of one is saved as such
+    if is_dtensor(tensor) or not hasattr(tensor, "__tensor_flatten__"):  # a part of one is saved as such
         yield name, tensor
         return
     inner, _ = tensor.__tensor_flatten__()
