@@ -175,7 +175,8 @@ def recipe_line(record: dict[str, Any]) -> str:
     row = fastest_row(record)
     spread = row["step_seconds"]
     return (
-        f"The fastest recipe in a ladder on record: **{row['tokens_per_second']:,.0f} tok/s**, {100 * row['mfu']:.1f} % MFU, at "
+        "The fastest recipe in a ladder on record: "
+        f"**{row['tokens_per_second']:,.0f} tok/s**, {100 * row['mfu']:.1f} % MFU, at "
         f"micro batch {row['micro_batch']} ({1e3 * spread['median']:.1f} ms a step, p10 {1e3 * spread['p10']:.1f}, p90 "
         f"{1e3 * spread['p90']:.1f}), verdict *{row['equivalence']['verdict']}*: {row['equivalence']['detail']}. "
         f"{record['hardware']['name']}, torch {record['versions']['torch']}, {record['date'][:10]}: "

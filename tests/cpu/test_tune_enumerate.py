@@ -1,4 +1,4 @@
-"""benchmarks/tune_enumerate.py: what is enumerated, what counts as tried, the verdict. Its search is `redline tune`'s."""
+"""benchmarks/tune_enumerate.py: what is enumerated, what counts as tried, the verdict."""
 
 from __future__ import annotations
 
