@@ -22,7 +22,6 @@ import hashlib
 import json
 import select
 import shlex
-import signal
 import statistics
 import subprocess
 import sys
@@ -37,6 +36,7 @@ from typing import Any, Protocol
 
 import contestants
 from contestants import CANDIDATES, NANOGPT, NO_BIAS, OURS, OUT_OF_MEMORY, TOKENS_FILE, TRANSFORMERS, Order
+from politely import politely
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -89,14 +89,7 @@ Open = Callable[[Order], tuple[Player, dict[str, Any]]]
 
 
 def main(words: list[str] | None = None) -> int:
-    options = read_options(words)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a time limit ends it as Ctrl-C does: with its rows
-    try:
-        return run(options)
-    except UserError as error:
-        for label, text in error.lines():
-            print(f"{label + ':':9}{text}", file=sys.stderr)
-        return 2
+    return politely(run, read_options(words))
 
 
 def read_options(words: list[str] | None) -> argparse.Namespace:

@@ -15,7 +15,6 @@ import argparse
 import contextlib
 import json
 import shlex
-import signal
 import sys
 import tempfile
 import threading
@@ -27,11 +26,12 @@ from typing import Any
 
 from against import Child, Found, OutError, Player, look_at_all, rate_of, sizes_in
 from contestants import OURS, TOKENS_FILE, Order
+from politely import politely
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from redline.core.errors import UserError, unknown_name
+from redline.core.errors import unknown_name
 from redline.core.hardware import Hardware
 from redline.core.recipe import load_recipe
 from redline.core.units import human_bytes, human_percent, human_rate
@@ -50,14 +50,7 @@ WIDTH = 100
 
 
 def main(words: list[str] | None = None) -> int:
-    options = read_options(words)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a time limit ends it as Ctrl-C does: with its rows
-    try:
-        return run(options)
-    except UserError as error:
-        for label, text in error.lines():
-            print(f"{label + ':':9}{text}", file=sys.stderr)
-        return 2
+    return politely(run, read_options(words))
 
 
 def read_options(words: list[str] | None) -> argparse.Namespace:

@@ -269,7 +269,7 @@ def test_mistakes_stop_before_anything_runs(
     against: Any, nanogpt: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(against, "probe_machine", lambda _: pytest.fail("too late"))
-    monkeypatch.setattr(against.signal, "signal", lambda *_: None)
+    monkeypatch.setattr("signal.signal", lambda *_: None)
     (nanogpt / "train.py").write_text("learning_rate = 1e-3\n")
     cases = {
         (
@@ -311,7 +311,7 @@ def test_our_recipe_is_the_ladders_with_what_hopper_prefers(against: Any, small:
 def test_real_processes_take_turns(
     against: Any, nanogpt: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(against.signal, "signal", lambda *_: None)
+    monkeypatch.setattr("signal.signal", lambda *_: None)
     (nanogpt / "recipe.json").write_text(json.dumps({"rungs": ["tied-weights"], "micro_batch": 2}))
     words = f"tiny --nanogpt {nanogpt} --recipe {nanogpt}/recipe.json --candidates nanogpt,redline --eager --device cpu"
     assert against.main([*words.split(), "--micro-batches", "1,2", "--rounds", "2", "--block", "2", "--json"]) == 0

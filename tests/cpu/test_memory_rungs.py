@@ -142,7 +142,7 @@ def test_whoever_does_not_fit_beside_the_others_waits(bench: Any) -> None:
 
 def test_mistakes(bench: Any, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "probe_machine", lambda _: pytest.fail("too late"))
-    monkeypatch.setattr(bench.signal, "signal", lambda *_: None)
+    monkeypatch.setattr("signal.signal", lambda *_: None)
     (tmp_path / "fast.json").write_text(json.dumps({"rungs": list(RUNGS), "micro_batch": 2}))
     for words, text in {"--rows selectiv": "did you mean 'selective'", "--micro-batch 0": "is 0"}.items():
         assert bench.main(["gpt2", "--recipe", str(tmp_path / "fast.json"), *words.split()]) == 2
@@ -151,7 +151,7 @@ def test_mistakes(bench: Any, tmp_path: Path, capsys: Any, monkeypatch: pytest.M
 
 @pytest.mark.long
 def test_real_processes(bench: Any, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench.signal, "signal", lambda *_: None)
+    monkeypatch.setattr("signal.signal", lambda *_: None)
     (tmp_path / "plain.json").write_text(json.dumps({"rungs": ["tied-weights"], "micro_batch": 1}))
     words = f"tiny --recipe {tmp_path}/plain.json --rows recipe,selective --micro-batch 1 --sizes 2 --block 2"
     assert bench.main([*words.split(), "--device", "cpu", "--json"]) == 0
