@@ -41,6 +41,7 @@ from rich.table import Table
 from redline.core.devices import lookup
 from redline.core.errors import UserError
 from redline.core.job import Job, RunDirectory, write_atomically
+from redline.core.plan import ADAMWS
 from redline.core.recipe import Recipe, load_recipe
 from redline.core.units import UNKNOWN
 from redline.core.values import from_json, to_json
@@ -48,7 +49,6 @@ from redline.core.workload import Workload, check_positive
 from redline.data.loader import Loader, WindowBatches
 from redline.data.shards import Dataset, open_dataset
 from redline.engine.build import build_step
-from redline.engine.session import SAME_ADAMW
 from redline.engine.step import TrainStep
 from redline.engine.worker import leave_with_parent
 from redline.optim.schedule import make_schedule
@@ -200,7 +200,7 @@ def check_sides(plain: tuple[str, ...], fast: tuple[str, ...]) -> None:
     one, other = plan_of(plain), plan_of(fast)
     if one.precision not in ("fp32", "tf32"):
         raise UserError(f"the baseline computes in {one.precision}", "it is what 16 bits are held against", "drop it")
-    if one.tied != other.tied or not {one.optimizer, other.optimizer} <= set(SAME_ADAMW):
+    if one.tied != other.tied or not {one.optimizer, other.optimizer} <= set(ADAMWS):
         raise UserError(
             "the two sides train different models, or not both with AdamW",
             "their losses would differ by that",
