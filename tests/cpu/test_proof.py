@@ -123,7 +123,7 @@ def test_the_matmul_that_took_longest_is_named() -> None:
 @pytest.mark.parametrize(
     "attention",
     [
-        "void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<Flash_bwd_kernel_traits<cutlass::bfloat16_t>>()",
+        "void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<Flash_traits<cutlass::bfloat16_t>>()",
         "flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<cutlass::bfloat16_t>",
         "fmha_cutlassF_bf16_aligned_64x64_rf_sm80",
     ],

@@ -123,7 +123,9 @@ def test_an_odd_vocabulary_costs_the_fused_loss_two_copies_of_the_logits(reposit
     assert set(even["rungs"]) - set(odd["rungs"]) == {"padded-vocab"}
     told = [predict_memory(GPT2, plan_of(row["rungs"]), micro_batch=64).allocated for row in (odd, even)]
     assert told == [pytest.approx(peak, rel=0.02) for peak in (odd["peak_bytes"], even["peak_bytes"])]
-    assert told == [pytest.approx(peak, rel=0.02) for peak in (41_184_353_792, 28_075_345_920)]  # runs beside the record
+    assert told == [
+        pytest.approx(peak, rel=0.02) for peak in (41_184_353_792, 28_075_345_920)
+    ]  # runs beside the record
 
 
 def test_stated_shares_are_the_records(repository):
@@ -206,7 +208,6 @@ def test_gpt2_logits_by_hand():
         (wide,) = losses_of(replace(plan, autocast=None))
         assert eager.logits == 2 * (tokens // pieces) * 50257
         assert wide.logits == 4 * (tokens // pieces) * 50257
-
 
 
 def test_a_llama_layer_by_hand():
