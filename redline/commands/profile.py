@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from redline.core.workload import Workload
     from redline.predict.advice import Candidate
     from redline.predict.roofline import Peaks
+    from redline.rungs import Rung
 
 PROFILE_FILE = "profile.json"
 NO_MODULES = "compiled code has no modules left; its lines are known"
@@ -324,7 +325,7 @@ def document(run: ProfileRun, found: Profile) -> dict[str, Any]:
     return {
         "status": "ok",
         **run.record,
-        **figures(found, plan, device, measured),
+        **figures(found, plan, device, measured, refused_rungs(found, recipe, workload, hardware)),
         "tokens_per_second": run.job.global_batch * workload.shape.sequence / found.step_seconds.median,
         "roofline": roofline_json(run, plan, device, measured),
         "rates": None if rates is None else to_json(rates),
@@ -336,8 +337,10 @@ def document(run: ProfileRun, found: Profile) -> dict[str, Any]:
     }
 
 
-def figures(found: Profile, plan: Plan, device: Any, measured: Any) -> dict[str, Any]:
-    """What was measured, of whatever step; `plan` tells TF32 from fp32."""
+def figures(
+    found: Profile, plan: Plan, device: Any, measured: Any, refused: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """What was measured, of whatever step; `plan` tells TF32 from fp32. `refused`: why rungs do not apply."""
     from redline.core.values import to_json
     from redline.search.document import sharing_json
 
@@ -362,7 +365,7 @@ def figures(found: Profile, plan: Plan, device: Any, measured: Any) -> dict[str,
         "cpu_seconds": found.cpu_seconds,
         "sync_idle_seconds": found.sync_idle_seconds,
         "attention": found.attention,
-        "findings": [{**to_json(each), "fix": fix_of(each, plan)} for each in found.findings],
+        "findings": [{**to_json(each), "fix": fix_of(each, plan, refused or {})} for each in found.findings],
         "memory_reason": found.memory_reason,
         "sharing": sharing_json(found.sharing),
     }
@@ -378,28 +381,48 @@ def uncompiled_json(found: Uncompiled) -> dict[str, Any]:
     return {**to_json(found), "modules": rows}
 
 
-def fix_of(finding: Finding, plan: Plan) -> str:
+def fix_of(finding: Finding, plan: Plan, refused: Mapping[str, str]) -> str:
     from redline.core.profile import FINDINGS
 
     if finding.rung is None:
         return FINDINGS[finding.kind]
     if finding.rung == "no-sync" and plan.read_loss_every != 1:
         return f"none needed: the recipe has {finding.rung}, and one step in {plan.read_loss_every} waits"
+    if finding.rung in refused:
+        return f"the rung {finding.rung} does not apply here: {refused[finding.rung]}"
     return f"take the rung {finding.rung}"
+
+
+def refused_rungs(found: Profile, recipe: Recipe, workload: Workload, hardware: Hardware) -> dict[str, str]:
+    """Of the rungs that findings name: those that do not go onto the recipe here, and why."""
+    from redline.rungs import find_rung, plan_of, why_not
+
+    reasons = {}
+    for name in {each.rung for each in found.findings if each.rung is not None}:
+        rung = find_rung(name)
+        reasons[name] = why_not(rung, workload, hardware, plan_of(beside(rung, recipe)))
+    return {name: reason for name, reason in reasons.items() if reason is not None}
+
+
+def beside(rung: Rung, recipe: Recipe) -> tuple[str, ...]:
+    """The recipe's rungs without those whose place this one takes."""
+    from redline.rungs import find_rung, group_of
+
+    return tuple(name for name in recipe.rungs if group_of(find_rung(name)) != group_of(rung))
 
 
 def candidates_of(recipe: Recipe, workload: Workload, hardware: Hardware) -> tuple[Candidate, ...]:
     """Rungs that would go onto the recipe here, or in the place of one of its own, without changing the maths. Those
     that are taken by name give up speed for memory; only recorded graphs are another matter."""
     from redline.predict.advice import Candidate
-    from redline.rungs import LADDER, Maths, find_rung, group_of, plan_of, why_not
+    from redline.rungs import LADDER, Maths, plan_of, why_not
 
     found = []
     for rung in LADDER[1:]:
         by_name = rung.when_named and rung.name != "cuda-graphs"
         if rung.name in recipe.rungs or rung.maths is Maths.CHANGES or by_name:
             continue
-        rest = tuple(name for name in recipe.rungs if group_of(find_rung(name)) != group_of(rung))
+        rest = beside(rung, recipe)
         if why_not(rung, workload, hardware, plan_of(rest)) is None:
             found.append(Candidate(rung=rung.name, title=rung.title, plan=plan_of((*rest, rung.name))))
     return tuple(found)

@@ -29,7 +29,7 @@ MATMUL_LEAVES = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
 MATMUL_WORDS = ("gemm", "nvjet", "cutlass", "xmma")  # cuBLAS, old and new, and CUTLASS
 SHORT_DTYPES = {"float": "fp32", "c10::BFloat16": "bf16", "c10::Half": "fp16", "double": "fp64"}
 # Parts of the names of fused attention kernels: torch's flash, cuDNN's and the memory-efficient ones.
-ATTENTION_WORDS = ("attention", "sdpa", "flash_fwd", "fmha", "flash::")
+ATTENTION_WORDS = ("attention", "sdpa", "flash_fwd", "flash_bwd", "fmha", "flash::")
 
 
 @dataclass(frozen=True)
@@ -108,11 +108,12 @@ def attention_kernel(events: list[dict[str, Any]]) -> str | None:
 
 
 def longest_matmul(events: list[dict[str, Any]]) -> str | None:
-    """Its name tells what its inputs' dtypes cannot: whether fp32 inputs went through TF32."""
+    """Its name tells what its inputs' dtypes cannot: whether fp32 inputs went through TF32. Fused attention is written
+    with CUTLASS too, and is none."""
     spent: Counter[str] = Counter()
     for event in events:
         name = str(event.get("name"))
-        if event.get("cat") == "kernel" and any(word in name.lower() for word in MATMUL_WORDS):
+        if event.get("cat") == "kernel" and _has_one(name, MATMUL_WORDS) and not _has_one(name, ATTENTION_WORDS):
             spent[_inner(name)] += event.get("dur", 0)
     return spent.most_common(1)[0][0] if spent else None
 
@@ -152,12 +153,15 @@ def _names(events: list[dict[str, Any]], category: str) -> Iterator[str]:
 
 
 def _is_attention(name: str) -> bool:
-    lowered = name.lower()
-    if lowered.startswith("triton_"):
+    if name.lower().startswith("triton_"):
         return False  # Inductor names a kernel after the operators around it, attention among them
-    return any(word in lowered for word in ATTENTION_WORDS) and not any(
-        word in lowered for word in ("bwd", "backward", "dprop", "bprop", "convert", "dot_do_o")
+    return _has_one(name, ATTENTION_WORDS) and not _has_one(
+        name, ("bwd", "backward", "dprop", "bprop", "convert", "dot_do_o")
     )
+
+
+def _has_one(name: str, words: tuple[str, ...]) -> bool:
+    return any(word in name.lower() for word in words)
 
 
 def _inner(name: str) -> str:

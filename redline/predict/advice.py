@@ -5,8 +5,9 @@
 
 The gain of a rung is measured time times a predicted ratio: what the roofline expects of each pool of operations with
 the rung, over what it expects without. So a wrong peak cancels out to first order, and a pool that the rung leaves
-alone gains nothing. Idle time shrinks with the number of kernels that have to be launched. Gains are estimates of each
-rung alone; two of them together give less than their sum. Measure: `redline ladder --from RECIPE`.
+alone gains nothing. Idle time of a phase shrinks with the launches of that phase as far as the host is late with them,
+and with the number of kernels where the pauses are the device's own. Gains are estimates of each rung alone; two of
+them together give less than their sum. Measure: `redline ladder --from RECIPE`.
 
 Where that leaves fewer than three, bounds follow: by how much the kernels of a group miss the rates that the machine
 reaches. They say where time is left, not how to get it, and are marked (`at_most`).
@@ -37,8 +38,10 @@ from redline.core.profile import (
 from redline.core.traced import Traced
 from redline.core.units import human_percent, human_seconds
 from redline.core.workload import Shape
-from redline.predict.operations import Operation, operations
-from redline.predict.reach import Reach, reach_of
+from redline.predict.idle import idle_gains, idle_of, keeps_up
+from redline.predict.noise import noise_of_ratio, spread_error
+from redline.predict.operations import Operation
+from redline.predict.reach import Reach, fastest_seen, reach_of
 from redline.predict.roofline import IDEAL, TYPICAL, Peaks, peaks_for, roofline
 
 THINGS = 3  # to gain: bounds fill up what rungs and lines leave
@@ -88,6 +91,7 @@ REASONS = {
     "fused-backward": "gradients are read once more for every bias before them",
     "cuda-graphs": "the host launches kernels one by one and does not keep up",
 }
+HOST_KEEPS_UP = {"cuda-graphs": "the host keeps up; the device pauses before each kernel, less so in a recorded graph"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,9 +209,7 @@ def gains_of(case: Case, candidate: Candidate) -> dict[str, float]:
         if group in POOLS:
             measured[POOLS[group]] += seconds
     gains = {pool: measured[pool] * (1 - after.get(pool, 0.0) / before[pool]) for pool in before if before[pool] > 0}
-    launched = launches(case, case.plan), launches(case, candidate.plan)
-    idle = max(0.0, case.profile.by_group()[IDLE] - case.profile.sync_idle_seconds)
-    gains[IDLE] = idle * (1 - launched[1] / launched[0])
+    gains[IDLE] = sum(fewer_launches(case, candidate.plan).values())
     return {pool: gain for pool, gain in gains.items() if abs(gain) > 1e-12}
 
 
@@ -238,13 +240,10 @@ def pool_of(operation: Operation) -> str:
     return POOLS[operation.group]
 
 
-def launches(case: Case, plan: Plan) -> float:
-    """Kernels that the host launches in a step; a recorded graph is one launch forward and one backward."""
+def fewer_launches(case: Case, plan: Plan) -> dict[str, float]:
+    """Seconds of idle time by phase."""
     assert not isinstance(case.shape, Traced)  # `pools_of` has no answer for one
-    listed = operations(case.shape, plan, micro_batch=case.micro_batch)
-    if plan.cuda_graphs:
-        return 2 + sum(each.kernels for each in listed if each.direction == "update")
-    return sum(each.kernels for each in listed)
+    return idle_gains(case.profile, shape=case.shape, micro_batch=case.micro_batch, before=case.plan, after=plan)
 
 
 def changed_fields(before: Plan, after: Plan) -> set[str]:
@@ -260,8 +259,13 @@ def changed_fields(before: Plan, after: Plan) -> set[str]:
 def rung_advice(case: Case, candidate: Candidate, gains: Mapping[str, float]) -> Advice:
     pool = max(gains, key=lambda each: gains[each])
     groups = case.profile.by_group()
-    spent = groups[IDLE] if pool == IDLE else sum(groups[group] for group, of in POOLS.items() if of == pool)
+    spent = sum(groups[group] for group, of in POOLS.items() if of == pool)
+    if pool == IDLE:
+        idle = idle_of(case.profile)
+        spent = sum(idle[phase] for phase, gain in fewer_launches(case, candidate.plan).items() if gain > 0)
     reason = REASONS.get(candidate.rung, candidate.title)
+    if keeps_up(case.profile):
+        reason = HOST_KEEPS_UP.get(candidate.rung, reason)
     return Advice(
         what=f"take {candidate.rung}",
         why=f"{POOL_NAMES[pool]} {case.share(spent)}: {reason}",
@@ -306,20 +310,21 @@ def synchronisations(case: Case) -> Iterator[Advice]:
 
 
 def idle_gaps(case: Case) -> Iterator[Advice]:
-    """What is left idle when no rung would launch fewer kernels."""
+    """What is left idle when no rung would gain much of it by launching less."""
     idle = case.profile.by_group()[IDLE] - case.profile.sync_idle_seconds
     if case.profile.device == "cuda" and idle > IDLE_SHARE * case.step and not launches_less(case):
         yield more_work(case, idle)
 
 
 def launches_less(case: Case) -> bool:
-    return any(gains_of(case, each).get(IDLE, 0.0) > 0 for each in case.candidates)
+    return any(gains_of(case, each).get(IDLE, 0.0) >= LEAST_SHARE * case.step for each in case.candidates)
 
 
 def more_work(case: Case, idle: float) -> Advice:
+    whose = "the device pauses between kernels" if keeps_up(case.profile) else "the device waits for the host"
     return Advice(
         what="give each launch more work: a larger micro batch",
-        why=f"the device waits for the host for {case.share(idle)}, {case.profile.launches:,.0f} launches a step",
+        why=f"{whose} for {case.share(idle)}, {case.profile.launches:,.0f} launches a step",
         gain_seconds=idle,
     )
 
@@ -373,6 +378,22 @@ def written_out_attention(case: Case) -> Iterator[Advice]:
         )
 
 
+def slower_compiled(case: Case) -> Iterator[Advice]:
+    """The same step without compile was measured too, for its modules. Its scatter is taken for this step's."""
+    eager = case.profile.uncompiled
+    if eager is None or eager.micro_batch != case.micro_batch:
+        return
+    error = spread_error(dataclasses.asdict(case.profile.step_seconds)) or 0.0
+    noise = noise_of_ratio(error, error, device=case.profile.device, repeats=1)
+    if case.step > (1 + noise) * eager.step_seconds:
+        yield Advice(
+            what=f"leave {', '.join(eager.undone)} out",
+            why=f"the same step without takes {human_seconds(eager.step_seconds)} "
+            f"instead of {human_seconds(case.step)}",
+            gain_seconds=case.step - eager.step_seconds,
+        )
+
+
 def rungs_to_measure(case: Case) -> Iterator[Advice]:
     """Of a user's own model nobody can tell beforehand what a rung brings."""
     if isinstance(case.shape, Traced) and case.candidates:
@@ -406,6 +427,7 @@ RULES = (
     written_out_attention,
     other_findings,
     recomputation,
+    slower_compiled,
     rungs_to_measure,
 )
 
@@ -429,10 +451,11 @@ def group_bound(case: Case, group: str) -> Iterator[Advice]:
     spent = case.profile.by_group()[group]
     if case.rates is None or not case.rates.reachable or spent < LEAST_SHARE * case.step:
         return
+    rates = limits(case, case.rates)
     reach = reach_of(
         (kernel for kernel in case.profile.kernels if kernel.group == group),
-        matmul_tflops=case.rates.matmul_tflops,
-        bandwidth=case.rates.bandwidth,
+        matmul_tflops=rates.matmul_tflops,
+        bandwidth=rates.bandwidth,
         tf32=case.plan.matmul_precision == "high",
     )
     if reach is None:
@@ -440,10 +463,25 @@ def group_bound(case: Case, group: str) -> Iterator[Advice]:
     yield Advice(
         what=FASTER[group],
         why=f"{group} takes {case.share(spent)}; {known_words(reach, spent)}{work_words(case, group, reach)} would "
-        f"take {human_seconds(reach.least_seconds)} at {rate_words(case.rates, reach)}{other_kernels(case, group)}",
+        f"take {human_seconds(reach.least_seconds)} at {rate_words(rates, reach)}"
+        f"{beaten_words(case.rates, rates, reach)}{other_kernels(case, group)}",
         gain_seconds=reach.gain_seconds,
         at_most=True,
     )
+
+
+def limits(case: Case, rates: Rates) -> Rates:
+    """The rates of the machine, but none that a kernel of this very profile beats: that would be no bound."""
+    seen, bandwidth = fastest_seen(case.profile.kernels, tf32=case.plan.matmul_precision == "high")
+    tflops = {dtype: max(rate, seen.get(dtype, 0.0)) for dtype, rate in rates.matmul_tflops.items()}
+    return replace(rates, matmul_tflops=tflops, bandwidth=max(rates.bandwidth, bandwidth))
+
+
+def beaten_words(stated: Rates, rates: Rates, reach: Reach) -> str:
+    """Where a kernel is faster than the stated rate: that the rate is its."""
+    faster = reach.by_bytes and rates.bandwidth > stated.bandwidth
+    faster |= any(rate not in stated.matmul_tflops.values() for rate in reach.tflops)
+    return ", as fast as the fastest kernel here" if faster else ""
 
 
 def known_words(reach: Reach, spent: float) -> str:

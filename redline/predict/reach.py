@@ -6,6 +6,7 @@
 The least time of a kernel is that of its arithmetic or of its bytes, whichever is longer, and never more than it took:
 a kernel that beats the rates makes up for no other. Only kernels whose work is known count. FLOPs are the kernel
 table's: of a fused causal attention those of pairs that the mask leaves, of attention written out the full square.
+A rate that a kernel of the profile beats is no limit: `fastest_seen` says what the kernels reached themselves.
 """
 
 from __future__ import annotations
@@ -69,11 +70,27 @@ def reach_of(
     )
 
 
+def fastest_seen(kernels: Iterable[Kernel], *, tf32: bool) -> tuple[dict[str, float], float]:
+    """TFLOP/s by precision and bytes per second of the fastest kernels; empty and 0 where no work is known."""
+    tflops: dict[str, float] = {}
+    bandwidth = 0.0
+    for kernel in (each for each in kernels if each.seconds > 0):
+        dtype = precision_of(kernel, tf32)
+        if kernel.flops and dtype is not None:
+            tflops[dtype] = max(tflops.get(dtype, 0.0), kernel.flops / kernel.seconds / 1e12)
+        bandwidth = max(bandwidth, (kernel.bytes or 0.0) / kernel.seconds)
+    return tflops, bandwidth
+
+
+def precision_of(kernel: Kernel, tf32: bool) -> str | None:
+    return "tf32" if kernel.dtype == "fp32" and tf32 else kernel.dtype
+
+
 def least_of(kernel: Kernel, matmul_tflops: Mapping[str, float], bandwidth: float, tf32: bool) -> Least | None:
     """None where its bytes are unknown, or the rate of its products."""
     if kernel.bytes is None:
         return None
-    dtype = "tf32" if kernel.dtype == "fp32" and tf32 else kernel.dtype
+    dtype = precision_of(kernel, tf32)
     rate = None if not kernel.flops or dtype is None else matmul_tflops.get(dtype)
     if kernel.flops and rate is None:
         return None

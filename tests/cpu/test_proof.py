@@ -120,6 +120,20 @@ def test_the_matmul_that_took_longest_is_named() -> None:
     assert longest_matmul(often + seldom + kernels("softmax", dur=1000)) == "cutlass_80_tensorop_s1688gemm"
 
 
+@pytest.mark.parametrize(
+    "attention",
+    [
+        "void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<Flash_traits<cutlass::bfloat16_t>>()",
+        "flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<cutlass::bfloat16_t>",
+        "fmha_cutlassF_bf16_aligned_64x64_rf_sm80",
+    ],
+    ids=["flash", "flash-without-its-namespace", "memory-efficient"],
+)
+def test_attention_written_with_cutlass_is_no_matmul(attention: str) -> None:
+    assert longest_matmul(kernels(attention, dur=1000)) is None
+    assert longest_matmul(kernels(attention, dur=1000) + kernels("nvjet_tst_256x128", dur=1)) == "nvjet_tst_256x128"
+
+
 # --- profiles of this machine -----------------------------------------------------------------------------------------
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -11,10 +12,12 @@ from redline.core import profile as names
 from redline.core.devices import find_device
 from redline.core.measurement import Spread
 from redline.core.plan import Plan
-from redline.core.profile import Finding, Kernel, Part, Profile
+from redline.core.profile import Finding, Kernel, ModuleTime, Part, Profile, Uncompiled
+from redline.core.values import from_json
 from redline.core.workload import Shape
 from redline.predict.advice import Advice, Candidate, Rates, advise, pools_of, rates_of
-from redline.predict.reach import reach_of
+from redline.predict.idle import GRAPH_GAIN
+from redline.predict.reach import fastest_seen, reach_of
 from redline.rungs import LADDER, Maths, plan_of
 from redline.workloads import PRESETS
 
@@ -216,6 +219,103 @@ def test_every_predicted_operation_has_a_pool():
         assert set(pools_of(case, plan) or {}) >= {names.CONTRACTION, names.ATTENTION, names.LOSS, names.OPTIMIZER}
 
 
+# idle time: whose it is, and which phase's
+
+
+def recorded_profile(repository) -> tuple[dict[str, Any], Profile]:
+    """The record of an H200, as far as advice reads it."""
+    text = (repository / "records" / "2026-11-15-h200-profile-gpt2-b64.json").read_text(encoding="utf-8")
+    document = json.loads(text)
+    same = ("device", "launches", "busy_share", "host_seconds", "cpu_seconds", "sync_idle_seconds", "compiled")
+    kernels = [{name: row[name] for name in Kernel.__dataclass_fields__} for row in document["kernels"]]
+    found = profile(
+        {},
+        **{name: document[name] for name in same},
+        step_seconds=from_json(Spread, document["step_seconds"]),
+        parts=tuple(from_json(Part, row) for row in document["parts"]),
+        kernels=tuple(from_json(Kernel, row) for row in kernels),
+    )
+    return document, found
+
+
+def with_graphs(found: Profile, rungs: tuple[str, ...], rates: Rates) -> tuple[Advice, ...]:
+    plan = plan_of(rungs)
+    graphs = Candidate(rung="cuda-graphs", title="", plan=replace(plan, cuda_graphs=True))
+    return advise(found, shape=GPT2, plan=plan, micro_batch=64, candidates=(graphs,), rates=rates)
+
+
+def test_graphs_gain_what_was_measured_where_the_host_keeps_up(repository):
+    """The share is a quotient of two records; a step whose host is early gains little, one whose host is late much."""
+    document, found = recorded_profile(repository)
+    text = (repository / "records" / "2026-11-15-h200-tune-gpt2.json").read_text(encoding="utf-8")
+    rows = {row["change"]: row["step_seconds"]["median"] for row in json.loads(text)["rows"]}
+    gained = rows["the usual rungs, as predicted best"] - rows["with cuda-graphs"]
+    assert gained / found.by_group()[names.IDLE] == pytest.approx(GRAPH_GAIN, rel=0.01)
+    rungs, rates = tuple(document["recipe"]["rungs"]), from_json(Rates, document["rates"])
+    assert found.host_seconds < 0.6 * found.step_seconds.median
+    early = with_graphs(found, rungs, rates)
+    assert all(each.rung is None and "does not keep up" not in each.why for each in early)  # below a hundredth
+    late = replace(found, host_seconds=found.step_seconds.median)
+    (graphs,) = [each for each in with_graphs(late, rungs, rates) if each.rung]
+    assert (graphs.gain_seconds or 0) > 0.9 * 0.00282  # nearly all that is idle in forward and backward
+    assert "does not keep up" in graphs.why
+
+
+def test_idle_time_counts_for_graphs_as_far_as_the_host_is_late():
+    """100 ms of work and 10 ms idle: at 104 ms the host is the reason for 4 of them, and for 6 the device is."""
+    busy = profile({names.CONTRACTION: 100.0, names.IDLE: 10.0}, host_seconds=0.104)
+    (graphs,) = [each for each in with_graphs(busy, BEST, H200) if each.rung]
+    assert graphs.gain_seconds == pytest.approx(0.004 + 0.006 * GRAPH_GAIN, abs=0.0001)  # one launch is left
+    assert graphs.why.endswith("the host keeps up; the device pauses before each kernel, less so in a recorded graph")
+    assert with_graphs(replace(busy, host_seconds=0.108), BEST, H200)[0].why.endswith("does not keep up")
+
+
+@pytest.mark.parametrize(
+    ("host_seconds", "words"), [(0.05, "pauses between kernels"), (0.2, "waits for the host")], ids=["early", "late"]
+)
+def test_idle_time_that_no_rung_removes_says_whose_it_is(host_seconds, words):
+    found = profile({**EVEN, names.IDLE: 30.0}, host_seconds=host_seconds)
+    (more,) = advise(found, shape=GPT2, plan=plan_of(BEST), micro_batch=1, candidates=(), rates=H200)
+    assert f"the device {words} for 30.0 ms" in more.why
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_rung_of_one_phase_gains_the_idle_time_of_that_phase_at_most(device):
+    """fused-adamw where the optimizer takes 3.7 ms, 1.7 of them idle, and 20 ms are idle elsewhere."""
+    times = (
+        (names.FORWARD, names.CONTRACTION, 10.0),
+        (names.FORWARD, names.IDLE, 10.0),
+        (names.BACKWARD, names.IDLE, 10.0),
+        (names.UPDATE, names.OPTIMIZER, 2.0),
+        (names.UPDATE, names.IDLE, 1.7),
+    )
+    parts = tuple(Part(phase=phase, group=group, seconds=ms / 1e3) for phase, group, ms in times)
+    found = profile({names.IDLE: 33.7}, parts=parts, device=device)
+    gained = gains(advice_on(found, ("tf32", "bf16")))["fused-adamw"] or 0
+    assert 0.0017 < gained <= 0.0037
+    without = replace(found, parts=(*parts[:-1], replace(parts[-1], phase=names.DATA)))
+    assert gained - (gains(advice_on(without, ("tf32", "bf16")))["fused-adamw"] or 0) == pytest.approx(0.0017, rel=0.1)
+
+
+# compiled code that is slower
+
+
+@pytest.mark.parametrize(
+    ("eager_ms", "micro_batch", "gain"),
+    [(100.0, 16, 0.045), (140.0, 16, None), (150.0, 16, None), (100.0, 8, None)],
+    ids=["faster", "inside-the-noise", "slower", "another-micro-batch"],
+)
+def test_compile_is_left_out_where_the_same_step_is_faster_without(eager_ms, micro_batch, gain):
+    row = ModuleTime(module="", forward=0.01, backward=0.02)
+    eager = Uncompiled(
+        micro_batch=micro_batch, step_seconds=eager_ms / 1e3, undone=("compile", "bf16-residual"), modules=(row,)
+    )
+    found = profile(EVEN, device="cpu", compiled=True, uncompiled=eager)  # 145 ms; two runs on a CPU differ by 10 %
+    left = [each for each in advice_on(found, BEST) if each.what == "leave compile, bf16-residual out"]
+    assert [each.gain_seconds for each in left] == ([] if gain is None else [pytest.approx(gain)])
+    assert all(each.why == "the same step without takes 100 ms instead of 145 ms" for each in left)
+
+
 # bounds
 
 TUNED = {names.CONTRACTION: 60.0, names.ATTENTION: 20.0, names.ELEMENTWISE: 10.0, names.LOSS: 0.5, names.IDLE: 2.0}
@@ -250,6 +350,34 @@ def test_a_finished_recipe_shows_how_far_its_kernels_are_from_the_machine():
         "(without pairs that a causal mask hides) would take 5.00 ms at 790 TFLOP/s; no rung here brings another kernel"
     )
     assert add == "element-wise takes 10.0 ms of 92.5 ms (11 %); its 34.4 GB would take 8.00 ms at 4.3 TB/s"
+
+
+def test_no_bound_rests_on_a_rate_that_a_kernel_of_the_profile_beats(repository):
+    document, found = recorded_profile(repository)
+    rates = from_json(Rates, document["rates"])
+    best = max(kernel.flops / kernel.seconds for kernel in found.kernels if kernel.flops)
+    assert best > 1e12 * rates.matmul_tflops["bf16"]  # 824 against 795 TFLOP/s
+    bound = {each.what: each for each in with_graphs(found, tuple(document["recipe"]["rungs"]), rates)}
+    products = bound["faster tensor contractions"]
+    known = [each for each in found.kernels if each.group == names.CONTRACTION and each.flops]
+    least = sum(max((each.flops or 0) / best, (each.bytes or 0) / rates.bandwidth) for each in known)
+    assert products.gain_seconds == pytest.approx(sum(each.seconds for each in known) - least)
+    assert products.why.endswith(" at 824 TFLOP/s, as fast as the fastest kernel here")
+
+
+def test_the_fastest_rates_are_by_precision_and_of_bytes():
+    quick = replace(ADD, seconds=0.005)  # 34.4 GB in 5 ms
+    assert fastest_seen((GEMM, FLASH, HELPER, ADD, quick), tf32=True) == (
+        {"bf16": pytest.approx(39.5 / 0.060)},
+        pytest.approx(34.4e9 / 0.005),
+    )
+    single = replace(GEMM, dtype="fp32")
+    assert [set(fastest_seen((single,), tf32=each)[0]) for each in (True, False)] == [{"tf32"}, {"fp32"}]
+    assert fastest_seen((HELPER,), tf32=True) == ({}, 0.0)
+    slow, fast = (replace(ADD, seconds=seconds) for seconds in (0.040, 0.005))
+    (bound,) = [each for each in tuned(kernels=(slow, fast)) if "element-wise" in each.what]
+    assert bound.gain_seconds == pytest.approx(0.040 - 0.005)
+    assert bound.why.endswith("at 6.88 TB/s, as fast as the fastest kernel here")
 
 
 def test_bounds_come_after_everything_that_can_be_done_and_fill_up_to_three():

@@ -18,11 +18,11 @@ from redline.core.errors import UserError
 from redline.core.plan import Plan
 from redline.core.workload import Shape
 from redline.predict import memory as model
-from redline.predict.activations import layer_activations
+from redline.predict.activations import Rank, layer_activations
 from redline.predict.fitting import Case, largest_micro_batch, what_to_change
 from redline.predict.flops import parameters
 from redline.predict.memory import Memory, predict_memory
-from redline.predict.optimizers import OPTIMIZERS
+from redline.predict.optimizers import OPTIMIZERS, find_optimizer
 from redline.predict.parallel import Layout
 from redline.rungs import plan_of
 from redline.workloads import PRESETS
@@ -115,6 +115,19 @@ def test_ladder_rows_with_the_same_head_are_predicted(repository):
         assert told.allocated == pytest.approx(row["peak_bytes"], rel=0.005), row["rung"]
 
 
+def test_an_odd_vocabulary_costs_the_fused_loss_two_copies_of_the_logits(repository):
+    """pad_mm: 41.2 GB against 28.1 GB, by the rows of `tune` that differ in padding alone."""
+    text = (repository / "records" / "2026-11-15-h200-tune-gpt2.json").read_text(encoding="utf-8")
+    rows = {row["change"]: row for row in json.loads(text)["rows"]}
+    odd, even = rows["without padded-vocab"], rows["the usual rungs, as predicted best"]
+    assert set(even["rungs"]) - set(odd["rungs"]) == {"padded-vocab"}
+    told = [predict_memory(GPT2, plan_of(row["rungs"]), micro_batch=64).allocated for row in (odd, even)]
+    assert told == [pytest.approx(peak, rel=0.02) for peak in (odd["peak_bytes"], even["peak_bytes"])]
+    assert told == [
+        pytest.approx(peak, rel=0.02) for peak in (41_184_353_792, 28_075_345_920)
+    ]  # runs beside the record
+
+
 def test_stated_shares_are_the_records(repository):
     reserved = [
         row["reserved_bytes"] / row["peak_bytes"] for row in combinations(repository) if "reserved_bytes" in row
@@ -161,6 +174,21 @@ def test_a_gpt2_layer_by_hand():
     assert eager["attention core"] == 6 * 12 * 1024  # softmax in fp32 and its 16-bit copy: 6 a s
 
 
+def losses_of(plan: Plan) -> list[Memory]:
+    """The moments of the loss, whether or not the peak is one of them."""
+    rank = Rank(
+        shape=GPT2,
+        plan=plan,
+        micro_batch=16,
+        layout=Layout(gpus=1),
+        zero=0,
+        optimizer=find_optimizer(plan.optimizer),
+        first=True,
+        last=True,
+    )
+    return list(model._loss_moments(rank))
+
+
 def test_gpt2_logits_by_hand():
     tokens = 16 * 1024
     eager = predict_memory(GPT2, replace(FAST, compile=False), micro_batch=16)
@@ -172,6 +200,14 @@ def test_gpt2_logits_by_hand():
     assert predict_memory(GPT2, replace(FAST, loss="fused"), micro_batch=16).logits == 2 * tokens * 50304
     chunked = predict_memory(GPT2, replace(FAST, loss="chunked"), micro_batch=16)
     assert chunked.logits == 2 * (tokens // 8) * 50304
+    for loss, pieces in (("fused", 1), ("chunked", 8)):
+        plan = replace(FAST, loss=loss, vocab_multiple=1)
+        (memory,) = losses_of(plan)  # of the chunked loss the peak lies elsewhere
+        assert memory.logits == 2 * (tokens // pieces) * (50257 + 2 * 50304)  # and two copies for the products
+        (eager,) = losses_of(replace(plan, compile=False))
+        (wide,) = losses_of(replace(plan, autocast=None))
+        assert eager.logits == 2 * (tokens // pieces) * 50257
+        assert wide.logits == 4 * (tokens // pieces) * 50257
 
 
 def test_a_llama_layer_by_hand():

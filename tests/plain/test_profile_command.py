@@ -202,6 +202,17 @@ def test_the_document(answer, tmp_path, capsys):
     assert json.loads((tmp_path / "run" / "run.json").read_text())["kind"] == "profile"
 
 
+def test_a_finding_names_no_rung_that_does_not_apply(answer, tmp_path, capsys, monkeypatch, h200):
+    cpu = replace(h200, kind="cpu", name="a processor", features=("bf16", "compile"))
+    monkeypatch.setattr(launch, "probe_machine", lambda device: (cpu, VERSIONS))
+    answer(replace(PROFILE, device="cpu"))
+    assert run("tiny", "--rungs", "none", "--out", str(tmp_path / "run"), "--json") == 0
+    document = json.loads(capsys.readouterr().out)
+    reason = "a CPU runs each operation before the next: there is no queue to keep full"
+    assert document["findings"][1]["fix"] == f"the rung no-sync does not apply here: {reason}"
+    assert not any("no-sync" in each["what"] for each in document["advice"])
+
+
 def test_an_unknown_device_gets_dashes_and_no_roofline(answer, tmp_path, capsys, monkeypatch, h200):
     monkeypatch.setattr(launch, "probe_machine", lambda device: (replace(h200, name="NVIDIA Unheard-of"), VERSIONS))
     answer(PROFILE)
