@@ -29,10 +29,10 @@ from redline.core.units import (
     human_seconds,
     rate_unit,
 )
+from redline.predict.noise import MOST_SWING
 from redline.report import Document, Row, is_dropped, one_line, reason_of, rung_name, shown_mfu, status_of, verdict_of
 
 WIDTH_COLUMNS = 100
-MOST_SWING = 2.0  # of p90 over p10: a quiet machine's steps differ by per cents
 VERDICT_STYLES = {
     "same": "green",
     "rounding": "green",

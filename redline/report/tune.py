@@ -25,10 +25,10 @@ from redline.core.units import (
     human_seconds,
     rate_unit,
 )
+from redline.predict.noise import MOST_SWING
 from redline.report import Document, Row, has_implausible_peak, one_line
 from redline.report.svg import clipped
 from redline.report.table import (
-    MOST_SWING,
     STATUS_STYLES,
     VERDICT_STYLES,
     WIDTH_COLUMNS,
@@ -250,7 +250,9 @@ def roofline_notes(document: Document) -> Iterator[Note]:
 def best_text(document: Document) -> str:
     best: dict[str, Any] | None = document["best"]
     if best is None:
-        return "no recipe was measured and found right"
+        unproved = document.get("unproved") or {}  # older documents do not say
+        said = [one_line(unproved[part]) for part in ("why", "fix") if unproved.get(part)]
+        return "no recipe was measured and found right" + (f": {'; '.join(said)}" if said else "")
     unit = rate_unit(unit_of(document), short=False)
     parts = [f"{human_rate(best['tokens_per_second'])} {unit} at micro batch {best['micro_batch']}"]
     if best["accumulation"] is not None:

@@ -56,6 +56,7 @@ def tune_document(tuner: Tuner, run: dict[str, Any]) -> dict[str, Any]:
         "break_even": [] if best is None else list(break_even_rows(tuner, best)),
         "roofline": None if best is None else roofline_json(tuner, best),
         "best": None if best is None else best_json(tuner, best),
+        "unproved": None if best is not None else unproved_json(tuner),
     }
 
 
@@ -330,3 +331,27 @@ def is_tie(tuner: Tuner, best: Trial, trial: Trial) -> bool:
     if trial is best or not tuner.is_sound(trial):
         return False
     return tuner.keeps_up(trial, best) and tuner.keeps_up(best, trial)
+
+
+# where there is no winner
+
+
+def unproved_json(tuner: Tuner) -> dict[str, str | None]:
+    """Why nothing was proved, and what would help; None where nobody knows."""
+    fixes = ["give it more --minutes"] if tuner.stopped == "minutes" else []
+    if tuner.budget.remembered:
+        fixes.append("start anew with --fresh, since remembered answers took part")
+    return {"why": why_unproved(tuner), "fix": ", or ".join(fixes) or None}
+
+
+def why_unproved(tuner: Tuner) -> str:
+    """Of the fastest that was right as far as it was checked; where there is none, of the first that was not."""
+    sound = next(filter(tuner.is_sound, ranked(tuner)), None)
+    if sound is not None and sound.equivalence is not None:
+        detail = sound.equivalence.detail
+        asked = any(recipe.micro_batch == sound.recipe.micro_batch for recipe in tuner.references)
+        late = "" if asked or tuner.stopped != "minutes" else ", since the time was over"
+        return f"#{sound.number} is not proved: {detail}{late}"
+    reasons = ((trial.number, reason_of(tuner, trial)) for trial in tuner.trials.values())
+    number, reason = next(((number, reason) for number, reason in reasons if reason is not None), (0, None))
+    return "the time was over before anything was measured" if reason is None else f"#{number}: {reason}"

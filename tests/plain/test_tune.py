@@ -300,6 +300,38 @@ def test_without_time_to_compile_the_start_does_without():
     assert tuner.best is second
 
 
+def test_without_a_proof_the_last_words_say_why_and_what_helps():
+    machine = Machine()
+
+    def answer(job: Job) -> Measurement | Failure:
+        machine.now += 1000 if job.kind == "reference" else 0
+        return Machine.answer(machine, job)
+
+    machine.answer = answer
+    space = open_space(GPT2, H200, rungs=KNOBS)
+    tuner = tuned(machine, space, 2)
+    shown = drawn(tune_document(tuner, RUN))
+    why = "#1 is not proved: the fp32 reference could not be run: stopped while compiling"
+    assert shown.endswith(f"best no recipe was measured and found right: {why}; give it more --minutes")
+    machine.now = 0.0
+    again = drawn(tune_document(tuned(machine, space, 2), RUN))
+    assert again.endswith("more --minutes, or start anew with --fresh, since remembered answers took part")
+
+
+@pytest.mark.parametrize(
+    ("minutes", "why"),
+    [
+        pytest.param(0.25, "could not be run, since the time was over", id="no time for the reference"),
+        pytest.param(-1.0, "the time was over before anything was measured", id="no time for anything"),
+    ],
+)
+def test_what_there_was_no_time_for_is_said(minutes, why):
+    tuner = tuned(Machine(), open_space(GPT2, H200, rungs=("bf16", "compile"), micro_batch=64), minutes)
+    unproved = tune_document(tuner, RUN)["unproved"]
+    assert unproved["why"].endswith(why)
+    assert unproved["fix"] == "give it more --minutes"
+
+
 # asking again
 
 

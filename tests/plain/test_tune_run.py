@@ -397,6 +397,60 @@ def test_what_is_recalled(tmp_path, result, seconds, allowed, recalled):
         assert (found.result, found.seconds, found.remembered) == (result, seconds, True)
 
 
+STEADY, UNEVEN = (1.0,) * 9 + (1.9,) * 9, (1.0,) * 9 + (2.1,) * 9  # p90 over p10: 1.9 and 2.1
+
+
+@pytest.mark.parametrize(
+    ("result", "seconds", "lasts"),
+    [
+        pytest.param(Measurement(loss_curve=(1.0,)), 10.0, True, id="reference"),
+        pytest.param(Measurement(loss_curve=(), step_seconds=STEADY), 10.0, True, id="steady"),
+        pytest.param(Measurement(loss_curve=(), step_seconds=UNEVEN), 10.0, False, id="disturbed"),
+        pytest.param(Failure(kind="oom", reason="full"), 10.0, True, id="oom"),
+        pytest.param(Failure(kind="killed", reason="shot"), 10.0, False, id="killed"),
+        pytest.param(Failure(kind="error", reason="lost"), 10.0, False, id="error"),
+        pytest.param(Failure(kind="timeout", reason="slow"), 99.0, False, id="cut by the minutes"),
+        pytest.param(Failure(kind="timeout", reason="slow"), 101.0, True, id="had its timeout"),  # asking() gives 100
+    ],
+)
+def test_what_another_run_is_told(tmp_path, monkeypatch, result, seconds, lasts):
+    """Neither kept for it, nor believed where an older version kept it; the run itself goes on with what it has."""
+    here, cache, older = (RunDirectory(tmp_path / name) for name in ("here", "cache", "older"))
+    for one in (here, cache, older):
+        one.path.mkdir()
+    clock = iter((0.0, seconds))
+    monkeypatch.setattr(answers_module.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(answers_module, "launch", lambda *_, **__: result)
+    asking(here.path, cache).ask(JOB, min(seconds, 100.0))
+    assert (JOB.key in cache.answers()) == lasts
+    assert JOB.key in here.answers()
+    older.append(JOB, result, seconds)
+    found = asking(tmp_path, older).recall(JOB, 100.0)
+    assert (found is not None) == lasts
+
+
+def test_a_busy_machine_is_forgotten(workers, capsys, monkeypatch):
+    """The first run's start is disturbed and its reference cut by the minutes; the second one is on a quiet machine."""
+
+    def busy(run, job, timeout_seconds, *rest, **more):
+        result = workers.launch(run, job, timeout_seconds, *rest, **more)
+        if job.kind == "reference":
+            return Failure(kind="timeout", reason="stopped")
+        steps = [(1 + 3 * (at % 2)) * one for at, one in enumerate(result.step_seconds)]
+        return replace(result, step_seconds=tuple(steps))
+
+    monkeypatch.setattr(answers_module, "launch", busy)
+    code, first, _ = tune(capsys, *WORDS, "--out", "busy")
+    assert code == 1
+    assert "the fp32 reference could not be run: stopped after" in first["unproved"]["why"]
+    assert "--minutes allows no more" in first["unproved"]["why"]
+    monkeypatch.setattr(answers_module, "launch", workers.launch)
+    code, second, _ = tune(capsys, *WORDS, "--out", "quiet")
+    assert code == 0
+    assert second["budget"]["remembered_seconds"] == 0
+    assert second["unproved"] is None
+
+
 def test_how_long_to_stay_is_no_part_of_the_question():
     assert replace(JOB, give_up_seconds=0.1).key == JOB.key
     assert replace(JOB, kind="look").key != JOB.key
