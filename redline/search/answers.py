@@ -118,9 +118,12 @@ def graph_key(job: Job) -> str:
 
 def context_of(hardware: Hardware, versions: dict[str, str | None], tokens: Path) -> dict[str, Any]:
     """Everything but the job that a measured time depends on."""
+    return {"hardware": to_json(hardware), "versions": versions, **surroundings_of(tokens)}
+
+
+def surroundings_of(tokens: Path) -> dict[str, Any]:
+    """What a run's own versions and device do not say of it."""
     return {
-        "hardware": to_json(hardware),
-        "versions": versions,
         "code": code_fingerprint(),
         "tokens": hashlib.sha256(tokens.read_bytes()).hexdigest() if tokens.exists() else None,  # a file makes its own
         "environment": {name: value for name, value in sorted(os.environ.items()) if name.startswith(PREFIXES)},

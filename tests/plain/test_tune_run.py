@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import runpy
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from redline.workloads import resolve_workload
 
 made_up = runpy.run_path(str(Path(__file__).with_name("test_tune.py")))  # tests are no package
 Machine, H200 = made_up["Machine"], made_up["H200"]
+PROBE = "redline.search.words.probe_machine"
 VERSIONS = {"torch": "2.13", "redline": "0.1.0"}
 WORDS = ("tune", "tiny", "--rungs", "bf16,compile,flash,cudnn-attention", "--micro-batch", "4", "--check-steps", "5")
 TINY = resolve_workload("tiny")
@@ -159,12 +161,89 @@ def test_another_ladder_is_no_beginning(workers, capsys, monkeypatch, words, why
     assert not Path("run").exists()
 
 
-def test_a_ladder_of_another_torch_is_no_beginning(workers, capsys, monkeypatch):
+NOT_THE_SAME = {
+    "torch": lambda patch: patch.setattr(PROBE, lambda device: (H200, {**VERSIONS, "torch": "2.14"})),
+    "redline": lambda patch: patch.setattr(PROBE, lambda device: (H200, {"torch": "2.13"})),
+    "device": lambda patch: patch.setattr(PROBE, lambda device: (replace(H200, driver="581"), VERSIONS)),
+    "code": lambda patch: patch.setattr(answers_module, "code_fingerprint", lambda: "another one"),
+    "text": lambda patch: Path("novel.txt").write_text("It was a bright cold day in April. " * 500),
+    "OMP_NUM_THREADS": lambda patch: patch.setenv("OMP_NUM_THREADS", "7"),
+}
+
+
+@pytest.mark.parametrize("name", NOT_THE_SAME)
+def test_a_ladder_of_something_else_is_no_beginning(workers, capsys, monkeypatch, name):
+    """Whatever makes another folder of the cache."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    Path("novel.txt").write_text("It was a dark and stormy night. " * 500)
+    ladder_before(monkeypatch, workers, capsys, "--data", "novel.txt")
+    NOT_THE_SAME[name](monkeypatch)
+    code, _, err = tune(capsys, *WORDS, "--data", "novel.txt", "--after", "climbed", "--out", "run")
+    assert code == 2
+    assert f"its {name} is not the same" in err
+    assert not Path("run").exists()
+
+
+@pytest.mark.parametrize("changed", [False, True], ids=["the same code", "another code"])
+def test_a_ladder_whose_rows_are_of_two_codes_is_no_beginning(workers, capsys, monkeypatch, changed):
     ladder_before(monkeypatch, workers, capsys)
-    monkeypatch.setattr("redline.search.words.probe_machine", lambda device: (H200, {**VERSIONS, "torch": "2.14"}))
+    monkeypatch.setattr("redline.search.words.probe_machine", lambda device: (H200, VERSIONS))
+    if changed:
+        monkeypatch.setattr(answers_module, "code_fingerprint", lambda: "another one")
+    assert tune(capsys, "ladder", "--resume", "climbed")[0] == 0
+    code, _, err = tune(capsys, *WORDS, "--after", "climbed", "--out", "run")
+    assert code == (2 if changed else 0)
+    assert ("does not say with which code, text and environment" in err) == changed
+
+
+def test_a_ladder_of_an_older_version_is_no_beginning(workers, capsys, monkeypatch):
+    ladder_before(monkeypatch, workers, capsys)
+    run = json.loads(Path("climbed/run.json").read_text())
+    del run["surroundings"]
+    Path("climbed/run.json").write_text(json.dumps(run))
     code, _, err = tune(capsys, *WORDS, "--after", "climbed", "--out", "run")
     assert code == 2
-    assert "its torch is not the same" in err
+    assert "does not say with which code, text and environment" in err
+
+
+def test_a_tune_is_no_ladder(workers, capsys):
+    tune(capsys, *WORDS, "--out", "tuned")
+    code, _, err = tune(capsys, *WORDS, "--after", "tuned", "--out", "run")
+    assert code == 2
+    assert "problem: tuned is not a ladder" in err
+    assert "why:     it is a run of `redline tune`" in err
+    assert "fix:     give the directory that `redline ladder` printed at its end" in err
+
+
+def test_a_search_counts_and_sizes_as_its_ladder_did(workers, capsys, monkeypatch):
+    """Timed steps, check steps and the workload's micro batch are part of the question."""
+    known = ladder_before(monkeypatch, workers, capsys, "--steps", 7, "--micro-batch", TINY.micro_batch + 1)
+    words = ("tune", "tiny", "--rungs", "bf16,compile,flash", "--micro-batch", TINY.micro_batch + 1)
+    code, document, _ = tune(capsys, *words, "--after", "climbed", "--out", "run")
+    assert code == 0
+    assert (document["settings"]["timed_steps"], document["settings"]["check_steps"]) == (7, 5)
+    assert document["workload"]["micro_batch"] == TINY.micro_batch + 1
+    assert document["budget"]["remembered_trials"] > 0
+    assert not known & {job.key for job in workers.asked}
+    code, document, _ = tune(capsys, *words, "--steps", 8, "--check-steps", 6, "--after", "climbed", "--out", "own")
+    assert (document["settings"]["timed_steps"], document["settings"]["check_steps"]) == (8, 6)
+
+
+def test_a_resumed_search_knows_what_its_ladder_measured(workers, capsys, monkeypatch):
+    known = ladder_before(monkeypatch, workers, capsys, "--micro-batch", 4)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(Path("another").resolve()))
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TrialAnswers, "adopt", interrupt)  # in the first answer, which the ladder had
+        assert tune(capsys, *WORDS, "--after", "climbed", "--out", "run")[0] == 130
+    assert not RunDirectory(Path("run")).answers()
+    shutil.rmtree("climbed")
+    assert tune(capsys, "tune", "--resume", "run")[0] == 0
+    assert known & set(RunDirectory(Path("run")).answers())
+    assert not known & {job.key for job in workers.asked}
 
 
 def test_fresh_asks_again_and_remembers_nothing(workers, capsys):
