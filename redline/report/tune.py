@@ -189,7 +189,8 @@ def sharing_notes(document: Document) -> Iterator[Note]:
 def disturbed_notes(document: Document) -> Iterator[Note]:
     disturbed = [{**row, "rung": f"#{row['number']}"} for row in document["rows"] if swing_of(row) > MOST_SWING]
     if disturbed:
-        yield Note(about="disturbed", text=disturbed_text(disturbed), kind="failed")
+        text = disturbed_text(disturbed, instead=": another run takes none of them from memory")
+        yield Note(about="disturbed", text=text, kind="failed")
 
 
 def peak_notes(document: Document) -> Iterator[Note]:
