@@ -226,7 +226,7 @@ def break_even_texts(document: Document) -> Iterator[str]:
     for row in document["break_even"]:
         rival = one_line(row["against"])
         if row["tokens"] is None:
-            yield f"against {rival}: no break-even is known"
+            yield f"against {rival}: {UNKNOWN} ({one_line(row.get('reason') or 'no break-even is known')})"
             continue
         yield (
             f"{human_seconds(row['compile_seconds'])} more than {rival}: pays in runs of more than "
@@ -251,9 +251,7 @@ def roofline_notes(document: Document) -> Iterator[Note]:
 def best_text(document: Document) -> str:
     best: dict[str, Any] | None = document["best"]
     if best is None:
-        unproved = document.get("unproved") or {}  # older documents do not say
-        said = [one_line(unproved[part]) for part in ("why", "fix") if unproved.get(part)]
-        return "no recipe was measured and found right" + (f": {'; '.join(said)}" if said else "")
+        return f"no recipe was measured and found right{unproved_text(document)}"
     unit = rate_unit(unit_of(document), short=False)
     parts = [f"{human_rate(best['tokens_per_second'])} {unit} at micro batch {best['micro_batch']}"]
     if best["accumulation"] is not None:
@@ -262,3 +260,10 @@ def best_text(document: Document) -> str:
         parts.append(f"{human_ratio(best['speedup'])} the plain way")
     parts.append(f"{one_line(best['verdict'])}: {' + '.join(map(one_line, best['rungs'])) or 'no rung'}")
     return ", ".join(parts)
+
+
+def unproved_text(document: Document) -> str:
+    """': why; what helps' of a run without a winner; nothing of an older document, which does not say."""
+    unproved = document.get("unproved") or {}
+    said = [one_line(unproved[part]) for part in ("why", "fix") if unproved.get(part)]
+    return f": {'; '.join(said)}" if said else ""

@@ -408,12 +408,14 @@ class Tuner:
     def _price_of_compiling(self) -> None:
         """The winner's eager twin, so that compiling can be weighed against the length of a run."""
         best = self.best
-        knob = next((knob for knob in self.space.knobs if knob.name == "compile"), None)
-        if best is None or not best.compiled or knob is None:
-            return
-        eager = self.space.change(best.recipe, knob, None)
-        if eager is not None and self.space.refuses(eager) is None:
+        eager = None if best is None else self.eager_twin(best)
+        if best is not None and eager is not None and self.space.refuses(eager) is None:
             self._try(eager, difference(best.recipe, eager), best, kind="look")
+
+    def eager_twin(self, trial: Trial) -> Recipe | None:
+        """The same without compiling and without what needs it; None of what does not compile."""
+        knob = next((knob for knob in self.space.knobs if knob.name == "compile"), None)
+        return self.space.change(trial.recipe, knob, None) if trial.compiled and knob is not None else None
 
     # asking
 

@@ -259,22 +259,34 @@ def signed(share: float) -> str:
 
 
 def break_even_rows(tuner: Tuner, best: Trial) -> Iterator[dict[str, Any]]:
-    """How long a run must be before the winner's compiling has paid, against the fastest of everything that compiles
-    for less."""
-    factor = compile_factor(best.recipe)
-    own = cold_compile_seconds(tuner, best)
-    cheaper = sorted({compile_factor(trial.recipe) for trial in tuner.trials.values() if trial.ran})
-    for level in (one for one in cheaper if one < factor):
-        alike = [trial for trial in tuner.trials.values() if trial.ran and compile_factor(trial.recipe) == level]
-        rival = max(alike, key=tuner.rate)
-        extra = None if own is None else own - (cold_compile_seconds(tuner, rival) or 0.0)
-        yield {
-            "against": difference(best.recipe, rival.recipe),
-            "rungs": list(rival.recipe.rungs),
-            "micro_batch": rival.recipe.micro_batch,
-            "compile_seconds": extra,
-            **break_even(extra, tuner.rate(best), tuner.rate(rival)),
-        }
+    """How long a run must be before the winner's compiling has paid: against its eager twin, since against any other
+    recipe compiling would get the credit for what else differs; and against the fastest of those that compile, for
+    less."""
+    eager = tuner.eager_twin(best)
+    if eager is not None:
+        yield break_even_row(tuner, best, eager)
+    ran = [trial for trial in tuner.trials.values() if trial.ran]
+    for level in sorted({compile_factor(trial.recipe) for trial in ran}):
+        if 0 < level < compile_factor(best.recipe):
+            alike = [trial for trial in ran if compile_factor(trial.recipe) == level]
+            yield break_even_row(tuner, best, max(alike, key=tuner.rate).recipe)
+
+
+def break_even_row(tuner: Tuner, best: Trial, recipe: Recipe) -> dict[str, Any]:
+    row = {
+        "against": difference(best.recipe, recipe),
+        "rungs": list(recipe.rungs),
+        "micro_batch": recipe.micro_batch,
+    }
+    rival, own = tuner.trials.get(recipe), cold_compile_seconds(tuner, best)
+    if rival is None or not rival.ran:
+        failed = rival is not None and rival.failure is not None
+        reason = "unknown: its eager twin " + ("did not run" if failed else "was not measured")
+        return {**row, "compile_seconds": own, "tokens": None, "training_seconds": None, "reason": reason}
+    extra = None if own is None else own - (cold_compile_seconds(tuner, rival) or 0.0)
+    found = break_even(extra, tuner.rate(best), tuner.rate(rival))
+    unknown = "unknown: nobody saw how long it compiles" if extra is None else "never: it is as fast"
+    return {**row, "compile_seconds": extra, **found, "reason": unknown if found["tokens"] is None else None}
 
 
 def break_even(extra_seconds: float | None, rate: float, rival_rate: float) -> dict[str, float | None]:

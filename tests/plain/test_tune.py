@@ -639,6 +639,35 @@ def test_the_price_of_compiling():
     assert row["training_seconds"] == pytest.approx(25 * 0.6 / 0.4)
 
 
+@pytest.mark.parametrize("twin", ["was not measured", "did not run"])
+def test_the_plain_way_never_stands_in_for_the_eager_twin(twin):
+    """It is slower by more than compiling: against it half a minute would pay in no time."""
+    tuner = tuned(Machine(noise=0.0), open_space(GPT2, H200, rungs=("bf16", "compile", "flash"), micro_batch=64))
+    eager = Recipe(rungs=("bf16", "flash", "tied-weights"), micro_batch=64)
+    if twin == "was not measured":
+        del tuner.trials[eager]
+    else:
+        tuner.trials[eager].measurements, tuner.trials[eager].failure = [], OOM
+    assert tuner.baseline.ran
+    document = tune_document(tuner, RUN)
+    (row,) = document["break_even"]
+    assert (row["rungs"], row["compile_seconds"]) == (list(eager.rungs), 25)
+    assert row["tokens"] is row["training_seconds"] is None
+    assert f"against without compile: — (unknown: its eager twin {twin})" in drawn(document)
+
+
+def test_what_compiles_longer_is_held_against_both():
+    """250 s of compiling: against 25 s of it, and against none."""
+    machine = Machine(noise=0.0, host_seconds=0.0, factors={"max-autotune": 0.8})
+    knobs = ("bf16", "compile", "max-autotune")
+    document = tune_document(tuned(machine, open_space(GPT2, H200, rungs=knobs, micro_batch=64)), RUN)
+    eager, compiled = document["break_even"]
+    assert eager["rungs"] == ["bf16", "tied-weights"]
+    assert eager["training_seconds"] == pytest.approx(250 * 0.48 / 0.52)
+    assert "compile" in compiled["rungs"]
+    assert compiled["training_seconds"] == pytest.approx(225 * 0.8 / 0.2)
+
+
 def test_a_break_even_needs_something_to_gain():
     assert break_even(10.0, 100.0, 50.0) == {"tokens": 1000.0, "training_seconds": 10.0}
     assert break_even(10.0, 100.0, 100.0) == {"tokens": None, "training_seconds": None}
