@@ -26,7 +26,7 @@ from redline.core.units import counted, human_bytes
 from redline.core.values import from_json, to_json
 from redline.core.workload import Workload
 from redline.rungs import LADDER, find_rung
-from redline.search.answers import TrialAnswers, context_of, open_cache
+from redline.search.answers import TrialAnswers, context_of, open_cache, surroundings_of
 from redline.search.batch_size import HEADROOM
 from redline.search.climb import TOKENS_FILE
 from redline.search.ladder import (
@@ -101,7 +101,8 @@ class TuneRun:
             on_phase=view.phase,
             check=lambda result: stop_at_a_mistake(result, self.directory),
         )
-        if not self.fresh:
+        same = run.get(SURROUNDINGS) == surroundings_of(self.directory.path / TOKENS_FILE)
+        if same and not self.fresh:  # a run that is resumed with other code has other times than its ladder
             answers.cached = {**answers_of(RunDirectory(self.directory.path / AFTER_FOLDER)), **answers.cached}
         watcher = Watcher(view, self._keep_best)
         tuner = Tuner(self.space, self.settings, answers, self.budget, watcher)

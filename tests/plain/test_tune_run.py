@@ -229,7 +229,8 @@ def test_a_search_counts_and_sizes_as_its_ladder_did(workers, capsys, monkeypatc
     assert (document["settings"]["timed_steps"], document["settings"]["check_steps"]) == (8, 6)
 
 
-def test_a_resumed_search_knows_what_its_ladder_measured(workers, capsys, monkeypatch):
+@pytest.mark.parametrize("changed", [False, True], ids=["the same code", "another code"])
+def test_a_resumed_search_knows_what_its_ladder_measured(workers, capsys, monkeypatch, changed):
     known = ladder_before(monkeypatch, workers, capsys, "--micro-batch", 4)
     monkeypatch.setenv("XDG_CACHE_HOME", str(Path("another").resolve()))
 
@@ -241,9 +242,11 @@ def test_a_resumed_search_knows_what_its_ladder_measured(workers, capsys, monkey
         assert tune(capsys, *WORDS, "--after", "climbed", "--out", "run")[0] == 130
     assert not RunDirectory(Path("run")).answers()
     shutil.rmtree("climbed")
+    if changed:
+        monkeypatch.setattr(answers_module, "code_fingerprint", lambda: "another one")
     assert tune(capsys, "tune", "--resume", "run")[0] == 0
     assert known & set(RunDirectory(Path("run")).answers())
-    assert not known & {job.key for job in workers.asked}
+    assert bool(known & {job.key for job in workers.asked}) == changed
 
 
 def test_fresh_asks_again_and_remembers_nothing(workers, capsys):
