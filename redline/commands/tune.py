@@ -96,7 +96,8 @@ def add_tune(commands: Any) -> None:
         "--after",
         metavar="DIR",
         type=Path,
-        help="a ladder of the same workload on this machine: what it measured is not measured again",
+        help="a ladder of the same workload on this machine: what it measured is not measured again; its --steps and "
+        "--check-steps are taken over, unless they are given",
     )
     tune.add_argument("--fresh", action="store_true", help="measure anew what earlier runs remember")
     tune.add_argument("--out", metavar="DIR", type=Path, help="run directory (default: runs/tune-WORKLOAD-DATE-TIME)")

@@ -16,6 +16,7 @@ from typing import Any
 # Seen between processes: 1 to 3 % on an H200; on two shared CPU cores 10 % and more.
 UNSEEN_RUN_TO_RUN = {"cuda": 0.02, "cpu": 0.10}
 P90_SIGMAS = 1.2816  # the 90th percentile of a normal distribution, in standard deviations
+MOST_SWING = 2.0  # of p90 over p10: a quiet machine's steps differ by per cents, so something else ran beside these
 MEDIAN_TO_MEAN = math.sqrt(math.pi / 2)  # the median of many normal values scatters more than their mean, by this
 
 

@@ -19,8 +19,9 @@ from typing import Any
 from redline.core.job import BEST_FILE, REBATCHED_FILE
 from redline.core.units import counted, human_bytes, human_percent, human_rate, human_ratio, rate_unit
 from redline.core.workload import SAMPLE_CORPUS
+from redline.predict.noise import MOST_SWING
 from redline.report import Document, Row, has_implausible_peak, one_line, reason_of, rung_name, status_of, verdict_of
-from redline.report.table import MOST_SWING, best_row, ranks_of, rows_of, swing_of, unit_of
+from redline.report.table import best_row, ranks_of, rows_of, swing_of, unit_of
 
 SHOWN = 3
 ROOM = 0.5  # of the device's memory: below this a larger micro batch is worth a look

@@ -29,10 +29,10 @@ from redline.core.units import (
     human_seconds,
     rate_unit,
 )
+from redline.predict.noise import MOST_SWING
 from redline.report import Document, Row, is_dropped, one_line, reason_of, rung_name, shown_mfu, status_of, verdict_of
 
 WIDTH_COLUMNS = 100
-MOST_SWING = 2.0  # of p90 over p10: a quiet machine's steps differ by per cents
 VERDICT_STYLES = {
     "same": "green",
     "rounding": "green",
@@ -386,13 +386,14 @@ def swing_of(row: Row) -> float:
     return float(slow / quick) if slow and quick else 1.0
 
 
-def disturbed_text(rows: Sequence[Row]) -> str:
-    """Something else ran on the machine: the figure stands, and nobody should build on it."""
+def disturbed_text(rows: Sequence[Row], instead: str = ", or with --repeats") -> str:
+    """Something else ran on the machine: the figure stands, and nobody should build on it. `instead`: what else helps
+    besides a quiet machine, or what happens there."""
     worst = max(rows, key=swing_of)
     others = f" and {len(rows) - 1} more" if len(rows) > 1 else ""
     return (
         f"slow steps of {rung_name(worst)} took {swing_of(worst):.1f} times its quick ones{others}: speed-ups from and "
-        "to such rows mean little; measure again on a quiet machine, or with --repeats"
+        f"to such rows mean little; measure again on a quiet machine{instead}"
     )
 
 

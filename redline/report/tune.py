@@ -25,10 +25,10 @@ from redline.core.units import (
     human_seconds,
     rate_unit,
 )
+from redline.predict.noise import MOST_SWING
 from redline.report import Document, Row, has_implausible_peak, one_line
 from redline.report.svg import clipped
 from redline.report.table import (
-    MOST_SWING,
     STATUS_STYLES,
     VERDICT_STYLES,
     WIDTH_COLUMNS,
@@ -189,7 +189,8 @@ def sharing_notes(document: Document) -> Iterator[Note]:
 def disturbed_notes(document: Document) -> Iterator[Note]:
     disturbed = [{**row, "rung": f"#{row['number']}"} for row in document["rows"] if swing_of(row) > MOST_SWING]
     if disturbed:
-        yield Note(about="disturbed", text=disturbed_text(disturbed), kind="failed")
+        text = disturbed_text(disturbed, instead=": another run takes none of them from memory")
+        yield Note(about="disturbed", text=text, kind="failed")
 
 
 def peak_notes(document: Document) -> Iterator[Note]:
@@ -225,7 +226,7 @@ def break_even_texts(document: Document) -> Iterator[str]:
     for row in document["break_even"]:
         rival = one_line(row["against"])
         if row["tokens"] is None:
-            yield f"against {rival}: no break-even is known"
+            yield f"against {rival}: {UNKNOWN} ({one_line(row.get('reason') or 'no break-even is known')})"
             continue
         yield (
             f"{human_seconds(row['compile_seconds'])} more than {rival}: pays in runs of more than "
@@ -250,7 +251,7 @@ def roofline_notes(document: Document) -> Iterator[Note]:
 def best_text(document: Document) -> str:
     best: dict[str, Any] | None = document["best"]
     if best is None:
-        return "no recipe was measured and found right"
+        return f"no recipe was measured and found right{unproved_text(document)}"
     unit = rate_unit(unit_of(document), short=False)
     parts = [f"{human_rate(best['tokens_per_second'])} {unit} at micro batch {best['micro_batch']}"]
     if best["accumulation"] is not None:
@@ -259,3 +260,10 @@ def best_text(document: Document) -> str:
         parts.append(f"{human_ratio(best['speedup'])} the plain way")
     parts.append(f"{one_line(best['verdict'])}: {' + '.join(map(one_line, best['rungs'])) or 'no rung'}")
     return ", ".join(parts)
+
+
+def unproved_text(document: Document) -> str:
+    """': why; what helps' of a run without a winner; nothing of an older document, which does not say."""
+    unproved = document.get("unproved") or {}
+    said = [one_line(unproved[part]) for part in ("why", "fix") if unproved.get(part)]
+    return f": {'; '.join(said)}" if said else ""

@@ -42,6 +42,7 @@ from redline.report.tune import (
     search_text,
     sharing_notes,
     tie_notes,
+    unproved_text,
     verdict_of,
 )
 
@@ -92,6 +93,7 @@ def view_of(document: Document) -> dict[str, Any]:
         "facts": fact_groups(document),
         "command": one_line(document.get("command") or ""),
         "recipe": best_recipe(document),
+        "unproved": unproved_text(document),
     }
 
 

@@ -7,7 +7,8 @@
 Every answer is kept twice: in the run directory, so that an interrupted run goes on where it was, and in
 ~/.cache/redline/trials, so that the same question costs nothing next week. A remembered answer is of the very same job,
 text, device, driver, versions, code and settings of the environment: whatever can change a time is part of its folder's
-name. A cache that cannot be read or written is none, never an error.
+name. Other runs are told nothing that the machine's load decided: what was killed, what --minutes cut short, and steps
+that were disturbed are measured again. A cache that cannot be read or written is none, never an error.
 """
 
 from __future__ import annotations
@@ -25,9 +26,10 @@ import redline
 from redline.core.errors import UserError
 from redline.core.hardware import Hardware
 from redline.core.job import Job, Result, RunDirectory, user_cache, write_atomically
-from redline.core.measurement import Failure
+from redline.core.measurement import Failure, Measurement
 from redline.core.values import to_json
 from redline.search.launch import OnPhase, launch, probe_machine
+from redline.search.noise import is_disturbed
 from redline.search.space import compiled_part
 from redline.search.trials import Answer
 
@@ -59,15 +61,23 @@ class TrialAnswers:
     def recall(self, job: Job, timeout_seconds: float) -> Answer | None:
         """What is known, unless it came from outside the recipe: a killed worker may have more luck, one that was
         stopped may have more time, and a device that was lost may be back."""
-        known = self.here.get(job.key) or self.cached.get(job.key)
+        known = self.here.get(job.key)
         if known is None:
-            return None
+            known = self.cached.get(job.key)
+            if known is None or not self._outlasts_its_run(*known):
+                return None
         result, seconds = known
         if isinstance(result, Failure):
             allowed = min(timeout_seconds, self.timeout_seconds)
             if result.kind in FROM_OUTSIDE or (result.kind == "timeout" and allowed > MORE_TIME * seconds):
                 return None
         return Answer(result=result, seconds=seconds, remembered=True)
+
+    def _outlasts_its_run(self, result: Result, seconds: float) -> bool:
+        """On a quieter machine it would not come out otherwise. A time-out says so only of what had --timeout."""
+        if isinstance(result, Measurement):
+            return not is_disturbed(result)
+        return result.kind not in FROM_OUTSIDE and (result.kind != "timeout" or seconds >= self.timeout_seconds)
 
     def adopt(self, job: Job, answer: Answer) -> None:
         """A remembered answer that is used belongs to this run too: its directory is all that a report needs."""
@@ -85,7 +95,7 @@ class TrialAnswers:
         self.check(result)
         self.directory.append(job, result, seconds)
         self.here[job.key] = (result, seconds)
-        if self.cache is not None:
+        if self.cache is not None and self._outlasts_its_run(result, allowed):
             try:
                 self.cache.append(job, result, seconds)
             except UserError:  # no room: the run directory has the answer
@@ -108,9 +118,12 @@ def graph_key(job: Job) -> str:
 
 def context_of(hardware: Hardware, versions: dict[str, str | None], tokens: Path) -> dict[str, Any]:
     """Everything but the job that a measured time depends on."""
+    return {"hardware": to_json(hardware), "versions": versions, **surroundings_of(tokens)}
+
+
+def surroundings_of(tokens: Path) -> dict[str, Any]:
+    """What a run's own versions and device do not say of it."""
     return {
-        "hardware": to_json(hardware),
-        "versions": versions,
         "code": code_fingerprint(),
         "tokens": hashlib.sha256(tokens.read_bytes()).hexdigest() if tokens.exists() else None,  # a file makes its own
         "environment": {name: value for name, value in sorted(os.environ.items()) if name.startswith(PREFIXES)},

@@ -13,7 +13,7 @@ import fcntl
 import json
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -39,7 +39,7 @@ from redline.core.workload import Workload
 from redline.rungs import LADDER, find_rung, group_of, plan_of, why_not
 from redline.rungs.ladder import with_parallel
 from redline.search.ahead import compile_side_by_side, graphs_of
-from redline.search.answers import graph_key
+from redline.search.answers import graph_key, surroundings_of
 from redline.search.batch_size import check_headroom, host_memory_bytes
 from redline.search.climb import TOKENS_FILE, Climb, LadderSettings, Row
 from redline.search.document import best_rebatched, best_row, ladder_document, row_json
@@ -47,6 +47,7 @@ from redline.search.launch import launch, remove_caches
 from redline.search.ranks import not_measured
 from redline.search.words import Words, check_choice, check_nothing_given, check_same_machine, check_sensible
 
+KIND, SURROUNDINGS = "ladder", "surroundings"  # in run.json: what it is of, and what its times depend on besides
 LOCK_TRIES, LOCK_SECONDS = 3, 0.05  # somebody who watches may look at the lock just now
 
 
@@ -378,14 +379,16 @@ def open_directory(
     versions: dict[str, str | None],
     settings: object,
     command: str,
-    kind: str = "ladder",
+    kind: str = KIND,
+    check: Callable[[dict[str, Any]], None] = lambda _: None,
 ) -> RunDirectory:
-    """A new run directory with its tokens and run.json: both of them, or nothing."""
+    """A new run directory with its tokens and run.json: both of them, or nothing. `check` may raise at what run.json
+    would say."""
     from redline.data.tokens import encode_corpus, write_tokens  # numpy takes a while to import
 
     tokens = encode_corpus(workload) if workload.reads_text else None
     directory = create_run_directory(path)
-    run = {
+    run: dict[str, Any] = {
         "kind": kind,
         "command": command,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -398,8 +401,10 @@ def open_directory(
     try:
         if tokens is not None:
             write_tokens(path / TOKENS_FILE, tokens, workload.decoder.vocab)
+        run[SURROUNDINGS] = surroundings_of(path / TOKENS_FILE)
+        check(run)
         directory.write(RUN_FILE, json.dumps(run, indent=2) + "\n")
-    except UserError:  # write_tokens explains itself
+    except UserError:  # write_tokens and the check explain themselves
         shutil.rmtree(path, ignore_errors=True)
         raise
     except OSError as error:
@@ -416,7 +421,16 @@ def resume_ladder(path: Path, choices: dict[str, Any]) -> LadderRun:
     run = open_ladder(path)
     fix = "start a new ladder here; `redline report` still draws the old one"
     check_same_machine(run.directory, run.workload, run.hardware, run.settings.device, fix=fix)
+    forget_other_surroundings(run.directory)
     return run
+
+
+def forget_other_surroundings(directory: RunDirectory) -> None:
+    """Rows of two codes or environments may stand in one table; `tune --after` must not take them for one."""
+    run = directory.read_run()
+    if run.get(SURROUNDINGS) not in (None, surroundings_of(directory.path / TOKENS_FILE)):
+        with directory.explaining():
+            directory.write(RUN_FILE, json.dumps({**run, SURROUNDINGS: None}, indent=2) + "\n")
 
 
 def read_ladder(path: Path) -> dict[str, Any]:
@@ -427,6 +441,12 @@ def open_ladder(path: Path) -> LadderRun:
     directory = open_run_directory(path)
     try:
         run = directory.read_run()
+        if run.get("kind", KIND) != KIND:
+            raise UserError(
+                f"{path} is not a ladder",
+                f"it is a run of `redline {run['kind']}`",
+                "give the directory that `redline ladder` printed at its end",
+            )
         for part in ("versions", "command", "date"):
             if part not in run:
                 raise KeyError(part)

@@ -12,10 +12,18 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from redline.core.measurement import Measurement
-from redline.predict.noise import UNSEEN_RUN_TO_RUN, noise_of_ratio
+from redline.core.measurement import Measurement, spread_of
+from redline.predict.noise import MOST_SWING, UNSEEN_RUN_TO_RUN, noise_of_ratio
 
-__all__ = ["MOST_NOISE", "UNSEEN_RUN_TO_RUN", "looks_of", "noise_between", "standard_error", "tolerated_noise"]
+__all__ = [
+    "MOST_NOISE",
+    "UNSEEN_RUN_TO_RUN",
+    "is_disturbed",
+    "looks_of",
+    "noise_between",
+    "standard_error",
+    "tolerated_noise",
+]
 STRETCHES = 4
 MOST_NOISE = 0.25  # however noisy the machine: what is slower than its rival by more has lost
 
@@ -48,3 +56,11 @@ def noise_between(one: Sequence[Measurement], other: Sequence[Measurement], devi
 def tolerated_noise(one: Sequence[Measurement], other: Sequence[Measurement], device: str) -> float:
     """The same, where something is decided: a machine that swings by half of itself must not make all rivals equal."""
     return min(noise_between(one, other, device), MOST_NOISE)
+
+
+def is_disturbed(measurement: Measurement) -> bool:
+    """Something else ran on the machine: its slow steps took more than twice its quick ones."""
+    if not measurement.step_seconds:  # a reference is a curve alone
+        return False
+    spread = spread_of(measurement.step_seconds)
+    return spread.p90 > MOST_SWING * spread.p10

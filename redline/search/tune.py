@@ -126,12 +126,13 @@ class Tuner:
         return self._first_of(list(filter(self.is_proved, self.trials.values())))
 
     def _first_of(self, trials: list[Trial]) -> Trial | None:
-        """The fastest. Among those that noise cannot tell from it, what compiles least."""
+        """The fastest. Among those that noise cannot tell from it, what compiles least; then what has the fewest rungs
+        that a ladder climbs only when they are named, as each of them costs something besides; then the faster."""
         fastest = max(trials, key=self.rate, default=None)
         if fastest is None:
             return None
         equal = [trial for trial in trials if self.keeps_up(trial, fastest)]
-        return min(equal, key=lambda trial: (compile_factor(trial.recipe), -self.rate(trial)))
+        return min(equal, key=lambda trial: (*price_of(trial.recipe), -self.rate(trial)))
 
     def rate(self, trial: Trial) -> float:
         """Tokens per second of all ranks; 0 of what did not run."""
@@ -374,8 +375,8 @@ class Tuner:
             return
         if ranking and self.rate(ranking[0]) >= self.rate(plain):
             return
-        self.view.trial_started(plain.label, plain.number)
-        answer = self._answer(replace(self._job(plain.recipe), give_up_seconds=None), 2 * plain.seconds[0])
+        job = replace(self._job(plain.recipe), give_up_seconds=None)
+        answer = self._answer(job, 2 * plain.seconds[0], plain.label, plain.number)
         plain.seconds.append(answer.seconds)
         if isinstance(answer.result, Measurement):
             plain.measurements.insert(0, answer.result)
@@ -396,8 +397,8 @@ class Tuner:
     def _repeat(self, trial: Trial, repeat: int) -> None:
         if len(trial.measurements) > repeat:
             return
-        self.view.trial_started(f"{trial.label}, again", trial.number)
-        answer = self._answer(replace(trial.job, kind="look", repeat=repeat, give_up_seconds=None), self._again(trial))
+        job = replace(trial.job, kind="look", repeat=repeat, give_up_seconds=None)
+        answer = self._answer(job, self._again(trial), f"{trial.label}, again", trial.number)
         trial.seconds.append(answer.seconds)
         if isinstance(answer.result, Measurement):
             trial.measurements.append(answer.result)
@@ -407,12 +408,14 @@ class Tuner:
     def _price_of_compiling(self) -> None:
         """The winner's eager twin, so that compiling can be weighed against the length of a run."""
         best = self.best
-        knob = next((knob for knob in self.space.knobs if knob.name == "compile"), None)
-        if best is None or not best.compiled or knob is None:
-            return
-        eager = self.space.change(best.recipe, knob, None)
-        if eager is not None and self.space.refuses(eager) is None:
+        eager = None if best is None else self.eager_twin(best)
+        if best is not None and eager is not None and self.space.refuses(eager) is None:
             self._try(eager, difference(best.recipe, eager), best, kind="look")
+
+    def eager_twin(self, trial: Trial) -> Recipe | None:
+        """The same without compiling and without what needs it; None of what does not compile."""
+        knob = next((knob for knob in self.space.knobs if knob.name == "compile"), None)
+        return self.space.change(trial.recipe, knob, None) if trial.compiled and knob is not None else None
 
     # asking
 
@@ -423,8 +426,7 @@ class Tuner:
         trial = Trial(
             number=len(self.trials) + 1, recipe=recipe, label=label, onto=onto, job=self._job(recipe, kind=kind)
         )
-        self.view.trial_started(trial.label, trial.number)
-        answer = self._answer(trial.job, self._expected(recipe), first=not self.trials)
+        answer = self._answer(trial.job, self._expected(recipe), trial.label, trial.number, first=not self.trials)
         self.trials[recipe] = trial
         trial.seconds, trial.remembered = [answer.seconds], answer.remembered
         if isinstance(answer.result, Failure):
@@ -458,18 +460,21 @@ class Tuner:
         per_sequence = ranking[0].step_seconds / ranking[0].recipe.micro_batch
         return (1 + GIVE_UP[self.kind]) * per_sequence * recipe.micro_batch
 
-    def _answer(self, job: Job, expected_seconds: float, first: bool = False) -> Answer:
-        """From memory if it is there. A worker is started only where there is time for it, and gets no more. The first
-        trial and the first proof may try in any case: without them there is no result."""
+    def _answer(self, job: Job, expected_seconds: float, label: str, number: int, first: bool = False) -> Answer:
+        """From memory if it is there. A worker is started only where there is time for it, and gets no more; whoever
+        watches is told of it then. The first trial and the first proof may try in any case: without them there is no
+        result."""
         self.asked += 1
         known = self._recall(job)
         if known is not None:
+            self.view.trial_started(label, number)
             self.budget.remembered += known.seconds
             self.answers.adopt(job, known)
             return known
         allowed = self.budget.left - self._reserve()
         if allowed <= 0 or not (first or self._affordable(expected_seconds)):
             raise OutOfTimeError
+        self.view.trial_started(label, number)
         return self.answers.ask(job, allowed)
 
     def _recall(self, job: Job) -> Answer | None:
@@ -560,10 +565,10 @@ class Tuner:
         for recipe in self._references_of(trial):
             if recipe in self.references:
                 continue
-            self.view.trial_started("the fp32 reference", trial.number)
             job = replace(self._job(recipe, kind="reference"), give_up_seconds=None)
             nothing_proved = not any(map(self.is_proved, self.trials.values()))
-            answer = self._answer(job, self._expected_reference(recipe), first=nothing_proved)
+            expected, label = self._expected_reference(recipe), "the fp32 reference"
+            answer = self._answer(job, expected, label, trial.number, first=nothing_proved)
             self.reference_seconds[recipe.micro_batch] = answer.seconds
             self.references[recipe] = answer.result
             self._check_device(answer.result)
@@ -614,6 +619,11 @@ def compile_factor(recipe: Recipe) -> float:
     if not plan_of(recipe.rungs).compile:
         return 0.0
     return max(find_rung(name).compile_factor for name in recipe.rungs)
+
+
+def price_of(recipe: Recipe) -> tuple[float, int]:
+    """What a recipe costs before it is fast: its compiling, and rungs beyond the usual ones."""
+    return compile_factor(recipe), sum(map(is_when_named, recipe.rungs))
 
 
 def is_when_named(rung: str) -> bool:

@@ -56,6 +56,7 @@ def tune_document(tuner: Tuner, run: dict[str, Any]) -> dict[str, Any]:
         "break_even": [] if best is None else list(break_even_rows(tuner, best)),
         "roofline": None if best is None else roofline_json(tuner, best),
         "best": None if best is None else best_json(tuner, best),
+        "unproved": None if best is not None else unproved_json(tuner),
     }
 
 
@@ -258,22 +259,34 @@ def signed(share: float) -> str:
 
 
 def break_even_rows(tuner: Tuner, best: Trial) -> Iterator[dict[str, Any]]:
-    """How long a run must be before the winner's compiling has paid, against the fastest of everything that compiles
-    for less."""
-    factor = compile_factor(best.recipe)
-    own = cold_compile_seconds(tuner, best)
-    cheaper = sorted({compile_factor(trial.recipe) for trial in tuner.trials.values() if trial.ran})
-    for level in (one for one in cheaper if one < factor):
-        alike = [trial for trial in tuner.trials.values() if trial.ran and compile_factor(trial.recipe) == level]
-        rival = max(alike, key=tuner.rate)
-        extra = None if own is None else own - (cold_compile_seconds(tuner, rival) or 0.0)
-        yield {
-            "against": difference(best.recipe, rival.recipe),
-            "rungs": list(rival.recipe.rungs),
-            "micro_batch": rival.recipe.micro_batch,
-            "compile_seconds": extra,
-            **break_even(extra, tuner.rate(best), tuner.rate(rival)),
-        }
+    """How long a run must be before the winner's compiling has paid: against its eager twin, since against any other
+    recipe compiling would get the credit for what else differs; and against the fastest of those that compile, for
+    less."""
+    eager = tuner.eager_twin(best)
+    if eager is not None:
+        yield break_even_row(tuner, best, eager)
+    ran = [trial for trial in tuner.trials.values() if trial.ran]
+    for level in sorted({compile_factor(trial.recipe) for trial in ran}):
+        if 0 < level < compile_factor(best.recipe):
+            alike = [trial for trial in ran if compile_factor(trial.recipe) == level]
+            yield break_even_row(tuner, best, max(alike, key=tuner.rate).recipe)
+
+
+def break_even_row(tuner: Tuner, best: Trial, recipe: Recipe) -> dict[str, Any]:
+    row = {
+        "against": difference(best.recipe, recipe),
+        "rungs": list(recipe.rungs),
+        "micro_batch": recipe.micro_batch,
+    }
+    rival, own = tuner.trials.get(recipe), cold_compile_seconds(tuner, best)
+    if rival is None or not rival.ran:
+        failed = rival is not None and rival.failure is not None
+        reason = "unknown: its eager twin " + ("did not run" if failed else "was not measured")
+        return {**row, "compile_seconds": own, "tokens": None, "training_seconds": None, "reason": reason}
+    extra = None if own is None else own - (cold_compile_seconds(tuner, rival) or 0.0)
+    found = break_even(extra, tuner.rate(best), tuner.rate(rival))
+    unknown = "unknown: nobody saw how long it compiles" if extra is None else "never: it is as fast"
+    return {**row, "compile_seconds": extra, **found, "reason": unknown if found["tokens"] is None else None}
 
 
 def break_even(extra_seconds: float | None, rate: float, rival_rate: float) -> dict[str, float | None]:
@@ -330,3 +343,27 @@ def is_tie(tuner: Tuner, best: Trial, trial: Trial) -> bool:
     if trial is best or not tuner.is_sound(trial):
         return False
     return tuner.keeps_up(trial, best) and tuner.keeps_up(best, trial)
+
+
+# where there is no winner
+
+
+def unproved_json(tuner: Tuner) -> dict[str, str | None]:
+    """Why nothing was proved, and what would help; None where nobody knows."""
+    fixes = ["give it more --minutes"] if tuner.stopped == "minutes" else []
+    if tuner.budget.remembered:
+        fixes.append("start anew with --fresh, since remembered answers took part")
+    return {"why": why_unproved(tuner), "fix": ", or ".join(fixes) or None}
+
+
+def why_unproved(tuner: Tuner) -> str:
+    """Of the fastest that was right as far as it was checked; where there is none, of the first that was not."""
+    sound = next(filter(tuner.is_sound, ranked(tuner)), None)
+    if sound is not None and sound.equivalence is not None:
+        detail = sound.equivalence.detail
+        asked = any(recipe.micro_batch == sound.recipe.micro_batch for recipe in tuner.references)
+        late = "" if asked or tuner.stopped != "minutes" else ", since the time was over"
+        return f"#{sound.number} is not proved: {detail}{late}"
+    reasons = ((trial.number, reason_of(tuner, trial)) for trial in tuner.trials.values())
+    number, reason = next(((number, reason) for number, reason in reasons if reason is not None), (0, None))
+    return "the time was over before anything was measured" if reason is None else f"#{number}: {reason}"

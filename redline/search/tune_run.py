@@ -11,25 +11,26 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol
 
 from redline.core.errors import UserError
 from redline.core.hardware import Hardware
-from redline.core.job import BEST_FILE, RUN_FILE, Job, Result, RunDirectory, open_run_directory
+from redline.core.job import BEST_FILE, RESULTS_FILE, RUN_FILE, Job, Result, RunDirectory, open_run_directory
 from redline.core.units import counted, human_bytes
 from redline.core.values import from_json, to_json
 from redline.core.workload import Workload
 from redline.rungs import LADDER, find_rung
-from redline.search.answers import TrialAnswers, context_of, open_cache
+from redline.search.answers import TrialAnswers, context_of, open_cache, surroundings_of
 from redline.search.batch_size import HEADROOM
 from redline.search.climb import TOKENS_FILE
 from redline.search.ladder import (
-    LadderRun,
+    SURROUNDINGS,
     memory_to_share,
     only_climb_in,
     open_directory,
@@ -46,6 +47,7 @@ from redline.search.words import Words, check_choice, check_nothing_given, check
 DOCUMENT_FILE = "tune.json"
 MOST_MINUTES = 7 * 24 * 60
 KIND = "tune"
+AFTER_FOLDER = "after"  # of a run directory: what the ladder of --after measured
 
 
 class View(Protocol):
@@ -66,8 +68,6 @@ class TuneRun:
     budget: Budget
     fresh: bool = False
     """Nothing is remembered from other runs."""
-    known: Mapping[str, tuple[Result, float]] = field(default_factory=dict)
-    """What the ladder of --after measured, by the job's key, with the seconds it took."""
     notes: tuple[str, ...] = ()
     """Choices made for the user, with their reasons."""
 
@@ -101,7 +101,9 @@ class TuneRun:
             on_phase=view.phase,
             check=lambda result: stop_at_a_mistake(result, self.directory),
         )
-        answers.cached = {**self.known, **answers.cached}
+        same = run.get(SURROUNDINGS) == surroundings_of(self.directory.path / TOKENS_FILE)
+        if same and not self.fresh:  # a run that is resumed with other code has other times than its ladder
+            answers.cached = {**answers_of(RunDirectory(self.directory.path / AFTER_FOLDER)), **answers.cached}
         watcher = Watcher(view, self._keep_best)
         tuner = Tuner(self.space, self.settings, answers, self.budget, watcher)
         watcher.tuner = tuner
@@ -237,7 +239,6 @@ def prepare_tune(
     resolved, hardware = found.workload, found.hardware
     if ladder is not None:
         resolved = replace(resolved, micro_batch=ladder.workload.micro_batch)
-        check_same(ladder, resolved, hardware, found.versions)
         check_steps, steps = check_steps or ladder.settings.check_steps, steps or ladder.settings.timed_steps
     settings = TuneSettings(
         device=hardware.kind,
@@ -258,10 +259,20 @@ def prepare_tune(
         settings=settings,
         budget=budget,
         fresh=fresh,
-        known={} if ladder is None else answers_of(ladder.directory),
     )
     check_fits(run.space)
-    directory = open_directory(run.directory.path, resolved, hardware, found.versions, settings, command, kind=KIND)
+    directory = open_directory(
+        run.directory.path,
+        resolved,
+        hardware,
+        found.versions,
+        settings,
+        command,
+        kind=KIND,
+        check=lambda now: None if ladder is None else check_same(ladder.directory, now),
+    )
+    if ladder is not None:
+        keep_answers(ladder.directory, directory)
     return replace(run, directory=directory, notes=(*found.notes, *space_notes(run.space)))
 
 
@@ -275,18 +286,37 @@ def check_allowed(allow: str | None, ranks: int) -> None:
         )
 
 
-def check_same(ladder: LadderRun, workload: Workload, hardware: Hardware, versions: dict[str, str | None]) -> None:
-    """An answer of --after is one to the very same question, asked of the very same machine."""
-    run = ladder.directory.read_run()
-    now: dict[str, object] = {"device": hardware, "workload": workload, **versions}
-    then: dict[str, object] = {"device": ladder.hardware, "workload": ladder.workload, **run["versions"]}
-    changed = [name for name in now if now[name] != then.get(name)]
-    if changed:
+def check_same(ladder: RunDirectory, now: dict[str, Any]) -> None:
+    """An answer of --after is one to the very same question, asked of the very same machine: what it is compared by is
+    what the cache of answers has in its name. `now` is what run.json of this search will say."""
+    then = ladder.read_run()
+    if not then.get(SURROUNDINGS):
+        why = f"its {RUN_FILE} does not say with which code, text and environment all its rows were measured"
+    else:
+        before, here = facts_of(then), facts_of(now)
+        changed = [name for name in dict.fromkeys([*here, *before]) if here.get(name) != before.get(name)]
+        why = f"its {', '.join(changed)} {'is' if len(changed) == 1 else 'are'} not the same" if changed else ""
+    if why:
         raise UserError(
-            f"{ladder.directory.path} is another ladder than this search could begin with",
-            f"its {', '.join(changed)} {'is' if len(changed) == 1 else 'are'} not the same",
+            f"{ladder.path} is another ladder than this search could begin with",
+            why,
             "leave --after out, or climb a ladder of this workload here first",
         )
+
+
+def facts_of(run: dict[str, Any]) -> dict[str, Any]:
+    """Of a run.json: whatever a measured time depends on, by the name a user knows."""
+    around = run[SURROUNDINGS]
+    named = {"device": run["hardware"], "workload": run["workload"], "code": around["code"], "text": around["tokens"]}
+    return {**named, **run["versions"], **around["environment"]}
+
+
+def keep_answers(ladder: RunDirectory, directory: RunDirectory) -> None:
+    """A copy, so that a resumed search knows what this one did, wherever the ladder is by then."""
+    with directory.explaining():
+        (directory.path / AFTER_FOLDER).mkdir()
+        if (ladder.path / RESULTS_FILE).exists():  # a ladder that was interrupted at once has none
+            shutil.copyfile(ladder.path / RESULTS_FILE, directory.path / AFTER_FOLDER / RESULTS_FILE)
 
 
 def answers_of(directory: RunDirectory) -> dict[str, tuple[Result, float]]:

@@ -177,6 +177,9 @@ def test_a_tune_without_a_winner(tune_document: dict[str, Any]) -> None:
     text = Outline(render_tune_page({**tune_document, **nothing})).text
     assert "No recipe was measured and found right." in text
     assert "None" not in text
+    said = {"why": "#1 is not proved: <b>", "fix": "give it more --minutes"}
+    text = Outline(render_tune_page({**tune_document, **nothing, "unproved": said})).text
+    assert "found right: #1 is not proved: <b>; give it more --minutes." in text
 
 
 def test_text_from_outside_stays_text_on_the_page_of_a_tune(tune_document: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import runpy
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from redline.workloads import resolve_workload
 
 made_up = runpy.run_path(str(Path(__file__).with_name("test_tune.py")))  # tests are no package
 Machine, H200 = made_up["Machine"], made_up["H200"]
+PROBE = "redline.search.words.probe_machine"
 VERSIONS = {"torch": "2.13", "redline": "0.1.0"}
 WORDS = ("tune", "tiny", "--rungs", "bf16,compile,flash,cudnn-attention", "--micro-batch", "4", "--check-steps", "5")
 TINY = resolve_workload("tiny")
@@ -159,12 +161,93 @@ def test_another_ladder_is_no_beginning(workers, capsys, monkeypatch, words, why
     assert not Path("run").exists()
 
 
-def test_a_ladder_of_another_torch_is_no_beginning(workers, capsys, monkeypatch):
+NOT_THE_SAME = {
+    "torch": lambda patch: patch.setattr(PROBE, lambda device: (H200, {**VERSIONS, "torch": "2.14"})),
+    "redline": lambda patch: patch.setattr(PROBE, lambda device: (H200, {"torch": "2.13"})),
+    "device": lambda patch: patch.setattr(PROBE, lambda device: (replace(H200, driver="581"), VERSIONS)),
+    "code": lambda patch: patch.setattr(answers_module, "code_fingerprint", lambda: "another one"),
+    "OMP_NUM_THREADS": lambda patch: patch.setenv("OMP_NUM_THREADS", "7"),
+    "text": lambda patch: Path("novel.txt").write_text("It was a bright cold day in April. " * 500),  # and stays so
+}
+
+
+def test_a_ladder_of_something_else_is_no_beginning(workers, capsys, monkeypatch):
+    """Whatever makes another folder of the cache; one ladder for all of them, since it is what takes time."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    Path("novel.txt").write_text("It was a dark and stormy night. " * 500)
+    ladder_before(monkeypatch, workers, capsys, "--data", "novel.txt")
+    for name, change in NOT_THE_SAME.items():
+        with monkeypatch.context() as patch:
+            change(patch)
+            code, _, err = tune(capsys, *WORDS, "--data", "novel.txt", "--after", "climbed", "--out", "run")
+        assert code == 2
+        assert f"its {name} is not the same" in err
+        assert not Path("run").exists()
+
+
+@pytest.mark.parametrize("changed", [False, True], ids=["the same code", "another code"])
+def test_a_ladder_whose_rows_are_of_two_codes_is_no_beginning(workers, capsys, monkeypatch, changed):
     ladder_before(monkeypatch, workers, capsys)
-    monkeypatch.setattr("redline.search.words.probe_machine", lambda device: (H200, {**VERSIONS, "torch": "2.14"}))
+    monkeypatch.setattr("redline.search.words.probe_machine", lambda device: (H200, VERSIONS))
+    if changed:
+        monkeypatch.setattr(answers_module, "code_fingerprint", lambda: "another one")
+    assert tune(capsys, "ladder", "--resume", "climbed")[0] == 0
+    code, _, err = tune(capsys, *WORDS, "--after", "climbed", "--out", "run")
+    assert code == (2 if changed else 0)
+    assert ("does not say with which code, text and environment" in err) == changed
+
+
+def test_a_ladder_of_an_older_version_is_no_beginning(workers, capsys, monkeypatch):
+    ladder_before(monkeypatch, workers, capsys)
+    run = json.loads(Path("climbed/run.json").read_text())
+    del run["surroundings"]
+    Path("climbed/run.json").write_text(json.dumps(run))
     code, _, err = tune(capsys, *WORDS, "--after", "climbed", "--out", "run")
     assert code == 2
-    assert "its torch is not the same" in err
+    assert "does not say with which code, text and environment" in err
+
+
+def test_a_tune_is_no_ladder(workers, capsys):
+    tune(capsys, *WORDS, "--out", "tuned")
+    code, _, err = tune(capsys, *WORDS, "--after", "tuned", "--out", "run")
+    assert code == 2
+    assert "problem: tuned is not a ladder" in err
+    assert "why:     it is a run of `redline tune`" in err
+    assert "fix:     give the directory that `redline ladder` printed at its end" in err
+
+
+def test_a_search_counts_and_sizes_as_its_ladder_did(workers, capsys, monkeypatch):
+    """Timed steps, check steps and the workload's micro batch are part of the question."""
+    known = ladder_before(monkeypatch, workers, capsys, "--steps", 7, "--micro-batch", TINY.micro_batch + 1)
+    words = ("tune", "tiny", "--rungs", "bf16,compile,flash", "--micro-batch", TINY.micro_batch + 1)
+    code, document, _ = tune(capsys, *words, "--after", "climbed", "--out", "run")
+    assert code == 0
+    assert (document["settings"]["timed_steps"], document["settings"]["check_steps"]) == (7, 5)
+    assert document["workload"]["micro_batch"] == TINY.micro_batch + 1
+    assert document["budget"]["remembered_trials"] > 0
+    assert not known & {job.key for job in workers.asked}
+    code, document, _ = tune(capsys, *words, "--steps", 8, "--check-steps", 6, "--after", "climbed", "--out", "own")
+    assert (document["settings"]["timed_steps"], document["settings"]["check_steps"]) == (8, 6)
+
+
+@pytest.mark.parametrize("changed", [False, True], ids=["the same code", "another code"])
+def test_a_resumed_search_knows_what_its_ladder_measured(workers, capsys, monkeypatch, changed):
+    known = ladder_before(monkeypatch, workers, capsys, "--micro-batch", 4)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(Path("another").resolve()))
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TrialAnswers, "adopt", interrupt)  # in the first answer, which the ladder had
+        assert tune(capsys, *WORDS, "--after", "climbed", "--out", "run")[0] == 130
+    assert not RunDirectory(Path("run")).answers()
+    shutil.rmtree("climbed")
+    if changed:
+        monkeypatch.setattr(answers_module, "code_fingerprint", lambda: "another one")
+    assert tune(capsys, "tune", "--resume", "run")[0] == 0
+    assert known & set(RunDirectory(Path("run")).answers())
+    assert bool(known & {job.key for job in workers.asked}) == changed
 
 
 def test_fresh_asks_again_and_remembers_nothing(workers, capsys):
@@ -395,6 +478,60 @@ def test_what_is_recalled(tmp_path, result, seconds, allowed, recalled):
     assert (found is not None) == recalled
     if found is not None:
         assert (found.result, found.seconds, found.remembered) == (result, seconds, True)
+
+
+STEADY, UNEVEN = (1.0,) * 9 + (1.9,) * 9, (1.0,) * 9 + (2.1,) * 9  # p90 over p10: 1.9 and 2.1
+
+
+@pytest.mark.parametrize(
+    ("result", "seconds", "lasts"),
+    [
+        pytest.param(Measurement(loss_curve=(1.0,)), 10.0, True, id="reference"),
+        pytest.param(Measurement(loss_curve=(), step_seconds=STEADY), 10.0, True, id="steady"),
+        pytest.param(Measurement(loss_curve=(), step_seconds=UNEVEN), 10.0, False, id="disturbed"),
+        pytest.param(Failure(kind="oom", reason="full"), 10.0, True, id="oom"),
+        pytest.param(Failure(kind="killed", reason="shot"), 10.0, False, id="killed"),
+        pytest.param(Failure(kind="error", reason="lost"), 10.0, False, id="error"),
+        pytest.param(Failure(kind="timeout", reason="slow"), 99.0, False, id="cut by the minutes"),
+        pytest.param(Failure(kind="timeout", reason="slow"), 101.0, True, id="had its timeout"),  # asking() gives 100
+    ],
+)
+def test_what_another_run_is_told(tmp_path, monkeypatch, result, seconds, lasts):
+    """Neither kept for it, nor believed where an older version kept it; the run itself goes on with what it has."""
+    here, cache, older = (RunDirectory(tmp_path / name) for name in ("here", "cache", "older"))
+    for one in (here, cache, older):
+        one.path.mkdir()
+    clock = iter((0.0, seconds))
+    monkeypatch.setattr(answers_module.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(answers_module, "launch", lambda *_, **__: result)
+    asking(here.path, cache).ask(JOB, min(seconds, 100.0))
+    assert (JOB.key in cache.answers()) == lasts
+    assert JOB.key in here.answers()
+    older.append(JOB, result, seconds)
+    found = asking(tmp_path, older).recall(JOB, 100.0)
+    assert (found is not None) == lasts
+
+
+def test_a_busy_machine_is_forgotten(workers, capsys, monkeypatch):
+    """The first run's start is disturbed and its reference cut by the minutes; the second one is on a quiet machine."""
+
+    def busy(run, job, timeout_seconds, *rest, **more):
+        result = workers.launch(run, job, timeout_seconds, *rest, **more)
+        if job.kind == "reference":
+            return Failure(kind="timeout", reason="stopped")
+        steps = [(1 + 3 * (at % 2)) * one for at, one in enumerate(result.step_seconds)]
+        return replace(result, step_seconds=tuple(steps))
+
+    monkeypatch.setattr(answers_module, "launch", busy)
+    code, first, _ = tune(capsys, *WORDS, "--out", "busy")
+    assert code == 1
+    assert "the fp32 reference could not be run: stopped after" in first["unproved"]["why"]
+    assert "--minutes allows no more" in first["unproved"]["why"]
+    monkeypatch.setattr(answers_module, "launch", workers.launch)
+    code, second, _ = tune(capsys, *WORDS, "--out", "quiet")
+    assert code == 0
+    assert second["budget"]["remembered_seconds"] == 0
+    assert second["unproved"] is None
 
 
 def test_how_long_to_stay_is_no_part_of_the_question():
