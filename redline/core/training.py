@@ -13,6 +13,11 @@ from redline.core.workload import check_positive
 METRICS_FILE = "metrics.jsonl"
 
 
+def resume_command(out: str, layout: str = "") -> str:
+    """`layout`: the options of as many ranks as before."""
+    return f"redline train --resume {out} {layout}".rstrip()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Budget:
     """Where to stop: whichever comes first. `minutes` counts training time over all sessions of a run."""
