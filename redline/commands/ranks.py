@@ -239,6 +239,17 @@ def say_nothing(kind: str, **_: Any) -> None:
 
 
 DEGREES = ("tensor", "pipeline", "replicas")
+LEAST_TIMEOUT, MOST_TIMEOUT = 5, 7 * 24 * 3600  # seconds; ranks give a sign of life once a second
+
+
+def check_rank_timeout(seconds: float | None) -> None:
+    if seconds is not None and not LEAST_TIMEOUT <= seconds <= MOST_TIMEOUT:  # NaN is neither
+        raise UserError(
+            f"--rank-timeout is {seconds:g}",
+            "it is the seconds after which a rank that stands still ends all, and ranks give a sign of life once a "
+            "second",
+            f"set it from {LEAST_TIMEOUT} to {MOST_TIMEOUT} (a week), or leave it out",
+        )
 
 
 def layout_of(options: argparse.Namespace, ranks: int) -> Layout:

@@ -125,9 +125,10 @@ def add_train(commands: Any) -> None:
 def run_train(options: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from redline.commands.ranks import ranks_here, run_rank, start_ranks
+    from redline.commands.ranks import check_rank_timeout, ranks_here, run_rank, start_ranks
     from redline.engine.trackers import check_tracker
 
+    check_rank_timeout(options.rank_timeout)
     if options.tracker is not None:
         check_tracker(options.tracker)
     if options.gpus is not None and options.gpus != 1:

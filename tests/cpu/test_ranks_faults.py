@@ -327,10 +327,15 @@ def test_whoever_is_killed_leaves_nobody_behind(
         (("--gpus", "4", "--replicas", "2"), "--replicas 2 with ddp", "--parallel fsdp"),
         (("--gpus", "2", "--tensor", "2", "--optimizer", "muon"), "tensor-parallel does not apply here", "recipe"),
         (("--gpus", "2", "--tensor", "2", "--init", "folder"), "--init with tensor-parallel", "--resume"),
+        (("--gpus", "2", "--rank-timeout", "-1"), "--rank-timeout is -1", "from 5 to 604800"),
+        (("--gpus", "2", "--rank-timeout", "nan"), "--rank-timeout is nan", "from 5 to 604800"),
+        (("--rank-timeout", "0"), "--rank-timeout is 0", "from 5 to 604800"),
+        (("--gpus", "2", "--rank-timeout", "inf"), "--rank-timeout is inf", "from 5 to 604800"),
     ],
     ids=[
         *("batch", "none", "unknown", "optimizer"),
         *("heads", "ranks", "no-tensor", "one-process", "data", "replicas", "copies", "tensor-optimizer", "init"),
+        *("timeout", "timeout-nan", "timeout-alone", "timeout-inf"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_starts(
