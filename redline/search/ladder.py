@@ -29,6 +29,7 @@ from redline.core.job import (
     Job,
     Result,
     RunDirectory,
+    check_kind,
     create_run_directory,
     open_run_directory,
 )
@@ -427,6 +428,7 @@ def open_ladder(path: Path) -> LadderRun:
     directory = open_run_directory(path)
     try:
         run = directory.read_run()
+        check_kind(path, run, "ladder")
         for part in ("versions", "command", "date"):
             if part not in run:
                 raise KeyError(part)

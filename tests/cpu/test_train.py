@@ -171,6 +171,14 @@ def test_a_resumed_run_keeps_the_validation_set_it_began_with(order: Order, reme
     assert (again.settings.micro_batch, again.settings.eval_batch) == (1, 2)
 
 
+def test_a_ladder_is_not_resumed_as_a_training_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run.json").write_text(json.dumps({"kind": "ladder"}))
+    assert main(["train", "--resume", str(tmp_path)]) == 2
+    told = capsys.readouterr().err
+    assert f"problem: {tmp_path} is a ladder, not a training run\n" in told
+    assert f"fix:     `redline ladder --resume {tmp_path}` goes on with it" in told
+
+
 def test_a_finished_run_that_is_resumed_is_not_evaluated_again(order: Order) -> None:
     asked = order(steps=4, eval_every=3)  # its last checkpoint is due where no evaluation is
     first, _ = run(asked)

@@ -18,6 +18,7 @@ import pytest
 
 from redline.commands.ranks import change_of_ranks, check_resumed_shares, follow, keep_log
 from redline.core.errors import UserError
+from redline.core.job import RunDirectory
 from redline.core.layout import Layout as Ranked
 from redline.core.measurement import Failure, Measurement, Sharing
 from redline.core.profile import COMMUNICATION, IDLE
@@ -32,6 +33,7 @@ from redline.search.launch import kill_ranks, standing_in
 from redline.search.ranks import check_global_batch, check_ranks, rate_of_ranks
 from redline.search.space import open_space
 from redline.search.tune_run import prepare_tune
+from redline.search.words import check_same_machine
 from redline.workloads import resolve_workload
 
 HERE = Path(__file__)
@@ -109,6 +111,22 @@ def test_a_number_that_does_not_divide_the_global_batch_is_refused(
     assert f"keeps its global batch of {global_batch} sequences" in caught.value.why
 
 
+def test_a_run_of_more_ranks_than_are_here_does_not_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device has the same name, and the versions are the same."""
+    versions = {"torch": "2.13.0"}
+    directory = RunDirectory(tmp_path)
+    directory.write("run.json", json.dumps({"versions": versions}))
+
+    def resume_with(gpus: int) -> None:
+        monkeypatch.setattr("redline.search.words.probe_machine", lambda _: (replace(EIGHT, count=gpus), versions))
+        check_same_machine(directory, GPT2, EIGHT, "cuda", fix="start a new one")
+
+    resume_with(8)
+    with pytest.raises(UserError, match="8 ranks on this machine") as caught:
+        resume_with(4)
+    assert caught.value.fix == "use --gpus 4"
+
+
 # --- a signal ---------------------------------------------------------------------------------------------------------
 
 
@@ -132,12 +150,13 @@ def test_a_signal_is_an_interruption_unless_rank_0_answers_it(
     script = f"{trap} {known} touch ready; while true; do sleep 0.02; done"
     process = subprocess.Popen(["sh", "-c", script], cwd=tmp_path)
 
+    before = signal.getsignal(signal.SIGINT)
+
     def press_keys() -> None:
-        while not (tmp_path / "ready").exists():
+        while not (tmp_path / "ready").exists() or signal.getsignal(signal.SIGINT) is before:
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGINT)
 
-    before = signal.getsignal(signal.SIGINT)
     threading.Thread(target=press_keys, daemon=True).start()
     try:
         assert follow(process, tmp_path / "rank-0") == answer
