@@ -11,6 +11,7 @@ one, and the same numbers, which is good for learning and tests.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import signal
 import subprocess
@@ -24,13 +25,17 @@ from typing import TYPE_CHECKING, Any
 from redline.commands.common import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, check_sizes
 from redline.core.errors import UserError
 from redline.core.rank_processes import (
+    ASKED,
     RANK_PID_FILE,
     RANKS_LOG,
     RUN_NAME,
     SCREEN,
     agent_environment,
     log_to,
+    mark_left,
+    rank_pid_file,
     take_screen,
+    was_interrupted,
 )
 from redline.core.units import counted
 from redline.rungs.parallel import DDP
@@ -89,19 +94,23 @@ def start_ranks(options: argparse.Namespace) -> int:
             code = follow(process, pid_file)
         finally:
             kill_group(process)
-        if (kept := keep_log(Path(folder))) is not None and code == EXIT_FAILED:
+        if (kept := keep_log(Path(folder), code)) is not None and code == EXIT_FAILED:
             print(f"tracebacks, and what torch wrote: {kept}", file=sys.stderr)
+        if code is None:
+            raise KeyboardInterrupt
         return code
 
 
-def keep_log(folder: Path) -> Path | None:
+def keep_log(folder: Path, code: int | None) -> Path | None:
     """The run's log, with what the agent wrote, and the ranks before they knew the run directory. Where there is none,
-    a file that stays. None: nobody wrote anything."""
-    early, name = (folder / RANKS_LOG).read_bytes(), folder / RUN_NAME
-    run = Path(name.read_text(encoding="utf-8")) if name.exists() else None
+    a file that stays, if anything failed: what they write when they are interrupted is of no use to anybody. None:
+    nobody wrote anything."""
+    name = folder / RUN_NAME
+    early = b"" if code is None else (folder / RANKS_LOG).read_bytes()
+    run = Path(json.loads(name.read_text(encoding="utf-8"))[0]) if name.exists() else None
     if run is not None and run.is_dir():
         log = run / RANKS_LOG
-    elif early:
+    elif early and code == EXIT_FAILED:
         log = Path(tempfile.mkstemp(prefix="redline-ranks-", suffix=".log")[1])
     else:
         return None
@@ -130,13 +139,15 @@ def without_gpus(words: Sequence[str]) -> list[str]:
     return kept
 
 
-def follow(process: subprocess.Popen[bytes], pid_file: Path) -> int:
-    """Until the agent ends. A signal goes to rank 0 alone: it tells the others, and all stop after the same update."""
+def follow(process: subprocess.Popen[bytes], pid_file: Path) -> int | None:
+    """Until the agent ends. A signal goes to rank 0 alone: it tells the others, and all stop after the same update. One
+    that rank 0 does not answer with its summary interrupts the command, whatever the ranks make of it: None."""
 
     def pass_on(number: int, _: object) -> None:
+        pid_file.with_name(ASKED).touch()
         try:
             os.kill(int(pid_file.read_text(encoding="utf-8")), number)
-        except (OSError, ValueError):  # no rank is there yet, or any more
+        except (OSError, ValueError):  # no rank is there yet, or any more: the agent ends those that start
             process.send_signal(signal.SIGTERM)
 
     before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -145,6 +156,8 @@ def follow(process: subprocess.Popen[bytes], pid_file: Path) -> int:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+    if was_interrupted(pid_file, code):
+        return None
     return code if code >= 0 else EXIT_FAILED
 
 
@@ -154,14 +167,16 @@ def follow(process: subprocess.Popen[bytes], pid_file: Path) -> int:
 def run_rank(options: argparse.Namespace) -> int:
     from redline.engine.distributed import join, recorded
 
-    ranks = join(options.rank_timeout)
-    if ranks.leads:
-        take_screen()
-    with recorded(ranks), ranks:
-        try:
+    try:
+        ranks = join(options.rank_timeout)
+        if ranks.leads:
+            take_screen()
+        with recorded(ranks), ranks:
             return lead(ranks, options) if ranks.leads else train_along(ranks)
-        except KeyboardInterrupt:
-            return EXIT_INTERRUPTED  # by the user, or by the agent because of another rank, whose failure it tells
+    except KeyboardInterrupt:  # by the user, or by the agent because of another rank, whose failure it tells
+        if os.environ["RANK"] == "0":
+            mark_left()
+        return EXIT_INTERRUPTED
 
 
 def lead(ranks: Ranks, options: argparse.Namespace) -> int:
@@ -175,8 +190,9 @@ def lead(ranks: Ranks, options: argparse.Namespace) -> int:
         options = gone_on(options, ranks)
         order = make_order(options, console, ranks=ranks.count)
         ranks.remember("out", order.out)
-        if path := os.environ.get(RANK_PID_FILE):
-            Path(path).with_name(RUN_NAME).write_text(order.out, encoding="utf-8")
+        if (path := rank_pid_file()) is not None:
+            go_on = "" if order.layout is None else order.layout.options()
+            path.with_name(RUN_NAME).write_text(json.dumps([order.out, go_on]), encoding="utf-8")
         log_to(Path(order.out))
     except BaseException:
         ranks.say("order", None)  # nobody waits for what does not come
@@ -223,6 +239,17 @@ def say_nothing(kind: str, **_: Any) -> None:
 
 
 DEGREES = ("tensor", "pipeline", "replicas")
+LEAST_TIMEOUT, MOST_TIMEOUT = 5, 7 * 24 * 3600  # seconds; ranks give a sign of life once a second
+
+
+def check_rank_timeout(seconds: float | None) -> None:
+    if seconds is not None and not LEAST_TIMEOUT <= seconds <= MOST_TIMEOUT:  # NaN is neither
+        raise UserError(
+            f"--rank-timeout is {seconds:g}",
+            "it is the seconds after which a rank that stands still ends all, and ranks give a sign of life once a "
+            "second",
+            f"set it from {LEAST_TIMEOUT} to {MOST_TIMEOUT} (a week), or leave it out",
+        )
 
 
 def layout_of(options: argparse.Namespace, ranks: int) -> Layout:

@@ -17,14 +17,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from redline.core.errors import UserError
-from redline.core.job import MEASUREMENT_FILE, RESULTS_FILE, RUN_FILE, Job, RunDirectory, open_run_directory
+from redline.core.job import KINDS, MEASUREMENT_FILE, RESULTS_FILE, RUN_FILE, Job, RunDirectory, open_run_directory
 from redline.core.training import METRICS_FILE
 from redline.core.values import from_json
 
 if TYPE_CHECKING:
     from redline.core.recipe import Recipe
 
-KINDS = ("ladder", "tune", "train", "profile")
 MEASURED = ("ladder", "tune")
 """Kinds whose process holds a lock: whether they go on is known."""
 KIND_OF_JOB = {
@@ -62,7 +61,7 @@ def kind_of_run(path: Path) -> str:
     """What run.json says; the oldest ladders say nothing."""
     record: object = open_run_directory(path).read_run()
     kind = record.get("kind") if isinstance(record, dict) else None
-    return kind if kind in KINDS else "ladder"
+    return kind if isinstance(kind, str) and kind in KINDS else "ladder"
 
 
 def read_standing(path: Path) -> Standing:

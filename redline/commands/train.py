@@ -125,9 +125,10 @@ def add_train(commands: Any) -> None:
 def run_train(options: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from redline.commands.ranks import ranks_here, run_rank, start_ranks
+    from redline.commands.ranks import check_rank_timeout, ranks_here, run_rank, start_ranks
     from redline.engine.trackers import check_tracker
 
+    check_rank_timeout(options.rank_timeout)
     if options.tracker is not None:
         check_tracker(options.tracker)
     if options.gpus is not None and options.gpus != 1:
@@ -432,7 +433,7 @@ def resumed_order(options: argparse.Namespace, ranks: int = 1) -> TrainOrder:
     happen, the device, the recipe (another model or optimizer is refused by the checkpoint) and the micro batch."""
     from redline.commands.ranks import check_layout, check_resumed_shares, layout_of
     from redline.core.hardware import Hardware
-    from redline.core.job import RUN_FILE, open_run_directory
+    from redline.core.job import RUN_FILE, check_kind, open_run_directory
     from redline.core.recipe import load_recipe
     from redline.core.training import Budget
     from redline.core.values import from_json
@@ -450,10 +451,13 @@ def resumed_order(options: argparse.Namespace, ranks: int = 1) -> TrainOrder:
             "leave it out, or start a new run",
         )
     record = open_run_directory(options.resume).read_run()
+    check_kind(options.resume, record, "train")
     try:
         if record.get("kind") != "train":
             raise UserError(
-                f"{options.resume} is no training run", "it holds another", "resume it with its own command"
+                f"{options.resume} is no training run",
+                f"its {RUN_FILE} does not say that it is one",
+                "give the directory that `redline train` named at its end",
             )
         order = from_json(TrainOrder, record["order"])
     except (KeyError, ValueError, TypeError, AttributeError) as error:

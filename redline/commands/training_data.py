@@ -125,7 +125,7 @@ def streamed(
     order = Survey(
         **what_to_read(options, workload, out),
         out=out / "text",
-        val_tokens=settings.eval_batches * settings.micro_batch * workload.shape.sequence + 1,
+        val_tokens=settings.eval_batches * settings.eval_batch * workload.shape.sequence + 1,
         command=command_line(),
     )
     with PrepareView(console, what="reading") as view:

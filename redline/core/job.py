@@ -32,6 +32,23 @@ MEASUREMENT_FILE, FAILURE_FILE = "measurement.json", "failure.json"
 RANK_FILE, STANDING_FILE = "rank-{}.pid", "standing.txt"
 
 
+# What a run directory is, by the command that made it.
+KINDS = {"ladder": "a ladder", "tune": "a tune", "train": "a training run", "profile": "a profile"}
+
+
+def check_kind(path: Path, run: dict[str, Any], wanted: str) -> None:
+    """The folder of another command is named, with what goes on from it. The oldest ladders say nothing."""
+    kind = run.get("kind")
+    if not isinstance(kind, str) or kind == wanted or kind not in KINDS:
+        return
+    goes_on = "" if kind == "profile" else f"`redline {kind} --resume {path}` goes on with it, and "
+    raise UserError(
+        f"{path} is {KINDS[kind]}, not {KINDS[wanted]}",
+        f"its {RUN_FILE} says that `redline {kind}` made it",
+        f"{goes_on}`redline report {path}` shows it",
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Job:
     """Everything a worker needs to know. Two jobs with equal fields have equal answers, up to noise."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 import warnings
 from pathlib import Path
@@ -24,7 +25,31 @@ SCREEN = "REDLINE_SCREEN_IS_STDIN"
 RANK_PID_FILE = "REDLINE_RANK_PID_FILE"
 """Of the environment: where rank 0 writes its process id, so that whoever started the ranks can ask them to stop."""
 RUN_NAME = "run"
-"""Beside that file: rank 0 writes its run directory into it."""
+"""Beside that file: rank 0 writes its run directory into it, and the options with which as many ranks go on."""
+LEFT_BY_SIGNAL = (-signal.SIGINT, -signal.SIGTERM, 128 + signal.SIGTERM)
+"""Exit codes of a process that had no handler, or whose handler came too late; the last is the agent's own."""
+ASKED, LEFT = "asked", "left"
+"""Beside it too, and empty: the user has asked the ranks to stop; rank 0 has left at once, without a checkpoint and a
+summary, as it does when it is asked before it trains, or twice."""
+
+
+def mark_left() -> None:
+    """In rank 0."""
+    if (path := rank_pid_file()) is not None:
+        path.with_name(LEFT).touch()
+
+
+def rank_pid_file() -> Path | None:
+    """None under somebody else's torchrun, which tells of signals and failures in its own way."""
+    path = os.environ.get(RANK_PID_FILE)
+    return None if path is None else Path(path)
+
+
+def was_interrupted(pid_file: Path, exit_code: int) -> bool:
+    """By the user, and rank 0 has not told of it: whatever the ranks, or their agent, have failed of since is of that.
+    The exit code is the agent's, or that of a rank that may be the cause."""
+    left = pid_file.with_name(LEFT).exists() or exit_code in LEFT_BY_SIGNAL
+    return left and pid_file.with_name(ASKED).exists()
 
 
 def agent_environment(ranks: int, cores: int) -> dict[str, str]:

@@ -13,6 +13,11 @@ from redline.core.workload import check_positive
 METRICS_FILE = "metrics.jsonl"
 
 
+def resume_command(out: str, layout: str = "") -> str:
+    """`layout`: the options of as many ranks as before."""
+    return f"redline train --resume {out} {layout}".rstrip()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Budget:
     """Where to stop: whichever comes first. `minutes` counts training time over all sessions of a run."""
@@ -58,6 +63,9 @@ class TrainSettings:
     eval_every: int | None = 100
     """Updates between two evaluations; None: only at the end."""
     eval_batches: int = 10
+    eval_batch: int = 0
+    """Sequences of each of them; 0: the micro batch. Settings with another micro batch that are made of these keep it:
+    losses are comparable only over the same sequences."""
     checkpoint_every: int | None = 500
     """Updates between two checkpoints; there is always one at the end."""
     sample_every: int | None = None
@@ -70,6 +78,8 @@ class TrainSettings:
     """Only algorithms that repeat themselves bit for bit, at a price in speed."""
 
     def __post_init__(self) -> None:
+        if self.eval_batch == 0:  # in a new run, and in run.json of versions that had no such field
+            object.__setattr__(self, "eval_batch", self.micro_batch)
         for name in ("micro_batch", "global_batch", "cycle_steps", "eval_batches", "most_skipped", "keep_last"):
             check_positive(f"--{name.replace('_', '-')}", getattr(self, name))
         for name in ("eval_every", "checkpoint_every", "sample_every"):

@@ -8,16 +8,20 @@ it knows of each rank (exit code, signal, the file in which a rank records its e
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.run import parse_args, run
 
-from redline.core.rank_processes import open_screen
+from redline.core.checkpoints import list_checkpoints
+from redline.core.rank_processes import RUN_NAME, open_screen, rank_pid_file, was_interrupted
+from redline.core.training import resume_command
 from redline.engine.distributed import LostRankError, leave_with_parent
 
 NO_FILE = "<N/A>"  # torch's word for a rank that recorded nothing
@@ -31,9 +35,23 @@ def main(words: Sequence[str]) -> int:
     if not failures:
         return 0
     rank, cause = cause_of(failures)
+    pid_file = rank_pid_file()
+    if pid_file is not None and was_interrupted(pid_file, cause.exitcode):
+        return 128 + signal.SIGTERM  # as above: whoever asked us says the rest
     if (text := words_of(rank, cause)) is not None:
-        print(f"training stopped: {text}", file=open_screen())
+        lines = [] if pid_file is None else ways_on(pid_file)
+        print(f"training stopped: {text}", *lines, sep="\n", file=open_screen())
     return cause.exitcode if 0 < cause.exitcode < 256 else 1
+
+
+def ways_on(pid_file: Path) -> list[str]:
+    """As in the summary that rank 0 did not come to; nothing where there is no checkpoint."""
+    try:
+        out, layout = json.loads(pid_file.with_name(RUN_NAME).read_text(encoding="utf-8"))
+    except OSError:  # rank 0 had no run directory yet
+        return []
+    saved = list_checkpoints(Path(out) / "checkpoints")
+    return [f"saved     {saved[0]}", f"go on     {resume_command(out, layout)}"] if saved else []
 
 
 def run_ranks(words: Sequence[str]) -> Mapping[int, ProcessFailure]:

@@ -6,6 +6,7 @@ run.json         what was asked, where, with which versions; a resumed session r
 metrics.jsonl    one line per cycle, evaluation, sample, checkpoint, note and session
 report.html      curves and summary, drawn from the two above
 checkpoints/     the newest and the best
+sample.jsonl     the prose that ships with Python, as one text, where nothing else was given
 data/            token shards, where a text was given and not a prepared folder
 text/            what is known of a text that is streamed, and its held-out documents
 """
@@ -261,23 +262,21 @@ def open_whole(
 
 def validation_batches(order: TrainOrder, data: Data, device: torch.device) -> Iterator[Any]:
     """The first batches of the held-out documents, in their own order; none where no document was held out. A file
-    makes them from seeds of their own."""
+    makes them from seeds of their own. The micro batch of the session changes none of them: the trainer cuts them."""
+    size, count = order.settings.eval_batch, order.settings.eval_batches
     if isinstance(data, MadeData):
-        seed, settings = order.workload.seed, order.settings
-        yield from made_validation(
-            data.source, seed=seed, micro_batch=settings.micro_batch, count=settings.eval_batches, device=device
-        )
+        yield from made_validation(data.source, seed=order.workload.seed, micro_batch=size, count=count, device=device)
         return
     if data.val is None or data.val.tokens <= order.workload.shape.sequence:
         return
     batches = WindowBatches(
         split=data.val,
         seed=order.workload.seed,
-        micro_batch=order.settings.micro_batch,
+        micro_batch=size,
         sequence=order.workload.shape.sequence,
     )
-    enough = max(1, batches.windows // order.settings.micro_batch)  # a smaller set is seen once, not again and again
-    for index in range(min(order.settings.eval_batches, enough)):
+    enough = max(1, batches.windows // size)  # a smaller set is seen once, not again and again
+    for index in range(min(count, enough)):
         yield batches[index].to(device)
 
 

@@ -119,6 +119,8 @@ class Trainer:
         self.data_state = loaded.state.get("data")
         restore_rng(loaded.state["rng"], self.step.device)  # last: building things draws numbers
         self.saved_at = self.progress.updates
+        if loaded.metric is not None:  # of these weights: a run that is over already need not ask again
+            self.validated_at, self.validation_loss = self.progress.updates, loaded.metric
         self.emit("note", text=f"resumed from {loaded.path.name} at step {self.progress.updates:,}")
         return True
 
@@ -308,13 +310,14 @@ class Trainer:
         if settings.sample_every is not None and done % settings.sample_every == 0 and self.sample is not None:
             self.ranks.mark(self.step.steps_taken, "writing a sample")
             self.emit("sample", updates=done, text=self.sample())
-        if settings.checkpoint_every is not None and done % settings.checkpoint_every == 0:
+        over = settings.budget.used_up(self.progress) is not None  # then `run` saves, after the last evaluation
+        if settings.checkpoint_every is not None and done % settings.checkpoint_every == 0 and not over:
             self.ranks.mark(self.step.steps_taken, "saving")
             self.save()
 
     def _validate(self) -> None:
-        """The mean loss over the same batches every time. Gradients stay on, though nobody asks for them: without them
-        a compiled loss would be compiled a second time."""
+        """The mean loss over the same batches every time, all of one size, and so over their tokens. Gradients stay on,
+        though nobody asks for them: without them a compiled loss would be compiled a second time."""
         progress, losses = self.progress, []
         if self.validated_at == progress.updates:
             return
@@ -322,7 +325,7 @@ class Trainer:
         self.ranks.mark(self.step.steps_taken, "validating")
         with self.step.shared.whole(), self.step.adapter.evaluating(self.step.model):
             for batch in self.validation():
-                losses.append(self.step.loss(batch).detach())
+                losses.append(self._loss_of(batch))
                 progress.validation_tokens += self.step.adapter.items(batch)
         if not losses:
             return
@@ -339,6 +342,13 @@ class Trainer:
             loss=loss,
             validation_tokens=progress.validation_tokens,
         )
+
+    def _loss_of(self, batch: Any) -> torch.Tensor:
+        """In pieces that a micro batch has room for: a run may go on with a smaller one because memory ran out. Pieces
+        that are not of its size cost a compiled step another compilation, once, in a session that changed it."""
+        pieces = self.step.adapter.pieces(batch, self.settings.micro_batch)
+        losses = [self.step.loss(piece).detach() * share for piece, share in pieces]  # x 1.0 changes no bit
+        return torch.stack(losses).sum()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -521,9 +521,10 @@ def best_text(document: Document) -> str:
 
 def print_ladder(document: Document, console: Console) -> None:
     """The whole result for people: what ran where, the table, its notes, bars, the best row."""
+    rows = rows_of(document)
     _print_header(document, console)
-    console.print(ladder_table(document, console.width))
-    shed = shed_columns(document, console.width)
+    console.print(ladder_table(document, console.width) if rows else Text("nothing was measured yet", style="bold"))
+    shed = shed_columns(document, console.width) if rows else []
     notes = notes_of(document)
     if shed:
         notes.append(
@@ -531,10 +532,12 @@ def print_ladder(document: Document, console: Console) -> None:
         )
     console.print()
     console.print(notes_grid(notes))
+    if not rows:
+        return
     console.print()
     if rebatched_rows(document):
         _print_rebatched(document, console)
-    print_bars(rows_of(document), console)
+    print_bars(rows, console)
     console.print(
         Text.assemble(("\nbest  ", "bold"), (best_text(document), "bold green" if document.get("best") else ""))
     )

@@ -29,6 +29,7 @@ from redline.core.job import (
     Job,
     Result,
     RunDirectory,
+    check_kind,
     create_run_directory,
     open_run_directory,
 )
@@ -441,12 +442,7 @@ def open_ladder(path: Path) -> LadderRun:
     directory = open_run_directory(path)
     try:
         run = directory.read_run()
-        if run.get("kind", KIND) != KIND:
-            raise UserError(
-                f"{path} is not a ladder",
-                f"it is a run of `redline {run['kind']}`",
-                "give the directory that `redline ladder` printed at its end",
-            )
+        check_kind(path, run, "ladder")
         for part in ("versions", "command", "date"):
             if part not in run:
                 raise KeyError(part)

@@ -21,7 +21,16 @@ from typing import Any, Protocol
 
 from redline.core.errors import UserError
 from redline.core.hardware import Hardware
-from redline.core.job import BEST_FILE, RESULTS_FILE, RUN_FILE, Job, Result, RunDirectory, open_run_directory
+from redline.core.job import (
+    BEST_FILE,
+    RESULTS_FILE,
+    RUN_FILE,
+    Job,
+    Result,
+    RunDirectory,
+    check_kind,
+    open_run_directory,
+)
 from redline.core.units import counted, human_bytes
 from redline.core.values import from_json, to_json
 from redline.core.workload import Workload
@@ -422,6 +431,7 @@ def open_tune(path: Path, fresh: bool = False) -> TuneRun:
     directory = open_run_directory(path)
     try:
         run = directory.read_run()
+        check_kind(path, run, KIND)
         if run.get("kind") != KIND:
             raise ValueError(f"it holds a {run.get('kind')}")
         settings = from_json(TuneSettings, run["settings"])

@@ -5,6 +5,7 @@ The faults are planted from outside (`rank_fault.py`), in real processes under t
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -19,11 +20,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from redline.cli import main
 from redline.commands.ranks import agent_words
+from redline.core.checkpoints import list_checkpoints
 from redline.core.recipe import Recipe
 from redline.core.values import to_json
+from redline.engine import agent
 from redline.engine.checkpoint import load_from
 from redline.engine.distributed import Mark, words_of_standing
 from redline.search.launch import probe_machine
@@ -91,9 +95,10 @@ def only_ours(told: str, out: Path) -> None:
     """Nothing of torch's is on the screen: it is in the log, which the last line names."""
     lines = told.splitlines()
     assert lines[-1] == f"tracebacks, and what torch wrote: {out / 'ranks.log'}"
-    assert lines[-2].startswith("training stopped: ")
+    stopped = lines[-4 if list_checkpoints(out / "checkpoints") else -2 :]
+    assert stopped[0].startswith("training stopped: ")
     foreign = re.compile(r"Traceback|File \"|\[rank\d|[WE]\d{4} |elastic|c10d|gloo|Warning")
-    assert not [line for line in lines[:-2] if foreign.search(line)]
+    assert not [line for line in lines[: -len(stopped)] if foreign.search(line)]
     assert "torch/distributed/elastic" in (out / "ranks.log").read_text(), "the agent's own words"
 
 
@@ -114,6 +119,9 @@ def test_a_killed_rank_is_named_and_one_process_goes_on(
     assert done.returncode == 1
     assert "training stopped: rank 1 was killed by SIGKILL" in done.stderr
     only_ours(done.stderr, out)
+    assert (
+        f"\nsaved     {out}/checkpoints/step-00000002\ngo on     redline train --resume {out} --gpus 2\n" in done.stderr
+    )
     assert left_behind(out) == []
     assert main(["train", "--resume", str(out)]) == 0
     assert_same_weights(out, never_stopped)
@@ -209,6 +217,78 @@ def test_ctrl_c_saves_and_leaves(words: list[str], tmp_path: Path, left_behind: 
     assert last["ended"] == "interrupted"
 
 
+KILLED, ASKED_TO = -signal.SIGKILL, 130
+WAS_KILLED = "training stopped: rank 1 was killed by SIGKILL (the system may be out of memory)"
+
+
+@pytest.mark.parametrize(
+    ("marks", "codes", "saved", "answer", "told"),
+    [
+        ((), {1: KILLED}, True, 1, [WAS_KILLED, ...]),
+        ((), {1: KILLED}, False, 1, [WAS_KILLED]),
+        (("asked", "left"), {0: ASKED_TO, 1: -signal.SIGINT}, True, 143, []),
+        (("asked",), {0: -signal.SIGTERM}, True, 143, []),
+        (("asked",), {0: ASKED_TO}, True, 130, []),
+        (("left",), {1: -signal.SIGINT}, False, 1, ["training stopped: rank 1 was killed by SIGINT"]),
+        (("asked",), {1: KILLED}, True, 1, [WAS_KILLED, ...]),
+    ],
+    ids=["killed", "nothing-saved", "rank-left", "at-the-end", "rank-saved", "nobody-asked", "killed-while-it-saves"],
+)
+def test_the_agent_tells_of_failures_and_not_of_what_the_user_asked_for(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    marks: tuple[str, ...],
+    codes: dict[int, int],
+    saved: bool,
+    answer: int,
+    told: list[Any],
+) -> None:
+    run, screen = tmp_path / "mine", io.StringIO()
+    for step in (2, 4) if saved else ():
+        (run / "checkpoints" / f"step-{step:08d}").mkdir(parents=True)
+    (tmp_path / "run").write_text(json.dumps([str(run), "--gpus 2"]))
+    for name in marks:
+        (tmp_path / name).touch()
+    failures = {rank: ProcessFailure(rank, 0, code, agent.NO_FILE) for rank, code in codes.items()}
+    monkeypatch.setenv("REDLINE_RANK_PID_FILE", str(tmp_path / "rank-0"))
+    monkeypatch.setattr(agent, "run_ranks", lambda words: failures)
+    monkeypatch.setattr(agent, "open_screen", lambda: screen)
+    ways = [f"saved     {run}/checkpoints/step-00000004", f"go on     redline train --resume {run} --gpus 2"]
+    assert agent.main([]) == answer
+    assert screen.getvalue().splitlines() == [line for part in told for line in (ways if part is ... else [part])]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+@pytest.mark.parametrize("moment", ["agent", "rank", "run"])
+def test_whoever_interrupts_ranks_that_start_is_told_just_that(
+    words: list[str], tmp_path: Path, moment: str, number: signal.Signals, left_behind: Callable[[Path], list[str]]
+) -> None:
+    """Before there is an agent's handler, when rank 0 is there, and when it has made the run directory."""
+    out, temporary = tmp_path / "run", tmp_path / "temporary"
+    temporary.mkdir()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "redline", *words, "--steps", "1000000", "--out", str(out), "--gpus", "2"],
+        env={**environment(), "TMPDIR": str(temporary)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    awaited = {"agent": (temporary, "*/ranks.log"), "rank": (temporary, "*/rank-0"), "run": (out, "run.json")}
+    folder, pattern = awaited[moment]
+    until = time.monotonic() + 120
+    while not list(folder.glob(pattern)) and time.monotonic() < until:
+        time.sleep(0.02)
+    time.sleep(0.2)  # handlers are set
+    process.send_signal(number)
+    _, told = process.communicate(timeout=90)
+    assert process.returncode == 130, told
+    assert told.splitlines()[-1] == "interrupted"
+    assert "training stopped" not in told
+    assert [path.name for path in temporary.glob("redline-ranks-*")] == []
+    assert left_behind(out) == []
+
+
 @pytest.mark.long
 def test_whoever_is_killed_leaves_nobody_behind(
     words: list[str], tmp_path: Path, left_behind: Callable[[Path], list[str]]
@@ -247,10 +327,15 @@ def test_whoever_is_killed_leaves_nobody_behind(
         (("--gpus", "4", "--replicas", "2"), "--replicas 2 with ddp", "--parallel fsdp"),
         (("--gpus", "2", "--tensor", "2", "--optimizer", "muon"), "tensor-parallel does not apply here", "recipe"),
         (("--gpus", "2", "--tensor", "2", "--init", "folder"), "--init with tensor-parallel", "--resume"),
+        (("--gpus", "2", "--rank-timeout", "-1"), "--rank-timeout is -1", "from 5 to 604800"),
+        (("--gpus", "2", "--rank-timeout", "nan"), "--rank-timeout is nan", "from 5 to 604800"),
+        (("--rank-timeout", "0"), "--rank-timeout is 0", "from 5 to 604800"),
+        (("--gpus", "2", "--rank-timeout", "inf"), "--rank-timeout is inf", "from 5 to 604800"),
     ],
     ids=[
         *("batch", "none", "unknown", "optimizer"),
         *("heads", "ranks", "no-tensor", "one-process", "data", "replicas", "copies", "tensor-optimizer", "init"),
+        *("timeout", "timeout-nan", "timeout-alone", "timeout-inf"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_starts(

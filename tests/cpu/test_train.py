@@ -23,10 +23,12 @@ import redline.engine.checkpoint as checkpoint_module
 import redline.engine.session as session_module
 import redline.engine.train as train_module
 from redline.cli import interrupt, main
-from redline.commands.train import end_of_schedule
+from redline.commands.common import options_of
+from redline.commands.train import add_train, end_of_schedule, resumed_order
 from redline.core.errors import UserError
 from redline.core.recipe import Recipe
 from redline.core.training import Budget, TrainSettings
+from redline.core.values import to_json
 from redline.core.workload import Workload
 from redline.data.prepare import Preparation, prepare
 from redline.engine.checkpoint import CheckpointStore, latest_checkpoint, load_from
@@ -137,6 +139,53 @@ def test_micro_batches_add_up_to_the_global_batch(order: Order) -> None:
     _, one = run(order(steps=4, name="one", micro_batch=4))
     _, four = run(order(steps=4, name="four", micro_batch=1))
     assert losses_of(four) == pytest.approx(losses_of(one), rel=1e-4)
+
+
+@pytest.mark.parametrize("size", [2, 3], ids=["same-pieces", "a-shorter-piece"])
+def test_the_validation_set_is_the_runs_whatever_the_micro_batch(
+    order: Order, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    """The same sequences, each token once: a run that goes on with another micro batch is judged as it was."""
+    seen, passes, loss = {}, [], TrainStep.loss
+    monkeypatch.setattr(TrainStep, "loss", lambda step, piece: passes.append(piece.size(1)) or loss(step, piece))
+    for micro_batch in (1, 2, 4):
+        passes.clear()
+        asked = order(steps=4, name=f"{size} in {micro_batch}", micro_batch=micro_batch, eval_batch=size)
+        summary, _ = run(asked)
+        seen[micro_batch] = summary["validation_loss"]
+        assert summary["tokens"]["validation"] == 2 * size * asked.workload.shape.sequence
+        assert max(passes) <= micro_batch, "memory may be the reason for it"
+    assert seen[1] == pytest.approx(seen[4], rel=1e-5)
+    assert seen[2] == pytest.approx(seen[4], rel=1e-5)
+
+
+@pytest.mark.parametrize("remembered", [True, False], ids=["new", "without-the-field"])
+def test_a_resumed_run_keeps_the_validation_set_it_began_with(order: Order, remembered: bool) -> None:
+    begun = order(steps=1)
+    record = {"kind": "train", "order": to_json(begun), "hardware": {}}
+    assert record["order"]["settings"]["eval_batch"] == 2
+    if not remembered:
+        del record["order"]["settings"]["eval_batch"]
+    (Path(begun.out) / "run.json").write_text(json.dumps(record))
+    again = resumed_order(options_of(add_train, "train", {"resume": Path(begun.out), "micro_batch": 1}))
+    assert (again.settings.micro_batch, again.settings.eval_batch) == (1, 2)
+
+
+def test_a_ladder_is_not_resumed_as_a_training_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run.json").write_text(json.dumps({"kind": "ladder"}))
+    assert main(["train", "--resume", str(tmp_path)]) == 2
+    told = capsys.readouterr().err
+    assert f"problem: {tmp_path} is a ladder, not a training run\n" in told
+    assert f"fix:     `redline ladder --resume {tmp_path}` goes on with it" in told
+
+
+def test_a_finished_run_that_is_resumed_is_not_evaluated_again(order: Order) -> None:
+    asked = order(steps=4, eval_every=3)  # its last checkpoint is due where no evaluation is
+    first, _ = run(asked)
+    again, events = run(asked)
+    assert [kind for kind, _ in events if kind in ("cycle", "validation", "checkpoint")] == []
+    for name in ("tokens", "validation_loss", "best_validation_loss", "updates"):
+        assert again[name] == first[name], name
 
 
 @pytest.mark.parametrize(("budget", "ended"), [(Budget(tokens=700), "tokens"), (Budget(minutes=1e-6), "minutes")])

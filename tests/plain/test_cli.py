@@ -153,6 +153,13 @@ def test_counts_are_whole_numbers_from_1(mistake, option, value):
     assert option in mistake("ladder", "tiny", option, value)["problem"]
 
 
+@pytest.mark.parametrize("command", [("ladder",), ("tune", "--minutes", "1")], ids=lambda words: words[0])
+def test_a_corpus_that_cannot_be_read_is_told_before_the_machine_is_asked(mistake, workplace, monkeypatch, command):
+    monkeypatch.setattr("redline.search.words.probe_machine", lambda _: pytest.fail("the machine was asked"))
+    said = mistake(*command, "--data", workplace / "none.txt")
+    assert str(workplace / "none.txt") in said["problem"]
+
+
 @pytest.mark.parametrize("size", [2**20 + 1, 10**9, 10**30])
 def test_an_absurd_micro_batch_is_a_mistake_and_no_failed_row(mistake, workplace, monkeypatch, size):
     monkeypatch.setattr("redline.search.words.probe_machine", lambda _: pytest.fail("the machine was asked"))
@@ -822,6 +829,41 @@ def test_a_disk_that_fills_up_elsewhere_is_explained_too(
     code, out, err = redline_command("ladder", "--resume", workplace / "run")
     assert (code, out) == (2, "")
     assert "why:     No space left on device (somewhere/job.json)" in err.splitlines()
+
+
+def test_a_ladder_that_is_interrupted_before_its_first_row_shows_no_empty_table(
+    redline_command, machine, workplace, monkeypatch
+):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ladder_module.LadderRun, "_compile_ahead", interrupted)
+    code, out, err = redline_command("ladder", "tiny", "--out", workplace / "run")
+    assert code == 130
+    assert "nothing was measured yet" in out
+    assert "the run was interrupted" in out
+    assert "verdict" not in out
+    assert "best" not in out
+    assert f"redline ladder --resume {workplace / 'run'}" in err
+
+
+@pytest.mark.parametrize(
+    ("wanted", "kind", "problem", "fix"),
+    [
+        ("ladder", "train", "is a training run, not a ladder", "`redline train --resume {0}` goes on with it"),
+        ("ladder", "tune", "is a tune, not a ladder", "`redline tune --resume {0}` goes on with it"),
+        ("tune", "ladder", "is a ladder, not a tune", "`redline ladder --resume {0}` goes on with it"),
+        ("ladder", "profile", "is a profile, not a ladder", "`redline report {0}` shows it"),
+    ],
+    ids=lambda value: value if value and " " not in value else "",
+)
+def test_the_folder_of_another_command_is_named(mistake, workplace, wanted, kind, problem, fix):
+    run = workplace / "run"
+    run.mkdir()
+    (run / "run.json").write_text(json.dumps({"kind": kind}))
+    said = mistake(wanted, "--resume", run)
+    assert said["problem"] == f"{run} {problem}"
+    assert said["fix"].startswith(fix.format(run))
 
 
 def test_an_interrupt_anywhere_else_is_no_traceback(redline_command, monkeypatch):

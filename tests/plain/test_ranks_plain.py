@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import os
 import runpy
+import signal
+import subprocess
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,8 +16,9 @@ from typing import Any
 
 import pytest
 
-from redline.commands.ranks import change_of_ranks, check_resumed_shares
+from redline.commands.ranks import change_of_ranks, check_resumed_shares, follow, keep_log
 from redline.core.errors import UserError
+from redline.core.job import RunDirectory
 from redline.core.layout import Layout as Ranked
 from redline.core.measurement import Failure, Measurement, Sharing
 from redline.core.profile import COMMUNICATION, IDLE
@@ -26,6 +33,7 @@ from redline.search.launch import kill_ranks, standing_in
 from redline.search.ranks import check_global_batch, check_ranks, rate_of_ranks
 from redline.search.space import open_space
 from redline.search.tune_run import prepare_tune
+from redline.search.words import check_same_machine
 from redline.workloads import resolve_workload
 
 HERE = Path(__file__)
@@ -101,6 +109,84 @@ def test_a_number_that_does_not_divide_the_global_batch_is_refused(
         check_resumed_shares(order(micro_batch, global_batch), Ranked(ranks=ranks))
     assert caught.value.fix == fix
     assert f"keeps its global batch of {global_batch} sequences" in caught.value.why
+
+
+def test_a_run_of_more_ranks_than_are_here_does_not_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device has the same name, and the versions are the same."""
+    versions = {"torch": "2.13.0"}
+    directory = RunDirectory(tmp_path)
+    directory.write("run.json", json.dumps({"versions": versions}))
+
+    def resume_with(gpus: int) -> None:
+        monkeypatch.setattr("redline.search.words.probe_machine", lambda _: (replace(EIGHT, count=gpus), versions))
+        check_same_machine(directory, GPT2, EIGHT, "cuda", fix="start a new one")
+
+    resume_with(8)
+    with pytest.raises(UserError, match="8 ranks on this machine") as caught:
+        resume_with(4)
+    assert caught.value.fix == "use --gpus 4"
+
+
+# --- a signal ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("on_signal", "answer"),
+    [
+        (None, None),  # the agent has no handler yet, and rank 0 no process id
+        ("exit 143", None),
+        ("touch left; exit 1", None),
+        ("exit 130", 130),
+        ("exit 1", 1),
+    ],
+    ids=["agent-alone", "agent-handles", "rank-left", "rank-saved", "rank-failed"],
+)
+def test_a_signal_is_an_interruption_unless_rank_0_answers_it(
+    tmp_path: Path, on_signal: str | None, answer: int | None
+) -> None:
+    """One shell is the agent, and rank 0 where it says so."""
+    known = "" if on_signal in (None, "exit 143") else "echo $$ > rank-0;"
+    trap = f"trap '{on_signal}' INT TERM;" if on_signal else ""
+    script = f"{trap} {known} touch ready; while true; do sleep 0.02; done"
+    process = subprocess.Popen(["sh", "-c", script], cwd=tmp_path)
+
+    before = signal.getsignal(signal.SIGINT)
+
+    def press_keys() -> None:
+        while not (tmp_path / "ready").exists() or signal.getsignal(signal.SIGINT) is before:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=press_keys, daemon=True).start()
+    try:
+        assert follow(process, tmp_path / "rank-0") == answer
+    finally:
+        process.kill()
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_an_agent_that_somebody_else_ends_is_no_interruption(tmp_path: Path) -> None:
+    assert follow(subprocess.Popen(["sh", "-c", "kill -TERM $$"]), tmp_path / "rank-0") == 1
+
+
+@pytest.mark.parametrize(
+    ("code", "in_run", "kept"),
+    [(1, True, "run"), (1, False, "elsewhere"), (130, True, "run"), (130, False, ""), (None, True, ""), (2, False, "")],
+    ids=["failed", "failed-early", "stopped", "stopped-early", "interrupted", "mistake"],
+)
+def test_a_log_stays_where_something_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int | None, in_run: bool, kept: str
+) -> None:
+    folder, run, elsewhere = (tmp_path / name for name in ("folder", "run", "elsewhere"))
+    for made in (folder, run, elsewhere):
+        made.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(elsewhere))
+    (folder / "ranks.log").write_text("of torch")
+    if in_run:
+        (folder / "run").write_text(json.dumps([str(run), "--gpus 2"]))
+    log = keep_log(folder, code)
+    assert [path.parent.name for path in tmp_path.glob("*/*.log") if path.parent != folder] == ([kept] if kept else [])
+    assert (log.read_text() if log else "") == ("of torch" if kept else "")
 
 
 # --- a ladder ---------------------------------------------------------------------------------------------------------

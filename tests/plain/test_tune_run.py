@@ -211,9 +211,8 @@ def test_a_tune_is_no_ladder(workers, capsys):
     tune(capsys, *WORDS, "--out", "tuned")
     code, _, err = tune(capsys, *WORDS, "--after", "tuned", "--out", "run")
     assert code == 2
-    assert "problem: tuned is not a ladder" in err
-    assert "why:     it is a run of `redline tune`" in err
-    assert "fix:     give the directory that `redline ladder` printed at its end" in err
+    assert "problem: tuned is a tune, not a ladder" in err
+    assert "why:     its run.json says that `redline tune` made it" in err
 
 
 def test_a_search_counts_and_sizes_as_its_ladder_did(workers, capsys, monkeypatch):
