@@ -17,7 +17,7 @@ from redline.predict.flops import executed_flops_per_token, flops_per_token
 from redline.rungs import plan_of
 from redline.workloads import resolve_workload
 
-RUNGS = ("bf16", "compile", "cudnn-attention", "tied-weights", "fused-loss")
+RUNGS = ("bf16", "compile", "cudnn-attention", "tied-weights", "padded-vocab", "fused-loss")
 H200 = Hardware(kind="cuda", name="NVIDIA H200", multiprocessors=132, memory_bytes=150 * 10**9)
 
 
