@@ -20,6 +20,7 @@ import itertools
 import json
 import math
 import shlex
+import signal
 import statistics
 import subprocess
 import sys
@@ -33,7 +34,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from politely import politely
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -94,7 +94,13 @@ def main(words: list[str] | None = None) -> int:
     if options.child is not None:
         threading.Thread(target=leave_with_parent, daemon=True).start()
         return work(options.child, options.data, options.out)
-    return politely(run, options)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a time limit ends it as Ctrl-C does
+    try:  # as politely.py, which its children would not find: they look into the package alone
+        return run(options)
+    except UserError as error:
+        for label, text in error.lines():
+            print(f"{label + ':':9}{text}", file=sys.stderr)
+        return 2
 
 
 def read_options(words: list[str] | None) -> argparse.Namespace:
