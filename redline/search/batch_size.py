@@ -242,19 +242,27 @@ class _Search:
         """(what a larger size could gain, the one to run), from the line through the fastest size and a smaller
         one."""
         at = fastest.micro_batch
-        tried = min((size for size in self.trials if size > at), default=None)
+        tried = min(
+            (size for size, trial in self.trials.items() if size > at and not self._is_near(trial, fastest)),
+            default=None,
+        )
         most = self._most(tried)
         furthest = GROWTH * at if most is None else min(most, GROWTH * at)
         # A size that is next to one that was run is found by halving; a limit nobody has tried is tried itself.
         target = furthest if tried is None or furthest < tried - 1 else round(math.sqrt(at * tried))
         size = self.allowed(target, at + 1, furthest)
-        if size is None:
+        if size is None or size in self.trials:
             return None
         upwards = [point for point in self._points() if point[0] <= at]
         # From half of it or less: noise turns a line through neighbours too far.
         apart = [point for point in upwards if 2 * point[0] <= at][-1:] or upwards[-2:-1]
         ahead = _line([*apart, upwards[-1]], at=-1)
         return _gain(ahead.seconds(furthest), furthest, fastest, self.sequence), size
+
+    def _is_near(self, trial: Trial, fastest: Trial) -> bool:
+        """Noise may have put it behind a size a few sequences smaller: no reason to stop there."""
+        close = trial.eligible and trial.micro_batch < 2 * fastest.micro_batch
+        return close and _rate(trial) >= (1 - self.noise) * _rate(fastest)
 
     def _below(self, fastest: Trial) -> tuple[float, int] | None:
         """The same of smaller sizes, from the lines on both sides: of steps that bend only upwards no point lies below

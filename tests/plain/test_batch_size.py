@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
@@ -43,8 +43,7 @@ from redline.search.climb import AGAIN, Climb, LadderSettings
 from redline.search.document import ladder_document, row_json
 from redline.search.ladder import check_rebatch
 
-# Another run on the same cores must not fail a test, and neither must another draw: one in some thousands finds a start
-# just below a known size, whose noise ends the search upwards (17 beside 18: 5 % are left on the table).
+# Another run on the same cores must not fail a test, and neither must another draw.
 quick = settings(deadline=None, max_examples=150, derandomize=True)
 CARD = 1000  # bytes of memory, of which 950 may be used
 SEQUENCE = 64
@@ -314,6 +313,12 @@ def within_two_percent(surface: Surface, choice: BatchChoice, most: int) -> None
 
 @quick
 @given(surface=surfaces, known=st.integers(1, 64), guess=st.floats(0.3, 3.0), told=st.booleans())
+@example(  # noise puts 18, which is known, behind the start of 17: the best is 34
+    surface=Surface(constant=0.5, each=0.25, floor=0.0, base=6.0, per_sequence=27.0, noise=0.004, seed=18),
+    known=18,
+    guess=0.5,
+    told=False,
+)
 def test_any_prediction_ends_within_two_percent_in_few_trials(
     surface: Surface, known: int, guess: float, told: bool
 ) -> None:
