@@ -251,7 +251,7 @@ def _full_loss(rank: Rank) -> LossMoments:
 
 
 def _odd_rows(rank: Rank) -> bool:
-    """Rows of logits that no vector load can take: Inductor pads the matmuls that touch them (its pass pad_mm)."""
+    """Rows of logits that no vector load can take: Inductor may pad the matmuls that touch them (its pass pad_mm)."""
     return rank.rows * rank.compute % VECTOR_BYTES != 0
 
 
@@ -267,7 +267,7 @@ def _head_loss(rank: Rank) -> LossMoments:
     piece = -(-rank.tokens // pieces)
     logits = c * piece * rank.rows
     if rank.plan.compile and rank.casts and _odd_rows(rank):
-        # Two products read the logits' gradient, one as it lies and one transposed, and pad_mm copies it for each:
+        # Two products read the logits' gradient, one as it lies and one transposed, and probably pad_mm copies it for each:
         # GPT-2 at micro batch 64 on an H200 takes 41.17 GB, 13.11 GB more than with a padded vocabulary, and two
         # copies are 13.19 GB (record of `tune` of 2026-11-15). fp32 logits have not been measured so.
         logits += 2 * c * piece * _padded_rows(rank)
