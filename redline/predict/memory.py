@@ -267,7 +267,7 @@ def _head_loss(rank: Rank) -> LossMoments:
     piece = -(-rank.tokens // pieces)
     logits = c * piece * rank.rows
     if rank.plan.compile and rank.casts and _odd_rows(rank):
-        # Two products read the logits' gradient, one as it lies and one transposed, and probably pad_mm copies it for each:
+        # Two products read the logits' gradient, one as it lies and one transposed; probably pad_mm copies it for each.
         # GPT-2 at micro batch 64 on an H200 takes 41.17 GB, 13.11 GB more than with a padded vocabulary, and two
         # copies are 13.19 GB (record of `tune` of 2026-11-15). fp32 logits have not been measured so.
         logits += 2 * c * piece * _padded_rows(rank)
