@@ -7,12 +7,18 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from redline.core.errors import UserError
 from redline.core.workload import Shape
 
 
+# Whatever a step has pinned: cuDNN's kernel takes no context of one token, and would be planned anew for each length.
+KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
 @torch.no_grad()
+@sdpa_kernel(KERNELS)
 def sample(
     model: nn.Module,
     prompt: list[int],

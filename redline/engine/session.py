@@ -318,7 +318,7 @@ def sampled_text(step: TrainStep, workload: Workload) -> str:
         step.shared.whole(),
         step.autocast(),
         step.adapter.evaluating(step.model),
-    ):  # a kernel that is pinned may take 16 bits only
+    ):
         ids = sample(
             step.shared.whole_model(step.model),
             [encoder.end_of_text],

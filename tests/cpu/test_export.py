@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import GPT2LMHeadModel
 
 from redline.core.errors import UserError
@@ -89,6 +90,18 @@ def test_greedy_samples_are_the_likeliest_tokens_and_never_padding() -> None:
     assert max(drawn) < SHAPE.vocab
     assert drawn == sample(model, [5], shape=SHAPE, count=200, temperature=5.0, seed=3)
     assert len(set(sample(model, [5], shape=SHAPE, count=60, temperature=5.0, top_k=1))) <= len(set(drawn))
+
+
+def test_a_sample_takes_any_attention_and_leaves_the_pinned_one_on() -> None:
+    """A step pins one kernel, and cuDNN's takes no context of a single token. Here there is no cuDNN at all."""
+    plain, pinned = some_model(), some_model(attention="cudnn")
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        with pytest.raises(RuntimeError):
+            pinned(torch.tensor([[5]]))
+        found = sample(pinned, [5], shape=SHAPE, count=9, temperature=0)
+        assert torch.backends.cuda.cudnn_sdp_enabled()
+        assert not torch.backends.cuda.math_sdp_enabled()
+    assert found == sample(plain, [5], shape=SHAPE, count=9, temperature=0)
 
 
 def test_top_k_leaves_k_and_end_of_text_ends() -> None:

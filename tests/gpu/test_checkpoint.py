@@ -29,8 +29,11 @@ def test_saving_waits_for_nothing_and_keeps_what_was_true_then(tmp_path):
         "optimizer.host": torch.arange(5),
     }
     with CheckpointStore(tmp_path) as store:
-        store.save(step=1, tensors=tensors, state={}, identity={})  # takes the pinned memory
+        # Takes the pinned memory. CUDA loads a kernel when it is first called, and may wait for the device to do so.
+        store.save(step=1, tensors=tensors, state={}, identity={})
         store.wait()
+        for tensor in tensors.values():
+            tensor.clone().zero_()
         expected = {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
         done = torch.cuda.Event()
         torch.cuda.set_sync_debug_mode("error")

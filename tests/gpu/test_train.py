@@ -115,3 +115,17 @@ def test_stopping_and_going_on_is_never_having_stopped(shards: Path, tmp_path: P
     assert other is not None
     theirs = other.tensors()
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in one.tensors().items())
+
+
+def test_validation_samples_and_checkpoints_between_cycles_with_a_pinned_kernel(shards: Path, tmp_path: Path) -> None:
+    """Samples begin with one token, which the step's own attention kernel does not take."""
+    told: list[tuple[str, int]] = []
+
+    def note(kind: str, **fields: Any) -> None:
+        if kind in ("validation", "sample", "checkpoint"):
+            told.append((kind, fields["updates"]))
+
+    rungs = tuple("cudnn-attention" if rung == "flash" else rung for rung in FAST)
+    every = {"eval_every": 4, "sample_every": 4, "checkpoint_every": 4, "cycle_steps": 4}
+    train(order(shards, tmp_path / "run", *rungs, "bf16-residual", "fused-backward", steps=8, **every), note)
+    assert sorted(told) == [(kind, updates) for kind in ("checkpoint", "sample", "validation") for updates in (4, 8)]
