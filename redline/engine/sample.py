@@ -12,7 +12,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from redline.core.errors import UserError
 from redline.core.workload import Shape
 
-
 # Whatever a step has pinned: cuDNN's kernel takes no context of one token, and would be planned anew for each length.
 KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
