@@ -47,7 +47,7 @@ from redline.search.ladder import (
     stop_at_a_mistake,
 )
 from redline.search.launch import remove_caches
-from redline.search.space import ALLOW, Space, open_space
+from redline.search.space import ALLOW, ROUGHLY, Space, open_space
 from redline.search.trials import Answer, Budget, OutOfTimeError, Trial, TuneSettings
 from redline.search.tune import Tuner
 from redline.search.tune_document import row_json, tune_document
@@ -112,7 +112,7 @@ class TuneRun:
         )
         same = run.get(SURROUNDINGS) == surroundings_of(self.directory.path / TOKENS_FILE)
         if same and not self.fresh:  # a run that is resumed with other code has other times than its ladder
-            answers.cached = {**answers_of(RunDirectory(self.directory.path / AFTER_FOLDER)), **answers.cached}
+            answers.given = answers_of(RunDirectory(self.directory.path / AFTER_FOLDER))
         watcher = Watcher(view, self._keep_best)
         tuner = Tuner(self.space, self.settings, answers, self.budget, watcher)
         watcher.tuner = tuner
@@ -141,6 +141,7 @@ class TuneRun:
         answers = OnlyRemembered(
             self.directory, cache=None, device=self.settings.device, timeout_seconds=0.0, on_phase=lambda *_, **__: None
         )
+        answers.given = answers_of(RunDirectory(self.directory.path / AFTER_FOLDER))
         watcher = Watcher(None, lambda _: None)
         tuner = Tuner(self.space, self.settings, answers, still, watcher)
         watcher.tuner = tuner
@@ -160,7 +161,7 @@ class OnlyRemembered(TrialAnswers):
 
     def recall(self, job: Job, timeout_seconds: float) -> Answer | None:
         known = self.here.get(job.key)
-        return None if known is None else Answer(result=known[0], seconds=known[1], remembered=True)
+        return None if known is None else self._remembered(job, *known)
 
     def ask(self, job: Job, timeout_seconds: float) -> Answer:
         raise OutOfTimeError
@@ -383,7 +384,10 @@ def space_notes(space: Space) -> list[str]:
     if len(space.ways) > 1:
         found.append(f"{', '.join(space.ways[1:])}: tried where memory is short, instead of {space.ways[0]}")
     if space.refused_above is not None:
-        found.append(f"recipes predicted to take more than {human_bytes(space.refused_above)} are not run")
+        limit, rough = human_bytes(space.refused_above), ""
+        if space.predicts_roughly:
+            rough = f", {ROUGHLY} times what there is (the prediction is a rough one for a model that is not built in),"
+        found.append(f"recipes predicted to take more than {limit}{rough} are not run")
     return found
 
 
