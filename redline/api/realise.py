@@ -173,7 +173,7 @@ OBSTACLES: dict[str, Callable[[Live], str | None]] = {
     "adamw-8bit": lambda live: live.hardware.missing.get("torchao"),
     **dict.fromkeys(BF16_WEIGHTS, _always(_WIDE_SUMS)),
     "loader-workers": _always("the loader is yours: DataLoader(..., num_workers=2, pin_memory=True)"),
-    **dict.fromkeys(("fused-loss", "chunked-loss"), _always(_OWN_LOSS)),
+    **dict.fromkeys(("fused-loss", "chunked-loss", "fp8-head"), _always(_OWN_LOSS)),
     "bf16-residual": _stream,
     "sigmoid-gelu": _gelus,
     "fused-backward": _always("it needs blocks that are written for it: redline.model.fused has the parts"),

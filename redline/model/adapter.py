@@ -175,7 +175,8 @@ class BuiltIn(Adapter):
 
 def fused_head(plan: Plan, vocab: int) -> LossOf:
     """The loss of features, the head's weight and targets, as a plan that is not 'full' wants it."""
-    return partial(head_loss, vocab=vocab, pieces=PIECES[plan.loss], dtype=DTYPES.get(plan.autocast or ""))
+    dtype = DTYPES.get(plan.autocast or "")
+    return partial(head_loss, vocab=vocab, pieces=PIECES[plan.loss], dtype=dtype, fp8=plan.narrow_head)
 
 
 class SigmoidGelu(nn.Module):

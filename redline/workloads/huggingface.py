@@ -284,7 +284,7 @@ def obstacles(config: Config, shape: Shape) -> dict[str, str]:
     if _activation(model_type, values) not in TANH_GELUS:
         found["sigmoid-gelu"] = "the model has no tanh GELU"
     if reason := _head_obstacle(values, shape):
-        found |= dict.fromkeys(FUSED_LOSSES, reason)
+        found |= dict.fromkeys((*FUSED_LOSSES, "fp8-head"), reason)
     if reason := _mask_obstacle(values, shape):
         found |= dict.fromkeys(FUSED_ATTENTION, reason)
     if shape.head_bias:

@@ -188,7 +188,7 @@ def obstacles(traced: Traced, file: str) -> dict[str, str]:
     found["tied-weights"] = (
         f"the file ties its weights itself: {traced.shared[0]}" if traced.shared else _tying(traced, file)
     )
-    found |= dict.fromkeys(("fused-loss", "chunked-loss"), _loss(traced, file))
+    found |= dict.fromkeys(("fused-loss", "chunked-loss", "fp8-head"), _loss(traced, file))
     found["bf16-residual"] = _stream(traced, file)
     found["fused-backward"] = f"it needs blocks that are written for it, and those in {file} are not"
     found["selective-checkpointing"] = (

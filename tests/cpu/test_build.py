@@ -296,7 +296,17 @@ def test_the_loss_reaches_the_step(
     training = train(Plan(loss=loss, autocast="bf16"))
     batch = next(training.batches)
     training.step.loss_of(batch[0], batch[1])
-    assert seen == ({} if pieces is None else {"vocab": 257, "pieces": pieces, "dtype": torch.bfloat16})
+    assert seen == ({} if pieces is None else {"vocab": 257, "pieces": pieces, "dtype": torch.bfloat16, "fp8": False})
+
+
+def test_an_8_bit_head_reaches_the_step_where_autocast_does(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, object] = {}
+    monkeypatch.setattr(adapter_module, "head_loss", lambda *_, **choices: seen.update(choices))
+    for autocast in ("bf16", None):
+        training = train(Plan(loss="fused", autocast=autocast, fp8_head=True))
+        batch = next(training.batches)
+        training.step.loss_of(batch[0], batch[1])
+        assert seen["fp8"] is (autocast is not None)
 
 
 def test_switches_come_before_the_model(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
