@@ -40,6 +40,8 @@ class Plan:
     fp8_head: bool = False
     """The head's three products take 8-bit inputs. Of autocast's products only: without it, as the fp32 reference is,
     nothing is narrow."""
+    fp8_linears: bool = False
+    """So do those of the blocks, but for the weights' gradients."""
     checkpointing: str = "none"
     """What the backward computes again instead of keeping it: 'none', 'selective' (the attention core) or 'full'."""
     # compilation
@@ -75,7 +77,7 @@ class Plan:
     @property
     def precision(self) -> str:
         """The coarsest arithmetic of the step: 'fp8', 'fp16', 'bf16', 'tf32' or 'fp32'."""
-        return "fp8" if self.narrow_head else self.usual_precision
+        return "fp8" if self.narrow_head or self.narrow_linears else self.usual_precision
 
     @property
     def usual_precision(self) -> str:
@@ -87,6 +89,10 @@ class Plan:
     @property
     def narrow_head(self) -> bool:
         return self.fp8_head and self.autocast is not None
+
+    @property
+    def narrow_linears(self) -> bool:
+        return self.fp8_linears and self.autocast is not None
 
     def vocab_rows(self, vocab: int) -> int:
         return -(-vocab // self.vocab_multiple) * self.vocab_multiple

@@ -38,6 +38,7 @@ GROUPS = (CONTRACTION, NORMALISATION, ELEMENTWISE, OPTIMIZER, MOVEMENT)
 FUSIONS = ("eager", "inductor", "ideal")
 FP32 = 4  # bytes: parameters and gradients unless the optimizer says otherwise, softmax and norms in eager autocast
 FP8 = 1
+LINEARS = ("qkv", "q", "kv", "proj", "up", "down")
 COPIED_BYTES = 4  # rows that start at multiples of this can be loaded by asynchronous copies at least
 
 
@@ -121,7 +122,8 @@ def operations(
         *_loss(z),
         *_embedding(z),
         *_weight_casts(z),
-        *_narrowing(z),
+        *_narrow_head(z),
+        *_narrow_layers(z),
         *_update(z),
     ]
     kept = [operation for operation in listed if operation.bytes]
@@ -174,7 +176,9 @@ def _linear(z: Sizes) -> Iterator[Operation]:
 
 def is_narrow(gemm: Gemm, plan: Plan) -> bool:
     """Its operands have 8 bits."""
-    return plan.narrow_head and gemm.where == "head"
+    if gemm.where == "head":
+        return plan.narrow_head
+    return plan.narrow_linears and gemm.where in LINEARS and gemm.direction != "wgrad"
 
 
 def _contraction(gemm: Gemm, z: Sizes, part: str) -> Operation:
@@ -390,7 +394,9 @@ def _weight_casts(z: Sizes) -> Iterator[Operation]:
     layers = linear_layers(z.shape, z.plan)
     weights = sum(layer.inputs * layer.outputs * layer.count for layer in layers)
     ideal = z.fusion == "ideal"
-    narrow = z.rows * z.shape.d_model if z.plan.narrow_head else 0  # an 8-bit copy takes the place of the 16-bit one
+    # An 8-bit copy takes the place of the 16-bit one.
+    narrow = z.rows * z.shape.d_model if z.plan.narrow_head else 0
+    narrow += weights - z.rows * z.shape.d_model if z.plan.narrow_linears else 0
     for direction in ("update",) if ideal else ("forward", "backward"):
         yield Operation(
             name="weight casts",
@@ -402,7 +408,40 @@ def _weight_casts(z: Sizes) -> Iterator[Operation]:
         )
 
 
-def _narrowing(z: Sizes) -> Iterator[Operation]:
+def _narrow_layers(z: Sizes) -> Iterator[Operation]:
+    """A row and its largest number are in one kernel: whoever writes the row writes 8 bits too, where that is a kernel
+    of the compiler's. What attention writes is read once more, and so are gradients that hand-written kernels write."""
+    if not z.plan.narrow_linears:
+        return
+    layers = [layer for layer in linear_layers(z.shape, z.plan) if layer.where in LINEARS]
+    alone = {"forward": ("proj",), "backward": LINEARS if z.plan.backward == "fused" else ()}
+    for direction in ("forward", "backward"):
+        for layer in layers:
+            apart = z.fusion == "eager" or (z.fusion == "inductor" and layer.where in alone[direction])
+            # Eager reads for the maximum and for the cast, with two fp32 copies between.
+            read = {"eager": 2 * z.compute + 4 * FP32, "inductor": z.compute if apart else 0, "ideal": 0}[z.fusion]
+            yield z.per_token(
+                f"{layer.where} casts",
+                MOVEMENT,
+                direction,
+                (read + FP8) * (layer.inputs if direction == "forward" else layer.outputs),
+                calls=layer.count,
+                kernels={"eager": 6, "inductor": int(apart), "ideal": 0}[z.fusion],
+            )
+    weights = sum(layer.inputs * layer.outputs * layer.count for layer in layers)
+    # Forward a row is read once; the other way round a column's largest number comes first.
+    for direction, reads in (("forward", 1), ("backward", 2)):
+        yield Operation(
+            name="8-bit weights",
+            group=MOVEMENT,
+            direction=direction,
+            bytes=weights * (reads * z.weight + FP8),
+            kernels=reads * sum(layer.count for layer in layers),
+            part="rest",
+        )
+
+
+def _narrow_head(z: Sizes) -> Iterator[Operation]:
     """What 8-bit products need before them. The largest number of a tensor comes first, then the cast reads it again;
     for the weight's gradient the features and the gradient of the logits are turned, for the features' the weight."""
     if not z.plan.narrow_head:

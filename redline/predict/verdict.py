@@ -19,9 +19,9 @@ from redline.core.measurement import GradientCheck, Measurement
 
 YARDSTICK_FACTOR = 1.25  # a recipe may err a quarter more than plain code at its precision
 # Below these a gradient's relative error is rounding whatever the yardstick says; above the second it never is.
-# In fp8 an operand is off by 2.7 % of its size in the root mean square (e4m3), and so is what comes through a few of
-# them; the yardstick is bf16's (docs/fp8.md).
-GRADIENT_FLOOR = {"fp32": 1e-4, "tf32": 2e-3, "fp16": 2e-3, "bf16": 1e-2, "fp8": 1e-1}
+# In fp8 an operand is off by 2.7 % of its size in the root mean square (e4m3), and what comes through many of them by
+# up to 9 % in small tensors; the yardstick is bf16's (docs/fp8.md).
+GRADIENT_FLOOR = {"fp32": 1e-4, "tf32": 2e-3, "fp16": 2e-3, "bf16": 1e-2, "fp8": 1.5e-1}
 GRADIENT_CEILING = {"fp32": 1e-3, "tf32": 2e-2, "fp16": 2e-2, "bf16": 1e-1, "fp8": 2e-1}
 # Largest distance of a loss curve from the reference, in nats, over the first steps.
 CURVE_TOLERANCE = {"fp32": 0.002, "tf32": 0.01, "fp16": 0.03, "bf16": 0.03, "fp8": 0.06}

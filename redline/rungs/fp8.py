@@ -62,3 +62,35 @@ def _odd_head(workload: Workload, plan: Plan) -> str | None:
         of = "a sequence has" if pieces == 1 else "a piece of the loss has an eighth of a sequence's"
         return f"8-bit rows are whole {WHOLE}s, and {of} {shape.sequence} tokens"
     return None
+
+
+class Fp8Linears(Rung):
+    """The products of the blocks' linear layers with 8-bit operands, forward and for the gradients of their inputs.
+
+    Two thirds of the blocks' matmul work at twice the rate. Every row of an operand has its own scale, a power of two:
+    the kernel that writes a row (a norm, GELU) knows its largest number in time and writes the 8-bit row beside the
+    16-bit one, so that under torch.compile most casts cost a byte per number and no pass of their own. Activations,
+    weights and gradients become e4m3. The weights' gradients stay in 16 bits: they sum over tokens, for which tensor
+    cores want 8-bit operands transposed, and what copying both costs is near what the faster product brings. The
+    blocks are exchanged layer by layer, so it is for the built-in models. Each product is off by 3.8 % of its size, and
+    errors of all layers add up in the gradients: docs/fp8.md.
+    """
+
+    name = "fp8-linears"
+    title = "blocks' products in fp8"
+    maths = Maths.CHANGES
+    when_named = True
+
+    def needs(self, workload: Workload, hardware: Hardware, plan: Plan) -> str | None:
+        if not plan.compile:
+            return "without compile every cast is six kernels: add compile"
+        return _narrow_needs(hardware, plan) or _odd_blocks(workload)
+
+    def apply(self, plan: Plan) -> Plan:
+        return replace(plan, fp8_linears=True)
+
+
+def _odd_blocks(workload: Workload) -> str | None:
+    shape = workload.decoder
+    odd = next((width for width in (shape.d_model, shape.query_width, shape.d_ff) if width % WHOLE), None)
+    return None if odd is None else f"8-bit rows are whole {WHOLE}s, and a layer of the model is {odd} wide"

@@ -9,7 +9,7 @@ from redline.core.errors import UserError, unknown_name
 from redline.core.hardware import Hardware
 from redline.core.plan import Plan
 from redline.core.workload import Workload
-from redline.rungs.fp8 import Fp8Head
+from redline.rungs.fp8 import Fp8Head, Fp8Linears
 from redline.rungs.optimizers import (
     FUSED_ADAMW,
     Adafactor,
@@ -515,6 +515,7 @@ LADDER: tuple[Rung, ...] = (
     CudaGraphs(),
     ExpandableSegments(),
     Fp8Head(),
+    Fp8Linears(),
     Ddp(),
     Fsdp(),
     FsdpKeep(),

@@ -31,7 +31,7 @@ def _several(hardware: Hardware, plan: Plan) -> str | None:
 
 def _undone(plan: Plan) -> Plan:
     """What a model that is cut does without: blocks that know one another, and 8-bit products."""
-    return replace(plan, backward="autograd", fp8_head=False)
+    return replace(plan, backward="autograd", fp8_head=False, fp8_linears=False)
 
 
 class Ddp(Rung):
@@ -72,8 +72,8 @@ class Fsdp(Rung):
     up in fp32. Blocks are compiled one by one, and the model is built without memory: one larger than a device starts.
     With `--replicas R` there are R copies of the model, each cut among N/R ranks (hybrid sharding): with one per node,
     weights are gathered inside nodes and only gradients travel between them.
-    `fused-backward` is undone: its blocks read a bias of the block before, which is not gathered then. So is
-    `fp8-head`, which was tried with whole layers only.
+    `fused-backward` is undone: its blocks read a bias of the block before, which is not gathered then. So are
+    `fp8-head` and `fp8-linears`, which were tried with whole layers only.
     """
 
     name = "fsdp"
@@ -117,8 +117,8 @@ class TensorParallel(Rung):
     direction put the stream together. Embedding and head are cut by rows of the vocabulary: a rank has its own logits
     only, and the loss takes two sums of a few numbers per token. A rank holds 1/N of weights, gradients, moments
     and of activations inside a layer; every layer waits for its sums, so a group stays in one node. `--tensor N`
-    says how many. Blocks are compiled one by one; `fused-backward`, `fp8-head` and the losses in one kernel
-    or in pieces are undone, which take whole layers and whole rows of logits.
+    says how many. Blocks are compiled one by one; `fused-backward`, `fp8-head`, `fp8-linears` and the
+    losses in one kernel or in pieces are undone, which take whole layers and whole rows of logits.
     """
 
     name = TENSOR_PARALLEL
@@ -156,7 +156,7 @@ class PipelineParallel(Rung):
     embedding too and the last the head, which costs as much as several blocks where the model is narrow; a tied weight
     lies on both, and its gradients are added up at every update. `--pipeline N` says how many stages, with equally many
     blocks each. Blocks are compiled one by one; `fused-backward` is undone, whose blocks hand on two tensors, and
-    so is `fp8-head`.
+    so are `fp8-head` and `fp8-linears`.
     """
 
     name = PIPELINE_PARALLEL

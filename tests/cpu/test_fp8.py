@@ -16,14 +16,21 @@ import torch
 import torch.nn.functional as F
 
 from redline.core.plan import Plan
+from redline.core.workload import Shape, Workload
 from redline.kernels.cross_entropy import GRADIENT_FACTOR, cross_entropy_narrow, plain_cross_entropy_
 from redline.kernels.transpose import transposed
 from redline.model import fp8 as fp8_module
-from redline.model.fp8 import E4M3, LARGEST_OF_E4M3, narrowed, product
+from redline.model.adapter import BuiltIn
+from redline.model.fp8 import E4M3, LARGEST_OF_E4M3, Fp8Linear, narrow_layers, narrowed, product
+from redline.model.gpt import GPT
 from redline.model.loss import head_loss
 from redline.rungs import plan_of
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 VOCAB, ROWS, WIDTH, TOKENS = 257, 272, 48, 64
+SHAPE = Shape(layers=2, heads=4, d_model=64, d_ff=192, vocab=VOCAB, sequence=32)
+LAYERS = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
 HEAD = ("bf16", "padded-vocab", "fused-loss", "fp8-head")
 
 
@@ -145,8 +152,8 @@ def in_fp64(features: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor)
     return loss.detach(), *torch.autograd.grad(loss, (x, w))
 
 
-def narrow_head(inputs: list[torch.Tensor], run: Any = head_loss, pieces: int = 1) -> tuple[torch.Tensor, ...]:
-    loss = run(*inputs, vocab=VOCAB, pieces=pieces, dtype=torch.bfloat16, fp8=True)
+def narrow_head(inputs: list[torch.Tensor], pieces: int = 1) -> tuple[torch.Tensor, ...]:
+    loss = head_loss(*inputs, vocab=VOCAB, pieces=pieces, dtype=torch.bfloat16, fp8=True)
     return loss.detach(), *torch.autograd.grad(loss, inputs[:2])
 
 
@@ -183,12 +190,102 @@ def test_what_is_no_number_reaches_the_gradients(odd: float) -> None:
     assert not of_weight.norm().isfinite()
 
 
+# --- layers -----------------------------------------------------------------------------------------------------------
+
+
+def test_every_row_has_its_own_scale() -> None:
+    tensor = random(5, 64, seed=0) * torch.tensor([[1e-20], [1.0], [1e20], [0.0], [1.0]])
+    tensor[4, 7] = torch.nan
+    values, inverse = narrowed(tensor, by_rows=True)
+    assert inverse.shape == (5, 1)
+    wide = values.double() * inverse.double()
+    for row in (0, 1, 2):
+        assert relative(wide[row], tensor[row]) < 2.0**-4
+        assert LARGEST_OF_E4M3 / 2 <= values[row].float().abs().max() <= LARGEST_OF_E4M3
+    assert (wide[3] == 0).all()
+    assert wide[4].isnan().all()
+
+
+def test_a_product_by_rows_is_that_of_the_numbers() -> None:
+    (rows, inverse), (others, others_inverse) = (
+        narrowed(random(size, 64, seed=size) * torch.logspace(-3, 3, size)[:, None], by_rows=True) for size in (32, 48)
+    )
+    bias = random(48, seed=2)
+    found = product(rows, others, inverse, others_inverse, dtype=torch.float32, bias=bias)
+    wanted = (rows.double() * inverse) @ (others.double() * others_inverse).t() + bias
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_layers_gradients_are_fp64s_within_the_formats(bias: bool) -> None:
+    """The output and the input's gradient have two 8-bit operands, the weight's gradient has none: bf16's error."""
+    linear = torch.nn.Linear(64, 96, bias=bias)
+    model = torch.nn.Sequential(linear)
+    x, above = random(3, 5, 64, seed=0), random(3, 5, 96, seed=1)
+    x[1] *= 1e3
+    results = []
+    for dtype in (torch.float64, torch.float32):
+        if dtype == torch.float32:
+            model.float()
+            narrow_layers(model, torch.bfloat16)
+        own = x.to(dtype).requires_grad_()
+        y = model.to(dtype)(own)
+        results.append([y.detach(), *torch.autograd.grad(y, [own, *model.parameters()], above.to(y.dtype))])
+    assert type(model[0]) is Fp8Linear
+    assert results[1][0].dtype == torch.bfloat16
+    errors = [relative(mine, other) for mine, other in zip(results[1], results[0], strict=True)]
+    assert all(5e-3 < error < 6e-2 for error in errors[:2]), errors
+    assert all(error < 5e-3 for error in errors[2:]), errors
+
+
+def test_exchanged_layers_keep_their_parameters() -> None:
+    model = GPT(SHAPE)
+    before = dict(model.named_parameters())
+    narrow_layers(model.h, torch.bfloat16)
+    after = dict(model.named_parameters())
+    assert list(before) == list(after)
+    assert all(before[name] is after[name] for name in before)
+    narrow = [name for name, module in model.named_modules() if isinstance(module, Fp8Linear)]
+    assert narrow == [f"h.{i}.{name}" for i in range(SHAPE.layers) for name in LAYERS]
+
+
+def model_gradients(*rungs: str, compiled: bool = False) -> dict[str, torch.Tensor]:
+    workload = Workload(name="small", shape=SHAPE, tokenizer="bytes", micro_batch=2, learning_rate=1e-3)
+    adapter, plan = BuiltIn(workload), plan_of(rungs)
+    model = adapter.build(plan, torch.device("cpu"))
+    run: Any = adapter.loss_of(model, plan)
+    run = torch.compile(run, backend="aot_eager", fullgraph=True) if compiled else run
+    inputs, targets = torch.randint(SHAPE.vocab, (2, 2, SHAPE.sequence), generator=torch.Generator().manual_seed(3))
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=plan.autocast is not None):
+        loss = run(inputs, targets)
+    loss.backward()
+    named = model.named_parameters()
+    return {name: parameter.grad[: SHAPE.vocab] for name, parameter in named if parameter.grad is not None}
+
+
+def joined(gradients: dict[str, torch.Tensor]) -> torch.Tensor:
+    return torch.cat([gradient.flatten() for gradient in gradients.values()])
+
+
+@pytest.mark.parametrize(
+    "rungs",
+    [(*HEAD[:3], "fp8-linears"), (*HEAD, "fp8-linears", "bf16-residual", "fused-backward")],
+    ids=["layers", "layers, head, fused backward"],
+)
+def test_a_models_gradients_are_fp32s_within_the_formats(rungs: tuple[str, ...]) -> None:
+    wanted, bf16 = model_gradients(), model_gradients(*(name for name in rungs if not name.startswith("fp8")))
+    found = model_gradients(*rungs)
+    assert set(found) == set(wanted)
+    assert 3 * relative(joined(bf16), joined(wanted)) < relative(joined(found), joined(wanted)) < 0.08
+    assert max(relative(found[name], wanted[name]) for name in wanted) < 0.15
+
+
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch 2.13 does it, tracing
-def test_the_compiler_sees_one_graph() -> None:
-    inputs = head_inputs()
-    compiled = torch.compile(head_loss, backend="aot_eager", fullgraph=True)
-    for mine, other in zip(narrow_head(inputs, compiled), narrow_head(inputs), strict=True):
-        torch.testing.assert_close(mine, other)
+def test_the_compiler_sees_one_graph_of_a_model() -> None:
+    rungs = (*HEAD, "fp8-linears", "bf16-residual", "fused-backward")
+    eager, compiled = model_gradients(*rungs), model_gradients(*rungs, compiled=True)
+    for name, gradient in eager.items():
+        torch.testing.assert_close(compiled[name], gradient, msg=lambda text, name=name: f"{name}: {text}")
 
 
 # --- in a step --------------------------------------------------------------------------------------------------------
@@ -202,10 +299,16 @@ def test_only_autocasts_products_are_narrow() -> None:
     assert not plain.narrow_head
     assert plain.precision == "fp32"
     assert not Plan(autocast="bf16").narrow_head
+    linears = plan_of(("bf16", "fp8-linears"))
+    assert linears.narrow_linears
+    assert not linears.narrow_head
+    assert linears.precision == "fp8"
+    assert not replace(linears, autocast=None).narrow_linears
 
 
-def test_a_head_in_8_bits_is_changed_and_learns(judge_row: Any) -> None:
-    row = judge_row(*HEAD, check_steps=4)
+@pytest.mark.parametrize("rungs", [HEAD, ("bf16", "fp8-linears")], ids=["head", "linears"])
+def test_8_bits_are_changed_and_learn(judge_row: Any, rungs: tuple[str, ...]) -> None:
+    row = judge_row(*rungs, check_steps=4)
     assert row.verdict == "changed", row.detail
     error = row.measurement.gradients.error
     assert 1.5 * row.measurement.gradients.yardstick < error < 0.1

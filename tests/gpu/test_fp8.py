@@ -1,4 +1,4 @@
-"""8-bit products on a device with fp8 tensor cores, against fp64: kernels, a head, and a row as a ladder measures it."""
+"""8-bit products on a device with fp8 tensor cores, against fp64: kernels, a head, a layer, and rows of a ladder."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from redline.data.tokens import prepare_tokens
 from redline.engine.probe import probe
 from redline.kernels.cross_entropy import GRADIENT_FACTOR, cross_entropy_narrow, plain_cross_entropy_
 from redline.kernels.transpose import transposed
-from redline.model.fp8 import narrowed, product
+from redline.model.fp8 import narrow_layers, narrowed, product
 from redline.model.loss import head_loss
 from redline.predict.verdict import judge
 from redline.rungs import find_rung, plan_of
@@ -79,7 +79,9 @@ def test_transposed_moves_every_byte(rows: int, columns: int) -> None:
     assert torch.equal(transposed(matrix), matrix.t())
 
 
-@pytest.mark.parametrize(("m", "n", "k"), [(1024, 50304, 768), (1024, 768, 50304), (768, 3072, 65536)])
+@pytest.mark.parametrize(
+    ("m", "n", "k"), [(1024, 50304, 768), (1024, 768, 3072), (1024, 768, 50304), (768, 3072, 65536)]
+)
 @pytest.mark.parametrize("fast", [True, False])
 def test_a_product_adds_up_in_fp32(m: int, n: int, k: int, fast: bool) -> None:
     """Of the narrow numbers themselves, so that sums are all that can err. A fast accumulator is asked for sums over a
@@ -91,6 +93,40 @@ def test_a_product_adds_up_in_fp32(m: int, n: int, k: int, fast: bool) -> None:
     some = slice(0, 64)
     wanted = (rows[0][some].double() * rows[1]) @ (others[0].double() * others[1]).t()
     assert relative(found[some], wanted) < (5e-3 if fast else 1e-3)
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+def test_a_product_by_rows(bias: bool) -> None:
+    """Scales of rows that differ by many octaves; an odd number of rows, as a sample has."""
+    (rows, inverse), (others, others_inverse) = (
+        narrowed(torch.randn(size, 768, device="cuda") * torch.logspace(-3, 3, size, device="cuda")[:, None], True)
+        for size in (999, 2304)
+    )
+    given = torch.randn(2304, device="cuda").bfloat16() if bias else None
+    found = product(rows, others, inverse, others_inverse, dtype=torch.bfloat16, fast=True, bias=given)
+    wanted = (rows.double() * inverse) @ (others.double() * others_inverse).t()
+    wanted = wanted if given is None else wanted + given
+    for mine, other in zip(
+        found[::100], wanted[::100], strict=True
+    ):  # each row by itself: the last would hide the first
+        assert relative(mine, other) < 1e-2
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_a_layers_gradients_are_fp64s_within_the_formats(compiled: bool) -> None:
+    """Behind a norm, so that the compiler has something to put the cast into. The weight's gradient is bf16's."""
+    model = torch.nn.Sequential(torch.nn.LayerNorm(768), torch.nn.Linear(768, 3072)).cuda()
+    x, above = torch.randn(4, 512, 768, device="cuda"), torch.randn(4, 512, 3072, device="cuda")
+    wanted_y = model.double()(x.double())
+    wanted = torch.autograd.grad(wanted_y, list(model.parameters()), above.double())
+    narrow_layers(model.float(), torch.bfloat16)
+    run: Callable[..., torch.Tensor] = torch.compile(model, fullgraph=True) if compiled else model
+    y = run(x)
+    found = torch.autograd.grad(y, list(model.parameters()), above.to(y.dtype))
+    assert 5e-3 < relative(y, wanted_y) < 6e-2
+    errors = [relative(mine, other) for mine, other in zip(found, wanted, strict=True)]
+    assert all(5e-3 < error < 6e-2 for error in errors[:2]), errors  # the norm's, through the layer
+    assert all(error < 1e-2 for error in errors[2:]), errors
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
@@ -112,13 +148,17 @@ def test_the_heads_gradients_are_fp64s_within_the_formats(pieces: int, compiled:
         assert 5e-3 < relative(mine, other) < 5e-2
 
 
-@pytest.mark.parametrize("narrow", [("fp8-head",)], ids="+".join)
+@pytest.mark.parametrize(
+    "narrow",
+    [("fp8-head",), ("fp8-linears",), ("fused-backward", "fp8-head", "fp8-linears")],
+    ids="+".join,
+)
 def test_a_row_of_a_ladder_is_changed(tmp_path: Path, narrow: tuple[str, ...]) -> None:
     """Compiled, in a worker, against fp32 without 8 bits: worse than bf16, as it must be, and inside its bounds."""
     prepare_tokens(WORKLOAD, tmp_path / "tokens.npy")
     recipe = Recipe(rungs=(*FAST, *narrow), micro_batch=WORKLOAD.micro_batch)
     job = Job(workload=WORKLOAD, recipe=recipe, device="cuda", tokens="tokens.npy", timed_steps=10)
-    asked = (replace(job, kind="reference", recipe=replace(recipe, rungs=narrow)), job)
+    asked = (replace(job, kind="reference", recipe=replace(recipe, rungs=narrow[-1:])), job)
     expected, found = (launch(RunDirectory(tmp_path), one, 300, lambda *_, **__: None) for one in asked)
     assert isinstance(expected, Measurement), expected
     assert isinstance(found, Measurement), found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -24,8 +25,12 @@ TOKENS = MICRO_BATCH * SEQUENCE
 NUMBERS = TOKENS * ROWS
 
 
-def refusal(hardware, plan, workload=GPT2):
-    return find_rung("fp8-head").needs(workload, hardware, plan)
+LINEARS = plan_of((*FAST, "fp8-linears"))
+BOTH = plan_of((*FAST, "fp8-head", "fp8-linears"))
+
+
+def refusal(hardware, plan, workload=GPT2, rung="fp8-head"):
+    return find_rung(rung).needs(workload, hardware, plan)
 
 
 def shaped(**sizes):
@@ -55,22 +60,37 @@ def test_rows_are_whole_sixteens(h200):
     assert "an eighth of a sequence's 64" in refusal(h200, replace(BEFORE, loss="chunked"), shaped(sequence=64))
 
 
+def test_what_narrow_layers_need(h200, t4, cpu):
+    ask = partial(refusal, rung="fp8-linears")
+    assert ask(h200, BEFORE) is None
+    assert ask(h200, replace(BEFORE, loss="full", vocab_multiple=1, backward="fused")) is None
+    assert "add compile" in ask(h200, replace(BEFORE, compile=False))
+    assert "add bf16" in ask(h200, replace(BEFORE, autocast="fp16"))
+    assert ask(t4, BEFORE) == "Tesla T4 has no fp8"
+    assert ask(cpu, BEFORE) == "a CPU has no fp8"
+    assert "776 wide" in ask(h200, BEFORE, shaped(d_model=776, heads=8))
+    assert "3080 wide" in ask(h200, BEFORE, shaped(d_ff=3080))
+    assert ask(h200, BEFORE, shaped(sequence=1000)) is None  # no product of theirs sums over tokens
+
+
 @pytest.mark.parametrize("way", ["fsdp", "fsdp-keep", "tensor-parallel", "pipeline-parallel", "pipeline-gpipe"])
 def test_a_model_that_is_cut_undoes_it(way, h200):
-    assert not plan_of((*FAST, "fp8-head", way)).fp8_head
-    cut = plan_of((*FAST, way))
-    reason = refusal(h200, replace(cut, loss="fused"))
-    assert "a model that is cut undoes them" in reason
+    plan = plan_of((*FAST, "fp8-head", "fp8-linears", way))
+    assert (plan.fp8_head, plan.fp8_linears) == (False, False)
+    cut = replace(plan_of((*FAST, way)), loss="fused")
+    for rung in ("fp8-head", "fp8-linears"):
+        assert "a model that is cut undoes them" in refusal(h200, cut, rung=rung)
 
 
-def test_it_is_taken_by_name_only(h200):
-    assert "fp8-head" not in usual_rungs(GPT2, h200)
+def test_they_are_taken_by_name_only(h200):
+    assert not {"fp8-head", "fp8-linears"} & set(usual_rungs(GPT2, h200))
 
 
 def test_the_reference_has_no_8_bits():
     """Its plan says so, but there is no autocast whose products could be narrow."""
-    assert reference_plan((*FAST, "fp8-head")) == Plan(tied=True, fp8_head=True)
-    assert reference_plan((*FAST, "fp8-head")).precision == "fp32"
+    reference = reference_plan((*FAST, "fp8-head", "fp8-linears"))
+    assert reference == Plan(tied=True, fp8_head=True, fp8_linears=True)
+    assert reference.precision == "fp32"
 
 
 # predictions
@@ -107,6 +127,43 @@ def test_bytes_by_hand():
     assert found["head casts", "forward"].bytes == (2 * 2 + 1 + 2) * stream + (2 * 4 + 1 + 2) * table
 
 
+@pytest.mark.parametrize(
+    ("plan", "fusion", "read", "again"),
+    [
+        (LINEARS, None, 0, 2),  # Inductor: only what attention writes is read once more
+        (replace(LINEARS, backward="fused"), None, 2, 2),  # and the gradients of hand-written kernels
+        (LINEARS, "ideal", 0, 0),
+        (LINEARS, "eager", 2 * 2 + 4 * 4, 2 * 2 + 4 * 4),
+    ],
+    ids=["inductor", "fused backward", "ideal", "eager"],
+)
+def test_bytes_of_layers_by_hand(plan, fusion, read, again):
+    listed = operations(GPT2.shape, plan, micro_batch=MICRO_BATCH, fusion=fusion)
+    found = {(each.name, each.direction): each.bytes for each in listed}
+    numbers = 12 * TOKENS * WIDTH  # of the stream, in all layers
+    read_forward = read if fusion == "eager" else 0
+    assert found["qkv casts", "forward"] == found["up casts", "forward"] == (read_forward + 1) * numbers
+    assert found["down casts", "forward"] == 4 * (read_forward + 1) * numbers
+    assert found["proj casts", "forward"] == (again + 1) * numbers
+    for name, widths in (("qkv", 3), ("proj", 1), ("up", 4), ("down", 1)):
+        assert found[f"{name} casts", "backward"] == widths * (read + 1) * numbers
+    weights = 12 * 12 * WIDTH**2
+    assert found["8-bit weights", "forward"] == 5 * weights
+    assert found["8-bit weights", "backward"] == 9 * weights
+
+
+def test_weights_gradients_stay_in_16_bit():
+    kinds = {
+        (each.name, each.direction): each.kind
+        for each in operations(GPT2.shape, LINEARS, micro_batch=1)
+        if each.kind in ("gemm", "fp8")
+    }
+    for name in ("qkv", "proj", "up", "down"):
+        assert kinds[name, "forward"] == kinds[f"{name} dgrad", "backward"] == "fp8"
+        assert kinds[f"{name} wgrad", "backward"] == "gemm"
+    assert {kinds["head", "forward"], kinds["head dgrad", "backward"], kinds["head wgrad", "backward"]} == {"gemm"}
+
+
 def test_the_heads_16_bit_copy_is_gone():
     def casts(plan):
         listed = operations(GPT2.shape, plan, micro_batch=1)
@@ -114,7 +171,8 @@ def test_the_heads_16_bit_copy_is_gone():
 
     before, after = casts(BEFORE), casts(HEAD)
     assert before["forward"] - after["forward"] == 6 * ROWS * WIDTH
-    assert before["backward"] == after["backward"]
+    assert before["backward"] == after["backward"] == casts(BOTH)["backward"]
+    assert "forward" not in casts(BOTH)
 
 
 def test_the_floor_has_two_rates():
@@ -123,7 +181,10 @@ def test_the_floor_has_two_rates():
     before = compute_floor(GPT2.shape, BEFORE, micro_batch=MICRO_BATCH, peaks=sheet_peaks(BEFORE, H200))
     after = compute_floor(GPT2.shape, HEAD, micro_batch=MICRO_BATCH, peaks=sheet)
     work = 6 * NUMBERS * WIDTH / 1e12
-    assert before - after == pytest.approx(work / sheet.matmul_tflops - work / sheet.fp8_tflops)
+    gain = 1 / sheet.matmul_tflops - 1 / sheet.fp8_tflops
+    assert before - after == pytest.approx(work * gain)
+    both = compute_floor(GPT2.shape, BOTH, micro_batch=MICRO_BATCH, peaks=sheet)
+    assert after - both == pytest.approx(4 * TOKENS * 12 * 12 * WIDTH**2 / 1e12 * gain)
 
 
 def test_the_step_gains_less_than_the_products():
@@ -174,6 +235,16 @@ def test_there_is_no_mfu(h200):
     share = efficiency(GPT2.shape, HEAD, h200, 600_000)
     assert share.mfu is None
     assert "no single peak" in share.convention
+
+
+def test_a_gradient_lies_beside_its_8_bits():
+    """Where blocks are computed again and the loss is in pieces, the peak is inside a block."""
+    small = {"loss": "chunked", "checkpointing": "full"}
+    before, after = (
+        predict_memory(GPT2.shape, replace(plan, **small), micro_batch=MICRO_BATCH) for plan in (BEFORE, LINEARS)
+    )
+    assert before.moment == after.moment == "backward of the last layer"
+    assert after.allocated - before.allocated == TOKENS * 4 * WIDTH
 
 
 @pytest.mark.parametrize(("loss", "piece"), [("fused", NUMBERS), ("chunked", NUMBERS // 8)])

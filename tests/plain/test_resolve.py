@@ -47,6 +47,7 @@ SMALL = {**LLAMA, "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers
 ALWAYS = {
     "selective-checkpointing",
     "fused-backward",
+    "fp8-linears",
     "adamw-bf16",
     "adamw-bf16-kahan",
 }  # of every model of transformers

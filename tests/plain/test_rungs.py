@@ -47,11 +47,12 @@ ORDER = (
     "cuda-graphs",
     "expandable-segments",
     "fp8-head",
+    "fp8-linears",
     *("ddp", "fsdp", "fsdp-keep", "tensor-parallel", "pipeline-parallel", "pipeline-gpipe"),
 )
 RANKS = {"ddp", "fsdp", "fsdp-keep", "tensor-parallel", "pipeline-parallel", "pipeline-gpipe"}  # they need several
 HALF = replace(Plan(), autocast="bf16", compile=True)  # some rungs take 16-bit inputs or compiled code
-NARROW = {"fp8-head"}  # tests/plain/test_fp8.py asks what they need
+NARROW = {"fp8-head", "fp8-linears"}  # tests/plain/test_fp8.py asks what they need
 every_rung = pytest.mark.parametrize("rung", LADDER, ids=lambda rung: rung.name)
 
 
@@ -100,9 +101,9 @@ def test_only_tied_weights_other_optimizers_and_8_bits_change_the_maths():
 
 
 def test_what_applies_on_an_h200(tiny, h200):
-    assert applying(tiny, h200) == set(ORDER) - RANKS - NARROW
+    assert applying(tiny, h200) == set(ORDER) - RANKS - {"fp8-head"}  # without a fused loss
     ranked = applying(tiny, replace(h200, ranks=2), replace(HALF, optimizer="adamw-fused"))
-    assert ranked == set(ORDER) - NARROW - {"cuda-graphs"}
+    assert ranked == set(ORDER) - {"fp8-head", "cuda-graphs"}
 
 
 def test_what_ranks_cannot_share(tiny, h200):
