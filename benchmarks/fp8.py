@@ -5,7 +5,8 @@
 
 Of every product of a layer and of the head: bf16, 8 bits with the casts done before, 8 bits with them, and what a cast
 or a transpose takes by itself, in milliseconds (median of events around single calls, random numbers). `gain` is what
-8 bits with their casts save of a whole step, all layers together: below zero they do not pay. Casts are compiled alone
+8 bits with their casts save of a whole step, all layers together: below zero they do not pay. The rungs leave the
+layers' weight gradients in bf16; they are timed all the same. Casts are compiled alone
 here; in a step the compiler puts some of them into the kernel before, so a step can gain more than the sum. With --step
 the recipes live in one process and take turns of ten steps, so that the card's temperature is the same for all.
 """
@@ -56,7 +57,7 @@ class Timed:
 
 
 def time_products(shape: Shape, plan: Plan, micro_batch: int) -> dict[str, dict[str, Any]]:
-    """Each product as the rungs would run it, and the layers' weight gradients, which they leave in bf16, too."""
+    """Operands of the layers have a scale per row, others one; a weight's gradient needs both of its turned."""
     found = {}
     for gemm in linear_gemms(shape, plan, micro_batch=micro_batch):
         found[f"{gemm.where} {gemm.direction}"] = vars(time_product(gemm))
@@ -65,29 +66,31 @@ def time_products(shape: Shape, plan: Plan, micro_batch: int) -> dict[str, dict[
 
 
 def time_product(gemm: Gemm) -> Timed:
+    torch._dynamo.reset()  # a function is compiled for a few shapes only, and then runs eagerly
     by_rows = gemm.where != "head" and gemm.direction != "wgrad"
-    # As they come: a weight's gradient has both operands with the summed index first.
-    turned = gemm.direction == "wgrad"
+    fast = gemm.direction == "forward" or by_rows
+    turned = gemm.direction == "wgrad"  # both operands come with the summed index first
     sizes = [(gemm.k, side) if turned else (side, gemm.k) for side in (gemm.m, gemm.n)]
     rows, others = (large_random(*size) for size in sizes)
     wide = milliseconds((lambda a, b: a.t() @ b) if turned else (lambda a, b: a @ b.t()), (rows, others))
-    fast = gemm.direction == "forward" or by_rows
+    if gemm.where == "head" and gemm.direction != "forward":
+        rows = rows.to(torch.float8_e5m2)  # the loss kernel writes it so
+
+    def prepared(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        is_narrow = tensor.dtype != torch.bfloat16
+        values, inverse = (tensor, torch.ones((), device=tensor.device)) if is_narrow else cast(tensor, by_rows)
+        return (transposed(values) if turned else values), inverse
 
     def multiply(a: torch.Tensor, b: torch.Tensor, a_inverse: torch.Tensor, b_inverse: torch.Tensor) -> torch.Tensor:
         return product(a, b, a_inverse, b_inverse, dtype=torch.bfloat16, fast=fast)
-
-    def prepared(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        values, inverse = cast(tensor, by_rows)
-        return (transposed(values) if turned else values), inverse
 
     def whole(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         (values, inverse), (other, other_inverse) = prepared(a), prepared(b)
         return multiply(values, other, inverse, other_inverse)
 
+    with_casts = milliseconds(whole, (rows, others))
     (values, inverse), (other, other_inverse) = prepared(rows), prepared(others)
     narrow = milliseconds(multiply, (values, other, inverse, other_inverse))
-    del values, other
-    with_casts = milliseconds(whole, (rows, others))
     return Timed(bf16=wide, fp8=narrow, whole=with_casts, gain=gemm.count * (wide - with_casts), calls=gemm.count)
 
 
@@ -104,6 +107,7 @@ def large_random(rows: int, columns: int) -> torch.Tensor:
 
 def time_passes(shape: Shape, plan: Plan, tokens: int) -> dict[str, dict[str, Any]]:
     """What stands between the products of the head: the loss kernels and the transpose of their gradient."""
+    torch._dynamo.reset()
     logits = large_random(tokens, plan.vocab_rows(shape.vocab))
     targets = torch.randint(shape.vocab, (tokens,), device="cuda")
     found: dict[str, dict[str, Any]] = {

@@ -113,7 +113,7 @@ def time_steps(micro_batch: int, rounds: int) -> dict[str, dict[str, float]]:
 def time_recipes(
     workload: Workload, recipes: dict[str, tuple[str, ...]], micro_batch: int, rounds: int
 ) -> dict[str, dict[str, float]]:
-    """Whole steps in turns. All recipes live in one process: what is a switch of the process must be the same in all."""
+    """Whole steps in turns, in one process: the switches of a process must be the same in all recipes."""
     shape, device = workload.decoder, torch.device("cuda")
     batch = torch.randint(shape.vocab, (2, micro_batch, shape.sequence), device=device)
     steps = {name: build_step(workload, plan_of(rungs), device=device) for name, rungs in recipes.items()}

@@ -92,7 +92,7 @@ def _word(low, high):  # type: ignore[no-untyped-def]
     return low | (high << 16)
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _out_word(low, high, factor, NARROW: tl.constexpr):  # type: ignore[no-untyped-def]
     """Two numbers of the gradient as they are stored."""
     if NARROW:

@@ -151,8 +151,8 @@ def predict_step(
 def compute_floor(shape: Shape, plan: Plan, *, micro_batch: int, accumulation: int = 1, peaks: Peaks) -> float:
     """Seconds of a step that does nothing but its matmul FLOPs, at the peak."""
     tokens = accumulation * micro_batch * shape.sequence
-    narrow = sum(gemm.flops for gemm in linear_gemms(shape, plan, micro_batch=1) if is_narrow(gemm, plan))
-    narrow /= shape.sequence
+    of_sequence = sum(gemm.flops for gemm in linear_gemms(shape, plan, micro_batch=1) if is_narrow(gemm, plan))
+    narrow = of_sequence / shape.sequence
     wide = executed_flops_per_token(shape, plan) - narrow
     return tokens * (wide / peaks.matmul_tflops + (narrow / peaks.fp8_tflops if peaks.fp8_tflops else 0.0)) / 1e12
 
