@@ -40,7 +40,8 @@ def plain_cross_entropy_(logits: torch.Tensor, targets: torch.Tensor, vocab: int
     return losses
 
 
-GRADIENT_FACTOR = 2.0**15
+OCTAVES = 15
+GRADIENT_FACTOR = 2.0**OCTAVES
 """Of the gradient in e5m2. It lies in [-1, 1], and e5m2 ends at 1.75 x 2^15: nothing overflows, and a probability is
 kept down to 2^-31. The mean's 1/N before the cast would lose nearly all of it (docs/fp8.md)."""
 
@@ -52,7 +53,7 @@ def cross_entropy_narrow(logits: torch.Tensor, targets: torch.Tensor, vocab: int
         from redline.kernels.cross_entropy_triton import launch  # needs Triton, which a CPU build of torch lacks
 
         narrow = torch.empty_like(logits, dtype=torch.float8_e5m2, memory_format=torch.contiguous_format)
-        return launch(logits, targets, vocab, narrow, GRADIENT_FACTOR), narrow
+        return launch(logits, targets, vocab, narrow, OCTAVES), narrow
     return plain_cross_entropy_narrow(logits, targets, vocab)
 
 

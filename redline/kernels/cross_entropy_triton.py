@@ -23,9 +23,9 @@ TWO_LOWEST = tl.constexpr(0xFF80FF80)  # -inf and -inf
 
 
 def launch(
-    logits: torch.Tensor, targets: torch.Tensor, vocab: int, narrow: torch.Tensor | None = None, factor: float = 1.0
+    logits: torch.Tensor, targets: torch.Tensor, vocab: int, narrow: torch.Tensor | None = None, octaves: int = 0
 ) -> torch.Tensor:
-    """`narrow` [rows, columns] in e5m2 takes `factor` times the gradient; without it the logits do."""
+    """`narrow` [rows, columns] in e5m2 takes 2^octaves times the gradient; without it the logits take the gradient."""
     rows, columns = logits.shape
     assert logits.stride(1) == 1
     assert targets.is_contiguous()
@@ -42,8 +42,8 @@ def launch(
             vocab,
             words.size(1),
             0,
-            factor,
             NARROW=narrow is not None,
+            OCTAVES=octaves,
             FULL=vocab // 2 // TILE,
             TILES=triton.cdiv(words.size(1), TILE),
             TILE=TILE,
@@ -59,8 +59,8 @@ def launch(
             logits.stride(0),
             vocab,
             columns,
-            factor,
             NARROW=narrow is not None,
+            OCTAVES=octaves,
             BLOCK=BLOCK,
             num_warps=WARPS,
         )
@@ -93,11 +93,11 @@ def _word(low, high):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _out_word(low, high, factor, NARROW: tl.constexpr):  # type: ignore[no-untyped-def]
+def _out_word(low, high, NARROW: tl.constexpr):  # type: ignore[no-untyped-def]
     """Two numbers of the gradient as they are stored."""
     if NARROW:
-        low = (low * factor).to(tl.float8e5).to(tl.uint8, bitcast=True).to(tl.uint16)
-        high = (high * factor).to(tl.float8e5).to(tl.uint8, bitcast=True).to(tl.uint16)
+        low = low.to(tl.float8e5).to(tl.uint8, bitcast=True).to(tl.uint16)
+        high = high.to(tl.float8e5).to(tl.uint8, bitcast=True).to(tl.uint16)
         return low | (high << 8)
     else:  # noqa: RET505  # Triton compiles one of the two
         return _word(low, high)
@@ -113,8 +113,8 @@ def _cross_entropy_whole_row(  # type: ignore[no-untyped-def]
     vocab,
     columns,
     zero,
-    factor,
     NARROW: tl.constexpr,
+    OCTAVES: tl.constexpr,
     FULL: tl.constexpr,
     TILES: tl.constexpr,
     TILE: tl.constexpr,
@@ -151,26 +151,35 @@ def _cross_entropy_whole_row(  # type: ignore[no-untyped-def]
         total += tl.exp2(_low(word) * LOG2E - top) + tl.exp2(_high(word) * LOG2E - top)
     log_sum = top + tl.log2(tl.sum(total, axis=0))
     tl.store(losses + row, (log_sum - of_target) * LN2)
+    log_sum -= OCTAVES  # probabilities come out that much larger, for nothing
     for i in tl.static_range(TILES):
         at = i * TILE + lanes
         word = kept[i] ^ (zero + zero)
         low, high = tl.exp2(_low(word) * LOG2E - log_sum), tl.exp2(_high(word) * LOG2E - log_sum)
-        gradient = _out_word(low, high, factor, NARROW)
+        gradient = _out_word(low, high, NARROW)
         if i < FULL:
             tl.store(out + at, gradient, eviction_policy="evict_first")
         else:
             tl.store(out + at, gradient, mask=at < columns, eviction_policy="evict_first")
     tl.debug_barrier()  # the target's word is written a second time, after every thread's first
-    own = tl.exp2(of_target - log_sum) - 1.0
+    own = tl.exp2(of_target - log_sum) - 1.0 * (1 << OCTAVES)
     beside = tl.exp2(tl.where(is_low, _high(at_target), _low(at_target)) * LOG2E - log_sum)
     beside = tl.where((target ^ 1) < vocab, beside, 0.0)
-    both = tl.where(is_low, _out_word(own, beside, factor, NARROW), _out_word(beside, own, factor, NARROW))
-    tl.store(out + target // 2, both)
+    tl.store(out + target // 2, tl.where(is_low, _out_word(own, beside, NARROW), _out_word(beside, own, NARROW)))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _cross_entropy_twice(  # type: ignore[no-untyped-def]
-    logits, targets, losses, out, stride, vocab, columns, factor, NARROW: tl.constexpr, BLOCK: tl.constexpr
+    logits,
+    targets,
+    losses,
+    out,
+    stride,
+    vocab,
+    columns,
+    NARROW: tl.constexpr,
+    OCTAVES: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
@@ -201,5 +210,5 @@ def _cross_entropy_twice(  # type: ignore[no-untyped-def]
         x = tl.load(logits + at, mask=at < vocab, other=-float("inf")).to(tl.float32)
         gradient = tl.exp(x - log_sum) - tl.where(at == target, 1.0, 0.0)
         if NARROW:
-            gradient = gradient * factor
+            gradient = gradient * (1 << OCTAVES)
         tl.store(out + at, gradient.to(out.dtype.element_ty), mask=at < columns)

@@ -22,7 +22,7 @@ from redline.kernels import (
     side_by_side_triton,
     transpose_triton,
 )
-from redline.kernels.cross_entropy import GRADIENT_FACTOR, plain_cross_entropy_
+from redline.kernels.cross_entropy import GRADIENT_FACTOR, OCTAVES, plain_cross_entropy_
 from redline.kernels.gelu_backward import plain_gelu_backward_
 from redline.kernels.norm_backward import plain_norm_backward
 from redline.kernels.side_by_side import plain_side_by_side
@@ -87,7 +87,7 @@ def narrow_loss(rows: int, columns: int, vocab: int, dtype: torch.dtype) -> dict
     wanted, before = logits.double(), logits.clone()
     wanted_losses = plain_cross_entropy_(wanted, targets, vocab)
     narrow = torch.full((rows, columns), torch.nan).to(torch.float8_e5m2)
-    losses = cross_entropy_triton.launch(logits, targets, vocab, narrow, GRADIENT_FACTOR)
+    losses = cross_entropy_triton.launch(logits, targets, vocab, narrow, OCTAVES)
     found, wanted = narrow.double(), GRADIENT_FACTOR * wanted
     smallest = 2.0**-16  # the step of the numbers next to zero
     off = (found - wanted).abs() / wanted.abs().clamp(min=4 * smallest)

@@ -280,6 +280,23 @@ def test_a_models_gradients_are_fp32s_within_the_formats(rungs: tuple[str, ...])
     assert max(relative(found[name], wanted[name]) for name in wanted) < 0.15
 
 
+@pytest.mark.parametrize("more", [(), ("bf16-residual", "fused-backward")], ids=["autograd", "fused backward"])
+def test_every_product_but_the_weights_gradients_is_narrow(
+    monkeypatch: pytest.MonkeyPatch, more: tuple[str, ...]
+) -> None:
+    """Of each layer of a block two, of the head three."""
+    seen: list[tuple[int, ...]] = []
+    own = fp8_module.product
+    monkeypatch.setattr(
+        fp8_module, "product", lambda a, b, *rest, **how: (seen.append((*a.shape, len(b))), own(a, b, *rest, **how))[1]
+    )
+    model_gradients(*HEAD, "fp8-linears", *more)
+    C, F, N, rows = SHAPE.d_model, SHAPE.d_ff, 2 * SHAPE.sequence, 384
+    layers = ((C, 3 * C), (C, C), (C, F), (F, C))
+    blocks = [(N, *pair) for into, out in layers for pair in ((into, out), (out, into))]
+    assert sorted(seen) == sorted([*SHAPE.layers * blocks, (N, C, rows), (N, rows, C), (rows, N, C)])
+
+
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch 2.13 does it, tracing
 def test_the_compiler_sees_one_graph_of_a_model() -> None:
     rungs = (*HEAD, "fp8-linears", "bf16-residual", "fused-backward")
