@@ -6,9 +6,11 @@ most 2^-4 or 2^-3 of itself.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +19,8 @@ import torch.nn.functional as F
 
 from redline.core.plan import Plan
 from redline.core.workload import Shape, Workload
+from redline.engine.profiling_work import work_of
+from redline.engine.proof import matmul_dtypes
 from redline.kernels.cross_entropy import GRADIENT_FACTOR, cross_entropy_narrow, plain_cross_entropy_
 from redline.kernels.transpose import transposed
 from redline.model import fp8 as fp8_module
@@ -84,6 +88,20 @@ def test_a_product_is_that_of_the_narrow_numbers(narrow: torch.dtype, dtype: tor
     assert found.shape == (32, 48)
     assert found.dtype == dtype
     assert relative(found, 2 * rows.double() @ others.double().t()) < (1e-6 if dtype == torch.float32 else 3e-3)
+
+
+def test_a_profile_shows_them_and_their_work(tmp_path: Path) -> None:
+    """2 x 32 x 48 x 64 FLOPs; 8-bit operands are read and 16 bits written."""
+    rows, others = narrowed(random(32, 64, seed=0)), narrowed(random(48, 64, seed=1))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profiler:
+        product(rows[0], others[0], rows[1], others[1], dtype=torch.bfloat16)
+    profiler.export_chrome_trace(str(tmp_path / "trace.json"))
+    events = json.loads((tmp_path / "trace.json").read_text(encoding="utf-8"))["traceEvents"]
+    assert "fp8" in matmul_dtypes(events)  # and fp32, by which a CPU does it
+    arguments = next(event["args"] for event in events if event.get("name") == "aten::_scaled_mm")
+    work = work_of("aten::_scaled_mm", arguments)
+    assert work is not None
+    assert (work.flops, work.bytes, work.dtype) == (2 * 32 * 48 * 64, (32 + 48) * 64 + 2 * 32 * 48, "fp8")
 
 
 # --- the loss kernel's gradient ---------------------------------------------------------------------------------------

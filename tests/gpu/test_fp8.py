@@ -172,5 +172,7 @@ def test_a_row_of_a_ladder_is_changed(tmp_path: Path, narrow: tuple[str, ...]) -
         ln_vocab=WORKLOAD.shape.ln_vocab,
     )
     assert verdict.verdict == "changed", verdict.detail
+    assert {"fp8", "bf16"} <= set(found.proof.matmul_dtypes), found.proof  # attention's flash kernel is no matmul
+    assert found.proof.graph_breaks == 0
     assert found.gradients is not None
     assert found.gradients.error > 1.5 * found.gradients.yardstick

@@ -265,6 +265,8 @@ def test_estimate_says_what_it_costs(capsys):
         main(["estimate", "gpt2", "--gpu", "H200", "--micro-batch", "64", "--rungs", ",".join((*FAST, "fp8-head"))])
         == 0
     )
-    assert "fp8" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "fp8" in said
+    assert "reasoned, not measured, for 8-bit products" in " ".join(said.split())
     assert main(["estimate", "gpt2", "--gpu", "A100-80-SXM", "--rungs", ",".join((*FAST, "fp8-head"))]) == 2
     assert "fp8" in capsys.readouterr().err
