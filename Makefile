@@ -6,6 +6,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TEST_STAMP := $(VENV)/.installed-for-tests
+# A file's tests share what they start (ranks, workers). In the order of the folders, so that short files come last.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-all lint format docs clean
@@ -19,10 +21,10 @@ demo: setup ## climb the ladder on the embedded tiny workload: ends with a table
 	$(BIN)/redline ladder tiny
 
 test: lint ## lint, check types, run the tests (those that need a GPU skip themselves without one)
-	$(BIN)/python -m pytest -n 2 -m "not long"
+	$(PYTEST) -m "not long"
 
 test-all: lint ## the same with the tests that take minutes: ranks that are killed or hang, real ladders of own models
-	$(BIN)/python -m pytest -n 2
+	$(PYTEST)
 
 lint: $(TEST_STAMP) ## ruff (rules and format) and mypy
 	$(BIN)/ruff check .

@@ -4,30 +4,40 @@
 
 Theirs is what a careful user of transformers runs: bf16 autocast, SDPA, torch.compile(model), fused AdamW and clipping
 as Trainer has them by default, labels passed so that the model computes its own loss. Ours is the step that `redline
-train` runs with the recipe. Both have fp32 weights, no dropout, the same tokens, and a process of their own for each
-measurement. First every micro batch once, the sides in turns; then rounds of both at their best, where each begins
-every other round. The ratio is the median over the rounds of one side's rate over the other's right beside it.
+train` runs with the recipe. Both have fp32 weights, no dropout and the same tokens. Each side at each micro batch is a
+process of its own. All of them compile side by side, take one step and give back what memory they can; then one of
+them steps at a time. First every micro batch once, the sides in turns; what has lost ends. Then rounds of both at their
+best, where each begins every other round. The ratio is the median over the rounds of one side's rate over the other's
+right beside it.
+
+Every measurement is written to --out at once, so that an interrupted run leaves the rounds it had; one that is finished
+there is not run again.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
+import queue
 import shlex
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, Protocol
 
 import torch
 
-from redline.core.job import Job, RunDirectory
+from redline.core.job import Job, RunDirectory, write_atomically
 from redline.core.recipe import Recipe, load_recipe
 from redline.core.values import from_json, to_json
 from redline.core.workload import Workload
@@ -36,21 +46,25 @@ from redline.data.tokens import prepare_tokens
 from redline.engine import memory
 from redline.engine.build import build
 from redline.engine.clock import Clock
+from redline.engine.fit import free_memory
 from redline.predict.flops import parameters
 from redline.rungs import plan_of, usual_rungs
 from redline.search.launch import probe_machine, worker_environment
 from redline.workloads import resolve_workload
 
 THEIRS, OURS = SIDES = ("transformers", "redline")
-WARM_SECONDS, WARM_STEPS = {"cuda": 3.0, "cpu": 0.2}, 5
+WARM_SECONDS, WARM_STEPS = {"cuda": 2.0, "cpu": 0.2}, 5  # the seconds before the first timing only
 TRAINER = {"lr": 5e-5, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}  # TrainingArguments' defaults
 CLIP_NORM = 1.0  # its max_grad_norm
 TOKENS_FILE = "tokens.npy"
+CORES_EACH = 4  # of a process that compiles: itself, and the compilers it starts
+END_SECONDS = 20.0  # for a process to end by itself
+UNKNOWN = dict.fromkeys(("tokens_per_second", "step_seconds", "peak_bytes", "loss_first", "loss_last"))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Order:
-    """One measurement: what a child process reads."""
+    """One side at one micro batch: what a child process reads."""
 
     side: str
     workload: Workload
@@ -61,36 +75,59 @@ class Order:
     compiled: bool
     """Theirs; ours compiles if the recipe says so."""
 
+    @property
+    def name(self) -> str:
+        return f"{self.side}-{self.recipe.micro_batch}"
 
-Ask = Callable[[Order, Path], dict[str, Any]]
+
+class Contestant(Protocol):
+    order: Order
+
+    def prepare(self) -> str | None:
+        """Build, compile, take a step, as far as that was not done. Says what was missing: others may have the memory
+        just now."""
+
+    def measure(self) -> dict[str, Any]:
+        """While all others rest."""
+
+    def close(self) -> None: ...
 
 
-def main(words: list[str] | None = None, ask: Ask | None = None) -> int:
+Enter = Callable[[Order, Path], Contestant]
+
+
+def main(words: list[str] | None = None, enter: Enter | None = None) -> int:
     options = read_options(words)
     if options.child is not None:
-        print(json.dumps(measure(from_json(Order, json.loads(options.child.read_text())), options.child.parent)))
+        return be_child(options.child)
+    if options.out is not None and is_finished(options.out):
+        print(f"{options.out} is finished: kept", file=sys.stderr)
+        print(options.out.read_text(encoding="utf-8"), end="")
         return 0
     hardware, versions = probe_machine(options.device)
     workload = resolve_workload(options.workload, sequence=options.sequence)
-    rungs = load_recipe(options.recipe).rungs if options.recipe else usual_rungs(workload, hardware)
-    sizes = [int(size) for size in options.micro_batches.split(",")]
+    recipe = load_recipe(options.recipe) if options.recipe else None
+    rungs = recipe.rungs if recipe else usual_rungs(workload, hardware)
+    sizes = {THEIRS: numbers(options.micro_batches), OURS: numbers(options.ours or options.micro_batches)}
+    if recipe is not None and options.ours is None:
+        sizes[OURS] = [recipe.micro_batch]
     orders = {
-        side: Order(
-            side=side,
-            workload=workload,
-            recipe=Recipe(rungs=rungs, micro_batch=sizes[0]),
-            device=hardware.kind,
-            steps=options.steps,
-            compiled=not options.eager,
-        )
+        side: [
+            Order(
+                side=side,
+                workload=workload,
+                recipe=Recipe(rungs=rungs, micro_batch=size),
+                device=hardware.kind,
+                steps=options.steps,
+                compiled=not options.eager,
+            )
+            for size in sizes[side]
+        ]
         for side in SIDES
     }
-    with tempfile.TemporaryDirectory() as folder:
-        prepare_tokens(workload, Path(folder) / TOKENS_FILE)
-        result = compare(orders, sizes, options.rounds, lambda order: (ask or ask_child)(order, Path(folder)))
     record = {
         "what": "a redline recipe beside transformers' defaults",
-        "how": " ".join(" ".join(__doc__.split("\n\n")[2:]).split()),
+        "how": " ".join((__doc__ or "").split("\n\n")[2].split()),
         "command": shlex.join(["python", *sys.argv]),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "hardware": to_json(hardware),
@@ -101,8 +138,19 @@ def main(words: list[str] | None = None, ask: Ask | None = None) -> int:
         "sequence": workload.decoder.sequence,
         "rungs": list(rungs),
         "compiled": {THEIRS: not options.eager, OURS: plan_of(rungs).compile},
-        **result,
     }
+
+    def keep(result: dict[str, Any], *, finished: bool) -> None:
+        record.update(result, finished=finished)
+        if options.out is not None:
+            write_atomically(options.out, json.dumps(record, indent=1) + "\n")
+
+    with tempfile.TemporaryDirectory() as folder:
+        prepare_tokens(workload, Path(folder) / TOKENS_FILE)
+        contest = Contest(
+            orders, lambda order: (enter or Child)(order, Path(folder)), lambda now: keep(now, finished=False)
+        )
+        keep(contest.run(options.rounds, options.at_once), finished=True)
     print(json.dumps(record, indent=1))
     return 0 if record["ratio"] is not None else 1
 
@@ -111,10 +159,15 @@ def read_options(words: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("workload", nargs="?", help="a Hugging Face config, model folder or cached name")
     parser.add_argument("--recipe", type=Path, help="best.json of a ladder or a tune (default: all rungs that apply)")
-    parser.add_argument("--micro-batches", default="8,16,32", help="to choose from, for both (default: 8,16,32)")
+    parser.add_argument("--micro-batches", default="8,16,32", help="theirs, to choose from (default: 8,16,32)")
+    parser.add_argument("--ours", help="ours, to choose from (default: the recipe's; without a recipe, as theirs)")
     parser.add_argument("--sequence", type=int, help="tokens per sequence (default: the config's, 1024 at most)")
-    parser.add_argument("--rounds", type=int, default=3, help="of both at their best, interleaved (default: 3)")
+    parser.add_argument("--rounds", type=int, default=5, help="of both at their best, interleaved (default: 5)")
     parser.add_argument("--steps", type=int, default=30, help="timed steps per measurement (default: 30)")
+    parser.add_argument("--at-once", type=int, default=max(1, (os.cpu_count() or 1) // CORES_EACH), help="to compile")
+    parser.add_argument(
+        "--out", type=Path, help="where the record grows; standard output has it at the end in any case"
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"))
     parser.add_argument("--eager", action="store_true", help="theirs without torch.compile: to try this script quickly")
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
@@ -124,28 +177,90 @@ def read_options(words: list[str] | None) -> argparse.Namespace:
     return options
 
 
+def numbers(text: str) -> list[int]:
+    return sorted({int(size) for size in text.split(",")})
+
+
+def is_finished(path: Path) -> bool:
+    return path.exists() and bool(json.loads(path.read_text(encoding="utf-8"))["finished"])
+
+
 # the comparison
 
 
-def compare(
-    orders: dict[str, Order], sizes: list[int], rounds: int, ask: Callable[[Order], dict[str, Any]]
-) -> dict[str, Any]:
-    looks: dict[str, list[dict[str, Any]]] = {side: [] for side in SIDES}
-    for size in sizes:
-        for side in SIDES:
-            looks[side].append(ask(sized(orders[side], size)))
-    best = {side: max(looks[side], key=lambda look: look["tokens_per_second"] or 0.0) for side in SIDES}
-    sides: dict[str, Any] = {side: {**best[side], "sizes": looks[side], "rounds": []} for side in SIDES}
-    if any(best[side]["tokens_per_second"] is None for side in SIDES):
-        return {"ratio": None, "ratios": [], "sides": sides}
-    for number in range(rounds):
-        for side in SIDES if number % 2 == 0 else reversed(SIDES):
-            sides[side]["rounds"].append(ask(sized(orders[side], best[side]["micro_batch"])))
-    return {**ratios_of(sides), "sides": sides}
+class Contest:
+    def __init__(
+        self,
+        orders: dict[str, list[Order]],
+        enter: Callable[[Order], Contestant],
+        keep: Callable[[dict[str, Any]], None],
+    ) -> None:
+        self.orders, self.keep = orders, keep
+        self.open = {order.name: enter(order) for side in SIDES for order in orders[side]}
+        self.sides: dict[str, Any] = {
+            side: {"micro_batch": None, **UNKNOWN, "sizes": [], "rounds": []} for side in SIDES
+        }
 
+    def run(self, rounds: int, at_once: int) -> dict[str, Any]:
+        """Processes that nobody needs any more end: what they hold, others may want."""
+        try:
+            self._prepare(at_once)
+            best = self._choose()
+            if len(best) == len(SIDES):
+                self._race(best, rounds)
+            return self._result()
+        finally:
+            self._close()
 
-def sized(order: Order, micro_batch: int) -> Order:
-    return replace(order, recipe=replace(order.recipe, micro_batch=micro_batch))
+    def _prepare(self, at_once: int) -> None:
+        """Those that found no room once more, fewer of them beside each other; what fits alone only, `measure` sees."""
+        short = self._side_by_side(list(self.open.values()), at_once)
+        self._side_by_side(short, max(1, at_once // 2))
+
+    def _side_by_side(self, contestants: list[Contestant], at_once: int) -> list[Contestant]:
+        """Those that are not ready."""
+        with ThreadPoolExecutor(at_once) as threads:
+            try:
+                reasons = list(threads.map(lambda one: one.prepare(), contestants))
+                return [one for one, reason in zip(contestants, reasons, strict=True) if reason is not None]
+            except BaseException:  # an interrupt: the threads wait for processes that compile
+                threads.shutdown(wait=False, cancel_futures=True)
+                self._close()
+                raise
+
+    def _close(self) -> None:
+        for name in list(self.open):
+            self.open.pop(name).close()
+
+    def _choose(self) -> dict[str, Contestant]:
+        """Each side's fastest, smallest sizes first; a side that nothing fits has none."""
+        best: dict[str, Contestant] = {}
+        waiting = {side: list(self.orders[side]) for side in SIDES}
+        while any(waiting.values()):
+            for side in SIDES:
+                if waiting[side]:
+                    self._look(side, self.open[waiting[side].pop(0).name], best)
+        return best
+
+    def _look(self, side: str, challenger: Contestant, best: dict[str, Contestant]) -> None:
+        found, own = challenger.measure(), self.sides[side]
+        own["sizes"].append(found)
+        loser: Contestant | None = challenger
+        if (found["tokens_per_second"] or 0.0) > (own["tokens_per_second"] or 0.0):
+            loser, best[side] = best.get(side), challenger
+            own.update(found)
+        if loser is not None:
+            self.open.pop(loser.order.name).close()
+        self.keep(self._result())
+
+    def _race(self, best: dict[str, Contestant], rounds: int) -> None:
+        for number in range(rounds):
+            for side in SIDES if number % 2 == 0 else reversed(SIDES):
+                self.sides[side]["rounds"].append(best[side].measure())
+            self.keep(self._result())
+
+    def _result(self) -> dict[str, Any]:
+        return {**ratios_of(self.sides), "sides": self.sides}
 
 
 def ratios_of(sides: dict[str, Any]) -> dict[str, Any]:
@@ -155,50 +270,181 @@ def ratios_of(sides: dict[str, Any]) -> dict[str, Any]:
         return {"ratio": None, "ratios": []}
     for side in SIDES:
         sides[side]["tokens_per_second"] = statistics.median(rates[side])
-        sides[side]["peak_bytes"] = sides[side]["rounds"][-1]["peak_bytes"]
+        sides[side]["step_seconds"] = statistics.median(one["step_seconds"] for one in sides[side]["rounds"])
+        sides[side].update({name: sides[side]["rounds"][-1][name] for name in ("peak_bytes", "loss_last")})
     ratios = [ours / theirs for ours, theirs in zip(rates[OURS], rates[THEIRS], strict=True)]
     return {"ratio": statistics.median(ratios), "ratios": ratios}
 
 
-def ask_child(order: Order, folder: Path) -> dict[str, Any]:
-    """In a process of its own, with a compile cache that only the same measurement shares."""
-    started = time.monotonic()
-    name = f"{order.side}-{order.recipe.micro_batch}"
-    (folder / f"{name}.json").write_text(json.dumps(to_json(order)))
-    job = Job(workload=order.workload, recipe=order.recipe, device=order.device, tokens=TOKENS_FILE)
-    done = subprocess.run(
-        [sys.executable, __file__, "--child", str(folder / f"{name}.json")],
-        env=worker_environment(RunDirectory(folder), job, name),
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    lines = done.stdout.splitlines()
-    found = json.loads(lines[-1]) if done.returncode == 0 and lines else failed(order, f"exit code {done.returncode}")
-    rate = found["reason"] or f"{found['tokens_per_second']:,.0f} tokens/s"
-    print(f"{name}: {rate} ({time.monotonic() - started:.0f} s)", file=sys.stderr, flush=True)
-    return found
+class Child:
+    """A contestant in a process of its own, with a compile cache of its own. It does what its standard input says and
+    leaves when that closes."""
+
+    def __init__(self, order: Order, folder: Path) -> None:
+        self.order, self.folder = order, folder
+        self.process: subprocess.Popen[str] | None = None
+
+    def prepare(self) -> str | None:
+        if self.process is None:
+            self._start()
+        else:
+            self._say("prepare")
+        reason: str | None = self._answer()["reason"]
+        self._tell(f"prepared, {reason or 'with a step'}")
+        return reason
+
+    def _start(self) -> None:
+        path = self.folder / f"{self.order.name}.json"
+        path.write_text(json.dumps(to_json(self.order)))
+        job = Job(workload=self.order.workload, recipe=self.order.recipe, device=self.order.device, tokens=TOKENS_FILE)
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, "--child", str(path)],
+            env=worker_environment(RunDirectory(self.folder), job, self.order.name),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,  # a Ctrl-C reaches it through us
+        )
+
+    def measure(self) -> dict[str, Any]:
+        self._say("measure")
+        found = self._answer()
+        self._tell(found["reason"] or f"{found['tokens_per_second']:,.0f} tokens/s")
+        return found
+
+    def _say(self, order: str) -> None:
+        assert self.process is not None
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it has ended: the answer says how
+            self.process.stdin.write(f"{order}\n")
+            self.process.stdin.flush()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self.process is not None
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if line:
+            answer: dict[str, Any] = json.loads(line)
+            return answer
+        return failed(self.order, f"exit code {self.process.wait()}")
+
+    def _tell(self, words: str) -> None:
+        print(f"{time.strftime('%H:%M:%S')} {self.order.name}: {words}", file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        if self.process is None:
+            return
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
+        try:
+            self.process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
 
 
 def failed(order: Order, reason: str) -> dict[str, Any]:
-    nothing = dict.fromkeys(("tokens_per_second", "step_seconds", "peak_bytes", "loss_first", "loss_last"))
-    return {"micro_batch": order.recipe.micro_batch, **nothing, "reason": reason}
+    return {"micro_batch": order.recipe.micro_batch, **UNKNOWN, "reason": reason}
 
 
-# one measurement
+# one contestant
 
 
-def measure(order: Order, folder: Path) -> dict[str, Any]:
-    device = torch.device(order.device)
-    try:
-        step, batches = (their_step if order.side == THEIRS else our_step)(order, folder / TOKENS_FILE, device)
-        return timed(order, step, batches, device)
-    except (RuntimeError, MemoryError) as error:
-        if not memory.is_out_of_memory(error):
-            raise
-        return failed(order, "out of memory")
+def be_child(path: Path) -> int:
+    """Answers go to the real standard output, everything else to standard error. A parent that is gone closes standard
+    input, which ends this process whatever it does."""
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    orders: queue.Queue[str] = queue.Queue()
+    threading.Thread(target=listen, args=(sys.stdin, orders), daemon=True).start()
+    contestant = Here(from_json(Order, json.loads(path.read_text())), path.parent)
+    orders.put("prepare")
+    while order := orders.get().strip():
+        answer = {"reason": contestant.prepare()} if order == "prepare" else contestant.measure()
+        answers.write(json.dumps(answer) + "\n")
+    return 0
+
+
+def listen(stream: IO[str], orders: queue.Queue[str]) -> None:
+    for line in stream:
+        orders.put(line)
+    os._exit(0)
 
 
 Step = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Here:
+    """A contestant in this process."""
+
+    def __init__(self, order: Order, folder: Path) -> None:
+        self.order, self.tokens, self.device = order, folder / TOKENS_FILE, torch.device(order.device)
+        self.made: tuple[Step, Iterator[torch.Tensor]] | None = None
+        self.first: float | None = None
+        self.warm = False
+
+    def prepare(self) -> str | None:
+        return self._unless_full(self._first_step)
+
+    def measure(self) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        reason = self._unless_full(lambda: found.update(self._timed()))
+        return failed(self.order, reason) if reason else found
+
+    def _unless_full(self, work: Callable[[], None]) -> str | None:
+        """Afterwards weights and optimizer state are all that is held."""
+        try:
+            work()
+        except (RuntimeError, MemoryError) as error:
+            if not memory.is_out_of_memory(error):
+                raise
+            return "out of memory"
+        finally:
+            free_memory(self.device)
+        return None
+
+    def _first_step(self) -> None:
+        if self.made is None:
+            self.made = (their_step if self.order.side == THEIRS else our_step)(self.order, self.tokens, self.device)
+        if self.first is None:
+            step, batches = self.made
+            self.first = step(next(batches)).item()
+
+    def _timed(self) -> dict[str, Any]:
+        """Warm up, then the clock; the host waits for the device only before and after."""
+        self._first_step()  # where there was no room for it
+        assert self.made is not None
+        (step, batches), order = self.made, self.order
+        started, steps = time.perf_counter(), 0
+        least_seconds = 0.0 if self.warm else WARM_SECONDS[self.device.type]
+        while steps < WARM_STEPS or time.perf_counter() - started < least_seconds:
+            step(next(batches)).item()
+            steps += 1
+        self.warm = True
+        memory.reset_peak(self.device)
+        clock = Clock(self.device)
+        clock.mark()
+        for _ in range(order.steps):
+            loss = step(next(batches))
+            clock.mark()
+        median = statistics.median(clock.seconds())
+        recorded = order.side == OURS and plan_of(order.recipe.rungs).cuda_graphs
+        return {
+            "micro_batch": order.recipe.micro_batch,
+            "tokens_per_second": order.recipe.micro_batch * order.workload.decoder.sequence / median,
+            "step_seconds": median,
+            "peak_bytes": memory.peak_bytes(self.device, recorded),
+            "loss_first": self.first,
+            "loss_last": loss.item(),
+            "reason": None,
+        }
+
+    def close(self) -> None:
+        if self.made is not None:
+            self.made[1].close()  # type: ignore[attr-defined]
 
 
 def our_step(order: Order, tokens: Path, device: torch.device) -> tuple[Step, Iterator[torch.Tensor]]:
@@ -232,32 +478,6 @@ def their_step(order: Order, tokens: Path, device: torch.device) -> tuple[Step, 
     shape, size = workload.decoder, order.recipe.micro_batch
     batches = TokenBatches(path=tokens, micro_batch=size, sequence=shape.sequence, seed=workload.seed)
     return step, stream_batches(batches, device, workers)
-
-
-def timed(order: Order, step: Step, batches: Iterator[torch.Tensor], device: torch.device) -> dict[str, Any]:
-    """Compile, warm up, then the clock; the host waits for the device only before and after."""
-    first, started, steps = step(next(batches)).item(), time.perf_counter(), 0
-    while steps < WARM_STEPS or time.perf_counter() - started < WARM_SECONDS[device.type]:
-        step(next(batches)).item()
-        steps += 1
-    memory.reset_peak(device)
-    clock = Clock(device)
-    clock.mark()
-    for _ in range(order.steps):
-        loss = step(next(batches))
-        clock.mark()
-    seconds = clock.seconds()
-    batches.close()  # type: ignore[attr-defined]
-    median = statistics.median(seconds)
-    return {
-        "micro_batch": order.recipe.micro_batch,
-        "tokens_per_second": order.recipe.micro_batch * order.workload.decoder.sequence / median,
-        "step_seconds": median,
-        "peak_bytes": memory.peak_bytes(device),
-        "loss_first": first,
-        "loss_last": loss.item(),
-        "reason": None,
-    }
 
 
 if __name__ == "__main__":

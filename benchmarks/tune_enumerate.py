@@ -1,12 +1,14 @@
-"""How good is the search? Every recipe of a small space is timed on this device, and `redline tune` searches the same.
+"""How good is the search? `redline tune` searches a small space, and then every recipe of it is timed on this device.
 
     python benchmarks/tune_enumerate.py tiny --rungs flash,padded-vocab,fused-adamw,loader-workers --micro-batch 4
-    python benchmarks/tune_enumerate.py gpt2 --fixed tf32,no-sync,bf16,compile,fused-adamw,loader-workers \\
-        --rungs flash,cudnn-attention,padded-vocab,fused-loss,chunked-loss --micro-batch 32
+    python benchmarks/tune_enumerate.py gpt2 --layers 4 --micro-batch 16 --fixed tf32,no-sync,bf16 \\
+        --rungs flash,cudnn-attention,padded-vocab,fused-adamw,fused-loss,chunked-loss
 
-The micro batch is given, so that the space is finite. Rungs of --fixed are in every recipe. Enumerated recipes are
-timed in rounds, so that a drift of the machine hits all of them alike. The recipe found is judged by its enumerated
-rate: the search must not be its own judge. The last line says whether it came within 2 % at a quarter of the trials.
+The micro batch is given, so that the space is finite. Rungs of --fixed are in every recipe; --layers cuts the model
+short, since a hundred recipes are to be built. The search runs as `redline tune` does, a process for each trial. The
+enumeration is a judge of its own: one process that builds one recipe after the other and times it, in rounds, so that
+a drift of the machine hits all of them alike. The recipe found is judged by its enumerated rate. The last line says
+whether it came within 2 % at a quarter of the trials. Ctrl-C while rounds are left keeps those that are whole.
 """
 
 from __future__ import annotations
@@ -24,23 +26,24 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from redline.core.job import Job, RunDirectory
-from redline.core.measurement import Measurement
+from redline.core.job import RunDirectory
 from redline.core.recipe import Recipe
+from redline.core.workload import Workload
 from redline.search.answers import TrialAnswers
-from redline.search.launch import probe_machine, remove_caches
+from redline.search.launch import probe_machine
 from redline.search.space import Space, open_space
 from redline.search.trials import Budget, Trial, TuneSettings
 from redline.search.tune import Tuner
 from redline.workloads import resolve_workload
 
 WITHIN, SHARE = 0.02, 0.25
+WARM_UPS = 6  # the first ones compile and fill the allocator's pools
 
 
 def main() -> None:
     options = read_options()
     hardware, versions = probe_machine(options.device)
-    workload = resolve_workload(options.workload)
+    workload = chosen_workload(options)
     fixed = tuple(filter(None, options.fixed.split(",")))
     space = with_fixed(
         open_space(workload, hardware, rungs=(*options.rungs.split(","), *fixed), micro_batch=options.micro_batch),
@@ -48,13 +51,18 @@ def main() -> None:
     )
     recipes = [recipe for recipe in space.recipes(options.micro_batch) if set(fixed) <= set(recipe.rungs)]
     say(f"{len(recipes)} recipes on {hardware.name}")
+    if not recipes:
+        sys.exit(f"of {', '.join(fixed)} not all apply here: {space.left_out}")
     with tempfile.TemporaryDirectory() as folder:
-        enumerated, enumerating = timed(lambda: enumerate_all(Path(folder) / "all", space, recipes, options))
-        tuner, tuning = timed(lambda: search(Path(folder) / "search", space, options))
+        tuner, tuning = timed(lambda: search(Path(folder), space, options))
+        rounds, enumerating = timed(lambda: enumerate_all(Path(folder) / "tokens.npy", space, recipes, options))
+    enumerated = rates_of(rounds, options.micro_batch * workload.shape.sequence)
     result = {
         **compare(enumerated, tuner),
         "enumerating_seconds": enumerating,
         "tuning_seconds": tuning,
+        "rounds": min(map(len, rounds.values())),
+        "spread": statistics.median((max(each) - min(each)) / min(each) for each in rounds.values()),
         "rates": {" + ".join(recipe.rungs): rate for recipe, rate in enumerated.items()},
         "workload": workload.name,
         "micro_batch": options.micro_batch,
@@ -73,8 +81,9 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--rungs", required=True, help="the choices")
     parser.add_argument("--fixed", default="", help="rungs of every recipe")
     parser.add_argument("--micro-batch", type=int, required=True)
-    parser.add_argument("--rounds", type=int, default=2, help="times each recipe is timed (default: 2)")
-    parser.add_argument("--steps", type=int, help="timed steps (default: a few seconds' worth)")
+    parser.add_argument("--layers", type=int, help="cut the model to so many")
+    parser.add_argument("--rounds", type=int, default=3, help="times each recipe is timed (default: 3)")
+    parser.add_argument("--steps", type=int, default=20, help="timed steps of a round (default: 20)")
     parser.add_argument("--check-steps", type=int, default=20)
     parser.add_argument("--timeout", type=float, default=600.0)
     parser.add_argument("--device", choices=("cuda", "cpu"))
@@ -90,32 +99,68 @@ def with_fixed(space: Space, fixed: Sequence[str]) -> Space:
     return replace(space, knobs=tuple(knobs))
 
 
+def chosen_workload(options: argparse.Namespace) -> Workload:
+    workload = resolve_workload(options.workload)
+    if options.layers is None:
+        return workload
+    shape = replace(workload.shape, layers=options.layers)
+    return replace(workload, name=f"{workload.name} cut to {options.layers} layers", shape=shape)
+
+
 def enumerate_all(
-    folder: Path, space: Space, recipes: Sequence[Recipe], options: argparse.Namespace
-) -> dict[Recipe, float]:
-    """Tokens per second of all that run: the median of the rounds."""
-    answers = open_answers(folder, space, options)
+    tokens: Path, space: Space, recipes: Sequence[Recipe], options: argparse.Namespace
+) -> dict[Recipe, list[float]]:
+    """Seconds of a step, the median of each round, of all that run."""
     seconds: dict[Recipe, list[float]] = {}
-    for repeat in range(options.rounds):
-        for number, recipe in enumerate(recipes, start=1):
-            say(f"round {repeat + 1}, {number} of {len(recipes)}: {' + '.join(recipe.rungs)}")
-            job = Job(
-                workload=space.workload,
-                recipe=recipe,
-                device=space.hardware.kind,
-                tokens="tokens.npy",
-                kind="look",
-                timed_steps=options.steps,
-                repeat=repeat,
-            )
-            result = answers.ask(job, options.timeout).result
-            if isinstance(result, Measurement):
-                seconds.setdefault(recipe, []).append(statistics.median(result.step_seconds))
-            else:
-                say(f"  failed: {result.reason}")
-    remove_caches(answers.directory)
-    tokens = options.micro_batch * space.workload.shape.sequence
-    return {recipe: tokens / statistics.median(rounds) for recipe, rounds in seconds.items()}
+    fitting = list(recipes)
+    try:
+        for number in range(options.rounds):
+            for recipe in list(fitting):
+                say(f"round {number + 1}, {fitting.index(recipe) + 1} of {len(fitting)}: {' + '.join(recipe.rungs)}")
+                try:
+                    seconds.setdefault(recipe, []).append(step_seconds(space, recipe, tokens, options.steps))
+                except RuntimeError as error:
+                    say(f"  failed: {error}")
+                    fitting.remove(recipe)
+                    seconds.pop(recipe, None)
+    except KeyboardInterrupt:
+        whole = min((len(each) for each in seconds.values()), default=0)
+        if not whole or len(seconds) < len(fitting):
+            raise
+        say(f"interrupted: {whole} whole rounds")
+        seconds = {recipe: each[:whole] for recipe, each in seconds.items()}
+    return seconds
+
+
+def step_seconds(space: Space, recipe: Recipe, tokens: Path, steps: int) -> float:
+    import torch
+
+    from redline.engine.build import build
+    from redline.engine.clock import Clock
+    from redline.engine.fit import free_memory
+    from redline.rungs import plan_of
+
+    device = torch.device(space.hardware.kind)
+    training = build(
+        space.workload, plan_of(recipe.rungs), micro_batch=recipe.micro_batch, tokens=tokens, device=device
+    )
+    for _ in range(WARM_UPS):
+        training.step(next(training.batches))
+    clock = Clock(device)
+    clock.mark()
+    for _ in range(steps):
+        training.step(next(training.batches))
+        clock.mark()
+    found = statistics.median(clock.seconds())
+    training.close()
+    del training
+    torch.compiler.reset()  # or one model more is kept alive, and past eight Dynamo compiles no other
+    free_memory(device)
+    return found
+
+
+def rates_of(rounds: dict[Recipe, list[float]], tokens: int) -> dict[Recipe, float]:
+    return {recipe: tokens / statistics.median(each) for recipe, each in rounds.items()}
 
 
 def search(folder: Path, space: Space, options: argparse.Namespace) -> Tuner:
@@ -125,7 +170,6 @@ def search(folder: Path, space: Space, options: argparse.Namespace) -> Tuner:
         minutes=float("inf"),
         micro_batch=options.micro_batch,
         check_steps=options.check_steps,
-        timed_steps=options.steps,
     )
     tuner = Tuner(space, settings, open_answers(folder, space, options), Budget(float("inf")), Spoken())
     tuner.run()
@@ -135,7 +179,6 @@ def search(folder: Path, space: Space, options: argparse.Namespace) -> Tuner:
 def open_answers(folder: Path, space: Space, options: argparse.Namespace) -> TrialAnswers:
     from redline.data.tokens import prepare_tokens
 
-    folder.mkdir()
     prepare_tokens(space.workload, folder / "tokens.npy")
     return TrialAnswers(
         RunDirectory(folder),

@@ -67,6 +67,7 @@ def ladder(
     rebatch: bool = False,
     headroom: float | None = None,
     global_batch: int | None = None,
+    compile_ahead: int | None = None,
     out: Path | str | None = None,
     timeout_seconds: float = 600.0,
 ) -> Document:
@@ -104,6 +105,7 @@ def ladder(
         rebatch=rebatch,
         headroom=headroom,
         global_batch=global_batch,
+        compile_ahead=compile_ahead,
         out=None if out is None else Path(out),
     )
     with LiveLadder(Console(stderr=True)) as view:
@@ -131,6 +133,7 @@ def tune(
     check_steps: int | None = None,
     timeout: float | None = None,
     fresh: bool = False,
+    after: Path | str | None = None,
     out: Path | str | None = None,
 ) -> Document:
     """Search for the fastest recipe that still trains right: the document of `redline tune --json`.
@@ -162,6 +165,7 @@ def tune(
         "check_steps": check_steps,
         "timeout": timeout,
         "fresh": fresh or None,
+        "after": None if after is None else Path(after),
         "out": None if out is None else Path(out),
     }
     return Document(document_of(options_of(add_tune, "tune", given), _call("tune", given))[0], kind="tune")

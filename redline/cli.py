@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal without UTF-8 shows question marks, not a traceback
-    signal.signal(signal.SIGTERM, interrupt)
+    before = signal.signal(signal.SIGTERM, interrupt)
     try:
         options = build_parser(words[:1]).parse_args(words, argparse.Namespace(words=words))
         code = int(options.run(options))
@@ -65,6 +65,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `| head` has seen enough; nothing more can be written, not even by the interpreter's end
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
         return EXIT_DONE
+    finally:
+        # An exception in the interpreter's own end, which takes torch a while, would be a traceback that nobody caught.
+        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
 
 
 def interrupt(*_: object) -> NoReturn:

@@ -16,7 +16,9 @@ from redline.core.workload import Shape, Workload
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a test that would download must fail here, not on a train
 if "PYTEST_XDIST_WORKER" in os.environ:
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # workers that each take every core wait for one another
+    # Workers that each take every core wait for one another; and Inductor's pool of compilers imports torch once more.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -63,3 +65,12 @@ def t4() -> Hardware:
 def h200() -> Hardware:
     features = ("tf32", "bf16", "fp16", "flash", "cudnn-attention", "compile", "triton", "fp8")
     return Hardware(kind="cuda", name="NVIDIA H200", capability=(9, 0), cpu_cores=16, features=features)
+
+
+@pytest.fixture
+def hasty_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers whose times nobody reads do not wait until their steps are steady: beside other tests they never are, and
+    each would warm up for fifteen seconds."""
+    planted = str(Path(__file__).resolve().parent / "cpu" / "planted")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (planted, os.environ.get("PYTHONPATH")))))
+    monkeypatch.setenv("PLANTED_HASTE", "1")

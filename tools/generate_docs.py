@@ -21,6 +21,7 @@ from typing import Any
 
 from redline.core.plan import Plan
 from redline.core.units import UNKNOWN
+from redline.core.workload import BUILT_IN
 from redline.rungs import LADDER, Maths, Rung
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -134,13 +135,22 @@ def replaces(rung: Rung) -> str:
 
 
 def records_with(folder: Path, rung: str) -> list[dict[str, Any]]:
-    """Documents of ladders whose rows have this one: a ladder has a baseline, a recipe measured alone has 'recipe'."""
+    """Documents of ladders whose rows have this one: a ladder has a baseline, a recipe measured alone has 'recipe'. The
+    README shows the built-in models; records of others' lie beside them."""
     loaded = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
     return [
         document
         for document in loaded
-        if isinstance(document, dict) and any(row.get("rung") == rung for row in document.get("rows", ()))
+        if isinstance(document, dict)
+        and any(row.get("rung") == rung for row in document.get("rows", ()))
+        and is_built_in(document.get("workload"))
     ]
+
+
+def is_built_in(workload: Any) -> bool:
+    """The oldest records do not say: there was nothing else."""
+    source = workload.get("source") if isinstance(workload, dict) else None
+    return source is None or source["kind"] == BUILT_IN.kind
 
 
 def newest_ladder(folder: Path) -> dict[str, Any] | None:
@@ -148,13 +158,21 @@ def newest_ladder(folder: Path) -> dict[str, Any] | None:
 
 
 def fastest_recipe(folder: Path) -> dict[str, Any] | None:
-    """Of the recipes measured alone, as `ladder --from best.json --rungs none` does at another micro batch."""
-    alone = records_with(folder, "recipe")
-    return max(alone, key=lambda document: float(document["rows"][0]["tokens_per_second"]), default=None)
+    """Of the ladders that start with a recipe, as `ladder --from best.json --micro-batch 64` does."""
+    return max(records_with(folder, "recipe"), key=lambda document: rate_of(fastest_row(document)), default=None)
+
+
+def fastest_row(document: dict[str, Any]) -> dict[str, Any]:
+    row: dict[str, Any] = max(document["rows"], key=rate_of)
+    return row
+
+
+def rate_of(row: dict[str, Any]) -> float:
+    return float(row["tokens_per_second"] or 0.0)
 
 
 def recipe_line(record: dict[str, Any]) -> str:
-    row = record["rows"][0]
+    row = fastest_row(record)
     spread = row["step_seconds"]
     return (
         f"The fastest recipe on record: **{row['tokens_per_second']:,.0f} tok/s**, {100 * row['mfu']:.1f} % MFU, at "

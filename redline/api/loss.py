@@ -3,8 +3,9 @@
     loss_of = live_loss(model, None);  loss_of({"input_ids": ids, "labels": ids})
 
 Without a function it is as in a file of one's own (docs/your-model.md): the model is called with the batch, a tensor as
-it is, a tuple by its order, a dict by its names, and returns a scalar or an object with `.loss`; a pair of inputs and
-targets for a model that takes inputs alone gets cross-entropy. Everything else is refused, with what came back.
+it is, a tuple by its order, a dict by its names, and returns a scalar, or an object or a dict with a `loss`; a pair of
+inputs and targets for a model that takes inputs alone gets cross-entropy. Everything else is refused, with what came
+back.
 """
 
 from __future__ import annotations
@@ -18,7 +19,16 @@ from torch import nn
 from redline.core.errors import UserError
 from redline.core.user_code import described
 from redline.model.adapter import LossOf
-from redline.model.python_adapter import are_logits, called, cross_entropy, is_pair, logits_of, takes_inputs_only
+from redline.model.python_adapter import (
+    are_logits,
+    called,
+    cross_entropy,
+    has_part,
+    is_pair,
+    logits_of,
+    part,
+    takes_inputs_only,
+)
 
 Loss = Callable[[Any, Any], torch.Tensor]
 """(model, batch) -> a scalar."""
@@ -36,10 +46,10 @@ def loss_of_call(model: nn.Module, batch: Any, inputs_only: bool) -> torch.Tenso
     if is_pair(batch) and inputs_only:
         return loss_of_logits(logits_of(model(batch[0])), batch[1])
     found = called(model, dict(batch) if isinstance(batch, Mapping) else batch)
-    loss = getattr(found, "loss", found)
+    loss = part(found, "loss") if has_part(found, "loss") else found
     if isinstance(loss, torch.Tensor) and loss.dim() == 0:
         return loss
-    why = f"called with the batch it returned {described(found)}, which is no scalar and has no .loss"
+    why = f"called with the batch it returned {described(found)}, which is no scalar and has no loss in it"
     raise UserError("the model gives no loss", why, EXAMPLE)
 
 

@@ -23,9 +23,10 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from redline.api.document import Document
-from redline.commands.profile import figures
+from redline.commands.profile import anatomy_json, figures
 from redline.core.errors import UserError
 from redline.core.hardware import known_device
+from redline.core.places import with_short_places
 from redline.core.plan import Plan
 from redline.core.profile import Profile
 from redline.core.values import to_json
@@ -188,7 +189,7 @@ def held(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 def document(found: Profile, plan: Plan, *, name: str, command: str, trace: Path | None, known: bool) -> Document:
     """As `redline profile` has it, without what takes a workload: advice, predictions, tokens per second."""
-    hardware = probe(found.device)
+    hardware, found = probe(found.device), with_short_places(found)
     device = known_device(hardware.name, hardware.multiprocessors) if hardware.kind == "cuda" else None
     measured, notes = find_measured((hardware.name,) if device is None else device.names, hardware.driver)
     told = () if known else ("modules were not told apart, and the steps have trained: give model and optimizer",)
@@ -217,9 +218,4 @@ def document(found: Profile, plan: Plan, *, name: str, command: str, trace: Path
 
 
 def memory_json(found: Profile) -> dict[str, Any]:
-    assert found.memory is not None
-    return {
-        **to_json(found.memory),
-        "fragmentation_bytes": found.memory.fragmentation_bytes,
-        "predicted": None,
-    }
+    return {**anatomy_json(found), "predicted": None}

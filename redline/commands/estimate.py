@@ -24,11 +24,13 @@ if TYPE_CHECKING:
     from redline.predict.parallel import Layout
     from redline.predict.roofline import Peaks
     from redline.predict.traced_estimate import TracedSubject
+    from redline.search.trained import Trainable
     from redline.workloads import Resolved
 
 DEFAULT_WORKLOAD = "gpt2"
 TIED = "tied-weights"
 LAYOUT = ("dp", "tp", "pp", "zero")  # options that name a layout: without any of them one is recommended
+LEFT_OUT = "only what redline train runs is recommended: no ZeRO 1 and 2, and no ZeRO in a pipeline"
 AS_THE_PLAN = "plan"  # --inference without a word
 
 
@@ -240,6 +242,7 @@ def choose_subject(options: argparse.Namespace, machine: Target) -> Subject:
     from redline.predict.estimate import Subject, many_peaks
     from redline.predict.fitting import Case
     from redline.rungs import plan_of
+    from redline.search.trained import WHOLE_IN_STAGES
     from redline.workloads import resolve_shape
 
     resolved = resolve_shape(options.workload)
@@ -259,28 +262,66 @@ def choose_subject(options: argparse.Namespace, machine: Target) -> Subject:
         inference=False if options.inference is None else options.inference == AS_THE_PLAN or options.inference,
     )
     fabric, joined = choose_fabric(options, machine)
+    trained = choose_trainable(options, resolved, shape, rungs, machine)
     advice, named = None, any(getattr(options, name) is not None for name in LAYOUT)
     if fabric is not None and machine.memory_bytes is not None and not named:
-        advice, why = recommended(options, case, fabric, machine.memory_bytes, many_peaks(case, machine))
-        case, layout = replace(case, layout=advice.best.layout, zero=advice.best.zero), advice.best.layout
-        micro_batch, notes = layout.micro_batch, (*notes, *why)
+        advice, why = recommended(options, case, fabric, machine.memory_bytes, many_peaks(case, machine), trained)
+        case = replace(case, layout=advice.best.layout, zero=advice.best.zero, plan=advice.best.plan)
+        micro_batch, notes = advice.best.layout.micro_batch, (*notes, *why)
     else:
         layout = choose_layout(options, micro_batch, shape)
-        case = replace(case, layout=layout)
+        plan = None if fabric is None else trained.plan(layout.tp, layout.pp, case.zero)
+        case = replace(case, layout=layout, plan=plan or case.plan)
+        notes += (WHOLE_IN_STAGES,) if fabric is not None and layout.pp > 1 and case.zero == 3 else ()
         if layout.pp > 1 and options.global_batch is None:
             notes += ("one micro batch is in the pipeline at a time; --global-batch says how many wait in its stages",)
+    assert case.layout is not None
     return Subject(
         name=resolved.name,
         origin=resolved.origin.text,
         case=case,
         rungs=rungs,
         micro_batch=micro_batch,
-        layout=layout,
+        layout=case.layout,
         notes=(*notes, *joined, *assumed, *resolved.origin.notes),
         fabric=fabric,
         advice=advice,
         words=words_to_measure(options.workload, resolved, shape, micro_batch),
+        train=None if fabric is None else how_to_train(trained, case, fabric),
     )
+
+
+def choose_trainable(
+    options: argparse.Namespace, resolved: Resolved, shape: Shape, rungs: tuple[str, ...], machine: Target
+) -> Trainable:
+    """What `redline train` would make of these words on several GPUs."""
+    from redline.core.workload import BUILT_IN, Source, other_than_gpt2
+    from redline.search.trained import Trainable
+
+    config = resolved.origin.config
+    own = resolved.origin.kind == "shape" and other_than_gpt2(shape)
+    return Trainable(
+        words=None if own else words_to_train(options.workload, resolved, shape),
+        rungs=rungs,
+        workload=replace(
+            _workload(shape, config),
+            source=BUILT_IN if config is None else Source(kind="huggingface", config=config),
+        ),
+        hardware=machine.hardware,
+        gpus=all_gpus(options),
+        own_recipe=options.recipe if options.optimizer is None else None,
+        usual=options.rungs is None and options.recipe is None and options.optimizer is None,
+    )
+
+
+def how_to_train(trained: Trainable, case: Case, fabric: Fabric) -> dict[str, str | None]:
+    assert case.layout is not None
+    layout = case.layout
+    reason = trained.why_not(layout.tp, layout.pp, case.zero)
+    line = None if reason else trained.line(layout, case.zero, fabric.gpus_per_node)
+    if line is None and reason is None:
+        reason = "a shape file is trained with the built-in GPT-2, which this is not: point at a Hugging Face config"
+    return {"command": line, "reason": reason}
 
 
 def choose_sizes(options: argparse.Namespace, resolved: Resolved) -> tuple[Shape, int, tuple[str, ...]]:
@@ -302,16 +343,24 @@ def choose_sizes(options: argparse.Namespace, resolved: Resolved) -> tuple[Shape
 def words_to_measure(words: str, resolved: Resolved, shape: Shape, micro_batch: int) -> str | None:
     """What `redline ladder` takes for these very sizes; None where it does not."""
     from redline.workloads import PRESETS
-    from redline.workloads.resolve import USUAL_SEQUENCE, usual_training
+    from redline.workloads.resolve import usual_training
 
-    preset = PRESETS.get(words)
-    if resolved.origin.kind == "shape" or shape.sequence > resolved.shape.positions_count:
+    preset, taken = PRESETS.get(words), words_to_train(words, resolved, shape)
+    if resolved.origin.kind == "shape" or taken is None:
         return None
-    sequence = resolved.shape.sequence if preset else min(resolved.shape.sequence, USUAL_SEQUENCE)
     size = preset.micro_batch if preset else usual_training(shape)[1]
-    said = [f"--sequence {shape.sequence}"] if shape.sequence != sequence else []
-    said += [f"--micro-batch {micro_batch}"] if micro_batch != size else []
-    return " ".join([words, *said])
+    return taken if micro_batch == size else f"{taken} --micro-batch {micro_batch}"
+
+
+def words_to_train(words: str, resolved: Resolved, shape: Shape) -> str | None:
+    """The workload with its sequence, where a command would take another; None beyond the model's positions."""
+    from redline.workloads import PRESETS
+    from redline.workloads.resolve import USUAL_SEQUENCE
+
+    if shape.sequence > resolved.shape.positions_count:
+        return None
+    usual = resolved.shape.sequence if words in PRESETS else min(resolved.shape.sequence, USUAL_SEQUENCE)
+    return words if shape.sequence == usual else f"{words} --sequence {shape.sequence}"
 
 
 # the rungs
@@ -411,8 +460,10 @@ def recommended(
     fabric: Fabric,
     memory_bytes: int,
     peaks: tuple[Peaks | None, str | None],
+    trained: Trainable,
 ) -> tuple[Recommendation, tuple[str, ...]]:
-    """All layouts are compared at one global batch: the one that was named, or a usual one."""
+    """All layouts are compared at one global batch: the one that was named, or a usual one. They are those that train
+    can run, as it runs them; where it runs none, with these rungs, they are all."""
     from redline.predict.layouts import Search, recommend, usual_global_batch
 
     gpus, given = all_gpus(options), options.global_batch
@@ -426,16 +477,19 @@ def recommended(
         micro_batch=options.micro_batch,
         peaks=peaks[0],
         reason=peaks[1],
+        plan_of=trained.advisable_plan if trained.why_not(1, 1, 0) is None else None,
     )
     size = f"a global batch of {usual:,} sequences, {usual * case.shape.sequence:,} tokens,"
-    return recommend(search), () if given is not None else (f"{size} is assumed (--global-batch)",)
+    notes = () if given is not None else (f"{size} is assumed (--global-batch)",)
+    return recommend(search), notes if search.plan_of is None else (*notes, LEFT_OUT)
 
 
 def choose_layout(options: argparse.Namespace, micro_batch: int, shape: Shape) -> Layout:
+    from redline.predict.memory import check_replicas
     from redline.predict.parallel import gpus_in_a_node, layout_for_batch
 
     gpus = all_gpus(options)
-    return layout_for_batch(
+    layout = layout_for_batch(
         gpus=gpus,
         tp=options.tp or 1,
         pp=options.pp or 1,
@@ -444,3 +498,5 @@ def choose_layout(options: argparse.Namespace, micro_batch: int, shape: Shape) -
         shape=shape,
         gpus_per_node=gpus_in_a_node(gpus, options.nodes),
     )
+    check_replicas(options.zero or 0, layout)
+    return layout

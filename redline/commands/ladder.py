@@ -97,6 +97,12 @@ def add_ladder(commands: Any) -> None:
         help="with --rebatch: sequences per update; only micro batches that divide it are tried",
     )
     ladder.add_argument(
+        "--compile-ahead",
+        metavar="N",
+        type=int,
+        help="compile the code of N rows at a time before the first is measured: for machines with many cores",
+    )
+    ladder.add_argument(
         "--timeout",
         metavar="SECONDS",
         type=float,
@@ -156,6 +162,7 @@ CHOICES = (
     "rebatch",
     "headroom",
     "global_batch",
+    "compile_ahead",
 )
 
 

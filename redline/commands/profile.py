@@ -30,13 +30,14 @@ if TYPE_CHECKING:
     from redline.core.job import Job, RunDirectory
     from redline.core.measurement import Failure
     from redline.core.plan import Plan
-    from redline.core.profile import Finding, Kernel, Profile
+    from redline.core.profile import Finding, Kernel, Profile, Uncompiled
     from redline.core.recipe import Recipe
     from redline.core.workload import Workload
     from redline.predict.advice import Candidate
     from redline.predict.roofline import Peaks
 
 PROFILE_FILE = "profile.json"
+NO_MODULES = "compiled code has no modules left; its lines are known"
 
 
 def add_profile(commands: Any) -> None:
@@ -183,7 +184,8 @@ def check_options(options: argparse.Namespace) -> Recipe | None:
     from redline.data.text import check_corpus
     from redline.rungs.ladder import check_alternatives
     from redline.search.inspect import find_workload
-    from redline.search.ladder import check_choice, check_timeout
+    from redline.search.ladder import check_timeout
+    from redline.search.words import check_choice
 
     check_timeout(options.timeout)
     check_choice("device", options.device, ("cuda", "cpu"))
@@ -216,7 +218,7 @@ def named_rungs(words: str) -> tuple[str, ...]:
 
 def choose_workload(options: argparse.Namespace, hardware: Hardware) -> Workload:
     from redline.search.inspect import find_workload
-    from redline.search.ladder import named_or_default
+    from redline.search.words import named_or_default
 
     name, notes = named_or_default(options.workload, hardware)
     workload = find_workload(name, options.data, options.sequence)
@@ -300,13 +302,14 @@ def failed_document(run: ProfileRun, failure: Failure) -> dict[str, Any]:
 
 def document(run: ProfileRun, found: Profile) -> dict[str, Any]:
     from redline.core.hardware import known_device
+    from redline.core.places import with_short_places
     from redline.core.values import to_json
     from redline.machine import find_measured
     from redline.predict.advice import advise, rates_of
     from redline.rungs import plan_of
 
     workload, recipe, hardware = run.job.workload, run.job.recipe, run.hardware
-    plan = plan_of(recipe.rungs)
+    plan, found = plan_of(recipe.rungs), with_short_places(found)
     device = known_device(hardware.name, hardware.multiprocessors) if hardware.kind == "cuda" else None
     measured, notes = find_measured((hardware.name,) if device is None else device.names, hardware.driver)
     rates = rates_of(found, plan, device, measured)
@@ -351,6 +354,7 @@ def figures(found: Profile, plan: Plan, device: Any, measured: Any) -> dict[str,
         "phases": [{"phase": name, "seconds": value, "share": value / step} for name, value in phases.items()],
         "parts": to_json(found.parts),
         "modules": to_json(found.modules),
+        "modules_without_compile": None if found.uncompiled is None else uncompiled_json(found.uncompiled),
         "kernels": [kernel_json(kernel, kernel_peaks(plan, kernel, device, measured)) for kernel in found.kernels],
         "launches": found.launches,
         "busy_share": found.busy_share,
@@ -362,6 +366,16 @@ def figures(found: Profile, plan: Plan, device: Any, measured: Any) -> dict[str,
         "memory_reason": found.memory_reason,
         "sharing": sharing_json(found.sharing),
     }
+
+
+def uncompiled_json(found: Uncompiled) -> dict[str, Any]:
+    """Shares of the work of forward and backward, which add up to one."""
+    from redline.core.values import to_json
+
+    rows: list[dict[str, Any]] = [
+        {**to_json(row), "share": (row.forward + row.backward) / found.work_seconds} for row in found.modules
+    ]
+    return {**to_json(found), "modules": rows}
 
 
 def fix_of(finding: Finding, plan: Plan) -> str:
@@ -455,8 +469,16 @@ def memory_json(run: ProfileRun, plan: Plan, found: Profile) -> dict[str, Any]:
     predicted = case_of(run.job.workload.shape, plan, run.job.ranks).memory(run.job.recipe.micro_batch)
     if found.device == "cpu":
         predicted = replace(predicted, temporary=predicted.temporary - WORKSPACES)
+    return {**anatomy_json(found), "predicted": {**to_json(predicted), "allocated": predicted.allocated}}
+
+
+def anatomy_json(found: Profile) -> dict[str, Any]:
+    """What was measured, of whatever step."""
+    from redline.core.values import to_json
+
+    assert found.memory is not None
     return {
         **to_json(found.memory),
+        "modules_reason": NO_MODULES if found.compiled else None,
         "fragmentation_bytes": found.memory.fragmentation_bytes,
-        "predicted": {**to_json(predicted), "allocated": predicted.allocated},
     }

@@ -23,7 +23,15 @@ from typing import TYPE_CHECKING, Any
 
 from redline.commands.common import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, check_sizes
 from redline.core.errors import UserError
-from redline.core.training import RANK_PID_FILE
+from redline.core.rank_processes import (
+    RANK_PID_FILE,
+    RANKS_LOG,
+    RUN_NAME,
+    SCREEN,
+    agent_environment,
+    log_to,
+    take_screen,
+)
 from redline.core.units import counted
 from redline.rungs.parallel import DDP
 
@@ -67,18 +75,42 @@ def start_ranks(options: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="redline-ranks-") as folder:
         pid_file = Path(folder) / "rank-0"
         environment = {
-            "LOGLEVEL": "CRITICAL",  # the agent's own lines: what it knows is told in one
-            "OMP_NUM_THREADS": str(max(1, hardware.cpu_cores // options.gpus)),
-            **os.environ,
+            **agent_environment(options.gpus, hardware.cpu_cores),
             **import_environment(),
             RANK_PID_FILE: str(pid_file),
+            SCREEN: "1",
         }
-        # A session of their own: Ctrl-C reaches the ranks through us, and once.
-        process = subprocess.Popen(agent_words(options, folder), env=environment, start_new_session=True)
+        with open(Path(folder) / RANKS_LOG, "wb") as log:
+            # A session of their own: Ctrl-C reaches the ranks through us, and once.
+            process = subprocess.Popen(
+                agent_words(options, folder), env=environment, stdin=2, stderr=log, start_new_session=True
+            )
         try:
-            return follow(process, pid_file)
+            code = follow(process, pid_file)
         finally:
             kill_group(process)
+        if (kept := keep_log(Path(folder))) is not None and code == EXIT_FAILED:
+            print(f"tracebacks, and what torch wrote: {kept}", file=sys.stderr)
+        return code
+
+
+def keep_log(folder: Path) -> Path | None:
+    """The run's log, with what the agent wrote, and the ranks before they knew the run directory. Where there is none,
+    a file that stays. None: nobody wrote anything."""
+    early, name = (folder / RANKS_LOG).read_bytes(), folder / RUN_NAME
+    run = Path(name.read_text(encoding="utf-8")) if name.exists() else None
+    if run is not None and run.is_dir():
+        log = run / RANKS_LOG
+    elif early:
+        log = Path(tempfile.mkstemp(prefix="redline-ranks-", suffix=".log")[1])
+    else:
+        return None
+    with open(log, "ab") as file:
+        file.write(early)
+    if log.stat().st_size:
+        return log
+    log.unlink()
+    return None
 
 
 def agent_words(options: argparse.Namespace, logs: str) -> list[str]:
@@ -123,6 +155,8 @@ def run_rank(options: argparse.Namespace) -> int:
     from redline.engine.distributed import join, recorded
 
     ranks = join(options.rank_timeout)
+    if ranks.leads:
+        take_screen()
     with recorded(ranks), ranks:
         try:
             return lead(ranks, options) if ranks.leads else train_along(ranks)
@@ -141,6 +175,9 @@ def lead(ranks: Ranks, options: argparse.Namespace) -> int:
         options = gone_on(options, ranks)
         order = make_order(options, console, ranks=ranks.count)
         ranks.remember("out", order.out)
+        if path := os.environ.get(RANK_PID_FILE):
+            Path(path).with_name(RUN_NAME).write_text(order.out, encoding="utf-8")
+        log_to(Path(order.out))
     except BaseException:
         ranks.say("order", None)  # nobody waits for what does not come
         raise
@@ -169,7 +206,9 @@ def train_along(ranks: Ranks) -> int:
     told = ranks.hear("order")
     if told is None:
         return EXIT_DONE  # rank 0 says why
-    summary = train(from_json(TrainOrder, told), say_nothing, ranks)
+    order = from_json(TrainOrder, told)
+    log_to(Path(order.out))
+    summary = train(order, say_nothing, ranks)
     if summary["ended"] == "failed":
         raise RuntimeError(summary["reason"])
     ranks.hear("over")  # whoever left earlier would look like one that failed

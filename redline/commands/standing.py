@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from redline.core.errors import UserError
-from redline.core.job import RESULTS_FILE, RUN_FILE, Job, RunDirectory, open_run_directory
+from redline.core.job import MEASUREMENT_FILE, RESULTS_FILE, RUN_FILE, Job, RunDirectory, open_run_directory
 from redline.core.training import METRICS_FILE
 from redline.core.values import from_json
 
@@ -27,7 +27,13 @@ if TYPE_CHECKING:
 KINDS = ("ladder", "tune", "train", "profile")
 MEASURED = ("ladder", "tune")
 """Kinds whose process holds a lock: whether they go on is known."""
-KIND_OF_JOB = {"reference": "fp32 reference", "look": "a look", "trial": "another micro batch", "measure": "measuring"}
+KIND_OF_JOB = {
+    "reference": "fp32 reference",
+    "look": "a look",
+    "trial": "another micro batch",
+    "measure": "measuring",
+    "compile": "compiling ahead",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +140,8 @@ def running(run: RunDirectory) -> Doing | None:
             job = from_json(Job, json.loads(file.read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError, KeyError):  # of another version, or gone
             continue
-        if job.key not in answered:
+        compiled = job.kind == "compile" and (file.parent / MEASUREMENT_FILE).exists()  # no row: its file is all
+        if job.key not in answered and not compiled:
             since = f"{datetime.fromtimestamp(moment / 1e9):%H:%M:%S}"
             return Doing(what=KIND_OF_JOB.get(job.kind, job.kind), recipe=recipe_text(job.recipe), since=since)
     return None

@@ -32,14 +32,13 @@ from redline.commands.training_data import (
 )
 from redline.core.errors import UserError
 from redline.core.workload import check_positive
-from redline.rungs.parallel import DDP, PIPELINE_GPIPE, PIPELINE_PARALLEL, TENSOR_PARALLEL
+from redline.rungs.parallel import DDP
 
 if TYPE_CHECKING:
     from redline.commands.watchers import Session
     from redline.core.hardware import Hardware
     from redline.core.layout import Layout
     from redline.core.recipe import Recipe
-    from redline.core.training import TrainSettings
     from redline.core.workload import Workload
     from redline.engine.distributed import Ranks
     from redline.engine.session import TrainOrder
@@ -185,8 +184,9 @@ def make_order(options: argparse.Namespace, console: Any, ranks: int = 1) -> Tra
         return new_order(options, console, ranks)
     order = resumed_order(options, ranks)
     assert order.layout is not None, "a resumed order has one"
-    if (note := change_of_ranks(began_with(options.resume), order.layout, order)) is not None:
-        console.print(note, markup=False, highlight=False)
+    notes = (end_of_schedule(order), change_of_ranks(began_with(options.resume), order.layout, order))
+    for note in filter(None, notes):
+        console.print(note, markup=False, highlight=False, soft_wrap=True)
     return order
 
 
@@ -288,28 +288,21 @@ def chosen_order(
 
 def shared_recipe(recipe: Recipe, way: str | None, layout: Layout) -> Recipe:
     """With a way for the ranks to share a step; one process keeps what the recipe has, and does without it."""
-    from redline.rungs.ladder import with_parallel
+    from redline.rungs.ladder import cuts_of, with_parallel
 
     if layout.ranks == 1 and way is None:
         return recipe
-    cuts = cuts_of(layout, recipe)
+    cuts = cuts_of(recipe.rungs, layout)
     others = [name for name in recipe.rungs if name not in cuts]
     return replace(recipe, rungs=with_parallel([*others, *cuts], way))
-
-
-def cuts_of(layout: Layout, recipe: Recipe) -> list[str]:
-    """The rungs of degrees above one; a recipe may say in which order stages take their pieces."""
-    cuts = [TENSOR_PARALLEL] if layout.tensor > 1 else []
-    if layout.pipeline > 1:
-        cuts.append(PIPELINE_GPIPE if PIPELINE_GPIPE in recipe.rungs else PIPELINE_PARALLEL)
-    return cuts
 
 
 def check_parallel(recipe: Recipe, workload: Workload, hardware: Hardware, layout: Layout) -> None:
     """Ways to share a step that do not go with the rest of the recipe."""
     from redline.rungs import find_rung, plan_of, why_not
+    from redline.rungs.ladder import cuts_of
 
-    for way in map(find_rung, [*cuts_of(layout, recipe), recipe.rungs[-1]]):  # where `with_parallel` has put it
+    for way in map(find_rung, [*cuts_of(recipe.rungs, layout), recipe.rungs[-1]]):  # where `with_parallel` has put it
         reason = why_not(way, workload, hardware, plan_of(name for name in recipe.rungs if name != way.name))
         if reason is not None:
             raise UserError(f"{way.name} does not apply here", reason, "choose another --parallel, or another recipe")
@@ -340,7 +333,9 @@ def other_optimizer(name: str, rungs: tuple[str, ...], workload: Any, hardware: 
 
 
 def check_init(recipe: Recipe, init: Path | None, layout: Layout) -> None:
-    cut = [*cuts_of(layout, recipe), *(name for name in recipe.rungs[-1:] if name != DDP)]
+    from redline.rungs.ladder import cuts_of
+
+    cut = [*cuts_of(recipe.rungs, layout), *(name for name in recipe.rungs[-1:] if name != DDP)]
     if init is not None and cut:
         raise UserError(
             f"--init with {' and '.join(cut)}",
@@ -471,7 +466,6 @@ def resumed_order(options: argparse.Namespace, ranks: int = 1) -> TrainOrder:
     longer = {"steps": options.steps, "tokens": options.tokens, "minutes": options.minutes}
     if any(value is not None for value in longer.values()):
         order = replace(order, settings=replace(order.settings, budget=Budget(**longer)))
-        say_of_schedule(order.settings, order.workload.shape.sequence)
     recipe = load_recipe(options.recipe) if options.recipe else order.recipe
     if options.micro_batch is not None:
         recipe = replace(recipe, micro_batch=options.micro_batch)
@@ -494,16 +488,17 @@ def resumed_order(options: argparse.Namespace, ranks: int = 1) -> TrainOrder:
     return order
 
 
-def say_of_schedule(settings: TrainSettings, sequence: int) -> None:
-    """A schedule keeps the end it was started with: to stretch it would change the updates that were made."""
+def end_of_schedule(order: TrainOrder) -> str | None:
+    """What to say where the budget goes beyond the schedule, which keeps the end it was started with: to stretch it
+    would change the updates that were made."""
+    settings = order.settings
     end, budget = settings.schedule_steps, settings.budget
-    tokens = None if budget.tokens is None else -(-budget.tokens // (settings.global_batch * sequence))
+    per_update = settings.global_batch * order.workload.shape.sequence
+    tokens = None if budget.tokens is None else -(-budget.tokens // per_update)
     wanted = min((steps for steps in (budget.steps, tokens) if steps is not None), default=None)
-    if end is not None and (wanted is None or wanted > end):
-        print(
-            f"note: the {settings.schedule} schedule ends at step {end:,}: later updates keep its lowest rate",
-            file=sys.stderr,
-        )
+    if end is None or (wanted is not None and wanted <= end):
+        return None
+    return f"note: the {settings.schedule} schedule ends at step {end:,}: later updates keep its lowest rate"
 
 
 def session_of(order: TrainOrder, options: argparse.Namespace, ranks: int = 1) -> Session:

@@ -92,6 +92,12 @@ def add_tune(commands: Any) -> None:
     tune.add_argument(
         "--timeout", metavar="SECONDS", type=float, default=600.0, help="longest time for one trial (default: 600)"
     )
+    tune.add_argument(
+        "--after",
+        metavar="DIR",
+        type=Path,
+        help="a ladder of the same workload on this machine: what it measured is not measured again",
+    )
     tune.add_argument("--fresh", action="store_true", help="measure anew what earlier runs remember")
     tune.add_argument("--out", metavar="DIR", type=Path, help="run directory (default: runs/tune-WORKLOAD-DATE-TIME)")
     tune.add_argument(
@@ -118,13 +124,15 @@ def tune(options: argparse.Namespace, command: str) -> tuple[dict[str, Any], Pat
     check_sizes(options, ("gpus",))
     console = Console(stderr=True)
     if options.resume:
-        given = {name: getattr(options, name) for name in (*CHOICES, "out")}
+        given = {name: getattr(options, name) for name in (*CHOICES, "out", "after")}
         run = resume_tune(options.resume, given, options.minutes, fresh=options.fresh)
     else:
         choices = {name: getattr(options, name) for name in CHOICES}
         choices["memory_limit"] = None if options.memory_limit is None else bytes_of(options.memory_limit)
         minutes = DEFAULT_MINUTES if options.minutes is None else options.minutes
-        run = prepare_tune(**choices, minutes=minutes, fresh=options.fresh, out=options.out, command=command)
+        run = prepare_tune(
+            **choices, minutes=minutes, fresh=options.fresh, after=options.after, out=options.out, command=command
+        )
     for note in run.notes:
         console.print(note, style="dim", markup=False, highlight=False)
     with LiveLadder(console) as view:

@@ -127,6 +127,7 @@ def follow_training(path: Path, console: Console) -> Standing:
     from redline.core.training import METRICS_FILE
     from redline.report.table import unit_of
     from redline.report.training import TrainingView
+    from redline.report.training_page import makes_batches
 
     clock = EventClock()
     tail = Tail(path / METRICS_FILE)
@@ -134,7 +135,8 @@ def follow_training(path: Path, console: Console) -> Standing:
     if not standing.under_way:
         return standing
     order = standing.record.get("order") or {}
-    with TrainingView(console, budget=budget_of(standing.record), clock=clock, unit=unit_of(order) or "token") as view:
+    budget, unit = budget_of(standing.record), unit_of(order) or "token"
+    with TrainingView(console, budget=budget, clock=clock, unit=unit, reads_text=not makes_batches(order)) as view:
         show(view, clock, events[-SHOWN_EVENTS:])
         heard = time.monotonic()
         while True:

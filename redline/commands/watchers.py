@@ -56,7 +56,8 @@ class Watchers:
         self._feed = TrackerFeed(open_tracker(tracker, out)) if tracker is not None else None
         self._log = MetricsLog(out / METRICS_FILE)
         self._page = LivePage(RunDirectory(out), run, history)
-        self._view = TrainingView(console, budget=order.settings.budget, unit=order.workload.unit)
+        budget, workload = order.settings.budget, order.workload
+        self._view = TrainingView(console, budget=budget, unit=workload.unit, reads_text=workload.reads_text)
         self._listeners: list[Callable[..., None]] = [self._log, self._view, history]
         self._listeners += [self._feed] if self._feed is not None else []
         self._listeners.append(self._page)  # last: it draws what the history has been told

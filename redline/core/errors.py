@@ -20,6 +20,10 @@ class UserError(Exception):
         return (("problem", self.problem), ("why", self.why), ("fix", self.fix))
 
 
+class ModelError(UserError):
+    """A mistake in the model itself: no recipe can be measured, whatever it does."""
+
+
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> UserError:
     """An unknown name is answered with the nearest known one and the whole list."""
     known = list(known)

@@ -27,8 +27,9 @@ from redline.core.workload import Workload
 
 RUN_FILE, RESULTS_FILE, REPORT_FILE, BEST_FILE = "run.json", "results.jsonl", "report.html", "best.json"
 REBATCHED_FILE = "best-rebatched.json"
-# In a job's folder: why there is no measurement; of several ranks, their process ids and who stands still just now.
-FAILURE_FILE, RANK_FILE, STANDING_FILE = "failure.json", "rank-{}.pid", "standing.txt"
+# In a job's folder: the answer, or why there is none; of several ranks, their process ids and who stands still now.
+MEASUREMENT_FILE, FAILURE_FILE = "measurement.json", "failure.json"
+RANK_FILE, STANDING_FILE = "rank-{}.pid", "standing.txt"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +47,8 @@ class Job:
     """Path of the token file, relative to the run directory."""
     kind: str = "measure"
     """'measure'; 'reference': the loss curve alone, in plain fp32, in chunks small enough to fit; 'look': the time
-    alone, unchecked; 'trial': a measurement with half the timing and no profile, to rank sizes of the batch;
+    alone, unchecked; 'trial': a measurement with half the timing and no profile, to rank sizes of the batch; 'compile':
+    nothing but the code, into its cache;
     'profile': where the time goes, `timed_steps` of them under the profiler."""
     check_steps: int = 20
     """Length of the loss curve that is compared."""

@@ -112,3 +112,5 @@ class Failure:
 
     kind: str
     reason: str
+    mistake: tuple[str, ...] | None = None
+    """Problem, why and fix of a mistake in the model itself, which every other job would meet as well."""

@@ -11,6 +11,9 @@ from dataclasses import dataclass
 # Of the tokens, for each loss that computes its gradient at once: an eighth of the logits is small beside the layers,
 # and still a large matmul.
 PIECES = {"fused": 1, "chunked": 8}
+# One rule in three implementations: a run may go from one to another. A number's update needs that number's gradient
+# and state alone, so that ranks may hold rows of a matrix.
+ADAMWS = ("adamw-loop", "adamw-foreach", "adamw-fused")
 
 
 @dataclass(frozen=True, kw_only=True)

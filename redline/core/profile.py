@@ -54,6 +54,24 @@ class ModuleTime:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Uncompiled:
+    """The modules of the same step without compile. It is another step, of which shares are shown and no times are
+    taken over."""
+
+    micro_batch: int
+    """The recipe's, or the first half, quarter, ... of it that fits."""
+    step_seconds: float
+    undone: tuple[str, ...]
+    """The rungs that were taken out: compile, and what needs it."""
+    modules: tuple[ModuleTime, ...]
+
+    @property
+    def work_seconds(self) -> float:
+        """Of forward and backward: what the shares are of. Waiting is no part of it."""
+        return sum(row.forward + row.backward for row in self.modules)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Kernel:
     """All calls of one kernel in a step (on a CPU: of one operator)."""
 
@@ -143,7 +161,7 @@ class MemoryProfile:
 
     @property
     def fragmentation_bytes(self) -> int | None:
-        """Reserved and not in use at the peak."""
+        """Reserved and not in use at the peak, by a step that began with an empty cache."""
         return None if self.reserved_bytes is None else self.reserved_bytes - self.peak_bytes
 
 
@@ -174,6 +192,8 @@ class Profile:
     attention: str | None
     """The kernel that computed attention."""
     compiled: bool
+    uncompiled: Uncompiled | None = None
+    """Where compiled code left no module to be told apart."""
     findings: tuple[Finding, ...] = ()
     memory: MemoryProfile | None = None
     memory_reason: str | None = None

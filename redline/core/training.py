@@ -11,8 +11,6 @@ from redline.core.errors import UserError
 from redline.core.workload import check_positive
 
 METRICS_FILE = "metrics.jsonl"
-RANK_PID_FILE = "REDLINE_RANK_PID_FILE"
-"""Of the environment: where rank 0 writes its process id, so that whoever started the ranks can ask them to stop."""
 
 
 @dataclass(frozen=True, kw_only=True)

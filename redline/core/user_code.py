@@ -324,9 +324,10 @@ def first_line(error: BaseException) -> str:
 
 
 def described(value: Any) -> str:
-    """For a message: 'a float32 tensor of [4, 10]', 'a tuple', 'nothing'."""
+    """For a message: 'an int64 tensor of [4, 10]', 'a tuple', 'nothing'."""
     if value is None:
         return "nothing"
+    name = type(value).__name__
     if hasattr(value, "dtype") and hasattr(value, "shape"):
-        return f"a {str(value.dtype).removeprefix('torch.')} tensor of {list(value.shape)}"
-    return f"a {type(value).__name__}"
+        name = f"{str(value.dtype).removeprefix('torch.')} tensor of {list(value.shape)}"
+    return f"{'an' if name[0].lower() in 'aeiou' and not name.startswith('u') else 'a'} {name}"

@@ -17,6 +17,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.run import parse_args, run
 
+from redline.core.rank_processes import open_screen
 from redline.engine.distributed import LostRankError, leave_with_parent
 
 NO_FILE = "<N/A>"  # torch's word for a rank that recorded nothing
@@ -31,7 +32,7 @@ def main(words: Sequence[str]) -> int:
         return 0
     rank, cause = cause_of(failures)
     if (text := words_of(rank, cause)) is not None:
-        print(f"training stopped: {text}", file=sys.stderr)
+        print(f"training stopped: {text}", file=open_screen())
     return cause.exitcode if 0 < cause.exitcode < 256 else 1
 
 

@@ -18,6 +18,7 @@ import os
 import sys
 import threading
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -35,7 +36,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from redline.core.errors import UserError
 from redline.core.layout import Layout, Place
-from redline.core.training import RANK_PID_FILE
+from redline.core.rank_processes import RANK_PID_FILE
 
 BEAT_SECONDS = 1.0
 LIMIT_SECONDS = 600.0  # a first step that compiles for long is no rank that hangs
@@ -357,6 +358,7 @@ def recorded(ranks: Ranks) -> Iterator[None]:
 
 
 def record_failure(error: Exception) -> None:
+    traceback.print_exception(error, file=sys.__stderr__)  # a rank's log
     handler = get_error_handler()
     handler.initialize()
     handler.record_exception(error)

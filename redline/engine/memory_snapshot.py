@@ -31,6 +31,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from redline.core.profile import MemoryLine, MemoryProfile
+from redline.engine.fit import free_memory
 from redline.engine.profiling_frames import Frame, here, users_frame
 
 MARK = "run_watched"  # the function below every allocation of the thread that trains, and of no other
@@ -60,6 +61,8 @@ class Known:
     """Key -> category and module."""
     gradients: list[tuple[int, float, str | None]] = field(default_factory=list)
     """Key, moment and module of every gradient that autograd stored."""
+    began: float = 0.0
+    """When the step did: moments are seconds since then."""
     modules: list[tuple[float, str | None]] = field(default_factory=list)
     """From which moment on which module ran; None: outside the model."""
 
@@ -176,12 +179,21 @@ def watch_memory(
 ) -> MemoryProfile:
     """One step, watched. The optimizer's state must exist already. `named_modules` False: compiled, no hooks."""
     key_of = _pointer if device.type == "cuda" else _storage
+    if device.type == "cuda":
+        settle(step, batch, device)
     known = Known(held=held_tensors(module, optimizer, batch, key_of))
-    began = time.time()
-    with noted_gradients(module, known, key_of, began), noted_modules(module if named_modules else None, known, began):
+    with noted_gradients(module, known, key_of), noted_modules(module if named_modules else None, known):
         if device.type == "cuda":
-            return _watch_allocator(step, batch, known, began)
-        return _watch_dispatcher(step, batch, module, optimizer, known, began)
+            return _watch_allocator(step, batch, known)
+        return _watch_dispatcher(step, batch, module, optimizer, known)
+
+
+def settle(step: Callable[[Any], Any], batch: Any, device: torch.device) -> None:
+    """What steps before have left in the allocator's cache, uncompiled ones among them, is none of this step's: it is
+    given back, and one step takes what it needs itself."""
+    free_memory(device)
+    step(batch)
+    torch.cuda.synchronize()
 
 
 def run_watched(step: Callable[[Any], Any], batch: Any) -> None:
@@ -209,12 +221,10 @@ def held_tensors(
 
 
 @contextmanager
-def noted_gradients(
-    module: nn.Module, known: Known, key_of: Callable[[torch.Tensor], int], began: float
-) -> Iterator[None]:
+def noted_gradients(module: nn.Module, known: Known, key_of: Callable[[torch.Tensor], int]) -> Iterator[None]:
     def note(parameter: torch.Tensor, name: str) -> None:
         if parameter.grad is not None:
-            known.gradients.append((key_of(parameter.grad), time.time() - began, name.rpartition(".")[0]))
+            known.gradients.append((key_of(parameter.grad), time.time() - known.began, name.rpartition(".")[0]))
 
     hooks = [
         parameter.register_post_accumulate_grad_hook(partial(note, name=name))
@@ -243,12 +253,12 @@ def module_hooks(module: nn.Module | None, enter: Callable[[str], None], leave: 
 
 
 @contextmanager
-def noted_modules(module: nn.Module | None, known: Known, began: float) -> Iterator[None]:
+def noted_modules(module: nn.Module | None, known: Known) -> Iterator[None]:
     """Which module runs, from moment to moment."""
     running: list[str] = []
 
     def change() -> None:
-        known.modules.append((time.time() - began, running[-1] if running else None))
+        known.modules.append((time.time() - known.began, running[-1] if running else None))
 
     def enter(name: str) -> None:
         running.append(name)
@@ -306,9 +316,9 @@ def _watch_dispatcher(
     module: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     known: Known,
-    began: float,
 ) -> MemoryProfile:
-    watcher = _Storages(began)
+    known.began = time.time()
+    watcher = _Storages(known.began)
     state = (
         value for values in (optimizer.state if optimizer is not None else {}).values() for value in values.values()
     )
@@ -332,7 +342,7 @@ def _pointer(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _watch_allocator(step: Callable[[Any], Any], batch: Any, known: Known, began: float) -> MemoryProfile:
+def _watch_allocator(step: Callable[[Any], Any], batch: Any, known: Known) -> MemoryProfile:
     gc.collect()
     torch.cuda.synchronize()
     torch.cuda.memory._record_memory_history(
@@ -341,13 +351,14 @@ def _watch_allocator(step: Callable[[Any], Any], batch: Any, known: Known, began
     try:
         held = held_blocks(torch.cuda.memory._snapshot())
         torch.cuda.reset_peak_memory_stats()
+        known.began = time.time()  # what came before takes longer than a step
         run_watched(step, batch)
         torch.cuda.synchronize()
         peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
         history = torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]
     finally:
         torch.cuda.memory._record_memory_history(enabled=None)
-    blocks = blocks_of_history(history, held, began)
+    blocks = blocks_of_history(history, held, known.began)
     return anatomy(blocks, known, source="the CUDA allocator's history", peak_bytes=peak, reserved_bytes=reserved)
 
 

@@ -4,7 +4,7 @@
 
 `step` is any callable that takes a batch and trains `module` on it. Passes that would disturb one another are taken one
 after the other: warm up, time without a profiler, profile, watch for findings, watch the memory. `profile_job` does it
-for a recipe, in a worker's process.
+for a recipe, in a worker's process, and of compiled code looks at the modules of the same step without compile.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import json
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,19 +24,22 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from redline.core.measurement import spread_of
-from redline.core.profile import COMMUNICATION, DATA_WAIT, IDLE, Finding, MemoryProfile, Profile
+from redline.core.profile import COMMUNICATION, DATA_WAIT, IDLE, Finding, MemoryProfile, Profile, Uncompiled
+from redline.core.user_code import first_line
 from redline.engine.build import build
 from redline.engine.clock import Clock
 from redline.engine.distributed import Ranks, alone
 from redline.engine.findings import CompilerLog, Watch, compiler_log, merge, starvation, watch_syncs
-from redline.engine.fit import free_memory
+from redline.engine.fit import free_memory, in_pieces_that_fit
 from redline.engine.measure import Bench, sharing_of, slowest
 from redline.engine.memory import is_out_of_memory
 from redline.engine.memory_snapshot import module_hooks, watch_memory
+from redline.engine.probe import probe
 from redline.engine.profiling_summary import kernels_of, launches_of, modules_of, parts_of, work_factor
 from redline.engine.profiling_timeline import DATA_RANGE, MODULE, STEP, WINDOW, read_timeline
 from redline.engine.proof import attention_kernel, shares_of
 from redline.rungs import plan_of
+from redline.rungs.ladder import Compile, without_rung
 
 TRACE_FILE = "trace.json.gz"
 PROFILED_STEPS = 3
@@ -51,6 +54,20 @@ Report = Callable[..., None]
 
 def profile_job(bench: Bench, folder: Path) -> Profile:
     """The recipe of a job. The trace is written into `folder`."""
+    found = profile_recipe(bench, folder)
+    told_apart = any(row.module is not None for row in found.modules)
+    if not found.compiled or told_apart or bench.ranks.joined:  # a rank that fails alone would leave the others waiting
+        return found
+    bench.report("modules without compile")
+    try:
+        return replace(found, uncompiled=modules_without_compile(bench))
+    except Exception as error:  # whatever it is: the profile is whole, and says what is missing
+        words = f"{type(error).__name__}: {first_line(error)}"
+        reason = "not even one sequence fits" if is_out_of_memory(error) else words
+        return replace(found, notes=(*found.notes, f"modules were not told apart without compile: {reason}"))
+
+
+def profile_recipe(bench: Bench, folder: Path) -> Profile:
     job, plan = bench.job, plan_of(bench.job.recipe.rungs)
     bench.report("building")
     tell_kernels_apart()
@@ -80,6 +97,32 @@ def profile_job(bench: Bench, folder: Path) -> Profile:
             )
         finally:
             training.close()
+
+
+def modules_without_compile(bench: Bench) -> Uncompiled:
+    """The last pass: nothing is measured after it, neither time nor memory."""
+    torch.compiler.reset()  # compiled code, and recorded graphs with it, holds on to the model
+    free_memory(bench.device)
+    return in_pieces_that_fit(
+        lambda size: look_at_modules(bench, size or 1), chunk=bench.job.recipe.micro_batch, device=bench.device
+    )
+
+
+def look_at_modules(bench: Bench, micro_batch: int) -> Uncompiled:
+    job, device = bench.job, bench.device
+    rungs, undone = without_rung(job.recipe.rungs, Compile.name, job.workload, probe(device.type))
+    training = build(job.workload, plan_of(rungs), micro_batch=micro_batch, tokens=bench.tokens, device=device)
+    try:
+        loop = Loop(step=training.step, batches=training.batches, device=device, ranks=bench.ranks)
+        seconds, _ = loop.time_steps(loop.warm_up())
+        events = loop.profile_steps(job.timed_steps or PROFILED_STEPS, training.model, None)
+    finally:
+        training.close()
+    timeline, step_seconds = read_timeline(events), spread_of(seconds).median
+    factor = work_factor(timeline, step_seconds, device=device.type)
+    return Uncompiled(
+        micro_batch=micro_batch, step_seconds=step_seconds, undone=undone, modules=modules_of(timeline, factor)
+    )
 
 
 def tell_kernels_apart() -> None:

@@ -26,7 +26,7 @@ from torch import nn
 from redline.core.checkpoints import STATE_FILE, list_checkpoints, order_of
 from redline.core.errors import UserError
 from redline.core.layout import Layout
-from redline.core.plan import Plan
+from redline.core.plan import ADAMWS, Plan
 from redline.core.recipe import Recipe
 from redline.core.traced import Traced
 from redline.core.training import TrainSettings
@@ -48,18 +48,18 @@ from redline.engine.export import CONFIG_FILE, load_weights
 from redline.engine.memory import is_out_of_memory
 from redline.engine.rank_stores import FollowingStore, LeadingStore, ShardedStore, Store
 from redline.engine.sample import sample
-from redline.engine.shard import is_cut, is_pipelined
+from redline.engine.shard import is_cut
 from redline.engine.step import TrainStep
 from redline.engine.train import DivergedError, Emit, NotSavedError, Trainer
 from redline.model.adapter import Adapter, adapter_of
 from redline.optim.schedule import make_schedule
 from redline.rungs import plan_of
+from redline.rungs.ladder import for_layout
 from redline.workloads import resolve_workload
 
 SAMPLE_TOKENS = 60
 STREAM_WORKERS = 2  # tokenising in the training process itself would stop the device for it
 SMALLER = "a smaller --micro-batch makes the same updates"
-SAME_ADAMW = ("adamw-loop", "adamw-foreach", "adamw-fused")  # one rule, three implementations: a run may change them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +95,9 @@ def train(order: TrainOrder, emit: Emit, ranks: Ranks | None = None) -> dict[str
         emit("note", text=ranks.layout.words_of_bubble(order.micro_batches))
     if settings.deterministic:
         be_deterministic()
-    plan = shared_plan(training_plan(order.recipe), ranks)
+    plan = training_plan(order.recipe, ranks.layout)
+    if ranks.joined and ranks.count == 1:
+        emit("note", text="one rank: it shares with nobody, so that nothing is gathered or averaged")
     data = open_data(order, emit)
     step = build_step(
         order.workload,
@@ -154,22 +156,11 @@ def be_deterministic() -> None:
     torch.backends.cudnn.benchmark = False
 
 
-def training_plan(recipe: Recipe) -> Plan:
-    """The recipe's, with the loss left to the trainer, who reads it once per cycle. A plan that reads it at every step
-    keeps doing so: that is what its row in the ladder measured."""
-    plan = plan_of(recipe.rungs)
+def training_plan(recipe: Recipe, layout: Layout | None = None) -> Plan:
+    """The recipe's among these ranks (None: one process), with the loss left to the trainer, who reads it once per
+    cycle. A plan that reads it at every step keeps doing so: that is what its row in the ladder measured."""
+    plan = plan_of(for_layout(recipe.rungs, layout or Layout()))
     return plan if plan.read_loss_every == 1 else replace(plan, read_loss_every=0)
-
-
-def shared_plan(plan: Plan, ranks: Ranks) -> Plan:
-    """One process shares with nobody, whatever the recipe says; several share the usual way unless it says another.
-    Layers are cut, and stand in stages, where the layout says so."""
-    plan = replace(plan, tensor_parallel=ranks.layout.tensor > 1)
-    if (ranks.layout.pipeline > 1) != is_pipelined(plan):
-        plan = replace(plan, pipeline="1f1b" if ranks.layout.pipeline > 1 else "none")
-    if not ranks.joined or (ranks.layout.data == 1 and not ranks.layout.is_plain):
-        return replace(plan, parallel="none")  # nobody has other data
-    return plan if plan.parallel != "none" else replace(plan, parallel="ddp")
 
 
 def open_store(order: TrainOrder, plan: Plan, ranks: Ranks) -> Store:
@@ -297,7 +288,7 @@ def identity_of(order: TrainOrder, data: Data) -> dict[str, Any]:
         **(made_identity(data) if isinstance(data, MadeData) else text_identity(order, data, plan)),
         "seed": order.workload.seed,
         "global_batch": settings.global_batch,
-        "optimizer": "adamw" if plan.optimizer in SAME_ADAMW else plan.optimizer,
+        "optimizer": "adamw" if plan.optimizer in ADAMWS else plan.optimizer,
     }
 
 

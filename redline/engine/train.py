@@ -171,7 +171,8 @@ class Trainer:
         position = self.progress.updates * self.settings.global_batch
         self.loader = loader = self.open_loader(position, self.data_state)
         self.began = (self.progress.tokens, loader.epoch)
-        with self.store, closing(loader), asked_to_stop() as asked:
+        # Asked to stop, a run still finishes the checkpoint that is being written: the store waits for it inside.
+        with asked_to_stop() as asked, self.store, closing(loader):
             with self.ranks.watched():
                 while (why := self._why_over(asked)) is None:
                     if self._cycle(loader, asked):

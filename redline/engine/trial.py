@@ -2,6 +2,7 @@
 
 measure_unless_slower(bench)   # a look; the whole measurement follows if the steps keep up with `give_up_seconds`
 look(bench)                    # the time alone: repeats of what was checked already
+compile_only(bench)            # for the cache, which a measurement finds filled later (search/ahead.py)
 
 A look builds, compiles, warms up and times. Its Measurement has no loss curve and no gradient check, so nothing can
 mistake it for one that was checked.
@@ -65,6 +66,23 @@ def look(bench: Bench, *, brief: bool = False) -> Measurement:
         outside_bytes=outside,
         alloc_retries=retries,
     )
+
+
+def compile_only(bench: Bench) -> Measurement:
+    """Forward and backward of one batch, and once more for what a step of compiled code takes."""
+    job, device = bench.job, bench.device
+    bench.report("building")
+    size = job.recipe.micro_batch
+    training = build(job.workload, plan_of(job.recipe.rungs), micro_batch=size, tokens=bench.tokens, device=device)
+    batch, seconds = next(training.batches), []
+    bench.report("compiling")
+    for _ in range(2):
+        started = time.perf_counter()
+        training.step.compute_gradients(batch).item()
+        training.step.optimizer.zero_grad(set_to_none=True)
+        seconds.append(time.perf_counter() - started)
+    training.close()
+    return Measurement(loss_curve=(), compile_seconds=max(seconds[0] - seconds[1], 0.0))
 
 
 def warm_up(bench: Bench, training: Training, seconds: float) -> float:

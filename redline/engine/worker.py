@@ -23,10 +23,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from redline.core.errors import UserError
-from redline.core.job import FAILURE_FILE, RANK_FILE, STANDING_FILE, Job, write_atomically
+from redline.core.errors import ModelError, UserError
+from redline.core.job import FAILURE_FILE, MEASUREMENT_FILE, RANK_FILE, STANDING_FILE, Job, write_atomically
 from redline.core.measurement import Failure, Measurement
 from redline.core.profile import Profile
+from redline.core.rank_processes import agent_environment
 from redline.core.user_code import users_line
 from redline.core.values import from_json, to_json
 
@@ -66,7 +67,7 @@ def work(job: Job, folder: Path, failure_file: str, ranks: Ranks | None = None) 
         # Not through what closes collectives: the others may be waiting in one.
         return 1 if ranks is None else leave_at_once()
     if ranks is None or ranks.leads:
-        write_atomically(folder / "measurement.json", json.dumps(to_json(answer)))
+        write_atomically(folder / MEASUREMENT_FILE, json.dumps(to_json(answer)))
     report("done")
     return 0
 
@@ -76,7 +77,7 @@ def run(job: Job, run_directory: Path, report: Any, ranks: Ranks | None = None) 
 
     from redline.engine.distributed import alone
     from redline.engine.measure import Bench, measure, measure_reference
-    from redline.engine.trial import look, measure_unless_slower
+    from redline.engine.trial import compile_only, look, measure_unless_slower
 
     device = torch.device(job.device) if ranks is None else ranks.connect(job.device)
     bench = Bench(
@@ -92,7 +93,14 @@ def run(job: Job, run_directory: Path, report: Any, ranks: Ranks | None = None) 
         return profile_job(bench, run_directory)
     if job.give_up_seconds is not None:
         return measure_unless_slower(bench)
-    return {"reference": measure_reference, "look": look, "measure": measure, "trial": measure}[job.kind](bench)
+    kinds = {
+        "reference": measure_reference,
+        "look": look,
+        "measure": measure,
+        "trial": measure,
+        "compile": compile_only,
+    }
+    return kinds[job.kind](bench)
 
 
 # --- several ranks ----------------------------------------------------------------------------------------------------
@@ -102,8 +110,7 @@ def lead_ranks(job: Job, folder: Path) -> int:
     """As torchrun's agent. Standard output is left to rank 0."""
     from redline.engine.agent import run_ranks
 
-    os.environ.setdefault("LOGLEVEL", "CRITICAL")  # the agent's own lines: what it knows is told in one
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // job.ranks)))
+    os.environ.update(agent_environment(job.ranks, os.cpu_count() or 1))
     with tempfile.TemporaryDirectory(prefix="redline-ranks-") as logs:
         words = ["--standalone", f"--nproc-per-node={job.ranks}", f"--log-dir={logs}"]
         failures = run_ranks([*words, "-m", "redline.engine.worker", str(folder)])
@@ -196,6 +203,10 @@ def describe(error: Exception) -> Failure:
     text = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
     if is_out_of_memory(error):
         return Failure(kind="oom", reason=f"out of memory: {text}")
+    if isinstance(error, ModelError):
+        return Failure(
+            kind="error", reason=f"{error.problem}: {error.why}", mistake=(error.problem, error.why, error.fix)
+        )
     if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
         return Failure(kind="compile", reason=f"torch.compile failed: {type(error).__name__}: {text}")
     return Failure(kind="error", reason=f"{type(error).__name__}: {text}")

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -177,7 +177,7 @@ def loss_function(functions: Functions, model: nn.Module, kind: str) -> Loss:
     if kind == "cross-entropy":
         return lambda batch: cross_entropy(logits_of(model(batch[0])), batch[1])
     if kind == "attribute":
-        return lambda batch: called(model, batch).loss
+        return lambda batch: part(called(model, batch), "loss")
     return lambda batch: called(model, batch)
 
 
@@ -191,8 +191,8 @@ def find_loss(functions: Functions, model: nn.Module, batch: Any) -> str:
         if is_pair(batch) and takes_inputs_only(model):
             return check_logits(logits_of(model(batch[0])), batch[1], functions)
         found = called(model, batch)
-    if hasattr(found, "loss"):
-        check_loss(found.loss, f"the .loss of what {functions.words} returns", f"{call_of(batch)}.loss")
+    if has_part(found, "loss"):
+        check_loss(part(found, "loss"), f"the loss in what {functions.words} returns", f"{call_of(batch)}.loss")
         return "attribute"
     check_loss(found, functions.words, call_of(batch))
     return "model"
@@ -223,9 +223,17 @@ def takes_inputs_only(model: nn.Module) -> bool:
     return len(required) <= 1 and not (len(named) > 1 and named[1].name in TARGETS)
 
 
+def has_part(found: Any, name: str) -> bool:
+    """Models that return several things name them: as attributes, as transformers does, or in a dict."""
+    return name in found if isinstance(found, Mapping) else hasattr(found, name)
+
+
+def part(found: Any, name: str) -> Any:
+    return found[name] if isinstance(found, Mapping) else getattr(found, name)
+
+
 def logits_of(found: Any) -> Any:
-    """transformers' models wrap theirs."""
-    return getattr(found, "logits", found)
+    return part(found, "logits") if has_part(found, "logits") else found
 
 
 def are_logits(logits: Any, targets: torch.Tensor) -> bool:
@@ -253,8 +261,20 @@ def check_logits(logits: Any, targets: torch.Tensor, functions: Functions) -> st
         f"{functions.words} returned {described(logits)} for targets of {described(targets)}",
         "without a loss in the file, inputs and targets get cross-entropy: logits with one more dimension than the "
         "int64 targets",
-        f"write `def loss(model, batch)` into {functions.words.partition(':')[0]}: it returns the mean loss of a batch",
+        how_to_take_logits(logits, targets, functions.words.partition(":")[0]),
     )
+
+
+def how_to_take_logits(found: Any, targets: torch.Tensor, file: str) -> str:
+    """A tuple, as of a model that hands its cache on as well: where one of its elements would do, it is named."""
+    write = f"write `def loss(model, batch)` into {file}"
+    several = enumerate(found) if isinstance(found, (tuple, list)) else ()
+    key = next((key for key, each in several if are_logits(each, targets)), None)
+    if key is None:
+        return f"{write}: it returns the mean loss of a batch"
+    flat = found[key].shape[:-1] == targets.shape
+    logits, classes = (".flatten(0, -2)", ".flatten()") if flat else ("", "")  # else they are second, as F takes them
+    return f"{write}: `return F.cross_entropy(model(batch[0])[{key}].float(){logits}, batch[1]{classes})`"
 
 
 def check_loss(found: Any, what: str, call: str) -> None:

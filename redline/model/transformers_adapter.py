@@ -22,7 +22,7 @@ from transformers.activations import ACT2FN
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from redline.core.errors import UserError
+from redline.core.errors import ModelError, UserError
 from redline.core.plan import Plan
 from redline.core.workload import Workload
 from redline.model.adapter import DTYPES, Adapter, LossOf, exchange_gelus, fused_head
@@ -123,11 +123,11 @@ class TransformersAdapter(Adapter):
             model.train()
 
 
-def refused(error: Exception) -> UserError:
+def refused(error: Exception) -> ModelError:
     text = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
     why = f"it knows no {text}" if isinstance(error, KeyError) else text  # such as a rope_type that is newer than it
     fix = "mend it, or install a newer transformers; `redline estimate` reads its sizes alone"
-    return UserError("transformers cannot build the config", why, fix)
+    return ModelError("transformers cannot build the config", why, fix)
 
 
 def drops(model: nn.Module) -> bool:

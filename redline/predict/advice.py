@@ -7,6 +7,9 @@ The gain of a rung is measured time times a predicted ratio: what the roofline e
 the rung, over what it expects without. So a wrong peak cancels out to first order, and a pool that the rung leaves
 alone gains nothing. Idle time shrinks with the number of kernels that have to be launched. Gains are estimates of each
 rung alone; two of them together give less than their sum. Measure: `redline ladder --from RECIPE`.
+
+Where that leaves fewer than three, bounds follow: by how much the kernels of a group miss the rates that the machine
+reaches. They say where time is left, not how to get it, and are marked (`at_most`).
 """
 
 from __future__ import annotations
@@ -32,11 +35,13 @@ from redline.core.profile import (
     Profile,
 )
 from redline.core.traced import Traced
-from redline.core.units import human_seconds
+from redline.core.units import human_percent, human_seconds
 from redline.core.workload import Shape
 from redline.predict.operations import Operation, operations
+from redline.predict.reach import Reach, reach_of
 from redline.predict.roofline import IDEAL, TYPICAL, Peaks, peaks_for, roofline
 
+THINGS = 3  # to gain: bounds fill up what rungs and lines leave
 LEAST_SHARE = 0.01  # of the step: less is inside the noise of measuring it
 IDLE_SHARE = 0.05
 NO_SYNC = "no-sync"
@@ -58,6 +63,16 @@ POOL_NAMES = {
     OPTIMIZER: "the optimizer takes",
     MEMORY_BOUND: "normalisations, element-wise work and copies take",
     IDLE: "nothing runs for",
+}
+# Of each group, what a bound is a bound on.
+FASTER = {
+    CONTRACTION: "faster tensor contractions",
+    ATTENTION: "a faster attention kernel",
+    NORMALISATION: "faster normalisations",
+    ELEMENTWISE: "faster element-wise kernels",
+    LOSS: "a faster loss kernel",
+    OPTIMIZER: "a faster update",
+    MOVEMENT: "faster copies",
 }
 # Why a rung helps, where its title alone does not say it.
 REASONS = {
@@ -92,6 +107,8 @@ class Rates:
     """By precision."""
     bandwidth: float
     source: str
+    reachable: bool = True
+    """False: the best kernels of the profile itself, which the machine may surpass, so that no bound follows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +118,8 @@ class Advice:
     gain_seconds: float | None
     """Of a step; None where nothing tells how much."""
     rung: str | None = None
+    at_most: bool = False
+    """`gain_seconds` is a bound, not an estimate: nothing here is known to bring it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +139,7 @@ class Case:
         return next((each for each in self.candidates if each.rung == rung), None)
 
     def share(self, seconds: float) -> str:
-        return f"{human_seconds(seconds)} of {human_seconds(self.step)} ({seconds / self.step:.0%})"
+        return f"{human_seconds(seconds)} of {human_seconds(self.step)} ({human_percent(seconds / self.step, 0)})"
 
 
 def advise(
@@ -132,11 +151,12 @@ def advise(
     candidates: Sequence[Candidate],
     rates: Rates | None,
 ) -> tuple[Advice, ...]:
-    """Most to gain first; what is not known in seconds comes last."""
+    """Most to gain first, then what is not known in seconds, then bounds where that makes fewer than three."""
     case = Case(profile=profile, shape=shape, plan=plan, micro_batch=micro_batch, candidates=candidates, rates=rates)
     found = [advice for rule in RULES for advice in rule(case)]
     worth = [each for each in found if each.gain_seconds is None or each.gain_seconds >= LEAST_SHARE * case.step]
-    return tuple(sorted(worth, key=lambda each: -1.0 if each.gain_seconds is None else each.gain_seconds, reverse=True))
+    worth.sort(key=lambda each: -1.0 if each.gain_seconds is None else each.gain_seconds, reverse=True)
+    return (*worth, *bounds(case, worth)[: max(0, THINGS - len(worth))])
 
 
 def rates_of(profile: Profile, plan: Plan, device: Device | None, measured: MeasuredPeaks | None) -> Rates | None:
@@ -155,6 +175,7 @@ def rates_of(profile: Profile, plan: Plan, device: Device | None, measured: Meas
         matmul_tflops={plan.usual_precision: max(flops) / 1e12},
         bandwidth=max(moved),
         source="the best kernels of this profile",
+        reachable=False,
     )
 
 
@@ -287,13 +308,20 @@ def synchronisations(case: Case) -> Iterator[Advice]:
 def idle_gaps(case: Case) -> Iterator[Advice]:
     """What is left idle when no rung would launch fewer kernels."""
     idle = case.profile.by_group()[IDLE] - case.profile.sync_idle_seconds
-    helps = any(gains_of(case, each).get(IDLE, 0.0) > 0 for each in case.candidates)
-    if case.profile.device == "cuda" and idle > IDLE_SHARE * case.step and not helps:
-        yield Advice(
-            what="give each launch more work: a larger micro batch",
-            why=f"the device waits for the host for {case.share(idle)}, {case.profile.launches:,.0f} launches a step",
-            gain_seconds=idle,
-        )
+    if case.profile.device == "cuda" and idle > IDLE_SHARE * case.step and not launches_less(case):
+        yield more_work(case, idle)
+
+
+def launches_less(case: Case) -> bool:
+    return any(gains_of(case, each).get(IDLE, 0.0) > 0 for each in case.candidates)
+
+
+def more_work(case: Case, idle: float) -> Advice:
+    return Advice(
+        what="give each launch more work: a larger micro batch",
+        why=f"the device waits for the host for {case.share(idle)}, {case.profile.launches:,.0f} launches a step",
+        gain_seconds=idle,
+    )
 
 
 # what the findings say
@@ -380,3 +408,80 @@ RULES = (
     recomputation,
     rungs_to_measure,
 )
+
+
+# bounds
+
+
+def bounds(case: Case, advised: Sequence[Advice]) -> list[Advice]:
+    """What no advice above reaches for, largest first. A group that an advised rung helps is left to the rung."""
+    rungs = [rung for each in advised if each.rung is not None and (rung := case.candidate(each.rung)) is not None]
+    least = LEAST_SHARE * case.step
+    helped = {pool for rung in rungs for pool, gain in gains_of(case, rung).items() if gain >= least}
+    found = [each for group in FASTER if POOLS[group] not in helped for each in group_bound(case, group)]
+    found += [] if IDLE in helped else idle_bound(case)
+    worth = [each for each in found if (each.gain_seconds or 0.0) >= least]
+    return sorted(worth, key=lambda each: each.gain_seconds or 0.0, reverse=True)
+
+
+def group_bound(case: Case, group: str) -> Iterator[Advice]:
+    """By how much the kernels of a group miss the rates of the machine."""
+    spent = case.profile.by_group()[group]
+    if case.rates is None or not case.rates.reachable or spent < LEAST_SHARE * case.step:
+        return
+    reach = reach_of(
+        (kernel for kernel in case.profile.kernels if kernel.group == group),
+        matmul_tflops=case.rates.matmul_tflops,
+        bandwidth=case.rates.bandwidth,
+        tf32=case.plan.matmul_precision == "high",
+    )
+    if reach is None:
+        return
+    yield Advice(
+        what=FASTER[group],
+        why=f"{group} takes {case.share(spent)}; {known_words(reach, spent)}{work_words(case, group, reach)} would "
+        f"take {human_seconds(reach.least_seconds)} at {rate_words(case.rates, reach)}{other_kernels(case, group)}",
+        gain_seconds=reach.gain_seconds,
+        at_most=True,
+    )
+
+
+def known_words(reach: Reach, spent: float) -> str:
+    """Where only a part of the group can be judged: which."""
+    if reach.seconds > 0.995 * spent:
+        return ""
+    share, seconds = human_percent(reach.seconds / spent, 0), human_seconds(reach.seconds)
+    return f"of {share} of that the work is known: {seconds}, where "
+
+
+def work_words(case: Case, group: str, reach: Reach) -> str:
+    """'its 4.33 TFLOP', 'its 35.1 GB'; and of attention which of its scores are counted."""
+    flops = f"{reach.flops / 1e12:.3g} TFLOP" if reach.flops >= 1e11 else f"{reach.flops / 1e9:.3g} GFLOP"
+    size = f"{reach.bytes / 1e9:.3g} GB"
+    work = [flops] * bool(reach.tflops) + [size] * reach.by_bytes
+    hidden = "without pairs that a causal mask hides"
+    fused = hidden if case.plan.attention != "naive" else "the full square of scores"
+    return f"its {' and '.join(work)}" + (f" ({fused})" if group == ATTENTION and reach.tflops else "")
+
+
+def rate_words(rates: Rates, reach: Reach) -> str:
+    bandwidth = rates.bandwidth / 1e9
+    moved = f"{bandwidth / 1e3:.3g} TB/s" if bandwidth >= 1e3 else f"{bandwidth:.3g} GB/s"
+    computed = [f"{' or '.join(f'{rate:.4g}' for rate in reach.tflops)} TFLOP/s"] * bool(reach.tflops)
+    return " and ".join([*computed, *[moved] * reach.by_bytes])
+
+
+def other_kernels(case: Case, group: str) -> str:
+    """Of attention: whose kernel is chosen by a rung. Which one is faster no prediction tells."""
+    if group != ATTENTION:
+        return ""
+    others = [each.rung for each in case.candidates if each.plan.attention != case.plan.attention]
+    return f"; {' or '.join(others)} would be another kernel" if others else "; no rung here brings another kernel"
+
+
+def idle_bound(case: Case) -> list[Advice]:
+    """Idle time that is too little for advice of its own, and that no rung removes."""
+    idle = case.profile.by_group()[IDLE] - case.profile.sync_idle_seconds
+    if case.profile.device != "cuda" or idle > IDLE_SHARE * case.step or launches_less(case):
+        return []
+    return [replace(more_work(case, idle), at_most=True)]

@@ -14,6 +14,7 @@ from typing import Any
 
 from redline.core.devices import Device
 from redline.core.hardware import Hardware, MeasuredPeaks
+from redline.core.plan import ADAMWS
 from redline.core.values import to_json
 from redline.predict.communication import Fabric
 from redline.predict.fitting import Case, what_to_change
@@ -37,9 +38,6 @@ from redline.predict.layouts import (
 from redline.predict.memory import Memory
 from redline.predict.parallel import Layout
 from redline.predict.roofline import Peaks, Prediction, Roofline, predict_step, reachable, sheet_peaks
-
-# The peaks of docs/memory.md are of GPT-2 on one GPU with AdamW.
-MEASURED_OPTIMIZERS = ("adamw-loop", "adamw-foreach", "adamw-fused")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +82,8 @@ class Subject:
     """Where the layout was not named."""
     words: str | None = None
     """What to type to measure it; None where nothing can be built from what was described."""
+    train: dict[str, str | None] | None = None
+    """Of several GPUs: `command`, what to type to train like that, or the `reason` why nothing does."""
 
 
 def document(subject: Subject, target: Target) -> dict[str, Any]:
@@ -113,9 +113,16 @@ def document(subject: Subject, target: Target) -> dict[str, Any]:
         "tokens_per_second": speed,
         "tokens_per_second_reason": reason,
         "batch": batch_json(subject.layout),
-        "parallel": parallel and subject.fabric and parallel_json(parallel, subject.fabric, subject.advice),
+        "parallel": parallel
+        and subject.fabric
+        and {**parallel_json(parallel, subject.fabric, subject.advice), "train": train_json(subject, fits)},
         "notes": [*target.notes, *subject.notes, *case_notes(case), *(step_notes(parallel) if parallel else ())],
     }
+
+
+def train_json(subject: Subject, fits: bool | None) -> dict[str, str | None] | None:
+    """Nobody is sent to train what does not fit."""
+    return {"command": None, "reason": "it does not fit"} if fits is False else subject.train
 
 
 # notes
@@ -136,7 +143,7 @@ def case_notes(case: Case) -> Iterator[str]:
 
 
 def reasoned(case: Case) -> Iterator[str]:
-    """What sets a case apart from those whose peaks were measured."""
+    """What sets a case apart from those whose peaks were measured: GPT-2 on one GPU with AdamW (docs/memory.md)."""
     if case.inference:
         yield "inference"
         return
@@ -146,7 +153,7 @@ def reasoned(case: Case) -> Iterator[str]:
         yield "several GPUs"
     if case.plan.precision == "fp8":
         yield "8-bit products"
-    if case.optimizer_name not in MEASURED_OPTIMIZERS:
+    if case.optimizer_name not in ADAMWS:
         yield f"the optimizer {case.optimizer_name}"
 
 

@@ -66,6 +66,8 @@ class ParallelStep:
     """Why there is no time."""
     alone_seconds: float | None
     """Of the same micro batches on one GPU that holds the whole model, whether or not it could."""
+    plan: Plan
+    """What each GPU runs."""
 
     @property
     def tokens(self) -> int:
@@ -118,6 +120,7 @@ def _predict(case: Case, memory: Memory, fabric: Fabric, bench: Bench | None, re
         time=time,
         reason=missing,
         alone_seconds=alone,
+        plan=case.plan,
     )
 
 
@@ -224,7 +227,7 @@ class Recommendation:
     """Layouts that divide: cuts times ZeRO stages."""
     fitting: int
     undivided: int
-    """Cuts of these GPUs that the model, the node or the global batch does not allow."""
+    """Cuts of these GPUs that the model, the node, the global batch or the trainer does not allow."""
     reason: str
 
 
@@ -244,6 +247,13 @@ class Search:
     peaks: Peaks | None = None
     reason: str | None = None
     """Why there are no peaks."""
+    plan_of: Callable[[int, int, int], Plan | None] | None = None
+    """The plan of a trainer with this TP, PP and ZeRO stage, None where it cannot run that; without it the case's own
+    plan is taken for all of them."""
+
+    def planned(self, tp: int, pp: int, zero: int) -> Case | None:
+        plan = self.case.plan if self.plan_of is None else self.plan_of(tp, pp, zero)
+        return None if plan is None else replace(self.case, plan=plan, zero=zero)
 
     def sizes(self, dp: int) -> tuple[int, ...]:
         """Micro batches that give the global batch, smallest first; of very many only some."""
@@ -256,12 +266,13 @@ class Search:
 
     def cases(self, tp: int, pp: int, zero: int) -> Iterator[tuple[Case, Memory]]:
         """With each micro batch that fits and could be the fastest; where none fits, with the smallest."""
-        fits, sizes = False, self.sizes(self.gpus // (tp * pp))
-        for size in reversed(sizes):
+        fits, sizes, planned = False, self.sizes(self.gpus // (tp * pp)), self.planned(tp, pp, zero)
+        for size in reversed(sizes) if planned else ():
+            assert planned is not None
             layout = layout_for_batch(
                 gpus=self.gpus, tp=tp, pp=pp, micro_batch=size, global_batch=self.global_batch, shape=self.case.shape
             )
-            case = replace(self.case, layout=layout, zero=zero)
+            case = replace(planned, layout=layout)
             memory = case.memory(size)
             fits_now = memory.total <= self.memory_bytes
             if fits_now or (size == sizes[0] and not fits):

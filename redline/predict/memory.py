@@ -154,6 +154,12 @@ def _check_choices(plan: Plan, layout: Layout, zero: int) -> None:
             raise unknown_name(name, value, known)
     if zero not in ZERO_STAGES:
         raise UserError(f"ZeRO stage {zero}", "the stages are 0 to 3", "use 0, 1, 2 or 3")
+    if zero < 3:  # FSDP around one GPU has a meaning: all tensors whole, and 16-bit weights of a block at a time
+        check_replicas(zero, layout)
+
+
+def check_replicas(zero: int, layout: Layout) -> None:
+    """Refuses to share state among one replica."""
     if zero and layout.dp == 1:
         raise UserError(
             f"ZeRO stage {zero} with one replica of the model",

@@ -16,7 +16,7 @@ from rich.text import Text
 from redline.core.units import UNKNOWN, batch_words, human_bytes, human_percent, human_rate, human_seconds, rate_unit
 from redline.predict.fitting import MOST_SEQUENCES
 from redline.report import Document, one_line
-from redline.report.parallel import print_parallel
+from redline.report.parallel import print_parallel, train_text
 from redline.report.plain_table import plain_table
 from redline.report.table import Note, notes_grid
 
@@ -75,6 +75,9 @@ def print_estimate(document: Document, console: Console, *, operations: bool = F
         print_parallel(document["parallel"], console)
     console.print()
     console.print(notes_grid(list(notes_of(document))))
+    if document.get("parallel") is not None:
+        console.print()
+        console.print(Text(train_text(document["parallel"]["train"], console.width)), soft_wrap=True)
 
 
 def subject_text(document: Document) -> str:

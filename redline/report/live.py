@@ -128,7 +128,7 @@ class LiveLadder:
 
     def _compile_seconds(self) -> float | None:
         """What the last row that compiled took: each row compiles the whole model from an empty cache, and the next
-        does about the same. A repeat finds its own cache filled, so nobody can say."""
+        does about the same, or less where it finds its code compiled. Of a repeat nobody can say."""
         if any(row["rung"] == self._rung for row in self._rows):
             return None
         return next((row["compile_seconds"] for row in reversed(self._rows) if row.get("compile_seconds")), None)

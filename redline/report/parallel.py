@@ -5,6 +5,7 @@ print_parallel(document["parallel"], Console())     the document is that of `red
 
 from __future__ import annotations
 
+import shlex
 from typing import Any
 
 from rich.console import Console
@@ -12,8 +13,10 @@ from rich.table import Table
 from rich.text import Text
 
 from redline.core.units import UNKNOWN, counted, human_bytes, human_percent, human_rate, human_seconds
-from redline.report import Document
+from redline.report import Document, one_line
 from redline.report.plain_table import plain_table
+
+INDENT, GOES_ON = "  ", " \\"
 
 
 def print_parallel(parallel: Document, console: Console) -> None:
@@ -27,6 +30,25 @@ def print_parallel(parallel: Document, console: Console) -> None:
         console.print()
         console.print(layouts_table(parallel["recommendation"]))
         console.print(Text(parallel["recommendation"]["reason"] + ".", overflow="fold"))
+
+
+def train_text(train: Document, width: int) -> str:
+    """The line to type, broken where a shell lets it be."""
+    if train["command"] is None:
+        return f"redline train does not run this: {one_line(train['reason'])}"
+    lines = [""]
+    for word in _unbroken(one_line(train["command"])):
+        longer = f"{lines[-1]} {word}".strip()
+        if len(lines[-1]) and len(longer) > width - len(INDENT) - len(GOES_ON):
+            lines.append(word)
+        else:
+            lines[-1] = longer
+    return "to train like that:\n" + f"{GOES_ON}\n".join(f"{INDENT}{line}" for line in lines)
+
+
+def _unbroken(command: str) -> list[str]:
+    """Words as the shell reads them, quotes and all: none is broken."""
+    return [shlex.quote(word) if word not in ("&&", ">") else word for word in shlex.split(command)]
 
 
 def layout_text(parallel: Document) -> str:

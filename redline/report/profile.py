@@ -7,29 +7,30 @@ At most 100 columns. Layers of one kind are shown together: h.0.attn and h.1.att
 
 from __future__ import annotations
 
-import os
 import re
 from collections import defaultdict
 from collections.abc import Iterator
-from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from redline.core.places import short
 from redline.core.profile import IDLE, RECIPE
 from redline.core.units import UNKNOWN, batch_words, human_bytes, human_percent, human_rate, human_seconds, rate_unit
+from redline.predict.advice import THINGS
 from redline.report import Document, one_line
 from redline.report.table import WIDTH_COLUMNS, Note, milliseconds, notes_grid, ranks_of, sharing_text
 
-PACKAGE_PARENT = str(Path(__file__).resolve().parents[2]) + os.sep
-SHOWN_ADVICE, SHOWN_KERNELS, SHOWN_MODULES, SHOWN_LINES, SHOWN_FINDINGS = 3, 10, 8, 6, 12
+SHOWN_ADVICE = THINGS
+SHOWN_KERNELS, SHOWN_MODULES, SHOWN_LINES, SHOWN_FINDINGS = 10, 8, 6, 12
 BAR_COLUMNS = 30
 TIMELINE_ROWS, LABEL_COLUMNS = 6, 10
-NAME_COLUMNS = 32
+NAME_COLUMNS, NAME_END_COLUMNS = 32, 9
 IDLE_ON_CPU = "between operators"
 OUTSIDE = "outside the model's modules"
+NO_MODULE = "the loss, the batch, temporaries of the backward pass"
 IN_COMPILED = "unknown: compiled code has no modules"
 
 
@@ -52,7 +53,10 @@ def parts_of(document: Document, width: int) -> Iterator[tuple[str, Table | Text
         yield "to do first", advice_table(document)
     yield "where the time goes", groups_table(document)
     yield "by phase", phases_table(document)
-    yield "by module", modules_table(document)
+    if document.get("modules_without_compile"):  # documents of older runs have none
+        yield f"by module, {uncompiled_words(document)}", uncompiled_table(document)
+    else:
+        yield "by module", modules_table(document)
     yield "kernels" if document["device"] == "cuda" else "operators", kernels_table(document)
     if document["findings"]:
         yield "found in the code", findings_table(document)
@@ -99,6 +103,7 @@ def advice_table(document: Document) -> Table | Text:
     table = _table("", "gain ", "what", "why")
     for number, each in enumerate(advice, start=1):
         gain = UNKNOWN if each["gain_seconds"] is None else f"{milliseconds(each['gain_seconds'])} ms"
+        gain = f"≤ {gain}" if each.get("at_most") else gain  # documents of older runs have no bounds
         table.add_row(
             str(number), gain, Text(one_line(short(each["what"])), style="bold green"), one_line(short(each["why"]))
         )
@@ -130,17 +135,46 @@ def bar(share: float, columns: int = BAR_COLUMNS) -> str:
 def modules_table(document: Document) -> Table:
     table = _table("module", "forward ms ", "backward ms ", "share ")
     step = document["step_seconds"]["median"]
-    for name, (forward, backward) in folded_modules(document)[:SHOWN_MODULES]:
+    for name, (forward, backward) in folded_modules(document["modules"], unnamed_modules(document))[:SHOWN_MODULES]:
         share = human_percent((forward + backward) / step)
         table.add_row(name, milliseconds(forward), milliseconds(backward), share)
     return table
 
 
-def folded_modules(document: Document) -> list[tuple[str, tuple[float, float]]]:
+def uncompiled_table(document: Document) -> Table:
+    """Shares only: the times are those of another step."""
+    table = _table("module", "forward ", "backward ", "share ", "")
+    for name, forward, backward in uncompiled_shares(document)[:SHOWN_MODULES]:
+        shares = (forward, backward, forward + backward)
+        table.add_row(name, *(human_percent(share) for share in shares), bar(forward + backward))
+    return table
+
+
+def uncompiled_words(document: Document) -> str:
+    """Which step it is: 'of the same step without compile: 171 ms instead of 114 ms'."""
+    found, recipe = document["modules_without_compile"], document["recipe"]
+    took, micro_batch = human_seconds(found["step_seconds"]), found["micro_batch"]
+    if micro_batch != recipe["micro_batch"]:
+        return f"of the same step without compile, {took} with a micro batch of {micro_batch} (more does not fit)"
+    step = human_seconds(document["step_seconds"]["median"])
+    return f"of the same step without compile: {took} instead of {step}"
+
+
+def uncompiled_shares(document: Document) -> list[tuple[str, float, float]]:
+    """(modules of one kind, share in the forward pass, in the backward pass) of the work of both; most first."""
+    rows = folded_modules(document["modules_without_compile"]["modules"], OUTSIDE)
+    work = sum(forward + backward for _, (forward, backward) in rows)
+    return [(name, forward / work, backward / work) for name, (forward, backward) in rows]
+
+
+def unnamed_modules(document: Document) -> str:
+    return IN_COMPILED if document["compiled"] else OUTSIDE
+
+
+def folded_modules(modules: list[Document], unnamed: str) -> list[tuple[str, tuple[float, float]]]:
     """Layers of one kind together, most time first."""
-    unnamed = IN_COMPILED if document["compiled"] else OUTSIDE
     spent: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
-    for each in document["modules"]:
+    for each in modules:
         name = unnamed if each["module"] is None else folded(each["module"])
         spent[name][0] += each["forward"]
         spent[name][1] += each["backward"]
@@ -160,8 +194,8 @@ def kernels_table(document: Document) -> Table:
             each["group"],
             f"{each['calls']:,.0f}",
             milliseconds(each["seconds"]),
-            UNKNOWN if each["tflops"] is None else f"{each['tflops']:.3g}",
-            UNKNOWN if each["bytes_per_second"] is None else f"{each['bytes_per_second'] / 1e9:,.3g}",
+            plain_rate(each["tflops"]),
+            plain_rate(each["bytes_per_second"], 1e9),
             human_percent(each["roofline_share"], 0),
         )
     return table
@@ -176,9 +210,19 @@ def plain_kernel(name: str) -> str:
 
 
 def short_kernel(name: str) -> str:
-    """The same within the terminal's column."""
-    plain = plain_kernel(name)
-    return plain if len(plain) <= NAME_COLUMNS else plain[: NAME_COLUMNS - 1] + "…"
+    """The same within the terminal's column. Beginning and end stay: variants of a kernel differ in either."""
+    plain = plain_kernel(name).removeprefix("cudnn_generated_fort_native_")
+    if len(plain) <= NAME_COLUMNS:
+        return plain
+    return plain[: NAME_COLUMNS - NAME_END_COLUMNS - 1] + "…" + plain[-NAME_END_COLUMNS:]
+
+
+def plain_rate(per_second: float | None, unit: float = 1.0) -> str:
+    """Three digits, or whole numbers: '4.31', '1,183'."""
+    if per_second is None:
+        return UNKNOWN
+    value = per_second / unit
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 # findings
@@ -198,11 +242,6 @@ def place_of(finding: Document) -> str:
     if finding.get("rung") is not None:
         return RECIPE
     return UNKNOWN if finding["file"] is None else f"{short(finding['file'])}:{finding['line']}"
-
-
-def short(text: str) -> str:
-    """Paths under the working directory as they are typed there; redline's own from its package on."""
-    return text.replace(os.getcwd() + os.sep, "").replace(PACKAGE_PARENT, "")
 
 
 # memory
@@ -270,14 +309,20 @@ def lines_table(memory: Document) -> Table:
 
 
 def memory_modules_table(memory: Document) -> Table:
-    """Layers of one kind together, as the times have them."""
+    table = _table("module", "alive at the peak ")
+    for name, size in memory_by_module(memory)[:SHOWN_MODULES]:
+        table.add_row(name, human_bytes(size))
+    return table
+
+
+def memory_by_module(memory: Document) -> list[tuple[str, int]]:
+    """Layers of one kind together, as the times have them, and what is of no module; largest first."""
     sizes: dict[str, int] = {}
     for module, size in memory["modules"].items():
         sizes[folded(module)] = sizes.get(folded(module), 0) + size
-    table = _table("module", "alive at the peak ")
-    for name, size in sorted(sizes.items(), key=lambda pair: -pair[1])[:SHOWN_MODULES]:
-        table.add_row(name, human_bytes(size))
-    return table
+    if memory["elsewhere_bytes"]:  # documents of older runs give no reason
+        sizes[f"of none: {one_line(memory.get('modules_reason') or NO_MODULE)}"] = memory["elsewhere_bytes"]
+    return sorted(sizes.items(), key=lambda pair: -pair[1])
 
 
 def notes_of(document: Document) -> Iterator[Note]:
@@ -303,11 +348,17 @@ def notes_of(document: Document) -> Iterator[Note]:
         )
         yield Note(about="roofline", text=text)
     if document["advice"] and document["rates"] is not None:
-        yield Note(about="gains", text=f"estimates of one change alone; rates: {one_line(document['rates']['source'])}")
+        bound = any(each.get("at_most") for each in document["advice"])
+        text = "estimates of one change alone" + "; ≤: a bound, which nothing here is known to reach" * bound
+        yield Note(about="gains", text=f"{text}; rates: {one_line(document['rates']['source'])}")
     if document["memory"] is not None:
         yield Note(about="memory", text=f"as told by {one_line(document['memory']['source'])}")
     elif document["memory_reason"]:
         yield Note(about="memory", text=one_line(document["memory_reason"]))
+    if uncompiled := document.get("modules_without_compile"):
+        undone = ", ".join(uncompiled["undone"])
+        text = f"of work in forward and backward, in another step: without {undone}. Compiled code has no modules left"
+        yield Note(about="modules", text=text)
     if document["device"] == "cpu" and document["findings"]:
         text = "synchronisations cost a CPU nothing; on a GPU each makes the host wait"
         yield Note(about="findings", text=text)

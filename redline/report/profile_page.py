@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+from redline.core.places import short
 from redline.core.profile import DATA_WAIT, GROUPS, IDLE
 from redline.core.units import GIB, UNKNOWN, human_bytes, human_percent, human_rate, human_seconds, rate_words
 from redline.report import Document, Row, one_line
@@ -20,7 +21,19 @@ from redline.report.curves import Panel, curve_chart
 from redline.report.history import thin
 from redline.report.next_steps import Step
 from redline.report.page import date_text, drawings, fact_groups, render, table_row
-from redline.report.profile import IDLE_ON_CPU, SHOWN_ADVICE, folded_modules, notes_of, place_of, plain_kernel, short
+from redline.report.profile import (
+    IDLE_ON_CPU,
+    SHOWN_ADVICE,
+    folded_modules,
+    memory_by_module,
+    notes_of,
+    place_of,
+    plain_kernel,
+    plain_rate,
+    uncompiled_shares,
+    uncompiled_words,
+    unnamed_modules,
+)
 from redline.report.svg import plain_tick
 from redline.report.table import device_name, milliseconds, unit_of, workload_text
 
@@ -73,12 +86,14 @@ def measured_view(document: Document) -> dict[str, Any]:
         "overhead": overhead_text(document),
         "time": drawings(lambda px: time_chart(document, px)),
         "groups": group_table(document),
+        "module_title": module_title(document),
         "modules": module_table(document),
         "kernels": kernel_table(document),
         "kernel_word": "Kernels" if document["device"] == "cuda" else "Operators",
         "findings": finding_table(document),
         "memory_chart": drawings(lambda px: memory_chart(memory, px)) if memory else [],
         "memory_curve": drawings(lambda px: memory_curve(memory, px)) if memory and memory["timeline_bytes"] else [],
+        "memory_modules": memory_module_table(memory) if memory and memory["modules"] else {"rows": []},
         "memory_lines": line_table(memory) if memory else {"rows": []},
         "notes": list(notes_of(document)),
     }
@@ -127,7 +142,8 @@ def headline_figures(document: Document) -> list[tuple[str, str, str]]:
 
 def advice_text(advice: Row) -> str:
     gain = advice["gain_seconds"]
-    worth = "" if gain is None else f" About {human_seconds(gain)} of a step."
+    about = "At most" if advice.get("at_most") else "About"  # documents of older runs have no bounds
+    worth = "" if gain is None else f" {about} {human_seconds(gain)} of a step."
     return f"{one_line(short(advice['why']))}.{worth}"
 
 
@@ -196,7 +212,13 @@ def _phase_seconds(document: Document, phase: str, group: str) -> float:
     return math.fsum(part["seconds"] for part in document["parts"] if (part["phase"], part["group"]) == (phase, group))
 
 
+def module_title(document: Document) -> str:
+    return f"By module, {uncompiled_words(document)}" if document.get("modules_without_compile") else "By module"
+
+
 def module_table(document: Document) -> dict[str, Any]:
+    if document.get("modules_without_compile"):  # documents of older runs have none
+        return uncompiled_table(document)
     columns = [("module", "words"), *((name, "number") for name in ("forward, ms", "backward, ms", "share"))]
     step = document["step_seconds"]["median"]
     rows = [
@@ -208,9 +230,19 @@ def module_table(document: Document) -> dict[str, Any]:
                 human_percent((forward + backward) / step),
             ]
         )
-        for name, (forward, backward) in folded_modules(document)[:SHOWN_MODULES]
+        for name, (forward, backward) in folded_modules(document["modules"], unnamed_modules(document))[:SHOWN_MODULES]
     ]
     return {"label": "time by module", "columns": columns, "rows": rows}
+
+
+def uncompiled_table(document: Document) -> dict[str, Any]:
+    """Shares only: the times are those of another step."""
+    columns = [("module", "words"), *((name, "number") for name in ("forward", "backward", "share"))]
+    rows = [
+        table_row([name, *(human_percent(share) for share in (forward, backward, forward + backward))])
+        for name, forward, backward in uncompiled_shares(document)[:SHOWN_MODULES]
+    ]
+    return {"label": "share of the work by module, without compile", "columns": columns, "rows": rows}
 
 
 def kernel_table(document: Document) -> dict[str, Any]:
@@ -224,8 +256,8 @@ def kernel_table(document: Document) -> dict[str, Any]:
                 one_line(each["group"]),
                 f"{each['calls']:,.0f}",
                 milliseconds(each["seconds"]) or UNKNOWN,
-                UNKNOWN if each["tflops"] is None else f"{each['tflops']:.3g}",
-                UNKNOWN if each["bytes_per_second"] is None else f"{each['bytes_per_second'] / 1e9:,.3g}",
+                plain_rate(each["tflops"]),
+                plain_rate(each["bytes_per_second"], 1e9),
                 human_percent(each["roofline_share"], 0),
                 one_line(each["bound"] or UNKNOWN),
             ],
@@ -293,10 +325,16 @@ def memory_curve(memory: Document, width_px: int) -> str:
         curves=(("alive", points),),
         show=lambda size: f"{size:.4g} {name}",
         from_zero=True,
-        axis="ms since the start of the step",
+        axis="ms since the start of the step, as the host runs it",
         place=lambda place: f"{place:.4g} ms",
     )
     return curve_chart(panel, end=places[-1], width_px=width_px, height_px=MEMORY_PX)
+
+
+def memory_module_table(memory: Document) -> dict[str, Any]:
+    columns = [("module", "words"), ("alive at the peak", "number")]
+    rows = [table_row([name, human_bytes(size)]) for name, size in memory_by_module(memory)[:SHOWN_MODULES]]
+    return {"label": "modules whose tensors are alive at the peak", "columns": columns, "rows": rows}
 
 
 def line_table(memory: Document) -> dict[str, Any]:

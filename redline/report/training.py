@@ -91,6 +91,8 @@ class Field:
     text: Callable[[dict[str, Any]], str]
     shed: int = 0
     """Order in which a narrow terminal gives columns up; 0 stays."""
+    of_text: bool = False
+    """It says how far into a text a run is: a model that makes its own batches has none."""
 
 
 FIELDS = (
@@ -99,18 +101,28 @@ FIELDS = (
     Field(name="tokens", width=7, text=lambda cycle: short_number(cycle["tokens"])),
     Field(name="tok/s", width=9, text=lambda cycle: human_rate(cycle["tokens_per_second"])),
     Field(name="MFU", width=6, text=lambda cycle: human_percent(cycle["mfu"]), shed=4),
-    Field(name="epoch", width=6, text=lambda cycle: epoch_text(cycle["epoch"]), shed=5),
-    Field(name="per epoch", width=9, text=lambda cycle: clock_text(cycle["epoch_seconds"]), shed=2),
-    Field(name="docs", width=7, text=lambda cycle: documents_text(cycle["documents"], short=True), shed=1),
+    Field(name="epoch", width=6, text=lambda cycle: epoch_text(cycle["epoch"]), shed=5, of_text=True),
+    Field(name="per epoch", width=9, text=lambda cycle: clock_text(cycle["epoch_seconds"]), shed=2, of_text=True),
+    Field(
+        name="docs",
+        width=7,
+        text=lambda cycle: documents_text(cycle["documents"], short=True),
+        shed=1,
+        of_text=True,
+    ),
     Field(name="memory", width=8, text=lambda cycle: human_bytes(cycle["peak_bytes"]), shed=3),
     Field(name="wait", width=6, text=lambda cycle: human_percent(cycle["data_wait"]), shed=6),
     Field(name="ETA", width=9, text=lambda cycle: clock_text(cycle["eta"])),
 )
 
 
-def fitting_fields(width: int) -> tuple[Field, ...]:
+def fields_of(reads_text: bool) -> tuple[Field, ...]:
+    return tuple(field for field in FIELDS if reads_text or not field.of_text)
+
+
+def fitting_fields(width: int, known: tuple[Field, ...] = FIELDS) -> tuple[Field, ...]:
     """As many as a line of this width holds."""
-    layouts = [tuple(field for field in FIELDS if not 0 < field.shed <= level) for level in range(len(FIELDS))]
+    layouts = [tuple(field for field in known if not 0 < field.shed <= level) for level in range(len(FIELDS))]
     return next((fields for fields in layouts if line_width(fields) <= width), layouts[-1])
 
 
@@ -185,11 +197,18 @@ class TrainingView:
     """Lines on any stream; on a terminal a bar below them, and columns that fit it."""
 
     def __init__(
-        self, console: Console, *, budget: Budget, clock: Callable[[], float] = time.monotonic, unit: str = "token"
+        self,
+        console: Console,
+        *,
+        budget: Budget,
+        clock: Callable[[], float] = time.monotonic,
+        unit: str = "token",
+        reads_text: bool = True,
     ) -> None:
         """`unit`: what the rates count."""
         self._console, self._budget, self._clock, self._unit = console, budget, clock, unit
-        self._fields = fitting_fields(console.width) if console.is_terminal else FIELDS
+        fields = fields_of(reads_text)
+        self._fields = fitting_fields(console.width, fields) if console.is_terminal else fields
         self._validation: float | None = None
         self._last_line, self._lines, self._skipped = -math.inf, 0, 0
         self._bar = Progress(

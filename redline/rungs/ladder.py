@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from redline.core.errors import UserError, unknown_name
 from redline.core.hardware import Hardware
+from redline.core.layout import Layout
 from redline.core.plan import Plan
 from redline.core.workload import Workload
 from redline.rungs.fp8 import Fp8Head, Fp8Linears
@@ -24,6 +25,10 @@ from redline.rungs.optimizers import (
 from redline.rungs.parallel import (
     DDP,
     GRAPHS_OF_RANKS,
+    PIPELINE_GPIPE,
+    PIPELINE_PARALLEL,
+    RANK_RUNGS,
+    TENSOR_PARALLEL,
     Ddp,
     Fsdp,
     FsdpKeep,
@@ -138,7 +143,8 @@ class Compile(Rung):
 
     Inductor fuses the element-wise work, normalisations and the loss into few kernels, so the same numbers cross the
     memory bus fewer times, and the host launches less. The first step pays for compiling; that time is reported apart.
-    Each measurement has its own compile cache: a shared one has served graphs of another backend.
+    Rows share a compile cache only where nothing that is compiled differs: a wider one has served graphs of another
+    backend.
     """
 
     name = "compile"
@@ -344,7 +350,6 @@ class FusedBackward(Rung):
     name = "fused-backward"
     title = "bias gradients summed where written"
     maths = Maths.ROUNDING
-    when_named = True  # until a ladder on a GPU has judged it: a script has (docs/speed-log.md)
 
     def needs(self, workload: Workload, hardware: Hardware, plan: Plan) -> str | None:
         if plan.autocast != "bf16":
@@ -584,6 +589,44 @@ def with_parallel(names: Iterable[str], way: str | None) -> tuple[str, ...]:
     names = tuple(names)
     way = way or next((name for name in names if name in known), DDP)
     return (*(name for name in names if name not in known), way)
+
+
+def cuts_of(names: Iterable[str], layout: Layout) -> list[str]:
+    """The rungs of a layout's degrees above one; a recipe may say in which order stages take their pieces."""
+    cuts = [TENSOR_PARALLEL] if layout.tensor > 1 else []
+    if layout.pipeline > 1:
+        cuts.append(PIPELINE_GPIPE if PIPELINE_GPIPE in names else PIPELINE_PARALLEL)
+    return cuts
+
+
+def for_layout(names: Iterable[str], layout: Layout) -> tuple[str, ...]:
+    """The rungs that count among these ranks. A degree of one has none: what its rung would undo stays, and no wrapper
+    gathers or averages with itself. Ranks with data of their own share the step as the rungs say, or by `ddp`."""
+    names = tuple(names)
+    cuts = cuts_of(names, layout)
+    others = [*(name for name in names if name not in RANK_RUNGS or group_of(find_rung(name)) == DDP), *cuts]
+    if layout.data > 1:
+        return with_parallel(others, None)
+    return tuple(name for name in others if group_of(find_rung(name)) != DDP)
+
+
+def without_rung(
+    names: Iterable[str], dropped: str, workload: Workload, hardware: Hardware
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The rungs without this one and without those that apply only beside it; and what was taken out."""
+    before = kept = tuple(names)
+    kept = tuple(name for name in kept if name != dropped)
+    while lost := {name for name in kept if not _stands(name, kept, workload, hardware)} & {
+        name for name in kept if _stands(name, before, workload, hardware)
+    }:
+        kept = tuple(name for name in kept if name not in lost)
+    return kept, tuple(name for name in before if name not in kept)
+
+
+def _stands(name: str, names: Iterable[str], workload: Workload, hardware: Hardware) -> bool:
+    """Does it apply on top of the others?"""
+    others = plan_of(other for other in names if other != name)
+    return why_not(find_rung(name), workload, hardware, others) is None
 
 
 def usual_rungs(workload: Workload, hardware: Hardware) -> tuple[str, ...]:

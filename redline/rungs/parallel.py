@@ -2,7 +2,8 @@
 
 redline train gpt2 --gpus 8        redline train gpt2-xl --gpus 8 --parallel fsdp --tensor 2
 
-How many ranks there are is no part of a recipe: a recipe with `fsdp` on one process is the recipe without it.
+How many ranks there are is no part of a recipe: a recipe with `fsdp` on one process, or on one rank, is the recipe
+without it (`for_layout` in `rungs/ladder.py`).
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from redline.core.hardware import Hardware
-from redline.core.plan import Plan
+from redline.core.plan import ADAMWS, Plan
 from redline.core.workload import BUILT_IN, Workload
 from redline.rungs.rung import Maths, Rung
 
@@ -19,8 +20,6 @@ GRAPHS_OF_RANKS = "what a CUDA graph replays cannot wait for other ranks: leave 
 TENSOR_PARALLEL = "tensor-parallel"
 PIPELINE_PARALLEL = "pipeline-parallel"
 PIPELINE_GPIPE = "pipeline-gpipe"
-# Their update of a number needs that number's row of gradients and state alone, which is what a rank holds.
-BY_NUMBER = ("adamw-loop", "adamw-foreach", "adamw-fused")
 
 
 def _several(hardware: Hardware, plan: Plan) -> str | None:
@@ -39,8 +38,9 @@ class Ddp(Rung):
 
     torch's DistributedDataParallel: gradients go into buckets of 25 MB, and one is averaged while the backward pass
     computes the next. With accumulation only the last micro batch of an update is averaged. Weights,
-    gradients and optimizer state lie on every rank in full: what fits one device fits many, and no larger model. A
-    compiled step gives all its gradients at once, at the end of its backward pass, and hides nothing behind it.
+    gradients and optimizer state lie on every rank in full: what fits one device fits many, and no larger model. Of a
+    compiled step torch cuts the graph where a bucket is full (its DDPOptimizer): a part's gradients are there when its
+    backward pass has ended, and nothing is fused across a cut. One rank has nobody to average with, and no wrapper.
     """
 
     name = DDP
@@ -56,7 +56,7 @@ class Ddp(Rung):
 
 
 def _sharding_needs(hardware: Hardware, plan: Plan) -> str | None:
-    if plan.optimizer not in BY_NUMBER:
+    if plan.optimizer not in ADAMWS:
         return f"a rank holds rows of a matrix, and {plan.optimizer} was tried with whole ones only: take an AdamW"
     if plan.autocast == "fp16":
         return "loss scaling was tried with whole gradients only: take bf16"
@@ -138,7 +138,7 @@ class TensorParallel(Rung):
 def _stage_needs(workload: Workload, hardware: Hardware, plan: Plan) -> str | None:
     if workload.source != BUILT_IN:
         return "where a model can be cut into stages is known of the built-in GPT only: take fsdp"
-    if plan.optimizer not in BY_NUMBER:
+    if plan.optimizer not in ADAMWS:
         return f"a stage has parameters of its own, and {plan.optimizer} was tried with all of them only: take an AdamW"
     if plan.autocast == "fp16":
         return "loss scaling was tried with the gradients of a whole model only: take bf16"

@@ -16,6 +16,7 @@ import hashlib
 import json
 import os
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from typing import Any
 import redline
 from redline.core.errors import UserError
 from redline.core.hardware import Hardware
-from redline.core.job import Job, RunDirectory, user_cache, write_atomically
+from redline.core.job import Job, Result, RunDirectory, user_cache, write_atomically
 from redline.core.measurement import Failure
 from redline.core.values import to_json
 from redline.search.launch import OnPhase, launch, probe_machine
@@ -47,9 +48,11 @@ class TrialAnswers:
         device: str,
         timeout_seconds: float,
         on_phase: OnPhase,
+        check: Callable[[Result], None] = lambda _: None,
     ) -> None:
+        """`check` may raise at what a worker says, before it is kept."""
         self.directory, self.cache, self.device = directory, cache, device
-        self.timeout_seconds, self.on_phase = timeout_seconds, on_phase
+        self.timeout_seconds, self.on_phase, self.check = timeout_seconds, on_phase, check
         self.here = directory.answers()
         self.cached = {} if cache is None else cache.answers()
 
@@ -79,6 +82,7 @@ class TrialAnswers:
         if isinstance(result, Failure) and result.kind == "timeout" and allowed < self.timeout_seconds:
             result = replace(result, reason=f"stopped after {allowed:.0f} s: --minutes allows no more")
         seconds = time.monotonic() - started
+        self.check(result)
         self.directory.append(job, result, seconds)
         self.here[job.key] = (result, seconds)
         if self.cache is not None:

@@ -55,6 +55,9 @@ class LadderSettings:
     """Of that view: sequences per update, which the micro batch must divide."""
     memory_bytes: int | None = None
     """Of that view: what there is to share; of a CPU's what the host had free when the run began."""
+    compile_ahead: int | None = None
+    """Rows whose code is compiled at the same time, before anything is measured; None: each when its turn comes. The
+    seconds of compiling are then those of a machine that was shared."""
 
 
 @dataclass
@@ -118,6 +121,21 @@ class Climb:
         yield from self._repeat(on_start)
         if self.settings.rebatch:
             yield from self._rebatch(on_start)
+
+    def foreseen(self) -> list[Job]:
+        """The jobs of the rows if every rung is kept, and of two that take each other's place the later one, as the
+        ladder goes from slow to fast. Where it comes out otherwise, later rows are other jobs."""
+        jobs, recipe = [self._job(self.settings.start)], self.settings.start
+        for rung in map(find_rung, self.settings.rungs):
+            replaced = next((name for name in recipe.rungs if group_of(find_rung(name)) == group_of(rung)), None)
+            onto = tuple(name for name in recipe.rungs if name != replaced)
+            if not_measured(rung.name) or why_not(rung, self.workload, self.hardware, plan_of(onto)):
+                continue
+            changed = recipe.adding(rung.name, without=replaced)
+            jobs.append(self._job(changed))
+            if not (rung.stand_in and replaced):
+                recipe = changed
+        return jobs
 
     @property
     def current(self) -> Row:

@@ -13,14 +13,14 @@ import fcntl
 import json
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Protocol
 
-from redline.core.errors import UserError, unknown_name
+from redline.core.errors import UserError
 from redline.core.hardware import Hardware
 from redline.core.job import (
     BEST_FILE,
@@ -29,27 +29,25 @@ from redline.core.job import (
     Job,
     Result,
     RunDirectory,
-    check_run_directory,
     create_run_directory,
     open_run_directory,
 )
 from redline.core.measurement import Failure
 from redline.core.recipe import Recipe, load_recipe
 from redline.core.values import from_json, to_json
-from redline.core.workload import Workload, check_positive
-from redline.data.text import check_corpus
+from redline.core.workload import Workload
 from redline.rungs import LADDER, find_rung, group_of, plan_of, why_not
 from redline.rungs.ladder import with_parallel
+from redline.search.ahead import compile_side_by_side, graphs_of
+from redline.search.answers import graph_key
 from redline.search.batch_size import check_headroom, host_memory_bytes
 from redline.search.climb import TOKENS_FILE, Climb, LadderSettings, Row
 from redline.search.document import best_rebatched, best_row, ladder_document, row_json
-from redline.search.inspect import check_unchanged_file, find_workload
-from redline.search.launch import launch, probe_machine, remove_caches
-from redline.search.ranks import check_global_batch, check_ranks, check_shareable, not_measured
-from redline.workloads import default_workload
+from redline.search.launch import launch, remove_caches
+from redline.search.ranks import not_measured
+from redline.search.words import Words, check_choice, check_nothing_given, check_same_machine, check_sensible
 
 LOCK_TRIES, LOCK_SECONDS = 3, 0.05  # somebody who watches may look at the lock just now
-MOST_SEQUENCES = 2**20  # of one token each, their logits alone would be 196 GiB for GPT-2
 
 
 class View(Protocol):
@@ -81,15 +79,22 @@ class LadderRun:
     def _climb(self, timeout_seconds: float, view: View) -> dict[str, Any]:
         answered = {key: result for key, result in self.directory.results().items() if not worth_another_try(result)}
 
+        compiled: dict[str, float] = {}  # seconds, by the code: rows that differ in nothing compiled share a cache
+
         def ask(job: Job) -> Result:
             if job.key not in answered:
+                graph, started = graph_key(job), time.monotonic()
                 with self.directory.explaining():  # a worker's folder takes room on the disk too
-                    answered[job.key] = launch(self.directory, job, timeout_seconds, view.phase)
-                self.directory.append(job, answered[job.key])
+                    result = launch(self.directory, job, timeout_seconds, view.phase, compile_cache=graph)
+                seconds = time.monotonic() - started
+                stop_at_a_mistake(result, self.directory)
+                answered[job.key], spared = with_first_compile(result, graph, compiled)
+                self.directory.append(job, answered[job.key], seconds + spared)
             return answered[job.key]
 
         climb = Climb(self.workload, self.hardware, self.settings, ask)
         try:
+            compiled |= self._compile_ahead(climb, answered, timeout_seconds, view)
             for row in climb.rows(view.row_started):
                 view.row_finished(row_json(row, climb.finished[0], climb))
                 self._keep_best(climb.finished)
@@ -99,6 +104,22 @@ class LadderRun:
         finally:
             remove_caches(self.directory)
         return ladder_document(climb, self.directory.read_run(), finished)
+
+    def _compile_ahead(
+        self, climb: Climb, answered: Mapping[str, Result], timeout_seconds: float, view: View
+    ) -> dict[str, float]:
+        at_once = self.settings.compile_ahead
+        jobs = [job for job in climb.foreseen() if job.key not in answered]
+        if at_once is None or not graphs_of(jobs):
+            return {}
+
+        def tell(done: int, total: int) -> None:
+            view.phase(f"compiling ahead, {min(at_once, total)} at a time", done=done, total=total, seconds=None)
+
+        with self.directory.explaining():
+            return compile_side_by_side(
+                self.directory, jobs, at_once=at_once, timeout_seconds=timeout_seconds, tell=tell
+            )
 
     def replay(self) -> dict[str, Any]:
         """The document of what is measured so far, without starting anything."""
@@ -127,6 +148,23 @@ class LadderRun:
         for name, recipe in recipes.items():
             with self.directory.explaining():
                 self.directory.write(name, json.dumps(to_json(recipe), indent=2) + "\n")
+
+
+def stop_at_a_mistake(result: Result, directory: RunDirectory) -> None:
+    """A model that cannot be built is no row: all others would say the same. Where nothing was measured, nothing is
+    left behind."""
+    if isinstance(result, Failure) and result.mistake is not None:
+        if not directory.results():
+            shutil.rmtree(directory.path, ignore_errors=True)
+        raise UserError(*result.mistake)
+
+
+def with_first_compile(result: Result, graph: str, compiled: dict[str, float]) -> tuple[Result, float]:
+    """A row that finds its code compiled by another says what that one took; and the seconds that this spared it."""
+    if isinstance(result, Failure) or result.compile_seconds is None:
+        return result, 0.0
+    first = compiled.setdefault(graph, result.compile_seconds)
+    return replace(result, compile_seconds=first), max(0.0, first - result.compile_seconds)
 
 
 def worth_another_try(result: Result) -> bool:
@@ -183,48 +221,35 @@ def prepare_ladder(
     rebatch: bool = False,
     headroom: float | None = None,
     global_batch: int | None = None,
+    compile_ahead: int | None = None,
     out: Path | None = None,
     command: str = "redline.ladder()",
 ) -> LadderRun:
     """Everything the user said is checked here, before the machine is asked and before anything is written."""
-    for name, value in (
-        ("--micro-batch", micro_batch),
-        ("--gpus", gpus),
-        ("--repeats", repeats),
-        ("--steps", steps),
-        ("--check-steps", check_steps),
-        ("--global-batch", global_batch),
-    ):
-        if value is not None:
-            check_positive(name, value)
-    ranks = gpus or 1
+    words = Words(
+        workload=workload,
+        sequence=sequence,
+        data=data,
+        device=device,
+        gpus=gpus,
+        micro_batch=micro_batch,
+        global_batch=global_batch,
+        steps=steps,
+        check_steps=check_steps,
+        out=out,
+    )
+    words.check(repeats=repeats, compile_ahead=compile_ahead)
+    check_compile_ahead(compile_ahead, words.ranks)
     check_rebatch(rebatch, headroom, global_batch)
-    check_global_batch(global_batch, ranks)
-    check_choice("device", device, ("cuda", "cpu"))
     check_choice("keep", keep, ("faster", "all"))
-    if workload is not None:
-        find_workload(workload, sequence=sequence)
-    if data is not None:
-        check_corpus(data)
-    recipe = load_recipe(start) if start is not None else None
-    if recipe is not None:
-        check_alternatives(recipe)
-    first = first_rungs(recipe, ranks)
-    if micro_batch is not None:
-        check_sensible("--micro-batch", micro_batch)
-    elif recipe is not None:
-        check_sensible("the recipe's micro batch", recipe.micro_batch)
+    recipe = None if start is None else checked_start(start, micro_batch)
+    first = first_rungs(recipe, words.ranks)
     chosen = choose_rungs(rungs, without, first)
-    if out is not None:
-        check_run_directory(out)
 
-    hardware, versions = probe_machine(device)
-    hardware = check_ranks(hardware, ranks)
-    workload, notes = named_or_default(workload, hardware)
-    resolved = find_workload(workload, data, sequence)
-    size = micro_batch or (recipe.micro_batch if recipe else resolved.micro_batch)
-    resolved = replace(resolved, micro_batch=size)
-    check_shareable(resolved, hardware)
+    found = words.meet_machine()
+    hardware = found.hardware
+    size = micro_batch or (recipe.micro_batch if recipe else found.workload.micro_batch)
+    resolved = replace(found.workload, micro_batch=size)
     beginning = Recipe(rungs=first, micro_batch=size)
     check_recipe_applies(beginning, resolved, hardware)
     settings = LadderSettings(
@@ -240,24 +265,35 @@ def prepare_ladder(
         headroom=LadderSettings.headroom if headroom is None else headroom,
         global_batch=global_batch,
         memory_bytes=memory_to_share(hardware) if rebatch else None,
+        compile_ahead=compile_ahead,
     )
-    directory = open_directory(out or default_directory(resolved), resolved, hardware, versions, settings, command)
-    notes = (*notes, *resolved.notes)
-    return LadderRun(directory=directory, workload=resolved, hardware=hardware, settings=settings, notes=notes)
+    path = out or default_directory(resolved)
+    directory = open_directory(path, resolved, hardware, found.versions, settings, command)
+    return LadderRun(directory=directory, workload=resolved, hardware=hardware, settings=settings, notes=found.notes)
+
+
+def check_compile_ahead(processes: int | None, ranks: int) -> None:
+    if processes is not None and ranks > 1:
+        raise UserError(
+            f"--compile-ahead with --gpus {ranks}",
+            "the ranks of a row compile together, one process each",
+            "leave --compile-ahead out",
+        )
+
+
+def checked_start(path: Path, micro_batch: int | None) -> Recipe:
+    """The recipe that a ladder begins with; another micro batch may take the place of its own."""
+    recipe = load_recipe(path)
+    check_alternatives(recipe)
+    if micro_batch is None:
+        check_sensible("the recipe's micro batch", recipe.micro_batch)
+    return recipe
 
 
 def first_rungs(recipe: Recipe | None, ranks: int) -> tuple[str, ...]:
     """Of the first row: the recipe's, or none; several ranks share the step in any case."""
     rungs = recipe.rungs if recipe else ()
     return rungs if ranks == 1 else with_parallel(rungs, None)
-
-
-def named_or_default(workload: str | None, hardware: Hardware) -> tuple[str, tuple[str, ...]]:
-    """A workload's name, and a note where nobody gave one."""
-    if workload is not None:
-        return workload, ()
-    name = default_workload(hardware.kind)
-    return name, (f"workload {name}: the default on a {hardware.kind.upper()} machine ({hardware.name})",)
 
 
 def check_rebatch(rebatch: bool, headroom: float | None, global_batch: int | None) -> None:
@@ -279,16 +315,6 @@ def memory_to_share(hardware: Hardware) -> int | None:
         return hardware.memory_bytes
     free = host_memory_bytes()
     return None if free is None else free // hardware.ranks
-
-
-def check_sensible(name: str, micro_batch: int) -> None:
-    """Far beyond any device: a row that runs out of memory would answer a question nobody asked."""
-    if micro_batch > MOST_SEQUENCES:
-        raise UserError(
-            f"{name} is {micro_batch:,}",
-            f"it counts the sequences of one step, and no device holds more than {MOST_SEQUENCES:,}",
-            "set --micro-batch to what fits, such as 16",
-        )
 
 
 def check_alternatives(recipe: Recipe) -> None:
@@ -317,11 +343,6 @@ def check_recipe_applies(recipe: Recipe, workload: Workload, hardware: Hardware)
                 reason,
                 f"take {name} out of the recipe, or climb without --from",
             )
-
-
-def check_choice(name: str, value: str | None, known: Sequence[str]) -> None:
-    if value is not None and value not in known:
-        raise unknown_name(name, value, known)
 
 
 def check_timeout(seconds: float) -> None:
@@ -389,34 +410,10 @@ def open_directory(
 
 def resume_ladder(path: Path, choices: dict[str, Any]) -> LadderRun:
     """An interrupted run on the same machine with the same versions: its other rows must stay comparable."""
-    typed = {"workload": "workload", "start": "--from"}
-    given = [
-        typed.get(name, "--" + name.replace("_", "-"))
-        for name, value in choices.items()
-        if value is not None and value is not False  # a micro batch of 0 was given too
-    ]
-    if given:
-        raise UserError(
-            f"--resume does not go with {', '.join(given)}",
-            "a resumed run asks what it asked before, or its rows could not be compared",
-            f"leave them out: redline ladder --resume {path}",
-        )
+    check_nothing_given("ladder", path, choices)
     run = open_ladder(path)
-    check_unchanged_file(run.workload)
-    hardware, versions = probe_machine(run.settings.device)
-    check_ranks(hardware, run.hardware.ranks)
-    before, now = run.directory.read_run()["versions"], {**versions, "device": hardware.name}
-    changed = [
-        f"{key} was {old}, is {now.get(key)}"
-        for key, old in {**before, "device": run.hardware.name}.items()
-        if old != now.get(key)
-    ]
-    if changed:
-        raise UserError(
-            f"{path} was measured elsewhere",
-            "; ".join(changed),
-            "start a new ladder here; `redline report` still draws the old one",
-        )
+    fix = "start a new ladder here; `redline report` still draws the old one"
+    check_same_machine(run.directory, run.workload, run.hardware, run.settings.device, fix=fix)
     return run
 
 

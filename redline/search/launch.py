@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any, TypeVar
@@ -23,7 +23,16 @@ from typing import IO, Any, TypeVar
 import redline
 from redline.core.errors import UserError
 from redline.core.hardware import Hardware
-from redline.core.job import FAILURE_FILE, RANK_FILE, STANDING_FILE, Job, Result, RunDirectory, write_atomically
+from redline.core.job import (
+    FAILURE_FILE,
+    MEASUREMENT_FILE,
+    RANK_FILE,
+    STANDING_FILE,
+    Job,
+    Result,
+    RunDirectory,
+    write_atomically,
+)
 from redline.core.measurement import Failure, Measurement
 from redline.core.profile import Profile
 from redline.core.values import from_json, to_json
@@ -54,21 +63,9 @@ def _launch(
     on_phase: OnPhase,
     compile_cache: str | None,
 ) -> Answer | Failure:
-    folder = run.job_folder(job)
-    folder.mkdir(parents=True, exist_ok=True)
-    for leftover in ("measurement.json", "failure*.json", STANDING_FILE, RANK_FILE.format("*")):
-        for path in folder.glob(leftover):
-            path.unlink()  # of an attempt that was interrupted
-    write_atomically(folder / "job.json", json.dumps(to_json(job), indent=2))
+    folder = clean_folder(run, job)
     with open(folder / "log.txt", "wb") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "redline.engine.worker", str(folder)],
-            stdin=subprocess.PIPE,  # held open: the worker leaves when it closes
-            stdout=subprocess.PIPE,
-            stderr=log,
-            env=worker_environment(run, job, compile_cache),
-            start_new_session=True,  # a Ctrl-C reaches the worker through us, with its compiler processes
-        )
+        process = start_worker(run, job, log, compile_cache)
         try:
             phase, in_time = follow(process, timeout_seconds, on_phase)
         finally:
@@ -77,7 +74,38 @@ def _launch(
         who = standing_in(folder)
         reason = f"stopped after {timeout_seconds:g} s while {phase}{f' ({who})' if who else ''}; --timeout allows more"
         return Failure(kind="timeout", reason=reason)
-    return _answer(kind, folder, process.returncode, phase)
+    return answer_of(kind, folder, process.returncode, phase)
+
+
+def clean_folder(run: RunDirectory, job: Job) -> Path:
+    """With the job in it and nothing else that a worker would write."""
+    folder = run.job_folder(job)
+    folder.mkdir(parents=True, exist_ok=True)
+    for leftover in (MEASUREMENT_FILE, "failure*.json", STANDING_FILE, RANK_FILE.format("*")):
+        for path in folder.glob(leftover):
+            path.unlink()  # of an attempt that was interrupted
+    write_atomically(folder / "job.json", json.dumps(to_json(job), indent=2))
+    return folder
+
+
+def start_worker(
+    run: RunDirectory,
+    job: Job,
+    log: IO[bytes],
+    compile_cache: str | None,
+    *,
+    stdout: int = subprocess.PIPE,
+    more: Mapping[str, str] | None = None,
+) -> subprocess.Popen[bytes]:
+    """`more`: of the environment, where the user has not set it."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "redline.engine.worker", str(run.job_folder(job))],
+        stdin=subprocess.PIPE,  # held open: the worker leaves when it closes
+        stdout=stdout,
+        stderr=log,
+        env={**(more or {}), **worker_environment(run, job, compile_cache)},
+        start_new_session=True,  # a Ctrl-C reaches the worker through us, with its compiler processes
+    )
 
 
 def worker_environment(run: RunDirectory, job: Job, compile_cache: str | None = None) -> dict[str, str]:
@@ -109,15 +137,16 @@ def follow(process: subprocess.Popen[bytes], timeout_seconds: float, on_phase: O
     last = {"phase": "starting"}
     assert process.stdout is not None
     reader = threading.Thread(target=_read_progress, args=(process.stdout, last, on_phase), daemon=True)
-    reader.start()
     in_time = True
     try:
+        reader.start()
         process.wait(timeout=timeout_seconds)
     except subprocess.TimeoutExpired:
         in_time = False
     finally:  # also on Ctrl-C: nothing of the worker outlives this call
         kill_group(process)
-        reader.join(timeout=5)
+        if reader.ident is not None:  # a Ctrl-C may come before it started
+            reader.join(timeout=5)
     return last["phase"], in_time
 
 
@@ -152,9 +181,7 @@ def kill_group(process: subprocess.Popen[bytes]) -> None:
 def kill_ranks(folder: Path) -> None:
     """Of a job of several: torchrun gives each of them a session of its own, which the agent's end does not reach."""
     for path in folder.glob(RANK_FILE.format("*")):
-        with contextlib.suppress(
-            ProcessLookupError, PermissionError
-        ):  # gone already, or its number is another's by now
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # gone, or its number is another's by now
             os.killpg(int(path.read_text(encoding="utf-8")), signal.SIGKILL)
         path.unlink()
 
@@ -165,9 +192,9 @@ def standing_in(folder: Path) -> str:
     return path.read_text(encoding="utf-8").strip() if path.exists() else ""
 
 
-def _answer(kind: type[Answer], folder: Path, returncode: int, phase: str) -> Answer | Failure:
-    if (folder / "measurement.json").exists():
-        return from_json(kind, json.loads((folder / "measurement.json").read_text(encoding="utf-8")))
+def answer_of(kind: type[Answer], folder: Path, returncode: int, phase: str) -> Answer | Failure:
+    if (folder / MEASUREMENT_FILE).exists():
+        return from_json(kind, json.loads((folder / MEASUREMENT_FILE).read_text(encoding="utf-8")))
     if (folder / FAILURE_FILE).exists():
         return from_json(Failure, json.loads((folder / FAILURE_FILE).read_text(encoding="utf-8")))
     log = folder / "log.txt"

@@ -17,6 +17,7 @@ from redline.core.hardware import Hardware, known_device
 from redline.core.interconnects import choose_links
 from redline.core.plan import Plan
 from redline.core.traced import Traced
+from redline.core.units import counted
 from redline.core.workload import Shape, Workload
 from redline.predict.communication import Fabric
 from redline.predict.fitting import Case, case_of
@@ -24,6 +25,7 @@ from redline.predict.layouts import expected_peaks, predict_parallel
 from redline.predict.parallel import Layout
 from redline.rungs.parallel import PIPELINE_GPIPE, PIPELINE_PARALLEL, TENSOR_PARALLEL
 
+LEAST_ON_CPU, RANKS_PER_CORE = 8, 4  # 8: TP 2 x PP 2 x DP 2, which even a small machine should be able to try
 OF_LAYOUTS = {TENSOR_PARALLEL: "--tensor", PIPELINE_PARALLEL: "--pipeline", PIPELINE_GPIPE: "--pipeline"}
 
 
@@ -39,7 +41,20 @@ def check_ranks(hardware: Hardware, ranks: int) -> Hardware:
         only = f"this machine has {hardware.count} GPU{'' if hardware.count == 1 else 's'}"
         fix = f"use --gpus {hardware.count}" if hardware.count > 1 else "leave --gpus out"
         raise UserError(f"{here} ranks on this machine", f"each rank has a GPU of its own, and {only}", fix)
+    most = most_on_cpu(hardware.cpu_cores)
+    if hardware.kind == "cpu" and here > most:
+        raise UserError(
+            f"{here} ranks on this CPU",
+            f"each is a process that holds torch and shares {counted(hardware.cpu_cores, 'core')} with the others: "
+            f"beyond {most} nothing is left to learn from them",
+            f"use --gpus {most} or fewer",
+        )
     return replace(hardware, ranks=ranks)
+
+
+def most_on_cpu(cores: int) -> int:
+    """Ranks that make sense there: four on a core, and always as many as try tensor, pipeline and data at once."""
+    return max(LEAST_ON_CPU, RANKS_PER_CORE * cores)
 
 
 def not_measured(name: str) -> str | None:

@@ -12,38 +12,36 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol
 
 from redline.core.errors import UserError
 from redline.core.hardware import Hardware
-from redline.core.job import BEST_FILE, RUN_FILE, Job, RunDirectory, check_run_directory, open_run_directory
+from redline.core.job import BEST_FILE, RUN_FILE, Job, Result, RunDirectory, open_run_directory
 from redline.core.units import counted, human_bytes
 from redline.core.values import from_json, to_json
-from redline.core.workload import Workload, check_positive
-from redline.data.text import check_corpus
+from redline.core.workload import Workload
 from redline.rungs import find_rung
 from redline.search.answers import TrialAnswers, context_of, open_cache
 from redline.search.batch_size import HEADROOM
 from redline.search.climb import TOKENS_FILE
-from redline.search.inspect import check_unchanged_file, find_workload
 from redline.search.ladder import (
-    check_choice,
-    check_sensible,
+    LadderRun,
     memory_to_share,
-    named_or_default,
     only_climb_in,
     open_directory,
+    open_ladder,
+    stop_at_a_mistake,
 )
-from redline.search.launch import probe_machine, remove_caches
-from redline.search.ranks import check_global_batch, check_ranks, check_shareable
+from redline.search.launch import remove_caches
 from redline.search.space import ALLOW, Space, open_space
 from redline.search.trials import Answer, Budget, OutOfTimeError, Trial, TuneSettings
 from redline.search.tune import Tuner
 from redline.search.tune_document import row_json, tune_document
+from redline.search.words import Words, check_choice, check_nothing_given, check_same_machine
 
 DOCUMENT_FILE = "tune.json"
 MOST_MINUTES = 7 * 24 * 60
@@ -68,6 +66,8 @@ class TuneRun:
     budget: Budget
     fresh: bool = False
     """Nothing is remembered from other runs."""
+    known: Mapping[str, tuple[Result, float]] = field(default_factory=dict)
+    """What the ladder of --after measured, by the job's key, with the seconds it took."""
     notes: tuple[str, ...] = ()
     """Choices made for the user, with their reasons."""
 
@@ -99,7 +99,9 @@ class TuneRun:
             device=self.settings.device,
             timeout_seconds=timeout_seconds,
             on_phase=view.phase,
+            check=lambda result: stop_at_a_mistake(result, self.directory),
         )
+        answers.cached = {**self.known, **answers.cached}
         watcher = Watcher(view, self._keep_best)
         tuner = Tuner(self.space, self.settings, answers, self.budget, watcher)
         watcher.tuner = tuner
@@ -205,47 +207,38 @@ def prepare_tune(
     check_steps: int | None = None,
     out: Path | None = None,
     fresh: bool = False,
+    after: Path | None = None,
     command: str = "redline.tune()",
 ) -> TuneRun:
     """Everything the user said is checked here, before the machine is asked and before anything is written."""
     budget = Budget(60 * minutes)  # from here on it is the user's time
     check_minutes(minutes)
-    for name, value in (
-        ("--micro-batch", micro_batch),
-        ("--gpus", gpus),
-        ("--global-batch", global_batch),
-        ("--memory-limit", memory_limit),
-        ("--steps", steps),
-        ("--check-steps", check_steps),
-    ):
-        if value is not None:
-            check_positive(name, value)
-    check_choice("device", device, ("cuda", "cpu"))
-    check_choice("class of maths to allow", allow, tuple(ALLOW))
-    ranks = gpus or 1
-    if ranks > 1 and allow == "bit-exact":
-        raise UserError(
-            f"--allow bit-exact with --gpus {ranks}",
-            "ranks add gradients up in another order than one process does, so that none is equal to it bit for bit",
-            "leave --allow out: rounding is the strictest that ranks can keep",
-        )
-    if micro_batch is not None:
-        check_sensible("--micro-batch", micro_batch)
-    check_global_batch(global_batch, ranks)
-    check_batches(micro_batch, global_batch, ranks)
-    if workload is not None:
-        find_workload(workload, sequence=sequence)
-    if data is not None:
-        check_corpus(data)
+    words = Words(
+        workload=workload,
+        sequence=sequence,
+        data=data,
+        device=device,
+        gpus=gpus,
+        micro_batch=micro_batch,
+        global_batch=global_batch,
+        steps=steps,
+        check_steps=check_steps,
+        out=out,
+    )
+    words.check(memory_limit=memory_limit)
+    check_allowed(allow, words.ranks)
+    check_batches(micro_batch, global_batch, words.ranks)
     chosen, unwanted = names_of(rungs), names_of(without)
-    if out is not None:
-        check_run_directory(out)
+    if fresh and after is not None:
+        raise UserError("--fresh with --after", "one of them forgets what the other remembers", "drop one of them")
+    ladder = None if after is None else open_ladder(after)
 
-    hardware, versions = probe_machine(device)
-    hardware = check_ranks(hardware, ranks)
-    workload, notes = named_or_default(workload, hardware)
-    resolved = find_workload(workload, data, sequence)
-    check_shareable(resolved, hardware)
+    found = words.meet_machine()
+    resolved, hardware = found.workload, found.hardware
+    if ladder is not None:
+        resolved = replace(resolved, micro_batch=ladder.workload.micro_batch)
+        check_same(ladder, resolved, hardware, found.versions)
+        check_steps, steps = check_steps or ladder.settings.check_steps, steps or ladder.settings.timed_steps
     settings = TuneSettings(
         device=hardware.kind,
         minutes=minutes,
@@ -265,10 +258,35 @@ def prepare_tune(
         settings=settings,
         budget=budget,
         fresh=fresh,
+        known={} if ladder is None else ladder.directory.answers(),
     )
     check_fits(run.space)
-    directory = open_directory(run.directory.path, resolved, hardware, versions, settings, command, kind=KIND)
-    return replace(run, directory=directory, notes=(*notes, *resolved.notes, *space_notes(run.space)))
+    directory = open_directory(run.directory.path, resolved, hardware, found.versions, settings, command, kind=KIND)
+    return replace(run, directory=directory, notes=(*found.notes, *space_notes(run.space)))
+
+
+def check_allowed(allow: str | None, ranks: int) -> None:
+    check_choice("class of maths to allow", allow, tuple(ALLOW))
+    if ranks > 1 and allow == "bit-exact":
+        raise UserError(
+            f"--allow bit-exact with --gpus {ranks}",
+            "ranks add gradients up in another order than one process does, so that none is equal to it bit for bit",
+            "leave --allow out: rounding is the strictest that ranks can keep",
+        )
+
+
+def check_same(ladder: LadderRun, workload: Workload, hardware: Hardware, versions: dict[str, str | None]) -> None:
+    """An answer of --after is one to the very same question, asked of the very same machine."""
+    run = ladder.directory.read_run()
+    now: dict[str, object] = {"device": hardware, "workload": workload, **versions}
+    then: dict[str, object] = {"device": ladder.hardware, "workload": ladder.workload, **run["versions"]}
+    changed = [name for name in now if now[name] != then.get(name)]
+    if changed:
+        raise UserError(
+            f"{ladder.directory.path} is another ladder than this search could begin with",
+            f"its {', '.join(changed)} {'is' if len(changed) == 1 else 'are'} not the same",
+            "leave --after out, or climb a ladder of this workload here first",
+        )
 
 
 def usable_bytes(hardware: Hardware) -> int | None:
@@ -333,30 +351,11 @@ def default_directory(workload: Workload) -> Path:
 def resume_tune(path: Path, choices: dict[str, Any], minutes: float | None, fresh: bool = False) -> TuneRun:
     """An interrupted run on the same machine with the same versions. Only the minutes may be given again, to search
     longer; those that were used count."""
-    given = [
-        "workload" if name == "workload" else "--" + name.replace("_", "-")
-        for name, value in choices.items()
-        if value is not None and value is not False  # a micro batch of 0 was given too
-    ]
-    if given:
-        raise UserError(
-            f"--resume does not go with {', '.join(given)}",
-            "a resumed run asks what it asked before, or its rows could not be compared",
-            f"leave them out: redline tune --resume {path}",
-        )
+    check_nothing_given(KIND, path, choices)
     started = time.monotonic()
     run = open_tune(path, fresh=fresh)
-    check_unchanged_file(run.workload)
-    hardware, versions = probe_machine(run.settings.device)
-    check_ranks(hardware, run.hardware.ranks)
-    before, now = run.directory.read_run()["versions"], {**versions, "device": hardware.name}
-    changed = [
-        f"{key} was {old}, is {now.get(key)}"
-        for key, old in {**before, "device": run.hardware.name}.items()
-        if old != now.get(key)
-    ]
-    if changed:
-        raise UserError(f"{path} was measured elsewhere", "; ".join(changed), "start a new tune here")
+    fix = "start a new tune here"
+    check_same_machine(run.directory, run.workload, run.hardware, run.settings.device, fix=fix)
     settings = run.settings
     if minutes is not None:
         check_minutes(minutes)

@@ -94,7 +94,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     machine = made["Machine"](factors={"bf16": 0.5, "flash": 0.7, "no-sync": 1.2}, failures={"padded-vocab": failure})
     out = tmp_path_factory.mktemp("ladder") / "run"
 
-    def launch(directory: Any, job: Any, timeout_seconds: float, on_phase: Any) -> Any:
+    def launch(directory: Any, job: Any, timeout_seconds: float, on_phase: Any, *, compile_cache: str) -> Any:
         answer = machine.ask(job)
         if isinstance(answer, Failure) or not answer.step_seconds:
             return answer
@@ -103,7 +103,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ladder_module, "launch", launch)
-        patch.setattr(ladder_module, "probe_machine", lambda device: (made["H200"], {"torch": "2.13.0"}))
+        patch.setattr("redline.search.words.probe_machine", lambda device: (made["H200"], {"torch": "2.13.0"}))
         main(["ladder", "tiny", "--micro-batch", str(MICRO_BATCH), "--check-steps", "5", "--out", str(out)])
     return out
 

@@ -1,6 +1,6 @@
 """What the ranks of tests/cpu/test_ranks.py run: one start of N processes for many training runs.
 
-torchrun --standalone --nproc-per-node 4 rank_cases.py FOLDER        # FOLDER/cases.json: a list of orders
+rank_cases.py 4 FOLDER        # ranks; FOLDER/cases.json: a list of orders
 
 An order goes on with what is in the run directory of its name and "-begun". Also measures what a rank holds after a
 step, for the orders under "held".
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from forked_ranks import run_ranks
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -23,7 +24,7 @@ from redline.core.layout import Layout
 from redline.core.values import from_json
 from redline.engine.build import build_step
 from redline.engine.distributed import Ranks, join
-from redline.engine.session import TrainOrder, shared_plan, train, training_plan
+from redline.engine.session import TrainOrder, train, training_plan
 
 BEGUN = "-begun"
 
@@ -51,7 +52,7 @@ def held(order: TrainOrder, ranks: Ranks) -> dict[str, Any]:
     """Bytes of weights, gradients and optimizer state that this rank itself holds, between backward and update; how
     many times gradients were reduced for a batch of three pieces; and every bit of the weights, as a checksum."""
     ranks.arrange(order.layout or Layout(ranks=ranks.count))
-    device, plan = ranks.connect("cpu"), shared_plan(training_plan(order.recipe), ranks)
+    device, plan = ranks.connect("cpu"), training_plan(order.recipe, ranks.layout)
     step = build_step(order.workload, plan, device=device, chunk=1, ranks=ranks)
     shape = order.workload.decoder
     batch = torch.zeros((2, 3, shape.sequence), dtype=torch.int64)
@@ -94,4 +95,4 @@ def local_bytes(tensor: Any) -> int:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    run(Path(sys.argv[1]))
+    raise SystemExit(run_ranks(int(sys.argv[1]), lambda: run(Path(sys.argv[2]))))

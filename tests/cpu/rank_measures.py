@@ -1,6 +1,6 @@
 """What the ranks of tests/cpu/test_ranks_measure.py run: one start of two for many measurements, some with a fault.
 
-torchrun --standalone --nproc-per-node 2 rank_measures.py FOLDER     # FOLDER/jobs.json: {name: {"job", "fault"}}
+rank_measures.py 2 FOLDER     # ranks; FOLDER/jobs.json: {name: {"job", "fault"}}
 
 A fault is planted in rank 1 alone, and in the measured step alone: the reference is rank 0's.
 """
@@ -17,6 +17,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from forked_ranks import run_ranks
 from torch._C._distributed_c10d import PrefixStore
 
 from redline.core.job import Job
@@ -76,4 +77,4 @@ def run(folder: Path) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    run(Path(sys.argv[1]))
+    raise SystemExit(run_ranks(int(sys.argv[1]), lambda: run(Path(sys.argv[2]))))

@@ -8,18 +8,20 @@ import json
 import math
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import redline
 import redline.commands.tune as tune_command
 import redline.search.ladder as ladder_search
-from redline.api.loss import loss_of_logits
+from redline.api.loss import live_loss, loss_of_logits
 from redline.core.errors import UserError
 from redline.core.user_code import Functions
-from redline.model.python_adapter import check_logits, cross_entropy, takes_inputs_only
+from redline.model.python_adapter import check_logits, cross_entropy, find_loss, loss_function, takes_inputs_only
 
 CLASSES = torch.zeros(6, dtype=torch.int64)
 
@@ -289,3 +291,44 @@ def test_an_estimate_of_a_factory_is_made_by_a_worker(built) -> None:
 def test_a_live_module_is_nothing_for_workers() -> None:
     with pytest.raises(UserError, match="redline.ladder was given a module and not a function that builds one"):
         redline.ladder(mlp())
+
+
+class Named(nn.Module):
+    """Returns several things by their names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+        logits = self.head(x)
+        loss = None if labels is None else F.cross_entropy(logits, labels)
+        return {"logits": logits, **({} if loss is None else {"loss": loss})}
+
+
+def named_functions() -> Functions:
+    return Functions(file="net.py", name="net", factory=nn.ReLU, make_batch=lambda size, seed: None)
+
+
+def test_a_dict_with_a_loss_is_a_loss_and_one_with_logits_gets_cross_entropy() -> None:
+    batch = torch.randn(5, 4), torch.arange(5) % 3
+    with_labels = {"x": batch[0], "labels": batch[1]}
+    model = Named()
+    expected = F.cross_entropy(model.head(batch[0]), batch[1])
+    assert find_loss(named_functions(), model, with_labels) == "attribute"
+    assert torch.equal(loss_function(named_functions(), model, "attribute")(with_labels), expected)
+    assert torch.equal(live_loss(model, None)(with_labels), expected)
+    model.forward = lambda x: {"logits": model.head(x)}  # type: ignore[method-assign, assignment]
+    assert find_loss(named_functions(), model, batch) == "cross-entropy"
+    assert torch.allclose(live_loss(model, None)(batch), expected)
+
+
+@pytest.mark.parametrize("targets", [(5,), (5, 7)], ids=["last", "second"])
+def test_logits_in_a_tuple_are_pointed_at_and_the_line_works(targets: tuple[int, ...]) -> None:
+    made = torch.randn(targets[0], 3, *targets[1:])  # [5, 3], and [5, 3, 7] with the classes second
+    classes = torch.zeros(targets, dtype=torch.int64)
+    with pytest.raises(UserError, match=r"returned a tuple for targets of an int64 tensor") as raised:
+        check_logits((None, made), classes, named_functions())
+    line = raised.value.fix.split("`")[3].removeprefix("return ")
+    value = eval(line, {"F": F, "model": lambda x: (None, x), "batch": (made, classes)})
+    assert torch.equal(value, cross_entropy(made, classes))

@@ -210,7 +210,7 @@ if __name__ == "__main__":
 
 # `error` alone would not do: Python 3.12 drops the error that its warning about forking threads becomes.
 @pytest.mark.parametrize(
-    ("warnings", "workers", "ending"), [("error", 0, "leave"), ("error", 3, "close"), ("always", 3, "leave")]
+    ("warnings", "workers", "ending"), [("error", 0, "leave"), ("error", 2, "close"), ("always", 2, "leave")]
 )
 def test_nothing_warns(batches: TokenBatches, tmp_path: Path, warnings: str, workers: int, ending: str) -> None:
     output = tmp_path / "output"

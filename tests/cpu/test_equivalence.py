@@ -1,8 +1,9 @@
 """Is it still right? Broken optimisations are planted and must come out as *different*; honest ones as their class
 promises. What the check is known to miss stands in MISSED, with the reason, as expected failures.
 
-A fault reaches the measured run and never the plain reference. Each is tried in fp32 and in bf16, whose wider bounds
-are where a fault would hide.
+A fault reaches the measured run and never the plain reference. Each is tried in bf16, whose wider bounds are where a
+fault would hide, and in fp32. `make test` tries fp32 only where bf16 misses the fault, and nothing that is known to be
+missed; `make test-all` tries all.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from redline.core.job import Job, RunDirectory
 from redline.core.measurement import Measurement
 from redline.core.recipe import Recipe
 from redline.core.workload import Workload
-from redline.engine import equivalence
+from redline.engine import equivalence, measure
 from redline.engine.build import Training
 from redline.engine.equivalence import check_gradients, reference_gradients, relative_errors
 from redline.model.attention import ATTENTION
@@ -299,6 +300,8 @@ def planted(name: str, precision: str) -> Any:
     """Expected failures are strict: whoever sharpens the check takes the fault out of MISSED."""
     reason = MISSED.get((name, precision))
     marks = [pytest.mark.xfail(reason=reason)] if reason else []
+    if reason or (precision == "fp32" and (name, "bf16") not in MISSED):
+        marks.append(pytest.mark.long)  # what is found within bf16's bounds is far outside fp32's
     return pytest.param(
         FAULTS[name], () if precision == "fp32" else (precision,), marks=marks, id=f"{precision} {name}"
     )
@@ -443,15 +446,16 @@ def test_the_baseline_is_its_own_reference_bit_for_bit(judge_row: JudgeRow) -> N
     assert row.measurement.loss_curve == row.reference
 
 
+PARTS_OF_THE_NEXT = [("bf16",), ("bf16", "flash"), ("bf16", "flash", "padded-vocab")]
+
+
 @pytest.mark.parametrize(
     "rungs",
     [
         ("flash",),
         ("padded-vocab",),
         ("fused-adamw",),
-        ("bf16",),
-        ("bf16", "flash"),
-        ("bf16", "flash", "padded-vocab"),
+        *(pytest.param(one, marks=pytest.mark.long) for one in PARTS_OF_THE_NEXT),
         ("bf16", "flash", "padded-vocab", "tied-weights", "fused-adamw"),
         ("chunked-loss",),
         ("bf16", "padded-vocab", "tied-weights", "fused-loss"),
@@ -484,33 +488,31 @@ def test_tied_weights_change_the_maths_and_learn(judge_row: JudgeRow, rungs: tup
     assert row.verdict == "changed", row.detail
 
 
-def test_other_seeds_agree(judge_row: JudgeRow, small: Workload) -> None:
+def test_another_seed_agrees(judge_row: JudgeRow, small: Workload) -> None:
     rungs = ("bf16", "flash", "padded-vocab", "fused-adamw")
-    verdicts = [judge_row(*rungs, workload=replace(small, seed=seed)) for seed in (1, 2)]
-    assert [row.verdict for row in verdicts] == ["rounding"] * 2, [row.detail for row in verdicts]
+    row = judge_row(*rungs, workload=replace(small, seed=1))
+    assert row.verdict == "rounding", row.detail
 
 
 @pytest.mark.slow
-def test_a_compiled_row_only_rounds(small: Workload, tokens: Path) -> None:
+@pytest.mark.usefixtures("hasty_workers")
+def test_a_compiled_row_only_rounds(small: Workload, tokens: Path, bench: Callable[..., measure.Bench]) -> None:
     """In a worker of its own, as a ladder does it: a compiler leaves state and processes behind."""
     rungs = ("compile", "flash", "padded-vocab")
     small = replace(small, shape=replace(small.shape, layers=1))  # half the code to compile
     job = Job(
         workload=small, recipe=Recipe(rungs=rungs, micro_batch=6), device="cpu", tokens=tokens.name, timed_steps=2
     )
-    run = RunDirectory(tokens.parent)
-    curves = []
-    for asked in (replace(job, kind="reference", recipe=replace(job.recipe, rungs=())), job):
-        answer = launch(run, asked, 250, lambda *_, **__: None)
-        assert isinstance(answer, Measurement), answer
-        curves.append(answer.loss_curve)
+    reference = measure.measure_reference(bench(workload=small, kind="reference")).loss_curve
+    answer = launch(RunDirectory(tokens.parent), job, 250, lambda *_, **__: None)
+    assert isinstance(answer, Measurement), answer
     row = judge(
         maths=Maths.ROUNDING.value,
         precision=plan_of(rungs).precision,
         measurement=answer,
-        reference=curves[0],
+        reference=reference,
         base=None,
-        plain=curves[0],
+        plain=reference,
         ln_vocab=small.shape.ln_vocab,
     )
     assert row.verdict == "rounding", row.detail

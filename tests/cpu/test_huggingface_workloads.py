@@ -23,7 +23,7 @@ from huggingface_hub import try_to_load_from_cache
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from redline.cli import main
-from redline.core.errors import UserError
+from redline.core.errors import ModelError, UserError
 from redline.core.plan import Plan
 from redline.core.recipe import Recipe
 from redline.core.values import from_json, to_json
@@ -394,10 +394,10 @@ def shards(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, verdict_only: None) -> Path:
     """Workers are this process, or eleven models would take minutes; tests/cpu/test_ladder.py starts real ones."""
     machine = probe.probe("cpu"), probe.versions()
-    for module in ("search.ladder", "search.launch"):
+    for module in ("search.words", "search.launch"):
         monkeypatch.setattr(f"redline.{module}.probe_machine", lambda _: machine)
     monkeypatch.setattr(
-        "redline.search.ladder.launch", lambda run, job, *_: worker.run(job, run.path, lambda *_, **__: None)
+        "redline.search.ladder.launch", lambda run, job, *_, **__: worker.run(job, run.path, lambda *_, **__: None)
     )
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -555,6 +555,18 @@ def test_the_cache_is_huggingface_hubs(tmp_path: Path, monkeypatch: pytest.Monke
 # the comparison that is recorded
 
 
+def test_what_transformers_cannot_build_is_a_mistake_in_the_model(workload: Any) -> None:
+    """A worker says so, and whoever asked it stops (tests/plain/test_cli.py)."""
+    rope = {"rope_type": "magic", "rope_theta": 10000.0, "factor": 2.0}
+    with pytest.raises(ModelError) as raised:
+        TransformersAdapter(workload("llama", rope_parameters=rope)).build(Plan(), CPU)
+    failure = worker.describe(raised.value)
+    assert failure.mistake == (raised.value.problem, raised.value.why, raised.value.fix)
+    assert "magic" in failure.reason
+    assert "UserError" not in failure.reason
+    assert worker.describe(UserError("a", "b", "c")).mistake is None
+
+
 @pytest.fixture
 def benchmark(repository: Path, monkeypatch: pytest.MonkeyPatch, here: Path) -> Any:
     spec = importlib.util.spec_from_file_location("huggingface_benchmark", repository / "benchmarks" / "huggingface.py")
@@ -573,40 +585,72 @@ def test_the_benchmark_compares_both_at_their_best(
 ) -> None:
     """Both sides for real, in this process; the rates are replaced, since nothing here may depend on them."""
     folder = written(here, CONFIGS["gpt2"])
-    Path("recipe.json").write_text(json.dumps({"rungs": ["padded-vocab", "fused-adamw"], "micro_batch": 8}))
-    rates = {("transformers", 2): 100.0, ("transformers", 3): 90.0, ("redline", 2): 110.0, ("redline", 3): 130.0}
-    asked = []
+    Path("recipe.json").write_text(json.dumps({"rungs": ["padded-vocab", "fused-adamw"], "micro_batch": 4}))
+    rates = {("transformers", 2): 100.0, ("transformers", 3): 90.0, ("redline", 4): 130.0}
+    asked: list[tuple[str, int]] = []
+    closed: list[tuple[str, int]] = []
 
-    def ask(order: Any, folder: Path) -> dict[str, Any]:
-        order = from_json(benchmark.Order, json.loads(json.dumps(to_json(order))))  # as a child reads it
-        asked.append((order.side, order.recipe.micro_batch))
-        found = benchmark.measure(order, folder)
-        assert found["tokens_per_second"] == pytest.approx(asked[-1][1] * SEQUENCE / found["step_seconds"])
-        assert found["loss_first"] == pytest.approx(resolve_workload(str(here / "gpt2")).shape.ln_vocab, abs=0.2)
-        assert found["loss_last"] < found["loss_first"]
-        return {**found, "tokens_per_second": rates[asked[-1]]}
+    class Contestant(benchmark.Here):  # type: ignore[name-defined, misc]
+        def __init__(self, order: Any, folder: Path) -> None:
+            super().__init__(from_json(benchmark.Order, json.loads(json.dumps(to_json(order)))), folder)
+            self.key = (self.order.side, self.order.recipe.micro_batch)
 
-    words = [
-        str(folder),
-        "--recipe",
-        "recipe.json",
-        "--micro-batches",
-        "2,3",
-        "--rounds",
-        "2",
-        "--steps",
-        "3",
-        "--eager",
-    ]
-    assert benchmark.main(words, ask) == 0
+        def measure(self) -> dict[str, Any]:
+            found: dict[str, Any] = super().measure()
+            asked.append(self.key)
+            assert found["tokens_per_second"] == pytest.approx(self.key[1] * SEQUENCE / found["step_seconds"])
+            assert found["loss_first"] == pytest.approx(resolve_workload(str(here / "gpt2")).shape.ln_vocab, abs=0.2)
+            assert found["loss_last"] < found["loss_first"]
+            return {**found, "tokens_per_second": rates[self.key]}
+
+        def close(self) -> None:
+            closed.append(self.key)
+            super().close()
+
+    words = [str(folder), "--recipe", "recipe.json", "--micro-batches", "3,2", "--rounds", "2", "--steps", "3"]
+    words += ["--eager", "--out", "record.json"]
+    assert benchmark.main(words, Contestant) == 0
     record = json.loads(capsys.readouterr().out)
-    theirs, ours = ("transformers", 2), ("redline", 3)
-    sizes = [("transformers", 2), ("redline", 2), ("transformers", 3), ("redline", 3)]
-    assert asked == [*sizes, theirs, ours, ours, theirs]
+    theirs, ours = ("transformers", 2), ("redline", 4)  # the recipe's own size
+    assert asked == [theirs, ours, ("transformers", 3), theirs, ours, ours, theirs]
+    assert closed == [("transformers", 3), theirs, ours]  # the loser at once
     assert record["ratio"] == pytest.approx(1.3)
     assert {side: record["sides"][side]["micro_batch"] for side in record["sides"]} == dict((theirs, ours))
+    assert [one["micro_batch"] for one in record["sides"]["transformers"]["sizes"]] == [2, 3]
     assert record["versions"]["transformers"]
     assert record["config"]["attn_pdrop"] == 0.0  # both without dropout
+    assert json.loads(Path("record.json").read_text()) == record
+    assert benchmark.main(words, lambda *_: pytest.fail("what is finished is not run again")) == 0
+    assert json.loads(capsys.readouterr().out) == record
+
+
+def test_a_benchmark_that_is_interrupted_leaves_its_rounds(benchmark: Any, here: Path) -> None:
+    folder = written(here, CONFIGS["gpt2"])
+    closed = []
+
+    class Contestant:
+        def __init__(self, order: Any, folder: Path) -> None:
+            self.order, self.left = order, 3
+
+        def prepare(self) -> None:
+            return None
+
+        def measure(self) -> dict[str, Any]:
+            self.left -= 1
+            if not self.left:
+                raise KeyboardInterrupt
+            size = self.order.recipe.micro_batch
+            rate = 200.0 if self.order.side == "redline" else 100.0
+            return {**benchmark.failed(self.order, None), "tokens_per_second": rate, "step_seconds": size / rate}
+
+        def close(self) -> None:
+            closed.append(self.order.name)
+
+    with pytest.raises(KeyboardInterrupt):
+        benchmark.main([str(folder), "--micro-batches", "2", "--rounds", "5", "--out", "record.json"], Contestant)
+    record = json.loads(Path("record.json").read_text())
+    assert (record["finished"], record["ratios"]) == (False, [2.0])
+    assert sorted(closed) == ["redline-2", "transformers-2"]
 
 
 def test_the_benchmark_says_what_did_not_fit(benchmark: Any, monkeypatch: pytest.MonkeyPatch, workload: Any) -> None:
@@ -622,7 +666,52 @@ def test_the_benchmark_says_what_did_not_fit(benchmark: Any, monkeypatch: pytest
         steps=1,
         compiled=False,
     )
-    found = benchmark.measure(order, Path())
-    assert (found["reason"], found["tokens_per_second"]) == ("out of memory", None)
-    result = benchmark.compare({"transformers": order, "redline": order}, [2], 2, lambda _: found)
+    orders = {"transformers": [replace(order, side="transformers")], "redline": [order]}
+    fitting = {"tokens_per_second": 1.0, "step_seconds": 1.0}
+
+    prepared = []
+
+    class Contestant(benchmark.Here):  # type: ignore[name-defined, misc]
+        def prepare(self) -> str | None:
+            prepared.append(self.order.side)
+            reason: str | None = super().prepare()
+            return reason
+
+        def measure(self) -> dict[str, Any]:
+            return (
+                super().measure() if self.order.side == "redline" else {**benchmark.failed(self.order, None), **fitting}
+            )
+
+    monkeypatch.setattr(benchmark, "their_step", lambda *_: (lambda _: torch.zeros(()), (None for _ in "x")))
+    kept: list[Any] = []
+    result = benchmark.Contest(orders, lambda order: Contestant(order, Path()), kept.append).run(2, 1)
     assert (result["ratio"], result["ratios"]) == (None, [])
+    assert prepared == ["transformers", "redline", "redline"], "once more, when there may be room"
+    ours = result["sides"]["redline"]
+    assert (ours["sizes"][0]["reason"], ours["tokens_per_second"]) == ("out of memory", None)
+
+
+def test_a_contestant_in_a_process_answers_until_it_ends(
+    benchmark: Any, here: Path, workload: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order = benchmark.Order(
+        side="transformers",
+        workload=workload("llama"),
+        recipe=Recipe(rungs=(), micro_batch=2),
+        device="cpu",
+        steps=1,
+        compiled=False,
+    )
+    answer = {**benchmark.failed(order, None), "tokens_per_second": 5.0}
+    lines = ["import sys", 'print(\'{"reason": "out of memory"}\', flush=True)']
+    lines += ["assert sys.stdin.readline() == 'prepare\\n'", "print('{\"reason\": null}', flush=True)"]
+    lines += ["assert sys.stdin.readline() == 'measure\\n'"]
+    (here / "child.py").write_text("\n".join([*lines, f"print({json.dumps(answer)!r}, flush=True)", "sys.exit(3)"]))
+    monkeypatch.setattr(benchmark, "__file__", str(here / "child.py"))
+    child = benchmark.Child(order, here)
+    assert child.prepare() == "out of memory"
+    assert child.prepare() is None
+    assert child.measure() == answer
+    assert child.measure() == benchmark.failed(order, "exit code 3")
+    child.close()
+    assert from_json(benchmark.Order, json.loads((here / "transformers-2.json").read_text())) == order

@@ -140,7 +140,7 @@ def test_the_order_of_a_seed_stays_what_it_is(size: int) -> None:
 # the windows
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     tokens=st.integers(2, 160),
     shards=st.integers(1, 4),
@@ -170,7 +170,7 @@ def test_every_window_of_an_epoch_once(
     assert found == samples(split, **{**two, "micro_batch": 1, "ranks": 1})  # nobody's number changes the order
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     start=st.integers(0, 400),
     before=st.tuples(st.integers(1, 5), st.integers(1, 3)),

@@ -51,7 +51,6 @@ PLANS = {
     "bf16-full-padded": replace(FUSED, autocast="bf16", checkpointing="full", loss="fused", vocab_multiple=128),
 }
 every_shape = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
-every_plan = pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS.keys())
 
 
 def build_model(shape: Shape, plan: Plan) -> GPT:
@@ -124,9 +123,19 @@ def peak_of_a_step(shape: Shape, plan: Plan, micro_batch: int) -> int:
     return alive.peak
 
 
-@every_shape
-@every_plan
-@pytest.mark.parametrize("micro_batch", [1, 8])
+CASES = [
+    pytest.param(
+        shape,
+        plan,
+        size,
+        id=f"{size}-{plan_name}-{shape_name}",
+        marks=[pytest.mark.long] if size == 1 and shape_name != "weights" else [],
+    )
+    for (shape_name, shape), (plan_name, plan), size in itertools.product(SHAPES.items(), PLANS.items(), (1, 8))
+]
+
+
+@pytest.mark.parametrize(("shape", "plan", "micro_batch"), CASES)
 def test_the_peak_of_a_step(shape: Shape, plan: Plan, micro_batch: int) -> None:
     """Among these every moment of the model is the worst one somewhere."""
     predicted = predict_memory(shape, plan, micro_batch=micro_batch)
@@ -136,7 +145,7 @@ def test_the_peak_of_a_step(shape: Shape, plan: Plan, micro_batch: int) -> None:
 def test_the_cases_meet_every_moment() -> None:
     moments = {
         predict_memory(shape, plan, micro_batch=size).moment
-        for shape, plan, size in itertools.product(SHAPES.values(), PLANS.values(), (1, 8))
+        for shape, plan, size in (case.values for case in CASES if not case.marks)
     }
     assert moments == {
         "forward of the loss",

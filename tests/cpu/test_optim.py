@@ -626,11 +626,11 @@ BANDS = {
     # Its moment remembers fifty steps and every step is of one size: this model and batch take four times as many.
     "lion": (500, SEEDS_DIFFER),
 }
-LONG = [pytest.mark.slow]
+# The same rule as the loop's (test_fast_ones_agree_with_the_loop, test_8bit_adamw_starts_as_adamw_and_stays_near_it),
+# or four times as many steps.
+LONG = ("adamw-foreach", "adamw-fused", "adamw-8bit", "lion")
 TRAINED = [
-    pytest.param(
-        name, marks=[*(LONG if name in ("lion", "adamw-8bit") else []), *([needs_torchao] if row.needs else [])]
-    )
+    pytest.param(name, marks=[*([pytest.mark.long] if name in LONG else []), *([needs_torchao] if row.needs else [])])
     for name, row in OPTIMIZERS.items()
     if name != "adamw-loop"
 ]

@@ -31,7 +31,7 @@ from redline.engine.memory_snapshot import (
     timeline_of,
     watch_memory,
 )
-from redline.engine.profiling import profile_job, profile_step
+from redline.engine.profiling import modules_without_compile, profile_job, profile_step
 from redline.engine.profiling_frames import Frame
 from redline.engine.profiling_work import ATTENTIONS
 from redline.predict.gemms import attention_gemms, linear_gemms
@@ -213,6 +213,70 @@ def test_compiled_memory_on_a_cpu_is_unknown_and_says_why():
     assert profile.memory is None
     assert "compiled" in profile.memory_reason
     assert {row.module for row in profile.modules} == {None}
+
+
+# modules of compiled code
+
+
+def test_a_compiled_recipe_shows_the_modules_of_the_same_step_without_compile(bench, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda loss_of, **_: loss_of)  # what is compiled here is of no account
+    phases: list[str] = []
+    found = profile_job(
+        bench("compile", "flash", timed_steps=1, report=lambda phase, **_: phases.append(phase)), tmp_path
+    )
+    assert phases[-2:] == ["memory", "modules without compile"]  # after everything that it could disturb
+    assert {row.module for row in found.modules} == {None}
+    assert found.uncompiled is not None
+    assert (found.uncompiled.micro_batch, found.uncompiled.undone) == (6, ("compile",))
+    rows = {row.module: row for row in found.uncompiled.modules}
+    assert rows["h.0.mlp.c_fc"].forward > 0
+    assert rows["h.0.mlp.c_fc"].backward > 0
+    assert 0 < found.uncompiled.work_seconds <= found.uncompiled.step_seconds
+    assert found.notes == ()
+    assert from_json(Profile, json.loads(json.dumps(to_json(found)))) == found
+
+
+def test_a_step_that_does_not_fit_without_compile_is_halved(bench, monkeypatch):
+    tried: list[int] = []
+
+    def look(_, micro_batch: int) -> int:
+        tried.append(micro_batch)
+        if micro_batch > 2:
+            raise torch.cuda.OutOfMemoryError(f"{micro_batch} sequences do not fit")
+        return micro_batch
+
+    monkeypatch.setattr(profiling, "look_at_modules", look)
+    assert modules_without_compile(bench("compile")) == 2
+    assert tried == [6, 3, 2]
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (torch.cuda.OutOfMemoryError("CUDA out of memory"), "not even one sequence fits"),
+        (KeyError("lost"), "KeyError: 'lost'"),
+        (RuntimeError(), "RuntimeError: no message"),
+    ],
+    ids=["memory", "with-words", "without"],
+)
+def test_a_failure_without_compile_is_a_note_on_a_whole_profile(error, reason, plain, bench, tmp_path, monkeypatch):
+    whole = replace(plain[0], compiled=True, modules=())
+    monkeypatch.setattr(profiling, "profile_recipe", lambda *_: whole)
+
+    def fails(*_, **__):
+        raise error
+
+    monkeypatch.setattr(profiling, "build", fails)
+    found = profile_job(bench("compile"), tmp_path)
+    assert found == replace(whole, notes=(f"modules were not told apart without compile: {reason}",))
+
+
+@pytest.mark.parametrize("compiled", [True, False], ids=["compiled-in-part", "plain"])
+def test_modules_that_were_told_apart_are_left_alone(compiled, plain, bench, tmp_path, monkeypatch):
+    whole = replace(plain[0], compiled=compiled)
+    monkeypatch.setattr(profiling, "profile_recipe", lambda *_: whole)
+    monkeypatch.setattr(profiling, "modules_without_compile", lambda _: pytest.fail("one more pass"))
+    assert profile_job(bench("compile"), tmp_path) is whole
 
 
 # the CUDA allocator's history, by hand

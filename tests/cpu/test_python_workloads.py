@@ -480,10 +480,10 @@ def test_the_same_loss_as_a_plain_loop(repository: Path) -> None:
 def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, no_waiting: None) -> Path:
     """tests/cpu/test_ladder.py starts real workers."""
     machine = probe.probe("cpu"), probe.versions()
-    for module in ("search.ladder", "search.launch"):
+    for module in ("search.words", "search.launch"):
         monkeypatch.setattr(f"redline.{module}.probe_machine", lambda _: machine)
 
-    def launch(run: Any, job: Any, *_: object) -> Any:
+    def launch(run: Any, job: Any, *_: object, **__: object) -> Any:
         with contextlib.redirect_stdout(sys.stderr):  # a worker's goes to its log
             try:
                 return worker.run(job, run.path, lambda *_, **__: None)

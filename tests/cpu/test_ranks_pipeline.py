@@ -152,10 +152,13 @@ def start(folder: Path, ranks: int, orders: list[TrainOrder], held: list[TrainOr
     folder.mkdir()
     cases = {"orders": [to_json(order) for order in orders], "held": [to_json(order) for order in held]}
     (folder / "cases.json").write_text(json.dumps(cases))
-    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[1])}
     done = subprocess.run(
-        [*words, str(HERE / "rank_cases.py"), str(folder)], env=environment, capture_output=True, text=True, timeout=240
+        [sys.executable, str(HERE / "rank_cases.py"), str(ranks), str(folder)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(ranks)]

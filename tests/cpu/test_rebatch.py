@@ -85,6 +85,7 @@ def test_retries_are_read_off_the_allocator(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("hasty_workers")
 def test_a_ladder_with_each_rung_at_its_own_micro_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "run"
     document = redline.ladder(

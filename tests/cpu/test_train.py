@@ -22,8 +22,8 @@ from transformers import GPT2LMHeadModel
 import redline.engine.checkpoint as checkpoint_module
 import redline.engine.session as session_module
 import redline.engine.train as train_module
-from redline.cli import main
-from redline.commands.train import say_of_schedule
+from redline.cli import interrupt, main
+from redline.commands.train import end_of_schedule
 from redline.core.errors import UserError
 from redline.core.recipe import Recipe
 from redline.core.training import Budget, TrainSettings
@@ -31,7 +31,7 @@ from redline.core.workload import Workload
 from redline.data.prepare import Preparation, prepare
 from redline.engine.checkpoint import CheckpointStore, latest_checkpoint, load_from
 from redline.engine.session import TrainOrder, load_model, train
-from redline.engine.step import INITIAL_LOSS_SCALE
+from redline.engine.step import INITIAL_LOSS_SCALE, TrainStep
 from redline.engine.train import asked_to_stop
 
 Events = list[tuple[str, dict[str, Any]]]
@@ -396,14 +396,18 @@ def test_mistakes_stop_before_anything_is_written(
     assert not out.exists()
 
 
-def test_a_resumed_run_is_told_that_its_schedule_ends(order: Order, capsys: pytest.CaptureFixture[str]) -> None:
-    settings = order().settings
-    say_of_schedule(settings, 64)
-    assert capsys.readouterr().err == ""
-    say_of_schedule(replace(settings, budget=Budget(steps=40)), 64)
-    assert "cosine schedule ends at step 12" in capsys.readouterr().err
-    say_of_schedule(replace(settings, budget=Budget(minutes=1)), 64)
-    assert "ends at step 12" in capsys.readouterr().err
+def test_a_resumed_run_is_told_that_its_schedule_ends(order: Order) -> None:
+    begun = order()
+    per_update = begun.settings.global_batch * begun.workload.decoder.sequence
+
+    def told(**budget: float) -> str | None:
+        return end_of_schedule(replace(begun, settings=replace(begun.settings, budget=Budget(**budget))))
+
+    assert end_of_schedule(begun) is None
+    assert told(tokens=12 * per_update) is None
+    assert "cosine schedule ends at step 12" in (told(steps=40) or "")
+    assert "ends at step 12" in (told(minutes=1) or "")
+    assert "ends at step 12" in (told(tokens=12 * per_update + 1) or "")
 
 
 def test_a_first_signal_asks_and_a_second_ctrl_c_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -417,6 +421,38 @@ def test_a_first_signal_asks_and_a_second_ctrl_c_leaves(monkeypatch: pytest.Monk
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_checkpoint_is_finished_though_the_failed_rank_is_told_to_end(
+    order: Order, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The agent tells it as soon as another rank is lost, and then waits for half a minute."""
+    step, wait, taken = TrainStep.__call__, CheckpointStore.wait, []
+
+    def fails_later(self: TrainStep, batch: Any) -> torch.Tensor:
+        taken.append(batch)
+        if len(taken) == 2:
+            raise ArithmeticError("a rank is gone")
+        return step(self, batch)
+
+    def told_meanwhile(self: CheckpointStore) -> UserError | None:
+        if len(taken) == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return wait(self)
+
+    monkeypatch.setattr(TrainStep, "__call__", fails_later)
+    monkeypatch.setattr(CheckpointStore, "wait", told_meanwhile)
+    wanted = order(steps=3, cycle_steps=1, checkpoint_every=1, eval_every=None)
+    before = signal.signal(signal.SIGTERM, interrupt)  # as the command line has it
+    try:
+        with pytest.raises((ArithmeticError, KeyboardInterrupt)) as caught:
+            train(wanted, lambda *_, **__: None)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert caught.type is ArithmeticError
+    loaded, _ = latest_checkpoint(Path(wanted.out) / "checkpoints")
+    assert loaded is not None
+    assert loaded.step == 1
 
 
 @pytest.mark.parametrize("asked", [True, False], ids=["asked-to-stop", "by-itself"])
@@ -506,7 +542,15 @@ def train_words(out: Path) -> list[object]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGINT,
+        pytest.param(signal.SIGTERM, marks=pytest.mark.long),  # one handler: test_a_first_signal_asks...
+        signal.SIGKILL,
+    ],
+    ids=lambda number: number.name,
+)
 def test_a_run_that_is_ended_goes_on(tmp_path: Path, number: signal.Signals) -> None:
     """Asked, it saves and says how to go on; killed, it loses what came after the last checkpoint."""
     (tmp_path / "recipe.json").write_text('{"rungs": ["flash", "tied-weights", "fused-adamw"], "micro_batch": 1}')

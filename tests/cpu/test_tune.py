@@ -69,12 +69,13 @@ class Quiet:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("hasty_workers")
 def test_tune_finds_a_recipe_and_remembers_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Real workers; test_tune_run.py has the command around made-up ones."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(tune, "MOST_REPEATS", 0)
     machine = probe_machine("cpu")
-    monkeypatch.setattr(tune_run, "probe_machine", lambda device: machine)
+    monkeypatch.setattr("redline.search.words.probe_machine", lambda device: machine)
 
     def run(out: str) -> dict[str, Any]:
         words: dict[str, Any] = {"workload": "tiny", "rungs": "flash", "device": "cpu", "micro_batch": 2}

@@ -16,7 +16,7 @@ from redline.workloads import resolve_workload
 
 Rounds = Callable[[Workload, tuple[str, ...]], Measurement]
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hasty_workers")]
 
 LLAMA = {
     "model_type": "llama",

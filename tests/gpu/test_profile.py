@@ -97,6 +97,18 @@ def test_compiled_code_names_its_attention_and_breaks_no_graph(fast):
     assert any(kernel.name.startswith("triton_") and kernel.bytes for kernel in fast.kernels)
 
 
+def test_compiled_code_shows_the_modules_of_the_same_step_without_compile(fast):
+    assert {row.module for row in fast.modules} == {None}
+    assert fast.uncompiled is not None, fast.notes
+    assert (fast.uncompiled.micro_batch, fast.uncompiled.undone) == (8, ("compile",))
+    rows = {row.module: row for row in fast.uncompiled.modules}
+    for module in ("h.0.mlp.c_fc", "h.1.attn.c_attn", "ln_f"):
+        assert rows[module].forward > 0
+        assert rows[module].backward > 0
+    assert rows["h.0.attn"].forward > 0  # the fused kernel
+    assert 0 < fast.uncompiled.work_seconds <= fast.uncompiled.step_seconds
+
+
 @pytest.mark.parametrize("which", ["plain", "fast"])
 def test_the_allocators_peak_is_anatomised(which, plain, fast):
     profile = plain[0] if which == "plain" else fast
@@ -114,6 +126,32 @@ def test_the_allocators_peak_is_anatomised(which, plain, fast):
 def test_memory_has_lines_of_the_model(plain):
     assert any("redline/model/" in line.file for line in plain[0].memory.lines)
     assert plain[0].memory.modules["h.0.attn"] > 0
+
+
+def test_what_other_steps_reserved_is_no_fragmentation():
+    import torch
+    from torch import nn
+
+    from redline.engine.fit import free_memory
+    from redline.engine.memory_snapshot import watch_memory
+
+    device = torch.device("cuda")
+    model = nn.Linear(1024, 1024, device=device)
+    batch = torch.randn(1024, 1024, device=device)
+    free_memory(device)
+    before = torch.cuda.memory_reserved()
+    large = torch.empty(2**30, dtype=torch.uint8, device=device)
+    del large  # to the allocator's cache, where an uncompiled step leaves its own
+    found = watch_memory(lambda rows: model(rows).sum().backward(), batch, module=model, optimizer=None, device=device)
+    assert found.peak_bytes <= found.reserved_bytes < before + 2**30
+    assert sum(found.categories.values()) == found.peak_bytes
+
+
+def test_memory_of_compiled_code_has_lines_and_no_modules(fast):
+    own = sum(fast.memory.modules.values())
+    assert own + fast.memory.elsewhere_bytes == fast.memory.peak_bytes
+    assert fast.memory.elsewhere_bytes >= fast.memory.categories["activations"]
+    assert any("redline/model/" in line.file for line in fast.memory.lines)
 
 
 def test_the_trace_has_kernels(plain):

@@ -13,7 +13,7 @@ from redline.search.inspect import find_workload
 
 Rounds = Callable[[Workload, tuple[str, ...]], Measurement]
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hasty_workers")]
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 FAST = ("tf32", "no-sync", "bf16", "compile", "fused-adamw", "loader-workers")

@@ -14,6 +14,7 @@ from redline.core.plan import Plan
 from redline.core.profile import Finding, Kernel, Part, Profile
 from redline.core.workload import Shape
 from redline.predict.advice import Advice, Candidate, Rates, advise, pools_of, rates_of
+from redline.predict.reach import reach_of
 from redline.rungs import LADDER, Maths, plan_of
 from redline.workloads import PRESETS
 
@@ -73,7 +74,7 @@ def test_naive_attention_asks_for_a_fused_kernel():
     found = advice_on(profile(EVEN), ("tf32", "bf16"))
     fused = next(each for each in found if each.rung in ("flash", "cudnn-attention"))
     assert 0.030 < (fused.gain_seconds or 0) < 0.040  # most of the 40 ms, never all
-    assert "attention takes 40.0 ms of 145 ms (28%)" in fused.why
+    assert "attention takes 40.0 ms of 145 ms (28 %)" in fused.why
 
 
 def test_of_two_attention_kernels_one_is_advised():
@@ -201,7 +202,8 @@ def test_rates_come_from_the_data_sheet_or_from_the_profile_itself():
         Kernel(name="add", group=names.ELEMENTWISE, calls=1, seconds=0.1, flops=None, bytes=1e9, dtype=None),
     )
     found = rates_of(profile(EVEN, kernels=kernels), Plan(), None, None)
-    assert found == Rates(matmul_tflops={"fp32": 2.0}, bandwidth=1e10, source="the best kernels of this profile")
+    best = "the best kernels of this profile"
+    assert found == Rates(matmul_tflops={"fp32": 2.0}, bandwidth=1e10, source=best, reachable=False)
     assert rates_of(profile(EVEN), Plan(), None, None) is None
 
 
@@ -212,3 +214,135 @@ def test_every_predicted_operation_has_a_pool():
 
         case = Case(profile=profile(EVEN), shape=shape, plan=plan, micro_batch=2, candidates=(), rates=H200)
         assert set(pools_of(case, plan) or {}) >= {names.CONTRACTION, names.ATTENTION, names.LOSS, names.OPTIMIZER}
+
+
+# bounds
+
+TUNED = {names.CONTRACTION: 60.0, names.ATTENTION: 20.0, names.ELEMENTWISE: 10.0, names.LOSS: 0.5, names.IDLE: 2.0}
+GEMM = Kernel(name="mm", group=names.CONTRACTION, calls=9, seconds=0.060, flops=39.5e12, bytes=4.3e9, dtype="bf16")
+FLASH = Kernel(name="bwd", group=names.ATTENTION, calls=9, seconds=0.014, flops=3.95e12, bytes=4.3e9, dtype="bf16")
+HELPER = Kernel(name="dot", group=names.ATTENTION, calls=9, seconds=0.006, flops=None, bytes=None, dtype=None)
+ADD = Kernel(name="add", group=names.ELEMENTWISE, calls=9, seconds=0.010, flops=None, bytes=34.4e9, dtype=None)
+SMALL = Kernel(name="ce", group=names.LOSS, calls=1, seconds=0.0005, flops=None, bytes=1.0, dtype=None)
+KERNELS = (GEMM, FLASH, HELPER, ADD, SMALL)
+
+
+def tuned(candidates: tuple[Candidate, ...] = (), rates: Rates | None = H200, **changes: Any) -> tuple[Advice, ...]:
+    found = profile(TUNED, **{"kernels": KERNELS, **changes})
+    return advise(found, shape=GPT2, plan=plan_of(BEST), micro_batch=16, candidates=candidates, rates=rates)
+
+
+def test_a_finished_recipe_shows_how_far_its_kernels_are_from_the_machine():
+    found = tuned()
+    # 39.5 TFLOP at 790 TFLOP/s take 50 ms, 3.95 take 5, 34.4 GB at 4.3 TB/s take 8
+    assert [(each.what, round(1e3 * (each.gain_seconds or 0), 6)) for each in found] == [
+        ("faster tensor contractions", 10.0),
+        ("a faster attention kernel", 9.0),
+        ("faster element-wise kernels", 2.0),
+    ]
+    assert all(each.at_most and each.rung is None for each in found)
+    gemm, attention, add = (each.why for each in found)
+    assert (
+        gemm == "tensor contraction takes 60.0 ms of 92.5 ms (65 %); its 39.5 TFLOP would take 50.0 ms at 790 TFLOP/s"
+    )
+    assert attention == (
+        "attention takes 20.0 ms of 92.5 ms (22 %); of 70 % of that the work is known: 14.0 ms, where its 3.95 TFLOP "
+        "(without pairs that a causal mask hides) would take 5.00 ms at 790 TFLOP/s; no rung here brings another kernel"
+    )
+    assert add == "element-wise takes 10.0 ms of 92.5 ms (11 %); its 34.4 GB would take 8.00 ms at 4.3 TB/s"
+
+
+def test_bounds_come_after_everything_that_can_be_done_and_fill_up_to_three():
+    line = Finding(kind="graph-break", detail="", file="model.py", line=7)
+    wait = Part(phase=names.DATA, group=names.DATA_WAIT, seconds=0.001)
+    parts = (*profile(TUNED).parts, wait)
+    found = tuned(findings=(line,), parts=parts)
+    assert [each.at_most for each in found] == [False, False, True]
+    assert found[0].gain_seconds == pytest.approx(0.001)  # however small beside the bound
+    assert found[1].gain_seconds is None
+    assert (found[2].gain_seconds or 0) == pytest.approx(0.010)
+    more = tuple(replace(line, line=at, kind=kind) for at, kind in enumerate(("recompile", "host-copy")))
+    assert not any(each.at_most for each in tuned(findings=(line, *more), parts=parts))
+
+
+def test_what_an_advised_rung_helps_is_no_bound():
+    slow = replace(plan_of(BEST), attention="naive")
+    rung = Candidate(rung="flash", title="", plan=plan_of(BEST))
+    found = advise(
+        profile(TUNED, kernels=KERNELS), shape=GPT2, plan=slow, micro_batch=16, candidates=(rung,), rates=H200
+    )
+    assert found[0].rung == "flash"
+    assert [each.what for each in found[1:]] == ["faster tensor contractions", "faster element-wise kernels"]
+
+
+def test_a_rung_for_idle_time_leaves_the_bounds_of_kernels():
+    graphs = Candidate(rung="cuda-graphs", title="", plan=replace(plan_of(BEST), cuda_graphs=True))
+    assert [each.rung or each.what for each in tuned((graphs,))] == [
+        "cuda-graphs",
+        "faster tensor contractions",
+        "a faster attention kernel",
+    ]
+
+
+def test_another_attention_kernel_is_named():
+    """One that the roofline expects nothing of: it knows no kernel that well."""
+    other = Candidate(rung="flash", title="", plan=plan_of(BEST))
+    plan = replace(plan_of(BEST), attention="cudnn")
+    found = advise(
+        profile(TUNED, kernels=KERNELS), shape=GPT2, plan=plan, micro_batch=16, candidates=(other,), rates=H200
+    )
+    (attention,) = [each for each in found if each.what == "a faster attention kernel"]
+    assert attention.why.endswith("; flash would be another kernel")
+
+
+def test_written_out_attention_counts_the_full_square():
+    found = advise(
+        profile(TUNED, kernels=KERNELS),
+        shape=GPT2,
+        plan=Plan(autocast="bf16"),
+        micro_batch=16,
+        candidates=(),
+        rates=H200,
+    )
+    assert any("3.95 TFLOP (the full square of scores)" in each.why for each in found)
+
+
+@pytest.mark.parametrize(
+    ("rates", "kernels"),
+    [
+        (None, KERNELS),
+        (replace(H200, reachable=False), KERNELS),
+        (H200, (HELPER, SMALL)),
+        (H200, (replace(GEMM, seconds=0.0505), replace(FLASH, dtype="fp8"), replace(GEMM, dtype=None))),
+    ],
+    ids=["no-rates", "rates-of-the-profile", "unknown-work", "nothing-to-gain"],
+)
+def test_no_bound_without_rates_and_work_or_below_a_hundredth(rates, kernels):
+    assert [each.what for each in tuned(rates=rates, kernels=kernels)] == [
+        "give each launch more work: a larger micro batch"
+    ]
+
+
+def test_idle_time_that_no_rung_removes_is_a_bound_and_one_that_a_rung_removes_is_not():
+    (idle,) = tuned(kernels=())
+    assert (idle.gain_seconds, idle.at_most) == (pytest.approx(0.002), True)
+    graphs = Candidate(rung="cuda-graphs", title="", plan=replace(plan_of(BEST), cuda_graphs=True))
+    assert [(each.rung, each.at_most) for each in tuned((graphs,), kernels=())] == [("cuda-graphs", False)]
+    assert not any(each.at_most for each in tuned(kernels=(), sync_idle_seconds=0.0015))  # known to be waits for it
+
+
+def test_the_least_time_is_of_the_slower_of_arithmetic_and_bytes_kernel_by_kernel():
+    rates: dict[str, Any] = {"matmul_tflops": {"fp32": 10.0, "tf32": 100.0}, "bandwidth": 1e12}
+    product = Kernel(name="", group="", calls=1, seconds=0.5, flops=1e12, bytes=2e10, dtype="fp32")
+    narrow = replace(product, bytes=3e11)
+    plain = reach_of([product, narrow], **rates, tf32=False)
+    assert plain is not None
+    assert plain.least_seconds == pytest.approx(0.1 + 0.3)
+    assert (plain.tflops, plain.by_bytes) == ((10.0,), True)
+    tensor = reach_of([product, narrow], **rates, tf32=True)
+    assert tensor is not None
+    assert tensor.least_seconds == pytest.approx(0.02 + 0.3)  # 0.01 s of arithmetic behind 0.02 s of bytes
+    assert tensor.tflops == ()
+    quick = replace(product, seconds=0.05)  # beats the rate, and makes up for no other
+    assert reach_of([product, quick], **rates, tf32=False).gain_seconds == pytest.approx(0.4)  # type: ignore[union-attr]
+    assert reach_of([replace(product, bytes=None), replace(product, dtype="bf16")], **rates, tf32=False) is None

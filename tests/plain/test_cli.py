@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import numpy
@@ -28,6 +29,7 @@ from redline.core.job import RunDirectory
 from redline.core.measurement import Failure, GradientCheck, Measurement
 from redline.rungs import LADDER
 from redline.search import ladder as ladder_module
+from redline.search.answers import graph_key
 
 VERSIONS = {"redline": "0.1.0", "python": "3.11.7", "torch": "2.13.0", "cuda": None}
 START = 5.6  # near ln 257 = 5.549
@@ -43,12 +45,12 @@ GRADIENTS = GradientCheck(
 
 @pytest.fixture(autouse=True)
 def workplace(tmp_path, monkeypatch):
-    """An empty current folder, so that a default run directory would show; the signal handler main sets is undone."""
+    """An empty current folder, so that a default run directory would show."""
     before = signal.getsignal(signal.SIGTERM)
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     yield tmp_path
-    signal.signal(signal.SIGTERM, before)
+    assert signal.getsignal(signal.SIGTERM) == before, "a command that is over leaves signals as they were"
 
 
 class Workers:
@@ -57,12 +59,13 @@ class Workers:
     def __init__(self):
         self.jobs = []
         self.stop_at = None
-        self.failures, self.curves = {}, {}
+        self.failures, self.curves, self.caches = {}, {}, {}
 
-    def launch(self, run, job, timeout_seconds, on_phase):
+    def launch(self, run, job, timeout_seconds, on_phase, *, compile_cache):
         if self.stop_at == len(self.jobs):
             raise KeyboardInterrupt
         self.jobs.append(job)
+        self.caches.setdefault(compile_cache, len(self.caches))
         on_phase("timing", done=None, total=10, seconds=4.0)
         last = job.recipe.rungs[-1] if job.recipe.rungs else "baseline"
         if last in self.failures and job.kind == "measure":
@@ -85,8 +88,8 @@ def workers(monkeypatch):
 def machine(monkeypatch, cpu):
     """What the probe says; change it to move to another machine. No process is started."""
     seen = {"hardware": cpu, "versions": VERSIONS}
-    monkeypatch.setattr(ladder_module, "probe_machine", lambda device: (seen["hardware"], seen["versions"]))
-    monkeypatch.setattr(ladder_module, "launch", lambda *_: pytest.fail("a worker was started"))
+    monkeypatch.setattr("redline.search.words.probe_machine", lambda device: (seen["hardware"], seen["versions"]))
+    monkeypatch.setattr(ladder_module, "launch", lambda *_, **__: pytest.fail("a worker was started"))
     return seen
 
 
@@ -152,7 +155,7 @@ def test_counts_are_whole_numbers_from_1(mistake, option, value):
 
 @pytest.mark.parametrize("size", [2**20 + 1, 10**9, 10**30])
 def test_an_absurd_micro_batch_is_a_mistake_and_no_failed_row(mistake, workplace, monkeypatch, size):
-    monkeypatch.setattr(ladder_module, "probe_machine", lambda _: pytest.fail("the machine was asked"))
+    monkeypatch.setattr("redline.search.words.probe_machine", lambda _: pytest.fail("the machine was asked"))
     said = mistake("ladder", "tiny", "--micro-batch", size)
     assert said["problem"] == f"--micro-batch is {size:,}"
     assert "1,048,576" in said["why"]
@@ -439,7 +442,7 @@ def test_a_machine_that_cannot_be_asked(mistake, workplace, monkeypatch):
             f"no {device} device to measure on", "torch sees no CUDA device", "--device cpu measures the CPU"
         )
 
-    monkeypatch.setattr(ladder_module, "probe_machine", no_device)
+    monkeypatch.setattr("redline.search.words.probe_machine", no_device)
     assert mistake("ladder", "tiny", "--device", "cuda")["problem"] == "no cuda device to measure on"
 
 
@@ -472,7 +475,7 @@ def test_help_names_every_option_it_takes(capsys):
 
 
 def test_the_rungs_are_listed_without_a_machine(redline_command, workplace, monkeypatch):
-    monkeypatch.setattr(ladder_module, "probe_machine", lambda _: pytest.fail("the machine was asked"))
+    monkeypatch.setattr("redline.search.words.probe_machine", lambda _: pytest.fail("the machine was asked"))
     code, out, err = redline_command("ladder", "--list-rungs")
     assert (code, err) == (0, "")
     assert [line.split()[0] for line in out.splitlines()] == [rung.name for rung in LADDER]
@@ -626,7 +629,7 @@ def test_a_line_cut_short_costs_that_row_alone(redline_command, machine, finishe
 
 def test_a_run_is_drawn_again_anywhere(redline_command, finished_run, workplace, monkeypatch):
     """From a copy, without the machine, with the page lost."""
-    monkeypatch.setattr(ladder_module, "probe_machine", lambda _: pytest.fail("the machine was asked"))
+    monkeypatch.setattr("redline.search.words.probe_machine", lambda _: pytest.fail("the machine was asked"))
     first = redline_command("report", finished_run, "--json")[1]
     copy = workplace / "copy"
     shutil.copytree(finished_run, copy)
@@ -706,12 +709,78 @@ def full_disk(monkeypatch, appended: int) -> None:
     monkeypatch.setattr(job_module, "open", open_with_little_room, raising=False)
 
 
+def test_rows_that_compile_the_same_code_share_it(redline_command, machine, workers, monkeypatch):
+    """What a row finds compiled took as long as it took for the row that compiled it."""
+
+    def compiling(run, job, *words, compile_cache):
+        found = workers.launch(run, job, *words, compile_cache=compile_cache)
+        seconds = 30.0 + len(workers.jobs) if "compile" in job.recipe.rungs else None
+        return replace(found, compile_seconds=seconds)
+
+    monkeypatch.setattr(ladder_module, "launch", compiling)
+    code, out, _ = redline_command("ladder", "tiny", "--rungs", "compile,padded-vocab,fused-adamw", "--json")
+    assert code == 0
+    seconds = {row["rung"]: row["compile_seconds"] for row in json.loads(out)["rows"]}
+    assert seconds["baseline"] is None
+    assert seconds["fused-adamw"] == seconds["padded-vocab"] == seconds["compile"] + 1
+    assert len(workers.caches) == 3, "the reference's and the baseline's, compile's, padded-vocab's"
+
+
+def test_code_is_compiled_ahead_where_it_is_asked_for(redline_command, machine, workers, workplace, monkeypatch):
+    asked = []
+
+    def ahead(run, jobs, *, at_once, timeout_seconds, tell):
+        tell(0, 2)
+        asked.append(([job.recipe.rungs for job in jobs], at_once))
+        assert workers.jobs == [], "before anything is measured"
+        return {graph_key(job): 55.0 for job in jobs if "compile" in job.recipe.rungs}
+
+    def launch(*words, **named):
+        return replace(workers.launch(*words, **named), compile_seconds=5.0)
+
+    monkeypatch.setattr(ladder_module, "compile_side_by_side", ahead)
+    monkeypatch.setattr(ladder_module, "launch", launch)
+    words = ("--rungs", "compile,padded-vocab", "--compile-ahead", "4", "--out", workplace / "run", "--json")
+    code, out, _ = redline_command("ladder", "tiny", *words)
+    document = json.loads(out)
+    assert code == 0
+    assert asked == [([(), ("compile",), ("compile", "padded-vocab")], 4)]
+    assert [row["compile_seconds"] for row in document["rows"]] == [5.0, 55.0, 55.0]
+    assert document["settings"]["compile_ahead"] == 4
+    redline_command("ladder", "--resume", workplace / "run", "--json")
+    assert len(asked) == 1, "nothing is left to compile"
+
+
+def test_a_model_that_cannot_be_built_stops_at_once(redline_command, machine, workers, workplace):
+    """Every row would say the same."""
+    mistake = ("transformers cannot build the config", "it knows no 'magic'", "mend it")
+    failure = Failure(kind="error", reason=": ".join(mistake[:2]), mistake=mistake)
+    run = workplace / "run"
+
+    def refuse(*words, **named):
+        workers.jobs.append(words)
+        return failure
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ladder_module, "launch", refuse)
+        code, out, err = redline_command("ladder", "tiny", "--out", run, "--json")
+    assert (code, out, len(workers.jobs)) == (2, "", 1)
+    assert err.splitlines()[-3:] == [f"problem: {mistake[0]}", f"why:     {mistake[1]}", f"fix:     {mistake[2]}"]
+    assert not run.exists()
+
+
+def test_ranks_do_not_compile_ahead(redline_command, machine):
+    code, _, err = redline_command("ladder", "tiny", "--compile-ahead", "2", "--gpus", "2")
+    assert code == 2
+    assert "problem: --compile-ahead with --gpus 2" in err
+
+
 def test_a_disk_that_fills_up_keeps_the_finished_rows(redline_command, machine, workers, workplace, monkeypatch):
     run = workplace / "run"
 
-    def compile_and_launch(*words):
+    def compile_and_launch(*words, **named):
         (run / "cache").mkdir(exist_ok=True)
-        return workers.launch(*words)
+        return workers.launch(*words, **named)
 
     with monkeypatch.context() as patch:
         full_disk(patch, appended=2)
@@ -752,7 +821,7 @@ def test_an_interrupt_anywhere_else_is_no_traceback(redline_command, monkeypatch
     def interrupted(device):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(ladder_module, "probe_machine", interrupted)
+    monkeypatch.setattr("redline.search.words.probe_machine", interrupted)
     assert redline_command("ladder", "tiny") == (130, "", "interrupted\n")
 
 
@@ -788,3 +857,20 @@ def test_leaving_for_another_reason_keeps_its_code(monkeypatch):
     with pytest.raises(SystemExit) as left:
         cli.main(["hardware"])
     assert left.value.code == 7
+
+
+ENDED_AT_THE_END = """
+import atexit, os, signal
+atexit.register(os.kill, os.getpid(), signal.SIGTERM)
+from redline.cli import main
+raise SystemExit(main(["--version"]))
+"""
+
+
+def test_a_signal_while_the_interpreter_ends_is_no_traceback():
+    """As torchrun's agent sends it to a rank that is leaving because another was killed."""
+    environment = {**os.environ, "PYTHONPATH": str(Path(redline.__file__).parents[1])}
+    done = subprocess.run(
+        [sys.executable, "-c", ENDED_AT_THE_END], env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (-signal.SIGTERM, "")

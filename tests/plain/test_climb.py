@@ -112,6 +112,10 @@ def climbed(machine: Machine, *args, **choices) -> Climb:
     return climb
 
 
+def measured_of(machine: Machine) -> list[Recipe]:
+    return [job.recipe for job in machine.jobs if job.kind == "measure"]
+
+
 def rows_of(climb: Climb) -> dict:
     return {row.name: row for row in climb.finished}
 
@@ -121,6 +125,37 @@ def kept(climb: Climb) -> list[str]:
 
 
 # the order of questions
+
+
+@pytest.mark.parametrize(
+    ("hardware", "choices"),
+    [
+        pytest.param(H200, {}, id="h200"),
+        pytest.param(replace(H200, features=("fp16", "flash", "compile")), {}, id="without-bf16"),
+        pytest.param(H200, {"start": ("bf16", "flash"), "rungs": ("compile", "cudnn-attention")}, id="from-a-recipe"),
+    ],
+)
+def test_what_is_foreseen_is_what_is_asked_where_every_rung_pays(hardware, choices):
+    machine = Machine(factors={"cudnn-attention": 0.8})
+    climb = climb_with(machine, hardware, **choices)
+    foreseen = climb.foreseen()
+    list(climb.rows())
+    assert [job.recipe for job in foreseen] == measured_of(machine)
+    assert {job.kind for job in foreseen} == {"measure"}
+
+
+def test_what_is_foreseen_is_only_the_beginning_where_a_rung_does_not_pay():
+    machine = Machine(factors={"flash": 1.5, "cudnn-attention": 0.8})
+    climb = climb_with(machine, rungs=("bf16", "compile", "flash", "cudnn-attention"))
+    foreseen = [job.recipe for job in climb.foreseen()]
+    list(climb.rows())
+    assert foreseen == measured_of(machine), "an alternative takes flash's place whether it was kept or not"
+    machine = Machine(factors={"padded-vocab": 1.5})
+    climb = climb_with(machine, rungs=("compile", "padded-vocab", "fused-adamw"))
+    foreseen = [job.recipe for job in climb.foreseen()]
+    list(climb.rows())
+    assert foreseen[:3] == measured_of(machine)[:3]
+    assert foreseen[3] != measured_of(machine)[3]
 
 
 def test_every_rung_is_put_onto_the_recipe_so_far():
@@ -144,6 +179,7 @@ def test_every_rung_is_put_onto_the_recipe_so_far():
         (*late, "fused-adamw", "loader-workers", "fused-loss"),
         (*late, "fused-adamw", "loader-workers", "fused-loss", "bf16-residual"),
         (*late, "fused-adamw", "loader-workers", "fused-loss", "bf16-residual", "sigmoid-gelu"),
+        (*late, "fused-adamw", "loader-workers", "fused-loss", "bf16-residual", "sigmoid-gelu", "fused-backward"),
     ]
     assert [row.name for row in climb.finished] == ["baseline", *ALL]
 
@@ -319,6 +355,7 @@ def test_on_a_cpu_what_does_not_apply_is_a_row_with_its_reason(cpu):
         "cudnn-attention": cpu.missing["cudnn-attention"],
         "fused-loss": find_rung("fused-loss").needs(TINY, cpu, Plan()),
         "sigmoid-gelu": find_rung("sigmoid-gelu").needs(TINY, cpu, Plan(compile=True)),
+        "fused-backward": find_rung("fused-backward").needs(TINY, cpu, Plan(compile=True, autocast="bf16")),
     }
     for name in skipped:
         assert rows_of(climb)[name].kept is None
@@ -402,7 +439,7 @@ def test_when_the_baseline_fails_the_next_row_that_works_is_climbed_on():
 
 def test_when_everything_fails_there_is_still_a_row_for_each():
     wanting_others = ("flash", "cudnn-attention")  # 16 bit
-    wanting_others += ("bf16-residual", "sigmoid-gelu")  # compiled code
+    wanting_others += ("bf16-residual", "sigmoid-gelu", "fused-backward")  # compiled code
     climb = climbed(Machine(failures=dict.fromkeys(["baseline", *ALL], TIMEOUT)), again=True, repeats=3)
     assert {row.status for row in climb.finished if row.name not in wanting_others} == {"failed"}
     assert kept(climb) == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import subprocess
 import sys
 from types import ModuleType
@@ -92,7 +93,12 @@ def test_the_newest_record_is_chosen_by_its_date_and_others_are_passed_over(tool
     (records / "a.json").write_text('{"rows": [{"rung": "baseline"}], "workload": "gpt2", "date": "2026-11-14"}')
     (records / "b64.json").write_text('{"rows": [{"rung": "recipe"}], "workload": "one recipe", "date": "2026-12-01"}')
     (records / "lint.json").write_text('{"findings": [], "date": "2027-01-01"}')
+    llama = {"name": "llama", "source": {"kind": "huggingface"}}
+    newer = {"rows": [{"rung": "baseline"}, {"rung": "recipe"}], "workload": llama, "date": "2027-01-02"}
+    (records / "llama.json").write_text(json.dumps(newer))
     assert tool.newest_ladder(records)["workload"] == "gpt2"
+    assert tool.fastest_recipe(copy / "absent") is None
+    assert [record["workload"] for record in tool.records_with(records, "recipe")] == ["one recipe"]
     assert tool.newest_ladder(copy / "absent") is None
 
 

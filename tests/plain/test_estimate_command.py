@@ -502,6 +502,7 @@ def test_many_small_parts_do_not_stretch_the_bar():
         (("--zero", "7", "--gpus", "8"), "ZeRO stage 7"),
         (("--zero", "-1"), "ZeRO stage -1"),
         (("--zero", "1"), "ZeRO stage 1 with one replica"),
+        (("--zero", "3"), "ZeRO stage 3 with one replica"),
         (("--tp", "3"), "1 GPUs cannot be cut into replicas of 3 x 1"),
         (("--tp", "5", "--gpus", "5"), "12 heads cannot be shared by TP 5"),
         (("--global-batch", "100", "--gpus", "8", "--micro-batch", "16"), "a global batch of 100"),

@@ -23,6 +23,8 @@ from redline.core.measurement import Failure, Measurement
 from redline.core.recipe import Recipe
 from redline.core.values import from_json, to_json
 from redline.search import launch as launch_module
+from redline.search.ahead import compile_side_by_side, graphs_of
+from redline.search.answers import graph_key
 from redline.search.launch import cache_folder, launch, probe_machine, remove_caches, worker_environment, worker_path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -269,6 +271,65 @@ def test_no_pipe_is_left_open(run, job, worker):
     for _ in range(3):
         launch(run, job, PATIENCE_SECONDS, quietly)
     assert len(os.listdir("/proc/self/fd")) <= before
+
+
+# several that compile
+
+
+def compiling(job: Job, *rungs: str) -> list[Job]:
+    return [dataclasses.replace(job, recipe=Recipe(rungs=tuple(rung.split("+")), micro_batch=4)) for rung in rungs]
+
+
+def test_code_is_compiled_side_by_side_and_once(run, job, worker):
+    """Each of the two waits until the other has begun; what has nothing new to compile is no process."""
+    worker("""
+        others = folder.parent.parent
+        (others / f"began-{os.getpid()}").touch()
+        while len(list(others.glob("began-*"))) < 2:
+            time.sleep(0.01)
+        assert os.environ["TORCHINDUCTOR_CACHE_DIR"] and os.environ["TORCHINDUCTOR_COMPILE_THREADS"]
+        job = json.loads((folder / "job.json").read_text())
+        assert job["kind"] == "compile"
+        answer = {"loss_curve": [], "compile_seconds": float(len(job["recipe"]["rungs"]))}
+        (folder / "measurement.json").write_text(json.dumps(answer))
+    """)
+    jobs = compiling(job, "compile", "compile+fused-adamw", "bf16", "bf16+compile")
+    told = []
+    took = compile_side_by_side(
+        run, jobs, at_once=2, timeout_seconds=PATIENCE_SECONDS, tell=lambda *counts: told.append(counts)
+    )
+    assert took == {graph_key(jobs[0]): 1.0, graph_key(jobs[3]): 2.0}
+    assert graph_key(jobs[0]) == graph_key(jobs[1])
+    assert len(list(run.path.glob("began-*"))) == 2
+    assert told[0] == (0, 2)
+
+
+def test_code_that_does_not_compile_is_left_to_its_row(run, job, worker):
+    worker("""
+        start_child()
+        if json.loads((folder / "job.json").read_text())["recipe"]["rungs"] == ["compile"]:
+            time.sleep(120)
+        sys.exit(3)
+    """)
+    jobs = compiling(job, "compile", "bf16+compile")
+    assert compile_side_by_side(run, jobs, at_once=2, timeout_seconds=1.5, tell=quietly) == {}
+    for ahead in graphs_of(jobs).values():
+        assert_gone(pids_in(run.job_folder(ahead)))
+
+
+def test_an_interrupt_ends_what_compiles(run, job, worker):
+    worker("start_child(); time.sleep(120)")
+    jobs = compiling(job, "compile", "bf16+compile", "tf32+compile")
+    started = list(graphs_of(jobs).values())[:2]
+
+    def interrupt(*_):
+        if all((run.job_folder(ahead) / "pids").exists() for ahead in started):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        compile_side_by_side(run, jobs, at_once=2, timeout_seconds=PATIENCE_SECONDS, tell=interrupt)
+    for ahead in started:
+        assert_gone(pids_in(run.job_folder(ahead)))
 
 
 def interrupted(tmp_path: Path, name: int, code: str) -> subprocess.Popen:

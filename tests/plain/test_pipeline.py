@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from redline.commands.ranks import check_layout
-from redline.commands.train import cuts_of, shared_recipe
+from redline.commands.train import shared_recipe
 from redline.core.errors import UserError
 from redline.core.hardware import Hardware
 from redline.core.layout import Layout, bubble
@@ -18,6 +18,7 @@ from redline.predict import communication
 from redline.predict.parallel import Layout as Cut
 from redline.report.training import pipeline_text
 from redline.rungs import find_rung, plan_of
+from redline.rungs.ladder import cuts_of
 from redline.workloads import PRESETS
 
 GPT2 = PRESETS["gpt2"]
@@ -69,10 +70,10 @@ def test_a_layout_has_its_rung() -> None:
     layout = Layout(ranks=4, pipeline=2)
     assert shared_recipe(RECIPE, None, layout).rungs == ("pipeline-parallel", "ddp")
     chosen = replace(RECIPE, rungs=("pipeline-gpipe", "bf16"))
-    assert cuts_of(layout, chosen) == ["pipeline-gpipe"]
+    assert cuts_of(chosen.rungs, layout) == ["pipeline-gpipe"]
     assert shared_recipe(chosen, "fsdp", layout).rungs == ("bf16", "pipeline-gpipe", "fsdp")
-    assert cuts_of(Layout(ranks=4), chosen) == []
-    assert cuts_of(Layout(ranks=4, pipeline=2, tensor=2), RECIPE) == ["tensor-parallel", "pipeline-parallel"]
+    assert cuts_of(chosen.rungs, Layout(ranks=4)) == []
+    assert cuts_of(RECIPE.rungs, Layout(ranks=4, pipeline=2, tensor=2)) == ["tensor-parallel", "pipeline-parallel"]
 
 
 def test_what_has_no_stages() -> None:

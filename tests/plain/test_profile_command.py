@@ -17,9 +17,20 @@ from redline.core.errors import UserError
 from redline.core.hardware import Hardware
 from redline.core.job import Job
 from redline.core.measurement import Failure, Spread
-from redline.core.profile import FINDINGS, Finding, Kernel, MemoryLine, MemoryProfile, ModuleTime, Part, Profile
+from redline.core.profile import (
+    FINDINGS,
+    Finding,
+    Kernel,
+    MemoryLine,
+    MemoryProfile,
+    ModuleTime,
+    Part,
+    Profile,
+    Uncompiled,
+)
 from redline.core.values import from_json, to_json
-from redline.report.profile import bar, folded, fullest_moments, print_profile, short_kernel
+from redline.report.profile import bar, folded, fullest_moments, plain_rate, print_profile, short_kernel
+from redline.report.profile_page import render_profile_page
 from redline.search import launch
 from redline.workloads import PRESETS
 
@@ -299,12 +310,81 @@ def test_compiled_code_has_no_modules_and_says_so(document):
     assert "unknown: compiled code has no modules" in shown({**document, "compiled": True, "modules": modules})
 
 
+UNCOMPILED = Uncompiled(
+    micro_batch=PRESETS["tiny"].micro_batch,
+    step_seconds=0.2,
+    undone=("compile", "cuda-graphs"),
+    modules=(
+        ModuleTime(module="h.0.attn", forward=0.02, backward=0.03),
+        ModuleTime(module="h.1.attn", forward=0.01, backward=0.02),
+        ModuleTime(module=None, forward=0.02, backward=0.0),
+    ),
+)
+BLIND = replace(PROFILE, compiled=True, modules=(ModuleTime(module=None, forward=0.05, backward=0.03),))
+
+
+@pytest.fixture
+def compiled(answer, tmp_path):
+    answer(replace(BLIND, uncompiled=UNCOMPILED))
+    return redline.profile("tiny", rungs="tf32,bf16,compile", out=tmp_path / "compiled")
+
+
+def test_modules_without_compile_are_shares_of_another_step(compiled):
+    assert compiled["modules"] == to_json(BLIND.modules)  # of the compiled step nothing is made up
+    found = compiled["modules_without_compile"]
+    assert (found["step_seconds"], found["undone"]) == (0.2, ["compile", "cuda-graphs"])
+    assert [each["share"] for each in found["modules"]] == pytest.approx([0.5, 0.3, 0.2])
+    text = shown(compiled)
+    assert "by module, of the same step without compile: 200 ms instead of 100 ms" in text
+    part = text.split("by module")[1].split("kernels")[0]
+    attention = next(line for line in part.splitlines() if line.startswith("h.*.attn"))
+    assert attention.split()[:7] == ["h.*.attn", "30.0", "%", "50.0", "%", "80.0", "%"]
+    assert "ms" not in part.split("100 ms")[1]  # no times of a step that nobody trains
+    assert "without compile, cuda-graphs" in " ".join(text.split())
+
+
+def test_a_smaller_batch_without_compile_is_named_and_not_compared(compiled):
+    found = {**compiled["modules_without_compile"], "micro_batch": 2}
+    text = shown({**compiled, "modules_without_compile": found})
+    assert "of the same step without compile, 200 ms with a micro batch of 2 (more does not fit)" in text
+    assert "instead of" not in text
+
+
+def test_the_page_has_the_modules_without_compile(compiled):
+    page = render_profile_page(compiled)
+    assert "By module, of the same step without compile: 200 ms instead of 100 ms" in page
+    assert "80.0 %" in page
+    assert "unknown: compiled code" not in page
+
+
 def test_memory_by_module_folds_layers_of_a_kind(document):
     sizes = {"h.0.mlp": 3 * 2**20, "h.1.mlp": 2 * 2**20, "wte": 4 * 2**20}
     text = shown({**document, "memory": {**document["memory"], "modules": sizes}})
     part = text.split("by module")[-1].split("by line")[0]
     assert part.index("h.*.mlp") < part.index("wte")
     assert "5.00 MiB" in part
+
+
+def test_memory_of_no_module_is_a_row_with_its_reason(document, compiled):
+    assert document["memory"]["modules_reason"] is None
+    assert "of none: the loss, the batch, temporaries of the backward pass" in shown(document)
+    assert "of none: compiled code has no modules left; its lines are known" in shown(compiled)
+    page = render_profile_page(compiled)
+    assert "of none: compiled code has no modules left; its lines are known" in page
+
+
+def test_the_document_names_no_folder_of_the_machine(answer, tmp_path, monkeypatch):
+    (tmp_path / "project").mkdir()
+    monkeypatch.chdir(tmp_path / "project")
+    here = str(tmp_path / "project" / "model.py")
+    line = MemoryLine(file=here, line=12, function="forward", bytes=1)
+    finding = Finding(kind="graph-break", detail=f"because of {here}:3", file=here, line=57)
+    answer(replace(PROFILE, findings=(finding,), memory=replace(MEMORY, lines=(line,))))
+    found = redline.profile("tiny", rungs="tf32", out="run")
+    assert (found["findings"][0]["file"], found["findings"][0]["detail"]) == ("model.py", "because of model.py:3")
+    assert found["memory"]["lines"][0]["file"] == "model.py"
+    assert [each["what"] for each in found["advice"] if "model.py" in each["what"]] == ["mend model.py:57"]
+    assert str(tmp_path) not in json.dumps({**found, "command": ""})
 
 
 def test_no_memory_profile_says_why(document):
@@ -320,6 +400,17 @@ def test_only_three_things_to_do_are_shown(document):
     assert "do 2" not in text
 
 
+def test_a_bound_is_marked_as_one(document):
+    advice = [{"what": "faster", "why": "so", "gain_seconds": 0.01, "rung": None, "at_most": True}]
+    bounded = {**document, "advice": advice}
+    assert "≤ 10.0 ms" in shown(bounded)
+    assert "a bound, which nothing here is known to reach" in " ".join(shown(bounded).split())
+    assert "At most 10.0 ms of a step." in render_profile_page(bounded)
+    estimate = {**document, "advice": [{**advice[0], "at_most": False}]}
+    assert "≤" not in shown(estimate)
+    assert "About 10.0 ms of a step." in render_profile_page(estimate)
+
+
 @pytest.mark.parametrize(
     ("name", "short"),
     [("h.0.attn.c_attn", "h.*.attn.c_attn"), ("blocks.12", "blocks.*"), ("", "the model itself"), ("fc1", "fc1")],
@@ -331,6 +422,18 @@ def test_layers_of_one_kind_are_one_row(name, short):
 def test_names_of_kernels_are_cut_to_what_tells_them_apart():
     assert short_kernel("void at::native::softmax_warp<float, 4>(int)") == "at::native::softmax_warp"
     assert len(short_kernel("triton_" + "x" * 100)) == 32
+    gemms = [f"nvjet_sm90_tst_192x192_64x3_1x2_h_bz_coopB_{layout}" for layout in ("NTN", "TNN")]
+    sdpa = [f"cudnn_generated_fort_native_sdpa_sm90_flash_{way}prop_wgmma_f16_knob_7_kernel0_0" for way in "fb"]
+    assert len({short_kernel(name) for name in (*gemms, *sdpa)}) == 4
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [(None, "—"), (0.0312, "0.0312"), (99.94, "99.9"), (100.0, "100"), (1183.4, "1,183")],
+    ids=["unknown", "small", "tens", "hundreds", "thousands"],
+)
+def test_rates_have_no_powers_of_ten(value, words):
+    assert plain_rate(value) == words
 
 
 def test_bars_show_what_is_there():

@@ -20,6 +20,7 @@ from redline.engine.profiling_timeline import STEP, WINDOW, read_timeline, union
 from redline.predict.memory import predict_memory
 from redline.predict.parallel import Layout
 from redline.rungs import plan_of
+from redline.rungs.ladder import for_layout
 from redline.search.document import ladder_document
 from redline.search.launch import kill_ranks, standing_in
 from redline.search.ranks import check_global_batch, check_ranks, rate_of_ranks
@@ -40,11 +41,20 @@ GIB = 1024**3
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
-def test_more_ranks_than_gpus_are_refused_and_a_cpu_has_room_for_any() -> None:
+def test_more_ranks_than_gpus_are_refused() -> None:
     with pytest.raises(UserError, match="9 ranks on this machine") as caught:
         check_ranks(EIGHT, 9)
     assert "use --gpus 8" in caught.value.fix
-    assert check_ranks(replace(EIGHT, kind="cpu", count=1), 9).ranks == 9
+
+
+@pytest.mark.parametrize(("cores", "most"), [(1, 8), (2, 8), (3, 12), (16, 64)])
+def test_a_cpu_has_room_for_four_ranks_on_a_core_and_for_eight_in_any_case(cores: int, most: int) -> None:
+    cpu = replace(EIGHT, kind="cpu", count=1, cpu_cores=cores)
+    assert check_ranks(cpu, most).ranks == most
+    with pytest.raises(UserError, match=f"{most + 1} ranks on this CPU") as caught:
+        check_ranks(cpu, most + 1)
+    assert caught.value.fix == f"use --gpus {most} or fewer"
+    assert check_ranks(replace(cpu, kind="cuda", count=most + 1), most + 1).ranks == most + 1
 
 
 def test_a_global_batch_that_ranks_cannot_share_is_refused_with_the_nearest() -> None:
@@ -302,3 +312,32 @@ def test_on_a_gpu_only_what_nothing_hides_is_exposed() -> None:
 def test_a_union_has_every_moment_once() -> None:
     assert list(union([(5.0, 7.0), (0.0, 2.0), (1.0, 3.0), (3.0, 4.0)])) == [(0.0, 4.0), (5.0, 7.0)]
     assert list(union([])) == []
+
+
+# --- which rungs count ------------------------------------------------------------------------------------------------
+
+MINE = ("bf16", "tied-weights", "fused-loss", "fused-backward")
+
+
+@pytest.mark.parametrize(
+    ("more", "layout", "expected"),
+    [
+        (("ddp",), Ranked(), ()),
+        (("fsdp",), Ranked(), ()),
+        (("tensor-parallel", "pipeline-gpipe", "fsdp-keep"), Ranked(), ()),
+        ((), Ranked(ranks=4), ("ddp",)),
+        (("fsdp-keep",), Ranked(ranks=4), ("fsdp-keep",)),
+        (("fsdp",), Ranked(ranks=4, tensor=4), ("tensor-parallel",)),
+        (("tensor-parallel", "fsdp"), Ranked(ranks=4, pipeline=2), ("pipeline-parallel", "fsdp")),
+        (("pipeline-gpipe",), Ranked(ranks=2, pipeline=2), ("pipeline-gpipe",)),
+    ],
+    ids=["ddp", "fsdp", "everything", "several", "their-way", "no-data", "stages", "their-order"],
+)
+def test_rungs_of_degrees_of_one_are_left_out_with_what_they_undo(
+    more: tuple[str, ...], layout: Ranked, expected: tuple[str, ...]
+) -> None:
+    found = for_layout((*MINE, *more), layout)
+    assert found == (*MINE, *expected)
+    if not expected:
+        assert plan_of(found) == plan_of(MINE)
+        assert plan_of(found).backward == plan_of(found).loss == "fused"

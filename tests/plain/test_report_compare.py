@@ -231,6 +231,7 @@ def test_memory_that_cannot_be_right_is_marked_and_has_no_ratio(repository: Path
     records = repository / "records"
     ladders = json.loads((records / "2026-11-15-h200-ladder-gpt2-b16.json").read_text())
     tunes = json.loads((records / "2026-11-15-h200-tune-gpt2.json").read_text())
+    tunes["rows"][0]["peak_bytes"] = 1_501_100_544  # as long as the pool of a recorded graph was not counted
     found = compare(ladders, tunes)
     (memory,) = words_of(found, "memory")
     assert memory.endswith("-> 1.40 GiB; B's is far below its prediction: not to be trusted, and no ratio")

@@ -26,8 +26,8 @@ FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Path]:
     """A finished ladder of three rows, on a machine that was made up."""
     before, machine = signal.getsignal(signal.SIGTERM), CLIMBS["Machine"]()
-    monkeypatch.setattr(ladder_module, "launch", lambda run, job, timeout_seconds, on_phase: machine.ask(job))
-    monkeypatch.setattr(ladder_module, "probe_machine", lambda device: (CLIMBS["H200"], {"torch": "2.13.0"}))
+    monkeypatch.setattr(ladder_module, "launch", lambda run, job, timeout_seconds, on_phase, **_: machine.ask(job))
+    monkeypatch.setattr("redline.search.words.probe_machine", lambda device: (CLIMBS["H200"], {"torch": "2.13.0"}))
     out = tmp_path / "run"
     assert main(["ladder", "tiny", "--rungs", "tf32,bf16", "--check-steps", "5", "--out", str(out)]) == 0
     capsys.readouterr()

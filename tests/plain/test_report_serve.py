@@ -45,7 +45,7 @@ class Workers:
     def __init__(self) -> None:
         self.machine, self.stop_at = CLIMBS["Machine"](), None
 
-    def launch(self, run: Any, job: Any, timeout_seconds: float, on_phase: Any) -> Any:
+    def launch(self, run: Any, job: Any, timeout_seconds: float, on_phase: Any, *, compile_cache: str) -> Any:
         if self.stop_at is not None and len(self.machine.jobs) == self.stop_at:
             raise KeyboardInterrupt
         return self.machine.ask(job)
@@ -55,7 +55,7 @@ class Workers:
 def workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Workers]:
     before, hired = signal.getsignal(signal.SIGTERM), Workers()
     monkeypatch.setattr(ladder_module, "launch", hired.launch)
-    monkeypatch.setattr(ladder_module, "probe_machine", lambda device: (CLIMBS["H200"], {"torch": "2.13.0"}))
+    monkeypatch.setattr("redline.search.words.probe_machine", lambda device: (CLIMBS["H200"], {"torch": "2.13.0"}))
     yield hired
     signal.signal(signal.SIGTERM, before)
 

@@ -129,7 +129,7 @@ def test_the_api_takes_a_sequence(function: str) -> None:
 def test_a_ladder_keeps_its_sequence_and_tells_its_choices(
     write: Write, cpu: Hardware, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("redline.search.ladder.probe_machine", lambda _: (cpu, {"torch": "2.13"}))
+    monkeypatch.setattr("redline.search.words.probe_machine", lambda _: (cpu, {"torch": "2.13"}))
     out = tmp_path / "run"
     run = prepare_ladder(workload=write(SMALL), sequence=16, rungs="none", micro_batch=2, out=out)
     assert run.workload.shape.sequence == 16

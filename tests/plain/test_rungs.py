@@ -13,7 +13,7 @@ from redline.core.errors import UserError
 from redline.core.plan import Plan
 from redline.core.workload import Shape
 from redline.rungs import LADDER, Maths, Rung, find_rung, group_of, plan_of, published_rungs, reference_plan
-from redline.rungs.ladder import with_parallel
+from redline.rungs.ladder import with_parallel, without_rung
 
 ORDER = (
     "baseline",
@@ -221,6 +221,25 @@ def test_what_compiles_for_longer_says_so():
     assert {rung.name for rung in LADDER if rung.compile_factor > 1} == {"max-autotune"}
 
 
+def test_what_needs_compile_goes_with_it(tiny, h200):
+    needy = ("bf16-residual", "sigmoid-gelu", "fused-backward", "max-autotune", "cuda-graphs")
+    others = ("tf32", "bf16", "cudnn-attention", "fused-adamw", "fused-loss")
+    recipe = (*others[:2], "compile", *others[2:], *needy)
+    assert without_rung(recipe, "compile", tiny, h200) == (others, ("compile", *needy))
+    plan = plan_of(without_rung(recipe, "compile", tiny, h200)[0])
+    assert plan == replace(plan_of(others), compile=False)
+    assert without_rung(others, "compile", tiny, h200) == (others, ())
+
+
+def test_what_did_not_apply_anyway_stays_when_another_rung_goes(tiny, cpu):
+    assert without_rung(("tf32", "compile"), "compile", tiny, cpu) == (("tf32",), ("compile",))
+
+
+def test_what_needs_an_undone_rung_is_undone_in_turn(tiny, h200):
+    kept, undone = without_rung(("bf16", "compile", "flash", "bf16-residual"), "bf16", tiny, h200)
+    assert (kept, undone) == (("compile",), ("bf16", "flash", "bf16-residual"))
+
+
 def test_groups_are_what_takes_each_others_place():
     assert group_of(find_rung("cudnn-attention")) == group_of(find_rung("flash")) == "flash"
     assert group_of(find_rung("checkpointing")) == "selective-checkpointing"
@@ -272,6 +291,7 @@ def test_plan_of_the_whole_ladder():
         loss="fused",
         residual="bf16",
         gelu="sigmoid",
+        backward="fused",
     )
     assert plan_of(()) == plan_of(("baseline",)) == Plan()
 

@@ -97,7 +97,7 @@ def test_the_start_is_what_the_ladder_knows_and_what_was_predicted():
     start = open_space(GPT2, H200).start()
     assert {"bf16", "compile", "padded-vocab", "fused-adamw", "fused-loss", "tied-weights"} <= set(start.rungs)
     assert "cudnn-attention" in start.rungs  # the roofline says it is faster than flash on such a card
-    assert [name for name in start.rungs if find_rung(name).when_named] == ["fused-backward"]  # less is read with it
+    assert not any(find_rung(name).when_named for name in start.rungs)
     unknown = open_space(GPT2, replace(H200, name="a card nobody knows")).start()
     assert "flash" in unknown.rungs
     assert unknown.micro_batch == GPT2.micro_batch

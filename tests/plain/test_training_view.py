@@ -21,6 +21,7 @@ from redline.report.training import (
     cycle_line,
     epoch_text,
     eta_seconds,
+    fields_of,
     fitting_fields,
     heading,
     line_seconds,
@@ -92,6 +93,17 @@ def test_a_narrow_terminal_gives_columns_up(width: int) -> None:
     assert {"batches", "loss/val", "tokens", "tok/s", "ETA"} <= set(names)
     assert line_width(fitting_fields(width)) <= max(width, 51)  # those five
     assert (names == [field.name for field in FIELDS]) == (width >= 100)
+
+
+def test_a_model_that_makes_its_batches_has_no_columns_of_a_text() -> None:
+    out = io.StringIO()
+    console = Console(file=out, width=200)
+    with TrainingView(console, budget=Budget(steps=20), unit="sample", reads_text=False) as view:
+        view("cycle", **cycle())
+    shown, line = out.getvalue().splitlines()
+    assert shown.split() == ["batches", "loss/val", "samples", "samples/s", "MFU", "memory", "wait", "ETA"]
+    assert len(line) == len(shown)
+    assert not {"epoch", "docs"} & {field.name for field in fitting_fields(80, fields_of(False))}
 
 
 @pytest.mark.parametrize(

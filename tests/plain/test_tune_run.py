@@ -18,7 +18,7 @@ from redline.core.measurement import Failure, Measurement
 from redline.core.recipe import Recipe, load_recipe
 from redline.report.tune_page import render_tune_page
 from redline.search import answers as answers_module
-from redline.search import tune_run
+from redline.search import ladder as ladder_module
 from redline.search.answers import TrialAnswers, context_of, open_cache
 from redline.workloads import resolve_workload
 
@@ -53,7 +53,7 @@ def workers(monkeypatch, tmp_path) -> Workers:
     hired = Workers()
     monkeypatch.setattr(answers_module, "launch", hired.launch)
     monkeypatch.setattr(answers_module, "probe_machine", lambda device: (H200, VERSIONS))
-    monkeypatch.setattr(tune_run, "probe_machine", lambda device: (H200, VERSIONS))
+    monkeypatch.setattr("redline.search.words.probe_machine", lambda device: (H200, VERSIONS))
     return hired
 
 
@@ -90,6 +90,67 @@ def test_a_second_call_asks_no_worker(workers, capsys):
     assert second["best"] == first["best"]
     assert second["budget"]["remembered_trials"] == second["budget"]["trials"] == first["budget"]["trials"]
     assert RunDirectory(Path("two")).answers() == RunDirectory(Path("one")).answers()
+
+
+def ladder_before(monkeypatch, workers, capsys, *words: object) -> set[str]:
+    """A ladder of the same workload in 'climbed'; the keys of the jobs it asked."""
+    monkeypatch.setattr(ladder_module, "launch", workers.launch)
+    monkeypatch.setattr("redline.search.words.probe_machine", lambda device: (H200, VERSIONS))
+    rungs = ("--rungs", "bf16,compile,flash,tied-weights", "--check-steps", "5", "--out", "climbed")
+    code, *_ = tune(capsys, "ladder", "tiny", *rungs, *words)
+    assert code == 0
+    asked = {job.key for job in workers.asked}
+    workers.asked.clear()
+    return asked
+
+
+def test_what_a_ladder_measured_is_not_measured_again(workers, capsys, monkeypatch):
+    _, plain, _ = tune(capsys, *WORDS, "--out", "alone", "--fresh")
+    workers.asked.clear()
+    known = ladder_before(monkeypatch, workers, capsys, "--micro-batch", 4)
+    words = tuple(word for word in WORDS if word not in ("--check-steps", "5"))  # the ladder's own
+    code, document, _ = tune(capsys, *words, "--after", "climbed", "--out", "run")
+    assert code == 0
+    assert not known & {job.key for job in workers.asked}
+    assert document["budget"]["remembered_trials"] > 0
+    assert document["settings"]["check_steps"] == 5
+    assert document["best"]["rungs"] == plain["best"]["rungs"]
+    assert known & set(RunDirectory(Path("run")).answers()), "what is used belongs to this run too"
+
+
+def test_a_model_that_cannot_be_built_stops_at_once(workers, capsys, monkeypatch):
+    mistake = ("transformers cannot build the config", "it knows no 'magic'", "mend it")
+    failure = Failure(kind="error", reason="", mistake=mistake)
+    monkeypatch.setattr(answers_module, "launch", lambda *words, **_: workers.asked.append(words) or failure)
+    code, _, err = tune(capsys, *WORDS, "--out", "run")
+    assert (code, len(workers.asked)) == (2, 1)
+    assert f"problem: {mistake[0]}" in err
+    assert not Path("run").exists()
+    code, *_ = tune(capsys, *WORDS, "--out", "run")
+    assert (code, len(workers.asked)) == (2, 2), "nobody remembers it: a newer transformers may build it"
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        pytest.param(("--sequence", "64"), "its workload is not the same", id="workload"),
+        pytest.param(("--fresh",), "one of them forgets what the other remembers", id="fresh"),
+    ],
+)
+def test_another_ladder_is_no_beginning(workers, capsys, monkeypatch, words, why):
+    ladder_before(monkeypatch, workers, capsys)
+    code, _, err = tune(capsys, *WORDS, "--after", "climbed", *words, "--out", "run")
+    assert code == 2
+    assert why in err
+    assert not Path("run").exists()
+
+
+def test_a_ladder_of_another_torch_is_no_beginning(workers, capsys, monkeypatch):
+    ladder_before(monkeypatch, workers, capsys)
+    monkeypatch.setattr("redline.search.words.probe_machine", lambda device: (H200, {**VERSIONS, "torch": "2.14"}))
+    code, _, err = tune(capsys, *WORDS, "--after", "climbed", "--out", "run")
+    assert code == 2
+    assert "its torch is not the same" in err
 
 
 def test_fresh_asks_again_and_remembers_nothing(workers, capsys):
@@ -263,7 +324,7 @@ def test_mistakes_stop_before_anything_is_written(workers, capsys, words, proble
 
 def test_a_run_is_resumed_where_it_was_measured(workers, capsys, monkeypatch):
     tune(capsys, *WORDS, "--out", "run")
-    monkeypatch.setattr(tune_run, "probe_machine", lambda device: (replace(H200, name="another"), VERSIONS))
+    monkeypatch.setattr("redline.search.words.probe_machine", lambda device: (replace(H200, name="another"), VERSIONS))
     code, _, stderr = tune(capsys, "tune", "--resume", "run")
     assert code == 2
     assert "device was NVIDIA H200, is another" in stderr

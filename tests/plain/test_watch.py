@@ -22,7 +22,6 @@ from redline.commands.standing import read_standing
 from redline.commands.watch import Tail
 from redline.search import answers as answers_module
 from redline.search import ladder as ladder_module
-from redline.search import tune_run
 
 HERE = Path(__file__)
 CLIMBS, TUNES, TRAINING = (
@@ -84,8 +83,8 @@ def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[
 @pytest.fixture
 def finished_ladder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any) -> Path:
     machine = CLIMBS["Machine"]()
-    monkeypatch.setattr(ladder_module, "launch", lambda run, job, seconds, on_phase: machine.ask(job))
-    monkeypatch.setattr(ladder_module, "probe_machine", lambda device: (CLIMBS["H200"], VERSIONS))
+    monkeypatch.setattr(ladder_module, "launch", lambda run, job, seconds, on_phase, **_: machine.ask(job))
+    monkeypatch.setattr("redline.search.words.probe_machine", lambda device: (CLIMBS["H200"], VERSIONS))
     words = ["ladder", "tiny", "--rungs", "tf32,bf16", "--check-steps", "5", "--repeats", "2"]
     assert main([*words, "--out", str(tmp_path / "finished")]) == 0
     capsys.readouterr()
@@ -151,7 +150,7 @@ def test_a_tune_is_followed_to_its_end(tmp_path: Path, play: Any, monkeypatch: A
     workers = TUNES["Workers"]()
     monkeypatch.setattr(answers_module, "launch", workers.launch)
     monkeypatch.setattr(answers_module, "probe_machine", lambda device: (TUNES["H200"], VERSIONS))
-    monkeypatch.setattr(tune_run, "probe_machine", lambda device: (TUNES["H200"], VERSIONS))
+    monkeypatch.setattr("redline.search.words.probe_machine", lambda device: (TUNES["H200"], VERSIONS))
     assert main([*TUNES["WORDS"], "--out", str(tmp_path / "finished"), "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     played = play(tmp_path / "finished")
@@ -170,7 +169,7 @@ def test_a_resumed_tune_is_not_shown_as_it_was_before(tmp_path: Path, monkeypatc
     workers = TUNES["Workers"]()
     workers.stop_at = 1
     monkeypatch.setattr(answers_module, "launch", workers.launch)
-    monkeypatch.setattr(tune_run, "probe_machine", lambda device: (TUNES["H200"], VERSIONS))
+    monkeypatch.setattr("redline.search.words.probe_machine", lambda device: (TUNES["H200"], VERSIONS))
     assert main([*TUNES["WORDS"], "--fresh", "--out", str(tmp_path / "run"), "--json"]) == 130
     first = json.loads(capsys.readouterr().out)
     seen: list[dict[str, Any]] = []

@@ -1,0 +1,497 @@
+"""redline's step beside nanoGPT's and transformers', each at its best micro batch, in turns on one device.
+
+    python benchmarks/against.py gpt2 --nanogpt ../nanoGPT --recipe best.json --json > records/DATE-DEVICE-against.json
+
+nanoGPT is a checkout that you bring: its model.py is imported from there and its train.py's settings are read (bf16
+autocast, torch.compile, the AdamW of its configure_optimizers, clipping, its warm-up). `nanogpt` has GPT-2's biases, as
+every other model here; `nanogpt-no-bias` is what its train.py trains. transformers' GPT2LMHeadModel has bf16 autocast,
+SDPA, torch.compile and fused AdamW; both have the padded vocabulary, no dropout and fp32 weights. Ours is the step of
+`redline train`. All read the same tokens through the same loader.
+
+Every candidate has a process and a compile cache of its own at every micro batch. They compile side by side and are
+timed one at a time: a few blocks each to find everybody's best size, then rounds in which each takes a block of steps,
+a different one first in every round. Between blocks a process gives its memory back, and each block begins with steps
+that are not timed. A step is forward, backward, clipping, update and zero_grad, by the device's own clock; nobody reads
+the loss. A ratio is our rate over theirs in the same round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import select
+import shlex
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Protocol
+
+import contestants
+from contestants import CANDIDATES, NANOGPT, NO_BIAS, OURS, OUT_OF_MEMORY, TOKENS_FILE, TRANSFORMERS, Order
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from redline.core.errors import UserError, unknown_name
+from redline.core.hardware import Hardware
+from redline.core.job import Job, RunDirectory
+from redline.core.measurement import spread_of
+from redline.core.plan import Plan
+from redline.core.recipe import Recipe, load_recipe
+from redline.core.units import UNKNOWN, human_bytes, human_percent, human_rate, human_seconds
+from redline.core.values import to_json
+from redline.core.workload import Workload, check_positive, other_than_gpt2
+from redline.data.tokens import prepare_tokens
+from redline.predict.efficiency import efficiency
+from redline.rungs import find_rung, plan_of, usual_rungs, why_not
+from redline.search.launch import kill_group, last_line, probe_machine, worker_environment
+from redline.workloads import resolve_workload
+
+PUBLISHED = {
+    "llm.c": {
+        # 524,288 tokens a step (karpathy/llm.c, discussion 481) in 140 ms, shared by 8 H100.
+        "tokens_per_second": 524_288 / 0.140 / 8,
+        "device": "one of 8 NVIDIA H100 that train together",
+        "source": "KellerJordan/modded-nanogpt, records/track_1_short/2024-10-13_llmc/README.md",
+    }
+}
+LOOKS = 2  # blocks at every size, before the best is chosen
+ANSWER_SECONDS = 300.0  # compiling GPT-2 XL takes two minutes
+WIDTH = 100
+
+
+class Player(Protocol):
+    """Somebody who takes turns."""
+
+    order: Order
+
+    def block(self, steps: int) -> dict[str, Any]:
+        """Seconds of each step; raises OutError."""
+
+    def close(self) -> None: ...
+
+
+class OutError(Exception):
+    """Why a candidate does not play, or no longer, in words for its row."""
+
+
+Open = Callable[[Order], tuple[Player, dict[str, Any]]]
+"""Starts a player and returns it with what it says of itself; raises OutError."""
+
+
+def main(words: list[str] | None = None) -> int:
+    options = read_options(words)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a time limit ends it as Ctrl-C does: with its rows
+    try:
+        return run(options)
+    except UserError as error:
+        for label, text in error.lines():
+            print(f"{label + ':':9}{text}", file=sys.stderr)
+        return 2
+
+
+def read_options(words: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("workload", nargs="?", default="gpt2", help="a GPT-2: a preset (default: gpt2)")
+    parser.add_argument("--nanogpt", type=Path, metavar="DIR", help="a checkout of nanoGPT; without it it is left out")
+    parser.add_argument("--recipe", type=Path, help="of ours (default: all rungs that apply, with fused-backward)")
+    parser.add_argument("--candidates", metavar="A,B", help=f"among {', '.join(CANDIDATES)} (default: not {NO_BIAS})")
+    parser.add_argument("--micro-batches", default="16,32,64", help="to choose from, for all (default: 16,32,64)")
+    parser.add_argument("--at", action="append", default=[], metavar="NAME=N,N", help="those of one candidate instead")
+    parser.add_argument("--rounds", type=int, default=8, help="in which all of them take turns (default: 8)")
+    parser.add_argument("--block", type=int, default=10, help="timed steps in a turn (default: 10)")
+    parser.add_argument("--seconds", type=float, default=200.0, help="after which no round begins (default: 200)")
+    parser.add_argument("--at-once", type=int, default=4, help="processes that compile side by side (default: 4)")
+    parser.add_argument("--device", choices=("cuda", "cpu"))
+    parser.add_argument("--eager", action="store_true", help="theirs without torch.compile: to try this script quickly")
+    parser.add_argument("--json", action="store_true", help="print the record on standard output")
+    return parser.parse_args(words)
+
+
+def run(options: argparse.Namespace) -> int:
+    started = time.monotonic()
+    workload = resolve_workload(options.workload)
+    check_gpt2(workload)
+    nanogpt = None if options.nanogpt is None else told_of(options.nanogpt)
+    for name in ("rounds", "block", "at_once"):
+        check_positive(f"--{name.replace('_', '-')}", getattr(options, name))
+    names = chosen(options.candidates, options.nanogpt)
+    hardware, versions = probe_machine(options.device)
+    rungs = load_recipe(options.recipe).rungs if options.recipe else fastest_rungs(workload, hardware)
+    base = Order(
+        candidate=OURS,
+        workload=workload,
+        rungs=rungs,
+        micro_batch=workload.micro_batch,
+        device=hardware.kind,
+        compiled=not options.eager,
+        nanogpt=None if options.nanogpt is None else str(options.nanogpt.resolve()),
+    )
+    found = Found(orders=orders_of(base, names, options.micro_batches, options.at))
+    with tempfile.TemporaryDirectory() as folder:
+        prepare_tokens(workload, Path(folder) / TOKENS_FILE)
+        children: list[Child] = []
+
+        def open_child(order: Order) -> tuple[Player, dict[str, Any]]:
+            child = Child(order, Path(folder), max(1, hardware.cpu_cores // options.at_once))
+            children.append(child)
+            return child, child.ready()
+
+        try:
+            compare(found, open_child, options, until=started + options.seconds)
+        except KeyboardInterrupt:
+            print("stopped; what was measured stays", file=sys.stderr)
+        finally:
+            for child in children:
+                child.close()
+    record = {
+        "what": "redline beside others that train GPT-2, interleaved on one device, each at its best micro batch",
+        "how": " ".join(" ".join(__doc__.split("\n\n")[2:]).split()),
+        "command": shlex.join(["python", *sys.argv]),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "hardware": to_json(hardware),
+        "versions": versions,
+        "workload": workload.name,
+        "sequence": workload.decoder.sequence,
+        "rungs": list(rungs),
+        "nanogpt": nanogpt,
+        "block_steps": options.block,
+        **results(found, hardware),
+        "seconds": time.monotonic() - started,
+    }
+    show(record, Console(file=sys.stderr if options.json else sys.stdout, width=WIDTH))
+    if options.json:
+        print(json.dumps(record, indent=1))
+    return 0 if record["finished"] else 1
+
+
+# who plays, at which sizes
+
+
+def told_of(nanogpt: Path) -> dict[str, Any]:
+    """Which nanoGPT it was."""
+    settings = contestants.read_settings(nanogpt)
+    with contestants.explaining(nanogpt / "model.py"):
+        digest = hashlib.sha256((nanogpt / "model.py").read_bytes()).hexdigest()
+    return {"settings": settings, "model_sha256": digest}
+
+
+def check_gpt2(workload: Workload) -> None:
+    shape = workload.decoder
+    other = [*other_than_gpt2(shape), *(["d_ff"] if shape.d_ff != 4 * shape.d_model else [])]
+    if workload.source.kind != "gpt2" or other:
+        raise UserError(
+            f"{workload.name} is not a GPT-2",
+            f"nanoGPT builds no other; here differ: {', '.join(other) or 'whose code it is'}",
+            "give a preset, such as gpt2 or gpt2-xl; benchmarks/huggingface.py compares other models",
+        )
+
+
+def fastest_rungs(workload: Workload, hardware: Hardware) -> tuple[str, ...]:
+    """The plain ladder with what a Hopper card was seen to prefer (docs/speed-log.md), as far as it applies."""
+    rungs = usual_rungs(workload, hardware)
+    for name in ("cudnn-attention", "fused-backward"):
+        rung = find_rung(name)
+        kept = tuple(one for one in rungs if one not in (rung.instead_of, name))
+        if why_not(rung, workload, hardware, plan_of(kept)) is None:
+            rungs = (*kept, name)
+    return rungs
+
+
+def chosen(words: str | None, nanogpt: Path | None) -> list[str]:
+    names = words.split(",") if words else [NANOGPT, TRANSFORMERS, OURS] if nanogpt else [TRANSFORMERS, OURS]
+    for name in names:
+        if name not in CANDIDATES:
+            raise unknown_name("candidate", name, CANDIDATES)
+        if name in (NANOGPT, NO_BIAS) and nanogpt is None:
+            raise UserError(f"{name} has no code", "redline ships none of nanoGPT", "give a checkout: --nanogpt DIR")
+    if OURS not in names:
+        raise UserError(f"{OURS} is not among the candidates", "the others are compared with it", f"add {OURS}")
+    return names
+
+
+def orders_of(base: Order, names: list[str], micro_batches: str, at: list[str]) -> list[Order]:
+    """The largest sizes first: they take longest to get ready."""
+    sizes = dict.fromkeys(names, sizes_in(micro_batches))
+    for word in at:
+        name, _, own = word.partition("=")
+        if name not in sizes:
+            raise unknown_name("candidate", name, names)
+        sizes[name] = sizes_in(own)
+    pairs = sorted(((size, name) for name in names for size in sizes[name]), key=lambda pair: -pair[0])
+    return [replace(base, candidate=name, micro_batch=size) for size, name in pairs]
+
+
+def sizes_in(words: str) -> list[int]:
+    try:
+        sizes = [int(word) for word in words.split(",")]
+    except ValueError:
+        sizes = []
+    if not sizes or min(sizes) < 1:
+        raise UserError(f"{words!r} is no list of micro batches", "a size counts sequences", "write 16,32,64")
+    return sizes
+
+
+# the comparison
+
+
+@dataclass
+class Found:
+    """What is known so far: an interrupted comparison keeps it."""
+
+    orders: list[Order]
+    ready: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """By an order's name: what its process said of itself."""
+    reasons: dict[str, str] = field(default_factory=dict)
+    """Why one has no figures."""
+    looks: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    rounds: list[dict[str, dict[str, Any]]] = field(default_factory=list)
+    """Blocks by candidate; a round counts when all have taken their turn."""
+    best: dict[str, Order] = field(default_factory=dict)
+    finished: bool = False
+
+
+def compare(found: Found, open_player: Open, options: argparse.Namespace, until: float) -> None:
+    players = look_at_all(found, open_player, options)
+    found.best = best_of(found)
+    playing = [player for player in players if player.order in found.best.values()]
+    for player in players:
+        if player not in playing:
+            player.close()
+    while len(found.rounds) < options.rounds and not (found.rounds and time.monotonic() > until):
+        first = len(found.rounds) % max(1, len(playing))
+        blocks = {one.order.candidate: turn(found, one, options.block) for one in playing[first:] + playing[:first]}
+        found.rounds.append({name: block for name, block in blocks.items() if block is not None})
+    found.finished = all(candidate in found.rounds[-1] for candidate in {order.candidate for order in found.orders})
+
+
+def look_at_all(found: Found, open_player: Open, options: argparse.Namespace) -> list[Player]:
+    """A few blocks of everybody, there and back, so that a card that warms up is nobody's advantage."""
+    players = open_all(found, open_player, options.at_once)
+    for number in range(LOOKS):
+        for player in players if number % 2 == 0 else reversed(players):
+            block = turn(found, player, options.block)
+            if block is not None:
+                found.looks.setdefault(player.order.name, []).append(block)
+    return players
+
+
+def open_all(found: Found, open_player: Open, at_once: int) -> list[Player]:
+    """Side by side. Whoever found no memory in company tries again alone, when the others have given theirs back."""
+    players: dict[str, Player] = {}
+
+    def start(order: Order) -> str | None:
+        began = time.monotonic()
+        try:
+            players[order.name], found.ready[order.name] = open_player(order)
+        except OutError as error:
+            return str(error)
+        say(f"{order.name}: ready after {time.monotonic() - began:.0f} s")
+        return None
+
+    pool = ThreadPoolExecutor(at_once)
+    try:
+        answers = list(pool.map(start, found.orders))
+    finally:  # not `with`, which would wait for everybody when somebody wants to leave
+        pool.shutdown(wait=False, cancel_futures=True)
+    for order, reason in zip(found.orders, answers, strict=True):
+        again = start(order) if reason == OUT_OF_MEMORY else reason
+        if again is not None:
+            put_out(found, order, again)
+    return [players[order.name] for order in found.orders if order.name in players]
+
+
+def turn(found: Found, player: Player, steps: int) -> dict[str, Any] | None:
+    """None from one that is out."""
+    if player.order.name in found.reasons:
+        return None
+    try:
+        block = player.block(steps)
+    except OutError as error:
+        put_out(found, player.order, str(error))
+        return None
+    say(f"{player.order.name}: {human_rate(player.order.tokens / statistics.median(block['seconds']))} tokens/s")
+    return block
+
+
+def put_out(found: Found, order: Order, reason: str) -> None:
+    found.reasons[order.name] = reason
+    say(f"{order.name}: {reason}")
+
+
+def best_of(found: Found) -> dict[str, Order]:
+    """By candidate; one that was put out on the way is nobody's best."""
+    best: dict[str, Order] = {}
+    for order in sorted(found.orders, key=lambda one: rate_of(one, found.looks.get(one.name, [])) or 0.0):
+        if order.name in found.looks and order.name not in found.reasons:
+            best[order.candidate] = order
+    return best
+
+
+def rate_of(order: Order, blocks: list[dict[str, Any]]) -> float | None:
+    seconds = [one for block in blocks for one in block["seconds"]]
+    return order.tokens / statistics.median(seconds) if seconds else None
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+# what came of it
+
+
+def results(found: Found, hardware: Hardware) -> dict[str, Any]:
+    sides = {name: side_of(found, name, hardware) for name in dict.fromkeys(order.candidate for order in found.orders)}
+    ours = sides[OURS]["tokens_per_second"]
+    published = {
+        name: {**figure, "measured_here": False, "ratio": None if ours is None else ours / figure["tokens_per_second"]}
+        for name, figure in PUBLISHED.items()
+        if found.orders[0].workload.name == "gpt2"
+    }
+    ratios = {name: ratio_to(found, name) for name in sides if name != OURS}
+    return {"finished": found.finished, "sides": sides, "ratios": ratios, "published": published}
+
+
+def side_of(found: Found, name: str, hardware: Hardware) -> dict[str, Any]:
+    """Figures over all rounds; None of each where it never came to a round."""
+    order = found.best.get(name)
+    blocks = [blocks[name] for blocks in found.rounds if name in blocks]
+    seconds = [one for block in blocks for one in block["seconds"]]
+    rate = None if order is None else rate_of(order, blocks)
+    # The model's FLOPs are the same for everybody; what each executes is not known of theirs.
+    share = None if order is None or rate is None else efficiency(order.workload.decoder, Plan(), hardware, rate)
+    return {
+        "micro_batch": None if order is None else order.micro_batch,
+        "tokens_per_second": rate,
+        "step_seconds": to_json(spread_of(seconds)) if seconds else None,
+        "mfu": None if share is None else share.mfu,
+        "mfu_convention": None if share is None else share.convention,
+        "peak_bytes": blocks[-1]["peak_bytes"] if blocks else None,
+        "loss_last": blocks[-1]["loss"] if blocks else None,
+        "rounds": [statistics.median(block["seconds"]) for block in blocks],
+        "sizes": [size_of(found, one) for one in found.orders if one.candidate == name],
+    }
+
+
+def size_of(found: Found, order: Order) -> dict[str, Any]:
+    ready = found.ready.get(order.name, {})
+    return {
+        "micro_batch": order.micro_batch,
+        "tokens_per_second": rate_of(order, found.looks.get(order.name, [])),
+        "ready_seconds": ready.get("ready_seconds"),
+        "parameters": ready.get("parameters"),
+        "loss_first": ready.get("loss_first"),
+        "reason": found.reasons.get(order.name),
+    }
+
+
+def ratio_to(found: Found, name: str) -> dict[str, Any] | None:
+    """Of our rate to theirs, round by round."""
+    whole = [blocks for blocks in found.rounds if name in blocks and OURS in blocks]
+    rates = [[rate_of(found.best[side], [blocks[side]]) or 0.0 for side in (OURS, name)] for blocks in whole]
+    return to_json(spread_of([ours / theirs for ours, theirs in rates])) if rates else None
+
+
+def show(record: dict[str, Any], console: Console) -> None:
+    where = f"{record['workload']}, {record['hardware']['name']}, torch {record['versions']['torch']}"
+    console.print(f"{where}, sequences of {record['sequence']}", markup=False, highlight=False)
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1))
+    table.add_column("candidate", no_wrap=True)
+    for heading in ("batch", "tok/s", "step", "p10", "p90", "MFU", "memory"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for name, side in record["sides"].items():
+        table.add_row(name, *cells(side))
+    console.print(table)
+    for line in notes(record):
+        console.print(line, markup=False, highlight=False)
+
+
+def cells(side: dict[str, Any]) -> list[str]:
+    step = side["step_seconds"] or dict.fromkeys(("median", "p10", "p90"))
+    return [
+        UNKNOWN if side["micro_batch"] is None else str(side["micro_batch"]),
+        human_rate(side["tokens_per_second"]),
+        *(human_seconds(step[key]) for key in ("median", "p10", "p90")),
+        human_percent(side["mfu"]),
+        human_bytes(side["peak_bytes"]),
+    ]
+
+
+def notes(record: dict[str, Any]) -> Iterator[str]:
+    for name, ratio in record["ratios"].items():
+        middle = UNKNOWN if ratio is None else f"{ratio['median']:.3f}"
+        spread = "" if ratio is None else f" (p10 {ratio['p10']:.3f}, p90 {ratio['p90']:.3f}, {ratio['n']} rounds)"
+        yield f"{OURS} / {name}: {middle}{spread}"
+    for name, figure in record["published"].items():
+        ratio = UNKNOWN if figure["ratio"] is None else f"{figure['ratio']:.3f}"
+        where = f"as published for {figure['device']}, {human_rate(figure['tokens_per_second'])} tok/s"
+        yield f"{OURS} / {name}: {ratio} ({where})"
+    for name, side in record["sides"].items():
+        for size in side["sizes"]:
+            if size["reason"] is not None:
+                yield f"{name} at {size['micro_batch']}: {size['reason']}"
+
+
+# a process that takes turns
+
+
+class Child:
+    """The parent's end: a line with a number of steps goes in, a line of JSON comes out."""
+
+    def __init__(self, order: Order, folder: Path, threads: int) -> None:
+        self.order, self.log = order, folder / f"{order.name}.log"
+        path = folder / f"{order.name}.json"
+        path.write_text(json.dumps(to_json(order)), encoding="utf-8")
+        recipe = Recipe(rungs=order.rungs, micro_batch=order.micro_batch)
+        job = Job(workload=order.workload, recipe=recipe, device=order.device, tokens=TOKENS_FILE)
+        environment = worker_environment(RunDirectory(folder), job, order.name)
+        with open(self.log, "wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, contestants.__file__, str(path)],
+                env={**environment, "TORCHINDUCTOR_COMPILE_THREADS": str(threads)},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                start_new_session=True,  # a Ctrl-C is the parent's to answer
+            )
+
+    def ready(self) -> dict[str, Any]:
+        return self._answer()
+
+    def block(self, steps: int) -> dict[str, Any]:
+        assert self.process.stdin is not None
+        try:
+            self.process.stdin.write(f"{steps}\n".encode())
+            self.process.stdin.flush()
+        except BrokenPipeError as error:
+            raise OutError(last_line(self.log)) from error
+        return self._answer()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        if not select.select([self.process.stdout], [], [], ANSWER_SECONDS)[0]:
+            raise OutError(f"no answer within {ANSWER_SECONDS:.0f} s")
+        line = self.process.stdout.readline()
+        answer: dict[str, Any] = json.loads(line) if line else {"reason": last_line(self.log)}
+        if "reason" in answer:
+            raise OutError(answer["reason"])
+        return answer
+
+    def close(self) -> None:
+        if self.process.returncode is None:
+            kill_group(self.process)
+            assert self.process.stdout is not None
+            self.process.stdout.close()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,453 @@
+"""Does a fast recipe still learn what plain TF32 learns? The same updates on the same batches, several seeds.
+
+    python benchmarks/long_run.py gpt2 --recipe best.json --data shards --out runs/long --json > records/DATE-...json
+
+A seed draws the initial weights and the order of the data, for both sides alike. The last updates of every run are made
+on the same batches, whatever its seed, and their mean loss is the run's final loss; the validation loss is taken on the
+same held-out batches behind them. So two baselines of different seeds can be held against each other without their
+batches, and what they differ by at most is the band. The fast recipe is equal where its mean over the seeds lies within
+the band of the baseline's mean; whether every single seed does is said too.
+
+The baseline computes in TF32 and fp32 alone: naive attention, no autocast; compiling, a padded vocabulary and fused
+AdamW only make it affordable. Runs share the device, several at a time, since only their losses count. A finished one
+is a file in --out and is not run again: after an interruption give the same command once more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import shlex
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from redline.core.devices import lookup
+from redline.core.errors import UserError
+from redline.core.job import Job, RunDirectory, write_atomically
+from redline.core.recipe import Recipe, load_recipe
+from redline.core.units import UNKNOWN
+from redline.core.values import from_json, to_json
+from redline.core.workload import Workload, check_positive
+from redline.data.loader import Loader, WindowBatches
+from redline.data.shards import Dataset, open_dataset
+from redline.engine.build import build_step
+from redline.engine.session import SAME_ADAMW
+from redline.engine.step import TrainStep
+from redline.engine.worker import leave_with_parent
+from redline.optim.schedule import make_schedule
+from redline.predict.roofline import predict_step, reachable, sheet_peaks
+from redline.rungs import plan_of
+from redline.search.launch import kill_group, probe_machine, worker_environment
+from redline.workloads import resolve_workload
+
+PLAIN, FAST = SIDES = ("plain", "fast")
+PLAIN_RUNGS = ("tf32", "no-sync", "compile", "padded-vocab", "tied-weights", "fused-adamw", "loader-workers")
+METRICS = {"final_loss": "final loss", "validation_loss": "validation loss"}
+COMMON_SEED = 1337  # of the batches that all runs see: the last ones, and the held-out ones
+READ_EVERY = 100  # updates: the host waits for the device that often
+WIDTH = 100
+
+
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    """One run: what a child process reads, and what a finished run is known by."""
+
+    side: str
+    seed: int
+    workload: Workload
+    rungs: tuple[str, ...]
+    steps: int
+    tail: int
+    """The last updates, on the batches that all runs have."""
+    batch: int
+    """Sequences in an update."""
+    warmup_steps: int
+    validation_batches: int
+    device: str
+    data: str
+    """The shards' fingerprint."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.side}-{self.seed}"
+
+
+def main(words: list[str] | None = None) -> int:
+    options = read_options(words)
+    if options.child is not None:
+        threading.Thread(target=leave_with_parent, daemon=True).start()
+        return work(options.child, options.data, options.out)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a time limit ends it as Ctrl-C does
+    try:
+        return run(options)
+    except UserError as error:
+        for label, text in error.lines():
+            print(f"{label + ':':9}{text}", file=sys.stderr)
+        return 2
+
+
+def read_options(words: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("workload", nargs="?", default="gpt2", help="a preset or a config (default: gpt2)")
+    parser.add_argument("--recipe", type=Path, help="the fast side, such as best.json of a ladder")
+    parser.add_argument("--data", type=Path, required=True, help="a folder made by `redline data prepare`")
+    parser.add_argument("--out", type=Path, required=True, help="where finished runs are kept")
+    parser.add_argument("--plain", default=",".join(PLAIN_RUNGS), metavar="A,B", help="rungs of the baseline")
+    parser.add_argument("--steps", type=int, default=2000, help="updates of a run (default: 2000)")
+    parser.add_argument("--batch", type=int, default=8, help="sequences in an update (default: 8)")
+    parser.add_argument("--seeds", default="1,2,3", help="of weights and data order (default: 1,2,3)")
+    parser.add_argument("--tail", type=int, default=100, help="last updates, on the same batches (default: 100)")
+    parser.add_argument("--warmup-steps", type=int, default=100, help="of the learning rate (default: 100)")
+    parser.add_argument("--validation-batches", type=int, default=20, help="at most (default: 20)")
+    parser.add_argument("--at-once", type=int, default=3, help="runs that share the device (default: 3)")
+    parser.add_argument("--device", choices=("cuda", "cpu"))
+    parser.add_argument("--json", action="store_true", help="print the record on standard output")
+    parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
+    return parser.parse_args(words)
+
+
+def run(options: argparse.Namespace) -> int:
+    seeds = read_seeds(options)
+    if options.recipe is None:
+        raise UserError("no recipe", "the fast side is one", "give --recipe FILE, such as best.json of a ladder")
+    workload, fast, plain = (
+        resolve_workload(options.workload),
+        load_recipe(options.recipe).rungs,
+        tuple(options.plain.split(",")),
+    )
+    check_sides(plain, fast)
+    data = open_dataset(options.data, vocab=workload.decoder.vocab, tokenizer_name=workload.tokenizer)
+    hardware, versions = probe_machine(options.device)
+    orders = [
+        Order(
+            side=side,
+            seed=seed,
+            workload=workload,
+            rungs=rungs,
+            steps=options.steps,
+            tail=options.tail,
+            batch=options.batch,
+            warmup_steps=options.warmup_steps,
+            validation_batches=options.validation_batches,
+            device=hardware.kind,
+            data=data.fingerprint,
+        )
+        for seed in seeds
+        for side, rungs in ((PLAIN, plain), (FAST, fast))
+    ]
+    options.out.mkdir(parents=True, exist_ok=True)
+    missing = [order for order in orders if finished(order, options.out) is None]
+    say(cost_words(missing, hardware.name))
+    about = {"hardware": to_json(hardware), "versions": versions}
+    try:
+        run_all(missing, options, about)
+    except KeyboardInterrupt:
+        say("stopped; finished runs are kept: the same command goes on")
+    runs = {order.name: known for order in orders if (known := finished(order, options.out)) is not None}
+    record = {
+        "what": "a fast recipe beside plain TF32 over long runs: final losses, and the band of two baselines",
+        "how": " ".join(" ".join(__doc__.split("\n\n")[2:]).split()),
+        "command": shlex.join(["python", *sys.argv]),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        **about,
+        "workload": workload.name,
+        "recipes": {PLAIN: list(plain), FAST: list(fast)},
+        "data": data.identity,
+        "settings": {name: getattr(orders[0], name) for name in ("steps", "tail", "batch", "warmup_steps")},
+        "seeds": list(seeds),
+        "runs": {name: {**found, "losses": thinned(found["losses"])} for name, found in runs.items()},
+        **judged(runs, seeds),
+    }
+    show(record, Console(file=sys.stderr if options.json else sys.stdout, width=WIDTH))
+    if options.json:
+        print(json.dumps(record, indent=1))
+    return 0 if record["equal"] else 1
+
+
+# what is asked
+
+
+def read_seeds(options: argparse.Namespace) -> tuple[int, ...]:
+    for name in ("steps", "batch", "tail", "warmup_steps", "validation_batches", "at_once"):
+        check_positive(f"--{name.replace('_', '-')}", getattr(options, name))
+    if max(options.tail, options.warmup_steps) >= options.steps:
+        raise UserError(
+            f"{options.steps} updates are too few",
+            f"{options.warmup_steps} of them warm up, and the last {options.tail} are compared",
+            "give more --steps, or a shorter --tail or --warmup-steps",
+        )
+    words = options.seeds.split(",")
+    if len(set(words)) < 2 or not all(word.isdecimal() for word in words):
+        raise UserError(
+            f"--seeds is {options.seeds!r}", "the band is what two baselines differ by", "give two or more: 1,2,3"
+        )
+    return tuple(int(word) for word in dict.fromkeys(words))
+
+
+def check_sides(plain: tuple[str, ...], fast: tuple[str, ...]) -> None:
+    """The same model and optimizer; and a baseline that rounds to nothing coarser than TF32."""
+    one, other = plan_of(plain), plan_of(fast)
+    if one.precision not in ("fp32", "tf32"):
+        raise UserError(f"the baseline computes in {one.precision}", "it is what 16 bits are held against", "drop it")
+    if one.tied != other.tied or not {one.optimizer, other.optimizer} <= set(SAME_ADAMW):
+        raise UserError(
+            "the two sides train different models, or not both with AdamW",
+            "their losses would differ by that",
+            "give both tied-weights or neither, and AdamW: --plain, --recipe",
+        )
+
+
+def cost_words(orders: list[Order], device: str) -> str:
+    """By the roofline; rates of runs that share a device add up to about the rate of one."""
+    what = f"{len(orders)} runs to go"
+    seconds = [predicted_seconds(order, device) for order in orders]
+    known = [one for one in seconds if one is not None]
+    if not orders or len(known) < len(orders):
+        return what
+    return f"{what}: about {sum(known):.0f} s of the device by prediction, and a minute for every start"
+
+
+def predicted_seconds(order: Order, device_name: str) -> float | None:
+    device, plan = lookup(device_name), plan_of(order.rungs)
+    sheet = None if device is None else sheet_peaks(plan, device)
+    if device is None or sheet is None:
+        return None
+    found = predict_step(
+        order.workload.decoder, plan, micro_batch=order.batch, sheet=sheet, reached=reachable(plan, device)
+    )
+    return order.steps * found.expected.seconds
+
+
+# the runs
+
+
+def finished(order: Order, out: Path) -> dict[str, Any] | None:
+    path = out / f"{order.name}.json"
+    if not path.exists():
+        return None
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    if found["order"] != to_json(order):
+        differing = [name for name, value in to_json(order).items() if found["order"].get(name) != value]
+        raise UserError(
+            f"{path} is of another comparison",
+            f"it differs in {', '.join(differing)}",
+            "give another folder with --out, or the command that the folder was begun with",
+        )
+    return found
+
+
+def run_all(waiting: list[Order], options: argparse.Namespace, about: dict[str, Any]) -> None:
+    """A few at a time, in their order. One that fails is told and leaves no file."""
+    running: dict[str, subprocess.Popen[bytes]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            while waiting or running:
+                while waiting and len(running) < options.at_once:
+                    order = waiting.pop(0)
+                    running[order.name] = start(order, Path(folder), options, about)
+                for name in [name for name, process in running.items() if process.poll() is not None]:
+                    process = running.pop(name)
+                    assert process.stdin is not None
+                    process.stdin.close()
+                    code = process.returncode
+                    say(f"{name}: " + (f"failed with exit code {code}" if code else "finished"))
+                time.sleep(0.2)
+        finally:
+            for process in running.values():
+                kill_group(process)
+
+
+def start(order: Order, folder: Path, options: argparse.Namespace, about: dict[str, Any]) -> subprocess.Popen[bytes]:
+    """Seeds of a recipe compile the same code, and share what was compiled."""
+    path = folder / f"{order.name}.json"
+    path.write_text(json.dumps({"order": to_json(order), **about}), encoding="utf-8")
+    recipe = Recipe(rungs=order.rungs, micro_batch=order.batch)
+    job = Job(workload=order.workload, recipe=recipe, device=order.device, tokens="")
+    return subprocess.Popen(
+        [sys.executable, __file__, "--child", str(path), "--data", str(options.data), "--out", str(options.out)],
+        env=worker_environment(RunDirectory(folder), job, order.side),
+        stdin=subprocess.PIPE,  # held open: the run leaves when it closes
+        stdout=2,  # standard error: the record has the other to itself
+        start_new_session=True,
+    )
+
+
+def work(path: Path, data: Path, out: Path) -> int:
+    """In the child."""
+    asked = json.loads(path.read_text(encoding="utf-8"))
+    order = from_json(Order, asked["order"])
+    found = trained(order, open_dataset(data, vocab=order.workload.decoder.vocab))
+    date = datetime.now(UTC).isoformat(timespec="seconds")
+    write_atomically(out / f"{order.name}.json", json.dumps({**asked, "date": date, **found}))
+    return 0
+
+
+def trained(order: Order, data: Dataset) -> dict[str, Any]:
+    """The step that `redline train` runs, on the batches that its loader makes."""
+    started, device = time.monotonic(), torch.device(order.device)
+    workload = replace(order.workload, seed=order.seed)
+    peak, plan = workload.learning_rate, replace(plan_of(order.rungs), read_loss_every=0)
+    rate = make_schedule("cosine", peak=peak, warmup_steps=order.warmup_steps, steps=order.steps)
+    step = build_step(workload, plan, device=device, learning_rate=rate)
+    losses: list[float | None] = []
+    for seed, count in ((order.seed, order.steps - order.tail), (COMMON_SEED, order.tail)):
+        with Loader(
+            data.train,
+            seed=seed,
+            micro_batch=order.batch,
+            sequence=workload.decoder.sequence,
+            device=device,
+            workers=plan.loader_workers,
+        ) as loader:
+            for read in stretches(count):
+                losses += numbers(torch.stack([step(next(loader)) for _ in range(read)]))
+                say(f"{order.name}: {len(losses):,} updates, loss {losses[-1]}")
+    return {
+        "losses": losses,
+        "final_loss": mean(losses[-order.tail :]),
+        "validation_loss": mean(validation_losses(order, data, step)),
+        "seconds": time.monotonic() - started,
+    }
+
+
+def stretches(count: int) -> Iterator[int]:
+    """Between two looks of the host."""
+    yield from itertools.repeat(READ_EVERY, count // READ_EVERY)
+    if count % READ_EVERY:
+        yield count % READ_EVERY
+
+
+def validation_losses(order: Order, data: Dataset, step: TrainStep) -> list[float | None]:
+    """Of the same batches for every run; none where nothing is held out."""
+    sequence = order.workload.decoder.sequence
+    if data.val is None or data.val.tokens <= sequence:
+        return []
+    batches = WindowBatches(split=data.val, seed=COMMON_SEED, micro_batch=order.batch, sequence=sequence)
+    enough = max(1, batches.windows // order.batch)
+    with step.adapter.evaluating(step.model):
+        # Gradients stay on, though nobody asks for them: a compiled loss would be compiled again without.
+        found = [
+            step.loss(batches[index].to(step.device)).detach() for index in range(min(enough, order.validation_batches))
+        ]
+    return numbers(torch.stack(found))
+
+
+def numbers(losses: torch.Tensor) -> list[float | None]:
+    return [loss if math.isfinite(loss) else None for loss in losses.tolist()]
+
+
+def mean(losses: list[float | None]) -> float | None:
+    """None of nothing, and where one of them is no number."""
+    known = [loss for loss in losses if loss is not None]
+    return statistics.fmean(known) if known and len(known) == len(losses) else None
+
+
+def thinned(losses: list[float | None]) -> list[float | None]:
+    """For the record: means of stretches; a run's own file has them all."""
+    return [mean(losses[first : first + READ_EVERY]) for first in range(0, len(losses), READ_EVERY)]
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+# the verdict
+
+
+def judged(runs: dict[str, dict[str, Any]], seeds: tuple[int, ...]) -> dict[str, Any]:
+    """`equal` is None while it is not known."""
+    found = {metric: compared(runs, seeds, metric) for metric in METRICS}
+    answers = [one["equal"] for one in found.values() if one["measured"]]
+    equal = None if not answers or None in answers else all(answers)
+    return {"comparison": found, "equal": equal, "verdict": " ".join(words(runs, seeds, found, equal))}
+
+
+def compared(runs: dict[str, dict[str, Any]], seeds: tuple[int, ...], metric: str) -> dict[str, Any]:
+    values: dict[str, list[Any]] = {
+        side: [runs.get(f"{side}-{seed}", {}).get(metric) for seed in seeds] for side in SIDES
+    }
+    known = values[PLAIN] + values[FAST]
+    # A corpus that holds nothing out has no validation loss in any run: there is nothing to compare.
+    measured = metric == "final_loss" or any(value is not None for value in known)
+    if None in known:
+        unknown = dict.fromkeys(("band", "differences", "mean_difference", "equal", "every_seed"))
+        return {"measured": measured, **values, **unknown}
+    band = max(abs(one - other) for one, other in itertools.combinations(values[PLAIN], 2))
+    differences = [fast - plain for plain, fast in zip(values[PLAIN], values[FAST], strict=True)]
+    middle = statistics.fmean(differences)
+    return {
+        "measured": measured,
+        **values,
+        "band": band,
+        "differences": differences,
+        "mean_difference": middle,
+        "equal": abs(middle) <= band,
+        "every_seed": max(map(abs, differences)) <= band,
+    }
+
+
+def words(
+    runs: dict[str, dict[str, Any]], seeds: tuple[int, ...], found: dict[str, dict[str, Any]], equal: bool | None
+) -> Iterator[str]:
+    lacking = [f"{side}-{seed}" for seed in seeds for side in SIDES if f"{side}-{seed}" not in runs]
+    if lacking:
+        yield f"Not finished: {', '.join(lacking)}."
+        return
+    broken = [name for name, one in runs.items() if one["final_loss"] is None]
+    if broken:
+        yield f"Losses that are no numbers: {', '.join(broken)}."
+    if equal is not None:
+        yield "Equal." if equal else "Not equal."
+    for metric, one in found.items():
+        if one["mean_difference"] is not None:
+            yield words_of(METRICS[metric], one)
+
+
+def words_of(metric: str, one: dict[str, Any]) -> str:
+    side = "above" if one["mean_difference"] > 0 else "below"
+    where = "within the band" if one["equal"] else "outside the band"
+    each = {(True, True): ", and so is every seed", (True, False): ", though not every single seed"}
+    return (
+        f"The fast recipe's {metric} is {abs(one['mean_difference']):.4f} {side} the baseline's over "
+        f"{len(one['differences'])} seeds; two baselines differ by up to {one['band']:.4f}: {where}"
+        f"{each.get((one['equal'], one['every_seed']), '')}."
+    )
+
+
+def show(record: dict[str, Any], console: Console) -> None:
+    settings = record["settings"]
+    console.print(
+        f"{record['workload']}, {record['hardware']['name']}: {settings['steps']:,} updates of {settings['batch']} "
+        f"sequences, the last {settings['tail']} on the same batches",
+        markup=False,
+        highlight=False,
+    )
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1))
+    for heading in ("seed", *(f"{side} {name}" for name in METRICS.values() for side in SIDES)):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for index, seed in enumerate(record["seeds"]):
+        values = [record["comparison"][metric][side][index] for metric in METRICS for side in SIDES]
+        table.add_row(str(seed), *(UNKNOWN if value is None else f"{value:.4f}" for value in values))
+    console.print(table)
+    console.print(record["verdict"], markup=False, highlight=False)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,263 @@
+"""What the rungs that save memory cost and buy: a recipe with each of them, at one micro batch and at its best one.
+
+    python benchmarks/memory_rungs.py gpt2 --recipe fast.json --micro-batch 64 --sizes 128,256 --json > records/DATE-...
+
+Rows: the recipe; with chunked loss; with every block recomputed; with both; with naive attention instead of a fused
+kernel; and with its core recomputed, which saves something there only. MFU counts what the model asks for, HFU what is
+executed: recomputing lowers the first and not the second. Sizes whose predicted memory does not fit are not run. Steps
+are timed as in against.py: processes that compile side by side, as many as fit by prediction, and then take turns.
+No verdicts here: `redline ladder --from fast.json --rungs chunked-loss,checkpointing` has them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import shlex
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from against import Child, Found, OutError, Player, look_at_all, rate_of, sizes_in
+from contestants import OURS, TOKENS_FILE, Order
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from redline.core.errors import UserError, unknown_name
+from redline.core.hardware import Hardware
+from redline.core.recipe import load_recipe
+from redline.core.units import human_bytes, human_percent, human_rate
+from redline.core.values import to_json
+from redline.core.workload import check_positive
+from redline.data.tokens import prepare_tokens
+from redline.predict.efficiency import efficiency
+from redline.predict.memory import predict_memory
+from redline.rungs import plan_of
+from redline.search.launch import probe_machine
+from redline.workloads import resolve_workload
+
+USABLE = 0.9  # of the device: contexts, fragments, and the weights of those that rest
+FUSED_ATTENTION = ("flash", "cudnn-attention")
+WIDTH = 100
+
+
+def main(words: list[str] | None = None) -> int:
+    options = read_options(words)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a time limit ends it as Ctrl-C does: with its rows
+    try:
+        return run(options)
+    except UserError as error:
+        for label, text in error.lines():
+            print(f"{label + ':':9}{text}", file=sys.stderr)
+        return 2
+
+
+def read_options(words: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("workload", nargs="?", default="gpt2", help="a preset or a config (default: gpt2)")
+    parser.add_argument("--recipe", type=Path, required=True, help="the rungs that all rows share")
+    parser.add_argument("--micro-batch", type=int, default=64, help="that all rows have at first (default: 64)")
+    parser.add_argument("--sizes", default="128,256", help="to choose each row's best from, too (default: 128,256)")
+    parser.add_argument("--rows", metavar="A,B", help="these, not all")
+    parser.add_argument("--block", type=int, default=8, help="timed steps in a turn (default: 8)")
+    parser.add_argument("--at-once", type=int, default=4, help="processes that compile side by side (default: 4)")
+    parser.add_argument("--device", choices=("cuda", "cpu"))
+    parser.add_argument("--json", action="store_true", help="print the record on standard output")
+    return parser.parse_args(words)
+
+
+def run(options: argparse.Namespace) -> int:
+    started, workload = time.monotonic(), resolve_workload(options.workload)
+    for name in ("micro_batch", "block", "at_once"):
+        check_positive(f"--{name.replace('_', '-')}", getattr(options, name))
+    sizes = sorted({options.micro_batch, *sizes_in(options.sizes)}, reverse=True)
+    rows = rows_of(load_recipe(options.recipe).rungs)
+    rows = {name: rows[name] for name in chosen(options.rows, rows)}
+    hardware, versions = probe_machine(options.device)
+    every = [
+        Order(
+            candidate=OURS,
+            workload=workload,
+            rungs=rungs,
+            micro_batch=size,
+            device=hardware.kind,
+            compiled=True,
+            label=name,
+        )
+        for size in sizes
+        for name, rungs in rows.items()
+    ]
+    room = Room(int(USABLE * (hardware.memory_bytes or 0)))
+    # A CPU's resident set is not what the prediction is of, and nothing there is out of room.
+    unfit = {one.name: too_large(one, room.total) for one in every} if hardware.kind == "cuda" else {}
+    found = Found(orders=[one for one in every if unfit.get(one.name) is None])
+    with tempfile.TemporaryDirectory() as folder:
+        prepare_tokens(workload, Path(folder) / TOKENS_FILE)
+        children: list[Child] = []
+
+        def open_child(order: Order) -> tuple[Player, dict[str, Any]]:
+            with room.taken(predicted_bytes(order) if hardware.kind == "cuda" else 0):
+                child = Child(order, Path(folder), max(1, hardware.cpu_cores // options.at_once))
+                children.append(child)
+                return child, child.ready()
+
+        try:
+            look_at_all(found, open_child, options)
+            found.finished = True
+        except KeyboardInterrupt:
+            print("stopped; what was measured stays", file=sys.stderr)
+        finally:
+            room.close()
+            for child in children:
+                child.close()
+    found.reasons |= {name: reason for name, reason in unfit.items() if reason is not None}
+    record = {
+        "what": "rungs that save memory: throughput and memory at one micro batch and at each row's best",
+        "how": " ".join(" ".join(__doc__.split("\n\n")[2:]).split()),
+        "command": shlex.join(["python", *sys.argv]),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "hardware": to_json(hardware),
+        "versions": versions,
+        "workload": workload.name,
+        "micro_batch": options.micro_batch,
+        "finished": found.finished,
+        "rows": results(found, every, rows, options.micro_batch, hardware),
+        "seconds": time.monotonic() - started,
+    }
+    show(record, Console(file=sys.stderr if options.json else sys.stdout, width=WIDTH))
+    if options.json:
+        print(json.dumps(record, indent=1))
+    return 0 if found.finished else 1
+
+
+# the rows
+
+
+def rows_of(rungs: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
+    chunked = (*(name for name in rungs if name != "fused-loss"), "chunked-loss")
+    naive = tuple(name for name in rungs if name not in FUSED_ATTENTION)
+    return {
+        "recipe": rungs,
+        "chunked-loss": chunked,
+        "checkpointing": (*rungs, "checkpointing"),
+        "both": (*chunked, "checkpointing"),
+        "naive-attention": naive,
+        "selective": (*naive, "selective-checkpointing"),
+    }
+
+
+def chosen(words: str | None, rows: dict[str, Any]) -> list[str]:
+    names = words.split(",") if words else list(rows)
+    for name in names:
+        if name not in rows:
+            raise unknown_name("row", name, rows)
+    return names
+
+
+def predicted_bytes(order: Order) -> int:
+    found = predict_memory(order.workload.decoder, plan_of(order.rungs), micro_batch=order.micro_batch)
+    return int(found.total)
+
+
+def too_large(order: Order, room: int) -> str | None:
+    need = predicted_bytes(order)
+    return f"not run: {human_bytes(need)} by prediction, and {human_bytes(room)} are there" if need > room else None
+
+
+class Room:
+    """The device's memory, for those that start side by side: whoever does not fit beside the others waits."""
+
+    def __init__(self, total: int) -> None:
+        self.total = self.free = total
+        self._changed, self._closed = threading.Condition(), False
+
+    @contextlib.contextmanager
+    def taken(self, size: int) -> Iterator[None]:
+        with self._changed:
+            self._changed.wait_for(lambda: size <= self.free or self._closed)
+            if self._closed:
+                raise OutError("stopped before it began")
+            self.free -= size
+        try:
+            yield
+        finally:
+            with self._changed:
+                self.free += size
+                self._changed.notify_all()
+
+    def close(self) -> None:
+        """Nobody who waits begins any more."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+
+# what came of it
+
+
+def results(
+    found: Found, orders: list[Order], rows: dict[str, tuple[str, ...]], fixed: int, hardware: Hardware
+) -> dict[str, Any]:
+    """Of each row: `fixed`, `rebatched` (the fastest size) and `sizes`, all that were asked for."""
+    answer = {}
+    for name, rungs in rows.items():
+        sizes = [size_of(found, one, hardware) for one in orders if one.label == name]
+        ran = [size for size in sizes if size["tokens_per_second"] is not None]
+        answer[name] = {
+            "rungs": list(rungs),
+            "fixed": next(size for size in sizes if size["micro_batch"] == fixed),
+            "rebatched": max(ran, key=lambda size: size["tokens_per_second"], default=None),
+            "sizes": sizes,
+        }
+    return answer
+
+
+def size_of(found: Found, order: Order, hardware: Hardware) -> dict[str, Any]:
+    blocks, plan = found.looks.get(order.name, []), plan_of(order.rungs)
+    rate = rate_of(order, blocks)
+    share = None if rate is None else efficiency(order.workload.decoder, plan, hardware, rate)
+    return {
+        "micro_batch": order.micro_batch,
+        "tokens_per_second": rate,
+        "mfu": None if share is None else share.mfu,
+        "hfu": None if share is None else share.hfu,
+        "mfu_convention": None if share is None else share.convention,
+        "peak_bytes": blocks[-1]["peak_bytes"] if blocks else None,
+        "predicted_peak_bytes": predict_memory(order.workload.decoder, plan, micro_batch=order.micro_batch).allocated,
+        "seconds": [one for block in blocks for one in block["seconds"]],
+        "reason": found.reasons.get(order.name),
+    }
+
+
+def show(record: dict[str, Any], console: Console) -> None:
+    where = f"{record['workload']}, {record['hardware']['name']}"
+    lines = [f"{where}: rows at {record['micro_batch']} and at other sizes; * is a row's fastest"]
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1))
+    table.add_column("row", no_wrap=True)
+    for heading in ("batch", "tok/s", "MFU", "HFU", "peak", "predicted"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for name, row in record["rows"].items():
+        for size in sorted(row["sizes"], key=lambda size: size["micro_batch"]):
+            mark = " *" if size == row["rebatched"] else "  "
+            table.add_row(name, f"{size['micro_batch']}{mark}", *cells(size))
+            if size["reason"] is not None:
+                lines.append(f"{name} at {size['micro_batch']}: {size['reason']}")
+    console.print(lines[0], table, *lines[1:], sep="\n", markup=False, highlight=False)
+
+
+def cells(size: dict[str, Any]) -> list[str]:
+    shares = [human_percent(size[key]) for key in ("mfu", "hfu")]
+    peaks = [human_bytes(size[key]) for key in ("peak_bytes", "predicted_peak_bytes")]
+    return [human_rate(size["tokens_per_second"]), *shares, *peaks]
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

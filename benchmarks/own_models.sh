@@ -1,0 +1,53 @@
+#!/usr/bin/env bash
+# A model that is not ours, from its config to a record: the ladder, a tune that begins with what it measured, and
+# transformers' defaults beside the winner (benchmarks/huggingface.py).
+#
+#   benchmarks/own_models.sh records/shapes/llama-160m.json runs/llama-160m 16 16,32,64
+#   benchmarks/own_models.sh records/shapes/qwen-0.5b.json  runs/qwen-0.5b   8  8,16,32
+#
+# CONFIG, a folder for the results, the micro batch of ladder and tune, those to choose from in the comparison (both
+# sides alike). What is finished in the folder stays, what was interrupted goes on: call it again with the same words.
+# ladder.json, tune.json and benchmark.json are the records; seconds.txt says what each part took.
+set -euo pipefail
+
+config=$1 out=$2 micro_batch=$3 sizes=$4
+python=${PYTHON:-python}
+rungs=${RUNGS:-no-sync,bf16,compile,flash,cudnn-attention,tied-weights,fused-adamw,fused-loss,bf16-residual}
+choices=${CHOICES:-$rungs,cuda-graphs}
+minutes=${MINUTES:-4}          # of tuning; what the ladder measured counts with the time it took there
+ahead=${AHEAD:-5}              # rows that compile at the same time
+steps=${STEPS:-20} check_steps=${CHECK_STEPS:-10} rounds=${ROUNDS:-5}
+device=(${DEVICE:+--device "$DEVICE"})
+mkdir -p "$out"
+
+# part NAME COMMAND...: its document becomes NAME.json when it is whole. Exit code 1 has one too: it says what failed.
+part() {
+    local name=$1 started=$SECONDS code=0
+    shift
+    if [ -s "$out/$name.json" ]; then
+        echo "$name: finished before" >&2
+        return
+    fi
+    "$@" >"$out/$name.draft" || code=$?
+    echo "$name $((SECONDS - started)) s, exit code $code" | tee -a "$out/seconds.txt" >&2
+    [ "$code" -le 1 ] || exit "$code"
+    mv "$out/$name.draft" "$out/$name.json"
+}
+
+# measure NAME WORDS...: `redline NAME WORDS`, or the run that was begun.
+measure() {
+    local name=$1
+    shift
+    if [ -e "$out/$name/run.json" ]; then
+        part "$name" "$python" -m redline "$name" --resume "$out/$name" --json
+    else
+        part "$name" "$python" -m redline "$name" "$config" --micro-batch "$micro_batch" --out "$out/$name" \
+            "${device[@]}" --json "$@"
+    fi
+}
+
+measure ladder --rungs "$rungs" --steps "$steps" --check-steps "$check_steps" --compile-ahead "$ahead"
+measure tune --rungs "$choices" --after "$out/ladder" --minutes "$minutes"
+part benchmark "$python" "$(dirname "$0")/huggingface.py" "$config" --recipe "$out/tune/best.json" \
+    --micro-batches "$sizes" --ours "$sizes" --rounds "$rounds" --out "$out/benchmark.partial.json" "${device[@]}"
+"$python" -c 'import json, sys; print("ours over theirs:", json.load(open(sys.argv[1]))["ratio"])' "$out/benchmark.json"

@@ -1,0 +1,70 @@
+"""What whoever starts ranks and the ranks agree on: their environment, and that the screen is ours and the log torch's.
+
+    environment = agent_environment(ranks=4, cores=16)          # of torchrun's agent, and with it of the ranks
+    sys.stderr = open_screen()                                  # in rank 0: what we say
+    log_to(Path("runs/mine"))                                   # in every rank: what anybody else writes
+
+Descriptor 2 of agent and ranks is a log: there C++ writes, torch's loggers, Python's warnings and every child. Where
+`--gpus` starts them, the screen comes as standard input, which no rank reads: torchrun closes all descriptors of its
+ranks but the first three. Under somebody else's torchrun descriptor 2 is the screen until the run directory is known.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import TextIO
+
+RANKS_LOG = "ranks.log"
+"""In the run directory."""
+SCREEN = "REDLINE_SCREEN_IS_STDIN"
+RANK_PID_FILE = "REDLINE_RANK_PID_FILE"
+"""Of the environment: where rank 0 writes its process id, so that whoever started the ranks can ask them to stop."""
+RUN_NAME = "run"
+"""Beside that file: rank 0 writes its run directory into it."""
+
+
+def agent_environment(ranks: int, cores: int) -> dict[str, str]:
+    """Ranks on one machine share its cores. What the user set wins."""
+    return {"OMP_NUM_THREADS": str(max(1, cores // ranks)), **os.environ}
+
+
+def open_screen() -> TextIO:
+    """A file of its own, however descriptors 0 and 2 change."""
+    number = os.dup(0 if SCREEN in os.environ else 2)
+    return os.fdopen(number, "w", buffering=1, encoding="utf-8", errors="backslashreplace")
+
+
+def take_screen() -> None:
+    """In rank 0. Loggers that were made before keep descriptor 2; what looks for sys.stderr later is led there."""
+    sys.stderr = open_screen()
+    if os.environ.pop(SCREEN, None):
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(nothing, 0)
+        os.close(nothing)
+    logging.lastResort = logging.StreamHandler(sys.__stderr__)
+    warnings.showwarning = _write_warning
+
+
+def _write_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    print(warnings.formatwarning(message, category, filename, lineno, line), end="", file=file or sys.__stderr__)
+
+
+def log_to(run: Path) -> None:
+    """From here on. Ranks append to one file; on a machine that does not see it, their words stay where they were."""
+    try:
+        number = os.open(run / RANKS_LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    except OSError:
+        return
+    os.dup2(number, 2)
+    os.close(number)

@@ -1,0 +1,100 @@
+"""What `redline train` makes of a layout that `estimate` predicts, and the line to type for it.
+
+    trained = Trainable(words="gpt2-xl", rungs=rungs, workload=workload, hardware=hardware, gpus=64)
+    trained.plan(tp=2, pp=1, zero=3)                  -> Plan(parallel="fsdp", tensor_parallel=True, loss="full", ...)
+    trained.why_not(tp=1, pp=1, zero=1)               -> "train has no ZeRO 1: ..."
+    trained.line(layout, zero=3, gpus_per_node=8)     -> "torchrun --nnodes 8 ... -m redline train gpt2-xl ..."
+
+ZeRO 0 is `ddp` and ZeRO 3 is `fsdp`; 1 and 2 have no engine here, and `fsdp-keep` is neither of them: it holds what
+ZeRO 2 does, and gathers at every micro batch.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from dataclasses import dataclass, replace
+
+from redline.core.hardware import Hardware
+from redline.core.layout import Layout as Ranked
+from redline.core.plan import Plan
+from redline.core.recipe import Recipe
+from redline.core.values import to_json
+from redline.core.workload import Workload
+from redline.predict.parallel import Layout
+from redline.rungs import find_rung, plan_of, why_not
+from redline.rungs.ladder import for_layout
+from redline.rungs.parallel import DDP, RANK_RUNGS
+
+WAYS = {0: DDP, 3: "fsdp"}
+WHOLE_IN_STAGES = (
+    "fsdp in a pipeline keeps a stage's weights and gradients whole during an update (docs/pipeline.md): train holds "
+    "more than is predicted here"
+)
+RECIPE_FILE = "recipe.json"  # in the line, where the rungs are not those that train takes by itself
+RENDEZVOUS = "--rdzv-backend c10d --rdzv-id redline --rdzv-endpoint HOST:29500"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trainable:
+    words: str | None
+    """What `redline train` takes for the workload; None where it takes none."""
+    rungs: tuple[str, ...]
+    workload: Workload
+    hardware: Hardware
+    gpus: int
+    own_recipe: str | None = None
+    """The file that the rungs are from."""
+    usual: bool = True
+    """These rungs are what train takes by itself."""
+
+    def names(self, tp: int, pp: int, zero: int) -> tuple[str, ...]:
+        """The rungs with those of the layout."""
+        layout = Ranked(ranks=self.gpus, tensor=tp, pipeline=pp)
+        return for_layout((*self.rungs, WAYS[zero]), layout)
+
+    def why_not(self, tp: int, pp: int, zero: int) -> str | None:
+        """Why train refuses it; None where it runs it."""
+        if zero not in WAYS:
+            return f"train has no ZeRO {zero}: ddp is ZeRO 0, and fsdp ZeRO 3"
+        names, ranked = self.names(tp, pp, zero), replace(self.hardware, ranks=self.gpus, count=self.gpus)
+        for name in names:
+            others = plan_of(other for other in names if other != name)
+            reason = why_not(find_rung(name), self.workload, ranked, others) if name in RANK_RUNGS else None
+            if reason is not None:
+                return f"{name}: {reason}"
+        return None
+
+    def plan(self, tp: int, pp: int, zero: int) -> Plan | None:
+        """None where train refuses it."""
+        return None if self.why_not(tp, pp, zero) else plan_of(self.names(tp, pp, zero))
+
+    def advisable_plan(self, tp: int, pp: int, zero: int) -> Plan | None:
+        """None also where train holds more than is predicted: nothing is recommended on that."""
+        return None if pp > 1 and zero else self.plan(tp, pp, zero)
+
+    def line(self, layout: Layout, zero: int, gpus_per_node: int) -> str | None:
+        """To be typed as it is, but for the name of the first node; None where train takes no such workload."""
+        if self.words is None:
+            return None
+        ranked = Ranked(ranks=layout.gpus, tensor=layout.tp, pipeline=layout.pp)
+        options = ranked.options().split()
+        start, nodes = "redline train", layout.gpus // gpus_per_node
+        if nodes > 1:
+            options = options[2:]  # torchrun says how many there are
+            start = f"torchrun --nnodes {nodes} --nproc-per-node {gpus_per_node} {RENDEZVOUS} -m redline train"
+        way = ["--parallel", WAYS[zero]] if zero else []
+        sizes = f"--micro-batch {layout.micro_batch} --global-batch {layout.global_batch}"
+        return " ".join([*self._recipe_first(layout), start, self.words, *options, *way, sizes, *self._recipe()])
+
+    def _recipe(self) -> list[str]:
+        if self.own_recipe is not None:
+            return ["--recipe", shlex.quote(self.own_recipe)]
+        return [] if self.usual else ["--recipe", RECIPE_FILE]
+
+    def _recipe_first(self, layout: Layout) -> list[str]:
+        """Train takes rungs from a file."""
+        if self.usual or self.own_recipe is not None:
+            return []
+        text = json.dumps(to_json(Recipe(rungs=self.rungs, micro_batch=layout.micro_batch)))
+        return ["echo", shlex.quote(text), ">", RECIPE_FILE, "&&"]

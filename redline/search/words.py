@@ -1,0 +1,139 @@
+"""What a ladder and a tune are both told, and the machine they both meet: checked, resolved and resumed in one place.
+
+    words = Words(workload="tiny", gpus=2, out=Path("runs/mine"))
+    words.check()                          # every mistake that needs no machine
+    found = words.meet_machine()           # Found(workload, hardware, versions, notes)
+
+What only one of them takes is in `search/ladder.py` and `search/tune_run.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from redline.core.errors import UserError, unknown_name
+from redline.core.hardware import Hardware
+from redline.core.job import RunDirectory, check_run_directory
+from redline.core.workload import Workload, check_positive
+from redline.data.text import check_corpus
+from redline.search.inspect import check_unchanged_file, find_workload
+from redline.search.launch import probe_machine
+from redline.search.ranks import check_global_batch, check_ranks, check_shareable
+from redline.workloads import default_workload
+
+MOST_SEQUENCES = 2**20  # of one token each, their logits alone would be 196 GiB for GPT-2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    workload: Workload
+    hardware: Hardware
+    versions: dict[str, str | None]
+    notes: tuple[str, ...]
+    """Choices made for the user, with their reasons."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Words:
+    workload: str | None = None
+    sequence: int | None = None
+    data: str | None = None
+    device: str | None = None
+    gpus: int | None = None
+    micro_batch: int | None = None
+    global_batch: int | None = None
+    steps: int | None = None
+    check_steps: int | None = None
+    out: Path | None = None
+
+    @property
+    def ranks(self) -> int:
+        return self.gpus or 1
+
+    def check(self, **more: int | None) -> None:
+        """`more`: other options that count things."""
+        own = ("micro_batch", "gpus", "global_batch", "steps", "check_steps")
+        for name, value in {**{name: getattr(self, name) for name in own}, **more}.items():
+            if value is not None:
+                check_positive(option_of(name), value)
+        check_global_batch(self.global_batch, self.ranks)
+        check_choice("device", self.device, ("cuda", "cpu"))
+        if self.micro_batch is not None:
+            check_sensible("--micro-batch", self.micro_batch)
+        if self.workload is not None:
+            find_workload(self.workload, sequence=self.sequence)
+        if self.data is not None:
+            check_corpus(self.data)
+        if self.out is not None:
+            check_run_directory(self.out)
+
+    def meet_machine(self) -> Found:
+        """Torch is asked here, in a process of its own."""
+        hardware, versions = probe_machine(self.device)
+        hardware = check_ranks(hardware, self.ranks)
+        name, notes = named_or_default(self.workload, hardware)
+        workload = find_workload(name, self.data, self.sequence)
+        check_shareable(workload, hardware)
+        return Found(workload=workload, hardware=hardware, versions=versions, notes=(*notes, *workload.notes))
+
+
+def option_of(name: str) -> str:
+    """How it is typed: '--micro-batch'; a workload has no option, and a start is `--from`."""
+    return {"workload": "workload", "start": "--from"}.get(name, "--" + name.replace("_", "-"))
+
+
+def named_or_default(workload: str | None, hardware: Hardware) -> tuple[str, tuple[str, ...]]:
+    """A workload's name, and a note where nobody gave one."""
+    if workload is not None:
+        return workload, ()
+    name = default_workload(hardware.kind)
+    return name, (f"workload {name}: the default on a {hardware.kind.upper()} machine ({hardware.name})",)
+
+
+def check_sensible(name: str, micro_batch: int) -> None:
+    """Far beyond any device: a row that runs out of memory would answer a question nobody asked."""
+    if micro_batch > MOST_SEQUENCES:
+        raise UserError(
+            f"{name} is {micro_batch:,}",
+            f"it counts the sequences of one step, and no device holds more than {MOST_SEQUENCES:,}",
+            "set --micro-batch to what fits, such as 16",
+        )
+
+
+def check_choice(name: str, value: str | None, known: Sequence[str]) -> None:
+    if value is not None and value not in known:
+        raise unknown_name(name, value, known)
+
+
+# --- resuming ---------------------------------------------------------------------------------------------------------
+
+
+def check_nothing_given(command: str, path: Path, choices: dict[str, Any]) -> None:
+    """Of a run that goes on."""
+    given = [option_of(name) for name, value in choices.items() if value is not None and value is not False]
+    if given:  # a micro batch of 0 was given too
+        raise UserError(
+            f"--resume does not go with {', '.join(given)}",
+            "a resumed run asks what it asked before, or its rows could not be compared",
+            f"leave them out: redline {command} --resume {path}",
+        )
+
+
+def check_same_machine(
+    directory: RunDirectory, workload: Workload, hardware: Hardware, device: str, *, fix: str
+) -> None:
+    """The same machine with the same versions, and the same model: rows must stay comparable."""
+    check_unchanged_file(workload)
+    here, versions = probe_machine(device)
+    check_ranks(here, hardware.ranks)
+    before, now = directory.read_run()["versions"], {**versions, "device": here.name}
+    changed = [
+        f"{key} was {old}, is {now.get(key)}"
+        for key, old in {**before, "device": hardware.name}.items()
+        if old != now.get(key)
+    ]
+    if changed:
+        raise UserError(f"{directory.path} was measured elsewhere", "; ".join(changed), fix)

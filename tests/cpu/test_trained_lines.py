@@ -1,0 +1,137 @@
+"""The line that an estimate ends with is one that `redline train` takes, and it makes of it what was estimated."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from redline import cli
+from redline.cli import build_parser
+from redline.commands.estimate import hardware_of
+from redline.commands.train import chosen_order
+from redline.core.devices import find_device
+from redline.core.plan import Plan
+from redline.engine.session import training_plan
+from redline.predict.memory import predict_memory
+from redline.predict.parallel import Layout
+from redline.report.parallel import train_text
+
+H100 = replace(hardware_of(find_device("H100-SXM")), count=8)
+
+
+@pytest.fixture
+def estimated(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    shape = {"layers": 32, "heads": 32, "d_model": 4096, "d_ff": 16384, "vocab": 50257, "sequence": 2048}
+    Path("wide.json").write_text(json.dumps(shape))
+    Path("gated.json").write_text(json.dumps({**shape, "gated": True}))
+    llama = {"model_type": "llama", "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22}
+    llama |= {"num_attention_heads": 32, "max_position_embeddings": 2048, "vocab_size": 32000}
+    Path("config.json").write_text(json.dumps(llama))
+
+    def call(words: str) -> dict[str, Any]:
+        capsys.readouterr()
+        assert cli.main(["estimate", *words.split(), "--gpu", "H100-SXM", "--json"]) == 0
+        document: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return document
+
+    return call
+
+
+def run_by(line: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What train makes of the line: the file is written and the ranks are counted as a shell and torchrun would."""
+    words = shlex.split(line)
+    if words[0] == "echo":
+        Path(words[3]).write_text(words[1])
+        words = words[5:]
+    ranks, here = 1, 8
+    if words[0] == "torchrun":
+        ranks, here = int(words[2]) * int(words[4]), int(words[4])
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(here))
+        words = words[words.index("-m") + 1 :]
+    assert words[:2] == ["redline", "train"]
+    options = build_parser(["train"]).parse_args(words[1:])
+    monkeypatch.setattr("redline.search.launch.probe_machine", lambda _: (H100, {}))
+    order, _, _ = chosen_order(options, Console(quiet=True), options.gpus or ranks)
+    return order
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "gpt2 --gpus 8",
+        "gpt2-large --gpus 8 --rungs bf16,flash,fused-loss,tied-weights --tp 4 --global-batch 64",
+        "gpt2-xl --gpus 64 --interconnect ib-400",
+        "gpt2-xl --gpus 16 --interconnect ib-400 --pp 4 --micro-batch 2 --global-batch 128 --sequence 512",
+        "wide.json --gpus 8",
+        "wide.json --gpus 8 --tp 2 --zero 3 --optimizer adamw-foreach",
+        "config.json --gpus 4 --global-batch 64",
+    ],
+    ids=["ddp", "tensor", "nodes", "stages", "large", "both", "llama"],
+)
+def test_train_takes_the_line_and_makes_of_it_what_was_estimated(
+    estimated: Any, monkeypatch: pytest.MonkeyPatch, words: str
+) -> None:
+    found = estimated(words)
+    assert found["parallel"]["train"]["reason"] is None
+    order = run_by(found["parallel"]["train"]["command"], monkeypatch)
+    layout, own = found["parallel"]["layout"], order.layout
+    assert (own.ranks, own.tensor, own.pipeline) == (layout["gpus"], layout["tp"], layout["pp"])
+    assert order.settings.micro_batch == layout["micro_batch"]
+    assert order.settings.global_batch == layout["global_batch"]
+    assert order.workload.decoder.sequence == found["settings"]["sequence"]
+    plan = training_plan(order.recipe, own)
+    assert replace(plan, read_loss_every=0) == replace(Plan(**found["settings"]["plan"]), read_loss_every=0)
+    sizes = {key: layout[key] for key in ("gpus", "tp", "pp", "micro_batch", "accumulation")}
+    memory = predict_memory(
+        order.workload.decoder, plan, micro_batch=layout["micro_batch"], layout=Layout(**sizes), zero=layout["zero"]
+    )
+    assert memory.total == found["memory"]["total"]
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        ("gpt2 --gpus 4 --zero 1", "train has no ZeRO 1"),
+        ("config.json --gpus 4 --tp 2", "known of the built-in GPT only"),
+        ("gpt2 --gpus 4 --zero 3 --optimizer muon", "muon was tried with whole ones only"),
+        ("gpt2 --gpus 4 --rungs bf16,compile,cuda-graphs", "cannot wait for other ranks"),
+        ("gated.json --gpus 4", "point at a Hugging Face config"),
+        ("wide.json --gpus 2 --dp 2", "it does not fit"),
+    ],
+    ids=["zero-1", "llama", "muon", "graphs", "gated", "memory"],
+)
+def test_what_train_does_not_run_is_said(estimated: Any, words: str, reason: str) -> None:
+    train = estimated(words)["parallel"]["train"]
+    assert train["command"] is None
+    assert reason in train["reason"]
+    assert reason in train_text(train, 100)
+
+
+def test_only_what_train_runs_is_recommended(estimated: Any) -> None:
+    for words in ("gpt2-medium --gpus 8", "wide.json --gpus 16 --interconnect ib-400", "config.json --gpus 8"):
+        found = estimated(words)
+        advice = found["parallel"]["recommendation"]
+        layouts = [row["layout"] for row in (advice["best"], *advice["others"])]
+        assert {layout["zero"] for layout in layouts} <= {0, 3}
+        assert not any(layout["zero"] and layout["pp"] > 1 for layout in layouts)
+        if words.startswith("config"):
+            assert {(layout["tp"], layout["pp"]) for layout in layouts} == {(1, 1)}
+        assert any("only what redline train runs" in note for note in found["notes"])
+
+
+def test_the_line_is_broken_where_a_shell_lets_it_be(estimated: Any) -> None:
+    command = estimated("gpt2-xl --gpus 64 --interconnect ib-400 --rungs bf16,flash")["parallel"]["train"]["command"]
+    text = train_text({"command": command, "reason": None}, 100)
+    first, *lines = text.splitlines()
+    assert first == "to train like that:"
+    assert len(lines) > 1
+    assert all(len(line) <= 100 for line in lines)
+    assert shlex.split("\n".join(lines).replace("\\\n", " ")) == shlex.split(command)
