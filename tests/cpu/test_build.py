@@ -18,6 +18,7 @@ from redline.core.plan import Plan
 from redline.core.workload import Workload
 from redline.engine.build import Training, build, pin_attention
 from redline.model.attention import ATTENTION
+from redline.model.fp8 import Fp8Linear
 from redline.model.gpt import GELU
 
 Train = Callable[..., Training]
@@ -309,6 +310,14 @@ def test_an_8_bit_head_reaches_the_step_where_autocast_does(train: Train, monkey
         assert seen["fp8"] is (autocast is not None)
 
 
+@pytest.mark.parametrize(("autocast", "narrow"), [("bf16", 4), (None, 0)])
+def test_8_bit_layers_reach_the_model_where_autocast_does(train: Train, autocast: str | None, narrow: int) -> None:
+    model = train(Plan(autocast=autocast, fp8_linears=True)).model
+    found = [module for module in model.modules() if isinstance(module, Fp8Linear)]
+    assert len(found) == narrow * len(model.h)
+    assert {module.narrow_dtype for module in found} == ({torch.bfloat16} if narrow else set())
+
+
 def test_switches_come_before_the_model(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
     order = []
     for name in ("switch_process", "adapter_of", "build_optimizer", "stream_batches"):
@@ -331,6 +340,8 @@ def test_every_field_of_a_plan_is_covered_above() -> None:
         "gelu",
         "backward",
         "loss",
+        "fp8_head",
+        "fp8_linears",
         "checkpointing",
         "compile",
         "max_autotune",
