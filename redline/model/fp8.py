@@ -52,7 +52,8 @@ def product(
 ) -> torch.Tensor:
     """rows [M, K] times others [N, K] transposed: [M, N]; both inverses are one number, or both one per row. `fast`
     leaves partial sums in the tensor core's accumulator, which has fewer bits than fp32: fit for a sum over a layer's
-    width, not for one over a vocabulary or a batch."""
+    width, not for one over a vocabulary or a batch. What does not lie in rows is copied."""
+    rows, others = rows.contiguous(), others.contiguous()
     if rows_inverse.dim() == 2 and not rows.is_cuda:  # a CPU takes one scale per tensor
         one = torch.ones((), device=rows.device)
         wide: torch.Tensor = torch._scaled_mm(rows, others.t(), scale_a=one, scale_b=one, out_dtype=torch.float32)
@@ -85,7 +86,7 @@ def input_gradient(above: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype
     """above [M, N] back through the layer: [M, K]. The weight's rows are its columns now, and have scales of their
     own."""
     (values, inverse), (others, others_inverse) = narrowed(above, by_rows=True), narrowed(weight.t(), by_rows=True)
-    return product(values, others.contiguous(), inverse, others_inverse, dtype=dtype, fast=True)
+    return product(values, others, inverse, others_inverse, dtype=dtype, fast=True)
 
 
 class Layer(torch.autograd.Function):

@@ -122,7 +122,8 @@ def test_a_layers_gradients_are_fp64s_within_the_formats(compiled: bool) -> None
     narrow_layers(model.float(), torch.bfloat16)
     run: Callable[..., torch.Tensor] = torch.compile(model, fullgraph=True) if compiled else model
     y = run(x)
-    found = torch.autograd.grad(y, list(model.parameters()), above.to(y.dtype))
+    in_columns = above.to(y.dtype).transpose(0, 2).contiguous().transpose(0, 2)  # as some operators leave gradients
+    found = torch.autograd.grad(y, list(model.parameters()), in_columns)
     assert 5e-3 < relative(y, wanted_y) < 6e-2
     errors = [relative(mine, other) for mine, other in zip(found, wanted, strict=True)]
     assert all(5e-3 < error < 6e-2 for error in errors[:2]), errors  # the norm's, through the layer
