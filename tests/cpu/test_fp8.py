@@ -93,7 +93,8 @@ def test_a_product_is_that_of_the_narrow_numbers(narrow: torch.dtype, dtype: tor
 def test_a_profile_shows_them_and_their_work(tmp_path: Path) -> None:
     """2 x 32 x 48 x 64 FLOPs; 8-bit operands are read and 16 bits written."""
     rows, others = narrowed(random(32, 64, seed=0)), narrowed(random(48, 64, seed=1))
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profiler:
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=cpu, record_shapes=True, acc_events=True) as profiler:
         product(rows[0], others[0], rows[1], others[1], dtype=torch.bfloat16)
     profiler.export_chrome_trace(str(tmp_path / "trace.json"))
     events = json.loads((tmp_path / "trace.json").read_text(encoding="utf-8"))["traceEvents"]
