@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from redline.core.workload import Workload
 from redline.engine.build import build_step
 from redline.kernels.cross_entropy import cross_entropy_, plain_cross_entropy_
 from redline.kernels.gelu_backward import gelu_backward_, plain_gelu_backward_
@@ -105,10 +106,16 @@ def time_kernels(tokens: int) -> dict[str, dict[str, float]]:
 
 
 def time_steps(micro_batch: int, rounds: int) -> dict[str, dict[str, float]]:
-    workload, device = resolve_workload("gpt2"), torch.device("cuda")
-    shape = workload.shape
-    batch = torch.randint(shape.vocab, (2, micro_batch, shape.sequence), device=device)
     recipes = {"without fused-backward": FAST, "with fused-backward": (*FAST, "fused-backward")}
+    return time_recipes(resolve_workload("gpt2"), recipes, micro_batch, rounds)
+
+
+def time_recipes(
+    workload: Workload, recipes: dict[str, tuple[str, ...]], micro_batch: int, rounds: int
+) -> dict[str, dict[str, float]]:
+    """Whole steps in turns, in one process: the switches of a process must be the same in all recipes."""
+    shape, device = workload.decoder, torch.device("cuda")
+    batch = torch.randint(shape.vocab, (2, micro_batch, shape.sequence), device=device)
     steps = {name: build_step(workload, plan_of(rungs), device=device) for name, rungs in recipes.items()}
     taken: dict[str, list[float]] = {name: [] for name in steps}
     for number in range(-1, rounds):  # the first one compiles and warms up

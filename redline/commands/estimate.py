@@ -166,14 +166,14 @@ def hardware_of(device: Device | None) -> Hardware:
     device is taken for one that can do everything."""
     from redline.core.hardware import Hardware
 
-    features = {"tf32", "bf16", "fp16", "compile", "triton", "flash", "cudnn-attention"}
+    features = {"tf32", "bf16", "fp16", "compile", "triton", "flash", "cudnn-attention", "fp8"}
     missing: dict[str, str] = {}
     if device is not None:
-        lacks = {dtype for dtype in ("tf32", "bf16", "fp16") if dtype not in device.peak_tflops}
+        lacks = {dtype for dtype in ("tf32", "bf16", "fp16", "fp8") if dtype not in device.peak_tflops}
         if "bf16" in lacks:
             lacks |= {"flash", "cudnn-attention"}  # both came with the generation that brought bf16
         if device.vendor != "NVIDIA":
-            lacks |= {"cudnn-attention"}
+            lacks |= {"cudnn-attention", "fp8"}
         missing = {feature: f"{device.label} has no {feature}" for feature in lacks}
     return Hardware(
         kind="cuda",

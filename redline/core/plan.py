@@ -40,6 +40,11 @@ class Plan:
     loss: str = "full"
     """'full': logits wait for the backward pass; 'fused': one kernel turns them into their gradient at once; 'chunked':
     the same over an eighth of the tokens at a time."""
+    fp8_head: bool = False
+    """The head's three products take 8-bit inputs. Of autocast's products only: without it, as the fp32 reference is,
+    nothing is narrow."""
+    fp8_linears: bool = False
+    """So do those of the blocks, but for the weights' gradients."""
     checkpointing: str = "none"
     """What the backward computes again instead of keeping it: 'none', 'selective' (the attention core) or 'full'."""
     # compilation
@@ -74,10 +79,23 @@ class Plan:
 
     @property
     def precision(self) -> str:
-        """The coarsest arithmetic of the step: 'fp16', 'bf16', 'tf32' or 'fp32'."""
+        """The coarsest arithmetic of the step: 'fp8', 'fp16', 'bf16', 'tf32' or 'fp32'."""
+        return "fp8" if self.narrow_head or self.narrow_linears else self.usual_precision
+
+    @property
+    def usual_precision(self) -> str:
+        """Of the products that are not in 8 bit."""
         if self.autocast:
             return self.autocast
         return "tf32" if self.matmul_precision == "high" else "fp32"
+
+    @property
+    def narrow_head(self) -> bool:
+        return self.fp8_head and self.autocast is not None
+
+    @property
+    def narrow_linears(self) -> bool:
+        return self.fp8_linears and self.autocast is not None
 
     def vocab_rows(self, vocab: int) -> int:
         return -(-vocab // self.vocab_multiple) * self.vocab_multiple

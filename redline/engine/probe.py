@@ -72,7 +72,7 @@ def _cpu() -> Hardware:
     )
 
 
-FEATURES = ("tf32", "bf16", "fp16", "compile", "triton", "flash", "cudnn-attention")
+FEATURES = ("tf32", "bf16", "fp16", "compile", "triton", "flash", "cudnn-attention", "fp8")
 
 
 def _features(missing: dict[str, str]) -> tuple[str, ...]:
@@ -89,6 +89,7 @@ def _cuda_missing(capability: tuple[int, int]) -> dict[str, str]:
     if torch.version.hip:
         missing["tf32"] = "TF32 is NVIDIA's"
         missing["cudnn-attention"] = "cuDNN is NVIDIA's"
+        missing["fp8"] = "AMD's first fp8 formats are others, and nobody has tried the later ones here"
     elif capability < (8, 0):
         missing["tf32"] = f"TF32 needs compute capability 8.0 or later, this device has {generation}"
         missing["bf16"] = f"bf16 tensor cores need compute capability 8.0 or later, this device has {generation}"
@@ -96,6 +97,8 @@ def _cuda_missing(capability: tuple[int, int]) -> dict[str, str]:
         missing["cudnn-attention"] = (
             f"cuDNN attention needs compute capability 8.0 or later, this device has {generation}"
         )
+    if capability < (8, 9) and not torch.version.hip:
+        missing["fp8"] = f"fp8 tensor cores need compute capability 8.9 or later, this device has {generation}"
     if capability < (7, 0) and not torch.version.hip:
         missing["fp16"] = f"fp16 tensor cores need compute capability 7.0 or later, this device has {generation}"
         missing["triton"] = f"Triton needs compute capability 7.0 or later, this device has {generation}"
@@ -115,6 +118,7 @@ def _cpu_missing() -> dict[str, str]:
         "tf32": "TF32 is a tensor-core format of NVIDIA GPUs",
         "fp16": "CPUs have no fp16 matmul units to gain from",
         "cudnn-attention": "cuDNN runs on NVIDIA GPUs only",
+        "fp8": "8-bit products are made by tensor cores: a CPU would widen their operands again",
         "triton": "the kernel is written in Triton, which runs on GPUs",
     }
     if not _cpu_flags() & {"avx512_bf16", "amx_bf16", "bf16"}:

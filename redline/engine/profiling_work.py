@@ -23,8 +23,11 @@ DTYPES = {
     "int": ("int32", 4),
     "bool": ("bool", 1),
     "unsigned char": ("uint8", 1),
+    "c10::Float8_e4m3fn": ("fp8", 1),
+    "c10::Float8_e5m2": ("fp8", 1),
 }
-PRODUCTS = {"aten::mm": 0, "aten::bmm": 0, "aten::addmm": 1, "aten::baddbmm": 1}  # where the left matrix stands
+# Where the left matrix stands.
+PRODUCTS = {"aten::mm": 0, "aten::bmm": 0, "aten::addmm": 1, "aten::baddbmm": 1, "aten::_scaled_mm": 0}
 FUSED_BACKWARD = 2.5  # a fused kernel computes the scores again: five products where the forward has two
 
 
@@ -56,7 +59,7 @@ SAME_SIZE = frozenset(
         *("native_layer_norm", "layer_norm", "native_layer_norm_backward", "_softmax", "_softmax_backward_data"),
         *("_log_softmax", "_log_softmax_backward_data", "lerp_", "addcmul_", "addcdiv_", "clone"),
     )
-) | {"redline::cross_entropy_"}
+) | {"redline::cross_entropy_", "redline::transposed"}
 READS = frozenset(("aten::sum", "aten::mean", "aten::linalg_vector_norm", "aten::_foreach_norm"))
 OVERWRITES = frozenset(("aten::copy_",))  # the first input is the output, and is not read
 FUSED_ADAM = ("aten::_fused_adamw_", "aten::_fused_adam_")
@@ -103,7 +106,8 @@ def _product(dims: list[list[int]], kind: str) -> Work | None:
         return None
     dtype, width = DTYPES[kind]
     batch, (m, k), n = math.prod(left[:-2]), left[-2:], right[-1]
-    return Work(2 * batch * m * n * k, width * batch * (m * k + k * n + m * n), dtype)
+    result = max(width, 2)  # products of 8-bit numbers come out in 16
+    return Work(2 * batch * m * n * k, batch * (width * (m * k + k * n) + result * m * n), dtype)
 
 
 def _attention(fused: Fused, dims: list[list[int]], types: list[str], values: list[str]) -> Work | None:

@@ -25,9 +25,16 @@ from redline.engine.profiling_timeline import DATA_RANGE, STEP, WINDOW, Timeline
 
 PROFILED_STEPS, SHARED_STEPS = 1, 3  # of one process; of several, whose waits for one another differ from step to step
 SYNC_STEPS = 10  # a whole cycle of the no-sync rung, so that its one read counts as a tenth
-MATMUL_LEAVES = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
+MATMUL_LEAVES = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_scaled_mm")
 MATMUL_WORDS = ("gemm", "nvjet", "cutlass", "xmma")  # cuBLAS, old and new, and CUTLASS
-SHORT_DTYPES = {"float": "fp32", "c10::BFloat16": "bf16", "c10::Half": "fp16", "double": "fp64"}
+SHORT_DTYPES = {
+    "float": "fp32",
+    "c10::BFloat16": "bf16",
+    "c10::Half": "fp16",
+    "double": "fp64",
+    "c10::Float8_e4m3fn": "fp8",
+    "c10::Float8_e5m2": "fp8",
+}
 # Parts of the names of fused attention kernels: torch's flash, cuDNN's and the memory-efficient ones.
 ATTENTION_WORDS = ("attention", "sdpa", "flash_fwd", "flash_bwd", "fmha", "flash::")
 

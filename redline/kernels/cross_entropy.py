@@ -38,3 +38,36 @@ def plain_cross_entropy_(logits: torch.Tensor, targets: torch.Tensor, vocab: int
     logits[:, :vocab] = gradient
     logits[:, vocab:] = 0
     return losses
+
+
+OCTAVES = 15
+GRADIENT_FACTOR = 2.0**OCTAVES
+"""Of the gradient in e5m2. It lies in [-1, 1], and e5m2 ends at 1.75 x 2^15: nothing overflows, and a probability is
+kept down to 2^-31. The mean's 1/N before the cast would lose nearly all of it (docs/fp8.md)."""
+
+
+@torch.library.custom_op("redline::cross_entropy_narrow", mutates_args=())
+def cross_entropy_narrow(logits: torch.Tensor, targets: torch.Tensor, vocab: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The losses, and GRADIENT_FACTOR times the gradient in e5m2 [N, rows]; the logits stay as they are."""
+    if logits.is_cuda:
+        from redline.kernels.cross_entropy_triton import launch  # needs Triton, which a CPU build of torch lacks
+
+        narrow = torch.empty_like(logits, dtype=torch.float8_e5m2, memory_format=torch.contiguous_format)
+        return launch(logits, targets, vocab, narrow, OCTAVES), narrow
+    return plain_cross_entropy_narrow(logits, targets, vocab)
+
+
+@cross_entropy_narrow.register_fake
+def _(logits: torch.Tensor, targets: torch.Tensor, vocab: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return logits.new_empty(logits.size(0), dtype=torch.float32), logits.new_empty(
+        logits.shape, dtype=torch.float8_e5m2
+    )
+
+
+def plain_cross_entropy_narrow(
+    logits: torch.Tensor, targets: torch.Tensor, vocab: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    gradient = logits.float()  # a copy, unless it is one already
+    gradient = gradient.clone() if gradient is logits else gradient
+    losses = plain_cross_entropy_(gradient, targets, vocab)
+    return losses, (gradient * GRADIENT_FACTOR).to(torch.float8_e5m2)

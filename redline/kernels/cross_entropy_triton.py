@@ -22,21 +22,28 @@ LOG2E, LN2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
 TWO_LOWEST = tl.constexpr(0xFF80FF80)  # -inf and -inf
 
 
-def launch(logits: torch.Tensor, targets: torch.Tensor, vocab: int) -> torch.Tensor:
+def launch(
+    logits: torch.Tensor, targets: torch.Tensor, vocab: int, narrow: torch.Tensor | None = None, octaves: int = 0
+) -> torch.Tensor:
+    """`narrow` [rows, columns] in e5m2 takes 2^octaves times the gradient; without it the logits take the gradient."""
     rows, columns = logits.shape
     assert logits.stride(1) == 1
     assert targets.is_contiguous()
     losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
     if fits(logits):
         words = logits.view(torch.uint32)
+        out = words if narrow is None else narrow.view(torch.uint16)  # two numbers to a word, as they came
         _cross_entropy_whole_row[(rows,)](
             words,
             targets,
             losses,
+            out,
             words.stride(0),
             vocab,
             words.size(1),
             0,
+            NARROW=narrow is not None,
+            OCTAVES=octaves,
             FULL=vocab // 2 // TILE,
             TILES=triton.cdiv(words.size(1), TILE),
             TILE=TILE,
@@ -45,7 +52,17 @@ def launch(logits: torch.Tensor, targets: torch.Tensor, vocab: int) -> torch.Ten
         )
     else:
         _cross_entropy_twice[(rows,)](
-            logits, targets, losses, logits.stride(0), vocab, columns, BLOCK=BLOCK, num_warps=WARPS
+            logits,
+            targets,
+            losses,
+            logits if narrow is None else narrow,
+            logits.stride(0),
+            vocab,
+            columns,
+            NARROW=narrow is not None,
+            OCTAVES=octaves,
+            BLOCK=BLOCK,
+            num_warps=WARPS,
         )
     return losses
 
@@ -76,14 +93,28 @@ def _word(low, high):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _out_word(low, high, NARROW: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Two numbers of the gradient as they are stored."""
+    if NARROW:
+        low = low.to(tl.float8e5).to(tl.uint8, bitcast=True).to(tl.uint16)
+        high = high.to(tl.float8e5).to(tl.uint8, bitcast=True).to(tl.uint16)
+        return low | (high << 8)
+    else:  # noqa: RET505  # Triton compiles one of the two
+        return _word(low, high)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _cross_entropy_whole_row(  # type: ignore[no-untyped-def]
     logits,
     targets,
     losses,
+    out,
     stride,
     vocab,
     columns,
     zero,
+    NARROW: tl.constexpr,
+    OCTAVES: tl.constexpr,
     FULL: tl.constexpr,
     TILES: tl.constexpr,
     TILE: tl.constexpr,
@@ -92,6 +123,10 @@ def _cross_entropy_whole_row(  # type: ignore[no-untyped-def]
     the words anew. It would keep the fp32 numbers of the first for the others, which is twice as many registers."""
     row = tl.program_id(0).to(tl.int64)  # rows x columns passes 2^31 from 42 sequences of GPT-2 on
     logits += row * stride
+    if NARROW:
+        out += row * columns
+    else:
+        out = logits
     target = tl.load(targets + row).to(tl.int32)
     at_target = tl.load(logits + target // 2)
     is_low = target % 2 == 0
@@ -116,25 +151,42 @@ def _cross_entropy_whole_row(  # type: ignore[no-untyped-def]
         total += tl.exp2(_low(word) * LOG2E - top) + tl.exp2(_high(word) * LOG2E - top)
     log_sum = top + tl.log2(tl.sum(total, axis=0))
     tl.store(losses + row, (log_sum - of_target) * LN2)
+    log_sum -= OCTAVES  # probabilities come out that much larger, for nothing
     for i in tl.static_range(TILES):
         at = i * TILE + lanes
         word = kept[i] ^ (zero + zero)
-        gradient = _word(tl.exp2(_low(word) * LOG2E - log_sum), tl.exp2(_high(word) * LOG2E - log_sum))
+        low, high = tl.exp2(_low(word) * LOG2E - log_sum), tl.exp2(_high(word) * LOG2E - log_sum)
+        gradient = _out_word(low, high, NARROW)
         if i < FULL:
-            tl.store(logits + at, gradient, eviction_policy="evict_first")
+            tl.store(out + at, gradient, eviction_policy="evict_first")
         else:
-            tl.store(logits + at, gradient, mask=at < columns, eviction_policy="evict_first")
+            tl.store(out + at, gradient, mask=at < columns, eviction_policy="evict_first")
     tl.debug_barrier()  # the target's word is written a second time, after every thread's first
-    own = tl.exp2(of_target - log_sum) - 1.0
+    own = tl.exp2(of_target - log_sum) - 1.0 * (1 << OCTAVES)
     beside = tl.exp2(tl.where(is_low, _high(at_target), _low(at_target)) * LOG2E - log_sum)
     beside = tl.where((target ^ 1) < vocab, beside, 0.0)
-    tl.store(logits + target // 2, tl.where(is_low, _word(own, beside), _word(beside, own)))
+    tl.store(out + target // 2, tl.where(is_low, _out_word(own, beside, NARROW), _out_word(beside, own, NARROW)))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _cross_entropy_twice(logits, targets, losses, stride, vocab, columns, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _cross_entropy_twice(  # type: ignore[no-untyped-def]
+    logits,
+    targets,
+    losses,
+    out,
+    stride,
+    vocab,
+    columns,
+    NARROW: tl.constexpr,
+    OCTAVES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
+    if NARROW:
+        out += row * columns
+    else:
+        out = logits
     target = tl.load(targets + row)
     of_target = tl.load(logits + target).to(tl.float32)  # before the reductions below: they order it before any store
     lanes = tl.arange(0, BLOCK)
@@ -157,4 +209,6 @@ def _cross_entropy_twice(logits, targets, losses, stride, vocab, columns, BLOCK:
         at = start + lanes
         x = tl.load(logits + at, mask=at < vocab, other=-float("inf")).to(tl.float32)
         gradient = tl.exp(x - log_sum) - tl.where(at == target, 1.0, 0.0)
-        tl.store(logits + at, gradient.to(logits.dtype.element_ty), mask=at < columns)
+        if NARROW:
+            gradient = gradient * (1 << OCTAVES)
+        tl.store(out + at, gradient.to(out.dtype.element_ty), mask=at < columns)

@@ -20,6 +20,7 @@ from torch import nn
 
 from redline.core.plan import PIECES, Plan
 from redline.core.workload import Workload
+from redline.model.fp8 import narrow_layers
 from redline.model.gpt import GPT, draw, fill_buffers, gelu_by_sigmoid, initialise, unpadded
 from redline.model.loss import head_loss, next_token_loss
 from redline.model.stage import Stage
@@ -149,6 +150,8 @@ class BuiltIn(Adapter):
                 gelu=plan.gelu,
                 fused=DTYPES.get(plan.autocast or "", torch.float32) if plan.backward == "fused" else None,
             )
+        if plan.narrow_linears:
+            narrow_layers(model.h, DTYPES[plan.autocast or ""])
         return model.to(
             DTYPES.get(plan.weights, torch.float32)
         )  # before the weights are drawn, as `restore` draws them
@@ -175,7 +178,8 @@ class BuiltIn(Adapter):
 
 def fused_head(plan: Plan, vocab: int) -> LossOf:
     """The loss of features, the head's weight and targets, as a plan that is not 'full' wants it."""
-    return partial(head_loss, vocab=vocab, pieces=PIECES[plan.loss], dtype=DTYPES.get(plan.autocast or ""))
+    dtype = DTYPES.get(plan.autocast or "")
+    return partial(head_loss, vocab=vocab, pieces=PIECES[plan.loss], dtype=dtype, fp8=plan.narrow_head)
 
 
 class SigmoidGelu(nn.Module):

@@ -20,6 +20,7 @@ from torch import nn
 from redline.kernels.gelu_backward import gelu_backward_
 from redline.kernels.norm_backward import norm_backward
 from redline.kernels.side_by_side import side_by_side
+from redline.model.fp8 import Fp8Linear, forward_product, input_gradient
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -31,24 +32,44 @@ def cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def project(x: torch.Tensor, linear: nn.Linear, dtype: torch.dtype) -> Tensors:
     """q, k and v, [B, T, C] each, as parts of one product."""
-    parts = Projection.apply(x.flatten(0, 1), linear.weight, linear.bias, dtype)  # type: ignore[no-untyped-call]
+    narrow = isinstance(linear, Fp8Linear)
+    parts = Projection.apply(x.flatten(0, 1), linear.weight, linear.bias, dtype, narrow)  # type: ignore[no-untyped-call]
     return tuple(part.unflatten(0, x.shape[:2]) for part in parts)
 
 
 class Projection(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, dtype: torch.dtype) -> Tensors:
-        narrow, rows = cast(weight, dtype), cast(x, dtype)
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, dtype: torch.dtype, fp8: bool
+    ) -> Tensors:
+        narrow, rows = weight if fp8 else cast(weight, dtype), cast(x, dtype)
         ctx.save_for_backward(rows, narrow)
-        ctx.dtypes = x.dtype, weight.dtype, bias.dtype
-        return torch.addmm(cast(bias, dtype), rows, narrow.t()).chunk(3, dim=1)
+        ctx.dtypes, ctx.fp8 = (x.dtype, weight.dtype, bias.dtype), fp8
+        return through(rows, narrow, cast(bias, dtype), fp8).chunk(3, dim=1)
 
     @staticmethod
     def backward(ctx: Any, *above: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         rows, narrow = ctx.saved_tensors
         gradient, sums = side_by_side(*above)
         of_x, of_weight, of_bias = ctx.dtypes
-        return (gradient @ narrow).to(of_x), (gradient.t() @ rows).to(of_weight), sums.to(of_bias), None
+        of_rows = back_through(gradient, narrow, ctx.fp8)
+        return of_rows.to(of_x), (gradient.t() @ rows).to(of_weight), sums.to(of_bias), None, None
+
+
+def through(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, fp8: bool) -> torch.Tensor:
+    """The product of a layer. In 8 bits its operands are made of the weight as it is stored."""
+    if fp8:
+        return forward_product(rows, weight, bias, rows.dtype)
+    return rows @ weight.t() if bias is None else torch.addmm(bias, rows, weight.t())
+
+
+def back_through(above: torch.Tensor, weight: torch.Tensor, fp8: bool) -> torch.Tensor:
+    return input_gradient(above, weight, above.dtype) if fp8 else above @ weight
+
+
+def output(x: torch.Tensor, linear: nn.Linear) -> torch.Tensor:
+    """A layer without its bias."""
+    return linear.through(x, None) if isinstance(linear, Fp8Linear) else F.linear(x, linear.weight)
 
 
 def add_norm(
@@ -91,7 +112,8 @@ class AddNorm(torch.autograd.Function):
 
 def mlp(x: torch.Tensor, c_fc: nn.Linear, gelu: Any, c_proj: nn.Linear, dtype: torch.dtype) -> torch.Tensor:
     """The MLP [B, T, C] without its last bias."""
-    y: torch.Tensor = Mlp.apply(x.flatten(0, 1), c_fc.weight, c_fc.bias, gelu, c_proj.weight, dtype)  # type: ignore[no-untyped-call]
+    narrow = isinstance(c_fc, Fp8Linear)
+    y: torch.Tensor = Mlp.apply(x.flatten(0, 1), c_fc.weight, c_fc.bias, gelu, c_proj.weight, dtype, narrow)  # type: ignore[no-untyped-call]
     return y.view_as(x)
 
 
@@ -105,25 +127,28 @@ class Mlp(torch.autograd.Function):
         gelu: Any,
         down: torch.Tensor,
         dtype: torch.dtype,
+        fp8: bool,
     ) -> torch.Tensor:
-        rows, narrow_up, narrow_down = cast(x, dtype), cast(up, dtype), cast(down, dtype)
-        hidden = torch.addmm(cast(bias, dtype), rows, narrow_up.t())
+        rows = cast(x, dtype)
+        narrow_up, narrow_down = (up, down) if fp8 else (cast(up, dtype), cast(down, dtype))
+        hidden = through(rows, narrow_up, cast(bias, dtype), fp8)
         active = gelu(hidden)
         ctx.save_for_backward(rows, hidden, active, narrow_up, narrow_down)
-        ctx.dtypes = x.dtype, up.dtype, bias.dtype, down.dtype
-        return active @ narrow_down.t()
+        ctx.dtypes, ctx.fp8 = (x.dtype, up.dtype, bias.dtype, down.dtype), fp8
+        return through(active, narrow_down, None, fp8)
 
     @staticmethod
     def backward(ctx: Any, above: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         rows, hidden, active, up, down = ctx.saved_tensors
         of_x, of_up, of_bias, of_down = ctx.dtypes
-        of_hidden = above @ down
+        of_hidden = back_through(above, down, ctx.fp8)
         sums = gelu_backward_(of_hidden, hidden)
         return (
-            (of_hidden @ up).to(of_x),
+            back_through(of_hidden, up, ctx.fp8).to(of_x),
             (of_hidden.t() @ rows).to(of_up),
             sums.to(of_bias),
             None,
             (above.t() @ active).to(of_down),
+            None,
             None,
         )

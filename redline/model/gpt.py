@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from redline.core.errors import UserError
 from redline.core.workload import Shape, other_than_gpt2
 from redline.model.attention import ATTENTION
-from redline.model.fused import add_norm, mlp, project
+from redline.model.fused import add_norm, mlp, output, project
 
 INIT_STD = 0.02
 
@@ -70,7 +70,7 @@ class SelfAttention(nn.Module):
 
     def fused(self, x: torch.Tensor, future: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """The same without its last bias, as model/fused.py has it."""
-        return F.linear(self.mix(project(x, self.c_attn, dtype), future), self.c_proj.weight)
+        return output(self.mix(project(x, self.c_attn, dtype), future), self.c_proj)
 
 
 def gelu_by_sigmoid(x: torch.Tensor) -> torch.Tensor:

@@ -6,12 +6,15 @@ gradient as soon as it has them, so that they need not wait for the backward pas
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from redline.kernels.cross_entropy import cross_entropy_
+from redline.kernels.transpose import transposed
+from redline.model.fp8 import head_gradients, narrowed
 
 
 def next_token_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -27,11 +30,12 @@ def head_loss(
     vocab: int,
     pieces: int,
     dtype: torch.dtype | None = None,
+    fp8: bool = False,
 ) -> torch.Tensor:
     """The same mean from features [B, T, C] and the head's weight [rows, C]; `dtype` is what autocast
-    would give the matmuls (None: the features')."""
+    would give the matmuls (None: the features'). `fp8`: they take 8-bit inputs, and give that."""
     loss: torch.Tensor = HeadLoss.apply(  # type: ignore[no-untyped-call]
-        features.flatten(0, 1), weight, targets.flatten(), vocab, pieces, dtype or features.dtype
+        features.flatten(0, 1), weight, targets.flatten(), vocab, pieces, dtype or features.dtype, fp8
     )
     return loss
 
@@ -49,15 +53,15 @@ class HeadLoss(torch.autograd.Function):
         vocab: int,
         pieces: int,
         dtype: torch.dtype,
+        fp8: bool,
     ) -> torch.Tensor:
         total, of_features = torch.zeros((), device=features.device), []
         of_weight: torch.Tensor | None = None
-        narrow = weight.to(dtype)
-        for rows, labels in zip(features.to(dtype).chunk(pieces), targets.chunk(pieces), strict=True):
-            gradient = rows @ narrow.t()  # the logits, until the next line
-            total = total + cross_entropy_(gradient, labels, vocab).sum()
-            of_features.append(gradient @ narrow)
-            part = gradient.t() @ rows
+        rows, piece = (narrow_head if fp8 else wide_head)(features, weight, vocab, dtype)
+        for part_of_rows, labels in zip(rows.chunk(pieces), targets.chunk(pieces), strict=True):
+            losses, of_rows, part = piece(part_of_rows, labels)
+            total = total + losses.sum()
+            of_features.append(of_rows)
             of_weight = part if of_weight is None else of_weight.float() + part
         ctx.save_for_backward(of_features[0] if pieces == 1 else torch.cat(of_features), of_weight)
         ctx.dtypes = features.dtype, weight.dtype
@@ -75,4 +79,35 @@ class HeadLoss(torch.autograd.Function):
             None,
             None,
             None,
+            None,
         )
+
+
+Piece = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+"""Rows of the features and their targets -> losses, and the gradients of the rows and of the head's weight."""
+
+
+def wide_head(
+    features: torch.Tensor, weight: torch.Tensor, vocab: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, Piece]:
+    """The features as the products take them, and what to do with a piece of them."""
+    narrow = weight.to(dtype)
+
+    def piece(rows: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        gradient = rows @ narrow.t()  # the logits, until the next line
+        losses = cross_entropy_(gradient, labels, vocab)
+        return losses, gradient @ narrow, gradient.t() @ rows
+
+    return features.to(dtype), piece
+
+
+def narrow_head(
+    features: torch.Tensor, weight: torch.Tensor, vocab: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, Piece]:
+    (values, inverse), head = narrowed(features), narrowed(weight)
+    turned = transposed(head[0])
+
+    def piece(rows: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return head_gradients((rows, inverse), head, turned, labels, vocab, dtype)
+
+    return values, piece

@@ -176,7 +176,7 @@ def rates_of(profile: Profile, plan: Plan, device: Device | None, measured: Meas
     if not flops or not moved:
         return None
     return Rates(
-        matmul_tflops={plan.precision: max(flops) / 1e12},
+        matmul_tflops={plan.usual_precision: max(flops) / 1e12},
         bandwidth=max(moved),
         source="the best kernels of this profile",
         reachable=False,

@@ -151,6 +151,8 @@ def reasoned(case: Case) -> Iterator[str]:
         yield "other models than GPT-2"
     if case.layout is not None and case.layout.gpus > 1:
         yield "several GPUs"
+    if case.plan.precision == "fp8":
+        yield "8-bit products"
     if case.optimizer_name not in ADAMWS:
         yield f"the optimizer {case.optimizer_name}"
 

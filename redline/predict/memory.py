@@ -264,6 +264,9 @@ def _head_loss(rank: Rank) -> LossMoments:
     pieces are added, and when the pieces' gradients of the features are joined."""
     c, table, stream = rank.compute, rank.table, rank.tokens * rank.shape.d_model
     pieces = PIECES[rank.plan.loss]
+    if rank.plan.narrow_head:
+        yield from _narrow_loss(rank)
+        return
     piece = -(-rank.tokens // pieces)
     logits = c * piece * rank.rows
     if rank.plan.compile and rank.casts and _odd_rows(rank):
@@ -277,6 +280,19 @@ def _head_loss(rank: Rank) -> LossMoments:
     adding = (2 * FP32 + parts) * table + c * stream if pieces > 1 else 0  # two sums, parts; features' gradients
     joining = (FP32 + c if pieces > 1 else c) * table + 2 * c * stream
     yield LOSS_FORWARD, logits, features + max(adding, joining)
+
+
+def _narrow_loss(rank: Rank) -> LossMoments:
+    """In 8 bits the gradient does not lie where the logits did: first the two of them, then the gradient and itself
+    turned, with what comes of them. The weight is there both ways round, which is as much as in 16 bit."""
+    c, table, stream = rank.compute, rank.table, rank.tokens * rank.shape.d_model
+    pieces = PIECES[rank.plan.loss]
+    numbers = -(-rank.tokens // pieces) * rank.rows
+    features = (c + 1) * stream + (0 if rank.plan.compile else FP32 * stream)
+    done = (FP32 + c) * table + c * stream if pieces > 1 else 0  # the sum of the pieces before, and their gradients
+    yield LOSS_FORWARD, (c + 1) * numbers, features + done
+    sums = 2 * FP32 + 2 * c if pieces > 1 else c
+    yield LOSS_FORWARD, 2 * numbers, features + stream // pieces + sums * table + 2 * c * stream
 
 
 LOSSES: dict[str, Callable[[Rank], LossMoments]] = {"full": _full_loss, "fused": _head_loss, "chunked": _head_loss}

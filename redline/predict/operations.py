@@ -37,6 +37,8 @@ OPTIMIZER, MOVEMENT = "optimizer", "data movement"
 GROUPS = (CONTRACTION, NORMALISATION, ELEMENTWISE, OPTIMIZER, MOVEMENT)
 FUSIONS = ("eager", "inductor", "ideal")
 FP32 = 4  # bytes: parameters and gradients unless the optimizer says otherwise, softmax and norms in eager autocast
+FP8 = 1
+LINEARS = ("qkv", "q", "kv", "proj", "up", "down")
 COPIED_BYTES = 4  # rows that start at multiples of this can be loaded by asynchronous copies at least
 
 
@@ -53,7 +55,7 @@ class Operation:
     part: str
     """core (of attention), layer or rest: what checkpointing computes again."""
     kind: str = "memory"
-    """gemm, unaligned, odd, attention or memory: which share of a peak it reaches."""
+    """gemm, fp8, unaligned, odd, attention or memory: which share of which peak it reaches."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,6 +122,8 @@ def operations(
         *_loss(z),
         *_embedding(z),
         *_weight_casts(z),
+        *_narrow_head(z),
+        *_narrow_layers(z),
         *_update(z),
     ]
     kept = [operation for operation in listed if operation.bytes]
@@ -170,17 +174,25 @@ def _linear(z: Sizes) -> Iterator[Operation]:
         yield _contraction(gemm, z, part="rest" if gemm.where == "head" else "layer")
 
 
+def is_narrow(gemm: Gemm, plan: Plan) -> bool:
+    """Its operands have 8 bits."""
+    if gemm.where == "head":
+        return plan.narrow_head
+    return plan.narrow_linears and gemm.where in LINEARS and gemm.direction != "wgrad"
+
+
 def _contraction(gemm: Gemm, z: Sizes, part: str) -> Operation:
-    numbers = gemm.m * gemm.k + gemm.k * gemm.n + gemm.m * gemm.n
+    narrow = is_narrow(gemm, z.plan)
+    size = (FP8 if narrow else z.compute) * (gemm.m * gemm.k + gemm.k * gemm.n) + z.compute * gemm.m * gemm.n
     return Operation(
         name=gemm.where if gemm.direction == "forward" else f"{gemm.where} {gemm.direction}",
         group=CONTRACTION,
         direction="forward" if gemm.direction == "forward" else "backward",
-        bytes=z.compute * numbers * gemm.batch * gemm.count,
+        bytes=size * gemm.batch * gemm.count,
         flops=gemm.flops,
         kernels=gemm.count,
         part=part,
-        kind=_gemm_kind(gemm, z),
+        kind="fp8" if narrow else _gemm_kind(gemm, z),
     )
 
 
@@ -289,7 +301,8 @@ def _loss(z: Sizes) -> Iterator[Operation]:
             ("loss cast", MOVEMENT, "backward", cast, 1),
         ],
         "inductor": [("loss", NORMALISATION, "forward", c, 1), ("loss", NORMALISATION, "backward", 2 * c, 1)],
-        "fused": [("loss", NORMALISATION, "forward", 2 * c, 1)],  # logits in, their gradient out in their place
+        # logits in, their gradient out in their place, or in 8 bits in another
+        "fused": [("loss", NORMALISATION, "forward", c + (FP8 if z.plan.narrow_head else c), 1)],
     }["fused" if z.plan.loss != "full" or z.fusion == "ideal" else z.fusion]
     for name, group, direction, width, kernels in passes:
         yield z.per_token(name, group, direction, width * z.rows, calls=1, kernels=kernels, part="rest")
@@ -381,15 +394,66 @@ def _weight_casts(z: Sizes) -> Iterator[Operation]:
     layers = linear_layers(z.shape, z.plan)
     weights = sum(layer.inputs * layer.outputs * layer.count for layer in layers)
     ideal = z.fusion == "ideal"
+    # An 8-bit copy takes the place of the 16-bit one.
+    narrow = z.rows * z.shape.d_model if z.plan.narrow_head else 0
+    narrow += weights - z.rows * z.shape.d_model if z.plan.narrow_linears else 0
     for direction in ("update",) if ideal else ("forward", "backward"):
         yield Operation(
             name="weight casts",
             group=MOVEMENT,
             direction=direction,
-            bytes=weights * (z.compute if ideal else z.compute + FP32),
+            bytes=(weights - (0 if direction == "backward" else narrow)) * (z.compute if ideal else z.compute + FP32),
             kernels=0 if ideal else sum(layer.count for layer in layers),
             part="rest",
         )
+
+
+def _narrow_layers(z: Sizes) -> Iterator[Operation]:
+    """A row and its largest number are in one kernel: whoever writes the row writes 8 bits too, where that is a kernel
+    of the compiler's. What attention writes is read once more, and so are gradients that hand-written kernels write."""
+    if not z.plan.narrow_linears:
+        return
+    layers = [layer for layer in linear_layers(z.shape, z.plan) if layer.where in LINEARS]
+    alone = {"forward": ("proj",), "backward": LINEARS if z.plan.backward == "fused" else ()}
+    for direction in ("forward", "backward"):
+        for layer in layers:
+            apart = z.fusion == "eager" or (z.fusion == "inductor" and layer.where in alone[direction])
+            # Eager reads for the maximum and for the cast, with two fp32 copies between.
+            read = {"eager": 2 * z.compute + 4 * FP32, "inductor": z.compute if apart else 0, "ideal": 0}[z.fusion]
+            yield z.per_token(
+                f"{layer.where} casts",
+                MOVEMENT,
+                direction,
+                (read + FP8) * (layer.inputs if direction == "forward" else layer.outputs),
+                calls=layer.count,
+                kernels={"eager": 6, "inductor": int(apart), "ideal": 0}[z.fusion],
+            )
+    weights = sum(layer.inputs * layer.outputs * layer.count for layer in layers)
+    # Forward a row is read once; the other way round a column's largest number comes first.
+    for direction, reads in (("forward", 1), ("backward", 2)):
+        yield Operation(
+            name="8-bit weights",
+            group=MOVEMENT,
+            direction=direction,
+            bytes=weights * (reads * z.weight + FP8),
+            kernels=reads * sum(layer.count for layer in layers),
+            part="rest",
+        )
+
+
+def _narrow_head(z: Sizes) -> Iterator[Operation]:
+    """What 8-bit products need before them. The largest number of a tensor comes first, then the cast reads it again;
+    for the weight's gradient the features and the gradient of the logits are turned, for the features' the weight."""
+    if not z.plan.narrow_head:
+        return
+    turn = 2 * FP8
+    between = 4 * FP32 if z.fusion == "eager" else 0  # a copy in fp32, and the scaled one, each written and read
+    head = partial(Operation, group=MOVEMENT, direction="forward", part="rest")
+    sizes = sum(
+        count * (2 * each + between + FP8 + turn) for count, each in ((z.tokens, z.compute), (z.rows, z.weight))
+    )
+    yield head(name="head casts", bytes=z.shape.d_model * sizes, kernels=6)
+    yield head(name="head gradient turned", bytes=turn * z.tokens * z.rows, kernels=1)
 
 
 def _update(z: Sizes) -> Iterator[Operation]:

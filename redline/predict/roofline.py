@@ -18,6 +18,7 @@ Not modelled: a host too slow to keep the queue full (small models), waiting for
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -27,17 +28,20 @@ from redline.core.hardware import MeasuredPeaks
 from redline.core.plan import Plan
 from redline.core.workload import Shape
 from redline.predict.flops import executed_flops_per_token
-from redline.predict.operations import GROUPS, Operation, operations
+from redline.predict.gemms import linear_gemms
+from redline.predict.operations import GROUPS, Operation, is_narrow, operations
 
 
 @dataclass(frozen=True, kw_only=True)
 class Peaks:
     matmul_tflops: float
-    """Dense, at the precision of the plan."""
+    """Dense, at the plan's usual precision."""
     bandwidth: float
     """Of the device's memory, bytes per second."""
     source: str
     """A data sheet, or who measured when."""
+    fp8_tflops: float | None = None
+    """Of products with 8-bit operands, where the plan has some."""
     narrow_rates: Mapping[int, float] = field(default_factory=lambda: NARROW_RATES)
     """What is left of the matmul rate when rows start at multiples of so many bytes only."""
 
@@ -147,7 +151,10 @@ def predict_step(
 def compute_floor(shape: Shape, plan: Plan, *, micro_batch: int, accumulation: int = 1, peaks: Peaks) -> float:
     """Seconds of a step that does nothing but its matmul FLOPs, at the peak."""
     tokens = accumulation * micro_batch * shape.sequence
-    return executed_flops_per_token(shape, plan) * tokens / (peaks.matmul_tflops * 1e12)
+    of_sequence = sum(gemm.flops for gemm in linear_gemms(shape, plan, micro_batch=1) if is_narrow(gemm, plan))
+    narrow = of_sequence / shape.sequence
+    wide = executed_flops_per_token(shape, plan) - narrow
+    return tokens * (wide / peaks.matmul_tflops + (narrow / peaks.fp8_tflops if peaks.fp8_tflops else 0.0)) / 1e12
 
 
 # peaks
@@ -155,9 +162,14 @@ def compute_floor(shape: Shape, plan: Plan, *, micro_batch: int, accumulation: i
 
 def peaks_for(plan: Plan, peak_tflops: Mapping[str, float], bandwidth: float, source: str) -> Peaks | None:
     """A device's peaks at the plan's precision; None when the device lacks it."""
-    if plan.precision not in peak_tflops:
+    if plan.precision not in peak_tflops or plan.usual_precision not in peak_tflops:
         return None
-    return Peaks(matmul_tflops=peak_tflops[plan.precision], bandwidth=bandwidth, source=source)
+    return Peaks(
+        matmul_tflops=peak_tflops[plan.usual_precision],
+        bandwidth=bandwidth,
+        source=source,
+        fp8_tflops=peak_tflops["fp8"] if plan.precision == "fp8" else None,
+    )
 
 
 def sheet_peaks(plan: Plan, device: Device) -> Peaks | None:
@@ -169,14 +181,18 @@ def reachable(plan: Plan, device: Device, measured: MeasuredPeaks | None = None)
     if measured is not None and plan.precision in measured.matmul_tflops:
         source = f"redline hardware --measure, {measured.date[:10]}"
         return _on(device, peaks_for(plan, measured.matmul_tflops, measured.bandwidth, source))
-    if plan.precision not in device.best_tflops:
+    if plan.usual_precision not in device.best_tflops or plan.precision not in device.peak_tflops:
         return None
-    rate = device.reachable_tflops(plan.precision)
+    rate = device.reachable_tflops(plan.usual_precision)
+    narrow = device.reachable_tflops("fp8") if plan.precision == "fp8" else None
     source = (
         f"{rate:g} TFLOP/s, the best that was measured ({device.best_source}), and {TYPICAL_BANDWIDTH:.0%} of the data "
         "sheet's bandwidth"
     )
-    return _on(device, Peaks(matmul_tflops=rate, bandwidth=device.reachable_bandwidth, source=source))
+    if narrow is not None:
+        source += f"; {narrow:g} TFLOP/s in fp8"
+    peaks = Peaks(matmul_tflops=rate, bandwidth=device.reachable_bandwidth, source=source, fp8_tflops=narrow)
+    return _on(device, peaks)
 
 
 def _on(device: Device, peaks: Peaks | None) -> Peaks | None:
@@ -188,6 +204,7 @@ def typical(sheet: Peaks) -> Peaks:
     return replace(
         sheet,
         matmul_tflops=TYPICAL_MATMUL * sheet.matmul_tflops,
+        fp8_tflops=None if sheet.fp8_tflops is None else TYPICAL_MATMUL * sheet.fp8_tflops,
         bandwidth=TYPICAL_BANDWIDTH * sheet.bandwidth,
         source=f"{sheet.source}, {TYPICAL_MATMUL:.0%} of its matmul rate and {TYPICAL_BANDWIDTH:.0%} of its bandwidth",
     )
@@ -198,6 +215,7 @@ def at_most(reached: Peaks, sheet: Peaks) -> Peaks:
     return replace(
         reached,
         matmul_tflops=min(reached.matmul_tflops, sheet.matmul_tflops),
+        fp8_tflops=None if sheet.fp8_tflops is None else min(reached.fp8_tflops or math.inf, sheet.fp8_tflops),
         bandwidth=min(reached.bandwidth, sheet.bandwidth),
     )
 
@@ -205,12 +223,17 @@ def at_most(reached: Peaks, sheet: Peaks) -> Peaks:
 def _timed(operation: Operation, plan: Plan, peaks: Peaks, assumed: Assumptions) -> Timed:
     share = {
         "gemm": assumed.gemm,
+        "fp8": assumed.gemm,  # nobody has measured another share
         "unaligned": assumed.gemm * (peaks.narrow_rates[4] if assumed.narrow_loads else 1.0),
         "odd": assumed.gemm * (peaks.narrow_rates[2] if assumed.narrow_loads else 1.0),
         "attention": assumed.attention.get(plan.attention, 1.0),
         "memory": 1.0,
     }[operation.kind]
-    compute = operation.flops / (peaks.matmul_tflops * 1e12 * share)
+    rate = peaks.matmul_tflops
+    if operation.kind == "fp8":
+        assert peaks.fp8_tflops is not None, "the peaks are of another plan"
+        rate = peaks.fp8_tflops
+    compute = operation.flops / (rate * 1e12 * share)
     memory = operation.bytes / (peaks.bandwidth * assumed.bandwidth)
     return Timed(
         operation=operation,

@@ -10,6 +10,7 @@ from redline.core.hardware import Hardware
 from redline.core.layout import Layout
 from redline.core.plan import Plan
 from redline.core.workload import Workload
+from redline.rungs.fp8 import Fp8Head, Fp8Linears
 from redline.rungs.optimizers import (
     FUSED_ADAMW,
     Adafactor,
@@ -518,6 +519,8 @@ LADDER: tuple[Rung, ...] = (
     MaxAutotune(),
     CudaGraphs(),
     ExpandableSegments(),
+    Fp8Head(),
+    Fp8Linears(),
     Ddp(),
     Fsdp(),
     FsdpKeep(),

@@ -28,6 +28,11 @@ def _several(hardware: Hardware, plan: Plan) -> str | None:
     return GRAPHS_OF_RANKS if plan.cuda_graphs else None
 
 
+def _undone(plan: Plan) -> Plan:
+    """What a model that is cut does without: blocks that know one another, and 8-bit products."""
+    return replace(plan, backward="autograd", fp8_head=False, fp8_linears=False)
+
+
 class Ddp(Rung):
     """Every rank holds the model and takes its share of the batch; gradients are averaged.
 
@@ -67,7 +72,8 @@ class Fsdp(Rung):
     up in fp32. Blocks are compiled one by one, and the model is built without memory: one larger than a device starts.
     With `--replicas R` there are R copies of the model, each cut among N/R ranks (hybrid sharding): with one per node,
     weights are gathered inside nodes and only gradients travel between them.
-    `fused-backward` is undone: its blocks read a bias of the block before, which is not gathered then.
+    `fused-backward` is undone: its blocks read a bias of the block before, which is not gathered then. So are
+    `fp8-head` and `fp8-linears`, which were tried with whole layers only.
     """
 
     name = "fsdp"
@@ -80,7 +86,7 @@ class Fsdp(Rung):
         return _sharding_needs(hardware, plan)
 
     def apply(self, plan: Plan) -> Plan:
-        return replace(plan, parallel="fsdp", backward="autograd")
+        return replace(_undone(plan), parallel="fsdp")
 
 
 class FsdpKeep(Rung):
@@ -100,7 +106,7 @@ class FsdpKeep(Rung):
         return _sharding_needs(hardware, plan)
 
     def apply(self, plan: Plan) -> Plan:
-        return replace(plan, parallel="fsdp-keep", backward="autograd")
+        return replace(_undone(plan), parallel="fsdp-keep")
 
 
 class TensorParallel(Rung):
@@ -111,8 +117,8 @@ class TensorParallel(Rung):
     direction put the stream together. Embedding and head are cut by rows of the vocabulary: a rank has its own logits
     only, and the loss takes two sums of a few numbers per token. A rank holds 1/N of weights, gradients, moments
     and of activations inside a layer; every layer waits for its sums, so a group stays in one node. `--tensor N`
-    says how many. Blocks are compiled one by one; `fused-backward` and the losses in one kernel
-    or in pieces are undone, which take whole layers and whole rows of logits.
+    says how many. Blocks are compiled one by one; `fused-backward`, `fp8-head`, `fp8-linears` and the
+    losses in one kernel or in pieces are undone, which take whole layers and whole rows of logits.
     """
 
     name = TENSOR_PARALLEL
@@ -126,7 +132,7 @@ class TensorParallel(Rung):
         return _sharding_needs(hardware, plan)
 
     def apply(self, plan: Plan) -> Plan:
-        return replace(plan, tensor_parallel=True, loss="full", backward="autograd")
+        return replace(_undone(plan), tensor_parallel=True, loss="full")
 
 
 def _stage_needs(workload: Workload, hardware: Hardware, plan: Plan) -> str | None:
@@ -149,7 +155,8 @@ class PipelineParallel(Rung):
     direction, so stages may stand in different nodes. A rank holds 1/N of the blocks. The first has the
     embedding too and the last the head, which costs as much as several blocks where the model is narrow; a tied weight
     lies on both, and its gradients are added up at every update. `--pipeline N` says how many stages, with equally many
-    blocks each. Blocks are compiled one by one; `fused-backward` is undone, whose blocks hand on two tensors.
+    blocks each. Blocks are compiled one by one; `fused-backward` is undone, whose blocks hand on two tensors, and
+    so are `fp8-head` and `fp8-linears`.
     """
 
     name = PIPELINE_PARALLEL
@@ -161,7 +168,7 @@ class PipelineParallel(Rung):
         return _stage_needs(workload, hardware, plan)
 
     def apply(self, plan: Plan) -> Plan:
-        return replace(plan, pipeline="1f1b", backward="autograd")
+        return replace(_undone(plan), pipeline="1f1b")
 
 
 class PipelineGpipe(Rung):
@@ -182,7 +189,7 @@ class PipelineGpipe(Rung):
         return _stage_needs(workload, hardware, plan)
 
     def apply(self, plan: Plan) -> Plan:
-        return replace(plan, pipeline="gpipe", backward="autograd")
+        return replace(_undone(plan), pipeline="gpipe")
 
 
 RANK_RUNGS = tuple(rung.name for rung in (Ddp, Fsdp, FsdpKeep, TensorParallel, PipelineParallel, PipelineGpipe))

@@ -277,6 +277,7 @@ def obstacles(config: Config, shape: Shape) -> dict[str, str]:
     found = {
         "selective-checkpointing": "transformers recomputes whole blocks: use checkpointing",
         "fused-backward": "it needs blocks that are written for it, and transformers' are not",
+        "fp8-linears": "which of its layers may lose precision is known of the built-in models only",
         **dict.fromkeys(BF16_WEIGHTS, "it takes a model that adds up in fp32 what it stores in bf16"),
     }
     if not shape.tied:
@@ -284,7 +285,7 @@ def obstacles(config: Config, shape: Shape) -> dict[str, str]:
     if _activation(model_type, values) not in TANH_GELUS:
         found["sigmoid-gelu"] = "the model has no tanh GELU"
     if reason := _head_obstacle(values, shape):
-        found |= dict.fromkeys(FUSED_LOSSES, reason)
+        found |= dict.fromkeys((*FUSED_LOSSES, "fp8-head"), reason)
     if reason := _mask_obstacle(values, shape):
         found |= dict.fromkeys(FUSED_ATTENTION, reason)
     if shape.head_bias:

@@ -15,8 +15,14 @@ from typing import Any
 import torch
 import triton.runtime.interpreter as interpreter
 
-from redline.kernels import cross_entropy_triton, gelu_backward_triton, norm_backward_triton, side_by_side_triton
-from redline.kernels.cross_entropy import plain_cross_entropy_
+from redline.kernels import (
+    cross_entropy_triton,
+    gelu_backward_triton,
+    norm_backward_triton,
+    side_by_side_triton,
+    transpose_triton,
+)
+from redline.kernels.cross_entropy import GRADIENT_FACTOR, OCTAVES, plain_cross_entropy_
 from redline.kernels.gelu_backward import plain_gelu_backward_
 from redline.kernels.norm_backward import plain_norm_backward
 from redline.kernels.side_by_side import plain_side_by_side
@@ -72,6 +78,35 @@ def loss(rows: int, columns: int, vocab: int, dtype: torch.dtype, extremes: bool
     return {"losses": error(losses, wanted_losses), "gradient": error(logits, wanted)}
 
 
+def narrow_loss(rows: int, columns: int, vocab: int, dtype: torch.dtype) -> dict[str, float]:
+    """Every number of the gradient by itself, within what e5m2 rounds; the logits are left alone."""
+    logits = random(rows, columns, seed=columns, dtype=dtype, scale=5)
+    targets = torch.randint(vocab, (rows,), generator=torch.Generator().manual_seed(1))
+    targets[0] = vocab - 1
+    logits[:, vocab:] = torch.nan
+    wanted, before = logits.double(), logits.clone()
+    wanted_losses = plain_cross_entropy_(wanted, targets, vocab)
+    narrow = torch.full((rows, columns), torch.nan).to(torch.float8_e5m2)
+    losses = cross_entropy_triton.launch(logits, targets, vocab, narrow, OCTAVES)
+    found, wanted = narrow.double(), GRADIENT_FACTOR * wanted
+    smallest = 2.0**-16  # the step of the numbers next to zero
+    off = (found - wanted).abs() / wanted.abs().clamp(min=4 * smallest)
+    changed = float(not torch.equal(logits.view(torch.uint8), before.view(torch.uint8)))
+    return {
+        "losses": error(losses, wanted_losses),
+        "each": float(off.max()),
+        "most": float(off.quantile(0.85)),
+        "logits changed": changed,
+    }
+
+
+def turned(rows: int, columns: int) -> dict[str, float]:
+    matrix = torch.randint(256, (rows, columns + 5), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
+    matrix = matrix[:, :columns]
+    found = transpose_triton.launch(matrix.view(torch.float8_e5m2)).view(torch.uint8)
+    return {"bytes": float((found != matrix.t()).sum())}
+
+
 def gelu(rows: int, columns: int, dtype: torch.dtype) -> dict[str, float]:
     x, above = random(rows, columns, seed=0, dtype=dtype, scale=4), random(rows, columns, seed=1, dtype=dtype)
     x[0, 0], x[-1, -1] = 1e4, -1e4
@@ -100,6 +135,10 @@ def norm(rows: int, columns: int, dtype: torch.dtype) -> dict[str, float]:
 
 def cases() -> Iterator[tuple[str, Callable[[], dict[str, float]]]]:
     yield from loss_cases()
+    for sizes in ((3, 384, 257), (2, 258, 257), (2, 257, 257), (1, 51_202, 51_201)):
+        yield f"narrow loss {sizes}", lambda s=sizes: narrow_loss(*s, BF16)
+    for size in ((1, 1), (128, 128), (129, 300), (16, 5)):
+        yield f"turned {size}", lambda s=size: turned(*s)
     for name, run in {"gelu": gelu, "beside": beside, "norm": norm}.items():
         for rows, columns in ((1, 2), (7, 5), (9, 768), (6, 1025), (3, 4200)):
             for dtype in (BF16, FP32):

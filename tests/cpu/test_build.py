@@ -18,6 +18,7 @@ from redline.core.plan import Plan
 from redline.core.workload import Workload
 from redline.engine.build import Training, build, pin_attention
 from redline.model.attention import ATTENTION
+from redline.model.fp8 import Fp8Linear
 from redline.model.gpt import GELU
 
 Train = Callable[..., Training]
@@ -296,7 +297,25 @@ def test_the_loss_reaches_the_step(
     training = train(Plan(loss=loss, autocast="bf16"))
     batch = next(training.batches)
     training.step.loss_of(batch[0], batch[1])
-    assert seen == ({} if pieces is None else {"vocab": 257, "pieces": pieces, "dtype": torch.bfloat16})
+    assert seen == ({} if pieces is None else {"vocab": 257, "pieces": pieces, "dtype": torch.bfloat16, "fp8": False})
+
+
+def test_an_8_bit_head_reaches_the_step_where_autocast_does(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, object] = {}
+    monkeypatch.setattr(adapter_module, "head_loss", lambda *_, **choices: seen.update(choices))
+    for autocast in ("bf16", None):
+        training = train(Plan(loss="fused", autocast=autocast, fp8_head=True))
+        batch = next(training.batches)
+        training.step.loss_of(batch[0], batch[1])
+        assert seen["fp8"] is (autocast is not None)
+
+
+@pytest.mark.parametrize(("autocast", "narrow"), [("bf16", 4), (None, 0)])
+def test_8_bit_layers_reach_the_model_where_autocast_does(train: Train, autocast: str | None, narrow: int) -> None:
+    model = train(Plan(autocast=autocast, fp8_linears=True)).model
+    found = [module for module in model.modules() if isinstance(module, Fp8Linear)]
+    assert len(found) == narrow * len(model.h)
+    assert {module.narrow_dtype for module in found} == ({torch.bfloat16} if narrow else set())
 
 
 def test_switches_come_before_the_model(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -321,6 +340,8 @@ def test_every_field_of_a_plan_is_covered_above() -> None:
         "gelu",
         "backward",
         "loss",
+        "fp8_head",
+        "fp8_linears",
         "checkpointing",
         "compile",
         "max_autotune",

@@ -41,6 +41,12 @@ def test_kernels_are_fp64s_at_odd_sizes_and_extremes() -> None:
 
 
 def bound_of(case: str, what: str) -> float:
+    if what in ("bytes", "logits changed"):
+        return 0.0
+    if what == "most":  # e5m2 has two bits behind the point, and rounds the last
+        return 0.125
+    if what == "each":  # what rounds up to the next power of two, the interpreter halves where its exponent is odd
+        return 0.5
     if what in ("losses", "sums", "gain", "bias", "branch"):
         return EXACT
     return BOUNDS["float32" if "float32" in case else "bfloat16"]

@@ -60,13 +60,14 @@ def test_what_is_there_and_what_is_missing_make_up_every_feature() -> None:
 @pytest.mark.parametrize(
     ("capability", "missing"),
     [
-        ((6, 1), {"tf32", "bf16", "fp16", "compile", "triton", "flash", "cudnn-attention"}),
-        ((7, 5), {"tf32", "bf16", "flash", "cudnn-attention"}),
-        ((8, 0), set()),
+        ((6, 1), {"tf32", "bf16", "fp16", "compile", "triton", "flash", "cudnn-attention", "fp8"}),
+        ((7, 5), {"tf32", "bf16", "flash", "cudnn-attention", "fp8"}),
+        ((8, 0), {"fp8"}),
+        ((8, 9), set()),
         ((9, 0), set()),
         ((10, 0), set()),
     ],
-    ids=["Pascal", "Turing", "Ampere", "Hopper", "Blackwell"],
+    ids=["Pascal", "Turing", "Ampere", "Ada", "Hopper", "Blackwell"],
 )
 def test_generations_of_gpus(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], missing: set[str]) -> None:
     """As a torch with everything in it would tell."""

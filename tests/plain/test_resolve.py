@@ -47,6 +47,7 @@ SMALL = {**LLAMA, "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers
 ALWAYS = {
     "selective-checkpointing",
     "fused-backward",
+    "fp8-linears",
     "adamw-bf16",
     "adamw-bf16-kahan",
 }  # of every model of transformers
@@ -213,19 +214,19 @@ OBSTACLES: dict[str, tuple[dict[str, Any], set[str]]] = {
     "gemma": (config_of("gemma"), set()),
     "gemma2, caps by default": (
         config_of("gemma2"),
-        {"fused-loss", "chunked-loss", "flash", "cudnn-attention", "padded-vocab"},
+        {"fused-loss", "chunked-loss", "fp8-head", "flash", "cudnn-attention", "padded-vocab"},
     ),
     "gemma2, no caps": (config_of("gemma2", attn_logit_softcapping=None, final_logit_softcapping=None), set()),
     "gemma2, its logits' cap": (
         config_of("gemma2", attn_logit_softcapping=None),
-        {"fused-loss", "chunked-loss", "padded-vocab"},
+        {"fused-loss", "chunked-loss", "fp8-head", "padded-vocab"},
     ),
     "gemma3_text": (config_of("gemma3_text", sliding_window=512), {"flash", "cudnn-attention"}),
     "gemma3, wrapped": (
         {"model_type": "gemma3", "text_config": config_of("gemma3_text", final_logit_softcapping=30.0)},
-        {"fused-loss", "chunked-loss", "padded-vocab"},
+        {"fused-loss", "chunked-loss", "fp8-head", "padded-vocab"},
     ),
-    "phi": (config_of("phi"), {"tied-weights", "fused-loss", "chunked-loss", "padded-vocab"}),
+    "phi": (config_of("phi"), {"tied-weights", "fused-loss", "chunked-loss", "fp8-head", "padded-vocab"}),
     "phi3": (config_of("phi3"), {"tied-weights", "sigmoid-gelu"}),
     "gpt_neox": (config_of("gpt_neox"), {"tied-weights", "sigmoid-gelu"}),
 }

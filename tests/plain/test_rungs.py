@@ -46,10 +46,13 @@ ORDER = (
     "max-autotune",
     "cuda-graphs",
     "expandable-segments",
+    "fp8-head",
+    "fp8-linears",
     *("ddp", "fsdp", "fsdp-keep", "tensor-parallel", "pipeline-parallel", "pipeline-gpipe"),
 )
 RANKS = {"ddp", "fsdp", "fsdp-keep", "tensor-parallel", "pipeline-parallel", "pipeline-gpipe"}  # they need several
 HALF = replace(Plan(), autocast="bf16", compile=True)  # some rungs take 16-bit inputs or compiled code
+NARROW = {"fp8-head", "fp8-linears"}  # tests/plain/test_fp8.py asks what they need
 every_rung = pytest.mark.parametrize("rung", LADDER, ids=lambda rung: rung.name)
 
 
@@ -89,18 +92,18 @@ def test_an_alternative_names_an_earlier_rung_and_overrides_it(rung):
     assert rung.apply(find_rung(rung.instead_of).apply(Plan())) == rung.apply(Plan())
 
 
-def test_only_tied_weights_and_other_optimizers_change_the_maths():
+def test_only_tied_weights_other_optimizers_and_8_bits_change_the_maths():
     changing = [rung.name for rung in LADDER if rung.maths is Maths.CHANGES]
     other = [rung.name for rung in LADDER if rung.stand_in and rung.instead_of == "fused-adamw"]
-    assert changing == ["tied-weights", *other]
+    assert changing == ["tied-weights", *other, *sorted(NARROW)]
     bit_exact = [rung.name for rung in LADDER if rung.maths is Maths.BIT_EXACT]
     assert bit_exact == ["baseline", "no-sync", "loader-workers", "expandable-segments"]
 
 
 def test_what_applies_on_an_h200(tiny, h200):
-    assert applying(tiny, h200) == set(ORDER) - RANKS
+    assert applying(tiny, h200) == set(ORDER) - RANKS - {"fp8-head"}  # without a fused loss
     ranked = applying(tiny, replace(h200, ranks=2), replace(HALF, optimizer="adamw-fused"))
-    assert ranked == set(ORDER) - {"cuda-graphs"}
+    assert ranked == set(ORDER) - {"fp8-head", "cuda-graphs"}
 
 
 def test_what_ranks_cannot_share(tiny, h200):
@@ -123,11 +126,11 @@ def test_a_recipe_shares_a_step_one_way():
 
 def test_what_applies_on_a_t4(tiny, t4):
     lacking = {"tf32", "bf16", "flash", "cudnn-attention", "adamw-bf16", "adamw-bf16-kahan"}
-    assert applying(tiny, t4) == set(ORDER) - lacking - RANKS
+    assert applying(tiny, t4) == set(ORDER) - lacking - RANKS - NARROW
 
 
 def test_what_applies_on_a_cpu(tiny, cpu):
-    assert applying(tiny, cpu, Plan()) == set(ORDER) - RANKS - {
+    assert applying(tiny, cpu, Plan()) == set(ORDER) - RANKS - NARROW - {
         "tf32",
         "no-sync",
         "fp16",

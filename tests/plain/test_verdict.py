@@ -196,8 +196,17 @@ def test_a_gradient_at_its_bound_passes_and_above_it_fails(precision, yardstick)
 
 def test_finer_arithmetic_has_tighter_bounds():
     for table in (GRADIENT_FLOOR, GRADIENT_CEILING, CURVE_TOLERANCE):
-        assert table.keys() == set(PRECISIONS)
-        assert table["fp32"] < table["tf32"] <= table["fp16"] <= table["bf16"]
+        assert table.keys() == {*PRECISIONS, "fp8"}
+        assert table["fp32"] < table["tf32"] <= table["fp16"] <= table["bf16"] < table["fp8"]
+
+
+@every_class
+def test_8_bits_change_the_maths_whatever_the_last_rung_promises(maths):
+    assert verdict_on(measured(NEAR), maths, precision="fp8").verdict == "changed"
+    off = measured(check=gradients(head=1.01 * GRADIENT_CEILING["fp8"], yardsticks={"head": 1.0}))
+    assert verdict_on(off, maths, precision="fp8").verdict == "different"
+    flat = measured([REFERENCE[0]] * len(REFERENCE))
+    assert verdict_on(flat, maths, precision="fp8").verdict == "different"
 
 
 def test_a_tensor_over_its_bound_is_named():

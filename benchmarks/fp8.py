@@ -1,0 +1,170 @@
+"""Products in 8 bits beside bf16 at a model's sizes on a CUDA device, and the whole step with and without them.
+
+    python benchmarks/fp8.py [--workload gpt2] [--micro-batch 64] [--json]       # a minute: single products
+    python benchmarks/fp8.py --step [--rounds 5]                                 # the step, four recipes in turns
+
+Of every product of a layer and of the head: bf16, 8 bits with the casts done before, 8 bits with them, and what a cast
+or a transpose takes by itself, in milliseconds (median of events around single calls, random numbers). `gain` is what
+8 bits with their casts save of a whole step, all layers together: below zero they do not pay. The rungs leave the
+layers' weight gradients in bf16; they are timed all the same. Casts are compiled alone
+here; in a step the compiler puts some of them into the kernel before, so a step can gain more than the sum. With --step
+the recipes live in one process and take turns of ten steps, so that the card's temperature is the same for all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from kernels import FAST, milliseconds, random, time_recipes
+
+from redline.core.plan import Plan
+from redline.core.workload import Shape
+from redline.kernels.cross_entropy import GRADIENT_FACTOR, cross_entropy_, cross_entropy_narrow
+from redline.kernels.transpose import transposed
+from redline.model.fp8 import narrowed, product
+from redline.predict.gemms import Gemm, linear_gemms
+from redline.rungs import plan_of
+from redline.workloads import resolve_workload
+
+BASE = (*FAST, "fused-backward")
+RECIPES = {
+    "bf16": BASE,
+    "fp8-head": (*BASE, "fp8-head"),
+    "fp8-linears": (*BASE, "fp8-linears"),
+    "both": (*BASE, "fp8-head", "fp8-linears"),
+    "both, without fused-backward": (*FAST, "fp8-head", "fp8-linears"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timed:
+    """Milliseconds of one product."""
+
+    bf16: float
+    fp8: float
+    """With 8-bit operands at hand."""
+    whole: float
+    """With the casts, and with transposes where a sum runs over rows."""
+    gain: float
+    """Of a step: bf16 less whole, times the calls."""
+    calls: int
+
+
+def time_products(shape: Shape, plan: Plan, micro_batch: int) -> dict[str, dict[str, Any]]:
+    """Operands of the layers have a scale per row, others one; a weight's gradient needs both of its turned."""
+    found = {}
+    for gemm in linear_gemms(shape, plan, micro_batch=micro_batch):
+        found[f"{gemm.where} {gemm.direction}"] = vars(time_product(gemm))
+        torch.cuda.empty_cache()
+    return found
+
+
+def time_product(gemm: Gemm) -> Timed:
+    torch._dynamo.reset()  # a function is compiled for a few shapes only, and then runs eagerly
+    by_rows = gemm.where != "head" and gemm.direction != "wgrad"
+    fast = gemm.direction == "forward" or by_rows
+    turned = gemm.direction == "wgrad"  # both operands come with the summed index first
+    sizes = [(gemm.k, side) if turned else (side, gemm.k) for side in (gemm.m, gemm.n)]
+    rows, others = (large_random(*size) for size in sizes)
+    wide = milliseconds((lambda a, b: a.t() @ b) if turned else (lambda a, b: a @ b.t()), (rows, others))
+    if gemm.where == "head" and gemm.direction != "forward":
+        rows = rows.to(torch.float8_e5m2)  # the loss kernel writes it so
+
+    def prepared(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        is_narrow = tensor.dtype != torch.bfloat16
+        values, inverse = (tensor, torch.ones((), device=tensor.device)) if is_narrow else cast(tensor, by_rows)
+        return (transposed(values) if turned else values), inverse
+
+    def multiply(a: torch.Tensor, b: torch.Tensor, a_inverse: torch.Tensor, b_inverse: torch.Tensor) -> torch.Tensor:
+        return product(a, b, a_inverse, b_inverse, dtype=torch.bfloat16, fast=fast)
+
+    def whole(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        (values, inverse), (other, other_inverse) = prepared(a), prepared(b)
+        return multiply(values, other, inverse, other_inverse)
+
+    with_casts = milliseconds(whole, (rows, others))
+    (values, inverse), (other, other_inverse) = prepared(rows), prepared(others)
+    narrow = milliseconds(multiply, (values, other, inverse, other_inverse))
+    return Timed(bf16=wide, fp8=narrow, whole=with_casts, gain=gemm.count * (wide - with_casts), calls=gemm.count)
+
+
+cast = torch.compile(narrowed, dynamic=False)
+
+
+def large_random(rows: int, columns: int) -> torch.Tensor:
+    """No fp32 copy of all of it."""
+    made = torch.empty(rows, columns, dtype=torch.bfloat16, device="cuda")
+    for piece in made.split(4096):
+        piece.copy_(random(*piece.shape))
+    return made
+
+
+def time_passes(shape: Shape, plan: Plan, tokens: int) -> dict[str, dict[str, Any]]:
+    """What stands between the products of the head: the loss kernels and the transpose of their gradient."""
+    torch._dynamo.reset()
+    logits = large_random(tokens, plan.vocab_rows(shape.vocab))
+    targets = torch.randint(shape.vocab, (tokens,), device="cuda")
+    found: dict[str, dict[str, Any]] = {
+        "loss kernel": {
+            "in place, bf16": milliseconds(cross_entropy_, (logits, targets, shape.vocab)),
+            "e5m2": milliseconds(cross_entropy_narrow, (logits, targets, shape.vocab)),
+        }
+    }
+    gradient = (logits[: tokens // 2] * (1 / GRADIENT_FACTOR)).to(torch.float8_e5m2)
+    del logits
+    turn = torch.compile(lambda matrix: matrix.t().contiguous(), dynamic=False)
+    found["transpose, half of the gradient"] = {
+        "kernel": milliseconds(transposed, (gradient,)),
+        "compiled": milliseconds(turn, (gradient,)),
+        "floor (clone)": milliseconds(torch.clone, (gradient,)),
+    }
+    del gradient
+    x = random(tokens, shape.d_ff)
+    casts: tuple[tuple[str, Callable[..., Any]], ...] = (
+        ("one scale", lambda t: cast(t, False)),
+        ("by rows", lambda t: cast(t, True)),
+        ("floor (clone)", torch.clone),
+    )
+    found[f"cast of [{tokens}, {shape.d_ff}]"] = {name: milliseconds(run, (x,)) for name, run in casts}
+    return found
+
+
+def lines(found: dict[str, dict[str, Any]]) -> Iterator[str]:
+    for name, figures in found.items():
+        yield f"{name:34}" + "".join(f"  {what} {figure:,.3f}" for what, figure in figures.items())
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--workload", default="gpt2", help="a preset (default gpt2)")
+    parser.add_argument("--micro-batch", type=int, default=64)
+    parser.add_argument("--step", action="store_true", help="the whole step instead of single products")
+    parser.add_argument("--rounds", type=int, default=5, help="of ten steps each (default 5)")
+    parser.add_argument("--json", action="store_true")
+    asked = parser.parse_args()
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9):
+        print("there is no CUDA device with fp8 tensor cores here", file=sys.stderr)
+        return 2
+    workload, plan = resolve_workload(asked.workload), plan_of(BASE)
+    shape = workload.decoder
+    if asked.step:
+        found: dict[str, dict[str, Any]] = time_recipes(workload, RECIPES, asked.micro_batch, asked.rounds)
+    else:
+        found = time_products(shape, plan, asked.micro_batch)
+        found |= time_passes(shape, plan, asked.micro_batch * shape.sequence)
+    if asked.json:
+        print(json.dumps({"device": torch.cuda.get_device_name(), "torch": torch.__version__, "found": found}))
+        return 0
+    for line in lines(found):
+        print(line)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

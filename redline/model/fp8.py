@@ -1,0 +1,158 @@
+"""Matrix products whose operands have 8 bits.
+
+    values, inverse = narrowed(weight)                     # e4m3, and the factor that undoes the scale
+    y = product(rows, values, rows_inverse, inverse, dtype=torch.bfloat16)      # [M, K] x [N, K] -> [M, N]
+    narrow_layers(model.h, dtype=torch.bfloat16)           # every nn.Linear in it becomes an Fp8Linear
+
+A scale is a power of two, so that the cast is all that rounds: with it the largest number ends in the format's last two
+octaves. Layers have one scale per row, which the kernel that writes a row finds on the way. For the head one for a
+whole tensor is enough, since e4m3 has 14 octaves at full precision and rounds a number by its own size (docs/fp8.md has
+the errors). Zeros stay zeros. What shares a scale with an infinity or a NaN becomes NaN: that reaches the loss and the
+gradients' norm, where the step looks for it.
+
+Tensor cores take 8-bit operands with the summed index last, so each operand is a matrix of rows, and what is summed
+over rows is transposed first. torch._scaled_mm does the products, on a CPU too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from redline.kernels.cross_entropy import GRADIENT_FACTOR, cross_entropy_narrow
+from redline.kernels.transpose import transposed
+
+E4M3 = torch.float8_e4m3fn
+LARGEST_OF_E4M3 = 448.0
+SMALLEST_LARGEST = 2.0**-100  # the largest number of a tensor of zeros is taken for this: its scale stays finite
+
+Narrowed = tuple[torch.Tensor, torch.Tensor]
+
+
+def narrowed(tensor: torch.Tensor, by_rows: bool = False) -> Narrowed:
+    """In e4m3, with the factors that undo the scale, on the device: one, or one for each row [M, 1]."""
+    sizes = tensor.abs()
+    largest = sizes.amax(dim=1, keepdim=True) if by_rows else sizes.amax()
+    largest = largest.float().clamp(min=SMALLEST_LARGEST)
+    scale = torch.exp2(torch.floor(torch.log2(LARGEST_OF_E4M3 / largest)))
+    return (tensor.float() * scale).to(E4M3), scale.reciprocal()
+
+
+def product(
+    rows: torch.Tensor,
+    others: torch.Tensor,
+    rows_inverse: torch.Tensor,
+    others_inverse: torch.Tensor,
+    *,
+    dtype: torch.dtype,
+    fast: bool = False,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """rows [M, K] times others [N, K] transposed: [M, N]; both inverses are one number, or both one per row. `fast`
+    leaves partial sums in the tensor core's accumulator, which has fewer bits than fp32: fit for a sum over a layer's
+    width, not for one over a vocabulary or a batch. What does not lie in rows is copied."""
+    rows, others = rows.contiguous(), others.contiguous()
+    if rows_inverse.dim() == 2 and not rows.is_cuda:  # a CPU takes one scale per tensor
+        one = torch.ones((), device=rows.device)
+        wide: torch.Tensor = torch._scaled_mm(rows, others.t(), scale_a=one, scale_b=one, out_dtype=torch.float32)
+        wide = wide * rows_inverse * others_inverse.t()
+        return (wide if bias is None else wide + bias).to(dtype)
+    result: torch.Tensor = torch._scaled_mm(
+        rows,
+        others.t(),
+        scale_a=rows_inverse,
+        scale_b=others_inverse.t(),
+        bias=bias,
+        out_dtype=dtype,
+        use_fast_accum=fast,
+    )
+    return result
+
+
+# --- the blocks' layers -----------------------------------------------------------------------------------------------
+
+
+def forward_product(
+    rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """rows [M, K] through a layer [N, K]."""
+    (values, inverse), (others, others_inverse) = narrowed(rows, by_rows=True), narrowed(weight, by_rows=True)
+    return product(values, others, inverse, others_inverse, dtype=dtype, fast=True, bias=bias)
+
+
+def input_gradient(above: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """above [M, N] back through the layer: [M, K]. The weight's rows are its columns now, and have scales of their
+    own."""
+    (values, inverse), (others, others_inverse) = narrowed(above, by_rows=True), narrowed(weight.t(), by_rows=True)
+    return product(values, others, inverse, others_inverse, dtype=dtype, fast=True)
+
+
+class Layer(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
+    ) -> torch.Tensor:
+        rows = x if x.dtype == dtype else x.to(dtype)
+        ctx.save_for_backward(rows, weight)
+        ctx.dtypes = x.dtype, None if bias is None else bias.dtype
+        return forward_product(rows, weight, None if bias is None else bias.to(dtype), dtype)
+
+    @staticmethod
+    def backward(ctx: Any, above: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        rows, weight = ctx.saved_tensors
+        of_x, of_bias = ctx.dtypes
+        return (
+            input_gradient(above, weight, above.dtype).to(of_x),
+            (above.t() @ rows).to(weight.dtype),
+            None if of_bias is None else above.sum(dim=0, dtype=torch.float32).to(of_bias),
+            None,
+        )
+
+
+class Fp8Linear(nn.Linear):
+    """A linear layer whose products take 8-bit operands, but for the weight's gradient, and give `narrow_dtype`."""
+
+    narrow_dtype: torch.dtype
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.through(x, self.bias)
+
+    def through(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        y: torch.Tensor = Layer.apply(x.flatten(0, -2), self.weight, bias, self.narrow_dtype)  # type: ignore[no-untyped-call]
+        return y.unflatten(0, x.shape[:-1])
+
+
+def narrow_layers(module: nn.Module, dtype: torch.dtype) -> None:
+    """Exchanges every nn.Linear below the module, in place: parameters stay the same tensors by the same names."""
+    for parent in list(module.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is nn.Linear:
+                with torch.device("meta"):
+                    layer = Fp8Linear(child.in_features, child.out_features, bias=child.bias is not None)
+                layer.weight, layer.bias, layer.narrow_dtype = child.weight, child.bias, dtype
+                setattr(parent, name, layer)
+
+
+# --- the head ---------------------------------------------------------------------------------------------------------
+
+
+def head_gradients(
+    features: Narrowed,
+    weight: Narrowed,
+    turned_weight: torch.Tensor,
+    labels: torch.Tensor,
+    vocab: int,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Losses [N] of features [N, C] and a head [V, C], and what they give either, up to the mean's 1/N. The loss kernel
+    writes its gradient in 8 bits at once; it is the only one of the tensors whose range is known beforehand."""
+    rows, inverse = features
+    logits = product(rows, weight[0], inverse, weight[1], dtype=dtype, fast=True)
+    losses, gradient = cross_entropy_narrow(logits, labels, vocab)
+    del logits  # before the transpose is made
+    undo = torch.full_like(inverse, 1 / GRADIENT_FACTOR)
+    of_features = product(gradient, turned_weight, undo, weight[1], dtype=dtype)
+    of_weight = product(transposed(gradient), transposed(rows), undo, inverse, dtype=dtype)
+    return losses, of_features, of_weight

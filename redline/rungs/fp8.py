@@ -1,0 +1,96 @@
+"""Products with 8-bit operands: one rung for each part of the model, taken when it is named.
+
+redline ladder gpt2 --micro-batch 64 --rungs tf32,bf16,compile,cudnn-attention,padded-vocab,fused-loss,fp8-head
+
+They round so coarsely that they count as another maths: the gradients are held against those of the unchanged fp32
+model, with bounds of their own, and the verdict is never better than *changed* (docs/fp8.md).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from redline.core.hardware import Hardware
+from redline.core.plan import PIECES, Plan
+from redline.core.workload import Workload
+from redline.rungs.rung import Maths, Rung, missing
+
+WHOLE = 16  # numbers: what a row of an 8-bit operand must be made of
+
+
+def _narrow_needs(hardware: Hardware, plan: Plan) -> str | None:
+    if plan.autocast != "bf16":
+        return "8-bit operands are made of bf16 ones: add bf16"
+    if plan.parallel.startswith("fsdp") or plan.tensor_parallel or plan.pipeline != "none":
+        return "8-bit products were tried with whole layers only: a model that is cut undoes them"
+    return missing(hardware, "fp8")
+
+
+class Fp8Head(Rung):
+    """The head's three products with 8-bit operands.
+
+    The head is a third of the matmul work of GPT-2 124M, and fp8 tensor cores do twice as much of it at a time. What
+    the head reads and its weight become e4m3, each with one scale, a power of two that is found anew at every step. The
+    loss kernel writes the gradient of the logits as e5m2 at once, half of the bytes that it wrote before; unscaled by
+    the number of tokens that gradient lies in [-1, 1], so its scale is a constant. The weight's gradient sums over
+    tokens, and tensor cores take 8-bit operands with the summed index last only: one kernel transposes the gradient,
+    which takes back part of the gain. Products come out in bf16, weights and optimizer stay as they are. Each product
+    is off by about 3 % of its size (bf16: 0.3 %), at random: docs/fp8.md says what that means for a run.
+    """
+
+    name = "fp8-head"
+    title = "head's products in fp8"
+    maths = Maths.CHANGES
+    when_named = True
+
+    def needs(self, workload: Workload, hardware: Hardware, plan: Plan) -> str | None:
+        if plan.loss == "full":
+            return "the loss kernel writes the gradient in 8 bits: add fused-loss or chunked-loss"
+        return _narrow_needs(hardware, plan) or _odd_head(workload, plan)
+
+    def apply(self, plan: Plan) -> Plan:
+        return replace(plan, fp8_head=True)
+
+
+def _odd_head(workload: Workload, plan: Plan) -> str | None:
+    shape, pieces = workload.decoder, PIECES[plan.loss]
+    if plan.vocab_rows(shape.vocab) % WHOLE:
+        return f"8-bit rows are whole {WHOLE}s, and the vocabulary has {shape.vocab:,}: add padded-vocab"
+    if shape.d_model % WHOLE:
+        return f"8-bit rows are whole {WHOLE}s, and the model's width is {shape.d_model}"
+    if shape.sequence % (WHOLE * pieces):  # the weight's gradient sums over the tokens of a piece
+        of = "a sequence has" if pieces == 1 else "a piece of the loss has an eighth of a sequence's"
+        return f"8-bit rows are whole {WHOLE}s, and {of} {shape.sequence} tokens"
+    return None
+
+
+class Fp8Linears(Rung):
+    """The products of the blocks' linear layers with 8-bit operands, forward and for the gradients of their inputs.
+
+    Two thirds of the blocks' matmul work at twice the rate. Every row of an operand has its own scale, a power of two:
+    the kernel that writes a row (a norm, GELU) knows its largest number in time and writes the 8-bit row beside the
+    16-bit one, so that under torch.compile most casts cost a byte per number and no pass of their own. Activations,
+    weights and gradients become e4m3. The weights' gradients stay in 16 bits: they sum over tokens, for which tensor
+    cores want 8-bit operands transposed, and what copying both costs is near what the faster product brings. The
+    blocks are exchanged layer by layer, so it is for the built-in models. Each product is off by 3.8 % of its size, and
+    errors of all layers add up in the gradients: docs/fp8.md.
+    """
+
+    name = "fp8-linears"
+    title = "blocks' products in fp8"
+    maths = Maths.CHANGES
+    when_named = True
+
+    def needs(self, workload: Workload, hardware: Hardware, plan: Plan) -> str | None:
+        if not plan.compile:
+            return "without compile every cast is six kernels: add compile"
+        return _narrow_needs(hardware, plan) or _odd_blocks(workload)
+
+    def apply(self, plan: Plan) -> Plan:
+        return replace(plan, fp8_linears=True)
+
+
+def _odd_blocks(workload: Workload) -> str | None:
+    shape = workload.decoder
+    odd = next((width for width in (shape.d_model, shape.query_width, shape.d_ff) if width % WHOLE), None)
+    return None if odd is None else f"8-bit rows are whole {WHOLE}s, and a layer of the model is {odd} wide"
