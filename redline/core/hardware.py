@@ -41,7 +41,8 @@ class Hardware:
     cpu_name: str = ""
     cpu_cores: int = 1
     features: tuple[str, ...] = ()
-    """What rungs ask for: 'bf16', 'fp16', 'tf32', 'flash', 'cudnn-attention', 'compile', 'triton', 'fp8'."""
+    """What rungs ask for: 'bf16', 'fp16', 'tf32', 'flash', 'cudnn-attention', 'compile', 'triton', 'fp8',
+    'cublaslt'."""
     missing: dict[str, str] = field(default_factory=dict)
     """Feature -> the reason this machine lacks it."""
 

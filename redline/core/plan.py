@@ -40,6 +40,8 @@ class Plan:
     loss: str = "full"
     """'full': logits wait for the backward pass; 'fused': one kernel turns them into their gradient at once; 'chunked':
     the same over an eighth of the tokens at a time."""
+    tuned_matmuls: bool = False
+    """The blocks' products by the algorithm that was fastest here, of those cuBLASLt proposes."""
     fp8_head: bool = False
     """The head's three products take 8-bit inputs. Of autocast's products only: without it, as the fp32 reference is,
     nothing is narrow."""

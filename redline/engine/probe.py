@@ -72,7 +72,7 @@ def _cpu() -> Hardware:
     )
 
 
-FEATURES = ("tf32", "bf16", "fp16", "compile", "triton", "flash", "cudnn-attention", "fp8")
+FEATURES = ("tf32", "bf16", "fp16", "compile", "triton", "flash", "cudnn-attention", "fp8", "cublaslt")
 
 
 def _features(missing: dict[str, str]) -> tuple[str, ...]:
@@ -89,6 +89,7 @@ def _cuda_missing(capability: tuple[int, int]) -> dict[str, str]:
     if torch.version.hip:
         missing["tf32"] = "TF32 is NVIDIA's"
         missing["cudnn-attention"] = "cuDNN is NVIDIA's"
+        missing["cublaslt"] = "cuBLASLt is NVIDIA's"
         missing["fp8"] = "AMD's first fp8 formats are others, and nobody has tried the later ones here"
     elif capability < (8, 0):
         missing["tf32"] = f"TF32 needs compute capability 8.0 or later, this device has {generation}"
@@ -118,6 +119,7 @@ def _cpu_missing() -> dict[str, str]:
         "tf32": "TF32 is a tensor-core format of NVIDIA GPUs",
         "fp16": "CPUs have no fp16 matmul units to gain from",
         "cudnn-attention": "cuDNN runs on NVIDIA GPUs only",
+        "cublaslt": "cuBLASLt's algorithms are for CUDA devices",
         "fp8": "8-bit products are made by tensor cores: a CPU would widen their operands again",
         "triton": "the kernel is written in Triton, which runs on GPUs",
     }

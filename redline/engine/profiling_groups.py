@@ -40,7 +40,11 @@ OPERATOR_WORDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (ELEMENTWISE, ("redline::gelu_backward", "redline::side_by_side")),
     (MOVEMENT, ("aten::embedding", "embeddingbackward", "embedding_backward", "embedding_dense_backward")),
 )
-CONTRACTIONS = frozenset(f"aten::{name}" for name in ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "addmv", "mv"))
+CONTRACTIONS = frozenset(f"aten::{name}" for name in ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "addmv", "mv")) | {
+    "redline::product",
+    "redline::product_and_bias",
+    "redline::product_and_gelu",
+}
 CONTRACTION_WORDS = ("conv1d", "conv2d", "convolution")
 COPIES = frozenset(
     f"aten::{name}"

@@ -28,6 +28,8 @@ DTYPES = {
 }
 # Where the left matrix stands.
 PRODUCTS = {"aten::mm": 0, "aten::bmm": 0, "aten::addmm": 1, "aten::baddbmm": 1, "aten::_scaled_mm": 0}
+PRODUCTS["redline::product"] = 0
+LAYERS = frozenset(("redline::product_and_bias", "redline::product_and_gelu"))  # rows [M, K] and a weight [N, K]
 FUSED_BACKWARD = 2.5  # a fused kernel computes the scores again: five products where the forward has two
 
 
@@ -84,6 +86,8 @@ def work_of(name: str, arguments: Mapping[str, Any], parameter_bytes: int | None
         return None
     if name in PRODUCTS:
         return _product(dims[PRODUCTS[name] :], types[PRODUCTS[name]])
+    if name in LAYERS:
+        return _product([dims[0], dims[1][::-1]], types[0])
     if name in ATTENTIONS:
         return _attention(ATTENTIONS[name], dims, types, arguments.get("Concrete Inputs") or [])
     sizes = list(_sizes(arguments, parameter_bytes))

@@ -1,14 +1,14 @@
-"""Products of two matrices by cuBLASLt, with the algorithm that was fastest here and with what it can do on its way out.
+"""Products of two matrices by cuBLASLt: the algorithm that was fastest here, and what it can do on its way out.
 
-    lt = library()                                          # None where torch has no CUDA, or another version of it
-    out = lt.product(a, b, out_dtype=torch.float32)          # a [M, K], b [K, N]: bf16 or fp16, either may be transposed
+    lt = library()                                      # None where torch has no CUDA, or another version of it
+    out = lt.product(a, b, out_dtype=torch.float32)      # a [M, K], b [K, N] in 16 bits; either may be transposed
     lt.product(a, b, bias=bias, epilogue=GELU_AUX_BIAS, aux=hidden)
 
-torch asks cuBLASLt for one algorithm and takes it. Here the first call of a form (sizes, layouts, types, epilogue) times
-those that cuBLASLt proposes, on the very operands, and later calls take the fastest. Through ctypes, because torch's own
-calls neither choose nor keep GELU's input; the library is the one that torch has loaded.
+torch asks cuBLASLt for one algorithm and takes it. Here the first call of a form (sizes, layouts, types, epilogue)
+times those that cuBLASLt proposes, on the very operands, and later calls take the fastest. Through ctypes, because
+torch's own calls neither choose nor keep GELU's input; the library is the one that torch has loaded.
 
-cuBLASLt counts columns first. A row-major product D = A B is the column-major D' = B' A', so the operands change places.
+cuBLASLt counts columns first: a row-major product D = A B is the column-major D' = B' A', so operands change places.
 """
 
 from __future__ import annotations
@@ -113,9 +113,8 @@ class Library:
             plan = self.plans[form] = Plan(self, form)
         pointers = (b.data_ptr(), a.data_ptr(), out.data_ptr())
         plan.attach(bias, aux)
-        if plan.chosen is None:
-            plan.choose(pointers)
-        plan.run(pointers, plan.chosen)
+        chosen = plan.chosen or plan.choose(pointers)
+        plan.run(pointers, chosen)
         return out
 
     def workspace(self, device: torch.device) -> torch.Tensor:
@@ -200,7 +199,7 @@ class Plan:
             call("cublasLtMatmulPreferenceDestroy", preference)
         return [one for one in found[: count.value] if one.state == 0]
 
-    def choose(self, pointers: tuple[int, int, int]) -> None:
+    def choose(self, pointers: tuple[int, int, int]) -> Proposal:
         """Times what is proposed, in turns, so that a card that warms up is warm for all."""
         found = self.proposals()
         if not found:
@@ -215,8 +214,11 @@ class Plan:
         for _ in range(LOOKS):
             for number, seconds in times.items():
                 seconds.append(self._time(pointers, found[number]))
+        if not times:
+            raise LtError("cuBLASLt runs none of the algorithms that it proposes")
         self.seconds = {number: statistics.median(seconds) for number, seconds in times.items()}
         self.chosen = found[min(self.seconds, key=self.seconds.__getitem__)]
+        return self.chosen
 
     def _time(self, pointers: tuple[int, int, int], algorithm: Proposal) -> float:
         before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -24,6 +24,7 @@ from redline.model.fp8 import narrow_layers
 from redline.model.gpt import GPT, draw, fill_buffers, gelu_by_sigmoid, initialise, unpadded
 from redline.model.loss import head_loss, next_token_loss
 from redline.model.stage import Stage
+from redline.model.tuned import tune_layers
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -152,6 +153,8 @@ class BuiltIn(Adapter):
             )
         if plan.narrow_linears:
             narrow_layers(model.h, DTYPES[plan.autocast or ""])
+        elif plan.tuned_matmuls and plan.autocast is not None:
+            tune_layers(model.h, DTYPES[plan.autocast])
         return model.to(
             DTYPES.get(plan.weights, torch.float32)
         )  # before the weights are drawn, as `restore` draws them

@@ -23,6 +23,7 @@ from torch import nn
 
 from redline.kernels.cross_entropy import GRADIENT_FACTOR, cross_entropy_narrow
 from redline.kernels.transpose import transposed
+from redline.model.tuned import exchange_layers
 
 E4M3 = torch.float8_e4m3fn
 LARGEST_OF_E4M3 = 448.0
@@ -125,14 +126,9 @@ class Fp8Linear(nn.Linear):
 
 
 def narrow_layers(module: nn.Module, dtype: torch.dtype) -> None:
-    """Exchanges every nn.Linear below the module, in place: parameters stay the same tensors by the same names."""
-    for parent in list(module.modules()):
-        for name, child in list(parent.named_children()):
-            if type(child) is nn.Linear:
-                with torch.device("meta"):
-                    layer = Fp8Linear(child.in_features, child.out_features, bias=child.bias is not None)
-                layer.weight, layer.bias, layer.narrow_dtype = child.weight, child.bias, dtype
-                setattr(parent, name, layer)
+    """Exchanges every nn.Linear below the module, in place."""
+    for layer in exchange_layers(module, Fp8Linear):
+        layer.narrow_dtype = dtype
 
 
 # --- the head ---------------------------------------------------------------------------------------------------------

@@ -19,8 +19,10 @@ from torch import nn
 
 from redline.kernels.gelu_backward import gelu_backward_
 from redline.kernels.norm_backward import norm_backward
+from redline.kernels.products import product, product_and_bias, product_and_gelu
 from redline.kernels.side_by_side import side_by_side
 from redline.model.fp8 import Fp8Linear, forward_product, input_gradient
+from redline.model.tuned import TunedLinear
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -32,44 +34,61 @@ def cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def project(x: torch.Tensor, linear: nn.Linear, dtype: torch.dtype) -> Tensors:
     """q, k and v, [B, T, C] each, as parts of one product."""
-    narrow = isinstance(linear, Fp8Linear)
-    parts = Projection.apply(x.flatten(0, 1), linear.weight, linear.bias, dtype, narrow)  # type: ignore[no-untyped-call]
+    by = products_of(linear)
+    parts = Projection.apply(x.flatten(0, 1), linear.weight, linear.bias, dtype, by)  # type: ignore[no-untyped-call]
     return tuple(part.unflatten(0, x.shape[:2]) for part in parts)
 
 
 class Projection(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, dtype: torch.dtype, fp8: bool
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, dtype: torch.dtype, by: str
     ) -> Tensors:
-        narrow, rows = weight if fp8 else cast(weight, dtype), cast(x, dtype)
+        narrow, rows = weight if by == "fp8" else cast(weight, dtype), cast(x, dtype)
         ctx.save_for_backward(rows, narrow)
-        ctx.dtypes, ctx.fp8 = (x.dtype, weight.dtype, bias.dtype), fp8
-        return through(rows, narrow, cast(bias, dtype), fp8).chunk(3, dim=1)
+        ctx.dtypes, ctx.by = (x.dtype, weight.dtype, bias.dtype), by
+        return through(rows, narrow, cast(bias, dtype), by).chunk(3, dim=1)
 
     @staticmethod
     def backward(ctx: Any, *above: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         rows, narrow = ctx.saved_tensors
         gradient, sums = side_by_side(*above)
         of_x, of_weight, of_bias = ctx.dtypes
-        of_rows = back_through(gradient, narrow, ctx.fp8)
-        return of_rows.to(of_x), (gradient.t() @ rows).to(of_weight), sums.to(of_bias), None, None
+        of_rows = back_through(gradient, narrow, ctx.by)
+        return of_rows.to(of_x), of_weights(gradient, rows, of_weight, ctx.by), sums.to(of_bias), None, None
 
 
-def through(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, fp8: bool) -> torch.Tensor:
+def products_of(linear: nn.Linear) -> str:
+    """Who does a layer's products: 'torch', 'tuned' or 'fp8'."""
+    if isinstance(linear, Fp8Linear):
+        return "fp8"
+    return "tuned" if isinstance(linear, TunedLinear) else "torch"
+
+
+def through(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, by: str) -> torch.Tensor:
     """The product of a layer. In 8 bits its operands are made of the weight as it is stored."""
-    if fp8:
+    if by == "fp8":
         return forward_product(rows, weight, bias, rows.dtype)
+    if by == "tuned":
+        return product(rows, weight.t(), rows.dtype) if bias is None else product_and_bias(rows, weight, bias)
     return rows @ weight.t() if bias is None else torch.addmm(bias, rows, weight.t())
 
 
-def back_through(above: torch.Tensor, weight: torch.Tensor, fp8: bool) -> torch.Tensor:
-    return input_gradient(above, weight, above.dtype) if fp8 else above @ weight
+def back_through(above: torch.Tensor, weight: torch.Tensor, by: str) -> torch.Tensor:
+    """What a layer's gradient is to its input."""
+    if by == "fp8":
+        return input_gradient(above, weight, above.dtype)
+    return product(above, weight, above.dtype) if by == "tuned" else above @ weight
+
+
+def of_weights(above: torch.Tensor, rows: torch.Tensor, dtype: torch.dtype, by: str) -> torch.Tensor:
+    """And to its weight, which has `dtype`."""
+    return product(above.t(), rows, dtype) if by == "tuned" else (above.t() @ rows).to(dtype)
 
 
 def output(x: torch.Tensor, linear: nn.Linear) -> torch.Tensor:
     """A layer without its bias."""
-    return linear.through(x, None) if isinstance(linear, Fp8Linear) else F.linear(x, linear.weight)
+    return F.linear(x, linear.weight) if products_of(linear) == "torch" else linear.through(x, None)  # type: ignore[operator]
 
 
 def add_norm(
@@ -112,8 +131,8 @@ class AddNorm(torch.autograd.Function):
 
 def mlp(x: torch.Tensor, c_fc: nn.Linear, gelu: Any, c_proj: nn.Linear, dtype: torch.dtype) -> torch.Tensor:
     """The MLP [B, T, C] without its last bias."""
-    narrow = isinstance(c_fc, Fp8Linear)
-    y: torch.Tensor = Mlp.apply(x.flatten(0, 1), c_fc.weight, c_fc.bias, gelu, c_proj.weight, dtype, narrow)  # type: ignore[no-untyped-call]
+    by = products_of(c_fc)
+    y: torch.Tensor = Mlp.apply(x.flatten(0, 1), c_fc.weight, c_fc.bias, gelu, c_proj.weight, dtype, by)  # type: ignore[no-untyped-call]
     return y.view_as(x)
 
 
@@ -127,28 +146,31 @@ class Mlp(torch.autograd.Function):
         gelu: Any,
         down: torch.Tensor,
         dtype: torch.dtype,
-        fp8: bool,
+        by: str,
     ) -> torch.Tensor:
         rows = cast(x, dtype)
-        narrow_up, narrow_down = (up, down) if fp8 else (cast(up, dtype), cast(down, dtype))
-        hidden = through(rows, narrow_up, cast(bias, dtype), fp8)
-        active = gelu(hidden)
+        narrow_up, narrow_down = (up, down) if by == "fp8" else (cast(up, dtype), cast(down, dtype))
+        if by == "tuned":  # its GELU is the tanh one too, of the product before that is rounded
+            hidden, active = product_and_gelu(rows, narrow_up, cast(bias, dtype))
+        else:
+            hidden = through(rows, narrow_up, cast(bias, dtype), by)
+            active = gelu(hidden)
         ctx.save_for_backward(rows, hidden, active, narrow_up, narrow_down)
-        ctx.dtypes, ctx.fp8 = (x.dtype, up.dtype, bias.dtype, down.dtype), fp8
-        return through(active, narrow_down, None, fp8)
+        ctx.dtypes, ctx.by = (x.dtype, up.dtype, bias.dtype, down.dtype), by
+        return through(active, narrow_down, None, by)
 
     @staticmethod
     def backward(ctx: Any, above: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         rows, hidden, active, up, down = ctx.saved_tensors
         of_x, of_up, of_bias, of_down = ctx.dtypes
-        of_hidden = back_through(above, down, ctx.fp8)
+        of_hidden = back_through(above, down, ctx.by)
         sums = gelu_backward_(of_hidden, hidden)
         return (
-            back_through(of_hidden, up, ctx.fp8).to(of_x),
-            (of_hidden.t() @ rows).to(of_up),
+            back_through(of_hidden, up, ctx.by).to(of_x),
+            of_weights(of_hidden, rows, of_up, ctx.by),
             sums.to(of_bias),
             None,
-            (above.t() @ active).to(of_down),
+            of_weights(above, active, of_down, ctx.by),
             None,
             None,
         )

@@ -20,6 +20,7 @@ from redline.engine.build import Training, build, pin_attention
 from redline.model.attention import ATTENTION
 from redline.model.fp8 import Fp8Linear
 from redline.model.gpt import GELU
+from redline.model.tuned import TunedLinear
 
 Train = Callable[..., Training]
 CPU = torch.device("cpu")
@@ -300,6 +301,14 @@ def test_the_loss_reaches_the_step(
     assert seen == ({} if pieces is None else {"vocab": 257, "pieces": pieces, "dtype": torch.bfloat16, "fp8": False})
 
 
+@pytest.mark.parametrize(("autocast", "tuned"), [("bf16", 4), (None, 0)])
+def test_tuned_layers_reach_the_model_where_autocast_does(train: Train, autocast: str | None, tuned: int) -> None:
+    model = train(Plan(autocast=autocast, tuned_matmuls=True)).model
+    found = [module for module in model.modules() if isinstance(module, TunedLinear)]
+    assert len(found) == tuned * len(model.h)
+    assert {module.dtype for module in found} == ({torch.bfloat16} if tuned else set())
+
+
 def test_an_8_bit_head_reaches_the_step_where_autocast_does(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[str, object] = {}
     monkeypatch.setattr(adapter_module, "head_loss", lambda *_, **choices: seen.update(choices))
@@ -340,6 +349,7 @@ def test_every_field_of_a_plan_is_covered_above() -> None:
         "gelu",
         "backward",
         "loss",
+        "tuned_matmuls",
         "fp8_head",
         "fp8_linears",
         "checkpointing",

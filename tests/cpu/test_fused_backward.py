@@ -13,6 +13,7 @@ from redline.kernels.gelu_backward import gelu_backward_
 from redline.kernels.norm_backward import norm_backward
 from redline.kernels.side_by_side import side_by_side
 from redline.model.gpt import GPT, initialise
+from redline.model.tuned import tune_layers
 
 SHAPE = Shape(layers=2, heads=4, d_model=48, d_ff=144, vocab=257, sequence=32)  # d_ff is three times the width: no luck
 EPS = 1e-5
@@ -101,6 +102,17 @@ def test_a_models_gradients_are_autograds(gelu: str, checkpointing: str) -> None
     options = {"tied": False, "gelu": gelu, "checkpointing": checkpointing}
     wanted = gradients(random_model(**options).double())
     found = gradients(random_model(**options, fused=torch.float64).double())
+    assert set(found) == set(wanted)
+    for name, gradient in wanted.items():
+        assert_equal(found[name], gradient, name)
+
+
+def test_products_of_ones_own_give_the_same_gradients() -> None:
+    """Here torch does them; which of them are asked for what is the model's."""
+    wanted = gradients(random_model().double())
+    model = random_model(fused=torch.float64)
+    tune_layers(model.h, torch.float64)
+    found = gradients(model.double())
     assert set(found) == set(wanted)
     for name, gradient in wanted.items():
         assert_equal(found[name], gradient, name)

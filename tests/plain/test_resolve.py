@@ -48,6 +48,7 @@ ALWAYS = {
     "selective-checkpointing",
     "fused-backward",
     "fp8-linears",
+    "tuned-matmuls",
     "adamw-bf16",
     "adamw-bf16-kahan",
 }  # of every model of transformers

@@ -46,6 +46,7 @@ ORDER = (
     "max-autotune",
     "cuda-graphs",
     "expandable-segments",
+    "tuned-matmuls",
     "fp8-head",
     "fp8-linears",
     *("ddp", "fsdp", "fsdp-keep", "tensor-parallel", "pipeline-parallel", "pipeline-gpipe"),
@@ -125,7 +126,7 @@ def test_a_recipe_shares_a_step_one_way():
 
 
 def test_what_applies_on_a_t4(tiny, t4):
-    lacking = {"tf32", "bf16", "flash", "cudnn-attention", "adamw-bf16", "adamw-bf16-kahan"}
+    lacking = {"tf32", "bf16", "flash", "cudnn-attention", "adamw-bf16", "adamw-bf16-kahan", "tuned-matmuls"}
     assert applying(tiny, t4) == set(ORDER) - lacking - RANKS - NARROW
 
 
@@ -141,6 +142,7 @@ def test_what_applies_on_a_cpu(tiny, cpu):
         "bf16-residual",
         "sigmoid-gelu",
         "fused-backward",
+        "tuned-matmuls",
         "max-autotune",
         "cuda-graphs",
         "expandable-segments",
