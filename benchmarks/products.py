@@ -2,8 +2,8 @@
 
     python benchmarks/products.py gpt2 --micro-batch 64
 
-Forward, gradient of the input and gradient of the weight of each layer, in bf16, in turns, medians; what GELU and a bias
-on the way out cost; and what the weight's gradient costs when it is written in fp32. Needs a CUDA device.
+Forward, gradient of the input and gradient of the weight of each layer, in bf16, in turns, medians; what GELU and a
+bias on the way out cost; and what the weight's gradient costs when it is written in fp32. Needs a CUDA device.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import json
 import statistics
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -50,7 +51,7 @@ def main() -> int:
     return 0
 
 
-def of_layer(tokens: int, into: int, out: int, name: str) -> list[tuple[str, dict]]:
+def of_layer(tokens: int, into: int, out: int, name: str) -> list[tuple[str, dict[str, Any]]]:
     def drawn(*sizes: int) -> torch.Tensor:
         return torch.randn(*sizes, device="cuda", dtype=torch.bfloat16)
 
