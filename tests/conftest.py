@@ -63,7 +63,18 @@ def t4() -> Hardware:
 
 @pytest.fixture
 def h200() -> Hardware:
-    features = ("tf32", "bf16", "fp16", "flash", "cudnn-attention", "compile", "triton", "fp8", "cublaslt")
+    features = (
+        "tf32",
+        "bf16",
+        "fp16",
+        "flash",
+        "cudnn-attention",
+        "compile",
+        "triton",
+        "fp8",
+        "cublaslt",
+        "cudnn-frontend",
+    )
     return Hardware(kind="cuda", name="NVIDIA H200", capability=(9, 0), cpu_cores=16, features=features)
 
 

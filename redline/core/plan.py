@@ -40,6 +40,8 @@ class Plan:
     loss: str = "full"
     """'full': logits wait for the backward pass; 'fused': one kernel turns them into their gradient at once; 'chunked':
     the same over an eighth of the tokens at a time."""
+    packed_attention: bool = False
+    """Of cuDNN's attention and the fused backward: q, k and v stay side by side, and so do their gradients."""
     tuned_matmuls: bool = False
     """The blocks' products by the algorithm that was fastest here, of those cuBLASLt proposes."""
     fp8_head: bool = False

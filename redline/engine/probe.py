@@ -72,7 +72,18 @@ def _cpu() -> Hardware:
     )
 
 
-FEATURES = ("tf32", "bf16", "fp16", "compile", "triton", "flash", "cudnn-attention", "fp8", "cublaslt")
+FEATURES = (
+    "tf32",
+    "bf16",
+    "fp16",
+    "compile",
+    "triton",
+    "flash",
+    "cudnn-attention",
+    "fp8",
+    "cublaslt",
+    "cudnn-frontend",
+)
 
 
 def _features(missing: dict[str, str]) -> tuple[str, ...]:
@@ -81,7 +92,12 @@ def _features(missing: dict[str, str]) -> tuple[str, ...]:
 
 def _packages_missing() -> dict[str, str]:
     """Extras that a rung takes."""
-    return {} if _installed("torchao") else {"torchao": "the package torchao is not installed (pip install torchao)"}
+    extras = {"torchao": "torchao", "cudnn-frontend": "nvidia-cudnn-frontend"}
+    return {
+        feature: f"the package {package} is not installed (pip install {package})"
+        for feature, package in extras.items()
+        if not _installed(package)
+    }
 
 
 def _cuda_missing(capability: tuple[int, int]) -> dict[str, str]:

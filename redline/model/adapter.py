@@ -143,7 +143,7 @@ class BuiltIn(Adapter):
         with device:
             model = make(
                 shape,
-                attention=plan.attention,
+                attention="packed" if plan.packed_attention else plan.attention,
                 tied=plan.tied,
                 vocab_rows=plan.vocab_rows(shape.vocab),
                 checkpointing=plan.checkpointing,

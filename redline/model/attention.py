@@ -27,3 +27,4 @@ def fused_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, future: t
 
 
 ATTENTION: dict[str, Attention] = {"naive": naive_attention, "flash": fused_attention, "cudnn": fused_attention}
+ATTENTION["packed"] = fused_attention  # beside its own step, which `model/fused.py` takes: a sample

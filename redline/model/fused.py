@@ -19,6 +19,7 @@ from torch import nn
 
 from redline.kernels.gelu_backward import gelu_backward_
 from redline.kernels.norm_backward import norm_backward
+from redline.kernels.packed_attention import packed_attention, packed_attention_backward
 from redline.kernels.products import product, product_and_bias, product_and_gelu
 from redline.kernels.side_by_side import side_by_side
 from redline.model.fp8 import Fp8Linear, forward_product, input_gradient
@@ -56,6 +57,46 @@ class Projection(torch.autograd.Function):
         of_x, of_weight, of_bias = ctx.dtypes
         of_rows = back_through(gradient, narrow, ctx.by)
         return of_rows.to(of_x), of_weights(gradient, rows, of_weight, ctx.by), sums.to(of_bias), None, None
+
+
+def attend_packed(x: torch.Tensor, linear: nn.Linear, heads: int, dtype: torch.dtype) -> torch.Tensor:
+    """What the heads give [B, T, C], of q, k and v that stay side by side, as their gradients do."""
+    by = products_of(linear)
+    rows = PackedProjection.apply(x.flatten(0, 1), linear.weight, linear.bias, dtype, by)  # type: ignore[no-untyped-call]
+    mixed: torch.Tensor = PackedAttention.apply(rows.unflatten(0, x.shape[:2]), heads)  # type: ignore[no-untyped-call]
+    return mixed
+
+
+class PackedProjection(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, dtype: torch.dtype, by: str
+    ) -> torch.Tensor:
+        narrow, rows = weight if by == "fp8" else cast(weight, dtype), cast(x, dtype)
+        ctx.save_for_backward(rows, narrow)
+        ctx.dtypes, ctx.by = (x.dtype, weight.dtype, bias.dtype), by
+        return through(rows, narrow, cast(bias, dtype), by)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        rows, narrow = ctx.saved_tensors
+        of_x, of_weight, of_bias = ctx.dtypes
+        sums = gradient.sum(dim=0, dtype=torch.promote_types(gradient.dtype, torch.float32))
+        of_rows = back_through(gradient, narrow, ctx.by)
+        return of_rows.to(of_x), of_weights(gradient, rows, of_weight, ctx.by), sums.to(of_bias), None, None
+
+
+class PackedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, qkv: torch.Tensor, heads: int) -> torch.Tensor:
+        out, stats = packed_attention(qkv, heads)
+        ctx.save_for_backward(qkv, out, stats)
+        ctx.heads = heads
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, above: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return packed_attention_backward(above.contiguous(), *ctx.saved_tensors, ctx.heads), None
 
 
 def products_of(linear: nn.Linear) -> str:

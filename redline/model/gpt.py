@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from redline.core.errors import UserError
 from redline.core.workload import Shape, other_than_gpt2
 from redline.model.attention import ATTENTION
-from redline.model.fused import add_norm, mlp, output, project
+from redline.model.fused import add_norm, attend_packed, mlp, output, project
 
 INIT_STD = 0.02
 
@@ -56,6 +56,7 @@ class SelfAttention(nn.Module):
         self.heads = shape.heads
         self.c_attn = nn.Linear(shape.d_model, 3 * shape.d_model)
         self.c_proj = nn.Linear(shape.d_model, shape.d_model)
+        self.packed = attention == "packed"
         self.attend = recomputed(ATTENTION[attention]) if recompute else ATTENTION[attention]
 
     def forward(self, x: torch.Tensor, future: torch.Tensor) -> torch.Tensor:
@@ -70,6 +71,8 @@ class SelfAttention(nn.Module):
 
     def fused(self, x: torch.Tensor, future: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """The same without its last bias, as model/fused.py has it."""
+        if self.packed:
+            return output(attend_packed(x, self.c_attn, self.heads, dtype), self.c_proj)
         return output(self.mix(project(x, self.c_attn, dtype), future), self.c_proj)
 
 

@@ -1,6 +1,6 @@
-"""Who does the blocks' products: a rung that is taken when it is named.
+"""NVIDIA's libraries asked for more than torch asks of them: rungs that are taken when they are named.
 
-redline ladder gpt2 --from best.json --rungs tuned-matmuls
+redline ladder gpt2 --from best.json --rungs packed-attention,tuned-matmuls
 """
 
 from __future__ import annotations
@@ -39,3 +39,30 @@ class TunedMatmuls(Rung):
 
     def apply(self, plan: Plan) -> Plan:
         return replace(plan, tuned_matmuls=True)
+
+
+class PackedAttention(Rung):
+    """Attention reads q, k and v where their projection wrote them, and writes their gradients side by side.
+
+    torch's attention gives three gradients, which the projection's matmuls read as one: all three are copied. cuDNN's
+    kernels take any strides, so here they write where the matmuls read; what is left is a pass that adds up the bias's
+    gradient. Through NVIDIA's nvidia-cudnn-frontend, which drives the cuDNN that torch has loaded. The blocks are those
+    of `fused-backward`, so it is for the built-in models.
+    """
+
+    name = "packed-attention"
+    title = "q, k, v and their gradients in place"
+    maths = Maths.ROUNDING
+    when_named = True
+
+    def needs(self, workload: Workload, hardware: Hardware, plan: Plan) -> str | None:
+        if plan.backward != "fused":
+            return "the blocks are those of fused-backward: add it"
+        if plan.attention != "cudnn":
+            return "the kernel is cuDNN's: add cudnn-attention"
+        if plan.checkpointing == "selective":
+            return "selective-checkpointing computes attention again, which is one with its projection here"
+        return missing(hardware, "cudnn-frontend")
+
+    def apply(self, plan: Plan) -> Plan:
+        return replace(plan, packed_attention=True)

@@ -350,6 +350,7 @@ def test_every_field_of_a_plan_is_covered_above() -> None:
         "backward",
         "loss",
         "tuned_matmuls",
+        "packed_attention",
         "fp8_head",
         "fp8_linears",
         "checkpointing",

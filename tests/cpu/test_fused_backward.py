@@ -118,6 +118,14 @@ def test_products_of_ones_own_give_the_same_gradients() -> None:
         assert_equal(found[name], gradient, name)
 
 
+def test_attention_that_stays_packed_gives_the_same_gradients() -> None:
+    wanted = gradients(random_model().double())
+    found = gradients(random_model(fused=torch.float64, attention="packed").double())
+    assert set(found) == set(wanted)
+    for name, gradient in wanted.items():
+        assert_equal(found[name], gradient, name)
+
+
 def test_weights_in_bf16_get_gradients_in_bf16() -> None:
     model = random_model(fused=torch.float32, attention="flash").to(torch.bfloat16)
     with torch.autocast("cpu", dtype=torch.bfloat16):

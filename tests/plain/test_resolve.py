@@ -49,6 +49,7 @@ ALWAYS = {
     "fused-backward",
     "fp8-linears",
     "tuned-matmuls",
+    "packed-attention",
     "adamw-bf16",
     "adamw-bf16-kahan",
 }  # of every model of transformers

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from hypothesis import example, given
@@ -46,6 +47,7 @@ ORDER = (
     "max-autotune",
     "cuda-graphs",
     "expandable-segments",
+    "packed-attention",
     "tuned-matmuls",
     "fp8-head",
     "fp8-linears",
@@ -54,6 +56,8 @@ ORDER = (
 RANKS = {"ddp", "fsdp", "fsdp-keep", "tensor-parallel", "pipeline-parallel", "pipeline-gpipe"}  # they need several
 HALF = replace(Plan(), autocast="bf16", compile=True)  # some rungs take 16-bit inputs or compiled code
 NARROW = {"fp8-head", "fp8-linears"}  # tests/plain/test_fp8.py asks what they need
+LIBRARIES = {"packed-attention", "tuned-matmuls"}  # NVIDIA's
+ONTO = {"fp8-head", "packed-attention"}  # without a fused loss, without a fused backward
 every_rung = pytest.mark.parametrize("rung", LADDER, ids=lambda rung: rung.name)
 
 
@@ -102,9 +106,9 @@ def test_only_tied_weights_other_optimizers_and_8_bits_change_the_maths():
 
 
 def test_what_applies_on_an_h200(tiny, h200):
-    assert applying(tiny, h200) == set(ORDER) - RANKS - {"fp8-head"}  # without a fused loss
+    assert applying(tiny, h200) == set(ORDER) - RANKS - ONTO
     ranked = applying(tiny, replace(h200, ranks=2), replace(HALF, optimizer="adamw-fused"))
-    assert ranked == set(ORDER) - {"fp8-head", "cuda-graphs"}
+    assert ranked == set(ORDER) - {*ONTO, "cuda-graphs"}
 
 
 def test_what_ranks_cannot_share(tiny, h200):
@@ -126,7 +130,7 @@ def test_a_recipe_shares_a_step_one_way():
 
 
 def test_what_applies_on_a_t4(tiny, t4):
-    lacking = {"tf32", "bf16", "flash", "cudnn-attention", "adamw-bf16", "adamw-bf16-kahan", "tuned-matmuls"}
+    lacking = {"tf32", "bf16", "flash", "cudnn-attention", "adamw-bf16", "adamw-bf16-kahan", *LIBRARIES}
     assert applying(tiny, t4) == set(ORDER) - lacking - RANKS - NARROW
 
 
@@ -142,7 +146,7 @@ def test_what_applies_on_a_cpu(tiny, cpu):
         "bf16-residual",
         "sigmoid-gelu",
         "fused-backward",
-        "tuned-matmuls",
+        *LIBRARIES,
         "max-autotune",
         "cuda-graphs",
         "expandable-segments",
@@ -337,3 +341,21 @@ def test_shapes_that_cannot_be_are_refused():
         Shape(layers=1, heads=3, d_model=32, d_ff=64, vocab=257, sequence=8)
     with pytest.raises(UserError, match="layers is 0"):
         Shape(layers=0, heads=2, d_model=32, d_ff=64, vocab=257, sequence=8)
+
+
+def test_packed_attention_wants_the_blocks_and_the_kernel_that_it_is_made_of(tiny, h200):
+    ask = partial(find_rung("packed-attention").needs, tiny)
+    whole = plan_of(("bf16", "compile", "cudnn-attention", "fused-backward"))
+    assert ask(h200, whole) is None
+    assert "fused-backward" in ask(h200, replace(whole, backward="autograd"))
+    assert "cudnn-attention" in ask(h200, replace(whole, attention="flash"))
+    assert "selective" in ask(h200, replace(whole, checkpointing="selective"))
+    without = replace(h200, features=(), missing={"cudnn-frontend": "the package is not installed"})
+    assert ask(without, whole) == "the package is not installed"
+
+
+@pytest.mark.parametrize("way", sorted(RANKS - {"ddp"}))
+def test_a_model_that_is_cut_leaves_products_and_attention_to_torch(way):
+    plan = plan_of(("bf16", "compile", "cudnn-attention", "fused-backward", *sorted(LIBRARIES), way))
+    assert not plan.tuned_matmuls
+    assert not plan.packed_attention
