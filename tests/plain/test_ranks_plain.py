@@ -85,7 +85,7 @@ def order(micro_batch: int, global_batch: int) -> Any:
 
 
 def test_fewer_ranks_keep_the_global_batch_and_say_so() -> None:
-    check_resumed_shares(order(2, 16), Ranked(ranks=2))
+    check_resumed_shares("runs/mine", 2, 16, Ranked(ranks=2))
     assert change_of_ranks(4, Ranked(ranks=4), order(2, 16)) is None
     text = change_of_ranks(4, Ranked(ranks=1), order(2, 16))
     assert text == (
@@ -106,7 +106,7 @@ def test_a_number_that_does_not_divide_the_global_batch_is_refused(
     micro_batch: int, global_batch: int, ranks: int, fix: str
 ) -> None:
     with pytest.raises(UserError, match=f"{ranks} ranks cannot go on with runs/mine") as caught:
-        check_resumed_shares(order(micro_batch, global_batch), Ranked(ranks=ranks))
+        check_resumed_shares("runs/mine", micro_batch, global_batch, Ranked(ranks=ranks))
     assert caught.value.fix == fix
     assert f"keeps its global batch of {global_batch} sequences" in caught.value.why
 
