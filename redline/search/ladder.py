@@ -154,7 +154,7 @@ class LadderRun:
                 self.directory.write(name, json.dumps(to_json(recipe), indent=2) + "\n")
 
 
-def stop_at_a_mistake(result: Result, directory: RunDirectory) -> None:
+def stop_at_a_mistake(result: object, directory: RunDirectory) -> None:
     """A model that cannot be built is no row: all others would say the same. Where nothing was measured, nothing is
     left behind."""
     if isinstance(result, Failure) and result.mistake is not None:
