@@ -316,9 +316,9 @@ def check_known_cuts(given: dict[str, int], workload: Workload) -> None:
     for name, rung in (("tensor", TENSOR_PARALLEL), ("pipeline", PIPELINE_PARALLEL)):
         reason = where_to_cut(rung, workload) if given[name] > 1 else None
         if reason is not None:
-            raise UserError(
-                f"--{name} {given[name]} does not apply here", reason, f"leave --{name} out, or say --parallel fsdp"
-            )
+            said = f"--{name} {given[name]}"
+            fix = f"say --parallel fsdp instead of {said}, or leave it out"
+            raise UserError(f"{said} does not apply here", reason, fix)
 
 
 def check_layout(layout: Layout, recipe: Recipe) -> None:

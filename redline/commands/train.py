@@ -312,13 +312,14 @@ def check_parallel(recipe: Recipe, workload: Workload, hardware: Hardware, layou
     if not refused:
         return
     first = next(iter(refused))
-    fixes = [f"leave {OF_LAYOUTS[name]} out" for name in refused if name in OF_LAYOUTS]
+    said = {name: f"{option} {getattr(layout, option[2:])}" for name, option in OF_LAYOUTS.items()}
+    fixes = [f"leave {said[name]} out" for name in refused if name in said]
     others = [other for other in WAYS if not why_not_shared(other, recipe, workload, hardware)]
     if way in refused:
         copies = " without --replicas" if layout.replicas > 1 else ""
         fixes = [*fixes, f"say --parallel {others[0]}{copies}"] if others else []
     raise UserError(
-        f"{OF_LAYOUTS.get(first, first)} does not apply here",
+        f"{said.get(first, first)} does not apply here",
         refused[first],
         ", or ".join(filter(None, (" and ".join(fixes), "choose another recipe"))),
     )

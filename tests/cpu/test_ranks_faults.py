@@ -326,7 +326,11 @@ def test_whoever_is_killed_leaves_nobody_behind(
         ),
         (("--gpus", "4", "--replicas", "3", "--parallel", "fsdp"), "cannot be 3 replicas", "--replicas 2 or 4"),
         (("--gpus", "4", "--replicas", "2"), "--replicas 2 with ddp", "--parallel fsdp"),
-        (("--gpus", "2", "--tensor", "2", "--optimizer", "muon"), "--tensor does not apply here", "leave --tensor out"),
+        (
+            ("--gpus", "2", "--tensor", "2", "--optimizer", "muon"),
+            "--tensor 2 does not apply here",
+            "leave --tensor 2 out",
+        ),
         (("--gpus", "2", "--tensor", "2", "--init", "folder"), "--init with tensor-parallel", "--resume"),
         (("--gpus", "2", "--rank-timeout", "-1"), "--rank-timeout is -1", "from 5 to 604800"),
         (("--gpus", "2", "--rank-timeout", "nan"), "--rank-timeout is nan", "from 5 to 604800"),

@@ -184,12 +184,12 @@ def test_batches_that_measurements_propose_are_accepted(global_batch, ranks):
 @pytest.mark.parametrize(
     ("rungs", "way", "layout", "problem", "fix"),
     [
-        ("lion", None, Layout(ranks=2, tensor=2), "--tensor", "leave --tensor out"),
-        ("lion", None, Layout(ranks=2, pipeline=2), "--pipeline", "leave --pipeline out"),
-        ("lion", "fsdp", Layout(ranks=4, tensor=2), "--tensor", "leave --tensor out and say --parallel ddp"),
+        ("lion", None, Layout(ranks=2, tensor=2), "--tensor 2", "leave --tensor 2 out"),
+        ("lion", None, Layout(ranks=2, pipeline=2), "--pipeline 2", "leave --pipeline 2 out"),
+        ("lion", "fsdp", Layout(ranks=4, tensor=2), "--tensor 2", "leave --tensor 2 out and say --parallel ddp"),
         ("lion", "fsdp", Layout(ranks=2), "fsdp", "say --parallel ddp"),
         ("lion", "fsdp", Layout(ranks=4, replicas=2), "fsdp", "say --parallel ddp without --replicas"),
-        ("cuda-graphs", None, Layout(ranks=2, tensor=2), "--tensor", ""),
+        ("cuda-graphs", None, Layout(ranks=2, tensor=2), "--tensor 2", ""),
     ],
     ids=["tensor", "pipeline", "both", "way", "copies", "graphs"],
 )
@@ -211,7 +211,7 @@ def test_a_model_that_nobody_knows_how_to_cut(name):
     asked = SimpleNamespace(**{"tensor": None, "pipeline": None, "replicas": None, name: 3})
     with pytest.raises(UserError, match=f"--{name} 3 does not apply here.*known of the built-in GPT only") as caught:
         layout_of(asked, 2, LLAMA)
-    assert caught.value.fix == f"leave --{name} out, or say --parallel fsdp"
+    assert caught.value.fix == f"say --parallel fsdp instead of --{name} 3, or leave it out"
     layout_of(SimpleNamespace(tensor=None, pipeline=None, replicas=None), 2, LLAMA)
 
 
