@@ -529,6 +529,68 @@ def test_mistakes(capsys, words, problem):
     assert len(shown.err.splitlines()) == 3
 
 
+@pytest.mark.parametrize(
+    ("options", "short"),
+    [
+        (("--tensor", 2, "--pipeline", 2), ("--tp", 2, "--pp", 2)),
+        (("--parallel", "fsdp"), ("--zero", 3)),
+        (("--parallel", "ddp"), ("--zero", 0)),
+    ],
+    ids=["cuts", "fsdp", "ddp"],
+)
+def test_the_options_of_train_are_understood(document, options, short):
+    found, other = (document("gpt2", "--gpu", "H100-SXM", "--gpus", 8, *words) for words in (options, short))
+    assert {**found, "command": ""} == {**other, "command": ""}
+
+
+def test_fsdp_keep_has_its_own_line(document):
+    found = document("gpt2", "--gpu", "H100-SXM", "--gpus", 8, "--parallel", "fsdp-keep")
+    assert found["settings"]["plan"]["parallel"] == "fsdp-keep"
+    assert "--parallel fsdp-keep" in found["parallel"]["train"]["command"]
+    assert found["words"].endswith("fsdp-keep")
+
+
+@pytest.fixture
+def llama(tmp_path):
+    """Eight billion parameters, with a head of its own."""
+    config = {
+        **{"model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32},
+        **{"num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256, "hidden_act": "silu"},
+        **{"max_position_embeddings": 8192, "tie_word_embeddings": False},
+    }
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config), encoding="utf-8")
+    return str(path)
+
+
+def test_a_recommended_micro_batch_is_the_only_one_that_is_told(document, llama):
+    found = document(llama, "--gpu", "H100-SXM", "--gpus", 4)
+    size = found["parallel"]["layout"]["micro_batch"]
+    assert not any("micro batch" in note for note in found["notes"])
+    assert f"--micro-batch {size} --gpus 4 --rungs" in found["words"]
+    assert found["words"].endswith(",fsdp")
+    assert f"--micro-batch {size} " in found["parallel"]["train"]["command"]
+    named = document(llama, "--gpu", "H100-SXM", "--gpus", 4, "--zero", 3)
+    assert any("micro batch 4 is assumed, 16,384 tokens per pass" in note for note in named["notes"])
+
+
+def test_a_ladder_is_named_where_it_measures_that(document):
+    words = ("gpt2", "--gpu", "H100-SXM", "--interconnect", "ib-400", "--micro-batch", 16)
+    assert document(*words, "--gpus", 8, "--zero", 0)["words"] == "gpt2 --gpus 8"
+    assert document(*words, "--gpus", 8, "--tensor", 2)["words"] is None, "its ranks share data only"
+    assert document(*words, "--gpus", 16, "--zero", 0)["words"] is None, "they are on one machine"
+    assert document(*words, "--gpus", 8, "--zero", 1)["words"] is None, "nobody runs it"
+
+
+def test_all_reasons_are_given(document, llama):
+    cut = ("--gpus", 8, "--tensor", 2, "--pipeline", 2, "--zero", 1, "--micro-batch", 64)
+    train = document(llama, "--gpu", "H100-SXM", *cut)["parallel"]["train"]
+    first, *others = train["reason"].split("; ")
+    assert train["command"] is None
+    assert first == "it does not fit"
+    assert [reason.split(":")[0] for reason in others] == ["train has no ZeRO 1", "--tensor", "--pipeline"]
+
+
 def test_dp_alone_says_how_many_gpus(document):
     layout = document("gpt2", "--gpu", "H100-SXM", "--dp", 2, "--tp", 2)["parallel"]["layout"]
     assert (layout["gpus"], layout["dp"], layout["tp"]) == (4, 2, 2)
