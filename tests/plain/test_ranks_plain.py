@@ -310,13 +310,13 @@ def test_the_search_begins_where_the_prediction_with_communication_says() -> Non
     assert tight.refuses(replace(start, rungs=(*start.rungs[:-1], "ddp"), micro_batch=1)) is not None
 
 
-def test_predicted_ranks_are_as_fast_as_estimate_says_and_slower_than_alone() -> None:
+def test_predicted_ranks_are_as_fast_as_estimate_says_and_no_faster_than_alone() -> None:
     plan = plan_of(("bf16", "flash", "ddp"))
     one = open_space(GPT2, replace(EIGHT, ranks=1)).predict(Recipe(rungs=("bf16", "flash"), micro_batch=16))
     together = rate_of_ranks(GPT2.shape, plan, 16, EIGHT)
     assert one is not None
     assert together is not None
-    assert 4 < together / one.expected.tokens_per_second < 8
+    assert 4 < together / one.expected.tokens_per_second <= 8 * (1 + 1e-9)  # all of its traffic may hide; sums round
     assert rate_of_ranks(GPT2.shape, plan, 16, replace(EIGHT, name="a card that nobody knows")) is None
 
 
