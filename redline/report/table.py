@@ -151,7 +151,7 @@ COLUMNS = (
         meaning="what the slowest rank computes longer than the middle one",
         cell=_shared(lambda sharing: milliseconds(sharing["straggler_seconds"])),
         why_unknown=ONE_PROCESS,
-        shed=1,
+        shed=4,  # the last: who asks for ranks looks for a straggler
     ),
     Column(name="loss", meaning="first and last loss of the checked curve", cell=_loss_cell, shed=2),
     Column(name="verdict", meaning="the loss curve against the fp32 reference", cell=verdict_of, number=False),
@@ -269,7 +269,8 @@ def _table(rows: Sequence[Row], columns: Sequence[Column], gap: int) -> Table:
 def _fit(document: Document, width: int) -> tuple[tuple[Column, ...], int]:
     """The fullest layout that fits: its columns and the gap between them."""
     shown = shown_columns(document)
-    layouts = [(tuple(c for c in shown if c.shed == 0 or c.shed > level), gap) for level in range(4) for gap in (2, 1)]
+    levels = range(1 + max(column.shed for column in COLUMNS))
+    layouts = [(tuple(c for c in shown if c.shed == 0 or c.shed > level), gap) for level in levels for gap in (2, 1)]
     return next((layout for layout in layouts if _width(document, *layout) <= width), layouts[-1])
 
 

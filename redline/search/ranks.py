@@ -25,21 +25,31 @@ from redline.predict.layouts import expected_peaks, predict_parallel
 from redline.predict.parallel import Layout
 from redline.rungs.parallel import PIPELINE_GPIPE, PIPELINE_PARALLEL, TENSOR_PARALLEL
 
+HERE = "LOCAL_WORLD_SIZE"  # torchrun's: ranks on this machine
 LEAST_ON_CPU, RANKS_PER_CORE = 8, 4  # 8: TP 2 x PP 2 x DP 2, which even a small machine should be able to try
 OF_LAYOUTS = {TENSOR_PARALLEL: "--tensor", PIPELINE_PARALLEL: "--pipeline", PIPELINE_GPIPE: "--pipeline"}
 
 
 def ranks_of_a_node(ranks: int) -> int:
     """torchrun says how many it has started here; --gpus starts all of them here."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    return int(os.environ.get(HERE, ranks))
+
+
+def is_torchruns() -> bool:
+    return HERE in os.environ
+
+
+def how_many(ranks: int) -> str:
+    """The option that says so, of whoever starts them."""
+    return f"--nproc-per-node {ranks}" if is_torchruns() else f"--gpus {ranks}"
 
 
 def check_ranks(hardware: Hardware, ranks: int) -> Hardware:
     """The machine with that many ranks on it. More than one per device is refused."""
     here = ranks_of_a_node(ranks)
     if hardware.kind == "cuda" and here > hardware.count:
-        only = f"this machine has {hardware.count} GPU{'' if hardware.count == 1 else 's'}"
-        fix = f"use --gpus {hardware.count}" if hardware.count > 1 else "leave --gpus out"
+        only = f"this machine has {counted(hardware.count, 'GPU')}"
+        fix = f"use {how_many(hardware.count)}" if hardware.count > 1 or is_torchruns() else "leave --gpus out"
         raise UserError(f"{here} ranks on this machine", f"each rank has a GPU of its own, and {only}", fix)
     most = most_on_cpu(hardware.cpu_cores)
     if hardware.kind == "cpu" and here > most:
@@ -47,7 +57,7 @@ def check_ranks(hardware: Hardware, ranks: int) -> Hardware:
             f"{here} ranks on this CPU",
             f"each is a process that holds torch and shares {counted(hardware.cpu_cores, 'core')} with the others: "
             f"beyond {most} nothing is left to learn from them",
-            f"use --gpus {most} or fewer",
+            f"use {how_many(most)} or fewer",
         )
     return replace(hardware, ranks=ranks)
 

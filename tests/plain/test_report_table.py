@@ -124,9 +124,13 @@ def test_several_ranks_have_their_columns_at_100() -> None:
     text = " ".join(printed(document, 100).split())
     assert "8 ranks" in text
     assert "comm is what the step waits for / all communication" in text
-    wide = table_lines(document, 200)
-    assert "lag ms" in wide[0]
-    assert "1.10" in wide[2]
+    for width in (80, 100, 200):
+        lines = table_lines(document, width)
+        assert max(map(len, lines)) <= width
+        assert "lag ms" in lines[0], "a straggler is what one looks for"
+        assert "1.10" in lines[2]
+    assert shed_columns(document, 80) == ["±", "peak", "loss"]
+    assert shed_columns(document, 70) == ["±", "peak", "lag ms", "loss"]
 
 
 def test_mfu_above_the_peak_is_refused_with_a_note() -> None:
