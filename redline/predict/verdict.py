@@ -150,7 +150,11 @@ def _learning_faults(curve: Sequence[float], plain: Sequence[float] | None, leas
     if not _is_finite(plain) or why_no_learning(plain):
         return []
     shed, plain_shed = learned(curve), learned(plain)
-    return [] if shed >= least * plain_shed else [f"sheds {shed:.3f} nats where the unchanged model sheds {plain_shed:.3f}"]
+    return (
+        []
+        if shed >= least * plain_shed
+        else [f"sheds {shed:.3f} nats where the unchanged model sheds {plain_shed:.3f}"]
+    )
 
 
 def why_no_learning(plain: Sequence[float]) -> str:

@@ -104,11 +104,13 @@ def read_shape(data: dict[str, Any], path: Path) -> Shape:
     for name in data:
         if name not in names:
             raise unknown_name("field of a shape", name, names)
-    for name in SIZES:
-        if name not in data:
-            raise UserError(
-                f"{path} has no {name}", "a shape needs all of its sizes, and none is guessed", f'add "{name}" to it'
-            )
+    missing = [name for name in SIZES if name not in data]
+    if missing:
+        raise UserError(
+            f"{path} has no {', '.join(missing)}",
+            "a shape needs all of its sizes, and none is guessed",
+            f"add {', '.join(map(shown, missing))} to it",
+        )
     _check_flags(data)
     return Shape(**data)
 
@@ -191,7 +193,9 @@ def _cached_path(words: str) -> Path:
 
 def _unknown(words: str) -> UserError:
     error = unknown_name("workload", words, PRESETS)
-    return UserError(error.problem, error.why, f"{error.fix}; or a config.json, a model folder or a shape file")
+    return UserError(
+        error.problem, error.why, f"{error.fix}; or a config.json, a model folder, a shape file, FILE.py:FACTORY"
+    )
 
 
 def _name_of(words: str, path: Path) -> str:
