@@ -143,15 +143,16 @@ def heads_divide(shape: Shape, tp: int) -> bool:
 def _check_cuts(shape: Shape, gpus: int, tp: int, pp: int, gpus_per_node: int | None = None) -> None:
     for name, value in (("gpus", gpus), ("tp", tp), ("pp", pp)):
         check_positive(name, value)
+    kv = shape.key_value_heads
     for name, parts, what, size, why in (
-        ("TP", tp, "heads", shape.heads, "each GPU of a tensor-parallel group holds whole heads"),
-        ("TP", tp, "key-value heads", shape.key_value_heads, "they are shared out whole, and not copied"),
-        ("TP", tp, "numbers across the MLP", shape.d_ff, "the MLP's width is shared out evenly"),
-        ("PP", pp, "layers", shape.layers, "each pipeline stage holds as many as the others"),
+        ("TP", tp, counted(shape.heads, "head"), shape.heads, "each GPU of a tensor-parallel group holds whole heads"),
+        ("TP", tp, counted(kv, "key-value head"), kv, "they are shared out whole, and not copied"),
+        ("TP", tp, f"{shape.d_ff} numbers across the MLP", shape.d_ff, "the MLP's width is shared out evenly"),
+        ("PP", pp, counted(shape.layers, "layer"), shape.layers, "each pipeline stage holds as many as the others"),
     ):
         if size % parts:
             raise UserError(
-                f"{size} {what} cannot be shared by {name} {parts}",
+                f"{what} cannot be shared by {name} {parts}",
                 why,
                 f"use {_cuts_near(shape, gpus, tp, pp, gpus_per_node)}",
             )

@@ -150,8 +150,8 @@ def for_training(workload: Workload, device: str) -> Workload:
 
 def _notes(traced: Traced, rate: float, micro_batch: int) -> Iterator[str]:
     yield (
-        f"micro batches of {micro_batch} and a learning rate of {rate:g}, as usual for {traced.parameters:,} "
-        "parameters (--micro-batch)"
+        f"a learning rate of {rate:g}, and micro batches of {micro_batch} where no other is given (--micro-batch), as "
+        f"usual for {traced.parameters:,} parameters"
     )
     if traced.unit == SAMPLE and traced.items_per_sample == 1:
         yield "rates are samples per second; a file with items_per_sample and unit says what else to count"

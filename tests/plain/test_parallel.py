@@ -64,6 +64,12 @@ def test_a_batch_that_is_not_whole_passes():
     [
         (GPT2, {"gpus": 16, "tp": 8}, "12 heads cannot be shared by TP 8", "TP 4 x PP 1 or TP 2 x PP 1"),
         (GPT2, {"gpus": 30, "tp": 5}, "12 heads cannot be shared by TP 5", "TP 6 x PP 1 or TP 3 x PP 1"),
+        (
+            replace(GROUPED, kv_heads=1),
+            {"gpus": 2, "tp": 2},
+            "1 key-value head cannot be shared by TP 2",
+            "TP 1 x PP 1 or TP 1 x PP 2",
+        ),
         (GROUPED, {"gpus": 64, "tp": 16}, "8 key-value heads cannot be shared by TP 16", "TP 8 x PP 1 or TP 4 x PP 1"),
         (
             replace(GPT2, d_ff=3070),
