@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from redline.core.errors import UserError, unknown_name
+from redline.core.user_code import described
 from redline.core.values import to_json
 from redline.core.workload import SIZES, Shape
 from redline.workloads.hub_cache import find_cached, is_hub_name, not_cached
@@ -94,20 +95,31 @@ def shape_fields(shape: Shape) -> dict[str, Any]:
 
 
 def read_shape(data: dict[str, Any], path: Path) -> Shape:
-    names = [field.name for field in dataclasses.fields(Shape)]
     if not set(data) & set(SIZES):
         raise UserError(
             f"{path} is neither a shape nor a Hugging Face config",
             'a config has a "model_type"; a shape has the sizes of a model',
             f"write {', '.join(SIZES)} into it, or point at a config.json",
         )
+    return shape_of(data, str(path))
+
+
+def shape_of(data: Any, where: str) -> Shape:
+    """From the fields that stand there, in a file or in what a function returned."""
+    if not isinstance(data, dict):
+        raise UserError(
+            f"{where} is {described(data)}",
+            "a shape is a dict with the sizes of a decoder",
+            f"return a dict with {', '.join(SIZES)}",
+        )
+    names = [field.name for field in dataclasses.fields(Shape)]
     for name in data:
         if name not in names:
             raise unknown_name("field of a shape", name, names)
     missing = [name for name in SIZES if name not in data]
     if missing:
         raise UserError(
-            f"{path} has no {', '.join(missing)}",
+            f"{where} has no {', '.join(missing)}",
             "a shape needs all of its sizes, and none is guessed",
             f"add {', '.join(map(shown, missing))} to it",
         )
