@@ -240,6 +240,7 @@ def chosen_order(
     from redline.search.launch import probe_machine
     from redline.search.ranks import check_ranks
     from redline.workloads import default_workload
+    from redline.workloads.shapes import weights_beside
 
     layout = layout_of(options, ranks)
     given = {"steps": options.steps, "tokens": options.tokens, "minutes": options.minutes}
@@ -259,6 +260,11 @@ def chosen_order(
     workload = find_workload(name, sequence=options.sequence, trained_on=hardware.kind)
     for note in workload.notes:
         console.print(note, style="dim", markup=False, highlight=False)
+    if workload.source.kind == "huggingface" and options.init is None and (folder := weights_beside(name)):
+        text = (
+            f"the weights in {folder} are not read, this run begins with random ones: --init {folder} begins with them"
+        )
+        console.print(text, style="bold yellow", markup=False, highlight=False, soft_wrap=True)
     if recipe is None:
         recipe = Recipe(rungs=usual_rungs(workload, hardware), micro_batch=workload.micro_batch)
     if options.micro_batch is not None:

@@ -196,6 +196,12 @@ def _existing_path(words: str) -> Path:
     raise _unknown(words)
 
 
+def weights_beside(words: str) -> Path | None:
+    """The folder of a config that was found, where trained weights lie in it, too."""
+    folder = _existing_path(words).parent
+    return folder if any(folder.glob("*.safetensors")) else None
+
+
 def _cached_path(words: str) -> Path:
     folder = find_cached(words)
     if folder is not None:
