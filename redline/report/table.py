@@ -312,7 +312,7 @@ def notes_of(document: Document) -> list[Note]:
 
 def row_notes(document: Document) -> list[Note]:
     """What is to be said of single rows: different ones loudly, then every reason."""
-    return [*_different_notes(document), *_reason_notes(document)]
+    return [*_different_notes(document), *_unchecked_notes(document), *_reason_notes(document)]
 
 
 def _different_notes(document: Document) -> Iterator[Note]:
@@ -324,6 +324,18 @@ def _different_notes(document: Document) -> Iterator[Note]:
                 text=f"DIFFERENT: this is not the same training any more. {detail}",
                 kind="different",
             )
+
+
+def _unchecked_notes(document: Document) -> Iterator[Note]:
+    """Why, once for all rows alike; a reason that is the model's own stands among its notes."""
+    known = " ".join(note.text for note in model_notes(document))
+    rungs: dict[str, list[str]] = {}
+    for row in rows_of(document):
+        detail = one_line((row.get("equivalence") or {}).get("detail") or "")
+        if status_of(row) == "ok" and verdict_of(row) == "not-checked" and detail and detail not in known:
+            rungs.setdefault(detail, []).append(rung_name(row))
+    for detail, names in rungs.items():
+        yield Note(about="not checked", text=f"{', '.join(names)}: {detail}")
 
 
 def _reason_notes(document: Document) -> Iterator[Note]:

@@ -183,6 +183,16 @@ def test_best_row_is_printed_with_its_figures() -> None:
     assert "nothing was measured yet" in printed(DOCUMENTS["empty_document"](), 100)
 
 
+def test_why_rows_were_not_checked_is_told_once() -> None:
+    why = {"class": "changes-maths", "verdict": "not-checked", "detail": "too few steps"}
+    rows = [{**ok_row(name, 100.0, None), "equivalence": why} for name in ("baseline", "tied-weights")]
+    document = {**full_document(), "rows": rows}
+    told = [note.text for note in notes_of(document) if note.about == "not checked"]
+    assert told == ["baseline, tied-weights: too few steps"]
+    document["workload"] = {**document["workload"], "notes": ["equivalence is not checked: too few steps"]}
+    assert not [note for note in notes_of(document) if note.about == "not checked"]
+
+
 def test_a_speed_up_amid_loud_noise_says_so() -> None:
     document = full_document()
     document["noise"]["fraction"] = 1.07
