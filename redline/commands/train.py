@@ -241,6 +241,7 @@ def chosen_order(
     from redline.search.launch import probe_machine
     from redline.search.ranks import check_ranks
     from redline.workloads import default_workload
+    from redline.workloads.shapes import weights_beside
 
     if options.workload:  # a mistake is told before torch is asked
         layout_of(options, ranks, find_workload(options.workload, sequence=options.sequence))
@@ -260,6 +261,11 @@ def chosen_order(
     layout = layout_of(options, ranks, workload)
     for note in workload.notes:
         console.print(note, style="dim", markup=False, highlight=False)
+    if workload.source.kind == "huggingface" and options.init is None and (folder := weights_beside(name)):
+        text = (
+            f"the weights in {folder} are not read, this run begins with random ones: --init {folder} begins with them"
+        )
+        console.print(text, style="bold yellow", markup=False, highlight=False, soft_wrap=True)
     if recipe is None:
         recipe = Recipe(rungs=usual_rungs(workload, hardware), micro_batch=workload.micro_batch)
     if options.micro_batch is not None:

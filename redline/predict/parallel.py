@@ -146,15 +146,28 @@ def heads_divide(shape: Shape, tp: int) -> bool:
 def _check_cuts(shape: Shape, gpus: int, tp: int, pp: int, node: Node = None) -> None:
     for name, value in (("gpus", gpus), ("--tensor", tp), ("--pipeline", pp)):
         check_positive(name, value)
+    kv = shape.key_value_heads
     for name, parts, what, size, why in (
-        ("--tensor", tp, "head", shape.heads, "each GPU of a tensor-parallel group holds whole heads"),
-        ("--tensor", tp, "key-value head", shape.key_value_heads, "they are shared out whole, and not copied"),
-        ("--tensor", tp, "MLP column", shape.d_ff, "the MLP's width is shared out evenly"),
-        ("--pipeline", pp, "layer", shape.layers, "each pipeline stage holds as many as the others"),
+        (
+            "--tensor",
+            tp,
+            counted(shape.heads, "head"),
+            shape.heads,
+            "each GPU of a tensor-parallel group holds whole heads",
+        ),
+        ("--tensor", tp, counted(kv, "key-value head"), kv, "they are shared out whole, and not copied"),
+        ("--tensor", tp, counted(shape.d_ff, "MLP column"), shape.d_ff, "the MLP's width is shared out evenly"),
+        (
+            "--pipeline",
+            pp,
+            counted(shape.layers, "layer"),
+            shape.layers,
+            "each pipeline stage holds as many as the others",
+        ),
     ):
         if size % parts:
             raise UserError(
-                f"{counted(size, what)} cannot be shared by {name} {parts}",
+                f"{what} cannot be shared by {name} {parts}",
                 why,
                 f"use {_cuts_near(shape, gpus, tp, pp, node)}",
             )

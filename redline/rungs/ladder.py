@@ -49,7 +49,7 @@ class Baseline(Rung):
     """
 
     name = "baseline"
-    title = "fp32, naive attention, loop AdamW"
+    title = "fp32, nothing fused, loop AdamW"
     maths = Maths.BIT_EXACT
 
     def apply(self, plan: Plan) -> Plan:

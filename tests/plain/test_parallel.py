@@ -73,6 +73,12 @@ def test_a_batch_that_is_not_whole_passes():
             "--tensor 8 or --tensor 4",
         ),
         (
+            replace(GROUPED, kv_heads=1),
+            {"gpus": 2, "tp": 2},
+            "1 key-value head cannot be shared by --tensor 2",
+            "--tensor 1 --pipeline 1 or --tensor 1 --pipeline 2",
+        ),
+        (
             replace(GPT2, d_ff=3070),
             {"gpus": 8, "tp": 4},
             "3,070 MLP columns cannot be shared by --tensor 4",
