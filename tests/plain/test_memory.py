@@ -579,7 +579,7 @@ def test_many_gpus_are_the_last_resort():
         (Plan(), {"zero": 1}, "ZeRO stage 1 with one replica"),
         (Plan(), {"inference": "fp4"}, "unknown inference precision 'fp4'"),
         (Plan(), {"micro_batch": 0}, "micro batch is 0"),
-        (Plan(), {"layout": Layout(gpus=3, tp=3)}, "4 heads cannot be shared by TP 3"),
+        (Plan(), {"layout": Layout(gpus=3, tp=3)}, "4 heads cannot be shared by --tensor 3"),
     ],
 )
 def test_mistakes_are_named(plan, choices, problem):
