@@ -180,6 +180,7 @@ def listens(port: int) -> bool:
         ("raise", "rank 1 failed: ArithmeticError: the planted fault"),
         ("memory", "rank 1 failed: RuntimeError: out of memory with micro batches of 1 sequences"),
         ("hang", "s, at step 3, in the step: rank 1 is in hang, rank_fault.py"),
+        ("freeze", "; its process gives no sign of life"),
     ],
 )
 def test_a_rank_that_fails_is_named_with_the_cause(
@@ -191,6 +192,7 @@ def test_a_rank_that_fails_is_named_with_the_cause(
     stopped = [line for line in done.stderr.splitlines() if line.startswith("training stopped")]
     assert len(stopped) == 1
     assert text in stopped[0]
+    assert kind != "freeze" or stopped[0].startswith("training stopped: rank 1 was last seen ")
     only_ours(done.stderr, out)
     if kind == "raise":
         assert "rank_fault.py" in (out / "ranks.log").read_text(), "the line that failed"
@@ -256,6 +258,35 @@ def test_the_agent_tells_of_failures_and_not_of_what_the_user_asked_for(
     ways = [f"saved     {run}/checkpoints/step-00000004", f"go on     redline train --resume {run} --gpus 2"]
     assert agent.main([]) == answer
     assert screen.getvalue().splitlines() == [line for part in told for line in (ways if part is ... else [part])]
+
+
+GONE, LOST = "RuntimeError: connection closed by peer", "LostRankError: rank 1 was last seen 25 s ago"
+
+
+@pytest.mark.parametrize(
+    ("failures", "expected"),
+    [
+        ({0: (1, 100, GONE), 1: (KILLED, 101, None)}, "rank 1 was killed by SIGKILL"),
+        ({0: (1, 100, LOST), 1: (KILLED, 131, None)}, "rank 1 was last seen 25 s ago"),
+        ({0: (1, 100, LOST), 1: (KILLED, 101, None)}, "rank 1 was last seen 25 s ago"),
+        ({0: (KILLED, 130, None), 1: (1, 100, "ArithmeticError: planted")}, "rank 1 failed: ArithmeticError: planted"),
+        ({0: (KILLED, 131, None), 1: (KILLED, 101, None)}, "rank 1 was killed by SIGKILL"),
+        ({0: (-signal.SIGTERM, 100, None), 1: (1, 100, GONE)}, "rank 1 failed: RuntimeError: connection closed"),
+    ],
+    ids=["noticed-first", "frozen", "frozen-and-killed", "agent-killed", "two-kills", "agent-ended"],
+)
+def test_the_cause_is_not_what_the_agent_did_afterwards(
+    tmp_path: Path, failures: dict[int, tuple[int, int, str | None]], expected: str
+) -> None:
+    """(exit code, seconds, what the rank recorded). The agent kills 30 s after the first failure."""
+    found = {}
+    for rank, (code, seconds, told) in failures.items():
+        path = tmp_path / f"{rank}.json"
+        if told is not None:
+            path.write_text(json.dumps({"message": {"message": told, "extraInfo": {"timestamp": seconds}}}))
+        found[rank] = ProcessFailure(rank, 0, code, str(path))
+        found[rank].timestamp = seconds
+    assert expected in (agent.words_of(*agent.cause_of(found)) or "")
 
 
 @pytest.mark.long
