@@ -42,6 +42,8 @@ BEAT_SECONDS = 1.0
 LIMIT_SECONDS = 600.0  # a first step that compiles for long is no rank that hangs
 STANDING_SECONDS = 5.0  # without a mark: worth a word where a time limit ends the job anyway
 POLL_SECONDS = 0.05
+MISTAKE_SECONDS = 10.0  # between ranks that find the same one
+EXIT_MISTAKE = 2  # as the command line has it
 SHOWN = 4  # ranks in one message
 
 
@@ -344,14 +346,15 @@ def leave_with_parent(leave: Callable[[], None]) -> None:
 @contextmanager
 def recorded(ranks: Ranks) -> Iterator[None]:
     """What ends a rank goes into the file that torchrun's agent reads, so that it is told once and by name. A mistake
-    of the user's that rank 0 finds is told by the command line, as ever."""
+    of the user's that rank 0 finds is told by the command line, as ever: the others leave it the time to."""
     try:
         yield
     except UserError as error:
-        if not ranks.leads:
-            record_failure(error)
-            raise SystemExit(1) from error
-        raise
+        if ranks.leads:
+            raise
+        time.sleep(MISTAKE_SECONDS)  # the agent ends this rank meanwhile, where rank 0 has found the same
+        record_failure(error)
+        raise SystemExit(EXIT_MISTAKE) from error
     except Exception as error:
         record_failure(error)
         raise SystemExit(1) from error

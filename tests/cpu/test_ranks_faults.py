@@ -25,11 +25,12 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from redline.cli import main
 from redline.commands.ranks import agent_words
 from redline.core.checkpoints import list_checkpoints
+from redline.core.errors import UserError
 from redline.core.recipe import Recipe
 from redline.core.values import to_json
-from redline.engine import agent
+from redline.engine import agent, distributed
 from redline.engine.checkpoint import load_from
-from redline.engine.distributed import Mark, words_of_standing
+from redline.engine.distributed import Mark, Ranks, words_of_standing
 from redline.search.launch import probe_machine
 
 HERE = Path(__file__).resolve().parent
@@ -362,11 +363,13 @@ def test_whoever_is_killed_leaves_nobody_behind(
         (("--gpus", "2", "--rank-timeout", "nan"), "--rank-timeout is nan", "from 5 to 604800"),
         (("--rank-timeout", "0"), "--rank-timeout is 0", "from 5 to 604800"),
         (("--gpus", "2", "--rank-timeout", "inf"), "--rank-timeout is inf", "from 5 to 604800"),
+        (("--gpus", "2", "--steps", "1"), "1 steps of warm-up do not fit into 1 steps", "two steps at least"),
+        (("--steps", "3", "--warmup-steps", "3"), "3 steps of warm-up do not fit into 3 steps", "from 1 to 2"),
     ],
     ids=[
         *("batch", "none", "unknown", "optimizer"),
         *("heads", "ranks", "no-tensor", "one-process", "data", "replicas", "copies", "tensor-optimizer", "init"),
-        *("timeout", "timeout-nan", "timeout-alone", "timeout-inf"),
+        *("timeout", "timeout-nan", "timeout-alone", "timeout-inf", "warm-up", "warm-up-alone"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_starts(
@@ -385,6 +388,40 @@ def test_what_cannot_be_is_refused_before_anything_starts(
     assert problem in told
     assert fix in told
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.long
+def test_a_mistake_that_all_ranks_find_is_told_once_and_leaves_nothing(
+    words: list[str], tmp_path: Path, left_behind: Callable[[Path], list[str]]
+) -> None:
+    out = tmp_path / "run"
+    done = subprocess.run(
+        [sys.executable, "-m", "redline", *words, "--init", str(tmp_path), "--out", str(out), "--gpus", "2"],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+    assert done.returncode == 2, done.stderr
+    assert [line for line in done.stderr.splitlines() if "cannot import" in line] == [
+        f"problem: cannot import {tmp_path}"
+    ]
+    assert "training stopped" not in done.stderr
+    assert not out.exists()
+    assert left_behind(out) == []
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_mistake_is_rank_0s_to_tell_if_it_finds_it(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+    """Another rank's own comes with the exit code of a mistake, after it has left rank 0 the time."""
+    happened: list[Any] = []
+    monkeypatch.setattr(distributed.time, "sleep", happened.append)
+    monkeypatch.setattr(distributed, "record_failure", happened.append)
+    mistake = UserError("problem", "why", "fix")
+    with pytest.raises((UserError, SystemExit)) as raised, distributed.recorded(Ranks(rank=rank, count=2)):
+        raise mistake
+    assert happened == ([] if rank == 0 else [distributed.MISTAKE_SECONDS, mistake])
+    assert raised.value is mistake if rank == 0 else raised.value.code == 2
 
 
 @cache
