@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import sysconfig
 import threading
 import time
 import traceback
@@ -45,6 +46,9 @@ POLL_SECONDS = 0.05
 MISTAKE_SECONDS = 10.0  # between ranks that find the same one
 EXIT_MISTAKE = 2  # as the command line has it
 SHOWN = 4  # ranks in one message
+SLOW_START = "a slow start counts too, of loaders and of what is compiled: a larger --rank-timeout leaves it the time"
+STANDARD_LIBRARY = sysconfig.get_path("stdlib")
+PACKAGES = ("site-packages", "dist-packages")  # which may lie in the standard library's folder
 
 
 class LostRankError(Exception):
@@ -244,7 +248,7 @@ class Ranks:
                 self._beat()
                 # Rank 0 looks at all; rank 1 at rank 0, whose process may be the one that is frozen.
                 if self._watching and self.rank < 2 and (found := self._standing_still()) is not None:
-                    end_with(LostRankError(found))
+                    end_with(LostRankError(found if self._mark[1] else f"{found} ({SLOW_START})"))
                 if self.on_standing is not None:
                     self.on_standing(self._standing_still(STANDING_SECONDS) or "")
         except dist.DistError:
@@ -303,9 +307,18 @@ def words_of_standing(
 
 
 def main_frame() -> str:
-    """Where the thread that trains is, such as 'all_reduce, distributed_c10d.py'."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    """Where the thread that trains is, such as 'all_reduce, distributed_c10d.py'. Not the standard library's wait in
+    a selector or a lock: whoever called it says more."""
+    frame = innermost = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None and is_standard(frame.f_code.co_filename):
+        frame = frame.f_back
+    frame = frame or innermost
     return "nowhere" if frame is None else f"{frame.f_code.co_name}, {Path(frame.f_code.co_filename).name}"
+
+
+def is_standard(file: str) -> bool:
+    parts = Path(file).parts
+    return file.startswith((STANDARD_LIBRARY, "<frozen")) and not any(name in parts for name in PACKAGES)
 
 
 def alone() -> Ranks:

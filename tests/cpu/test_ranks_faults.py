@@ -9,17 +9,21 @@ import io
 import json
 import os
 import re
+import selectors
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from redline.cli import main
@@ -291,12 +295,21 @@ def test_the_cause_is_not_what_the_agent_did_afterwards(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+@pytest.mark.parametrize(
+    "signals",
+    [(signal.SIGINT,), (signal.SIGTERM,), (signal.SIGINT, signal.SIGINT)],
+    ids=["SIGINT", "SIGTERM", "twice"],
+)
 @pytest.mark.parametrize("moment", ["agent", "rank", "run"])
 def test_whoever_interrupts_ranks_that_start_is_told_just_that(
-    words: list[str], tmp_path: Path, moment: str, number: signal.Signals, left_behind: Callable[[Path], list[str]]
+    words: list[str],
+    tmp_path: Path,
+    moment: str,
+    signals: tuple[signal.Signals, ...],
+    left_behind: Callable[[Path], list[str]],
 ) -> None:
-    """Before there is an agent's handler, when rank 0 is there, and when it has made the run directory."""
+    """Before there is an agent's handler, when rank 0 is there, and when it has made the run directory. A terminal
+    signals the whole group."""
     out, temporary = tmp_path / "run", tmp_path / "temporary"
     temporary.mkdir()
     process = subprocess.Popen(
@@ -305,6 +318,7 @@ def test_whoever_interrupts_ranks_that_start_is_told_just_that(
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        start_new_session=True,
     )
     awaited = {"agent": (temporary, "*/ranks.log"), "rank": (temporary, "*/rank-0"), "run": (out, "run.json")}
     folder, pattern = awaited[moment]
@@ -312,11 +326,14 @@ def test_whoever_interrupts_ranks_that_start_is_told_just_that(
     while not list(folder.glob(pattern)) and time.monotonic() < until:
         time.sleep(0.02)
     time.sleep(0.2)  # handlers are set
-    process.send_signal(number)
+    for number in signals:
+        os.killpg(process.pid, number)
+        time.sleep(0.3)
     _, told = process.communicate(timeout=90)
     assert process.returncode == 130, told
     assert told.splitlines()[-1] == "interrupted"
     assert "training stopped" not in told
+    assert "Traceback" not in told
     assert [path.name for path in temporary.glob("redline-ranks-*")] == []
     assert left_behind(out) == []
 
@@ -457,3 +474,42 @@ def test_the_watch_names_whoever_is_behind(
 ) -> None:
     found = words_of_standing(marks, seconds, frozen, 10)
     assert found is None if text is None else text in (found or "")
+
+
+def test_a_rank_is_where_our_code_or_the_users_is_and_not_in_a_selector(monkeypatch: pytest.MonkeyPatch) -> None:
+    def frame_in(wait: Callable[[], object]) -> str:
+        """Of a thread that is taken for the one that trains."""
+        with ThreadPoolExecutor(1, thread_name_prefix="training") as pool:
+            waiting = pool.submit(wait)
+            (thread,) = (thread for thread in threading.enumerate() if thread.name.startswith("training"))
+            monkeypatch.setattr(distributed.threading, "main_thread", lambda: thread)
+            until = time.monotonic() + 10
+            while not (found := distributed.main_frame()).endswith(Path(__file__).name) and time.monotonic() < until:
+                time.sleep(0.01)
+            done.set()
+            waiting.result()
+        return found
+
+    def waiting_for_others() -> None:
+        done.wait()  # in threading.py
+
+    done = threading.Event()
+    assert frame_in(waiting_for_others) == f"waiting_for_others, {Path(__file__).name}"
+    assert not distributed.is_standard(str(Path(torch.__file__).parent / "distributed" / "distributed_c10d.py"))
+    assert distributed.is_standard(selectors.__file__)
+
+
+@pytest.mark.parametrize("step", [0, 3])
+def test_a_watch_that_ends_a_slow_start_says_that_starting_counts(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+    ended: list[str] = []
+    ranks = Ranks(rank=0, count=2)
+    ranks.mark(step, "waiting for its batch")
+    monkeypatch.setattr(ranks, "_beat", lambda: ended and ranks._ended.set())
+    monkeypatch.setattr(ranks, "_standing_still", lambda: "no rank has got any further for 10 s")
+    monkeypatch.setattr(distributed, "BEAT_SECONDS", 0.0)
+    monkeypatch.setattr(distributed, "end_with", lambda error: ended.append(str(error)))
+    with ranks.watched():
+        ranks._live()
+    assert all(text.startswith("no rank has got any further for 10 s") for text in ended)
+    assert ended
+    assert all(("a slow start counts too" in text) == (step == 0) for text in ended)
