@@ -522,6 +522,7 @@ def session_of(order: TrainOrder, options: argparse.Namespace, ranks: int = 1) -
 
 
 def show_summary(summary: dict[str, Any], order: TrainOrder, options: argparse.Namespace) -> None:
+    from redline.core.values import to_json
     from redline.report.training import summary_lines, without_nan
 
     document = {
@@ -530,7 +531,7 @@ def show_summary(summary: dict[str, Any], order: TrainOrder, options: argparse.N
         "unit": order.workload.unit,
         "rungs": list(order.recipe.rungs),
         "pipeline": pipeline_of(order),
-        "layout": "" if order.layout is None else order.layout.options(),
+        "layout": None if order.layout is None else to_json(order.layout),
         "out": order.out,
     }
     if summary["reason"] is not None:

@@ -22,7 +22,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -85,6 +85,8 @@ class Ranks:
             self._beat()
             self._thread = threading.Thread(target=self._live, name="rank-beat", daemon=True)
             self._thread.start()
+        if self.leads:
+            self.remember(f"count/{self.attempt}", count)
 
     @property
     def joined(self) -> bool:
@@ -149,6 +151,20 @@ class Ranks:
     def remembered(self, key: str) -> Any:
         known = self._lasting is not None and self._lasting.check([key])
         return json.loads(self._lasting.get(key)) if known else None
+
+    def tell_end(self, text: str) -> None:
+        """To those that torchrun may start next. Whoever is killed tells nothing."""
+        with suppress(dist.DistError):  # the store may be gone, and the job with it
+            self.remember(f"end/{self.attempt}/{self.rank}", [time.time(), first_line(text)])
+
+    def lost_before(self) -> str | None:
+        """Why there was an attempt before this one that is over; None: there was none, or nobody knows."""
+        count = self.remembered(f"count/{self.attempt - 1}")
+        return (
+            None
+            if count is None
+            else words_of_ends({rank: self.remembered(f"end/{self.attempt - 1}/{rank}") for rank in range(count)})
+        )
 
     # --- collectives --------------------------------------------------------------------------------------------------
 
@@ -248,7 +264,9 @@ class Ranks:
                 self._beat()
                 # Rank 0 looks at all; rank 1 at rank 0, whose process may be the one that is frozen.
                 if self._watching and self.rank < 2 and (found := self._standing_still()) is not None:
-                    end_with(LostRankError(found if self._mark[1] else f"{found} ({SLOW_START})"))
+                    found = found if self._mark[1] else f"{found} ({SLOW_START})"
+                    self.tell_end(found)
+                    end_with(LostRankError(found))
                 if self.on_standing is not None:
                     self.on_standing(self._standing_still(STANDING_SECONDS) or "")
         except dist.DistError:
@@ -369,8 +387,25 @@ def recorded(ranks: Ranks) -> Iterator[None]:
         record_failure(error)
         raise SystemExit(EXIT_MISTAKE) from error
     except Exception as error:
+        ranks.tell_end(f"rank {ranks.rank} failed: {type(error).__name__}: {error}")
         record_failure(error)
         raise SystemExit(1) from error
+    except KeyboardInterrupt:
+        ranks.tell_end("")  # by the user, or by the agent because of another rank
+        raise
+
+
+def words_of_ends(ends: Mapping[int, tuple[float, str] | None]) -> str | None:
+    """Of the ranks of an attempt: when each ended, and what it said; None: nothing."""
+    silent = [f"rank {rank}" for rank, end in ends.items() if end is None]
+    told = sorted((end[0], end[1]) for end in ends.values() if end is not None and end[1])
+    words = [f"{', '.join(silent)} ended without a word (killed, or its machine is gone)"] if silent else []
+    words += [text for _, text in told[:1]]
+    return f"torchrun has started all ranks again: {'; '.join(words)}" if words else None
+
+
+def first_line(text: str) -> str:
+    return next(iter(text.strip().splitlines()), "")
 
 
 def record_failure(error: Exception) -> None:

@@ -9,6 +9,7 @@ import io
 import json
 import os
 import re
+import runpy
 import selectors
 import signal
 import socket
@@ -38,6 +39,7 @@ from redline.engine.distributed import Mark, Ranks, words_of_standing
 from redline.search.launch import probe_machine
 
 HERE = Path(__file__).resolve().parent
+SAME = runpy.run_path(str(HERE / "same_weights.py"))
 STEPS = 6
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -113,7 +115,7 @@ def environment() -> dict[str, str]:
 
 def assert_same_weights(run: Path, reference: Path) -> None:
     ours, theirs = (load_from(each / "checkpoints" / f"step-{STEPS:08d}").tensors() for each in (run, reference))
-    assert max((ours[name] - theirs[name]).abs().max().item() for name in theirs) < 1e-5
+    assert max(SAME["differences"](ours, theirs).values()) < 1e-5
 
 
 def test_a_killed_rank_is_named_and_one_process_goes_on(
@@ -142,7 +144,32 @@ def test_torchrun_starts_again_from_the_last_checkpoint(
     done = with_fault("kill", [*words, "--out", str(out), "--parallel", "fsdp"], *again, step=5)
     assert done.returncode == 0, done.stderr
     assert "resumed from step-0000000" in done.stderr
+    metrics = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    again = [line["text"] for line in metrics if "started all ranks again" in line.get("text", "")]
+    assert len(again) == 1
+    assert "rank 1 ended without a word (killed, or its machine is gone)" in again[0]
     assert_same_weights(out, never_stopped)
+
+
+@pytest.mark.parametrize(
+    ("ends", "expected"),
+    [
+        ({0: (3.0, "rank 0 failed: E: closed"), 1: None}, "again: rank 1 ended without a word (killed, or"),
+        (
+            {0: (3.0, "rank 0 failed: E: closed"), 1: (2.0, "rank 1 failed: E: x")},
+            "again: rank 1 failed: E: x",
+        ),
+        ({0: (3.0, ""), 1: (2.0, "rank 1 failed: E: x")}, "again: rank 1 failed: E: x"),
+        ({0: None, 1: (2.0, "rank 1 failed: E: x")}, "is gone); rank 1 failed: E: x"),
+        ({0: (3.0, ""), 1: (2.0, "")}, None),
+    ],
+    ids=["killed", "first", "ended-by-the-agent", "killed-by-the-agent", "nobody"],
+)
+def test_what_was_lost_is_told_by_those_that_go_on(
+    ends: dict[int, tuple[float, str] | None], expected: str | None
+) -> None:
+    found = distributed.words_of_ends(ends)
+    assert found is None if expected is None else expected in (found or "")
 
 
 @pytest.mark.long
