@@ -27,8 +27,11 @@ from redline.data.prepare import Preparation, prepare
 from redline.engine.checkpoint import load_from
 from redline.engine.export import export_huggingface, read_weights
 from redline.engine.session import TrainOrder, load_model, train
+from redline.predict.activations import Rank
+from redline.predict.communication import ALL_REDUCE, REDUCE_SCATTER, traffic
 from redline.predict.flops import parameters
 from redline.predict.memory import predict_memory
+from redline.predict.optimizers import find_optimizer
 from redline.predict.parallel import Layout as Cut
 from redline.rungs import plan_of
 
@@ -295,6 +298,57 @@ def test_a_rank_holds_what_is_predicted(runs: Runs, name: str, layout: Cut, zero
             assert held[what] == pytest.approx(size, rel=0.02)
             assert held[what] < 0.6 * whole * {"weights": 1, "optimizer": 2}[what]
         assert held["gradients"] == held["weights"]
+
+
+def sent_for_three(name: str, layout: Cut, zero: int) -> dict[str, list[int]]:
+    """[calls, bytes] of an update of three micro batches, by kind, as predicted."""
+    plan = plan_of(CASES[name][1])
+    rank = Rank(
+        shape=WORKLOAD.decoder,
+        plan=plan,
+        micro_batch=1,
+        layout=replace(layout, accumulation=3),
+        zero=zero,
+        optimizer=find_optimizer(plan.optimizer),
+        first=True,
+        last=True,
+    )
+    found: dict[str, list[int]] = {}
+    for one in traffic(rank, gpus_per_node=8):
+        calls, size = found.get(one.kind, [0, 0])
+        found[one.kind] = [calls + one.calls, size + round(one.bytes)]
+    return found
+
+
+@pytest.mark.parametrize(("name", "zero"), [("tp2-ddp", 0), ("tp2-fsdp", 3)], ids=["tp2-ddp", "tp2-fsdp"])
+def test_a_step_sends_what_is_predicted(runs: Runs, name: str, zero: int) -> None:
+    """Of the ranks that have the odd row of the vocabulary; the others have one less."""
+    expected = sent_for_three(name, Cut(gpus=4, tp=2), zero)
+    for rank in runs.ranks(name)[1::2]:
+        assert rank[f"held {list(CASES[name][1])}"]["sent"] == expected
+
+
+def test_copies_of_a_model_average_once_per_update(runs: Runs) -> None:
+    """Inside a copy that is FSDP of its two ranks; between the copies a share of the gradients, on the last of three
+    micro batches."""
+    inside = sent_for_three("hybrid", Cut(gpus=2), 3)
+    calls, size = inside[REDUCE_SCATTER]
+    for rank in runs.ranks("hybrid"):
+        sent = rank[f"held {list(CASES['hybrid'][1])}"]["sent"]
+        assert sent == {**inside, ALL_REDUCE: [calls // 3, size // 3 // 2]}
+
+
+@pytest.mark.parametrize("name", ["tp2-tied", "tp2-fsdp"])
+def test_a_tensor_group_builds_its_part_without_the_whole(runs: Runs, name: str) -> None:
+    """What a rank holds, with one whole tensor at a time and its pieces of that: half for the group of two, and of that
+    half again for FSDP."""
+    shape, rungs = WORKLOAD.decoder, CASES[name][1]
+    largest = 4 * plan_of(rungs).vocab_rows(shape.vocab) * shape.d_model
+    for rank in runs.ranks(name):
+        found = rank[f"held {list(rungs)}"]
+        left, peak = found["building"]["left"], found["building"]["peak"]
+        assert left == pytest.approx(found["weights"] + shape.sequence**2, rel=0.05)
+        assert left + largest <= peak <= left + 1.8 * largest
 
 
 def test_a_checkpoint_of_cut_layers_is_a_model(runs: Runs, tmp_path: Path) -> None:
