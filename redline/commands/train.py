@@ -150,7 +150,7 @@ def train_and_show(order: TrainOrder, options: argparse.Namespace, console: Any,
             summary = train_session(order, watchers.emit, ranks)
             watchers.end(summary)
     except UserError:
-        if not (options.resume or watching.trained or holds_data(order)):
+        if not (options.resume or watching.trained or holds_text(order, options)):
             shutil.rmtree(order.out, ignore_errors=True)  # a mistake leaves nothing that looks like a run
         raise
     mfu = watchers.mfu(summary["tokens_per_second"])
@@ -160,9 +160,9 @@ def train_and_show(order: TrainOrder, options: argparse.Namespace, console: Any,
     )
 
 
-def holds_data(order: TrainOrder) -> bool:
-    """The run directory has what was made of a text, which may have taken hours."""
-    return bool(order.data) and Path(order.data).is_relative_to(Path(order.out).resolve())
+def holds_text(order: TrainOrder, options: argparse.Namespace) -> bool:
+    """The run directory has what was made of the user's text, which may have taken hours. The sample's is made soon."""
+    return options.data is not None and Path(order.data).is_relative_to(Path(order.out).resolve())
 
 
 def train_session(order: TrainOrder, emit: Any, ranks: Ranks | None = None) -> dict[str, Any]:
@@ -234,7 +234,7 @@ def chosen_order(
     from redline.commands.ranks import check_layout, layout_of
     from redline.core.recipe import Recipe, load_recipe
     from redline.core.training import Budget
-    from redline.engine.session import TrainOrder
+    from redline.engine.session import TrainOrder, rate_of
     from redline.rungs import usual_rungs
     from redline.rungs.ladder import check_alternatives, with_optimizer
     from redline.search.inspect import find_workload
@@ -279,6 +279,7 @@ def chosen_order(
         check_layout(layout, recipe)
         check_init(recipe, options.init, layout)
     settings = settings_of(options, workload, recipe, budget, layout)
+    rate_of(settings)  # a warm-up that does not fit is told before anything is made
     out = options.out or Path("runs") / f"train-{workload.name}-{datetime.now().strftime('%Y%m%d-%H%M%S')}"
     order = TrainOrder(
         workload=workload,
@@ -553,6 +554,7 @@ def session_of(order: TrainOrder, options: argparse.Namespace, ranks: int = 1) -
 
 
 def show_summary(summary: dict[str, Any], order: TrainOrder, options: argparse.Namespace) -> None:
+    from redline.core.values import to_json
     from redline.report.training import summary_lines, without_nan
 
     document = {
@@ -561,7 +563,7 @@ def show_summary(summary: dict[str, Any], order: TrainOrder, options: argparse.N
         "unit": order.workload.unit,
         "rungs": list(order.recipe.rungs),
         "pipeline": pipeline_of(order),
-        "layout": "" if order.layout is None else order.layout.options(),
+        "layout": None if order.layout is None else to_json(order.layout),
         "out": order.out,
     }
     if summary["reason"] is not None:

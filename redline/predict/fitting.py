@@ -21,8 +21,8 @@ from redline.predict.parallel import Layout
 
 MOST_SEQUENCES = 2**20  # in one micro batch: beyond any use
 MOST_REPLICAS = 1024
-# The ZeRO stage of each way to share a step. Weights kept for the backward pass are whole when memory is fullest.
-ZERO = {"none": 0, "ddp": 0, "fsdp-keep": 2, "fsdp": 3}
+# The ZeRO stage of each way to share a step. What `fsdp-keep` holds beside it within an update is `Rank.keeps`.
+ZERO = {"none": 0, "ddp": 0, "fsdp-keep": 3, "fsdp": 3}
 FASTER = "nothing: faster too"
 SAME = 0.005  # a change that moves the peak by less is not worth naming
 

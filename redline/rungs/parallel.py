@@ -71,11 +71,12 @@ class Fsdp(Rung):
     """Every rank holds a part of each tensor, of its gradient and of its optimizer state.
 
     FSDP2 (`fully_shard`): the weights of a block are gathered before it runs, given back, and gathered again for its
-    backward pass; gradients are added up and dealt out at once. A rank holds 1/N of what DDP holds, at 1.5 times the
-    traffic, most of it hidden behind the block before. With bf16 the weights travel in 16 bits and gradients are added
+    backward pass; gradients are added up and dealt out at once, in every micro batch of an update. A rank holds 1/N of
+    what DDP holds, at 1.5 times the traffic, and that in every micro batch, where DDP averages once per update; most of
+    it is hidden behind the block before. With bf16 the weights travel in 16 bits and gradients are added
     up in fp32. Blocks are compiled one by one, and the model is built without memory: one larger than a device starts.
     With `--replicas R` there are R copies of the model, each cut among N/R ranks (hybrid sharding): with one per node,
-    weights are gathered inside nodes and only gradients travel between them.
+    weights are gathered inside nodes and only gradients travel between them, once per update.
     `fused-backward` is undone: its blocks read a bias of the block before, which is not gathered then.
     """
 
@@ -93,10 +94,12 @@ class Fsdp(Rung):
 
 
 class FsdpKeep(Rung):
-    """As `fsdp`, with gathered weights kept from the forward to the backward pass.
+    """As `fsdp`, with gathered weights kept from the forward to the backward pass, and gradients dealt out once.
 
-    One gathering less, so as little traffic as DDP; but from the end of the forward pass on every rank holds all
-    weights for a while. Gradients and optimizer state are shared as before, and they are the larger part.
+    One gathering less per micro batch, so as little traffic as DDP without accumulation; but from the end of the
+    forward pass on every rank holds all weights for a while. With accumulation whole gradients are added up as well,
+    and dealt out on the last micro batch of an update only: less traffic than `fsdp`, and a rank holds all gradients
+    within an update. Optimizer state is shared as before, and so is everything between updates.
     """
 
     name = "fsdp-keep"

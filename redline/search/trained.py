@@ -5,8 +5,8 @@
     trained.reasons(tp=1, pp=1, zero=1)               -> ("train has no ZeRO 1: ...",)
     trained.line(layout, zero=3, gpus_per_node=8)     -> "torchrun --nnodes 8 ... -m redline train gpt2-xl ..."
 
-ZeRO 0 is `ddp` and ZeRO 3 is `fsdp`; 1 and 2 have no engine here, and `fsdp-keep` is neither of them: it holds what
-ZeRO 2 does, and gathers at every micro batch.
+ZeRO 0 is `ddp` and ZeRO 3 is `fsdp`; 1 and 2 have no engine here. `fsdp-keep` is ZeRO 3 between updates and holds more
+within one (`Rank.keeps`): no stage says that, so a recipe does.
 """
 
 from __future__ import annotations
