@@ -37,7 +37,7 @@ from redline.core.measurement import Failure
 from redline.core.recipe import Recipe, load_recipe
 from redline.core.values import from_json, to_json
 from redline.core.workload import Workload
-from redline.rungs import LADDER, find_rung, group_of, plan_of, why_not
+from redline.rungs import LADDER, find_rung, group_of, own_rungs, plan_of, why_not, with_own
 from redline.rungs.ladder import with_parallel
 from redline.search.ahead import compile_side_by_side, graphs_of
 from redline.search.answers import graph_key, surroundings_of
@@ -254,10 +254,11 @@ def prepare_ladder(
     hardware = found.hardware
     size = micro_batch or (recipe.micro_batch if recipe else found.workload.micro_batch)
     resolved = replace(found.workload, micro_batch=size)
-    beginning = Recipe(rungs=first, micro_batch=size)
+    check_not_own(without, resolved)
+    beginning = Recipe(rungs=with_own(first, resolved), micro_batch=size)
     check_recipe_applies(beginning, resolved, hardware)
     settings = LadderSettings(
-        rungs=chosen,
+        rungs=tuple(name for name in chosen if name not in beginning.rungs),
         start=beginning,
         device=hardware.kind,
         check_steps=check_steps or LadderSettings.check_steps,
@@ -367,6 +368,17 @@ def _names(text: str | None) -> set[str]:
     if text is None or text.strip() == "none":
         return set()
     return {find_rung(name.strip()).name for name in text.split(",")}
+
+
+def check_not_own(without: str | None, workload: Workload) -> None:
+    """What is the model itself cannot be left out of its recipes."""
+    for name in own_rungs(workload):
+        if name in _names(without):
+            raise UserError(
+                f"{workload.name} without {name}",
+                "its config says that the head is the embedding: without, it would be another model",
+                'copy the config and set "tie_word_embeddings" to false in it',
+            )
 
 
 def default_directory(workload: Workload) -> Path:

@@ -40,6 +40,7 @@ from redline.search.batch_size import HEADROOM
 from redline.search.climb import TOKENS_FILE
 from redline.search.ladder import (
     SURROUNDINGS,
+    check_not_own,
     memory_to_share,
     only_climb_in,
     open_directory,
@@ -246,6 +247,7 @@ def prepare_tune(
 
     found = words.meet_machine()
     resolved, hardware = found.workload, found.hardware
+    check_not_own(without, resolved)
     if ladder is not None:
         resolved = replace(resolved, micro_batch=ladder.workload.micro_batch)
         check_steps, steps = check_steps or ladder.settings.check_steps, steps or ladder.settings.timed_steps

@@ -108,15 +108,17 @@ def _from_config(workload: Workload, config: Config, trained_on: str | None) -> 
         workload,
         source=Source(kind="huggingface", config=without_dropout(config) if trained_on is None else config),
         cannot=cannot,
-        notes=(*workload.notes, *_config_notes(config, trained_on)),
+        notes=(*workload.notes, *_config_notes(config, workload.decoder.tied, trained_on)),
     )
 
 
-def _config_notes(config: Config, trained_on: str | None) -> Iterator[str]:
+def _config_notes(config: Config, tied: bool, trained_on: str | None) -> Iterator[str]:
     written, installed = str(config.get("transformers_version") or ""), metadata.version("transformers")
     if _numbers(written) > _numbers(installed):
         yield f"written by transformers {written}, and {installed} is installed: what is new to that has no effect"
     shares = ", ".join(f"{key} {share:g}" for key, share in dropouts(config).items())
+    if tied:
+        yield "the head is the embedding, as the config says: every recipe has tied-weights"
     if trained_on is None:
         yield "weights as the config initialises them"
         if shares:
