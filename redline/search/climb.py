@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from redline.core.hardware import Hardware
 from redline.core.job import Job, Result
 from redline.core.measurement import Failure, Measurement, spread_of
+from redline.core.places import short
 from redline.core.recipe import Recipe
 from redline.core.workload import BUILT_IN, Workload
 from redline.predict.verdict import LEAST_LEARNING, Equivalence, judge
@@ -25,6 +26,7 @@ from redline.search.batch_size import HEADROOM, MEMORY_KINDS, BatchChoice, Sized
 from redline.search.noise import UNSEEN_RUN_TO_RUN, tolerated_noise
 from redline.search.ranks import not_measured
 
+COMPILE = "compile"
 AGAIN = "a/a"  # the row that measures the finished recipe a second time
 TOKENS_FILE = "tokens.npy"
 
@@ -230,6 +232,8 @@ class Climb:
             return  # it adds nothing to a recipe
         if row.equivalence.verdict == "different":
             row.kept, row.reason = False, row.equivalence.detail
+        elif rung is not None and rung.name == COMPILE and (trouble := self._nothing_compiled(row)) is not None:
+            row.kept, row.reason = False, trouble
         elif current is None or not current.measurements:
             row.kept = True
         else:
@@ -238,6 +242,11 @@ class Climb:
                 row.kept, row.reason = False, f"stands in for {replaced} where that does not apply"
             else:
                 self._decide_by_speed(row, current, replaces=replaced is not None)
+
+    def _nothing_compiled(self, row: Row) -> str | None:
+        """Its step is the eager one: nothing that goes with compiled code belongs onto it."""
+        compiled = row.measurements[0].proof.compiled
+        return short(compiled.trouble or "") if compiled is not None and not compiled.graphs else None
 
     def _decide_by_speed(self, row: Row, current: Row, replaces: bool) -> None:
         """An alternative must win, or the kept one stays. An addition may cost what noise could explain, within reason;

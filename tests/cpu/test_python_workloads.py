@@ -624,7 +624,22 @@ def test_code_that_the_compiler_cannot_take_whole(
     rows = {row["rung"]: row for row in ladder["rows"]}
     assert rows["compile"]["status"] == "ok", rows["compile"]["reason"]
     assert rows["compile"]["kernels"]["graph_breaks"] > 0
+    assert f"model.py:{line_of(BREAKS, 'print')}" in rows["compile"]["compile_note"]
     assert rows["fused-adamw"]["status"] == "ok"
+
+
+def test_code_that_the_compiler_gives_up_on_is_not_called_compiled(
+    here: Path, no_waiting: None, write: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It runs, as fast as before and equal to the bit, and would look like a rung that is right."""
+    text = BREAKS.replace('print("seen", h.shape)', 'assert not torch.compiler.is_compiling(), "not today"')
+    ladder = command(capsys, "ladder", f"{write(text)}:net", "--rungs", "compile", *QUICK, "--out", "ladder")
+    row = ladder["rows"][1]
+    assert (row["rung"], row["status"], row["kept"]) == ("compile", "ok", False)
+    place = f"nothing was compiled, every step runs in eager: model.py:{line_of(text, 'assert')}: "
+    assert row["reason"].startswith(place)
+    assert row["kernels"]["compiled"]["graphs"] == 0
+    assert json.loads(Path("ladder/best.json").read_text())["rungs"] == []
 
 
 def test_a_rung_that_fails_is_a_row_and_the_ladder_goes_on(
