@@ -24,6 +24,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 
+from redline.api.arguments import PLACE, checked
 from redline.api.counting import CONVENTION, Blank, count_flops
 from redline.api.document import Document
 from redline.api.prepare import Prepared
@@ -67,6 +68,7 @@ class Meter:
     (8, 5)
     """
 
+    @checked(device=PLACE)
     def __init__(
         self,
         *,
@@ -296,7 +298,11 @@ class _Flops:
 
 def _place(device: torch.device | str | None, model: nn.Module | Prepared | None) -> torch.device:
     if device is not None:
-        return torch.device(device)
+        try:
+            return torch.device(device)
+        except RuntimeError as error:
+            why = str(error).splitlines()[0]
+            raise UserError(f"device is {device!r}", why, "write it as device='cuda' or 'cpu'") from error
     if isinstance(model, Prepared):
         return model.step.device
     parameter = next(model.parameters(), None) if isinstance(model, nn.Module) else None
