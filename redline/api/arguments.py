@@ -37,9 +37,7 @@ def _is_number(value: object) -> bool:
 
 
 def _is_names(value: object) -> bool:
-    return isinstance(value, str) or (
-        isinstance(value, (list, tuple)) and all(isinstance(each, str) for each in value)
-    )
+    return isinstance(value, str) or (isinstance(value, (list, tuple)) and all(isinstance(each, str) for each in value))
 
 
 def _is_of_torch(value: object) -> bool:

@@ -319,7 +319,7 @@ def compiler_finding(message: str) -> Finding | None:
 
 
 def whole_reason(why: str, more: list[str]) -> str:
-    """A sentence that ends with a colon announces the reason, which is the next line; an exception's is further down."""
+    """A sentence that ends with a colon announces the reason, which is in the next line; an exception stands below."""
     lines = [line.strip() for line in more if line.strip()]
     if not why.endswith(":") or not lines:
         return why

@@ -116,9 +116,7 @@ class Climb:
         total = 1 + len(names)
         first = self._first_row()
         on_start(first.name, first.title, 1, total)
-        self.plain_curve = self._reference_curve(
-            Recipe(rungs=self.own, micro_batch=self.settings.start.micro_batch)
-        )
+        self.plain_curve = self._reference_curve(Recipe(rungs=self.own, micro_batch=self.settings.start.micro_batch))
         yield self._done(self._measure(first))
         for number, name in enumerate(names, start=2):
             row = self._next_row(name)
