@@ -259,8 +259,9 @@ class _Flops:
         if self.hook is not None and self.calls:  # nobody called: it is part of compiled code, which it must not change
             self.hook.remove()
             self.hook = None
-        if self.prepared is not None and self.prepared.step.loss_of is self.seen_loss:  # or another meter looks on
-            self.prepared.step.loss_of = self.own_loss
+        step = None if self.prepared is None else self.prepared.step
+        if step is not None and self.own_loss is not None and step.loss_of is self.seen_loss:  # or another looks on
+            step.loss_of = self.own_loss
 
     def count(self) -> tuple[float | None, str]:
         """And what was counted, or why nothing could be."""

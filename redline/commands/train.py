@@ -318,7 +318,7 @@ def check_allowed(recipe: Recipe, workload: Workload) -> None:
             raise UserError(
                 f"the recipe's {name} does not go with {workload.name}",
                 workload.cannot[name],
-                f"take {name} out of the recipe, or let `redline tune` find one for this model",
+                f"take {name} out of the recipe, or leave --recipe out: what applies here is taken then",
             )
 
 

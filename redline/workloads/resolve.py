@@ -22,9 +22,9 @@ from redline.predict.flops import parameters
 from redline.workloads.huggingface import (
     FUSED_ATTENTION,
     Config,
+    attention_dropout,
     check_causal,
     dropouts,
-    drops_attention,
     obstacles,
     without_dropout,
 )
@@ -101,8 +101,9 @@ def _from_config(workload: Workload, config: Config, trained_on: str | None) -> 
     check_transformers()
     check_causal(config)
     cannot = obstacles(config, workload.decoder)
-    if trained_on == "cpu" and drops_attention(config):
-        reason = "fused attention on a CPU has no dropout, and the config has: train without, or set it to 0"
+    if trained_on == "cpu" and attention_dropout(config) is not None:
+        key = attention_dropout(config)
+        reason = f"fused attention on a CPU has no dropout: leave it out, or set {key} to 0 in the config"
         cannot |= dict.fromkeys(FUSED_ATTENTION, reason)
     return replace(
         workload,

@@ -35,7 +35,7 @@ from redline.engine.equivalence import relative_errors
 from redline.engine.session import TrainOrder, load_model, open_data, validation_batches
 from redline.model.transformers_adapter import TransformersAdapter, drops, head_of
 from redline.predict.verdict import gradient_bound
-from redline.rungs import find_rung, plan_of
+from redline.rungs import find_rung, plan_of, usual_rungs
 from redline.workloads import resolve_workload
 from redline.workloads.hub_cache import find_cached, hub_cache
 from redline.workloads.huggingface import FAMILIES
@@ -434,6 +434,8 @@ def test_a_config_goes_through_every_command(
         allowed = {"not-checked"} if refused else {"rounding", "same"}
         assert rows[rung]["equivalence"]["verdict"] in allowed
     assert "weights as the config initialises them" in told
+    refuses = [note for note in ladder["workload"]["notes"] if "`redline train` on this CPU will refuse" in note]
+    assert len(refuses) == (family == "gpt2")  # whose config drops attention's weights
     assert ladder["workload"]["source"]["config"]["model_type"] == family
 
     # Not best.json, which is a matter of time. GPT-2's config drops, and a CPU's flash attention cannot.
@@ -578,6 +580,20 @@ def test_a_recipe_of_another_model_is_refused(here: Path, capsys: pytest.Capture
     assert "the recipe's padded-vocab does not go with phi" in shown
     assert "the head has a bias" in shown
     assert not Path("runs").exists()
+
+
+def test_a_recipe_that_dropout_refuses_names_what_works(
+    here: Path, workload: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was measured without dropout, by a ladder or a tune, which have said so."""
+    folder = written(here, CONFIGS["gpt2"])
+    Path("recipe.json").write_text(json.dumps({"rungs": ["flash"], "micro_batch": 2}))
+    assert main(["train", str(folder), "--recipe", "recipe.json", "--steps", "2", "--device", "cpu"]) == 2
+    shown = " ".join(capsys.readouterr().err.split())
+    assert "leave it out, or set attn_pdrop to 0 in the config" in shown
+    assert "leave --recipe out: what applies here is taken then" in shown
+    assert "flash" not in usual_rungs(workload("gpt2", trained_on="cpu"), probe.probe("cpu"))
+    assert "flash" not in workload("gpt2", trained_on="cpu", attn_pdrop=0.0).cannot
 
 
 @pytest.mark.long

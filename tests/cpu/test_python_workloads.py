@@ -637,7 +637,7 @@ def test_dropout_by_a_function_is_off_while_measuring_and_on_in_training(
         words = ("--recipe", "recipe.json", "--steps", 2, "--device", "cpu", "--out")
         losses = [command(capsys, "train", f"{name}.py:net", *words, name)["loss"] for name in ("model", "plain")]
         assert losses[0] != losses[1]
-    without = command(capsys, "ladder", "plain.py:net", "--rungs", "none", *QUICK, "--out", "plain")
+    without = command(capsys, "ladder", "plain.py:net", "--rungs", "none", *QUICK, "--out", "without")
     assert without["rows"][0]["loss_curve"] == ladder["rows"][0]["loss_curve"]
 
 
