@@ -19,9 +19,11 @@ Importing redline imports nothing heavy. A mistake raises `redline.core.errors.U
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from redline.api.arguments import ANYTHING, FLAG_OR_TEXT, OF_TORCH, PLACE, checked, joined
 
 if TYPE_CHECKING:
     import torch
@@ -48,15 +50,16 @@ __all__ = [
 ]
 
 
+@checked()
 def ladder(
     workload: str | Callable[[], nn.Module] | None = None,
     *,
-    rungs: str | None = None,
-    without: str | None = None,
+    rungs: str | Sequence[str] | None = None,
+    without: str | Sequence[str] | None = None,
     start: Path | str | None = None,
     micro_batch: int | None = None,
     sequence: int | None = None,
-    data: str | None = None,
+    data: Path | str | None = None,
     device: str | None = None,
     gpus: int | None = None,
     keep: str | None = None,
@@ -89,12 +92,12 @@ def ladder(
     check_timeout(timeout_seconds)
     run = prepare_ladder(
         workload=words_of(workload, "redline.ladder"),
-        rungs=rungs,
-        without=without,
+        rungs=joined(rungs),
+        without=joined(without),
         start=None if start is None else Path(start),
         micro_batch=micro_batch,
         sequence=sequence,
-        data=data,
+        data=None if data is None else str(data),
         device=device,
         gpus=gpus,
         keep=keep,
@@ -115,18 +118,19 @@ def ladder(
     return Document(document, kind="ladder")
 
 
+@checked()
 def tune(
     workload: str | Callable[[], nn.Module] | None = None,
     *,
     minutes: float | None = None,
     allow: str | None = None,
-    rungs: str | None = None,
-    without: str | None = None,
+    rungs: str | Sequence[str] | None = None,
+    without: str | Sequence[str] | None = None,
     micro_batch: int | None = None,
     global_batch: int | None = None,
     memory_limit: str | None = None,
     sequence: int | None = None,
-    data: str | None = None,
+    data: Path | str | None = None,
     device: str | None = None,
     gpus: int | None = None,
     steps: int | None = None,
@@ -152,13 +156,13 @@ def tune(
         "workload": words_of(workload, "redline.tune"),
         "minutes": minutes,
         "allow": allow,
-        "rungs": rungs,
-        "without": without,
+        "rungs": joined(rungs),
+        "without": joined(without),
         "micro_batch": micro_batch,
         "global_batch": global_batch,
         "memory_limit": memory_limit,
         "sequence": sequence,
-        "data": data,
+        "data": None if data is None else str(data),
         "device": device,
         "gpus": gpus,
         "steps": steps,
@@ -171,13 +175,14 @@ def tune(
     return Document(document_of(options_of(add_tune, "tune", given), _call("tune", given))[0], kind="tune")
 
 
+@checked()
 def estimate(
     workload: str | nn.Module | Callable[[], nn.Module] | None = None,
     *,
     gpu: str | None = None,
     micro_batch: int | None = None,
     sequence: int | None = None,
-    rungs: str | None = None,
+    rungs: str | Sequence[str] | None = None,
     recipe: Path | str | None = None,
     optimizer: str | None = None,
     gpus: int | None = None,
@@ -216,7 +221,7 @@ def estimate(
         "gpu": gpu,
         "micro_batch": micro_batch,
         "sequence": sequence,
-        "rungs": rungs,
+        "rungs": joined(rungs),
         "recipe": recipe,
         "optimizer": optimizer,
         "gpus": gpus,
@@ -242,6 +247,7 @@ def estimate(
     return Document({**found, "command": _call("estimate", given)}, kind="estimate")
 
 
+@checked()
 def lint(
     workload: str | nn.Module | Callable[[], nn.Module] | None = None,
     *,
@@ -250,7 +256,7 @@ def lint(
     tp: int | None = None,
     micro_batch: int | None = None,
     sequence: int | None = None,
-    ignore: str | None = None,
+    ignore: str | Sequence[str] | None = None,
     measure: bool = False,
     seconds: float | None = None,
     fix: Path | str | None = None,
@@ -283,7 +289,7 @@ def lint(
         "tp": tp,
         "micro_batch": micro_batch,
         "sequence": sequence,
-        "ignore": ignore,
+        "ignore": joined(ignore),
         "measure": measure or None,
         "seconds": seconds,
         "fix": None if fix is None else str(fix),
@@ -301,6 +307,7 @@ def lint(
     return Document({**found, "command": _call("lint", given)}, kind="lint")
 
 
+@checked(measure=FLAG_OR_TEXT)
 def hardware(
     name: str | None = None,
     *,
@@ -329,14 +336,15 @@ def hardware(
     return Document(document_of(options), kind="hardware")
 
 
+@checked(model=OF_TORCH, optimizer=OF_TORCH)
 def profile(
     workload: str | Callable[..., Any] | None = None,
     *,
     recipe: Path | str | None = None,
-    rungs: str | None = None,
+    rungs: str | Sequence[str] | None = None,
     micro_batch: int | None = None,
     sequence: int | None = None,
-    data: str | None = None,
+    data: Path | str | None = None,
     device: str | None = None,
     gpus: int | None = None,
     steps: int | None = None,
@@ -370,10 +378,10 @@ def profile(
     given: dict[str, Any] = {
         "workload": workload,
         "recipe": None if recipe is None else Path(recipe),
-        "rungs": rungs,
+        "rungs": joined(rungs),
         "micro_batch": micro_batch,
         "sequence": sequence,
-        "data": data,
+        "data": None if data is None else str(data),
         "device": device,
         "gpus": gpus,
         "steps": steps,
@@ -399,6 +407,7 @@ def profile(
     return Document(document_of(options), kind="profile")
 
 
+@checked(recipe=ANYTHING, device=PLACE)
 def prepare(
     model: nn.Module,
     recipe: Path | str | Recipe | Iterable[str],

@@ -32,7 +32,7 @@ from redline.core.user_code import Functions, described
 from redline.core.workload import Workload
 from redline.engine.inspect_model import look_at
 from redline.engine.inspect_walk import starred, walked
-from redline.model.python_adapter import takes_inputs_only
+from redline.model.python_adapter import functional_dropout_off, takes_inputs_only
 from redline.predict.traced_estimate import traced_document
 from redline.predict.traced_lint import findings_of, traced_lint_document
 from redline.workloads.python_file import PythonFile, python_workload
@@ -125,7 +125,8 @@ def trace_module(model: nn.Module, batch: Any, loss: Loss | None) -> Traced:
         **items_of(batch),
     )
     twin = copy.deepcopy(getattr(model, "_orig_mod", model)).to("cpu").train()
-    return look_at(functions, twin, {}, Workload.seed)
+    with functional_dropout_off():
+        return look_at(functions, twin, {}, Workload.seed)
 
 
 def loss_by_calling(given: int) -> Loss:

@@ -171,13 +171,14 @@ def move_to(model: nn.Module, device: torch.device | str) -> None:
 
 def rungs_of(recipe: Path | str | Recipe | Iterable[str]) -> tuple[str, ...]:
     """In the order of the ladder, each once. Unknown names, and two that exclude each other, are mistakes."""
-    if isinstance(recipe, str) and recipe in {rung.name for rung in LADDER}:
-        raise UserError(
-            f"the recipe is {recipe!r}", "a text is the path of a recipe file", f"for a rung give a list: [{recipe!r}]"
-        )
+    if isinstance(recipe, str) and is_names(recipe):
+        recipe = [] if recipe == "none" else [name.strip() for name in recipe.split(",")]
     if isinstance(recipe, (str, Path)):
         recipe = load_recipe(Path(recipe))
-    if not isinstance(recipe, (Recipe, Iterable)):
+    recipe = recipe if isinstance(recipe, Recipe) or not isinstance(recipe, Iterable) else list(recipe)
+    if not isinstance(recipe, (Recipe, list)) or (
+        isinstance(recipe, list) and not all(isinstance(name, str) for name in recipe)
+    ):
         raise UserError(
             f"the recipe is {recipe!r}",
             "it is the path of a recipe file, a Recipe, or a list of rungs",
@@ -187,6 +188,11 @@ def rungs_of(recipe: Path | str | Recipe | Iterable[str]) -> tuple[str, ...]:
     plan_of(names)  # an unknown name is answered with the list
     check_alternatives(names)
     return in_order(names)
+
+
+def is_names(text: str) -> bool:
+    """Of rungs, with commas between them, rather than the path of a file: they have no suffix and no folder."""
+    return text == "none" or {name.strip() for name in text.split(",")} <= {rung.name for rung in LADDER}
 
 
 def in_order(names: Iterable[str]) -> tuple[str, ...]:

@@ -8,11 +8,14 @@ import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from redline.core.errors import UserError
+    from redline.core.recipe import Recipe
+    from redline.core.workload import Workload
 
 EXIT_DONE, EXIT_FAILED, EXIT_MISTAKE, EXIT_INTERRUPTED = 0, 1, 2, 130
 # Beyond what anyone trains with, by far: a slip of the keyboard.
@@ -114,6 +117,16 @@ def options_of(add_command: Callable[[Any], None], name: str, given: dict[str, A
     options = parser.parse_args([name])
     vars(options).update({key: value for key, value in given.items() if value is not None})
     return options
+
+
+def as_published(recipe: Recipe, workload: Workload, tell: Callable[[str], object]) -> Recipe:
+    """The recipe with what makes the model the one that its config describes; what it lacked is told."""
+    from redline.rungs import with_own
+
+    rungs = with_own(recipe.rungs, workload)
+    if added := [name for name in rungs if name not in recipe.rungs]:
+        tell(f"{', '.join(added)} added to the recipe: without, {workload.name} would be another model")
+    return replace(recipe, rungs=rungs)
 
 
 @contextmanager

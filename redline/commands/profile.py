@@ -18,6 +18,7 @@ from redline.commands.common import (
     add_common,
     add_gpus,
     add_sequence,
+    as_published,
     check_sizes,
     command_line,
     try_page,
@@ -242,6 +243,7 @@ def choose_recipe(options: argparse.Namespace, given: Recipe | None, workload: W
     else:
         recipe = Recipe(rungs=usual_rungs(workload, hardware), micro_batch=workload.micro_batch)
         print(f"rungs {', '.join(recipe.rungs) or 'none'}: all that apply here", file=sys.stderr)
+    recipe = as_published(recipe, workload, lambda note: print(note, file=sys.stderr))
     if options.micro_batch is not None:
         recipe = replace(recipe, micro_batch=options.micro_batch)
     if hardware.ranks > 1:

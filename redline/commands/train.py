@@ -18,6 +18,7 @@ from redline.commands.common import (
     WORKLOAD_HELP,
     add_common,
     add_sequence,
+    as_published,
     command_line,
     only_our_words_on_stdout,
 )
@@ -268,6 +269,7 @@ def chosen_order(
         console.print(text, style="bold yellow", markup=False, highlight=False, soft_wrap=True)
     if recipe is None:
         recipe = Recipe(rungs=usual_rungs(workload, hardware), micro_batch=workload.micro_batch)
+    recipe = as_published(recipe, workload, lambda note: console.print(note, markup=False, highlight=False))
     if options.micro_batch is not None:
         recipe = replace(recipe, micro_batch=options.micro_batch)
     if options.optimizer is not None:
@@ -346,7 +348,7 @@ def check_allowed(recipe: Recipe, workload: Workload) -> None:
             raise UserError(
                 f"the recipe's {name} does not go with {workload.name}",
                 workload.cannot[name],
-                f"take {name} out of the recipe, or let `redline tune` find one for this model",
+                f"take {name} out of the recipe, or leave --recipe out: what applies here is taken then",
             )
 
 
@@ -472,6 +474,7 @@ def resumed_order(options: argparse.Namespace, ranks: int = 1) -> TrainOrder:
     from redline.core.training import Budget
     from redline.core.values import from_json
     from redline.engine.session import TrainOrder
+    from redline.rungs import own_rungs, with_own
 
     given = [
         "workload" if name == "workload" else f"--{name.replace('_', '-')}"
@@ -505,6 +508,8 @@ def resumed_order(options: argparse.Namespace, ranks: int = 1) -> TrainOrder:
     if any(value is not None for value in longer.values()):
         order = replace(order, settings=replace(order.settings, budget=Budget(**longer)))
     recipe = load_recipe(options.recipe) if options.recipe else order.recipe
+    if set(own_rungs(order.workload)) <= set(order.recipe.rungs):  # or what it trained so far is another model
+        recipe = replace(recipe, rungs=with_own(recipe.rungs, order.workload))
     if options.micro_batch is not None:
         recipe = replace(recipe, micro_batch=options.micro_batch)
     layout = layout_of(options, ranks, order.workload)

@@ -9,6 +9,7 @@ for all of it.
 
 from __future__ import annotations
 
+import inspect
 import json
 import linecache
 import math
@@ -16,6 +17,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -35,12 +37,13 @@ from redline.core.values import from_json, to_json
 from redline.core.workload import Source
 from redline.data.made import make_batch
 from redline.engine.findings import Watch
-from redline.engine.inspect_trace import FirstNan, Seen, Trace, has_nan, tracing
+from redline.engine.inspect_trace import FirstNan, Seen, Trace, has_nan, place, tracing
 from redline.engine.inspect_walk import Made, noting_places, starred, walked
 from redline.engine.worker import leave_with_parent
 from redline.model.python_adapter import (
     checkpoint_blocks,
     find_loss,
+    functional_dropout_off,
     held,
     loss_function,
     make_model,
@@ -65,10 +68,33 @@ def main(order: Path, answer: Path) -> int:
 
 
 def inspect_model(source: Source, seed: int) -> Traced:
-    functions = load_functions(source)
-    with noting_places() as made:
-        model = make_model(functions, seed)
-    return replace(look_at(functions, model, made, seed), imports=neighbours(functions.file))
+    with noting_dropout() as dropped:
+        functions = load_functions(source)
+        with noting_places() as made:
+            model = make_model(functions, seed)
+        found = look_at(functions, model, made, seed)
+    return replace(found, imports=neighbours(functions.file), dropout=(*found.dropout, *dict.fromkeys(dropped)))
+
+
+@contextmanager
+def noting_dropout() -> Iterator[list[str]]:
+    """As `functional_dropout_off`, with the lines that would have dropped."""
+    found: list[str] = []
+
+    def instead(function: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(function)
+
+        def note(*args: Any, **kwargs: Any) -> Any:
+            given = signature.bind(*args, **kwargs)
+            given.apply_defaults()
+            if given.arguments["training"] and given.arguments["p"] > 0:
+                found.append(f"F.{function.__name__} at {place()}")
+            return given.arguments["input"]
+
+        return note
+
+    with functional_dropout_off(instead):
+        yield found
 
 
 def look_at(functions: Functions, model: nn.Module, made: Made, seed: int) -> Traced:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -23,6 +24,7 @@ from redline.engine.build import Training, build
 from redline.engine.clock import Clock
 from redline.engine.distributed import Ranks, alone
 from redline.engine.equivalence import check_gradients, pair_is_bitwise, reference_gradients, told
+from redline.engine.findings import compiler_log
 from redline.engine.fit import free_memory, in_pieces_that_fit
 from redline.engine.proof import Shares, prove
 from redline.rungs import plan_of, reference_plan
@@ -65,8 +67,10 @@ def measure(bench: Bench) -> Measurement:
 
     bench.report("compiling" if plan.compile else "building")
     started = time.perf_counter()
-    training.step.compute_gradients(batch).item()  # the first call compiles
+    with compiler_log() if plan.compile else nullcontext() as log:
+        training.step.compute_gradients(batch).item()  # the first call compiles
     first_seconds = time.perf_counter() - started
+    compiled = None if log is None else log.compiled()
     training.restore()
     gradients = check_gradients(training, batch, expected, ranks)
     del expected
@@ -84,7 +88,7 @@ def measure(bench: Bench) -> Measurement:
     bench.report("proving")
     proof, shares = Proof(), None
     if job.kind != "trial":
-        proof, shares = prove(training, plan, device, statistics.median(step_seconds))
+        proof, shares = prove(training, plan, device, statistics.median(step_seconds), compiled)
     sharing = sharing_of(ranks, shares)
     training.close()
     del training

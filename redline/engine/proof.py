@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from redline.core.measurement import Proof
+from redline.core.measurement import Compiled, Proof
 from redline.core.plan import Plan
 from redline.core.profile import COMMUNICATION, GROUPS
 from redline.engine.build import Training
@@ -41,8 +41,10 @@ class Shares:
     compute_seconds: float
 
 
-def prove(training: Training, plan: Plan, device: torch.device, step_seconds: float) -> tuple[Proof, Shares]:
-    """`step_seconds`: what a step takes without a profiler."""
+def prove(
+    training: Training, plan: Plan, device: torch.device, step_seconds: float, compiled: Compiled | None = None
+) -> tuple[Proof, Shares]:
+    """`step_seconds`: what a step takes without a profiler. `compiled`: what the compiler made of the first step."""
     syncs = count_syncs(training) if device.type == "cuda" else None
     events = profile_steps(training, device)
     timeline = read_timeline(events)
@@ -51,6 +53,7 @@ def prove(training: Training, plan: Plan, device: torch.device, step_seconds: fl
         matmul=longest_matmul(events),
         matmul_dtypes=matmul_dtypes(events),
         graph_breaks=graph_breaks() if plan.compile else None,
+        compiled=compiled,
         syncs_per_step=syncs,
         groups=groups_of(timeline, step_seconds, device),
     )

@@ -2,8 +2,8 @@
 
     model = PythonAdapter(workload).build(plan, device)
 
-What acts from outside acts here: the loss is put behind the model, dropout is set to zero while measuring, equal blocks
-are checkpointed, tanh GELUs exchanged. Batches are any trees of tensors whose first dimension is the size of the batch.
+What acts from outside acts here: the loss is put behind the model, dropout is off while measuring, equal blocks are
+checkpointed, tanh GELUs exchanged. Batches are any trees of tensors whose first dimension is the size of the batch.
 What its code does not allow stands in the workload with the line to change (`workloads/python_file.py`).
 """
 
@@ -30,6 +30,7 @@ from redline.model.adapter import DTYPES, Adapter, LossOf, exchange_gelus
 
 Loss = Callable[[Any], torch.Tensor]
 """Of a whole batch, as the file's make_batch returned it."""
+FUNCTIONAL_DROPOUT = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
 TARGETS = ("target", "targets", "label", "labels", "y")
 
 
@@ -168,6 +169,27 @@ def silence_dropout(model: nn.Module) -> tuple[str, ...]:
             setattr(module, attribute, 0.0)
             silenced.append(name)
     return tuple(silenced)
+
+
+def kept(input: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    """What F.dropout gives back at a rate of zero; a compiler follows it as it follows the model."""
+    return input
+
+
+@contextlib.contextmanager
+def functional_dropout_off(
+    instead: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda _: kept,
+) -> Iterator[None]:
+    """F.dropout and its kin drop nothing meanwhile, as modules do whose rate is zero. To be opened before a user's file
+    is loaded, which may import them by name."""
+    own = {name: getattr(F, name) for name in FUNCTIONAL_DROPOUT}
+    for name, function in own.items():
+        setattr(F, name, instead(function))
+    try:
+        yield
+    finally:
+        for name, function in own.items():
+            setattr(F, name, function)
 
 
 def is_tanh_gelu(module: nn.Module) -> bool:

@@ -313,7 +313,8 @@ def notes_of(document: Document) -> list[Note]:
 
 def row_notes(document: Document) -> list[Note]:
     """What is to be said of single rows: different ones loudly, then every reason."""
-    return [*_different_notes(document), *_unchecked_notes(document), *_reason_notes(document)]
+    reasons = (*_unchecked_notes(document), *_reason_notes(document), *_compile_notes(document))
+    return [*_different_notes(document), *reasons]
 
 
 def _different_notes(document: Document) -> Iterator[Note]:
@@ -345,6 +346,16 @@ def _reason_notes(document: Document) -> Iterator[Note]:
         if row.get("reason") or word in ("skipped", "failed"):
             text = reason_of(row) if word == "ok" else f"{word}: {reason_of(row)}"
             yield Note(about=rung_name(row), text=text, kind="failed" if word == "failed" else "plain")
+
+
+def _compile_notes(document: Document) -> Iterator[Note]:
+    """What was not compiled, of the first row that says so: those above it run the same code."""
+    told = {row.get("reason") for row in rows_of(document)}
+    for row in rows_of(document):
+        text = row.get("compile_note")
+        if text and text not in told:
+            told.add(text)
+            yield Note(about=rung_name(row), text=one_line(text))
 
 
 def _subject_notes(document: Document) -> Iterator[Note]:

@@ -13,7 +13,7 @@ import fcntl
 import json
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -37,7 +37,7 @@ from redline.core.measurement import Failure
 from redline.core.recipe import Recipe, load_recipe
 from redline.core.values import from_json, to_json
 from redline.core.workload import Workload
-from redline.rungs import LADDER, find_rung, group_of, plan_of, why_not
+from redline.rungs import LADDER, find_rung, group_of, own_rungs, plan_of, why_not, with_own
 from redline.rungs.ladder import with_parallel
 from redline.search.ahead import compile_side_by_side, graphs_of
 from redline.search.answers import graph_key, surroundings_of
@@ -250,17 +250,22 @@ def prepare_ladder(
     said: dict[str, Any] = {"keep": keep, "repeats": repeats, "again": aa, "rebatch": rebatch}
     said |= {"headroom": headroom, "compile_ahead": compile_ahead}
     said["rungs"] = choose_rungs(rungs, without, first_rungs(recipe, words.ranks))
-    return begin_ladder(words, recipe, {name: value for name, value in said.items() if value is not None}, command)
+    said = {name: value for name, value in said.items() if value is not None}
+    return begin_ladder(words, recipe, _names(without), said, command)
 
 
-def begin_ladder(words: Words, start: Recipe | None, said: dict[str, Any], command: str) -> LadderRun:
+def begin_ladder(
+    words: Words, start: Recipe | None, without: Collection[str], said: dict[str, Any], command: str
+) -> LadderRun:
     """The machine is asked, which completes the settings that were said, and the run directory is opened."""
     found = words.meet_machine()
     hardware = found.hardware
     size = words.micro_batch or (start.micro_batch if start else found.workload.micro_batch)
     resolved = replace(found.workload, micro_batch=size)
-    beginning = Recipe(rungs=first_rungs(start, words.ranks), micro_batch=size)
+    check_not_own(without, resolved)
+    beginning = Recipe(rungs=with_own(first_rungs(start, words.ranks), resolved), micro_batch=size)
     check_recipe_applies(beginning, resolved, hardware)
+    said["rungs"] = tuple(name for name in said["rungs"] if name not in beginning.rungs)
     settings = LadderSettings(
         start=beginning,
         device=hardware.kind,
@@ -366,6 +371,17 @@ def _names(text: str | None) -> set[str]:
     if text is None or text.strip() == "none":
         return set()
     return {find_rung(name.strip()).name for name in text.split(",")}
+
+
+def check_not_own(without: Collection[str], workload: Workload) -> None:
+    """What is the model itself cannot be left out of its recipes."""
+    for name in own_rungs(workload):
+        if name in without:
+            raise UserError(
+                f"{workload.name} without {name}",
+                "its config says that the head is the embedding: without, it would be another model",
+                'copy the config and set "tie_word_embeddings" to false in it',
+            )
 
 
 def default_directory(workload: Workload) -> Path:

@@ -41,6 +41,7 @@ from redline.search.climb import TOKENS_FILE
 from redline.search.ladder import (
     SURROUNDINGS,
     LadderRun,
+    check_not_own,
     memory_to_share,
     only_climb_in,
     open_directory,
@@ -254,6 +255,7 @@ def begin_tune(words: Words, ladder: LadderRun | None, budget: Budget, said: dic
     """The machine is asked, which completes the settings that were said, and the run directory is opened."""
     found = words.meet_machine()
     resolved, check_steps, steps = found.workload, words.check_steps, words.steps
+    check_not_own(said.get("without", ()), resolved)
     if ladder is not None:
         resolved = replace(resolved, micro_batch=ladder.workload.micro_batch)
         check_steps, steps = check_steps or ladder.settings.check_steps, steps or ladder.settings.timed_steps

@@ -9,8 +9,8 @@ What only one of them takes is in `search/ladder.py` and `search/tune_run.py`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -76,8 +76,17 @@ class Words:
         hardware = check_ranks(hardware, self.ranks)
         name, notes = named_or_default(self.workload, hardware)
         workload = find_workload(name, self.data, self.sequence)
+        workload = replace(workload, notes=(*workload.notes, *self._refused_in_training(name, workload, hardware)))
         check_shareable(workload, hardware)
         return Found(workload=workload, hardware=hardware, versions=versions, notes=(*notes, *workload.notes))
+
+    def _refused_in_training(self, name: str, workload: Workload, hardware: Hardware) -> Iterator[str]:
+        """What is measured without dropout may not go with it: the recipe would be refused where it is to be used."""
+        trained = find_workload(name, self.data, self.sequence, trained_on=hardware.kind)
+        refused = {rung: reason for rung, reason in trained.cannot.items() if rung not in workload.cannot}
+        for reason in dict.fromkeys(refused.values()):
+            rungs = ", ".join(rung for rung in refused if refused[rung] == reason)
+            yield f"`redline train` on this {hardware.kind.upper()} will refuse a recipe with {rungs}: {reason}"
 
 
 def option_of(name: str) -> str:

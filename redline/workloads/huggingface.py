@@ -347,9 +347,10 @@ def dropouts(config: Config) -> dict[str, float]:
     return {key: share for key, share in shares.items() if share}
 
 
-def drops_attention(config: Config) -> bool:
-    """What fused kernels must know: the weights of attention are dropped, which exist in them alone."""
-    return FAMILIES[text_model(config)[0]].dropouts[0] in dropouts(config)
+def attention_dropout(config: Config) -> str | None:
+    """The key by which weights of attention are dropped, which exist in fused kernels alone; None where none are."""
+    key = FAMILIES[text_model(config)[0]].dropouts[0]
+    return key if key in dropouts(config) else None
 
 
 def without_dropout(config: Config) -> Config:

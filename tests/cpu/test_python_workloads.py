@@ -129,6 +129,8 @@ def net():
 def make_batch(size, seed):
     return torch.randn(size, 6, generator=torch.Generator().manual_seed(seed))
 """
+DROPS = RANDOM
+RANDOM = DROPS.replace("F.dropout(self.a(x), 0.5, self.training)", "self.a(x) * torch.rand_like(x)")  # noise
 BREAKS = """
 import torch
 from torch import nn
@@ -330,10 +332,10 @@ def test_a_softmax_that_is_no_attention(write: Callable[[str], Path]) -> None:
 def test_random_numbers_are_found_where_they_are_drawn(write: Callable[[str], Path]) -> None:
     workload = workload_of(f"{write(RANDOM)}:net")
     assert isinstance(workload.shape, Traced)
-    assert [str(place) for place in workload.shape.draws] == [f"model.py:{line_of(RANDOM, 'F.dropout')}"]
+    assert [str(place) for place in workload.shape.draws] == [f"model.py:{line_of(RANDOM, 'rand_like')}"]
     assert workload.why_unchecked is not None
-    assert f"model.py:{line_of(RANDOM, 'F.dropout')}" in workload.why_unchecked
-    modules = RANDOM.replace("F.dropout(self.a(x), 0.5, self.training)", "self.drop(self.a(x))").replace(
+    assert f"model.py:{line_of(RANDOM, 'rand_like')}" in workload.why_unchecked
+    modules = DROPS.replace("F.dropout(self.a(x), 0.5, self.training)", "self.drop(self.a(x))").replace(
         "nn.Linear(6, 1)", "nn.Linear(6, 1); self.drop = nn.Dropout(0.5)"
     )
     quiet = workload_of(f"{write(modules)}:net")
@@ -606,11 +608,37 @@ def test_a_random_model_is_measured_and_not_judged(
     words = f"{write(RANDOM)}:net"
     ladder = command(capsys, "ladder", words, "--rungs", "fused-adamw", *QUICK, "--out", "ladder", code=1)
     assert [row["equivalence"]["verdict"] for row in ladder["rows"]] == ["not-checked"] * 2
-    assert f"model.py:{line_of(RANDOM, 'F.dropout')}" in ladder["rows"][0]["equivalence"]["detail"]
+    assert f"model.py:{line_of(RANDOM, 'rand_like')}" in ladder["rows"][0]["equivalence"]["detail"]
     assert ladder["best"] is None
-    Path("model.py").write_text(RANDOM.replace("0.5", "0.4"))
+    Path("model.py").write_text(RANDOM.replace("rand_like", "randn_like"))
     assert main(["ladder", "--resume", "ladder"]) == 2
     assert "model.py has changed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("by_name", [False, True], ids=["F.dropout", "by-name"])
+def test_dropout_by_a_function_is_off_while_measuring_and_on_in_training(
+    by_name: bool, here: Path, verdict_only: None, write: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = DROPS.replace("F.dropout(self", "dropout(self").replace(
+        "import torch.nn.functional as F", "from torch.nn.functional import dropout"
+    )
+    text = text if by_name else DROPS
+    words, own = f"{write(text)}:net", F.dropout
+    ladder = command(capsys, "ladder", words, "--rungs", "fused-adamw", *QUICK, "--out", "ladder")
+    assert {row["equivalence"]["verdict"] for row in ladder["rows"]} <= {"same", "rounding"}
+    assert ladder["best"] is not None
+    (note,) = [note for note in ladder["workload"]["notes"] if "dropout is off" in note]
+    assert f"F.dropout at model.py:{line_of(text, 'dropout(self')}" in note
+    assert F.dropout is own
+    plain = text.replace("0.5, self.training", "0.0, self.training")
+    Path("plain.py").write_text(plain)
+    if not by_name:  # a name that was imported stays what it was in this process, where both are done
+        Path("recipe.json").write_text('{"rungs": [], "micro_batch": 4}')
+        words = ("--recipe", "recipe.json", "--steps", 2, "--device", "cpu", "--out")
+        losses = [command(capsys, "train", f"{name}.py:net", *words, name)["loss"] for name in ("model", "plain")]
+        assert losses[0] != losses[1]
+    without = command(capsys, "ladder", "plain.py:net", "--rungs", "none", *QUICK, "--out", "without")
+    assert without["rows"][0]["loss_curve"] == ladder["rows"][0]["loss_curve"]
 
 
 @pytest.mark.long
@@ -624,7 +652,22 @@ def test_code_that_the_compiler_cannot_take_whole(
     rows = {row["rung"]: row for row in ladder["rows"]}
     assert rows["compile"]["status"] == "ok", rows["compile"]["reason"]
     assert rows["compile"]["kernels"]["graph_breaks"] > 0
+    assert f"model.py:{line_of(BREAKS, 'print')}" in rows["compile"]["compile_note"]
     assert rows["fused-adamw"]["status"] == "ok"
+
+
+def test_code_that_the_compiler_gives_up_on_is_not_called_compiled(
+    here: Path, no_waiting: None, write: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It runs, as fast as before and equal to the bit, and would look like a rung that is right."""
+    text = BREAKS.replace('print("seen", h.shape)', 'assert not torch.compiler.is_compiling(), "not today"')
+    ladder = command(capsys, "ladder", f"{write(text)}:net", "--rungs", "compile", *QUICK, "--out", "ladder")
+    row = ladder["rows"][1]
+    assert (row["rung"], row["status"], row["kept"]) == ("compile", "ok", False)
+    place = f"nothing was compiled, every step runs in eager: model.py:{line_of(text, 'assert')}: "
+    assert row["reason"].startswith(place)
+    assert row["kernels"]["compiled"]["graphs"] == 0
+    assert json.loads(Path("ladder/best.json").read_text())["rungs"] == []
 
 
 def test_a_rung_that_fails_is_a_row_and_the_ladder_goes_on(

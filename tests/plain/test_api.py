@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import json
 import pickle
 import sys
@@ -12,6 +13,7 @@ from types import ModuleType
 import pytest
 
 import redline
+from redline.api.arguments import ARGUMENTS, COUNT, NUMBER, in_python
 from redline.api.document import SHOWN, Document
 from redline.api.factory import words_of
 from redline.core.errors import UserError
@@ -288,3 +290,61 @@ def test_arguments_that_would_be_ignored_are_mistakes():
         redline.profile("tiny", batches=[1])
     with pytest.raises(UserError, match=r"redline.profile was given rungs.*drop rungs"):
         redline.profile(lambda: None, rungs="none")
+
+
+# arguments
+
+FUNCTIONS = {name: getattr(redline, name) for name in ("ladder", "tune", "estimate", "lint", "hardware", "profile")}
+NUMBERS = {name for name, kind in ARGUMENTS.items() if kind in (COUNT, NUMBER)}
+WRONG = [
+    pytest.param(function, name, value, id=f"{function}-{name}-{type(value).__name__}")
+    for function, called in FUNCTIONS.items()
+    for name in inspect.signature(called).parameters
+    for value in (object(), *(["8"] if name in NUMBERS else []))
+]
+
+
+@pytest.mark.parametrize(("function", "name", "value"), WRONG)
+def test_an_argument_of_another_type_is_a_mistake_in_words(function, name, value):
+    with pytest.raises(UserError) as caught:
+        FUNCTIONS[function](**({"workload": "tiny"} if function != "hardware" else {}) | {name: value})
+    assert name in caught.value.problem or "object" in caught.value.problem
+    assert "--" not in str(caught.value)
+
+
+def test_every_argument_has_a_kind_or_is_looked_at_where_it_is_taken():
+    names = {name for called in FUNCTIONS.values() for name in inspect.signature(called).parameters}
+    assert names - set(ARGUMENTS) == {"workload", "batch", "model"}
+
+
+@pytest.mark.parametrize("names", [["bf16", "flash"], ("bf16", "flash"), "bf16,flash"], ids=["list", "tuple", "text"])
+def test_names_come_in_a_list_or_with_commas(names):
+    found = redline.estimate("gpt2", gpu="H200", rungs=names)
+    assert found["settings"]["rungs"] == ["bf16", "flash"]
+    assert redline.estimate("gpt2", gpu="H200", rungs=[])["settings"]["rungs"] == []
+    with pytest.raises(UserError, match="unknown rung 'flsh'"):
+        redline.ladder("tiny", rungs=["flsh"])
+
+
+@pytest.mark.parametrize(
+    ("text", "spoken"),
+    [
+        ("--minutes is 0", "minutes is 0"),
+        ("set --micro-batch to 1", "set micro_batch to 1"),
+        ("climb without --from", "climb without start"),
+        ("see `redline tune --minutes 8`, or --minutes", "see `redline tune --minutes 8`, or minutes"),
+        ("--unknown-word stays, and so does a--minutes", "--unknown-word stays, and so does a--minutes"),
+    ],
+    ids=["alone", "dashes", "from", "command", "others"],
+)
+def test_options_go_by_the_arguments_name(text, spoken):
+    assert in_python(text, {"minutes", "micro_batch", "start"}) == spoken
+
+
+def test_a_value_that_is_refused_is_refused_in_python_s_words():
+    with pytest.raises(UserError) as caught:
+        redline.tune("tiny", minutes=0)
+    assert caught.value.problem == "minutes is 0"
+    with pytest.raises(UserError) as caught:
+        redline.ladder("tiny", micro_batch=0)
+    assert caught.value.fix == "set micro_batch to 1 or more"

@@ -122,7 +122,7 @@ def test_sequences_that_cannot_be(words: str, write: Write) -> None:
 
 @pytest.mark.parametrize("function", ["ladder", "tune", "profile"])
 def test_the_api_takes_a_sequence(function: str) -> None:
-    with pytest.raises(UserError, match="--sequence is 5,000"):
+    with pytest.raises(UserError, match="^sequence is 5,000"):
         getattr(redline, function)("gpt2", sequence=5000)
 
 
