@@ -113,7 +113,7 @@ MISTAKES = {
     "two sizes": ({"batch": (torch.ones(3, 8), torch.ones(4))}, "do not agree on how many samples"),
     "a scalar": ({"batch": torch.tensor(1.0)}, "do not agree on how many samples"),
     "no loss": ({"batch": torch.ones(3, 8)}, r"returned a float32 tensor of \[2, 4\]"),
-    "several GPUs": ({"batch": pair(), "tensor": 2}, "--tensor"),
+    "several GPUs": ({"batch": pair(), "tensor": 2}, "tensor with a Python file"),
     "a sequence": ({"batch": pair(), "sequence": 4}, "redline.estimate was given sequence"),
 }
 

@@ -270,7 +270,7 @@ def test_the_next_recipe_is_tried_after_one_that_ran_out(few: Any) -> None:
         ("gpt-7b", "checkpointing", None),
     ]
     assert kept == [1, 2, 3]
-    assert (asked[0].micro_batch, asked[0].device, asked[0].way) == (8, "cuda", None)
+    assert (asked[0].micro_batch, asked[0].device, asked[0].way) == (32, "cuda", None)
 
 
 @pytest.mark.long
