@@ -16,6 +16,7 @@ from redline.commands.common import (
     EXIT_FAILED,
     WORKLOAD_HELP,
     add_common,
+    add_degrees,
     add_gpus,
     add_sequence,
     check_sizes,
@@ -67,6 +68,7 @@ def add_profile(commands: Any) -> None:
     )
     profile.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda where torch sees one")
     add_gpus(profile, "profile a step that N ranks share, one GPU each")
+    add_degrees(profile)
     profile.add_argument("--steps", metavar="N", type=int, help="steps under the profiler (default: 3)")
     profile.add_argument(
         "--out", metavar="DIR", type=Path, help="run directory (default: runs/profile-WORKLOAD-DATE-TIME)"
@@ -155,13 +157,15 @@ def prepare(options: argparse.Namespace) -> ProfileRun:
     from redline.core.job import Job, check_run_directory
     from redline.search.climb import TOKENS_FILE
     from redline.search.launch import probe_machine
-    from redline.search.ranks import check_ranks, check_shareable
+    from redline.search.ranks import check_ranks, check_shareable, layout_for
+    from redline.search.words import with_layout
 
     given = check_options(options)
+    layout = layout_for(options.gpus or 1, {"tensor": options.tensor, "replicas": options.replicas})
     if options.out is not None:
         check_run_directory(options.out, resumable=False)
     hardware, versions = probe_machine(options.device)
-    hardware = check_ranks(hardware, options.gpus or 1)
+    hardware = with_layout(check_ranks(hardware, layout.ranks), layout)
     workload = choose_workload(options, hardware)
     check_shareable(workload, hardware)
     recipe = choose_recipe(options, given, workload, hardware)
@@ -171,6 +175,7 @@ def prepare(options: argparse.Namespace) -> ProfileRun:
         recipe=recipe,
         device=hardware.kind,
         ranks=hardware.ranks,
+        layout=hardware.layout,
         tokens=TOKENS_FILE,
         kind="profile",
         timed_steps=options.steps,
@@ -230,20 +235,26 @@ def choose_workload(options: argparse.Namespace, hardware: Hardware) -> Workload
 
 def choose_recipe(options: argparse.Namespace, given: Recipe | None, workload: Workload, hardware: Hardware) -> Recipe:
     from redline.core.recipe import Recipe
-    from redline.rungs import usual_rungs
-    from redline.rungs.ladder import with_parallel
+    from redline.rungs.ladder import cuts_of
+    from redline.search.ladder import notes_of_ways
+    from redline.search.ranks import check_measured, ranked_rungs, usual_beside
 
+    layout = hardware.arranged
     if given is not None:
         recipe = given
     elif options.rungs is not None:
         recipe = Recipe(rungs=named_rungs(options.rungs), micro_batch=workload.micro_batch)
     else:
-        recipe = Recipe(rungs=usual_rungs(workload, hardware), micro_batch=workload.micro_batch)
+        usual = usual_beside(cuts_of((), layout), workload, hardware)
+        recipe = Recipe(rungs=usual, micro_batch=workload.micro_batch)
         print(f"rungs {', '.join(recipe.rungs) or 'none'}: all that apply here", file=sys.stderr)
     if options.micro_batch is not None:
         recipe = replace(recipe, micro_batch=options.micro_batch)
-    if hardware.ranks > 1:
-        recipe = replace(recipe, rungs=with_parallel(recipe.rungs, None))
+    rungs = ranked_rungs(recipe.rungs, layout)
+    for note in notes_of_ways(recipe.rungs, rungs):
+        print(note, file=sys.stderr)
+    recipe = replace(recipe, rungs=rungs)
+    check_measured(rungs, layout, workload, hardware)
     check_applies(recipe, workload, hardware)
     return recipe
 
@@ -254,7 +265,7 @@ def check_applies(recipe: Recipe, workload: Workload, hardware: Hardware) -> Non
 
     for name in recipe.rungs:
         others = plan_of(other for other in recipe.rungs if other != name)
-        reason = not_measured(name) or why_not(find_rung(name), workload, hardware, others)
+        reason = not_measured(name, hardware.arranged) or why_not(find_rung(name), workload, hardware, others)
         if reason is not None:
             raise UserError(f"{name} does not apply here", reason, f"profile without {name}")
 
@@ -460,12 +471,12 @@ def kernel_json(kernel: Kernel, peaks: Peaks | None) -> dict[str, Any]:
 
 
 def roofline_json(run: ProfileRun, plan: Plan, device: Any, measured: Any) -> dict[str, Any] | None:
-    """What this step could take; None for a device without a data sheet, and for a model whose operations nobody
-    described."""
+    """What this step could take; None for a device without a data sheet, for a model whose operations nobody
+    described, and of a tensor group, whose ranks compute parts of them."""
     from redline.predict.roofline import predict_step, reachable, sheet_peaks
 
     sheet = None if device is None else sheet_peaks(plan, device)
-    if device is None or sheet is None or not run.job.workload.reads_text:
+    if device is None or sheet is None or not run.job.workload.reads_text or run.job.arranged.tensor > 1:
         return None
     predicted = predict_step(
         run.job.workload.decoder,
@@ -489,7 +500,7 @@ def memory_json(run: ProfileRun, plan: Plan, found: Profile) -> dict[str, Any]:
     from redline.predict.memory import WORKSPACES
 
     assert found.memory is not None
-    predicted = case_of(run.job.workload.shape, plan, run.job.ranks).memory(run.job.recipe.micro_batch)
+    predicted = case_of(run.job.workload.shape, plan, run.job.arranged).memory(run.job.recipe.micro_batch)
     if found.device == "cpu":
         predicted = replace(predicted, temporary=predicted.temporary - WORKSPACES)
     return {**anatomy_json(found), "predicted": {**to_json(predicted), "allocated": predicted.allocated}}

@@ -17,8 +17,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,12 +37,9 @@ from redline.core.rank_processes import (
     was_interrupted,
 )
 from redline.core.units import counted
-from redline.rungs.parallel import DDP
 
 if TYPE_CHECKING:
     from redline.core.layout import Layout
-    from redline.core.recipe import Recipe
-    from redline.core.workload import Workload
     from redline.engine.distributed import Ranks
     from redline.engine.session import TrainOrder
 
@@ -254,59 +250,9 @@ def check_rank_timeout(seconds: float | None) -> None:
 
 def layout_of(options: argparse.Namespace, ranks: int) -> Layout:
     """Of so many ranks, as the options say. A cut that no model allows is refused here."""
-    from redline.core.layout import Layout
-    from redline.core.workload import check_positive
-    from redline.predict.parallel import Layout as Cut
-    from redline.predict.parallel import divisors, nearest_two
+    from redline.search.ranks import layout_for
 
-    given = {name: 1 if getattr(options, name) is None else getattr(options, name) for name in DEGREES}
-    for name, size in given.items():
-        check_positive(f"--{name}", size)
-    said = [f"--{name} {size}" for name, size in given.items() if size > 1]
-    if said and ranks == 1:
-        raise UserError(f"{said[0]} with one process", "its ranks share a step, and there is one", "say --gpus N too")
-    with in_options():
-        data = Cut(gpus=ranks, tp=given["tensor"], pp=given["pipeline"]).dp
-    if data % given["replicas"]:
-        near = " or ".join(map(str, nearest_two(divisors(data), given["replicas"])))
-        raise UserError(
-            f"{data} ranks with data of their own cannot be {given['replicas']} replicas",
-            "each copy of the model is cut among as many ranks as the others",
-            f"use --replicas {near}",
-        )
-    return Layout(ranks=ranks, **given)
-
-
-def check_layout(layout: Layout, workload: Workload, recipe: Recipe) -> None:
-    """Refuses a layout that this model or this recipe cannot have, with the nearest that works."""
-    from redline.predict.parallel import layout_for_batch
-    from redline.search.ranks import ranks_of_a_node
-
-    if layout.replicas > 1 and recipe.rungs[-1] == DDP:
-        raise UserError(
-            f"--replicas {layout.replicas} with ddp",
-            "every rank holds the whole model: there is nothing to cut",
-            "say --parallel fsdp, or leave --replicas out",
-        )
-    if layout.tensor > 1 or layout.pipeline > 1:
-        with in_options():
-            layout_for_batch(
-                gpus=layout.ranks,
-                tp=layout.tensor,
-                pp=layout.pipeline,
-                micro_batch=1,
-                shape=workload.decoder,
-                gpus_per_node=ranks_of_a_node(layout.ranks),
-            )
-
-
-@contextmanager
-def in_options() -> Iterator[None]:
-    """predict/ names the nearest layouts by their usual short names: which options those are is said with them."""
-    try:
-        yield
-    except UserError as error:
-        raise UserError(error.problem, error.why, f"{error.fix} (TP is --tensor, PP is --pipeline)") from error
+    return layout_for(ranks, {name: getattr(options, name) for name in DEGREES})
 
 
 def check_shares(order: TrainOrder, layout: Layout) -> None:

@@ -17,6 +17,7 @@ from redline.commands.common import (
     EXIT_INTERRUPTED,
     WORKLOAD_HELP,
     add_common,
+    add_degrees,
     add_sequence,
     command_line,
     only_our_words_on_stdout,
@@ -95,14 +96,8 @@ def add_train(commands: Any) -> None:
         metavar="WAY",
         help="how ranks share a step: ddp, fsdp or fsdp-keep, short for its rung in the recipe",
     )
-    train.add_argument("--tensor", metavar="N", type=int, help="ranks that hold each layer together (default: 1)")
     train.add_argument("--pipeline", metavar="N", type=int, help="stages that hold the layers in turn (default: 1)")
-    train.add_argument(
-        "--replicas",
-        metavar="N",
-        type=int,
-        help="with fsdp: copies of the model, each cut among its ranks (default: 1)",
-    )
+    add_degrees(train)
     train.add_argument(
         "--rank-timeout",
         metavar="S",
@@ -230,7 +225,7 @@ def chosen_order(
     options: argparse.Namespace, console: Any, ranks: int
 ) -> tuple[TrainOrder, Hardware, dict[str, str | None]]:
     """What the words come to on this machine, without its data yet; nothing is written."""
-    from redline.commands.ranks import check_layout, check_shares, layout_of
+    from redline.commands.ranks import check_shares, layout_of
     from redline.core.recipe import Recipe, load_recipe
     from redline.core.training import Budget
     from redline.engine.session import TrainOrder
@@ -238,7 +233,7 @@ def chosen_order(
     from redline.rungs.ladder import check_alternatives, with_optimizer
     from redline.search.inspect import find_workload
     from redline.search.launch import probe_machine
-    from redline.search.ranks import check_ranks
+    from redline.search.ranks import check_layout, check_ranks
     from redline.workloads import default_workload
 
     layout = layout_of(options, ranks)
@@ -431,13 +426,14 @@ FIXED = (
 def resumed_order(options: argparse.Namespace, ranks: int = 1) -> TrainOrder:
     """What run.json says. The budget may be given again, to train longer, and what changes no update: how often things
     happen, the device, the recipe (another model or optimizer is refused by the checkpoint) and the micro batch."""
-    from redline.commands.ranks import check_layout, check_resumed_shares, layout_of
+    from redline.commands.ranks import check_resumed_shares, layout_of
     from redline.core.hardware import Hardware
     from redline.core.job import RUN_FILE, check_kind, open_run_directory
     from redline.core.recipe import load_recipe
     from redline.core.training import Budget
     from redline.core.values import from_json
     from redline.engine.session import TrainOrder
+    from redline.search.ranks import check_layout
 
     given = [
         "workload" if name == "workload" else f"--{name.replace('_', '-')}"

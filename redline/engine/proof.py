@@ -77,11 +77,16 @@ def groups_of(timeline: Timeline, step_seconds: float, device: torch.device) -> 
     return {group: spent[group] for group in GROUPS if group in spent}
 
 
+def shares_step(plan: Plan) -> bool:
+    """Ranks meet in it."""
+    return plan.parallel != "none" or plan.tensor_parallel
+
+
 def profile_steps(training: Training, device: torch.device) -> list[dict[str, Any]]:
     """The events of a Chrome trace: the one public form that carries kernel names and input dtypes both."""
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device.type == "cuda" else [])
     with profile(activities=activities, record_shapes=True, acc_events=True) as profiler, record_function(WINDOW):
-        for _ in range(PROFILED_STEPS if training.step.plan.parallel == "none" else SHARED_STEPS):
+        for _ in range(SHARED_STEPS if shares_step(training.step.plan) else PROFILED_STEPS):
             with record_function(DATA_RANGE):
                 batch = next(training.batches)
             with record_function(STEP):

@@ -38,14 +38,13 @@ from redline.core.recipe import Recipe, load_recipe
 from redline.core.values import from_json, to_json
 from redline.core.workload import Workload
 from redline.rungs import LADDER, find_rung, group_of, plan_of, why_not
-from redline.rungs.ladder import with_parallel
 from redline.search.ahead import compile_side_by_side, graphs_of
 from redline.search.answers import graph_key, surroundings_of
 from redline.search.batch_size import check_headroom, host_memory_bytes
 from redline.search.climb import TOKENS_FILE, Climb, LadderSettings, Row
 from redline.search.document import best_rebatched, best_row, ladder_document, row_json
 from redline.search.launch import launch, remove_caches
-from redline.search.ranks import not_measured
+from redline.search.ranks import check_measured, is_way, not_measured, ranked_rungs
 from redline.search.words import Words, check_choice, check_nothing_given, check_same_machine, check_sensible
 
 KIND, SURROUNDINGS = "ladder", "surroundings"  # in run.json: what it is of, and what its times depend on besides
@@ -217,6 +216,8 @@ def prepare_ladder(
     data: str | None = None,
     device: str | None = None,
     gpus: int | None = None,
+    tensor: int | None = None,
+    replicas: int | None = None,
     keep: str | None = None,
     repeats: int | None = None,
     aa: bool = False,
@@ -236,6 +237,8 @@ def prepare_ladder(
         data=data,
         device=device,
         gpus=gpus,
+        tensor=tensor,
+        replicas=replicas,
         micro_batch=micro_batch,
         global_batch=global_batch,
         steps=steps,
@@ -243,11 +246,12 @@ def prepare_ladder(
         out=out,
     )
     words.check(repeats=repeats, compile_ahead=compile_ahead)
-    check_compile_ahead(compile_ahead, words.ranks)
+    layout = words.layout
+    check_compile_ahead(compile_ahead, layout.ranks)
     check_rebatch(rebatch, headroom, global_batch)
     check_choice("keep", keep, ("faster", "all"))
     recipe = None if start is None else checked_start(start, micro_batch)
-    first = first_rungs(recipe, words.ranks)
+    first = ranked_rungs(recipe.rungs if recipe else (), layout)
     chosen = choose_rungs(rungs, without, first)
 
     found = words.meet_machine()
@@ -255,6 +259,7 @@ def prepare_ladder(
     size = micro_batch or (recipe.micro_batch if recipe else found.workload.micro_batch)
     resolved = replace(found.workload, micro_batch=size)
     beginning = Recipe(rungs=first, micro_batch=size)
+    check_measured(first, layout, resolved, hardware)
     check_recipe_applies(beginning, resolved, hardware)
     settings = LadderSettings(
         rungs=chosen,
@@ -273,7 +278,8 @@ def prepare_ladder(
     )
     path = out or default_directory(resolved)
     directory = open_directory(path, resolved, hardware, found.versions, settings, command)
-    return LadderRun(directory=directory, workload=resolved, hardware=hardware, settings=settings, notes=found.notes)
+    notes = (*found.notes, *notes_of_ways(recipe.rungs if recipe else (), first))
+    return LadderRun(directory=directory, workload=resolved, hardware=hardware, settings=settings, notes=notes)
 
 
 def check_compile_ahead(processes: int | None, ranks: int) -> None:
@@ -294,10 +300,11 @@ def checked_start(path: Path, micro_batch: int | None) -> Recipe:
     return recipe
 
 
-def first_rungs(recipe: Recipe | None, ranks: int) -> tuple[str, ...]:
-    """Of the first row: the recipe's, or none; several ranks share the step in any case."""
-    rungs = recipe.rungs if recipe else ()
-    return rungs if ranks == 1 else with_parallel(rungs, None)
+def notes_of_ways(asked: Sequence[str], rungs: Sequence[str]) -> Iterator[str]:
+    """Of a recipe's ways to share a step, those that `ranked_rungs` has left out."""
+    for name in asked:
+        if is_way(name) and name not in rungs:
+            yield f"{name} is left out: nobody has data of their own in this layout"
 
 
 def check_rebatch(rebatch: bool, headroom: float | None, global_batch: int | None) -> None:
@@ -340,7 +347,7 @@ def check_recipe_applies(recipe: Recipe, workload: Workload, hardware: Hardware)
     """A rung that does not apply is a row on a ladder; in a recipe that was asked for as a whole it is a mistake."""
     for name in recipe.rungs:
         others = plan_of(other for other in recipe.rungs if other != name)
-        reason = not_measured(name) or why_not(find_rung(name), workload, hardware, others)
+        reason = not_measured(name, hardware.arranged) or why_not(find_rung(name), workload, hardware, others)
         if reason is not None:
             raise UserError(
                 f"the recipe's {name} does not apply here",

@@ -47,6 +47,7 @@ from redline.search.ladder import (
     stop_at_a_mistake,
 )
 from redline.search.launch import remove_caches
+from redline.search.ranks import check_measured, ranked_rungs
 from redline.search.space import ALLOW, Space, open_space
 from redline.search.trials import Answer, Budget, OutOfTimeError, Trial, TuneSettings
 from redline.search.tune import Tuner
@@ -214,6 +215,8 @@ def prepare_tune(
     data: str | None = None,
     device: str | None = None,
     gpus: int | None = None,
+    tensor: int | None = None,
+    replicas: int | None = None,
     steps: int | None = None,
     check_steps: int | None = None,
     out: Path | None = None,
@@ -230,6 +233,8 @@ def prepare_tune(
         data=data,
         device=device,
         gpus=gpus,
+        tensor=tensor,
+        replicas=replicas,
         micro_batch=micro_batch,
         global_batch=global_batch,
         steps=steps,
@@ -237,8 +242,9 @@ def prepare_tune(
         out=out,
     )
     words.check(memory_limit=memory_limit)
-    check_allowed(allow, words.ranks)
-    check_batches(micro_batch, global_batch, words.ranks)
+    layout = words.layout
+    check_allowed(allow, layout.ranks)
+    check_batches(micro_batch, global_batch, layout.data)
     chosen, unwanted = names_of(rungs), names_of(without)
     if fresh and after is not None:
         raise UserError("--fresh with --after", "one of them forgets what the other remembers", "drop one of them")
@@ -246,6 +252,7 @@ def prepare_tune(
 
     found = words.meet_machine()
     resolved, hardware = found.workload, found.hardware
+    check_measured(ranked_rungs((), layout), layout, resolved, hardware)
     if ladder is not None:
         resolved = replace(resolved, micro_batch=ladder.workload.micro_batch)
         check_steps, steps = check_steps or ladder.settings.check_steps, steps or ladder.settings.timed_steps
