@@ -377,9 +377,12 @@ def step_of_ranks(layout: Layout) -> str:
     return f"a step is {layout.data} micro batches, one on each{group}"
 
 
-def sharing_text(sharing: dict[str, float]) -> str:
+def sharing_text(sharing: dict[str, Any]) -> str:
+    groups = sharing.get("by_group") or {}  # where there is one alone, it has all
+    parts = ", ".join(f"{human_seconds(seconds)} about {WHAT_IS_SHARED.get(name, name)}" for name, seconds in groups.items())
+    told = f" ({parts})" if len(groups) > 1 else ""
     return (
-        f"{human_seconds(sharing['communication_seconds'])} of communication a step, of which "
+        f"{human_seconds(sharing['communication_seconds'])} of communication a step{told}, of which "
         f"{human_seconds(sharing['exposed_seconds'])} with nothing else to do meanwhile; the slowest rank computes "
         f"{human_seconds(sharing['straggler_seconds'])} longer than the middle one"
     )
@@ -387,6 +390,9 @@ def sharing_text(sharing: dict[str, float]) -> str:
 
 def ranks_of(document: Document) -> int:
     return int((document.get("hardware") or {}).get("ranks") or 1)
+
+
+WHAT_IS_SHARED = {"tensor": "layers", "data": "gradients and weights"}
 
 
 def layout_of(document: Document) -> Layout:
