@@ -295,6 +295,66 @@ def test_a_profile_of_ranks_has_their_communication(
     assert left_behind(tmp_path / "run") == []
 
 
+def test_a_profile_of_a_tensor_group_counts_its_tokens_once(
+    command: Callable[..., tuple[int, dict[str, Any]]], tmp_path: Path, left_behind: Callable[[Path], list[str]]
+) -> None:
+    """Also that the waits for the group's sums are communication: they are operators of the thread that trains."""
+    code, document = command("profile", "--rungs", "none", "--micro-batch", "2", "--tensor", "2")
+    assert code == 0
+    assert document["recipe"]["rungs"] == ["tensor-parallel"]
+    assert document["hardware"]["layout"] == to_json(PAIR)
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["hardware"]["layout"] == to_json(PAIR)
+    assert document["tokens_per_second"] == pytest.approx(2 * 16 / document["step_seconds"]["median"])
+    sharing = document["sharing"]
+    assert sharing["by_group"] == {"tensor": sharing["communication_seconds"]}
+    waits = [kernel for kernel in document["kernels"] if "wait_tensor" in kernel["name"]]
+    assert {kernel["group"] for kernel in waits} <= {"communication"}
+    held, predicted = document["memory"]["peak_bytes"], document["memory"]["predicted"]["allocated"]
+    assert 0.8 < held / predicted < 1.2, "of a rank's half of the layers"
+    assert "2 ranks: tensor 2 x data 1" in (tmp_path / "run" / "report.html").read_text()
+    assert left_behind(tmp_path / "run") == []
+
+
+@pytest.mark.long  # the measurements are those of `measured`, and the rows are tests/plain/test_ranks_layout.py's
+def test_a_ladder_in_a_layout_goes_on_in_it(
+    command: Callable[..., tuple[int, dict[str, Any]]], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = ("--tensor", "2", "--rungs", "flash,fused-adamw,chunked-loss,fsdp", "--micro-batch", "2")
+    code, document = command("ladder", *words, "--check-steps", "4")
+    assert code == 0
+    rows = {row["rung"]: row for row in document["rows"]}
+    assert list(rows) == ["tensor-parallel", "flash", "fused-adamw", "chunked-loss", "fsdp"]
+    for name in ("tensor-parallel", "flash", "fused-adamw"):
+        assert rows[name]["equivalence"]["verdict"] == "rounding"
+        assert rows[name]["sharing"]["communication_seconds"] > 0
+        assert rows[name]["tokens_per_second"] == pytest.approx(2 * 16 / rows[name]["step_seconds"]["median"])
+    assert "undoes it" in rows["chunked-loss"]["reason"]
+    assert "nobody has data of their own" in rows["fsdp"]["reason"]
+    answers = (tmp_path / "run" / "results.jsonl").read_bytes()
+    assert main(["ladder", "--resume", str(tmp_path / "run"), "--json"]) == 0
+    again = json.loads(capfd.readouterr().out)
+    assert (again["hardware"], again["rows"]) == (document["hardware"], document["rows"])
+    assert (tmp_path / "run" / "results.jsonl").read_bytes() == answers, "nothing is asked twice"
+
+
+@pytest.mark.long
+def test_tune_finds_a_recipe_for_a_tensor_group(
+    command: Callable[..., tuple[int, dict[str, Any]]], model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    words = ("--tensor", "2", "--rungs", "flash,fused-adamw", "--minutes", "4", "--check-steps", "4")
+    code, document = command("tune", *words, "--global-batch", "8")
+    assert code == 0
+    best = document["best"]
+    assert best["verdict"] == "rounding"
+    assert "tensor-parallel" in best["rungs"]
+    assert "ddp" not in best["rungs"]
+    assert best["micro_batch"] * best["accumulation"] == 8
+    recipe = str(tmp_path / "run" / "best.json")
+    train = ["train", str(model), "--recipe", recipe, "--gpus", "2", "--tensor", "2", "--device", "cpu"]
+    assert main([*train, "--global-batch", "8", "--steps", "2", "--out", str(tmp_path / "trained")]) == 0
+
+
 @pytest.mark.long
 def test_tune_finds_a_recipe_for_ranks_that_train_takes(
     command: Callable[..., tuple[int, dict[str, Any]]], model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
