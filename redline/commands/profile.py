@@ -407,11 +407,13 @@ def fix_of(finding: Finding, plan: Plan, refused: Mapping[str, str]) -> str:
 def refused_rungs(found: Profile, recipe: Recipe, workload: Workload, hardware: Hardware) -> dict[str, str]:
     """Of the rungs that findings name: those that do not go onto the recipe here, and why."""
     from redline.rungs import find_rung, plan_of, why_not
+    from redline.search.ranks import refused_beside
 
     reasons = {}
     for name in {each.rung for each in found.findings if each.rung is not None}:
-        rung = find_rung(name)
-        reasons[name] = why_not(rung, workload, hardware, plan_of(beside(rung, recipe)))
+        rung, rest = find_rung(name), beside(find_rung(name), recipe)
+        reason = why_not(rung, workload, hardware, plan_of(rest))
+        reasons[name] = reason or refused_beside(rung, rest, workload, hardware)
     return {name: reason for name, reason in reasons.items() if reason is not None}
 
 
@@ -427,6 +429,7 @@ def candidates_of(recipe: Recipe, workload: Workload, hardware: Hardware) -> tup
     that are taken by name give up speed for memory; only recorded graphs are another matter."""
     from redline.predict.advice import Candidate
     from redline.rungs import LADDER, Maths, plan_of, why_not
+    from redline.search.ranks import refused_beside
 
     found = []
     for rung in LADDER[1:]:
@@ -434,7 +437,8 @@ def candidates_of(recipe: Recipe, workload: Workload, hardware: Hardware) -> tup
         if rung.name in recipe.rungs or rung.maths is Maths.CHANGES or by_name:
             continue
         rest = beside(rung, recipe)
-        if why_not(rung, workload, hardware, plan_of(rest)) is None:
+        reason = why_not(rung, workload, hardware, plan_of(rest)) or refused_beside(rung, rest, workload, hardware)
+        if reason is None:
             found.append(Candidate(rung=rung.name, title=rung.title, plan=plan_of((*rest, rung.name))))
     return tuple(found)
 
@@ -471,15 +475,20 @@ def kernel_json(kernel: Kernel, peaks: Peaks | None) -> dict[str, Any]:
 
 
 def roofline_json(run: ProfileRun, plan: Plan, device: Any, measured: Any) -> dict[str, Any] | None:
-    """What this step could take; None for a device without a data sheet, for a model whose operations nobody
-    described, and of a tensor group, whose ranks compute parts of them."""
+    """What this step could take, of a tensor group each rank's part of it; None for a device without a data sheet, and
+    for a model whose operations nobody described. Communication is no part of it."""
+    from redline.predict.layouts import piece_of
+    from redline.predict.parallel import Layout
     from redline.predict.roofline import predict_step, reachable, sheet_peaks
 
     sheet = None if device is None else sheet_peaks(plan, device)
-    if device is None or sheet is None or not run.job.workload.reads_text or run.job.arranged.tensor > 1:
+    if device is None or sheet is None or not run.job.workload.reads_text:
         return None
+    shape, ranks = run.job.workload.decoder, run.job.arranged
+    if ranks.tensor > 1:
+        shape, plan = piece_of(shape, plan, Layout(gpus=ranks.ranks, tp=ranks.tensor))
     predicted = predict_step(
-        run.job.workload.decoder,
+        shape,
         plan,
         micro_batch=run.job.recipe.micro_batch,
         sheet=sheet,

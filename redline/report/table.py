@@ -379,7 +379,9 @@ def step_of_ranks(layout: Layout) -> str:
 
 def sharing_text(sharing: dict[str, Any]) -> str:
     groups = sharing.get("by_group") or {}  # where there is one alone, it has all
-    parts = ", ".join(f"{human_seconds(seconds)} about {WHAT_IS_SHARED.get(name, name)}" for name, seconds in groups.items())
+    parts = ", ".join(
+        f"{human_seconds(seconds)} about {WHAT_IS_SHARED.get(name, name)}" for name, seconds in groups.items()
+    )
     told = f" ({parts})" if len(groups) > 1 else ""
     return (
         f"{human_seconds(sharing['communication_seconds'])} of communication a step{told}, of which "
