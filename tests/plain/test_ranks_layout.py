@@ -16,7 +16,8 @@ from rich.console import Console
 from redline.cli import main
 from redline.commands.ranks import layout_of as train_layout_of
 from redline.core.errors import UserError
-from redline.core.hardware import Hardware
+from redline.core.hardware import Hardware, known_device
+from redline.core.interconnects import choose_links
 from redline.core.layout import Layout
 from redline.core.values import from_json, to_json
 from redline.core.workload import Source
@@ -33,8 +34,6 @@ from redline.search.document import ladder_document
 from redline.search.ladder import notes_of_ways, open_ladder
 from redline.search.ranks import (
     check_measured,
-    choose_links,
-    known_device,
     layout_for,
     not_measured,
     ranked_rungs,
@@ -336,7 +335,7 @@ def test_the_rate_is_what_estimate_predicts_of_the_layout_and_unknown_of_copies(
     plan = plan_of(("bf16", "flash", "tensor-parallel", "ddp"))
     device = known_device(EIGHT_BY_TWO.name, EIGHT_BY_TWO.multiprocessors)
     assert device is not None
-    case = Case(shape=GPT2.shape, plan=plan, layout=Cut(gpus=8, tp=2, micro_batch=16))
+    case = Case(shape=GPT2.decoder, plan=plan, layout=Cut(gpus=8, tp=2, micro_batch=16))
     fabric = Fabric(gpus_per_node=8, links=choose_links(None, device))
     expected = predict_parallel(case, fabric, expected_peaks(plan, device, None)).tokens_per_second
     assert rate_of_ranks(GPT2.shape, plan, 16, EIGHT_BY_TWO) == expected
