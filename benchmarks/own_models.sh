@@ -14,7 +14,7 @@ config=$1 out=$2 micro_batch=$3 sizes=$4
 python=${PYTHON:-python}
 rungs=${RUNGS:-no-sync,bf16,compile,flash,cudnn-attention,fused-adamw,fused-loss,bf16-residual}
 choices=${CHOICES:-$rungs,cuda-graphs}
-minutes=${MINUTES:-3}          # of tuning; what the ladder measured counts with the time it took there
+minutes=${MINUTES:-3}          # of tuning, beside what the ladder measured
 ahead=${AHEAD:-5}              # rows that compile at the same time
 steps=${STEPS:-20} check_steps=${CHECK_STEPS:-10} rounds=${ROUNDS:-5}
 device=(${DEVICE:+--device "$DEVICE"})

@@ -121,15 +121,25 @@ def trace_module(model: nn.Module, batch: Any, loss: Loss | None) -> Traced:
         name=type(model).__name__,
         factory=lambda: model,
         make_batch=lambda size, _: samples(batch, size),
-        loss=loss or loss_by_calling,
+        loss=loss or loss_by_calling(samples_of(batch)),
         **items_of(batch),
     )
     twin = copy.deepcopy(getattr(model, "_orig_mod", model)).to("cpu").train()
     return look_at(functions, twin, {}, Workload.seed)
 
 
-def loss_by_calling(model: nn.Module, batch: Any) -> torch.Tensor:
-    return loss_of_call(model, batch, takes_inputs_only(model))
+def loss_by_calling(given: int) -> Loss:
+    """`given`: samples of the user's own batch. A pass takes fewer, which a message about its sizes has to say."""
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        try:
+            return loss_of_call(model, batch, takes_inputs_only(model))
+        except UserError as error:
+            cut = samples_of(batch)
+            more = "" if cut == given else f" ({cut} samples were taken of the batch's {given})"
+            raise UserError(error.problem, error.why + more, error.fix) from error
+
+    return loss
 
 
 def plain(batch: Any) -> Any:

@@ -31,7 +31,7 @@ from redline.engine.probe import probe
 from redline.engine.step import TrainStep
 from redline.model.adapter import LossOf
 from redline.optim import build_optimizer, settings_for
-from redline.rungs import LADDER, plan_of
+from redline.rungs import LADDER, find_rung, plan_of
 from redline.rungs.ladder import check_alternatives
 from redline.rungs.optimizers import FUSED_ADAMW
 from redline.workloads.resolve import BY_SIZE
@@ -71,6 +71,19 @@ class Prepared:
         lines = [f"done       {', '.join(self.rungs) or 'nothing: the recipe is the baseline'}"]
         lines += [f"left out   {name}: {reason}" for name, reason in self.left_out.items()]
         return "\n".join([*lines, *(f"note       {note}" for note in self.notes)])
+
+    def _repr_html_(self) -> str:
+        """For a notebook: what was done and what was not, as a table."""
+        from redline.report.notebook import in_notebook, render_prepared_page
+
+        page = render_prepared_page(
+            name=type(getattr(self.model, "_orig_mod", self.model)).__name__,
+            device=str(next(self.model.parameters()).device),
+            done=[(name, find_rung(name).title) for name in self.rungs],
+            left_out=self.left_out.items(),
+            said=self.notes,
+        )
+        return in_notebook(page)
 
 
 def prepare(

@@ -179,6 +179,7 @@ OBSTACLES: dict[str, Callable[[Live], str | None]] = {
     "fused-backward": _always("it needs blocks that are written for it: redline.model.fused has the parts"),
     "selective-checkpointing": _always("which of its operations are the core of attention is not known: checkpointing"),
     "checkpointing": _blocks,
+    "budget-checkpointing": lambda live: None if live.plan.compile else "the compiler does it: add compile",
     "max-autotune": _way_of_compiling,
     "cuda-graphs": _way_of_compiling,
     "expandable-segments": _on_gpus,

@@ -113,6 +113,7 @@ def profile(options: argparse.Namespace) -> dict[str, Any]:
 
     from redline.core.measurement import Failure
     from redline.report.hardware import MeasureBar
+    from redline.search.ladder import stop_at_a_mistake
     from redline.search.launch import launch_profile, remove_caches
 
     run = prepare(options)
@@ -121,6 +122,7 @@ def profile(options: argparse.Namespace) -> dict[str, Any]:
             answer = launch_profile(run.directory, run.job, options.timeout, bar.phase)
     finally:
         remove_caches(run.directory)
+    stop_at_a_mistake(answer, run.directory)
     found = failed_document(run, answer) if isinstance(answer, Failure) else document(run, answer)
     with explaining(run.directory.path):
         run.directory.write(PROFILE_FILE, json.dumps(found, indent=2) + "\n")

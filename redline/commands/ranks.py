@@ -40,6 +40,7 @@ from redline.core.units import counted
 
 if TYPE_CHECKING:
     from redline.core.layout import Layout
+    from redline.core.workload import Workload
     from redline.engine.distributed import Ranks
     from redline.engine.session import TrainOrder
 
@@ -248,44 +249,59 @@ def check_rank_timeout(seconds: float | None) -> None:
         )
 
 
-def layout_of(options: argparse.Namespace, ranks: int) -> Layout:
-    """Of so many ranks, as the options say. A cut that no model allows is refused here."""
+def layout_of(options: argparse.Namespace, ranks: int, workload: Workload) -> Layout:
+    """Of so many ranks, as the options say. What this model or these ranks do not allow is refused there."""
     from redline.search.ranks import layout_for
 
-    return layout_for(ranks, {name: getattr(options, name) for name in DEGREES})
+    degrees = {name: getattr(options, name) for name in DEGREES}
+    return layout_for(ranks, degrees, workload, by_hand=ranks_here() is not None)
 
 
-def check_shares(order: TrainOrder, layout: Layout) -> None:
+def check_shares(micro_batch: int, global_batch: int, layout: Layout) -> None:
     """Every rank takes whole micro batches of every update."""
+    from redline.core.workload import check_positive
     from redline.predict.parallel import layout_for_batch
 
-    layout_for_batch(
-        gpus=layout.ranks,
-        tp=layout.tensor,
-        pp=layout.pipeline,
-        micro_batch=order.settings.micro_batch,
-        global_batch=order.settings.global_batch,
+    check_positive("--micro-batch", micro_batch)
+    check_positive("--global-batch", global_batch)
+    if layout.data > 1:  # of one `TrainSettings` says it in fewer words
+        layout_for_batch(gpus=layout.data, micro_batch=micro_batch, global_batch=global_batch)
+
+
+def check_resumed_shares(out: str, micro_batch: int, global_batch: int, layout: Layout) -> None:
+    """The same of a run that goes on, whose global batch is what it was: its updates are the run."""
+    parts = layout.data
+    if global_batch % (parts * micro_batch) == 0:
+        return
+    raise UserError(
+        f"{counted(layout.ranks, 'rank')} cannot go on with {out}",
+        f"the run keeps its global batch of {counted(global_batch, 'sequence')}, and that is not a number of passes of "
+        f"{parts} x {micro_batch}",
+        f"go on {' or '.join(ways_to_go_on(micro_batch, global_batch, layout))}",
     )
 
 
-def check_resumed_shares(order: TrainOrder, layout: Layout) -> None:
-    """The same of a run that goes on, whose global batch is what it was: its updates are the run."""
+def ways_to_go_on(micro_batch: int, global_batch: int, layout: Layout) -> list[str]:
+    """Another number of ranks, a smaller micro batch, or where neither is enough both."""
     from redline.predict.parallel import divisors
 
-    size, whole, parts = order.settings.micro_batch, order.settings.global_batch, layout.data
-    if whole % (parts * size) == 0:
-        return
-    each = layout.ranks // parts  # ranks that take the same data
-    counts = [each * count for count in divisors(whole) if whole % (count * size) == 0]
-    smaller = [one for one in divisors(whole // parts) if one < size] if whole % parts == 0 else []
-    ways = [f"with {_one_of(counts)} ranks"] if counts else []
-    ways += [f"with --micro-batch {max(smaller)}"] if smaller else []
-    raise UserError(
-        f"{counted(layout.ranks, 'rank')} cannot go on with {order.out}",
-        f"the run keeps its global batch of {counted(whole, 'sequence')}, and that is not a number of passes of "
-        f"{parts} x {size}",
-        f"go on {' or '.join(ways)}",
-    )
+    each = layout.ranks // layout.data  # ranks that take the same data
+
+    def ranks(size: int, replicas: int) -> str | None:
+        counts = [n for n in divisors(global_batch) if n % replicas == 0 and global_batch % (n * size) == 0]
+        several = "" if [each * n for n in counts] == [1] else "s"
+        return f"with {_one_of([each * n for n in counts])} rank{several}" if counts else None
+
+    smaller = [1] if global_batch % layout.data else divisors(global_batch // layout.data)
+    size = max((one for one in smaller if one < micro_batch), default=1)
+    found = ranks(micro_batch, layout.replicas)
+    ways = [found] if found else []
+    if global_batch % (layout.data * size) == 0:
+        ways.append(f"with --micro-batch {size}")
+    if ways:
+        return ways
+    both = ranks(1, layout.replicas)
+    return [f"{both} and --micro-batch 1" if both else f"{ranks(1, 1)}, --micro-batch 1 and no --replicas"]
 
 
 def _one_of(numbers: Sequence[int]) -> str:

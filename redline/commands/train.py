@@ -17,7 +17,6 @@ from redline.commands.common import (
     EXIT_INTERRUPTED,
     WORKLOAD_HELP,
     add_common,
-    add_degrees,
     add_sequence,
     command_line,
     only_our_words_on_stdout,
@@ -32,8 +31,9 @@ from redline.commands.training_data import (
     training_data,
 )
 from redline.core.errors import UserError
+from redline.core.units import counted
 from redline.core.workload import check_positive
-from redline.rungs.parallel import DDP
+from redline.rungs.parallel import DDP, WAYS
 
 if TYPE_CHECKING:
     from redline.commands.watchers import Session
@@ -96,8 +96,14 @@ def add_train(commands: Any) -> None:
         metavar="WAY",
         help="how ranks share a step: ddp, fsdp or fsdp-keep, short for its rung in the recipe",
     )
+    train.add_argument("--tensor", metavar="N", type=int, help="ranks that hold each layer together (default: 1)")
     train.add_argument("--pipeline", metavar="N", type=int, help="stages that hold the layers in turn (default: 1)")
-    add_degrees(train)
+    train.add_argument(
+        "--replicas",
+        metavar="N",
+        type=int,
+        help="with fsdp: copies of the model, each cut among its ranks (default: 1)",
+    )
     train.add_argument(
         "--rank-timeout",
         metavar="S",
@@ -225,7 +231,7 @@ def chosen_order(
     options: argparse.Namespace, console: Any, ranks: int
 ) -> tuple[TrainOrder, Hardware, dict[str, str | None]]:
     """What the words come to on this machine, without its data yet; nothing is written."""
-    from redline.commands.ranks import check_shares, layout_of
+    from redline.commands.ranks import layout_of
     from redline.core.recipe import Recipe, load_recipe
     from redline.core.training import Budget
     from redline.engine.session import TrainOrder
@@ -235,8 +241,10 @@ def chosen_order(
     from redline.search.launch import probe_machine
     from redline.search.ranks import check_layout, check_ranks
     from redline.workloads import default_workload
+    from redline.workloads.shapes import weights_beside
 
-    layout = layout_of(options, ranks)
+    if options.workload:  # a mistake is told before torch is asked
+        layout_of(options, ranks, find_workload(options.workload, sequence=options.sequence))
     given = {"steps": options.steps, "tokens": options.tokens, "minutes": options.minutes}
     if all(value is None for value in given.values()):
         console.print(f"--minutes {DEFAULT_MINUTES:g}: no budget was given")
@@ -244,16 +252,20 @@ def chosen_order(
     budget = Budget(**given)
     recipe = load_recipe(options.recipe) if options.recipe else None
     check_alternatives(recipe.rungs if recipe else ())
-    if options.workload:
-        find_workload(options.workload, sequence=options.sequence)  # a mistake is told before torch is asked
     if options.optimizer is not None:
         with_optimizer((), options.optimizer)  # likewise
     hardware, versions = probe_machine(options.device)
     hardware = check_ranks(hardware, ranks)
     name = options.workload or default_workload(hardware.kind)
     workload = find_workload(name, sequence=options.sequence, trained_on=hardware.kind)
+    layout = layout_of(options, ranks, workload)
     for note in workload.notes:
         console.print(note, style="dim", markup=False, highlight=False)
+    if workload.source.kind == "huggingface" and options.init is None and (folder := weights_beside(name)):
+        text = (
+            f"the weights in {folder} are not read, this run begins with random ones: --init {folder} begins with them"
+        )
+        console.print(text, style="bold yellow", markup=False, highlight=False, soft_wrap=True)
     if recipe is None:
         recipe = Recipe(rungs=usual_rungs(workload, hardware), micro_batch=workload.micro_batch)
     if options.micro_batch is not None:
@@ -264,9 +276,9 @@ def chosen_order(
     check_allowed(recipe, workload)
     if ranks > 1:
         check_parallel(recipe, workload, hardware, layout)
-        check_layout(layout, workload, recipe)
+        check_layout(layout, recipe)
         check_init(recipe, options.init, layout)
-    settings = settings_of(options, workload, recipe, budget, layout.data)
+    settings = settings_of(options, workload, recipe, budget, layout)
     out = options.out or Path("runs") / f"train-{workload.name}-{datetime.now().strftime('%Y%m%d-%H%M%S')}"
     order = TrainOrder(
         workload=workload,
@@ -278,7 +290,6 @@ def chosen_order(
         init=None if options.init is None else str(options.init),
         layout=layout,
     )
-    check_shares(order, layout)
     return order, hardware, versions
 
 
@@ -294,14 +305,37 @@ def shared_recipe(recipe: Recipe, way: str | None, layout: Layout) -> Recipe:
 
 
 def check_parallel(recipe: Recipe, workload: Workload, hardware: Hardware, layout: Layout) -> None:
-    """Ways to share a step that do not go with the rest of the recipe."""
-    from redline.rungs import find_rung, plan_of, why_not
+    """Ways to share a step that do not go with the rest of the recipe. The fix names the options of all of them."""
     from redline.rungs.ladder import cuts_of
+    from redline.search.ranks import OF_LAYOUTS
 
-    for way in map(find_rung, [*cuts_of(recipe.rungs, layout), recipe.rungs[-1]]):  # where `with_parallel` has put it
-        reason = why_not(way, workload, hardware, plan_of(name for name in recipe.rungs if name != way.name))
-        if reason is not None:
-            raise UserError(f"{way.name} does not apply here", reason, "choose another --parallel, or another recipe")
+    way = recipe.rungs[-1]  # where `with_parallel` has put it
+    refused = {
+        name: reason
+        for name in (*cuts_of(recipe.rungs, layout), way)
+        if (reason := why_not_shared(name, recipe, workload, hardware)) is not None
+    }
+    if not refused:
+        return
+    first = next(iter(refused))
+    said = {name: f"{option} {getattr(layout, option[2:])}" for name, option in OF_LAYOUTS.items()}
+    fixes = [f"leave {said[name]} out" for name in refused if name in said]
+    others = [other for other in WAYS if not why_not_shared(other, recipe, workload, hardware)]
+    if way in refused:
+        copies = " without --replicas" if layout.replicas > 1 else ""
+        fixes = [*fixes, f"say --parallel {others[0]}{copies}"] if others else []
+    raise UserError(
+        f"{said.get(first, first)} does not apply here",
+        refused[first],
+        ", or ".join(filter(None, (" and ".join(fixes), "choose another recipe"))),
+    )
+
+
+def why_not_shared(name: str, recipe: Recipe, workload: Workload, hardware: Hardware) -> str | None:
+    from redline.rungs import find_rung, plan_of, why_not
+
+    others = [other for other in recipe.rungs if other != name and (name not in WAYS or other not in WAYS)]
+    return why_not(find_rung(name), workload, hardware, plan_of(others))
 
 
 def check_allowed(recipe: Recipe, workload: Workload) -> None:
@@ -340,13 +374,15 @@ def check_init(recipe: Recipe, init: Path | None, layout: Layout) -> None:
         )
 
 
-def settings_of(options: argparse.Namespace, workload: Any, recipe: Any, budget: Any, data: int = 1) -> Any:
+def settings_of(options: argparse.Namespace, workload: Any, recipe: Any, budget: Any, layout: Layout) -> Any:
+    from redline.commands.ranks import check_shares
     from redline.core.training import TrainSettings
     from redline.engine.build import optimizer_settings
     from redline.rungs import plan_of
 
     own = optimizer_settings(workload, plan_of(recipe.rungs))  # a workload states AdamW's rate
-    global_batch = global_sequences(options, workload.shape.sequence, recipe.micro_batch, data)
+    global_batch = global_sequences(options, workload.shape.sequence, recipe.micro_batch, layout.data)
+    check_shares(recipe.micro_batch, global_batch, layout)
     per_update = global_batch * workload.shape.sequence
     ends = [budget.steps, None if budget.tokens is None else -(-budget.tokens // per_update)]
     schedule_steps = min((steps for steps in ends if steps is not None), default=None)
@@ -394,12 +430,14 @@ def global_sequences(options: argparse.Namespace, sequence: int, micro_batch: in
     if options.global_batch is not None:
         raise UserError("--global-batch and --batch-tokens", "both say how large an update is", "give one of them")
     check_positive("--batch-tokens", tokens)
-    each = micro_batch * sequence
+    each = micro_batch * sequence * data
     if tokens % each:
         nearest = " or ".join(str(each * count) for count in (tokens // each, tokens // each + 1) if count)
+        shared = "" if data == 1 else f", on each of {data} ranks"
         raise UserError(
             f"--batch-tokens {tokens} is not a multiple of {each:,}",
-            f"an update adds up whole micro batches, here of {micro_batch} sequences of {sequence:,} tokens",
+            f"an update adds up whole micro batches, here of {counted(micro_batch, 'sequence')} of {sequence:,} "
+            f"tokens{shared}",
             f"set it to {nearest}, or choose another --micro-batch",
         )
     return int(tokens // sequence)
@@ -469,14 +507,15 @@ def resumed_order(options: argparse.Namespace, ranks: int = 1) -> TrainOrder:
     recipe = load_recipe(options.recipe) if options.recipe else order.recipe
     if options.micro_batch is not None:
         recipe = replace(recipe, micro_batch=options.micro_batch)
-    layout = layout_of(options, ranks)
+    layout = layout_of(options, ranks, order.workload)
+    check_resumed_shares(str(options.resume), recipe.micro_batch, order.settings.global_batch, layout)
     recipe = shared_recipe(recipe, options.parallel, layout)
     check_allowed(recipe, order.workload)
     if ranks > 1:
         check_parallel(recipe, order.workload, replace(from_json(Hardware, record["hardware"]), ranks=ranks), layout)
-        check_layout(layout, order.workload, recipe)
+        check_layout(layout, recipe)
     settings = replace(order.settings, micro_batch=recipe.micro_batch, **often(options))
-    order = replace(
+    return replace(
         order,
         recipe=recipe,
         settings=settings,
@@ -484,8 +523,6 @@ def resumed_order(options: argparse.Namespace, ranks: int = 1) -> TrainOrder:
         out=str(options.resume),
         layout=layout,
     )
-    check_resumed_shares(order, layout)
-    return order
 
 
 def end_of_schedule(order: TrainOrder) -> str | None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._functorch.config as functorch
 from torch import nn
 
 from redline.core.plan import Plan
@@ -148,6 +149,8 @@ def switch_process(plan: Plan, calls_sdpa: bool = False) -> None:
     torch.set_float32_matmul_precision(plan.matmul_precision)
     if plan.attention != "naive" or calls_sdpa:
         pin_attention(plan.attention)
+    if plan.activation_budget < 1:  # read when a graph is compiled
+        functorch.activation_memory_budget = plan.activation_budget
 
 
 def grow_segments() -> None:

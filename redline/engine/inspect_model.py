@@ -30,9 +30,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from redline.core.errors import UserError
 from redline.core.job import write_atomically
 from redline.core.traced import TOKEN, Attention, Line, Place, Product, Saved, Sync, Traced
-from redline.core.user_code import PACKAGE, Functions, blaming, load_functions, neighbours
+from redline.core.user_code import PACKAGE, Functions, blaming, definition, load_functions, neighbours
 from redline.core.values import from_json, to_json
-from redline.core.workload import Shape, Source
+from redline.core.workload import Source
 from redline.data.made import make_batch
 from redline.engine.findings import Watch
 from redline.engine.inspect_trace import FirstNan, Seen, Trace, has_nan, tracing
@@ -46,6 +46,7 @@ from redline.model.python_adapter import (
     make_model,
     silence_dropout,
 )
+from redline.workloads.shapes import shape_of
 
 SMALL, LARGE = 2, 4  # samples: batch norm refuses one
 BACKENDS = {"naive": SDPBackend.MATH, "fused": SDPBackend.FLASH_ATTENTION}
@@ -117,7 +118,7 @@ def repeatable_batch(functions: Functions, size: int, seed: int) -> Any:
     leaves, others = tree_leaves(batch), tree_leaves(again)
     if len(leaves) != len(others) or not all(map(same, leaves, others)):
         raise UserError(
-            f"make_batch({size}, {seed}) gave two different batches",
+            f"{functions.batch_name}({size}, {seed}) gave two different batches",
             "a batch is a function of its seed, or no two runs could be compared",
             "draw with torch.Generator().manual_seed(seed), and read no clock and no file that changes",
         )
@@ -134,9 +135,14 @@ def described_by(functions: Functions) -> dict[str, Any]:
     named: dict[str, Any] = {"items_per_sample": functions.items_per_sample, "unit": functions.unit}
     if functions.shape is None:
         return named
-    with blaming(functions.file, f"shape() for {functions.words}", functions.shape):
+    with blaming(functions.file, f"{functions.shape_name}() for {functions.words}", functions.shape):
         fields = functions.shape()
-        shape = Shape(**fields)
+    try:
+        shape = shape_of(fields, "what it returned")
+    except UserError as error:
+        where = (definition(functions.shape, functions.file) or functions.words).partition(": ")[0]
+        problem = f"{functions.shape_name}() at {where}: {error.problem}"
+        raise UserError(problem, error.why, error.fix) from error
     if functions.items_per_sample == 1:
         named = {"items_per_sample": shape.sequence, "unit": TOKEN}
     return {**named, "described": dict(fields), "vocab": shape.vocab}
@@ -193,6 +199,8 @@ def look_once(subject: Subject, made: Made) -> dict[str, Any]:
         "sdpa": trace.sdpa,
         "attention": counted_attention(trace),
         "draws": tuple(dict.fromkeys(trace.draws)),
+        "sdpa_calls": tuple(dict.fromkeys(trace.sdpa_calls)),
+        "gelu_calls": tuple(dict.fromkeys(trace.gelu_calls)),
         "syncs": tuple(waits),
         "products": products,
         "products_left_out": left_out,

@@ -261,6 +261,7 @@ def kept_activations(rank: Rank, layers: int) -> dict[str, float]:
     of_one = layer_activations(shape, plan, rank.layout.tp)
     if plan.checkpointing == "full":
         of_one = {"residual": residual_bytes(plan) * shape.d_model}  # the input of the block
+    of_one = {kind: plan.activation_budget * size for kind, size in of_one.items()}  # as a whole: of which, it chooses
     kept = {kind: rank.tokens * layers * size for kind, size in of_one.items()}
     kept["embedding"] = batch_bytes(rank)
     return kept

@@ -42,6 +42,7 @@ VERDICT_STYLES = {
     "different": "bold red",
     "not-checked": "dim",
 }
+LOUD_NOISE = 0.1  # from a tenth on, the digits of a speed-up say more than was measured
 ONE_PROCESS = ""  # has nobody to talk to: such a column is not missing
 STATUS_STYLES = {"skipped": "dim", "failed": "red"}
 
@@ -153,7 +154,7 @@ COLUMNS = (
         meaning="what the slowest rank computes longer than the middle one",
         cell=_shared(lambda sharing: milliseconds(sharing["straggler_seconds"])),
         why_unknown=ONE_PROCESS,
-        shed=1,
+        shed=4,  # the last: who asks for ranks looks for a straggler
     ),
     Column(name="loss", meaning="first and last loss of the checked curve", cell=_loss_cell, shed=2),
     Column(name="verdict", meaning="the loss curve against the fp32 reference", cell=verdict_of, number=False),
@@ -271,7 +272,8 @@ def _table(rows: Sequence[Row], columns: Sequence[Column], gap: int) -> Table:
 def _fit(document: Document, width: int) -> tuple[tuple[Column, ...], int]:
     """The fullest layout that fits: its columns and the gap between them."""
     shown = shown_columns(document)
-    layouts = [(tuple(c for c in shown if c.shed == 0 or c.shed > level), gap) for level in range(4) for gap in (2, 1)]
+    levels = range(1 + max(column.shed for column in COLUMNS))
+    layouts = [(tuple(c for c in shown if c.shed == 0 or c.shed > level), gap) for level in levels for gap in (2, 1)]
     return next((layout for layout in layouts if _width(document, *layout) <= width), layouts[-1])
 
 
@@ -313,7 +315,7 @@ def notes_of(document: Document) -> list[Note]:
 
 def row_notes(document: Document) -> list[Note]:
     """What is to be said of single rows: different ones loudly, then every reason."""
-    return [*_different_notes(document), *_reason_notes(document)]
+    return [*_different_notes(document), *_unchecked_notes(document), *_reason_notes(document)]
 
 
 def _different_notes(document: Document) -> Iterator[Note]:
@@ -325,6 +327,18 @@ def _different_notes(document: Document) -> Iterator[Note]:
                 text=f"DIFFERENT: this is not the same training any more. {detail}",
                 kind="different",
             )
+
+
+def _unchecked_notes(document: Document) -> Iterator[Note]:
+    """Why, once for all rows alike; a reason that is the model's own stands among its notes."""
+    known = " ".join(note.text for note in model_notes(document))
+    rungs: dict[str, list[str]] = {}
+    for row in rows_of(document):
+        detail = one_line((row.get("equivalence") or {}).get("detail") or "")
+        if status_of(row) == "ok" and verdict_of(row) == "not-checked" and detail and detail not in known:
+            rungs.setdefault(detail, []).append(rung_name(row))
+    for detail, names in rungs.items():
+        yield Note(about="not checked", text=f"{', '.join(names)}: {detail}")
 
 
 def _reason_notes(document: Document) -> Iterator[Note]:
@@ -504,10 +518,16 @@ def workload_text(document: Document) -> str:
         ("vocab", "vocabulary {}"),
         ("sequence", "{} tokens of context"),
     ]
-    parts = [form.format(_count(shape[key])) for key, form in words if shape.get(key) is not None]
+    kv = f" ({_count(shape['kv_heads'])} for keys and values)" if shape.get("kv_heads") else ""
+    parts = [
+        form.format(_count(shape[key])) + (kv if key == "heads" else "")
+        for key, form in words
+        if shape.get(key) is not None
+    ]
     parts += [f"{_count(shape['parameters'])} parameters"] if shape.get("parameters") is not None else []
-    if workload.get("micro_batch") is not None:
-        parts.append(f"micro batch {_count(workload['micro_batch'])}")
+    # A tune's settings say which one was asked for, or none: then it is what the search is about.
+    size = {**workload, **(document.get("settings") or {})}.get("micro_batch")
+    parts += [f"micro batch {_count(size)}"] if size is not None else []
     return f"{one_line(workload.get('name') or 'unknown workload')}: {', '.join(parts) or 'shape not known'}"
 
 
@@ -547,7 +567,9 @@ def best_text(document: Document) -> str:
     parts = [f"{human_rate(best.get('tokens_per_second'))} {unit} with {one_line(best.get('rung') or UNKNOWN)}"]
     parts += [f"micro batch {best['micro_batch']}"] if best.get("micro_batch") is not None else []
     if row.get("speedup_total") is not None:
-        parts.append(f"{human_ratio(row['speedup_total'])} the {rung_name(rows_of(document)[0])}")
+        noise = (document.get("noise") or {}).get("fraction") or 0.0
+        caveat = f" (with a noise of ±{human_percent(noise)})" if noise >= LOUD_NOISE else ""
+        parts.append(f"{human_ratio(row['speedup_total'])} the {rung_name(rows_of(document)[0])}{caveat}")
     parts += [f"{human_percent(shown_mfu(row))} MFU"] if shown_mfu(row) is not None else []
     return ", ".join(parts)
 

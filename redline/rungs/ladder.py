@@ -49,7 +49,7 @@ class Baseline(Rung):
     """
 
     name = "baseline"
-    title = "fp32, naive attention, loop AdamW"
+    title = "fp32, nothing fused, loop AdamW"
     maths = Maths.BIT_EXACT
 
     def apply(self, plan: Plan) -> Plan:
@@ -415,6 +415,28 @@ class Checkpointing(Rung):
         return replace(plan, checkpointing="full")
 
 
+class BudgetCheckpointing(Rung):
+    """Let the compiler keep half of what it would keep, and choose what to compute again.
+
+    Whoever marks blocks for recomputation pays for their matmuls too. The compiler sees the whole graph and what each
+    tensor costs to compute again, so that half of the bytes goes for less than half of the work
+    (torch._functorch.config.activation_memory_budget). It needs no blocks and no help from a model. How much is
+    computed again is the compiler's own affair: there is no HFU of such a step.
+    """
+
+    name = "budget-checkpointing"
+    title = "compiler keeps half the activations"
+    maths = Maths.ROUNDING
+    instead_of = "selective-checkpointing"
+    when_named = True
+
+    def needs(self, workload: Workload, hardware: Hardware, plan: Plan) -> str | None:
+        return None if plan.compile else "the compiler chooses what is computed again: add compile"
+
+    def apply(self, plan: Plan) -> Plan:
+        return replace(plan, activation_budget=0.5, checkpointing="none")
+
+
 class MaxAutotune(Rung):
     """Let Inductor time several kernels for each matmul and keep the fastest.
 
@@ -515,6 +537,7 @@ LADDER: tuple[Rung, ...] = (
     ChunkedLoss(),
     SelectiveCheckpointing(),
     Checkpointing(),
+    BudgetCheckpointing(),
     MaxAutotune(),
     CudaGraphs(),
     ExpandableSegments(),

@@ -28,6 +28,15 @@ def _several(hardware: Hardware, plan: Plan) -> str | None:
     return GRAPHS_OF_RANKS if plan.cuda_graphs else None
 
 
+def where_to_cut(rung: str, workload: Workload) -> str | None:
+    """Why nobody knows, of a model that is not the built-in GPT."""
+    if workload.source == BUILT_IN:
+        return None
+    if rung == TENSOR_PARALLEL:
+        return "which layers are cut by rows and which by columns is known of the built-in GPT only: take fsdp"
+    return "where a model can be cut into stages is known of the built-in GPT only: take fsdp"
+
+
 class Ddp(Rung):
     """Every rank holds the model and takes its share of the batch; gradients are averaged.
 
@@ -121,17 +130,15 @@ class TensorParallel(Rung):
     when_named = True
 
     def needs(self, workload: Workload, hardware: Hardware, plan: Plan) -> str | None:
-        if workload.source != BUILT_IN:
-            return "which layers are cut by rows and which by columns is known of the built-in GPT only: take fsdp"
-        return _sharding_needs(hardware, plan)
+        return where_to_cut(self.name, workload) or _sharding_needs(hardware, plan)
 
     def apply(self, plan: Plan) -> Plan:
         return replace(plan, tensor_parallel=True, loss="full", backward="autograd")
 
 
 def _stage_needs(workload: Workload, hardware: Hardware, plan: Plan) -> str | None:
-    if workload.source != BUILT_IN:
-        return "where a model can be cut into stages is known of the built-in GPT only: take fsdp"
+    if (unknown := where_to_cut(PIPELINE_PARALLEL, workload)) is not None:
+        return unknown
     if plan.optimizer not in ADAMWS:
         return f"a stage has parameters of its own, and {plan.optimizer} was tried with all of them only: take an AdamW"
     if plan.autocast == "fp16":
@@ -186,3 +193,4 @@ class PipelineGpipe(Rung):
 
 
 RANK_RUNGS = tuple(rung.name for rung in (Ddp, Fsdp, FsdpKeep, TensorParallel, PipelineParallel, PipelineGpipe))
+WAYS = tuple(rung.name for rung in (Ddp, Fsdp, FsdpKeep))  # `--parallel`

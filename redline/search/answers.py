@@ -57,13 +57,15 @@ class TrialAnswers:
         self.timeout_seconds, self.on_phase, self.check = timeout_seconds, on_phase, check
         self.here = directory.answers()
         self.cached = {} if cache is None else cache.answers()
+        self.given: dict[str, tuple[Result, float]] = {}
+        """By a ladder."""
 
     def recall(self, job: Job, timeout_seconds: float) -> Answer | None:
         """What is known, unless it came from outside the recipe: a killed worker may have more luck, one that was
         stopped may have more time, and a device that was lost may be back."""
         known = self.here.get(job.key)
         if known is None:
-            known = self.cached.get(job.key)
+            known = self.cached.get(job.key) or self.given.get(job.key)
             if known is None or not self._outlasts_its_run(*known):
                 return None
         result, seconds = known
@@ -71,7 +73,10 @@ class TrialAnswers:
             allowed = min(timeout_seconds, self.timeout_seconds)
             if result.kind in FROM_OUTSIDE or (result.kind == "timeout" and allowed > MORE_TIME * seconds):
                 return None
-        return Answer(result=result, seconds=seconds, remembered=True)
+        return self._remembered(job, result, seconds)
+
+    def _remembered(self, job: Job, result: Result, seconds: float) -> Answer:
+        return Answer(result=result, seconds=seconds, remembered=True, counts=job.key not in self.given)
 
     def _outlasts_its_run(self, result: Result, seconds: float) -> bool:
         """On a quieter machine it would not come out otherwise. A time-out says so only of what had --timeout."""

@@ -153,7 +153,7 @@ class LadderRun:
                 self.directory.write(name, json.dumps(to_json(recipe), indent=2) + "\n")
 
 
-def stop_at_a_mistake(result: Result, directory: RunDirectory) -> None:
+def stop_at_a_mistake(result: object, directory: RunDirectory) -> None:
     """A model that cannot be built is no row: all others would say the same. Where nothing was measured, nothing is
     left behind."""
     if isinstance(result, Failure) and result.mistake is not None:
@@ -251,34 +251,34 @@ def prepare_ladder(
     check_rebatch(rebatch, headroom, global_batch)
     check_choice("keep", keep, ("faster", "all"))
     recipe = None if start is None else checked_start(start, micro_batch)
-    first = ranked_rungs(recipe.rungs if recipe else (), layout)
-    chosen = choose_rungs(rungs, without, first)
+    said: dict[str, Any] = {"keep": keep, "repeats": repeats, "again": aa, "rebatch": rebatch}
+    said |= {"headroom": headroom, "compile_ahead": compile_ahead}
+    said["rungs"] = choose_rungs(rungs, without, ranked_rungs(recipe.rungs if recipe else (), layout))
+    return begin_ladder(words, recipe, {name: value for name, value in said.items() if value is not None}, command)
 
+
+def begin_ladder(words: Words, start: Recipe | None, said: dict[str, Any], command: str) -> LadderRun:
+    """The machine is asked, which completes the settings that were said, and the run directory is opened."""
     found = words.meet_machine()
     hardware = found.hardware
-    size = micro_batch or (recipe.micro_batch if recipe else found.workload.micro_batch)
+    size = words.micro_batch or (start.micro_batch if start else found.workload.micro_batch)
     resolved = replace(found.workload, micro_batch=size)
+    first = ranked_rungs(start.rungs if start else (), words.layout)
     beginning = Recipe(rungs=first, micro_batch=size)
-    check_measured(first, layout, resolved, hardware)
+    check_measured(first, words.layout, resolved, hardware)
     check_recipe_applies(beginning, resolved, hardware)
     settings = LadderSettings(
-        rungs=chosen,
         start=beginning,
         device=hardware.kind,
-        check_steps=check_steps or LadderSettings.check_steps,
-        timed_steps=steps,
-        repeats=repeats or LadderSettings.repeats,
-        again=aa,
-        keep=keep or LadderSettings.keep,
-        rebatch=rebatch,
-        headroom=LadderSettings.headroom if headroom is None else headroom,
-        global_batch=global_batch,
-        memory_bytes=memory_to_share(hardware) if rebatch else None,
-        compile_ahead=compile_ahead,
+        check_steps=words.check_steps or LadderSettings.check_steps,
+        timed_steps=words.steps,
+        global_batch=words.global_batch,
+        memory_bytes=memory_to_share(hardware) if said["rebatch"] else None,
+        **said,
     )
-    path = out or default_directory(resolved)
+    path = words.out or default_directory(resolved)
     directory = open_directory(path, resolved, hardware, found.versions, settings, command)
-    notes = (*found.notes, *notes_of_ways(recipe.rungs if recipe else (), first))
+    notes = (*found.notes, *notes_of_ways(start.rungs if start else (), first))
     return LadderRun(directory=directory, workload=resolved, hardware=hardware, settings=settings, notes=notes)
 
 

@@ -10,9 +10,9 @@ them (`commands/ranks.py`), and the same limits: what cannot be is refused here 
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from redline.core.errors import UserError
@@ -31,72 +31,100 @@ from redline.predict.parallel import Layout as Cut
 from redline.predict.parallel import divisors, layout_for_batch, nearest_two
 from redline.rungs import Rung, find_rung, group_of, plan_of, usual_rungs, why_not
 from redline.rungs.ladder import cuts_of, with_parallel
-from redline.rungs.parallel import DDP, FSDP, PIPELINE_GPIPE, PIPELINE_PARALLEL, RANK_RUNGS, TENSOR_PARALLEL
+from redline.rungs.parallel import (
+    DDP,
+    FSDP,
+    PIPELINE_GPIPE,
+    PIPELINE_PARALLEL,
+    RANK_RUNGS,
+    TENSOR_PARALLEL,
+    where_to_cut,
+)
 
+HERE = "LOCAL_WORLD_SIZE"  # torchrun's: ranks on this machine
 LEAST_ON_CPU, RANKS_PER_CORE = 8, 4  # 8: TP 2 x PP 2 x DP 2, which even a small machine should be able to try
 
 
 # --- how they are arranged --------------------------------------------------------------------------------------------
 
 
-def layout_for(ranks: int, degrees: Mapping[str, int | None]) -> Layout:
-    """Of so many ranks; a degree that is None is one. A cut that no model allows is refused here."""
-    given = {name: 1 if size is None else size for name, size in degrees.items()}
+def layout_for(
+    ranks: int, degrees: Mapping[str, int | None], workload: Workload | None = None, *, by_hand: bool = False
+) -> Layout:
+    """Of so many ranks; a degree that is None is one. A cut that this model or these ranks do not allow is refused
+    here, the model's first: what is proposed for the ranks is possible for it. `by_hand`: torchrun started them."""
+    given = {"tensor": 1, "pipeline": 1, "replicas": 1}
+    given |= {name: size for name, size in degrees.items() if size is not None}
     for name, size in given.items():
         check_positive(f"--{name}", size)
-    said = [f"--{name} {size}" for name, size in given.items() if size > 1]
-    if said and ranks == 1:
-        raise UserError(f"{said[0]} with one process", "its ranks share a step, and there is one", "say --gpus N too")
-    with in_options():
-        data = Cut(gpus=ranks, tp=given.get("tensor", 1), pp=given.get("pipeline", 1)).dp
-    copies = given.get("replicas", 1)
-    if data % copies:
-        near = " or ".join(map(str, nearest_two(divisors(data), copies)))
+    check_cuts(given, ranks, workload, by_hand=by_hand)
+    data = ranks // (given["tensor"] * given["pipeline"])
+    if data % given["replicas"]:
+        near = " or ".join(map(str, nearest_two(divisors(data), given["replicas"])))
         raise UserError(
-            f"{data} ranks with data of their own cannot be {copies} replicas",
+            f"{counted(data, 'rank')} with data of {'its' if data == 1 else 'their'} own cannot be "
+            f"{given['replicas']} replicas",
             "each copy of the model is cut among as many ranks as the others",
             f"use --replicas {near}",
         )
     return Layout(ranks=ranks, **given)
 
 
-def check_layout(layout: Layout, workload: Workload, recipe: Recipe) -> None:
-    """Refuses a layout that this model or this recipe cannot have, with the nearest that works."""
+def check_cuts(given: Mapping[str, int], ranks: int, workload: Workload | None, *, by_hand: bool = False) -> None:
+    """--tensor and --pipeline, and that there are ranks for them. None: the model is not known yet."""
+    said = " ".join(f"--{name} {size}" for name, size in given.items() if size > 1)
+    if not said:
+        return
+    if workload is not None:
+        check_known_cuts(given, workload)
+    whole = math.prod(given.values())
+    layout_for_batch(
+        gpus=whole if ranks == 1 else ranks,
+        tp=given["tensor"],
+        pp=given["pipeline"],
+        micro_batch=1,
+        shape=workload.shape if workload is not None and isinstance(workload.shape, Shape) else None,
+        gpus_per_node=None if ranks == 1 else ranks_of_a_node,
+    )
+    if ranks == 1:
+        torchrun = f"start torchrun with --nproc-per-node {whole}, or leave {said} out: a checkpoint goes on without"
+        raise UserError(
+            f"{said} with one process",
+            f"it takes {whole} ranks that share a step, or a multiple of that",
+            torchrun if by_hand else f"say --gpus {whole} too, or leave {said} out",
+        )
+
+
+def check_known_cuts(given: Mapping[str, int], workload: Workload) -> None:
+    """A model of which nobody knows where to cut it: told before it is told how well it divides."""
+    for name, rung in (("tensor", TENSOR_PARALLEL), ("pipeline", PIPELINE_PARALLEL)):
+        reason = where_to_cut(rung, workload) if given[name] > 1 else None
+        if reason is not None:
+            said = f"--{name} {given[name]}"
+            fix = f"say --parallel fsdp instead of {said}, or leave it out"
+            raise UserError(f"{said} does not apply here", reason, fix)
+
+
+def check_layout(layout: Layout, recipe: Recipe) -> None:
+    """Refuses copies of a model where every rank has one."""
     if layout.replicas > 1 and recipe.rungs[-1] == DDP:
         raise UserError(
             f"--replicas {layout.replicas} with ddp",
             "every rank holds the whole model: there is nothing to cut",
             "say --parallel fsdp, or leave --replicas out",
         )
-    if layout.tensor > 1 or layout.pipeline > 1:
-        with in_options():
-            layout_for_batch(
-                gpus=layout.ranks,
-                tp=layout.tensor,
-                pp=layout.pipeline,
-                micro_batch=1,
-                shape=workload.decoder,
-                gpus_per_node=ranks_of_a_node(layout.ranks),
-            )
-
-
-@contextmanager
-def in_options() -> Iterator[None]:
-    """predict/ names the nearest layouts by their usual short names: which options those are is said with them."""
-    try:
-        yield
-    except UserError as error:
-        raise UserError(error.problem, error.why, f"{error.fix} (TP is --tensor, PP is --pipeline)") from error
 
 
 def check_measured(rungs: tuple[str, ...], layout: Layout, workload: Workload, hardware: Hardware) -> None:
     """The same of a measurement that begins with these rungs, as `ranked_rungs` has made them."""
+    degrees = {"tensor": layout.tensor, "pipeline": layout.pipeline, "replicas": layout.replicas}
+    check_cuts(degrees, layout.ranks, workload)
     for name in cuts_of(rungs, layout):
         reason = why_not(find_rung(name), workload, hardware, plan_of(other for other in rungs if other != name))
         if reason is not None:
             raise UserError(f"{name} does not apply here", reason, "leave --tensor out, or take another recipe")
     if layout.ranks > 1:
-        check_layout(layout, workload, Recipe(rungs=rungs, micro_batch=1))
+        check_layout(layout, Recipe(rungs=rungs, micro_batch=1))
 
 
 # --- where they run ---------------------------------------------------------------------------------------------------
@@ -104,15 +132,24 @@ def check_measured(rungs: tuple[str, ...], layout: Layout, workload: Workload, h
 
 def ranks_of_a_node(ranks: int) -> int:
     """torchrun says how many it has started here; --gpus starts all of them here."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    return int(os.environ.get(HERE, ranks))
+
+
+def is_torchruns() -> bool:
+    return HERE in os.environ
+
+
+def how_many(ranks: int) -> str:
+    """The option that says so, of whoever starts them."""
+    return f"--nproc-per-node {ranks}" if is_torchruns() else f"--gpus {ranks}"
 
 
 def check_ranks(hardware: Hardware, ranks: int) -> Hardware:
     """The machine with that many ranks on it. More than one per device is refused."""
     here = ranks_of_a_node(ranks)
     if hardware.kind == "cuda" and here > hardware.count:
-        only = f"this machine has {hardware.count} GPU{'' if hardware.count == 1 else 's'}"
-        fix = f"use --gpus {hardware.count}" if hardware.count > 1 else "leave --gpus out"
+        only = f"this machine has {counted(hardware.count, 'GPU')}"
+        fix = f"use {how_many(hardware.count)}" if hardware.count > 1 or is_torchruns() else "leave --gpus out"
         raise UserError(f"{here} ranks on this machine", f"each rank has a GPU of its own, and {only}", fix)
     most = most_on_cpu(hardware.cpu_cores)
     if hardware.kind == "cpu" and here > most:
@@ -120,7 +157,7 @@ def check_ranks(hardware: Hardware, ranks: int) -> Hardware:
             f"{here} ranks on this CPU",
             f"each is a process that holds torch and shares {counted(hardware.cpu_cores, 'core')} with the others: "
             f"beyond {most} nothing is left to learn from them",
-            f"use --gpus {most} or fewer",
+            f"use {how_many(most)} or fewer",
         )
     return replace(hardware, ranks=ranks)
 

@@ -40,6 +40,8 @@ class Answer:
     seconds: float
     """What it took, now or then."""
     remembered: bool = False
+    counts: bool = True
+    """Its seconds are of the search's minutes, now or then: a ladder's are not."""
 
 
 class Answers(Protocol):
@@ -70,8 +72,8 @@ class DeviceLostError(Exception):
 
 
 class Budget:
-    """Minutes of measuring. What is remembered counts with the time it took then, so that a second run ends where the
-    first did instead of going on."""
+    """Minutes of measuring. What a search remembers counts with the time it took then, so that a second run ends where
+    the first did instead of going on. What it was given by a ladder (--after) costs nothing."""
 
     def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.seconds, self.clock, self.started = seconds, clock, clock()

@@ -469,7 +469,7 @@ class Tuner:
         known = self._recall(job)
         if known is not None:
             self.view.trial_started(label, number)
-            self.budget.remembered += known.seconds
+            self.budget.remembered += known.seconds if known.counts else 0.0
             self.answers.adopt(job, known)
             return known
         allowed = self.budget.left - self._reserve()

@@ -40,6 +40,7 @@ from redline.search.batch_size import HEADROOM
 from redline.search.climb import TOKENS_FILE
 from redline.search.ladder import (
     SURROUNDINGS,
+    LadderRun,
     memory_to_share,
     only_climb_in,
     open_directory,
@@ -48,7 +49,7 @@ from redline.search.ladder import (
 )
 from redline.search.launch import remove_caches
 from redline.search.ranks import check_measured, ranked_rungs
-from redline.search.space import ALLOW, Space, open_space
+from redline.search.space import ALLOW, ROUGHLY, Space, open_space
 from redline.search.trials import Answer, Budget, OutOfTimeError, Trial, TuneSettings
 from redline.search.tune import Tuner
 from redline.search.tune_document import row_json, tune_document
@@ -113,7 +114,7 @@ class TuneRun:
         )
         same = run.get(SURROUNDINGS) == surroundings_of(self.directory.path / TOKENS_FILE)
         if same and not self.fresh:  # a run that is resumed with other code has other times than its ladder
-            answers.cached = {**answers_of(RunDirectory(self.directory.path / AFTER_FOLDER)), **answers.cached}
+            answers.given = answers_of(RunDirectory(self.directory.path / AFTER_FOLDER))
         watcher = Watcher(view, self._keep_best)
         tuner = Tuner(self.space, self.settings, answers, self.budget, watcher)
         watcher.tuner = tuner
@@ -142,6 +143,7 @@ class TuneRun:
         answers = OnlyRemembered(
             self.directory, cache=None, device=self.settings.device, timeout_seconds=0.0, on_phase=lambda *_, **__: None
         )
+        answers.given = answers_of(RunDirectory(self.directory.path / AFTER_FOLDER))
         watcher = Watcher(None, lambda _: None)
         tuner = Tuner(self.space, self.settings, answers, still, watcher)
         watcher.tuner = tuner
@@ -161,7 +163,7 @@ class OnlyRemembered(TrialAnswers):
 
     def recall(self, job: Job, timeout_seconds: float) -> Answer | None:
         known = self.here.get(job.key)
-        return None if known is None else Answer(result=known[0], seconds=known[1], remembered=True)
+        return None if known is None else self._remembered(job, *known)
 
     def ask(self, job: Job, timeout_seconds: float) -> Answer:
         raise OutOfTimeError
@@ -242,45 +244,45 @@ def prepare_tune(
         out=out,
     )
     words.check(memory_limit=memory_limit)
-    layout = words.layout
-    check_allowed(allow, layout.ranks)
-    check_batches(micro_batch, global_batch, layout.data)
-    chosen, unwanted = names_of(rungs), names_of(without)
+    check_allowed(allow, words.layout.ranks)
+    check_batches(micro_batch, global_batch, words.layout.data)
+    said: dict[str, Any] = {"minutes": minutes, "allow": allow, "memory_limit": memory_limit}
+    said |= {"rungs": names_of(rungs), "without": names_of(without)}
     if fresh and after is not None:
         raise UserError("--fresh with --after", "one of them forgets what the other remembers", "drop one of them")
     ladder = None if after is None else open_ladder(after)
+    said = {name: value for name, value in said.items() if value is not None}
+    return replace(begin_tune(words, ladder, budget, said, command), fresh=fresh)
 
+
+def begin_tune(words: Words, ladder: LadderRun | None, budget: Budget, said: dict[str, Any], command: str) -> TuneRun:
+    """The machine is asked, which completes the settings that were said, and the run directory is opened."""
     found = words.meet_machine()
-    resolved, hardware = found.workload, found.hardware
-    check_measured(ranked_rungs((), layout), layout, resolved, hardware)
+    resolved, check_steps, steps = found.workload, words.check_steps, words.steps
+    check_measured(ranked_rungs((), words.layout), words.layout, resolved, found.hardware)
     if ladder is not None:
         resolved = replace(resolved, micro_batch=ladder.workload.micro_batch)
         check_steps, steps = check_steps or ladder.settings.check_steps, steps or ladder.settings.timed_steps
     settings = TuneSettings(
-        device=hardware.kind,
-        minutes=minutes,
-        allow=allow or TuneSettings.allow,
-        rungs=chosen,
-        without=unwanted or (),
-        micro_batch=micro_batch,
-        global_batch=global_batch,
-        memory_limit=memory_limit or usable_bytes(hardware),
+        device=found.hardware.kind,
+        micro_batch=words.micro_batch,
+        global_batch=words.global_batch,
         check_steps=check_steps or TuneSettings.check_steps,
         timed_steps=steps,
+        **{"memory_limit": usable_bytes(found.hardware), **said},
     )
     run = TuneRun(
-        directory=RunDirectory(out or default_directory(resolved)),
+        directory=RunDirectory(words.out or default_directory(resolved)),
         workload=resolved,
-        hardware=hardware,
+        hardware=found.hardware,
         settings=settings,
         budget=budget,
-        fresh=fresh,
     )
     check_fits(run.space)
     directory = open_directory(
         run.directory.path,
         resolved,
-        hardware,
+        found.hardware,
         found.versions,
         settings,
         command,
@@ -390,7 +392,10 @@ def space_notes(space: Space) -> list[str]:
     if len(space.ways) > 1:
         found.append(f"{', '.join(space.ways[1:])}: tried where memory is short, instead of {space.ways[0]}")
     if space.refused_above is not None:
-        found.append(f"recipes predicted to take more than {human_bytes(space.refused_above)} are not run")
+        limit, rough = human_bytes(space.refused_above), ""
+        if space.predicts_roughly:
+            rough = f", {ROUGHLY} times what there is (the prediction is a rough one for a model that is not built in),"
+        found.append(f"recipes predicted to take more than {limit}{rough} are not run")
     return found
 
 

@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from html import unescape
 from typing import Any
 
 import pytest
@@ -25,7 +26,7 @@ from redline.engine.step import INITIAL_LOSS_SCALE
 from redline.model.gpt import GPT, initialise
 from redline.model.loss import next_token_loss
 from redline.optim import warm_up
-from redline.rungs import LADDER, plan_of
+from redline.rungs import LADDER, find_rung, plan_of
 
 STEPS = 4
 
@@ -205,6 +206,9 @@ def test_every_rung_is_done_or_has_a_reason(blocks, name, eagerly) -> None:
     if name in prepared.left_out:
         assert len(prepared.left_out[name]) > 20
         assert f"left out   {name}: " in str(prepared)
+    shown = unescape(unescape(prepared._repr_html_()))
+    assert f'<th scope="row">{name}</th>' in shown
+    assert prepared.left_out.get(name, find_rung(name).title) in shown
 
 
 def test_ranks_are_the_business_of_the_loop(blocks) -> None:

@@ -7,9 +7,11 @@ and ten steps of training, interrupted, resumed, sampled and exported.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib.util
 import json
+import logging
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -33,6 +35,7 @@ from redline.engine import probe, worker
 from redline.engine.checkpoint import latest_checkpoint
 from redline.engine.equivalence import relative_errors
 from redline.engine.session import TrainOrder, load_model, open_data, validation_batches
+from redline.model.adapter import muted
 from redline.model.transformers_adapter import TransformersAdapter, drops, head_of
 from redline.predict.verdict import gradient_bound
 from redline.rungs import find_rung
@@ -478,7 +481,8 @@ def test_trained_interrupted_resumed_sampled_and_exported(
 
     said, _ = command(capsys, "sample", "parts", "--tokens", 5, "--temperature", 0)
     assert all(token < VOCAB for token in said["tokens"])
-    command(capsys, "export", "parts", "--out", "exported")
+    _, told = command(capsys, "export", "parts", "--out", "exported")
+    assert "Writing" not in told  # a bar of transformers
     loaded = AutoModelForCausalLM.from_pretrained("exported", attn_implementation="eager").eval()
     assert loaded.config.vocab_size == loaded.get_input_embeddings().weight.shape[0] == VOCAB
     saved, padded = checkpoints(Path("parts")), 0
@@ -490,6 +494,29 @@ def test_trained_interrupted_resumed_sampled_and_exported(
     with torch.no_grad():
         assert torch.equal(model(some_tokens(24)).logits, loaded(some_tokens(24)).logits)
     assert resolve_workload("exported", trained_on="cuda").source.config["model_type"] == family
+
+
+def test_weights_that_are_not_read_are_told(here: Path, shards: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = Path(written(here, CONFIGS["llama"]))
+    Path("recipe.json").write_text(json.dumps({"rungs": [], "micro_batch": 2}))
+    words = ("--recipe", "recipe.json", "--data", shards, "--steps", 2, *TRAIN)
+    _, told = command(capsys, "train", folder, *words, "--out", "plain")
+    assert "are not read" not in told
+    theirs(CONFIGS["llama"]).save_pretrained(folder)
+    capsys.readouterr()
+    _, told = command(capsys, "train", folder, *words, "--out", "random")
+    assert f"the weights in {folder} are not read, this run begins with random ones: --init {folder}" in told
+    _, told = command(capsys, "train", folder, *words, "--init", folder, "--out", "read")
+    assert "are not read" not in told
+
+
+def test_a_muted_logger_says_errors_and_speaks_again() -> None:
+    logger = logging.getLogger("a.library.of.others")
+    with contextlib.suppress(KeyError), muted(logger.name):
+        assert not logger.isEnabledFor(logging.WARNING)
+        assert logger.isEnabledFor(logging.ERROR)
+        raise KeyError
+    assert logger.isEnabledFor(logging.WARNING)
 
 
 def test_a_validation_drops_nothing(here: Path, shards: Path, capsys: pytest.CaptureFixture[str]) -> None:

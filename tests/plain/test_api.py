@@ -6,7 +6,7 @@ import copy
 import json
 import pickle
 import sys
-from html import unescape
+from html import escape, unescape
 from types import ModuleType
 
 import pytest
@@ -15,6 +15,8 @@ import redline
 from redline.api.document import SHOWN, Document
 from redline.api.factory import words_of
 from redline.core.errors import UserError
+from redline.report.hardware import known_lines, machine_lines
+from redline.report.notebook import render_prepared_page
 
 SUMMARY = {
     "device": "a CPU <b>",
@@ -101,6 +103,15 @@ def test_a_class_is_refused():
         redline.tune(UserError)
 
 
+@pytest.mark.parametrize("function", [redline.lint, redline.estimate], ids=["lint", "estimate"])
+def test_lint_and_estimate_take_a_module_above_all(function):
+    with pytest.raises(UserError) as caught:
+        function(3)
+    assert caught.value.problem == f"redline.{function.__name__} was given an int"
+    assert caught.value.why.startswith("it takes a module, a workload's name")
+    assert caught.value.fix == f"pass the model itself: redline.{function.__name__}(model)"
+
+
 # documents
 
 
@@ -178,6 +189,31 @@ def test_a_notebook_shows_a_page_that_loads_nothing(shown, name):
 @pytest.mark.parametrize("name", ["lint", "estimate", "hardware", "meter"])
 def test_a_page_has_charts(shown, name):
     assert "<svg" in page_in(shown[name]._repr_html_())
+
+
+@pytest.mark.parametrize("name", ["hardware", "this machine"])
+def test_a_device_is_a_table(shown, name):
+    """Also one that nothing was measured of."""
+    page = page_in(shown[name]._repr_html_())
+    table = page[page.index("The device</h2>") :].partition("</table>")[0]
+    lines = dict((*machine_lines(shown[name]["this"]), *known_lines(shown[name]["known"])))
+    assert lines
+    assert all(
+        f'<th scope="row">{escape(about)}</th>' in table and escape(text) in table for about, text in lines.items()
+    )
+
+
+def test_what_prepare_did_is_a_table():
+    done, left_out = [("bf16", "16 bits")], [("flash", "no <call> of it")]
+    page = render_prepared_page(name="Net", device="cpu", done=done, left_out=left_out, said=["a rate of 1"])
+    rows = [row.partition("</tr>")[0] for row in page.split("<tbody><tr>")[1:]]
+    assert [row.count("<td") for row in rows] == [2, 2]
+    assert all(word in rows[0] for word in ("bf16", ">done<", "16 bits"))
+    assert all(word in rows[1] for word in ("flash", ">left out<", "no &lt;call&gt; of it"))
+    assert "a rate of 1" in page
+    assert "nothing, the recipe is the baseline" in render_prepared_page(
+        name="Net", device="cpu", done=[], left_out=[], said=[]
+    )
 
 
 def test_text_from_outside_stays_text(shown):

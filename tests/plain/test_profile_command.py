@@ -254,6 +254,15 @@ def test_a_worker_that_fails_is_exit_1_and_says_why(answer, tmp_path, capsys, ki
     assert "log.txt" in said.err
 
 
+def test_a_model_that_cannot_be_built_is_a_mistake_and_leaves_nothing(answer, tmp_path, capsys):
+    mistake = ("transformers cannot build the config", "there is no magic", "mend the config")
+    answer(Failure(kind="error", reason="no magic", mistake=mistake))
+    assert run("tiny", "--rungs", "none", "--out", str(tmp_path / "run")) == 2
+    said = capsys.readouterr().err.splitlines()[-3:]
+    assert [line.split(": ", 1)[1].strip() for line in said] == list(mistake)
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_failure_is_one_json_document(answer, tmp_path, capsys):
     answer(Failure(kind="oom", reason="out of memory"))
     assert run("tiny", "--rungs", "none", "--out", str(tmp_path / "run"), "--json") == 1

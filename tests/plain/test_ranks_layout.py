@@ -59,8 +59,8 @@ def machine_with(layout: Layout, hardware: Any = climbs["H200"]) -> Hardware:
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 REFUSED = {
-    "one-process": (("--tensor", "2"), "--tensor 2 with one process", "say --gpus N too"),
-    "no-replicas": (("--gpus", "4", "--tensor", "3"), "4 GPUs cannot be cut into replicas of 3 x 1", "TP is --tensor"),
+    "one-process": (("--tensor", "2"), "--tensor 2 with one process", "say --gpus 2 too"),
+    "no-replicas": (("--gpus", "4", "--tensor", "3"), "4 GPUs cannot", "--tensor"),
     "copies": (("--gpus", "4", "--replicas", "3"), "4 ranks with data of their own cannot be 3 replicas", "2 or 4"),
     "zero": (("--gpus", "2", "--tensor", "0"), "--tensor is 0", ""),
 }
@@ -88,7 +88,7 @@ def test_train_refuses_the_same(case: str) -> None:
     given = {name.removeprefix("--"): int(size) for name, size in zip(words[::2], words[1::2], strict=True)}
     degrees = SimpleNamespace(**{"tensor": None, "pipeline": None, "replicas": None, **given})
     with pytest.raises(UserError, match=problem) as caught:
-        train_layout_of(degrees, given.get("gpus", 1))  # type: ignore[arg-type]
+        train_layout_of(degrees, given.get("gpus", 1), GPT2)  # type: ignore[arg-type]
     assert fix in caught.value.fix
 
 
@@ -102,17 +102,17 @@ def test_heads_that_do_not_divide_are_refused_with_the_nearest(
     out = tmp_path / "run"
     assert main([name, "gpt2", "--gpus", "8", "--tensor", "8", "--out", str(out)]) == 2
     told = capsys.readouterr().err
-    assert "12 heads cannot be shared by TP 8" in told
-    assert "TP 4 x PP 1" in told
+    assert "12 heads cannot be shared by" in told
+    assert "use --tensor 4" in told
     assert not out.exists()
 
 
 def test_a_model_of_others_has_no_table_of_cuts() -> None:
     other = replace(GPT2, source=Source(kind="huggingface"))
-    with pytest.raises(UserError, match="tensor-parallel does not apply here") as caught:
+    with pytest.raises(UserError, match="--tensor 2 does not apply here") as caught:
         check_measured(ranked_rungs((), PAIR), PAIR, other, machine_with(PAIR))
     assert "built-in GPT only" in caught.value.why
-    assert "leave --tensor out" in caught.value.fix
+    assert "or leave it out" in caught.value.fix
 
 
 def test_copies_of_what_nobody_cuts_are_refused_as_in_train() -> None:

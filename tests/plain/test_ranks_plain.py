@@ -90,7 +90,7 @@ def order(micro_batch: int, global_batch: int) -> Any:
 
 
 def test_fewer_ranks_keep_the_global_batch_and_say_so() -> None:
-    check_resumed_shares(order(2, 16), Ranked(ranks=2))
+    check_resumed_shares("runs/mine", 2, 16, Ranked(ranks=2))
     assert change_of_ranks(4, Ranked(ranks=4), order(2, 16)) is None
     text = change_of_ranks(4, Ranked(ranks=1), order(2, 16))
     assert text == (
@@ -111,7 +111,7 @@ def test_a_number_that_does_not_divide_the_global_batch_is_refused(
     micro_batch: int, global_batch: int, ranks: int, fix: str
 ) -> None:
     with pytest.raises(UserError, match=f"{ranks} ranks cannot go on with runs/mine") as caught:
-        check_resumed_shares(order(micro_batch, global_batch), Ranked(ranks=ranks))
+        check_resumed_shares("runs/mine", micro_batch, global_batch, Ranked(ranks=ranks))
     assert caught.value.fix == fix
     assert f"keeps its global batch of {global_batch} sequences" in caught.value.why
 
@@ -316,13 +316,13 @@ def test_the_search_begins_where_the_prediction_with_communication_says() -> Non
     assert tight.refuses(replace(start, rungs=(*start.rungs[:-1], "ddp"), micro_batch=1)) is not None
 
 
-def test_predicted_ranks_are_as_fast_as_estimate_says_and_slower_than_alone() -> None:
+def test_predicted_ranks_are_as_fast_as_estimate_says_and_no_faster_than_alone() -> None:
     plan = plan_of(("bf16", "flash", "ddp"))
     one = open_space(GPT2, replace(EIGHT, ranks=1)).predict(Recipe(rungs=("bf16", "flash"), micro_batch=16))
     together = rate_of_ranks(GPT2.shape, plan, 16, EIGHT)
     assert one is not None
     assert together is not None
-    assert 4 < together / one.expected.tokens_per_second < 8
+    assert 4 < together / one.expected.tokens_per_second <= 8 * (1 + 1e-9)  # all of its traffic may hide; sums round
     assert rate_of_ranks(GPT2.shape, plan, 16, replace(EIGHT, name="a card that nobody knows")) is None
 
 

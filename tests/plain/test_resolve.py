@@ -83,8 +83,9 @@ def mistake(words: str, **choices: Any) -> UserError:
         ({"architectures": ["LlamaForSequenceClassification"]}, "the config names LlamaForSequenceClassification"),
         ({"transformers_version": "99.0.1"}, "written by transformers 99.0.1"),
         ({"architectures": ["LlamaForCausalLM"], "transformers_version": "4.30.0", "new_field": {"a": 1}}, None),
+        ({"architectures": ["GPT2LMHeadModel"]}, None),
     ],
-    ids=["quantised", "own-code", "classifier", "newer", "usual"],
+    ids=["quantised", "own-code", "classifier", "newer", "usual", "published-gpt2"],
 )
 def test_what_has_no_effect_is_said(more: dict[str, Any], note: str | None, write: Write) -> None:
     plain, found = resolve_workload(write(SMALL)), resolve_workload(write({**SMALL, **more}, "other"))

@@ -43,6 +43,7 @@ ORDER = (
     "chunked-loss",
     "selective-checkpointing",
     "checkpointing",
+    "budget-checkpointing",
     "max-autotune",
     "cuda-graphs",
     "expandable-segments",
@@ -138,6 +139,7 @@ def test_what_applies_on_a_cpu(tiny, cpu):
         "bf16-residual",
         "sigmoid-gelu",
         "fused-backward",
+        "budget-checkpointing",
         "max-autotune",
         "cuda-graphs",
         "expandable-segments",
@@ -332,3 +334,11 @@ def test_shapes_that_cannot_be_are_refused():
         Shape(layers=1, heads=3, d_model=32, d_ff=64, vocab=257, sequence=8)
     with pytest.raises(UserError, match="layers is 0"):
         Shape(layers=0, heads=2, d_model=32, d_ff=64, vocab=257, sequence=8)
+
+
+def test_the_compiler_keeps_half_where_there_is_a_compiler(tiny, h200):
+    rung = find_rung("budget-checkpointing")
+    assert "compile" in rung.needs(tiny, h200, Plan())
+    assert rung.needs(tiny, h200, Plan(compile=True)) is None
+    assert plan_of(("compile", "budget-checkpointing")).activation_budget == 0.5
+    assert group_of(rung) == group_of(find_rung("checkpointing"))

@@ -115,6 +115,7 @@ def test_what_a_ladder_measured_is_not_measured_again(workers, capsys, monkeypat
     assert code == 0
     assert not known & {job.key for job in workers.asked}
     assert document["budget"]["remembered_trials"] > 0
+    assert document["budget"]["remembered_seconds"] == 0, "a ladder's minutes are not the search's"
     assert document["settings"]["check_steps"] == 5
     assert document["best"]["rungs"] == plain["best"]["rungs"]
     assert known & set(RunDirectory(Path("run")).answers()), "what is used belongs to this run too"
