@@ -43,6 +43,7 @@ from redline.rungs.parallel import (
 
 HERE = "LOCAL_WORLD_SIZE"  # torchrun's: ranks on this machine
 LEAST_ON_CPU, RANKS_PER_CORE = 8, 4  # 8: TP 2 x PP 2 x DP 2, which even a small machine should be able to try
+OF_LAYOUTS = {TENSOR_PARALLEL: "--tensor", PIPELINE_PARALLEL: "--pipeline", PIPELINE_GPIPE: "--pipeline"}
 
 
 # --- how they are arranged --------------------------------------------------------------------------------------------
