@@ -42,6 +42,17 @@ def add_gpus(parser: argparse.ArgumentParser, what: str) -> None:
     parser.add_argument("--gpus", metavar="N", type=int, help=f"{what} (docs/distributed.md)")
 
 
+def add_degrees(parser: argparse.ArgumentParser) -> None:
+    """How the ranks of --gpus share a step; train has --pipeline beside them."""
+    parser.add_argument("--tensor", metavar="N", type=int, help="ranks that hold each layer together (default: 1)")
+    parser.add_argument(
+        "--replicas",
+        metavar="N",
+        type=int,
+        help="with fsdp: copies of the model, each cut among its ranks (default: 1)",
+    )
+
+
 def add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json",

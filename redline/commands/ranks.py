@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import signal
 import subprocess
@@ -38,11 +37,9 @@ from redline.core.rank_processes import (
     was_interrupted,
 )
 from redline.core.units import counted
-from redline.rungs.parallel import DDP
 
 if TYPE_CHECKING:
     from redline.core.layout import Layout
-    from redline.core.recipe import Recipe
     from redline.core.workload import Workload
     from redline.engine.distributed import Ranks
     from redline.engine.session import TrainOrder
@@ -252,83 +249,12 @@ def check_rank_timeout(seconds: float | None) -> None:
         )
 
 
-def degrees_of(options: argparse.Namespace) -> dict[str, int]:
-    from redline.core.workload import check_positive
-
-    given = {name: 1 if getattr(options, name) is None else getattr(options, name) for name in DEGREES}
-    for name, size in given.items():
-        check_positive(f"--{name}", size)
-    return given
-
-
 def layout_of(options: argparse.Namespace, ranks: int, workload: Workload) -> Layout:
-    """Of so many ranks, as the options say. A cut that this model or these ranks do not allow is refused here, the
-    model's first: what is proposed for the ranks is possible for it."""
-    from redline.core.layout import Layout
-    from redline.predict.parallel import divisors, nearest_two
+    """Of so many ranks, as the options say. What this model or these ranks do not allow is refused there."""
+    from redline.search.ranks import layout_for
 
-    given = degrees_of(options)
-    check_cuts(given, ranks, workload)
-    data = ranks // (given["tensor"] * given["pipeline"])
-    if data % given["replicas"]:
-        near = " or ".join(map(str, nearest_two(divisors(data), given["replicas"])))
-        raise UserError(
-            f"{counted(data, 'rank')} with data of {'its' if data == 1 else 'their'} own cannot be "
-            f"{given['replicas']} replicas",
-            "each copy of the model is cut among as many ranks as the others",
-            f"use --replicas {near}",
-        )
-    return Layout(ranks=ranks, **given)
-
-
-def check_cuts(given: dict[str, int], ranks: int, workload: Workload) -> None:
-    """--tensor and --pipeline, and that there are ranks for them."""
-    from redline.core.workload import Shape
-    from redline.predict.parallel import layout_for_batch
-    from redline.search.ranks import ranks_of_a_node
-
-    said = " ".join(f"--{name} {size}" for name, size in given.items() if size > 1)
-    if not said:
-        return
-    check_known_cuts(given, workload)
-    whole, shape = math.prod(given.values()), workload.shape if isinstance(workload.shape, Shape) else None
-    layout_for_batch(
-        gpus=whole if ranks == 1 else ranks,
-        tp=given["tensor"],
-        pp=given["pipeline"],
-        micro_batch=1,
-        shape=shape,
-        gpus_per_node=None if ranks == 1 else ranks_of_a_node,
-    )
-    if ranks == 1:
-        by_hand = f"start torchrun with --nproc-per-node {whole}, or leave {said} out: a checkpoint goes on without"
-        raise UserError(
-            f"{said} with one process",
-            f"it takes {whole} ranks that share a step, or a multiple of that",
-            f"say --gpus {whole} too, or leave {said} out" if ranks_here() is None else by_hand,
-        )
-
-
-def check_known_cuts(given: dict[str, int], workload: Workload) -> None:
-    """A model of which nobody knows where to cut it: told before it is told how well it divides."""
-    from redline.rungs.parallel import PIPELINE_PARALLEL, TENSOR_PARALLEL, where_to_cut
-
-    for name, rung in (("tensor", TENSOR_PARALLEL), ("pipeline", PIPELINE_PARALLEL)):
-        reason = where_to_cut(rung, workload) if given[name] > 1 else None
-        if reason is not None:
-            said = f"--{name} {given[name]}"
-            fix = f"say --parallel fsdp instead of {said}, or leave it out"
-            raise UserError(f"{said} does not apply here", reason, fix)
-
-
-def check_layout(layout: Layout, recipe: Recipe) -> None:
-    """Refuses copies of a model where every rank has one."""
-    if layout.replicas > 1 and recipe.rungs[-1] == DDP:
-        raise UserError(
-            f"--replicas {layout.replicas} with ddp",
-            "every rank holds the whole model: there is nothing to cut",
-            "say --parallel fsdp, or leave --replicas out",
-        )
+    degrees = {name: getattr(options, name) for name in DEGREES}
+    return layout_for(ranks, degrees, workload, by_hand=ranks_here() is not None)
 
 
 def check_shares(micro_batch: int, global_batch: int, layout: Layout) -> None:

@@ -232,7 +232,7 @@ def chosen_order(
     options: argparse.Namespace, console: Any, ranks: int
 ) -> tuple[TrainOrder, Hardware, dict[str, str | None]]:
     """What the words come to on this machine, without its data yet; nothing is written."""
-    from redline.commands.ranks import check_layout, layout_of
+    from redline.commands.ranks import layout_of
     from redline.core.recipe import Recipe, load_recipe
     from redline.core.training import Budget
     from redline.engine.session import TrainOrder, rate_of
@@ -240,7 +240,7 @@ def chosen_order(
     from redline.rungs.ladder import check_alternatives, with_optimizer
     from redline.search.inspect import find_workload
     from redline.search.launch import probe_machine
-    from redline.search.ranks import check_ranks
+    from redline.search.ranks import check_layout, check_ranks
     from redline.workloads import default_workload
     from redline.workloads.shapes import weights_beside
 
@@ -467,7 +467,7 @@ FIXED = (
 def resumed_order(options: argparse.Namespace, ranks: int = 1) -> TrainOrder:
     """What run.json says. The budget may be given again, to train longer, and what changes no update: how often things
     happen, the device, the recipe (another model or optimizer is refused by the checkpoint) and the micro batch."""
-    from redline.commands.ranks import check_layout, check_resumed_shares, layout_of
+    from redline.commands.ranks import check_resumed_shares, layout_of
     from redline.core.hardware import Hardware
     from redline.core.job import RUN_FILE, check_kind, open_run_directory
     from redline.core.recipe import load_recipe
@@ -475,6 +475,7 @@ def resumed_order(options: argparse.Namespace, ranks: int = 1) -> TrainOrder:
     from redline.core.values import from_json
     from redline.engine.session import TrainOrder
     from redline.rungs import own_rungs, with_own
+    from redline.search.ranks import check_layout
 
     given = [
         "workload" if name == "workload" else f"--{name.replace('_', '-')}"

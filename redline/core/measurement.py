@@ -102,6 +102,9 @@ class Sharing:
     """Of that rank's: in which nothing else runs on the device. On a CPU: in which the step stands and waits."""
     compute_seconds: tuple[float, ...]
     """Of each rank: its step without the exposed part."""
+    by_group: dict[str, float] | None = None
+    """The communication of that rank among those it shares layers with ('tensor') and those it shares data with
+    ('data'); both may be under way at once. None where a trace does not tell them apart: gloo's names no group."""
 
     @property
     def straggler_seconds(self) -> float:

@@ -42,7 +42,7 @@ class Training:
     def restore(self) -> None:
         """Initial weights and an empty optimizer, in place: compiled code and fused kernels keep their tensors."""
         if is_cut(self.step.plan):
-            fill(self.adapter, self.model, {})
+            fill(self.adapter, self.model, self.step.shared.cuts)
         else:
             self.adapter.restore(self.model)
         reset_optimizer(self.step.optimizer)
@@ -74,7 +74,8 @@ def build(
 
 
 def batches_of(workload: Workload, micro_batch: int, tokens: Path, ranks: Ranks) -> Batches:
-    own: dict[str, Any] = {"seed": workload.seed, "micro_batch": micro_batch, "rank": ranks.rank, "ranks": ranks.count}
+    place, parts = ranks.place, ranks.layout.data
+    own: dict[str, Any] = {"seed": workload.seed, "micro_batch": micro_batch, "rank": place.data, "ranks": parts}
     if not workload.reads_text:
         return MadeBatches(source=workload.source, **own)
     return TokenBatches(path=tokens, sequence=workload.shape.sequence, **own)

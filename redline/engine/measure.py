@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from redline.core.job import Job
+from redline.core.layout import Layout
 from redline.core.measurement import Measurement, Proof, Sharing
 from redline.engine import memory
 from redline.engine.build import Training, build
@@ -128,7 +129,20 @@ def sharing_of(ranks: Ranks, own: Shares | None) -> Sharing | None:
         communication_seconds=most.communication_seconds,
         exposed_seconds=most.exposed_seconds,
         compute_seconds=tuple(one.compute_seconds for one in found),
+        by_group=by_group(most, ranks.layout),
     )
+
+
+def by_group(shares: Shares, layout: Layout) -> dict[str, float] | None:
+    """Where ranks share one thing alone, all their communication is about it; else the trace may say."""
+    if layout.data == 1 or layout.tensor == 1:
+        return {"data" if layout.tensor == 1 else "tensor": shares.communication_seconds}
+    if shares.by_mesh is None:
+        return None
+    found = dict.fromkeys(("tensor", "data"), 0.0)
+    for name, seconds in shares.by_mesh.items():  # of replicas data have two dimensions
+        found["tensor" if name == "tp" else "data"] += seconds
+    return found
 
 
 def measure_reference(bench: Bench) -> Measurement:

@@ -39,6 +39,8 @@ class Shares:
     communication_seconds: float
     exposed_seconds: float
     compute_seconds: float
+    by_mesh: dict[str, float] | None = None
+    """Seconds of communication by the dimension of the mesh, where the trace says it."""
 
 
 def prove(
@@ -64,11 +66,13 @@ def shares_of(timeline: Timeline, step_seconds: float, device: torch.device) -> 
     """On the scale of the step without a profiler, as its groups are."""
     exposed = groups_of(timeline, step_seconds, device).get(COMMUNICATION, 0.0)
     factor = work_factor(timeline, step_seconds, device=device.type)
+    meshes = timeline.communication_by_mesh
     return Shares(
         # Added up in another order, where all of it is exposed: no less than its part.
         communication_seconds=max(exposed, factor * timeline.communication_seconds / timeline.steps),
         exposed_seconds=exposed,
         compute_seconds=step_seconds - exposed,
+        by_mesh=meshes and {name: factor * seconds / timeline.steps for name, seconds in meshes.items()},
     )
 
 
@@ -80,11 +84,16 @@ def groups_of(timeline: Timeline, step_seconds: float, device: torch.device) -> 
     return {group: spent[group] for group in GROUPS if group in spent}
 
 
+def shares_step(plan: Plan) -> bool:
+    """Ranks meet in it."""
+    return plan.parallel != "none" or plan.tensor_parallel
+
+
 def profile_steps(training: Training, device: torch.device) -> list[dict[str, Any]]:
     """The events of a Chrome trace: the one public form that carries kernel names and input dtypes both."""
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device.type == "cuda" else [])
     with profile(activities=activities, record_shapes=True, acc_events=True) as profiler, record_function(WINDOW):
-        for _ in range(PROFILED_STEPS if training.step.plan.parallel == "none" else SHARED_STEPS):
+        for _ in range(SHARED_STEPS if shares_step(training.step.plan) else PROFILED_STEPS):
             with record_function(DATA_RANGE):
                 batch = next(training.batches)
             with record_function(STEP):

@@ -81,6 +81,8 @@ def run(job: Job, run_directory: Path, report: Any, ranks: Ranks | None = None) 
     from redline.engine.measure import Bench
 
     device = torch.device(job.device) if ranks is None else ranks.connect(job.device)
+    if ranks is not None:
+        ranks.arrange(job.arranged)
     bench = Bench(
         job=job,
         tokens=run_directory / job.tokens,

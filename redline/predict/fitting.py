@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 
+from redline.core.layout import Layout as Ranked
 from redline.core.plan import Plan
 from redline.core.traced import Traced
 from redline.core.workload import Shape, check_positive
@@ -58,13 +59,15 @@ class TracedCase(Fitting):
         return predict_memory(self.shape, self.plan, micro_batch=micro_batch)
 
 
-def case_of(shape: Shape | Traced, plan: Plan, ranks: int = 1) -> Case | TracedCase:
-    """`ranks`: that share the step as the plan says. Of a traced model each is taken to hold all of it."""
+def case_of(shape: Shape | Traced, plan: Plan, ranks: Ranked | None = None) -> Case | TracedCase:
+    """`ranks`: that share the step as the plan says. Of a traced model each is taken to hold all of it. With replicas a
+    rank holds what it would hold if there were one of them alone."""
     if isinstance(shape, Traced):
         return TracedCase(shape=shape, plan=plan)
-    if ranks == 1:
+    if ranks is None or ranks.ranks == 1:
         return Case(shape=shape, plan=plan)
-    return Case(shape=shape, plan=plan, layout=Layout(gpus=ranks), zero=ZERO[plan.parallel])
+    layout = Layout(gpus=ranks.ranks // ranks.replicas, tp=ranks.tensor, pp=ranks.pipeline)
+    return Case(shape=shape, plan=plan, layout=layout, zero=ZERO[plan.parallel] if layout.dp > 1 else 0)
 
 
 @dataclass(frozen=True, kw_only=True)

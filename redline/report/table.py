@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from redline.core.layout import Layout
 from redline.core.traced import TOKEN
 from redline.core.units import (
     UNKNOWN,
@@ -29,6 +30,7 @@ from redline.core.units import (
     human_seconds,
     rate_unit,
 )
+from redline.core.values import from_json
 from redline.predict.noise import MOST_SWING
 from redline.report import Document, Row, is_dropped, one_line, reason_of, rung_name, shown_mfu, status_of, verdict_of
 
@@ -382,19 +384,32 @@ def _subject_notes(document: Document) -> Iterator[Note]:
 
 
 def rank_notes(document: Document) -> Iterator[Note]:
-    ranks = ranks_of(document)
-    if ranks > 1:
+    layout = layout_of(document)
+    if layout.ranks > 1:
         text = (
-            f"a step is {ranks} micro batches, one on each: {rate_unit(unit_of(document))} counts all of them, step "
+            f"{step_of_ranks(layout)}: {rate_unit(unit_of(document))} counts all of them, step "
             "and peak are the worst rank's; comm is what the step waits for / all communication, lag what the slowest "
             "rank computes longer than the middle one"
         )
-        yield Note(about=f"{ranks} ranks", text=text)
+        yield Note(about=f"{layout.ranks} ranks", text=text)
 
 
-def sharing_text(sharing: dict[str, float]) -> str:
+def step_of_ranks(layout: Layout) -> str:
+    """'a step is 2 micro batches, one on each group of 2 ranks'"""
+    if layout.data == 1:
+        return f"a step is one micro batch, which {layout.tensor} ranks compute together"
+    group = "" if layout.tensor == 1 else f" group of {layout.tensor} ranks"
+    return f"a step is {layout.data} micro batches, one on each{group}"
+
+
+def sharing_text(sharing: dict[str, Any]) -> str:
+    groups = sharing.get("by_group") or {}  # where there is one alone, it has all
+    parts = ", ".join(
+        f"{human_seconds(seconds)} about {WHAT_IS_SHARED.get(name, name)}" for name, seconds in groups.items()
+    )
+    told = f" ({parts})" if len(groups) > 1 else ""
     return (
-        f"{human_seconds(sharing['communication_seconds'])} of communication a step, of which "
+        f"{human_seconds(sharing['communication_seconds'])} of communication a step{told}, of which "
         f"{human_seconds(sharing['exposed_seconds'])} with nothing else to do meanwhile; the slowest rank computes "
         f"{human_seconds(sharing['straggler_seconds'])} longer than the middle one"
     )
@@ -402,6 +417,24 @@ def sharing_text(sharing: dict[str, float]) -> str:
 
 def ranks_of(document: Document) -> int:
     return int((document.get("hardware") or {}).get("ranks") or 1)
+
+
+WHAT_IS_SHARED = {"tensor": "layers", "data": "gradients and weights"}
+
+
+def layout_of(document: Document) -> Layout:
+    """Ranks of a document of before layouts, or of a damaged one, differ in their data alone."""
+    stored = (document.get("hardware") or {}).get("layout")
+    try:
+        return from_json(Layout, stored)
+    except (TypeError, ValueError):
+        return Layout(ranks=ranks_of(document))
+
+
+def ranks_text(document: Document) -> str:
+    """'8 ranks', or '8 ranks: tensor 2 x data 4'."""
+    layout = layout_of(document)
+    return f"{layout.ranks} ranks" if layout.is_plain else layout.words()
 
 
 def swing_of(row: Row) -> float:
@@ -517,7 +550,7 @@ def machine_text(document: Document) -> str:
     hardware = document.get("hardware") or {}
     count = hardware.get("count") or 1
     parts = [f"{count} x {device_name(document)}" if count > 1 else device_name(document)]
-    parts += [f"{ranks_of(document)} ranks"] if ranks_of(document) > 1 else []
+    parts += [ranks_text(document)] if ranks_of(document) > 1 else []
     if hardware.get("memory_bytes") is not None:
         parts.append(human_bytes(hardware["memory_bytes"]))
     if hardware.get("driver"):

@@ -15,7 +15,7 @@ from redline.core.plan import ADAMWS, Plan
 from redline.core.workload import BUILT_IN, Workload
 from redline.rungs.rung import Maths, Rung
 
-DDP = "ddp"
+DDP, FSDP = "ddp", "fsdp"
 GRAPHS_OF_RANKS = "what a CUDA graph replays cannot wait for other ranks: leave cuda-graphs out"
 TENSOR_PARALLEL = "tensor-parallel"
 PIPELINE_PARALLEL = "pipeline-parallel"
@@ -80,7 +80,7 @@ class Fsdp(Rung):
     `fused-backward` is undone: its blocks read a bias of the block before, which is not gathered then.
     """
 
-    name = "fsdp"
+    name = FSDP
     title = "ranks share weights, FSDP2"
     maths = Maths.ROUNDING
     instead_of = DDP

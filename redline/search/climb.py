@@ -21,10 +21,10 @@ from redline.core.recipe import Recipe
 from redline.core.workload import BUILT_IN, Workload
 from redline.predict.verdict import LEAST_LEARNING, Equivalence, judge
 from redline.rungs import LADDER, Maths, Rung, find_rung, group_of, own_rungs, plan_of, why_not
-from redline.rungs.parallel import DDP
+from redline.rungs.parallel import RANK_RUNGS
 from redline.search.batch_size import HEADROOM, MEMORY_KINDS, BatchChoice, SizedJobs, best_batch, range_of
 from redline.search.noise import UNSEEN_RUN_TO_RUN, tolerated_noise
-from redline.search.ranks import not_measured
+from redline.search.ranks import not_measured, refused_beside
 
 COMPILE = "compile"
 AGAIN = "a/a"  # the row that measures the finished recipe a second time
@@ -133,7 +133,7 @@ class Climb:
         for rung in map(find_rung, self.settings.rungs):
             replaced = next((name for name in recipe.rungs if group_of(find_rung(name)) == group_of(rung)), None)
             onto = tuple(name for name in recipe.rungs if name != replaced)
-            if not_measured(rung.name) or why_not(rung, self.workload, self.hardware, plan_of(onto)):
+            if self._refusal(rung, onto) is not None:
                 continue
             changed = recipe.adding(rung.name, without=replaced)
             jobs.append(self._job(changed))
@@ -149,9 +149,10 @@ class Climb:
     def _first_row(self) -> Row:
         start = self.settings.start
         added = tuple(name for name in start.rungs if name not in self.own)
-        if added in ((), (DDP,)):  # several ranks begin the usual way, and otherwise as plainly
+        if set(added) <= set(RANK_RUNGS):  # ranks begin in their layout's usual way, and otherwise as plainly
             first = find_rung(added[0]) if added else LADDER[0]
-            return Row(first.name, first.title, first.maths, start)
+            title = first.title if len(added) < 2 else " + ".join(added)
+            return Row(first.name, title, first.maths, start)
         strongest = max((find_rung(name).maths for name in added), key=list(Maths).index)
         return Row("recipe", " + ".join(start.rungs), strongest, start)
 
@@ -162,22 +163,20 @@ class Climb:
         rung = find_rung(name)
         replaced = self._in_the_place_of(rung)
         onto = tuple(kept for kept in current.recipe.rungs if kept != replaced)
-        reason = (
-            not_measured(name)
-            or why_not(rung, self.workload, self.hardware, plan_of(onto))
-            or self._way_refuses(rung, onto)
-        )
+        reason = self._refusal(rung, onto)
         row = Row(rung.name, rung.title, rung.maths, current.recipe.adding(name, without=replaced))
         if reason is not None:
             row.status, row.reason = "skipped", reason
         row.base = self._row_of(onto) or current
         return row
 
-    def _way_refuses(self, rung: Rung, onto: tuple[str, ...]) -> str | None:
-        """The way in which ranks share the step so far may not go with this rung."""
-        way = next((find_rung(name) for name in onto if group_of(find_rung(name)) == DDP), None)
-        others = (name for name in (*onto, rung.name) if way is not None and name != way.name)
-        return None if way is None else why_not(way, self.workload, self.hardware, plan_of(others))
+    def _refusal(self, rung: Rung, onto: tuple[str, ...]) -> str | None:
+        """Why this rung gets no place on top of those, or None."""
+        return (
+            not_measured(rung.name, self.hardware.arranged)
+            or why_not(rung, self.workload, self.hardware, plan_of(onto))
+            or refused_beside(rung, onto, self.workload, self.hardware)
+        )
 
     def _in_the_place_of(self, rung: Rung) -> str | None:
         """The rung of the recipe so far whose place this one would take."""
@@ -274,6 +273,7 @@ class Climb:
             recipe=recipe,
             device=self.settings.device,
             ranks=self.hardware.ranks,
+            layout=self.hardware.layout,
             tokens=TOKENS_FILE,
             kind=kind,
             check_steps=self.settings.check_steps,
@@ -335,7 +335,7 @@ class Climb:
             # Others' code is predicted roughly: there measured sizes say what fits.
             memory_bytes=settings.memory_bytes if self.workload.source == BUILT_IN else None,
             headroom=settings.headroom,
-            ranks=self.hardware.ranks,
+            layout=self.hardware.arranged,
         )
         return best_batch(
             jobs,
@@ -343,7 +343,7 @@ class Climb:
             limit=where.limit,
             noise=self._noise_of(row),
             sequence=self.workload.shape.sequence,
-            ranks=self.hardware.ranks,
+            ranks=self.hardware.arranged.data,
             memory_bytes=settings.memory_bytes,
             headroom=settings.headroom,
             global_sequences=settings.global_batch,

@@ -134,7 +134,7 @@ def predicted_peak(row: Row, climb: Climb, micro_batch: int | None = None) -> in
     if climb.hardware.kind != "cuda" or row.status == "skipped":
         return None
     plan, size = plan_of(row.recipe.rungs), micro_batch or row.recipe.micro_batch
-    return case_of(climb.workload.shape, plan, climb.hardware.ranks).memory(size).allocated
+    return case_of(climb.workload.shape, plan, climb.hardware.arranged).memory(size).allocated
 
 
 def losses_json(curve: Sequence[float] | None) -> list[float | None] | None:
@@ -143,8 +143,8 @@ def losses_json(curve: Sequence[float] | None) -> list[float | None] | None:
 
 
 def tokens_per_second(row: Row, climb: Climb) -> float | None:
-    """Of all ranks."""
-    tokens = climb.hardware.ranks * row.recipe.micro_batch * climb.workload.shape.sequence
+    """Of all ranks; a tensor group's count once."""
+    tokens = climb.hardware.arranged.data * row.recipe.micro_batch * climb.workload.shape.sequence
     return tokens / row.seconds if row.measurements else None
 
 

@@ -49,6 +49,7 @@ from redline.search.ladder import (
     stop_at_a_mistake,
 )
 from redline.search.launch import remove_caches
+from redline.search.ranks import check_measured, ranked_rungs
 from redline.search.space import ALLOW, ROUGHLY, Space, open_space
 from redline.search.trials import Answer, Budget, OutOfTimeError, Trial, TuneSettings
 from redline.search.tune import Tuner
@@ -217,6 +218,8 @@ def prepare_tune(
     data: str | None = None,
     device: str | None = None,
     gpus: int | None = None,
+    tensor: int | None = None,
+    replicas: int | None = None,
     steps: int | None = None,
     check_steps: int | None = None,
     out: Path | None = None,
@@ -233,6 +236,8 @@ def prepare_tune(
         data=data,
         device=device,
         gpus=gpus,
+        tensor=tensor,
+        replicas=replicas,
         micro_batch=micro_batch,
         global_batch=global_batch,
         steps=steps,
@@ -240,8 +245,8 @@ def prepare_tune(
         out=out,
     )
     words.check(memory_limit=memory_limit)
-    check_allowed(allow, words.ranks)
-    check_batches(micro_batch, global_batch, words.ranks)
+    check_allowed(allow, words.layout.ranks)
+    check_batches(micro_batch, global_batch, words.layout.data)
     said: dict[str, Any] = {"minutes": minutes, "allow": allow, "memory_limit": memory_limit}
     said |= {"rungs": names_of(rungs), "without": names_of(without)}
     if fresh and after is not None:
@@ -256,6 +261,7 @@ def begin_tune(words: Words, ladder: LadderRun | None, budget: Budget, said: dic
     found = words.meet_machine()
     resolved, check_steps, steps = found.workload, words.check_steps, words.steps
     check_not_own(said.get("without", ()), resolved)
+    check_measured(ranked_rungs((), words.layout), words.layout, resolved, found.hardware)
     if ladder is not None:
         resolved = replace(resolved, micro_batch=ladder.workload.micro_batch)
         check_steps, steps = check_steps or ladder.settings.check_steps, steps or ladder.settings.timed_steps

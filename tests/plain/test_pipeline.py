@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from redline.commands.ranks import check_cuts
 from redline.commands.train import shared_recipe
 from redline.core.errors import UserError
 from redline.core.hardware import Hardware
@@ -19,6 +18,7 @@ from redline.predict.parallel import Layout as Cut
 from redline.report.training import pipeline_text
 from redline.rungs import find_rung, plan_of
 from redline.rungs.ladder import cuts_of
+from redline.search.ranks import check_cuts
 from redline.workloads import PRESETS
 
 GPT2 = PRESETS["gpt2"]

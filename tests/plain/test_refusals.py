@@ -12,7 +12,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from redline import cli
-from redline.commands.ranks import check_cuts, check_resumed_shares, check_shares, layout_of
+from redline.commands.ranks import check_resumed_shares, check_shares, layout_of
 from redline.commands.train import check_parallel, global_sequences, shared_recipe
 from redline.core.errors import UserError
 from redline.core.hardware import Hardware
@@ -20,7 +20,7 @@ from redline.core.layout import Layout
 from redline.core.recipe import Recipe
 from redline.core.training import Budget, TrainSettings
 from redline.core.workload import Source, Workload
-from redline.search.ranks import check_global_batch, check_ranks
+from redline.search.ranks import check_cuts, check_global_batch, check_ranks
 from redline.workloads import PRESETS
 
 quick = settings(deadline=None, max_examples=100)  # another run on the same cores must not fail a test
