@@ -389,7 +389,8 @@ def settings_of(options: argparse.Namespace, workload: Any, recipe: Any, budget:
     per_update = global_batch * workload.shape.sequence
     ends = [budget.steps, None if budget.tokens is None else -(-budget.tokens // per_update)]
     schedule_steps = min((steps for steps in ends if steps is not None), default=None)
-    schedule = options.schedule or ("constant" if schedule_steps is None else "cosine")
+    endless = schedule_steps is None or schedule_steps == 1  # one update has no room for a way up and a way down
+    schedule = options.schedule or ("constant" if endless else "cosine")
     if schedule != "constant" and schedule_steps is None:
         raise UserError(
             f"a {schedule} schedule has no end here",

@@ -412,7 +412,11 @@ def test_whoever_is_killed_leaves_nobody_behind(
         (("--gpus", "2", "--rank-timeout", "nan"), "--rank-timeout is nan", "from 5 to 604800"),
         (("--rank-timeout", "0"), "--rank-timeout is 0", "from 5 to 604800"),
         (("--gpus", "2", "--rank-timeout", "inf"), "--rank-timeout is inf", "from 5 to 604800"),
-        (("--gpus", "2", "--steps", "1"), "1 step of warm-up does not fit into 1 step", "two steps at least"),
+        (
+            ("--gpus", "2", "--steps", "2", "--warmup-steps", "2"),
+            "2 steps of warm-up do not fit into 2 steps",
+            "choose a warm-up from 1 to 1 step",
+        ),
         (("--steps", "3", "--warmup-steps", "3"), "3 steps of warm-up do not fit into 3 steps", "from 1 to 2"),
     ],
     ids=[
