@@ -240,7 +240,7 @@ def chosen_order(
     from redline.rungs.ladder import check_alternatives, with_optimizer
     from redline.search.inspect import find_workload
     from redline.search.launch import probe_machine
-    from redline.search.ranks import check_layout, check_ranks
+    from redline.search.ranks import check_layout, check_ranks, undone_in
     from redline.workloads import default_workload
     from redline.workloads.shapes import weights_beside
 
@@ -280,6 +280,8 @@ def chosen_order(
         check_parallel(recipe, workload, hardware, layout)
         check_layout(layout, recipe)
         check_init(recipe, options.init, layout)
+        for name, way in undone_in(recipe.rungs).items():
+            console.print(f"{name} changes nothing here: {way} undoes it", style="dim")
     settings = settings_of(options, workload, recipe, budget, layout)
     rate_of(settings)  # a warm-up that does not fit is told before anything is made
     out = options.out or Path("runs") / f"train-{workload.name}-{datetime.now().strftime('%Y%m%d-%H%M%S')}"

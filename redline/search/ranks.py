@@ -221,6 +221,18 @@ def refused_beside(rung: Rung, onto: Collection[str], workload: Workload, hardwa
     return None
 
 
+def undone_in(names: Collection[str]) -> dict[str, str]:
+    """Rungs of a recipe that change nothing beside the ways in which its ranks share a step: by name, who undoes it."""
+    ways = [name for name in names if name in RANK_RUNGS]
+    found = {}
+    for name in (one for one in names if one not in RANK_RUNGS):
+        others = [one for one in names if one != name]
+        alone = [one for one in others if one not in RANK_RUNGS]
+        if plan_of(others) == plan_of(names) and plan_of(alone) != plan_of((*alone, name)):
+            found[name] = next(way for way in ways if plan_of((*alone, way)) == plan_of((*alone, name, way)))
+    return found
+
+
 def usual_beside(cuts: Collection[str], workload: Workload, hardware: Hardware) -> tuple[str, ...]:
     """The usual rungs, without those that a layout's cuts refuse or undo."""
     usual = usual_rungs(workload, hardware)

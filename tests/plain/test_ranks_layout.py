@@ -39,6 +39,7 @@ from redline.search.ranks import (
     ranked_rungs,
     rate_of_ranks,
     refused_beside,
+    undone_in,
     usual_beside,
 )
 from redline.search.space import open_space
@@ -345,3 +346,17 @@ def test_the_rate_is_what_estimate_predicts_of_the_layout_and_unknown_of_copies(
 def test_degrees_that_nobody_gives_are_one() -> None:
     assert layout_for(4, {"tensor": None, "replicas": None}) == Layout(ranks=4)
     assert layout_for(4, {"tensor": 2}) == SQUARE
+
+
+@pytest.mark.parametrize(
+    ("names", "undone"),
+    [
+        (("bf16", "fused-loss", "ddp"), {}),
+        (("bf16", "compile", "fused-loss", "fused-backward", "fsdp"), {"fused-backward": "fsdp"}),
+        (("bf16", "chunked-loss", "tensor-parallel", "ddp"), {"chunked-loss": "tensor-parallel"}),
+        (("bf16", "fused-loss", "fused-backward"), {}),
+    ],
+    ids=["ddp", "fsdp", "tensor", "alone"],
+)
+def test_what_a_layout_undoes_is_told(names, undone):
+    assert undone_in(names) == undone
