@@ -334,6 +334,8 @@ def choose_subject(options: argparse.Namespace, machine: Target) -> Subject:
         if layout.pp > 1 and options.global_batch is None:
             notes += ("one micro batch is in the pipeline at a time; --global-batch says how many wait in its stages",)
     assert case.layout is not None
+    # What is recommended to be sharded does not fit one GPU, where a ladder has its baseline and its reference.
+    alone_too_large = advice is not None and case.zero > 0
     return Subject(
         name=resolved.name,
         origin=resolved.origin.text,
@@ -341,10 +343,10 @@ def choose_subject(options: argparse.Namespace, machine: Target) -> Subject:
         rungs=rungs,
         micro_batch=micro_batch,
         layout=case.layout,
-        notes=(*notes, *joined, *assumed, *resolved.origin.notes),
+        notes=(*notes, *joined, *assumed, *undone_notes(trained, case), *resolved.origin.notes),
         fabric=fabric,
         advice=advice,
-        words=words_to_measure(options.workload, resolved, shape, case, fabric, trained),
+        words=None if alone_too_large else words_to_measure(options.workload, resolved, shape, case, fabric, trained),
         train=None if fabric is None else how_to_train(trained, case, fabric),
     )
 
@@ -371,6 +373,17 @@ def choose_trainable(
         usual=options.rungs is None and options.recipe is None and options.optimizer is None,
         way=options.parallel,
     )
+
+
+def undone_notes(trained: Trainable, case: Case) -> tuple[str, ...]:
+    """Rungs that were assumed or named, and that the layout does without."""
+    from redline.search.ranks import undone_in
+
+    assert case.layout is not None
+    if case.layout.gpus == 1 or trained.reasons(case.layout.tp, case.layout.pp, case.zero):
+        return ()
+    undone = undone_in(trained.names(case.layout.tp, case.layout.pp, case.zero))
+    return tuple(f"{name} changes nothing in this layout: {way} undoes it" for name, way in undone.items())
 
 
 def how_to_train(trained: Trainable, case: Case, fabric: Fabric) -> dict[str, str | None]:
@@ -407,8 +420,8 @@ def choose_sizes(
 def words_to_measure(
     words: str, resolved: Resolved, shape: Shape, case: Case, fabric: Fabric | None, trained: Trainable
 ) -> str | None:
-    """What `redline ladder` takes for these very sizes; None where it does not. Its ranks share data only, on one
-    machine."""
+    """What `redline ladder` takes for these very sizes; None where it does not, or where a model is cut. Its ranks are on
+    one machine."""
     from redline.workloads import PRESETS
     from redline.workloads.resolve import usual_training
 

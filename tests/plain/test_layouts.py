@@ -567,8 +567,10 @@ def test_a_recommended_micro_batch_is_the_only_one_that_is_told(document, llama)
     found = document(llama, "--gpu", "H100-SXM", "--gpus", 4)
     size = found["parallel"]["layout"]["micro_batch"]
     assert not any("micro batch" in note for note in found["notes"])
-    assert f"--micro-batch {size} --gpus 4 --rungs" in found["words"]
-    assert found["words"].endswith(",fsdp")
+    assert found["words"] is None, "one GPU does not hold it: no ladder has its baseline and its reference"
+    named = document(llama, "--gpu", "H100-SXM", "--gpus", 4, "--parallel", "fsdp", "--micro-batch", 2)
+    assert "--micro-batch 2 --gpus 4 --rungs" in named["words"]
+    assert named["words"].endswith(",fsdp")
     assert f"--micro-batch {size} " in found["parallel"]["train"]["command"]
     named = document(llama, "--gpu", "H100-SXM", "--gpus", 4, "--zero", 3)
     assert any("micro batch 4 is assumed, 16,384 tokens per pass" in note for note in named["notes"])
@@ -577,7 +579,7 @@ def test_a_recommended_micro_batch_is_the_only_one_that_is_told(document, llama)
 def test_a_ladder_is_named_where_it_measures_that(document):
     words = ("gpt2", "--gpu", "H100-SXM", "--interconnect", "ib-400", "--micro-batch", 16)
     assert document(*words, "--gpus", 8, "--zero", 0)["words"] == "gpt2 --gpus 8"
-    assert document(*words, "--gpus", 8, "--tensor", 2)["words"] is None, "its ranks share data only"
+    assert document(*words, "--gpus", 8, "--tensor", 2)["words"] is None, "in a layout it is for the user to ask"
     assert document(*words, "--gpus", 16, "--zero", 0)["words"] is None, "they are on one machine"
     assert document(*words, "--gpus", 8, "--zero", 1)["words"] is None, "nobody runs it"
 
@@ -601,3 +603,13 @@ def test_from_python(document):
     found = redline.estimate("gpt2-xl", **given)
     words = [word for key, value in given.items() for word in (f"--{key}", value)]
     assert json.loads(json.dumps(found))["parallel"] == document("gpt2-xl", *words)["parallel"]
+
+
+def test_rungs_that_a_layout_undoes_are_told(document):
+    def undone(*words):
+        return [note for note in document("gpt2", "--gpu", "H100-SXM", *words)["notes"] if "undoes it" in note]
+
+    assert undone("--gpus", 8) == undone() == []
+    cut = undone("--gpus", 8, "--tensor", 2)
+    assert [note.split()[0] for note in cut] == ["fused-loss", "fused-backward"]
+    assert all("tensor-parallel undoes it" in note for note in cut)
