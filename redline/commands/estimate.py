@@ -420,8 +420,8 @@ def choose_sizes(
 def words_to_measure(
     words: str, resolved: Resolved, shape: Shape, case: Case, fabric: Fabric | None, trained: Trainable
 ) -> str | None:
-    """What `redline ladder` takes for these very sizes; None where it does not, or where a model is cut. Its ranks are on
-    one machine."""
+    """What `redline ladder` takes for these very sizes; None where it does not, or where a model is cut. Its ranks are
+    on one machine."""
     from redline.workloads import PRESETS
     from redline.workloads.resolve import usual_training
 
