@@ -210,27 +210,28 @@ def not_measured(name: str, layout: Layout) -> str | None:
 def refused_beside(rung: Rung, onto: Collection[str], workload: Workload, hardware: Hardware) -> str | None:
     """Why a rung gets no place beside the ways in which ranks share the step so far, or None: one of them may not go
     with it, or may undo it."""
-    for way in (find_rung(name) for name in onto if name in RANK_RUNGS and name != rung.name):
-        rest = [name for name in onto if name != way.name]
-        reason = why_not(way, workload, hardware, plan_of((*rest, rung.name)))
+    for way in (name for name in onto if name in RANK_RUNGS and name != rung.name):
+        rest = [name for name in onto if name != way]
+        reason = why_not(find_rung(way), workload, hardware, plan_of((*rest, rung.name)))
         if reason is not None:
             return reason
-        changes = plan_of((*rest, rung.name)) != plan_of(rest)
-        if changes and plan_of((*onto, rung.name)) == plan_of(onto):
-            return f"{way.name} undoes it: the step would be the same"
-    return None
+    undoer = who_undoes(rung.name, onto)
+    return None if undoer is None else f"{undoer} undoes it: the step would be the same"
+
+
+def who_undoes(name: str, others: Collection[str]) -> str | None:
+    """The way to share a step, among these, beside which the rung changes nothing, though it would without it."""
+    if plan_of((*others, name)) != plan_of(others):
+        return None
+    ways = (one for one in others if one in RANK_RUNGS and one != name)
+    rests = {way: [one for one in others if one != way] for way in ways}
+    return next((way for way, rest in rests.items() if plan_of((*rest, name)) != plan_of(rest)), None)
 
 
 def undone_in(names: Collection[str]) -> dict[str, str]:
     """Rungs of a recipe that change nothing beside the ways in which its ranks share a step: by name, who undoes it."""
-    ways = [name for name in names if name in RANK_RUNGS]
-    found = {}
-    for name in (one for one in names if one not in RANK_RUNGS):
-        others = [one for one in names if one != name]
-        alone = [one for one in others if one not in RANK_RUNGS]
-        if plan_of(others) == plan_of(names) and plan_of(alone) != plan_of((*alone, name)):
-            found[name] = next(way for way in ways if plan_of((*alone, way)) == plan_of((*alone, name, way)))
-    return found
+    found = {name: who_undoes(name, [one for one in names if one != name]) for name in names}
+    return {name: way for name, way in found.items() if way is not None and name not in RANK_RUNGS}
 
 
 def usual_beside(cuts: Collection[str], workload: Workload, hardware: Hardware) -> tuple[str, ...]:
