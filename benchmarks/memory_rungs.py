@@ -2,10 +2,11 @@
 
     python benchmarks/memory_rungs.py gpt2 --recipe fast.json --micro-batch 64 --sizes 128,256 --json > records/DATE-...
 
-Rows: the recipe; with chunked loss; with every block recomputed; with both; with naive attention instead of a fused
-kernel; and with its core recomputed, which saves something there only. MFU counts what the model asks for, HFU what is
-executed: recomputing lowers the first and not the second. Sizes whose predicted memory does not fit are not run. Steps
-are timed as in against.py: processes that compile side by side, as many as fit by prediction, and then take turns.
+Rows: the recipe; with chunked loss; with every block recomputed; with both; with half of the bytes kept, by the
+compiler's choice; with naive attention instead of a fused kernel; and with its core recomputed, which saves something
+there only. MFU counts what the model asks for, HFU what is executed: recomputing lowers the first and not the second.
+Sizes whose predicted memory does not fit are not run. Steps are timed as in against.py: processes that compile side by
+side, as many as fit by prediction, and then take turns.
 No verdicts here: `redline ladder --from fast.json --rungs chunked-loss,checkpointing` has them.
 """
 
@@ -142,6 +143,7 @@ def rows_of(rungs: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
         "chunked-loss": chunked,
         "checkpointing": (*rungs, "checkpointing"),
         "both": (*chunked, "checkpointing"),
+        "budget": (*rungs, "budget-checkpointing"),
         "naive-attention": naive,
         "selective": (*naive, "selective-checkpointing"),
     }

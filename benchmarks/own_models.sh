@@ -46,18 +46,7 @@ measure() {
     fi
 }
 
-# The published model is what is climbed: where its head is its embedding, the first row has that already.
-from=()
-"$python" - "$config" "$micro_batch" >"$out/first.json" <<'END'
-import json, sys
-from redline.rungs import published_rungs
-from redline.workloads import resolve_workload
-rungs = published_rungs(resolve_workload(sys.argv[1]))
-print(json.dumps({"rungs": rungs, "micro_batch": int(sys.argv[2])}))
-END
-grep -q '"rungs": \[\]' "$out/first.json" || from=(--from "$out/first.json")
-
-measure ladder "${from[@]}" --rungs "$rungs" --steps "$steps" --check-steps "$check_steps" --compile-ahead "$ahead"
+measure ladder --rungs "$rungs" --steps "$steps" --check-steps "$check_steps" --compile-ahead "$ahead"
 measure tune --rungs "$choices" --after "$out/ladder" --minutes "$minutes"
 part benchmark "$python" "$(dirname "$0")/huggingface.py" "$config" --recipe "$out/tune/best.json" \
     --micro-batches "$sizes" --ours "$sizes" --rounds "$rounds" --out "$out/benchmark.partial.json" "${device[@]}"

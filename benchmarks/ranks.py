@@ -3,13 +3,14 @@
     python benchmarks/ranks.py --json FILE              # GPT-2: one process, and one rank of DDP and of FSDP2
     python benchmarks/ranks.py --large --json FILE      # GPT-2 XL and a 7B shape: one rank of FSDP2, with what fits
 
-Each of five ways has a process that keeps its compiled step and takes a turn of ten steps when it is told to, so that
+Each of six ways has a process that keeps its compiled step and takes a turn of ten steps when it is told to, so that
 the card's temperature is the same for all; a turn ends as a cycle of the trainer does, with the mean of its losses over
 the ranks. (In one process they would share compiled code: Dynamo takes the plain model's graph for DDP's, which torch
 cuts where a bucket is full.) The ratio is the median over rounds of a way's turn to the plain process's of the same
 round. *one rank* is what `redline train` builds under `torchrun --nproc-per-node 1`: the rung's wrapper is left out,
 with whatever it would undo. *wrapped* is torch's own DDP and FSDP2 around one rank, whose collectives (NCCL on a GPU,
-gloo on a CPU) end where they begin.
+gloo on a CPU) end where they begin. *plain, by blocks* is one process that does without what FSDP2 undoes, compiled
+block by block as that is: what is left between the two is FSDP2's own.
 
 --large takes FSDP2's way in, wrapped: built without memory, compiled block by block (all of GPT-2 XL as one graph takes
 Inductor minutes). Each model is a process of its own, with the first recipe of LARGE_RECIPES that is predicted to hold
@@ -45,7 +46,7 @@ from redline.core.layout import Layout
 from redline.core.plan import Plan
 from redline.core.values import from_json, to_json
 from redline.core.workload import Workload
-from redline.engine.build import build_step
+from redline.engine.build import build_step, compile_blocks
 from redline.engine.clock import Clock
 from redline.engine.distributed import Ranks, alone
 from redline.engine.memory import is_out_of_memory, peak_bytes, reset_peak
@@ -64,7 +65,7 @@ STEPS = 10  # of a turn; a cycle of the trainer has as many
 SETTLING = 2  # steps before a turn is timed
 AT_ONCE = 3  # processes that compile: each holds the activations of a whole step, 28 GB of GPT-2 at 64
 WARM_UPS, LARGE_STEPS = 3, 8
-PLAIN = "plain"
+PLAIN, BY_BLOCKS = "plain", "plain, by blocks"
 LESS_THAN = 0.01  # what one rank may cost more than one process
 SHARED = ("tf32", "no-sync", "bf16", "compile", "cudnn-attention", "padded-vocab", "tied-weights", "fused-adamw")
 SHARED += ("fused-loss", "bf16-residual", "sigmoid-gelu")
@@ -109,6 +110,7 @@ def ways(rungs: Sequence[str]) -> dict[str, Plan]:
     alone_with = {way: plan_of(for_layout((*rungs, way), Layout())) for way in ("ddp", "fsdp")}
     return {
         PLAIN: plan_of(rungs),
+        BY_BLOCKS: replace(plan_of((*rungs, "fsdp")), parallel="none", compile=False),  # compiled once it is built
         **{f"{way}, one rank": plan for way, plan in alone_with.items()},
         **{f"{way}, wrapped": plan_of((*rungs, way)) for way in ("ddp", "fsdp")},
     }
@@ -132,9 +134,11 @@ def serve_turns(setting: Setting, orders: Iterable[str], answer: Callable[[Any],
     """In the child: how long it took to build and compile, and then a turn for every line that comes."""
     assert setting.way is not None
     started = time.perf_counter()
-    with no_rank(setting.device) if setting.way == PLAIN else one_rank(setting.device) as (ranks, device):
+    with no_rank(setting.device) if setting.way.startswith(PLAIN) else one_rank(setting.device) as (ranks, device):
         plan = ways(setting.rungs)[setting.way]
         step, batch = build_step(setting.workload, plan, device=device, ranks=ranks), setting.batch(device)
+        if setting.way == BY_BLOCKS and "compile" in setting.rungs:
+            compile_blocks(step.adapter.blocks(step.model), plan)
         take_turn(step, batch, ranks)
         answer({"build_seconds": time.perf_counter() - started})
         for _ in orders:

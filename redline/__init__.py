@@ -19,9 +19,11 @@ Importing redline imports nothing heavy. A mistake raises `redline.core.errors.U
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from redline.api.arguments import ANYTHING, FLAG_OR_TEXT, OF_TORCH, PLACE, checked, joined
 
 if TYPE_CHECKING:
     import torch
@@ -48,17 +50,20 @@ __all__ = [
 ]
 
 
+@checked()
 def ladder(
     workload: str | Callable[[], nn.Module] | None = None,
     *,
-    rungs: str | None = None,
-    without: str | None = None,
+    rungs: str | Sequence[str] | None = None,
+    without: str | Sequence[str] | None = None,
     start: Path | str | None = None,
     micro_batch: int | None = None,
     sequence: int | None = None,
-    data: str | None = None,
+    data: Path | str | None = None,
     device: str | None = None,
     gpus: int | None = None,
+    tensor: int | None = None,
+    replicas: int | None = None,
     keep: str | None = None,
     repeats: int | None = None,
     aa: bool = False,
@@ -89,14 +94,16 @@ def ladder(
     check_timeout(timeout_seconds)
     run = prepare_ladder(
         workload=words_of(workload, "redline.ladder"),
-        rungs=rungs,
-        without=without,
+        rungs=joined(rungs),
+        without=joined(without),
         start=None if start is None else Path(start),
         micro_batch=micro_batch,
         sequence=sequence,
-        data=data,
+        data=None if data is None else str(data),
         device=device,
         gpus=gpus,
+        tensor=tensor,
+        replicas=replicas,
         keep=keep,
         repeats=repeats,
         aa=aa,
@@ -115,20 +122,23 @@ def ladder(
     return Document(document, kind="ladder")
 
 
+@checked()
 def tune(
     workload: str | Callable[[], nn.Module] | None = None,
     *,
     minutes: float | None = None,
     allow: str | None = None,
-    rungs: str | None = None,
-    without: str | None = None,
+    rungs: str | Sequence[str] | None = None,
+    without: str | Sequence[str] | None = None,
     micro_batch: int | None = None,
     global_batch: int | None = None,
     memory_limit: str | None = None,
     sequence: int | None = None,
-    data: str | None = None,
+    data: Path | str | None = None,
     device: str | None = None,
     gpus: int | None = None,
+    tensor: int | None = None,
+    replicas: int | None = None,
     steps: int | None = None,
     check_steps: int | None = None,
     timeout: float | None = None,
@@ -152,15 +162,17 @@ def tune(
         "workload": words_of(workload, "redline.tune"),
         "minutes": minutes,
         "allow": allow,
-        "rungs": rungs,
-        "without": without,
+        "rungs": joined(rungs),
+        "without": joined(without),
         "micro_batch": micro_batch,
         "global_batch": global_batch,
         "memory_limit": memory_limit,
         "sequence": sequence,
-        "data": data,
+        "data": None if data is None else str(data),
         "device": device,
         "gpus": gpus,
+        "tensor": tensor,
+        "replicas": replicas,
         "steps": steps,
         "check_steps": check_steps,
         "timeout": timeout,
@@ -171,21 +183,23 @@ def tune(
     return Document(document_of(options_of(add_tune, "tune", given), _call("tune", given))[0], kind="tune")
 
 
+@checked()
 def estimate(
     workload: str | nn.Module | Callable[[], nn.Module] | None = None,
     *,
     gpu: str | None = None,
     micro_batch: int | None = None,
     sequence: int | None = None,
-    rungs: str | None = None,
+    rungs: str | Sequence[str] | None = None,
     recipe: Path | str | None = None,
     optimizer: str | None = None,
     gpus: int | None = None,
     nodes: int | None = None,
     interconnect: str | None = None,
+    parallel: str | None = None,
+    tensor: int | None = None,
+    pipeline: int | None = None,
     dp: int | None = None,
-    tp: int | None = None,
-    pp: int | None = None,
     zero: int | None = None,
     global_batch: int | None = None,
     inference: bool | str = False,
@@ -215,15 +229,16 @@ def estimate(
         "gpu": gpu,
         "micro_batch": micro_batch,
         "sequence": sequence,
-        "rungs": rungs,
+        "rungs": joined(rungs),
         "recipe": recipe,
         "optimizer": optimizer,
         "gpus": gpus,
         "nodes": nodes,
         "interconnect": interconnect,
+        "parallel": parallel,
+        "tensor": tensor,
+        "pipeline": pipeline,
         "dp": dp,
-        "tp": tp,
-        "pp": pp,
         "zero": zero,
         "global_batch": global_batch,
         "inference": AS_THE_PLAN if inference is True else inference or None,
@@ -240,6 +255,7 @@ def estimate(
     return Document({**found, "command": _call("estimate", given)}, kind="estimate")
 
 
+@checked()
 def lint(
     workload: str | nn.Module | Callable[[], nn.Module] | None = None,
     *,
@@ -248,7 +264,7 @@ def lint(
     tp: int | None = None,
     micro_batch: int | None = None,
     sequence: int | None = None,
-    ignore: str | None = None,
+    ignore: str | Sequence[str] | None = None,
     measure: bool = False,
     seconds: float | None = None,
     fix: Path | str | None = None,
@@ -281,7 +297,7 @@ def lint(
         "tp": tp,
         "micro_batch": micro_batch,
         "sequence": sequence,
-        "ignore": ignore,
+        "ignore": joined(ignore),
         "measure": measure or None,
         "seconds": seconds,
         "fix": None if fix is None else str(fix),
@@ -299,6 +315,7 @@ def lint(
     return Document({**found, "command": _call("lint", given)}, kind="lint")
 
 
+@checked(measure=FLAG_OR_TEXT)
 def hardware(
     name: str | None = None,
     *,
@@ -327,16 +344,19 @@ def hardware(
     return Document(document_of(options), kind="hardware")
 
 
+@checked(model=OF_TORCH, optimizer=OF_TORCH)
 def profile(
     workload: str | Callable[..., Any] | None = None,
     *,
     recipe: Path | str | None = None,
-    rungs: str | None = None,
+    rungs: str | Sequence[str] | None = None,
     micro_batch: int | None = None,
     sequence: int | None = None,
-    data: str | None = None,
+    data: Path | str | None = None,
     device: str | None = None,
     gpus: int | None = None,
+    tensor: int | None = None,
+    replicas: int | None = None,
     steps: int | None = None,
     out: Path | str | None = None,
     timeout: float | None = None,
@@ -368,12 +388,14 @@ def profile(
     given: dict[str, Any] = {
         "workload": workload,
         "recipe": None if recipe is None else Path(recipe),
-        "rungs": rungs,
+        "rungs": joined(rungs),
         "micro_batch": micro_batch,
         "sequence": sequence,
-        "data": data,
+        "data": None if data is None else str(data),
         "device": device,
         "gpus": gpus,
+        "tensor": tensor,
+        "replicas": replicas,
         "steps": steps,
         "out": None if out is None else Path(out),
         "timeout": timeout,
@@ -397,6 +419,7 @@ def profile(
     return Document(document_of(options), kind="profile")
 
 
+@checked(recipe=ANYTHING, device=PLACE)
 def prepare(
     model: nn.Module,
     recipe: Path | str | Recipe | Iterable[str],

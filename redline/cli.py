@@ -6,15 +6,17 @@ at once.
 
 from __future__ import annotations
 
+import _thread
 import argparse
 import importlib
 import io
 import os
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from redline import __version__
 from redline.commands.common import EXIT_DONE, EXIT_INTERRUPTED, EXIT_MISTAKE
@@ -38,6 +40,10 @@ COMMANDS = {  # in the order of --help: the file in redline/commands, and its fu
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """`arguments`: None are the process's own, and then the process is ours to its end."""
+    own = arguments is None
+    if own:
+        sys.unraisablehook = repeat_interrupt
     words = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in words
     for stream in (sys.stdout, sys.stderr):
@@ -56,6 +62,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{label + ':':9}{' '.join(text.splitlines())}", file=sys.stderr)
         return EXIT_MISTAKE
     except KeyboardInterrupt:
+        if own:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # we are leaving: a second one has nothing to add
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
     except SystemExit as leaving:
@@ -68,11 +76,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     finally:
         # An exception in the interpreter's own end, which takes torch a while, would be a traceback that nobody caught.
         signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
+        if own:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def interrupt(*_: object) -> NoReturn:
     """A terminated run ends like an interrupted one: finished rows stay, workers go."""
     raise KeyboardInterrupt
+
+
+def repeat_interrupt(lost: Any) -> None:
+    """Where Python cannot pass an exception on (a callback, half of torch's import), Ctrl-C would be a traceback on the
+    screen, and nothing would stop: it comes once more, a moment later, where it can be caught."""
+    if issubclass(lost.exc_type, KeyboardInterrupt):
+        again = threading.Timer(0.05, _thread.interrupt_main)
+        again.daemon = True
+        again.start()
+    else:
+        sys.__unraisablehook__(lost)
 
 
 class Parser(argparse.ArgumentParser):

@@ -15,10 +15,12 @@ from types import FunctionType
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from redline.core.errors import UserError
+from redline.core.user_code import described
 
 if TYPE_CHECKING:
     from torch import nn
 
+TAKE_MODULES = ("redline.lint", "redline.estimate")
 EXAMPLE = "write `def build(): return MyModel()` at the top level of a file, import it and pass build"
 
 
@@ -33,10 +35,12 @@ def words_of(workload: str | Callable[..., Any] | None, command: str) -> str | N
             EXAMPLE,
         )
     if not isinstance(workload, FunctionType):
+        live = command in TAKE_MODULES
         raise UserError(
-            f"{command} was given a {type(workload).__name__}",
-            "it takes a workload's name, a file, or a function of a file that builds a module",
-            EXAMPLE,
+            f"{command} was given {described(workload)}",
+            f"it takes {'a module, ' if live else ''}a workload's name, a file, or a function of a file that builds a "
+            "module",
+            f"pass the model itself: {command}(model)" if live else EXAMPLE,
         )
     return _file_and_name(workload)
 

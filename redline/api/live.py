@@ -32,7 +32,7 @@ from redline.core.user_code import Functions, described
 from redline.core.workload import Workload
 from redline.engine.inspect_model import look_at
 from redline.engine.inspect_walk import starred, walked
-from redline.model.python_adapter import takes_inputs_only
+from redline.model.python_adapter import functional_dropout_off, takes_inputs_only
 from redline.predict.traced_estimate import traced_document
 from redline.predict.traced_lint import findings_of, traced_lint_document
 from redline.workloads.python_file import PythonFile, python_workload
@@ -121,15 +121,26 @@ def trace_module(model: nn.Module, batch: Any, loss: Loss | None) -> Traced:
         name=type(model).__name__,
         factory=lambda: model,
         make_batch=lambda size, _: samples(batch, size),
-        loss=loss or loss_by_calling,
+        loss=loss or loss_by_calling(samples_of(batch)),
         **items_of(batch),
     )
     twin = copy.deepcopy(getattr(model, "_orig_mod", model)).to("cpu").train()
-    return look_at(functions, twin, {}, Workload.seed)
+    with functional_dropout_off():
+        return look_at(functions, twin, {}, Workload.seed)
 
 
-def loss_by_calling(model: nn.Module, batch: Any) -> torch.Tensor:
-    return loss_of_call(model, batch, takes_inputs_only(model))
+def loss_by_calling(given: int) -> Loss:
+    """`given`: samples of the user's own batch. A pass takes fewer, which a message about its sizes has to say."""
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        try:
+            return loss_of_call(model, batch, takes_inputs_only(model))
+        except UserError as error:
+            cut = samples_of(batch)
+            more = "" if cut == given else f" ({cut} samples were taken of the batch's {given})"
+            raise UserError(error.problem, error.why + more, error.fix) from error
+
+    return loss
 
 
 def plain(batch: Any) -> Any:

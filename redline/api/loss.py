@@ -21,6 +21,7 @@ from redline.core.user_code import described
 from redline.model.adapter import LossOf
 from redline.model.python_adapter import (
     are_logits,
+    call_of,
     called,
     cross_entropy,
     has_part,
@@ -32,7 +33,6 @@ from redline.model.python_adapter import (
 
 Loss = Callable[[Any, Any], torch.Tensor]
 """(model, batch) -> a scalar."""
-EXAMPLE = "give one: loss=lambda model, batch: F.mse_loss(model(batch[0]), batch[1])"
 
 
 def live_loss(model: nn.Module, loss: Loss | None) -> LossOf:
@@ -50,11 +50,22 @@ def loss_of_call(model: nn.Module, batch: Any, inputs_only: bool) -> torch.Tenso
     if isinstance(loss, torch.Tensor) and loss.dim() == 0:
         return loss
     why = f"called with the batch it returned {described(found)}, which is no scalar and has no loss in it"
-    raise UserError("the model gives no loss", why, EXAMPLE)
+    raise UserError("the model gives no loss", why, how_to_give(found, batch))
+
+
+def how_to_give(found: Any, batch: Any) -> str:
+    """A loss for such a batch, as a user writes it: of the next token where it can only be that."""
+    write = "give one: loss=lambda model, batch: "
+    if is_pair(batch):
+        return f"{write}F.mse_loss(model(batch[0]), batch[1])"
+    call, ids = call_of(batch), batch if isinstance(batch, torch.Tensor) else None
+    if ids is not None and ids.dim() == 2 and are_logits(found, ids):
+        return f"{write}F.cross_entropy({call}[:, :-1].flatten(0, 1), batch[:, 1:].flatten())"
+    return f"{write}my_loss({call}, ...), one number"
 
 
 def loss_of_logits(logits: Any, targets: torch.Tensor) -> torch.Tensor:
     if are_logits(logits, targets):
         return cross_entropy(logits, targets)
     why = f"it returned {described(logits)} for targets of {described(targets)}, and cross-entropy takes classes"
-    raise UserError("the model gives no loss", why, EXAMPLE)
+    raise UserError("the model gives no loss", why, how_to_give(logits, (None, targets)))

@@ -24,6 +24,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 
+from redline.api.arguments import PLACE, checked
 from redline.api.counting import CONVENTION, Blank, count_flops
 from redline.api.document import Document
 from redline.api.prepare import Prepared
@@ -36,6 +37,8 @@ from redline.engine.clock import Clock
 from redline.engine.findings import collecting_syncs, merge
 from redline.engine.memory import peak_bytes
 from redline.engine.probe import probe
+from redline.engine.step import TrainStep
+from redline.model.adapter import LossOf
 from redline.predict.efficiency import share_of_peak
 
 WARMUP_STEPS = 3  # the first compile and fill the allocator; the last of them is the one whose waits are counted
@@ -65,6 +68,7 @@ class Meter:
     (8, 5)
     """
 
+    @checked(device=PLACE)
     def __init__(
         self,
         *,
@@ -210,25 +214,42 @@ class _Flops:
         self.prepared = model if isinstance(model, Prepared) else None
         self.module = model if isinstance(model, nn.Module) else None
         self.calls: list[Call] = []
+        self.batches: list[Call] = []
+        """What `data` handed out: the calls of a loop that calls the prepared model by itself."""
         self.counted: tuple[float | None, str] | None = None
         self.hook: RemovableHandle | None = None
         self.open = given is None
+        self.own_loss: LossOf | None = None
+        self.seen_loss: LossOf | None = None
         if self.module is not None and self.open:
             self.hook = self.module.register_forward_pre_hook(self._see_call, with_kwargs=True)
+        if self.prepared is not None and self.open:
+            self._see_steps(self.prepared.step)
+
+    def _see_steps(self, step: TrainStep) -> None:
+        """Around the loss of what was prepared, outside of what is compiled, until the first step has ended."""
+        self.own_loss = own = step.loss_of
+
+        def seen(*batch: Any) -> torch.Tensor:
+            if self.open:
+                self.calls.append(self._call(batch, {}))
+            return own(*batch)
+
+        self.seen_loss = step.loss_of = seen
 
     def _see_call(self, _: nn.Module, arguments: Any, named: Any) -> None:
         if not torch.compiler.is_compiling() and self.open:  # inside of compiled code there is nobody who could look
-            self._keep(arguments, named)
+            self.calls.append(self._call(arguments, named))
 
     def see_batch(self, batch: Any) -> None:
         if self.prepared is not None and self.open:
-            self._keep((batch,), {})
+            self.batches.append(self._call((batch,), {}))
 
-    def _keep(self, arguments: Any, named: Any) -> None:
+    def _call(self, arguments: Any, named: Any) -> Call:
         kind = self.device.type
         cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         blank, words = tree_map(self._blank, (arguments, named))
-        self.calls.append(Call(arguments=blank, named=words, autocast=cast, gradients=torch.is_grad_enabled()))
+        return Call(arguments=blank, named=words, autocast=cast, gradients=torch.is_grad_enabled())
 
     def _blank(self, leaf: Any) -> Any:
         return Blank(leaf.shape, leaf.dtype, self.device) if isinstance(leaf, torch.Tensor) else leaf
@@ -238,6 +259,9 @@ class _Flops:
         if self.hook is not None and self.calls:  # nobody called: it is part of compiled code, which it must not change
             self.hook.remove()
             self.hook = None
+        step = None if self.prepared is None else self.prepared.step
+        if step is not None and self.own_loss is not None and step.loss_of is self.seen_loss:  # or another looks on
+            step.loss_of = self.own_loss
 
     def count(self) -> tuple[float | None, str]:
         """And what was counted, or why nothing could be."""
@@ -252,13 +276,12 @@ class _Flops:
     def _count(self) -> tuple[float | None, str]:
         if self.prepared is None and self.module is None:
             return None, "no MFU: give model or flops_per_step"
-        if not self.calls:
-            return (
-                None,
-                "no MFU: no call of the model was seen in the first step; give what prepare gave, or flops_per_step",
-            )
+        calls = self.calls or self.batches
+        if not calls:
+            instead = "give what prepare gave" if self.prepared is None else "call prepared.step, loop over meter.data"
+            return None, f"no MFU: no call of the model was seen in the first step; {instead}, or give flops_per_step"
         try:
-            return float(sum(map(self._count_call, self.calls))), CONVENTION
+            return float(sum(map(self._count_call, calls))), CONVENTION
         except Exception as error:  # somebody's model, on tensors without values: whatever it raises is the reason
             text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
             return None, f"no MFU: FLOPs could not be counted, {type(error).__name__}: {text}; give flops_per_step"
@@ -276,7 +299,11 @@ class _Flops:
 
 def _place(device: torch.device | str | None, model: nn.Module | Prepared | None) -> torch.device:
     if device is not None:
-        return torch.device(device)
+        try:
+            return torch.device(device)
+        except RuntimeError as error:
+            why = str(error).splitlines()[0]
+            raise UserError(f"device is {device!r}", why, "write it as device='cuda' or 'cpu'") from error
     if isinstance(model, Prepared):
         return model.step.device
     parameter = next(model.parameters(), None) if isinstance(model, nn.Module) else None

@@ -31,7 +31,7 @@ from redline.engine.probe import probe
 from redline.engine.step import TrainStep
 from redline.model.adapter import LossOf
 from redline.optim import build_optimizer, settings_for
-from redline.rungs import LADDER, plan_of
+from redline.rungs import LADDER, find_rung, plan_of
 from redline.rungs.ladder import check_alternatives
 from redline.rungs.optimizers import FUSED_ADAMW
 from redline.workloads.resolve import BY_SIZE
@@ -71,6 +71,19 @@ class Prepared:
         lines = [f"done       {', '.join(self.rungs) or 'nothing: the recipe is the baseline'}"]
         lines += [f"left out   {name}: {reason}" for name, reason in self.left_out.items()]
         return "\n".join([*lines, *(f"note       {note}" for note in self.notes)])
+
+    def _repr_html_(self) -> str:
+        """For a notebook: what was done and what was not, as a table."""
+        from redline.report.notebook import in_notebook, render_prepared_page
+
+        page = render_prepared_page(
+            name=type(getattr(self.model, "_orig_mod", self.model)).__name__,
+            device=str(next(self.model.parameters()).device),
+            done=[(name, find_rung(name).title) for name in self.rungs],
+            left_out=self.left_out.items(),
+            said=self.notes,
+        )
+        return in_notebook(page)
 
 
 def prepare(
@@ -158,13 +171,14 @@ def move_to(model: nn.Module, device: torch.device | str) -> None:
 
 def rungs_of(recipe: Path | str | Recipe | Iterable[str]) -> tuple[str, ...]:
     """In the order of the ladder, each once. Unknown names, and two that exclude each other, are mistakes."""
-    if isinstance(recipe, str) and recipe in {rung.name for rung in LADDER}:
-        raise UserError(
-            f"the recipe is {recipe!r}", "a text is the path of a recipe file", f"for a rung give a list: [{recipe!r}]"
-        )
+    if isinstance(recipe, str) and is_names(recipe):
+        recipe = [] if recipe == "none" else [name.strip() for name in recipe.split(",")]
     if isinstance(recipe, (str, Path)):
         recipe = load_recipe(Path(recipe))
-    if not isinstance(recipe, (Recipe, Iterable)):
+    recipe = recipe if isinstance(recipe, Recipe) or not isinstance(recipe, Iterable) else list(recipe)
+    if not isinstance(recipe, (Recipe, list)) or (
+        isinstance(recipe, list) and not all(isinstance(name, str) for name in recipe)
+    ):
         raise UserError(
             f"the recipe is {recipe!r}",
             "it is the path of a recipe file, a Recipe, or a list of rungs",
@@ -174,6 +188,11 @@ def rungs_of(recipe: Path | str | Recipe | Iterable[str]) -> tuple[str, ...]:
     plan_of(names)  # an unknown name is answered with the list
     check_alternatives(names)
     return in_order(names)
+
+
+def is_names(text: str) -> bool:
+    """Of rungs, with commas between them, rather than the path of a file: they have no suffix and no folder."""
+    return text == "none" or {name.strip() for name in text.split(",")} <= {rung.name for rung in LADDER}
 
 
 def in_order(names: Iterable[str]) -> tuple[str, ...]:

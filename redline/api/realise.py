@@ -182,6 +182,7 @@ OBSTACLES: dict[str, Callable[[Live], str | None]] = {
     "fp8-linears": _always("which of its layers may lose precision is not known: redline.model.fp8 has one to use"),
     "selective-checkpointing": _always("which of its operations are the core of attention is not known: checkpointing"),
     "checkpointing": _blocks,
+    "budget-checkpointing": lambda live: None if live.plan.compile else "the compiler does it: add compile",
     "max-autotune": _way_of_compiling,
     "cuda-graphs": _way_of_compiling,
     "expandable-segments": _on_gpus,

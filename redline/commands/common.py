@@ -8,16 +8,19 @@ import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from redline.core.errors import UserError
+    from redline.core.recipe import Recipe
+    from redline.core.workload import Workload
 
 EXIT_DONE, EXIT_FAILED, EXIT_MISTAKE, EXIT_INTERRUPTED = 0, 1, 2, 130
 # Beyond what anyone trains with, by far: a slip of the keyboard.
 MOST = {"micro_batch": 2**20, "sequence": 2**24, "global_batch": 2**30, "gpus": 2**20, "nodes": 2**20, "dp": 2**20}
-MOST |= {"tp": 1024, "pp": 4096}
+MOST |= {"tp": 1024, "tensor": 1024, "pipeline": 4096, "replicas": 2**20}
 
 
 WORKLOAD_HELP = (
@@ -37,6 +40,17 @@ def add_sequence(parser: argparse.ArgumentParser) -> None:
 
 def add_gpus(parser: argparse.ArgumentParser, what: str) -> None:
     parser.add_argument("--gpus", metavar="N", type=int, help=f"{what} (docs/distributed.md)")
+
+
+def add_degrees(parser: argparse.ArgumentParser) -> None:
+    """How the ranks of --gpus share a step; train has --pipeline beside them."""
+    parser.add_argument("--tensor", metavar="N", type=int, help="ranks that hold each layer together (default: 1)")
+    parser.add_argument(
+        "--replicas",
+        metavar="N",
+        type=int,
+        help="with fsdp: copies of the model, each cut among its ranks (default: 1)",
+    )
 
 
 def add_common(parser: argparse.ArgumentParser) -> None:
@@ -114,6 +128,16 @@ def options_of(add_command: Callable[[Any], None], name: str, given: dict[str, A
     options = parser.parse_args([name])
     vars(options).update({key: value for key, value in given.items() if value is not None})
     return options
+
+
+def as_published(recipe: Recipe, workload: Workload, tell: Callable[[str], object]) -> Recipe:
+    """The recipe with what makes the model the one that its config describes; what it lacked is told."""
+    from redline.rungs import with_own
+
+    rungs = with_own(recipe.rungs, workload)
+    if added := [name for name in rungs if name not in recipe.rungs]:
+        tell(f"{', '.join(added)} added to the recipe: without, {workload.name} would be another model")
+    return replace(recipe, rungs=rungs)
 
 
 @contextmanager

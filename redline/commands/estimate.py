@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from redline.commands.common import EXIT_DONE, MOST, add_common, check_sizes, command_line
+from redline.commands.common import EXIT_DONE, add_common, check_sizes, command_line
 from redline.core.errors import UserError
 from redline.core.units import counted
 
@@ -29,7 +31,8 @@ if TYPE_CHECKING:
 
 DEFAULT_WORKLOAD = "gpt2"
 TIED = "tied-weights"
-LAYOUT = ("dp", "tp", "pp", "zero")  # options that name a layout: without any of them one is recommended
+COUNTS = ("micro_batch", "sequence", "global_batch", "gpus", "nodes", "dp", "tensor", "pipeline", "replicas")
+LAYOUT = ("dp", "tensor", "pipeline", "zero")  # options that name a layout: without any of them one is recommended
 LEFT_OUT = "only what redline train runs is recommended: no ZeRO 1 and 2, and no ZeRO in a pipeline"
 AS_THE_PLAN = "plan"  # --inference without a word
 
@@ -73,10 +76,7 @@ def add_estimate(commands: Any) -> None:
         help="what joins the GPUs of a node, and the nodes, such as nvlink,ib-400 (default: an SXM card's own NVLink; "
         "no network is assumed)",
     )
-    estimate.add_argument("--dp", metavar="N", type=int, help="replicas (default: what TP and PP leave of the GPUs)")
-    estimate.add_argument("--tp", metavar="N", type=int, help="tensor-parallel GPUs (default: 1)")
-    estimate.add_argument("--pp", metavar="N", type=int, help="pipeline stages (default: 1)")
-    estimate.add_argument("--zero", metavar="STAGE", type=int, help="ZeRO stage 0 to 3; 3 is FSDP (default: 0)")
+    add_layout(estimate)
     estimate.add_argument("--global-batch", metavar="N", type=int, help="sequences per step of all GPUs")
     estimate.add_argument(
         "--inference",
@@ -90,6 +90,24 @@ def add_estimate(commands: Any) -> None:
     )
     add_common(estimate)
     estimate.set_defaults(run=run_estimate)
+
+
+def add_layout(estimate: argparse.ArgumentParser) -> None:
+    """As `redline train` has them, and what it has not: ZeRO stages of their own. The short names are older."""
+    estimate.add_argument("--parallel", metavar="WAY", help="how GPUs share a step: ddp, fsdp or fsdp-keep")
+    estimate.add_argument("--tensor", metavar="N", type=int, help="GPUs that hold each layer together: TP (default: 1)")
+    estimate.add_argument(
+        "--pipeline", metavar="N", type=int, help="stages that hold the layers in turn: PP (default: 1)"
+    )
+    estimate.add_argument(
+        "--dp", metavar="N", type=int, help="copies with data of their own (default: what is left of the GPUs)"
+    )
+    estimate.add_argument(
+        "--zero", metavar="STAGE", type=int, help="instead of --parallel: ZeRO 0 (ddp) to 3 (fsdp) (default: 0)"
+    )
+    for short, name in (("--tp", "tensor"), ("--pp", "pipeline")):
+        estimate.add_argument(short, dest=name, type=int, help=argparse.SUPPRESS)
+    estimate.add_argument("--replicas", type=int, help=argparse.SUPPRESS)
 
 
 def run_estimate(options: argparse.Namespace) -> int:
@@ -111,6 +129,7 @@ def estimate(options: argparse.Namespace) -> dict[str, Any]:
     from redline.workloads.python_file import is_python_file
 
     check_options(options)
+    options = with_zero(options)
     machine = choose_machine(options)
     if is_python_file(options.workload):
         from redline.predict.traced_estimate import traced_document
@@ -120,14 +139,43 @@ def estimate(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def check_options(options: argparse.Namespace) -> None:
-    check_sizes(options, MOST)
+    from redline.predict.parallel import USUAL_NODE
+
+    check_sizes(options, COUNTS)
+    if options.nodes not in (None, 1) and options.gpus is None and options.dp is None:
+        raise UserError(
+            f"--nodes {options.nodes} without --gpus",
+            "nodes hold GPUs, and how many there are in all was not said",
+            f"say --gpus {options.nodes * USUAL_NODE} too, or as many as there are",
+        )
+    if options.replicas not in (None, 1):
+        raise UserError(
+            f"--replicas {options.replicas} is not predicted",
+            "copies that are cut in themselves send other traffic than fsdp among all GPUs, and nobody has modelled it",
+            "leave it out; what a GPU holds is what --parallel fsdp predicts with the --gpus of one copy",
+        )
     if options.recipe is not None and options.rungs is not None:
         raise UserError("--from and --rungs were given together", "a recipe has its own rungs", "drop one of them")
     if options.inference is not None:
-        for name in ("optimizer", "global_batch", "zero", "interconnect"):
+        for name in ("optimizer", "global_batch", "parallel", "zero", "interconnect"):
             if getattr(options, name) not in (None, 0):
                 option = "--" + name.replace("_", "-")
                 raise UserError(f"{option} with --inference", "only training has it", f"drop {option}")
+
+
+def with_zero(options: argparse.Namespace) -> argparse.Namespace:
+    """--parallel in the words that predictions have."""
+    from redline.core.errors import unknown_name
+    from redline.predict.fitting import ZERO
+    from redline.rungs.parallel import WAYS
+
+    if options.parallel is None:
+        return options
+    if options.zero is not None:
+        raise UserError("--parallel and --zero were given together", "each says how GPUs share a step", "drop one")
+    if options.parallel not in WAYS:
+        raise unknown_name("way to share a step", options.parallel, WAYS)
+    return argparse.Namespace(**{**vars(options), "zero": ZERO[options.parallel]})
 
 
 # the device
@@ -199,7 +247,15 @@ def choose_traced(options: argparse.Namespace, machine: Target) -> TracedSubject
 def check_one_gpu(options: argparse.Namespace) -> None:
     from redline.predict.traced import one_gpu_only
 
-    for name, plain in (("gpus", 1), ("nodes", 1), ("dp", 1), ("tp", 1), ("pp", 1), ("zero", 0)):
+    for name, plain in (
+        ("gpus", 1),
+        ("nodes", 1),
+        ("dp", 1),
+        ("tensor", 1),
+        ("pipeline", 1),
+        ("parallel", "ddp"),
+        ("zero", 0),
+    ):
         if getattr(options, name) not in (None, plain):
             raise one_gpu_only("--" + name)
     for name in ("interconnect", "inference", "global_batch"):
@@ -248,7 +304,7 @@ def choose_subject(options: argparse.Namespace, machine: Target) -> Subject:
     resolved = resolve_shape(options.workload)
     words, micro_batch = words_of(options)
     options = argparse.Namespace(**{**vars(options), "micro_batch": micro_batch})
-    shape, micro_batch, notes = choose_sizes(options, resolved)
+    shape, micro_batch, notes, sized = choose_sizes(options, resolved)
     rungs, assumed = choose_rungs(words, _workload(shape, resolved.origin.config), machine, options.optimizer)
     if resolved.origin.kind != "preset":
         rungs, tying = tied_as_published(rungs, shape)
@@ -261,6 +317,7 @@ def choose_subject(options: argparse.Namespace, machine: Target) -> Subject:
         zero=options.zero or 0,
         inference=False if options.inference is None else options.inference == AS_THE_PLAN or options.inference,
     )
+    check_cut(options, shape)
     fabric, joined = choose_fabric(options, machine)
     trained = choose_trainable(options, resolved, shape, rungs, machine)
     advice, named = None, any(getattr(options, name) is not None for name in LAYOUT)
@@ -269,6 +326,7 @@ def choose_subject(options: argparse.Namespace, machine: Target) -> Subject:
         case = replace(case, layout=advice.best.layout, zero=advice.best.zero, plan=advice.best.plan)
         micro_batch, notes = advice.best.layout.micro_batch, (*notes, *why)
     else:
+        notes += sized
         layout = choose_layout(options, micro_batch, shape)
         plan = None if fabric is None else trained.plan(layout.tp, layout.pp, case.zero)
         case = replace(case, layout=layout, plan=plan or case.plan)
@@ -276,6 +334,8 @@ def choose_subject(options: argparse.Namespace, machine: Target) -> Subject:
         if layout.pp > 1 and options.global_batch is None:
             notes += ("one micro batch is in the pipeline at a time; --global-batch says how many wait in its stages",)
     assert case.layout is not None
+    # What is recommended to be sharded does not fit one GPU, where a ladder has its baseline and its reference.
+    alone_too_large = advice is not None and case.zero > 0
     return Subject(
         name=resolved.name,
         origin=resolved.origin.text,
@@ -283,10 +343,10 @@ def choose_subject(options: argparse.Namespace, machine: Target) -> Subject:
         rungs=rungs,
         micro_batch=micro_batch,
         layout=case.layout,
-        notes=(*notes, *joined, *assumed, *resolved.origin.notes),
+        notes=(*notes, *joined, *assumed, *undone_notes(trained, case), *resolved.origin.notes),
         fabric=fabric,
         advice=advice,
-        words=words_to_measure(options.workload, resolved, shape, micro_batch),
+        words=None if alone_too_large else words_to_measure(options.workload, resolved, shape, case, fabric, trained),
         train=None if fabric is None else how_to_train(trained, case, fabric),
     )
 
@@ -311,21 +371,38 @@ def choose_trainable(
         gpus=all_gpus(options),
         own_recipe=options.recipe if options.optimizer is None else None,
         usual=options.rungs is None and options.recipe is None and options.optimizer is None,
+        way=options.parallel,
     )
+
+
+def undone_notes(trained: Trainable, case: Case) -> tuple[str, ...]:
+    """Rungs that were assumed or named, and that the layout does without."""
+    from redline.search.ranks import undone_in
+
+    assert case.layout is not None
+    if case.layout.gpus == 1 or trained.reasons(case.layout.tp, case.layout.pp, case.zero):
+        return ()
+    undone = undone_in(trained.names(case.layout.tp, case.layout.pp, case.zero))
+    return tuple(f"{name} changes nothing in this layout: {way} undoes it" for name, way in undone.items())
 
 
 def how_to_train(trained: Trainable, case: Case, fabric: Fabric) -> dict[str, str | None]:
     assert case.layout is not None
     layout = case.layout
-    reason = trained.why_not(layout.tp, layout.pp, case.zero)
-    line = None if reason else trained.line(layout, case.zero, fabric.gpus_per_node)
-    if line is None and reason is None:
-        reason = "a shape file is trained with the built-in GPT-2, which this is not: point at a Hugging Face config"
-    return {"command": line, "reason": reason}
+    reasons = trained.reasons(layout.tp, layout.pp, case.zero)
+    if trained.words is None:
+        reasons += (
+            "a shape file is trained with the built-in GPT-2, which this is not: point at a Hugging Face config",
+        )
+    line = None if reasons else trained.line(layout, case.zero, fabric.gpus_per_node)
+    return {"command": line, "reason": "; ".join(reasons) or None}
 
 
-def choose_sizes(options: argparse.Namespace, resolved: Resolved) -> tuple[Shape, int, tuple[str, ...]]:
-    """The tokens read at once; how many positions the model has learned does not change with them."""
+def choose_sizes(
+    options: argparse.Namespace, resolved: Resolved
+) -> tuple[Shape, int, tuple[str, ...], tuple[str, ...]]:
+    """The tokens read at once; how many positions the model has learned does not change with them. Two kinds of notes:
+    those of the micro batch do not count where a recommended layout has its own."""
     from redline.commands.lint import USUAL_SEQUENCE, choose_micro_batch
 
     shape = resolved.shape
@@ -337,19 +414,30 @@ def choose_sizes(options: argparse.Namespace, resolved: Resolved) -> tuple[Shape
         notes = (f"sequences of {sequence} tokens are longer than the context of {shape.positions_count}",)
     micro_batch, assumed = choose_micro_batch(options, resolved, sequence)
     positions = shape.positions_count if shape.positions == "learned" else shape.max_positions
-    return replace(shape, sequence=sequence, max_positions=positions), micro_batch, (*notes, *assumed)
+    return replace(shape, sequence=sequence, max_positions=positions), micro_batch, notes, assumed
 
 
-def words_to_measure(words: str, resolved: Resolved, shape: Shape, micro_batch: int) -> str | None:
-    """What `redline ladder` takes for these very sizes; None where it does not."""
+def words_to_measure(
+    words: str, resolved: Resolved, shape: Shape, case: Case, fabric: Fabric | None, trained: Trainable
+) -> str | None:
+    """What `redline ladder` takes for these very sizes; None where it does not, or where a model is cut. Its ranks are
+    on one machine."""
     from redline.workloads import PRESETS
     from redline.workloads.resolve import usual_training
 
-    preset, taken = PRESETS.get(words), words_to_train(words, resolved, shape)
-    if resolved.origin.kind == "shape" or taken is None:
+    assert case.layout is not None
+    layout, taken = case.layout, words_to_train(words, resolved, shape)
+    if resolved.origin.kind == "shape" or taken is None or layout.dp < layout.gpus:
         return None
+    preset = PRESETS.get(words)
     size = preset.micro_batch if preset else usual_training(shape)[1]
-    return taken if micro_batch == size else f"{taken} --micro-batch {micro_batch}"
+    taken = taken if layout.micro_batch == size else f"{taken} --micro-batch {layout.micro_batch}"
+    if fabric is None:
+        return taken
+    if fabric.gpus_per_node < layout.gpus or trained.reasons(1, 1, case.zero):
+        return None
+    taken = f"{taken} --gpus {layout.gpus}"
+    return f"{taken} --rungs {','.join(trained.names(1, 1, case.zero))}" if case.zero else taken
 
 
 def words_to_train(words: str, resolved: Resolved, shape: Shape) -> str | None:
@@ -426,11 +514,28 @@ def _workload(shape: Shape, config: dict[str, Any] | None) -> Workload:
 # the layout
 
 
+def check_cut(options: argparse.Namespace, shape: Shape) -> None:
+    """Where --dp is given, which `all_gpus` asks: the model first, so that what is proposed then is possible for it."""
+    from redline.predict.parallel import gpus_in_a_node, layout_for_batch
+
+    if options.dp is None:
+        return
+    cut = {"tp": options.tensor or 1, "pp": options.pipeline or 1}
+    gpus = options.gpus or math.prod((options.dp, *cut.values()))
+    node = partial(gpus_in_a_node, nodes=options.nodes)
+    node(gpus)  # refuses by itself
+    try:
+        layout_for_batch(gpus=gpus, **cut, micro_batch=1, shape=shape, gpus_per_node=node)
+    except UserError as error:
+        on = "" if options.gpus else f" with --gpus {gpus}"
+        raise UserError(error.problem, error.why, f"{error.fix}{on}; leave --dp out") from error
+
+
 def all_gpus(options: argparse.Namespace) -> int:
     """As many as were named, or as the layout takes; a DP that does not go with them is refused."""
     from redline.predict.parallel import check_product
 
-    tp, pp = options.tp or 1, options.pp or 1
+    tp, pp = options.tensor or 1, options.pipeline or 1
     if options.dp is None:
         return options.gpus or 1
     gpus: int = options.dp * tp * pp if options.gpus is None else options.gpus
@@ -477,7 +582,7 @@ def recommended(
         micro_batch=options.micro_batch,
         peaks=peaks[0],
         reason=peaks[1],
-        plan_of=trained.advisable_plan if trained.why_not(1, 1, 0) is None else None,
+        plan_of=None if trained.reasons(1, 1, 0) else trained.advisable_plan,
     )
     size = f"a global batch of {usual:,} sequences, {usual * case.shape.sequence:,} tokens,"
     notes = () if given is not None else (f"{size} is assumed (--global-batch)",)
@@ -491,12 +596,18 @@ def choose_layout(options: argparse.Namespace, micro_batch: int, shape: Shape) -
     gpus = all_gpus(options)
     layout = layout_for_batch(
         gpus=gpus,
-        tp=options.tp or 1,
-        pp=options.pp or 1,
+        tp=options.tensor or 1,
+        pp=options.pipeline or 1,
         micro_batch=micro_batch,
         global_batch=options.global_batch,
         shape=shape,
-        gpus_per_node=gpus_in_a_node(gpus, options.nodes),
+        gpus_per_node=partial(gpus_in_a_node, nodes=options.nodes),
     )
+    if options.parallel is not None and options.zero and layout.dp == 1:
+        raise UserError(
+            f"--parallel {options.parallel} with one copy of the model",
+            "data-parallel GPUs share what a copy holds, and here is nobody to share with",
+            "use more GPUs, or leave --parallel out",
+        )
     check_replicas(options.zero or 0, layout)
     return layout

@@ -14,6 +14,7 @@ from redline.commands.common import (
     EXIT_INTERRUPTED,
     WORKLOAD_HELP,
     add_common,
+    add_degrees,
     add_gpus,
     add_sequence,
     check_sizes,
@@ -55,7 +56,8 @@ def add_ladder(commands: Any) -> None:
         "--data", metavar="FILE", help="a UTF-8 text file to train on (default: the prose that ships with Python)"
     )
     ladder.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda where torch sees one")
-    add_gpus(ladder, "measure with N ranks, one GPU each; the first row is then ddp")
+    add_gpus(ladder, "measure with N ranks, one GPU each; the first row is then ddp, or what --tensor makes of it")
+    add_degrees(ladder)
     ladder.add_argument(
         "--keep",
         choices=("faster", "all"),
@@ -154,6 +156,8 @@ CHOICES = (
     "data",
     "device",
     "gpus",
+    "tensor",
+    "replicas",
     "keep",
     "repeats",
     "aa",

@@ -302,7 +302,7 @@ def choose_micro_batch(options: argparse.Namespace, resolved: Resolved, sequence
     if resolved.origin.kind == "preset":
         return PRESETS[resolved.name].micro_batch, ()
     size = max(1, USUAL_TOKENS // sequence)
-    return size, (f"micro batch {size} is assumed, {size * sequence:,} tokens per step (--micro-batch)",)
+    return size, (f"micro batch {size} is assumed, {size * sequence:,} tokens per pass (--micro-batch)",)
 
 
 def choose_dtype(dtype: str | None, device: Device | None) -> str:

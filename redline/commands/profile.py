@@ -16,8 +16,10 @@ from redline.commands.common import (
     EXIT_FAILED,
     WORKLOAD_HELP,
     add_common,
+    add_degrees,
     add_gpus,
     add_sequence,
+    as_published,
     check_sizes,
     command_line,
     try_page,
@@ -67,6 +69,7 @@ def add_profile(commands: Any) -> None:
     )
     profile.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda where torch sees one")
     add_gpus(profile, "profile a step that N ranks share, one GPU each")
+    add_degrees(profile)
     profile.add_argument("--steps", metavar="N", type=int, help="steps under the profiler (default: 3)")
     profile.add_argument(
         "--out", metavar="DIR", type=Path, help="run directory (default: runs/profile-WORKLOAD-DATE-TIME)"
@@ -111,6 +114,7 @@ def profile(options: argparse.Namespace) -> dict[str, Any]:
 
     from redline.core.measurement import Failure
     from redline.report.hardware import MeasureBar
+    from redline.search.ladder import stop_at_a_mistake
     from redline.search.launch import launch_profile, remove_caches
 
     run = prepare(options)
@@ -119,6 +123,7 @@ def profile(options: argparse.Namespace) -> dict[str, Any]:
             answer = launch_profile(run.directory, run.job, options.timeout, bar.phase)
     finally:
         remove_caches(run.directory)
+    stop_at_a_mistake(answer, run.directory)
     found = failed_document(run, answer) if isinstance(answer, Failure) else document(run, answer)
     with explaining(run.directory.path):
         run.directory.write(PROFILE_FILE, json.dumps(found, indent=2) + "\n")
@@ -155,13 +160,15 @@ def prepare(options: argparse.Namespace) -> ProfileRun:
     from redline.core.job import Job, check_run_directory
     from redline.search.climb import TOKENS_FILE
     from redline.search.launch import probe_machine
-    from redline.search.ranks import check_ranks, check_shareable
+    from redline.search.ranks import check_ranks, check_shareable, layout_for
+    from redline.search.words import with_layout
 
     given = check_options(options)
+    layout = layout_for(options.gpus or 1, {"tensor": options.tensor, "replicas": options.replicas})
     if options.out is not None:
         check_run_directory(options.out, resumable=False)
     hardware, versions = probe_machine(options.device)
-    hardware = check_ranks(hardware, options.gpus or 1)
+    hardware = with_layout(check_ranks(hardware, layout.ranks), layout)
     workload = choose_workload(options, hardware)
     check_shareable(workload, hardware)
     recipe = choose_recipe(options, given, workload, hardware)
@@ -171,6 +178,7 @@ def prepare(options: argparse.Namespace) -> ProfileRun:
         recipe=recipe,
         device=hardware.kind,
         ranks=hardware.ranks,
+        layout=hardware.layout,
         tokens=TOKENS_FILE,
         kind="profile",
         timed_steps=options.steps,
@@ -230,20 +238,27 @@ def choose_workload(options: argparse.Namespace, hardware: Hardware) -> Workload
 
 def choose_recipe(options: argparse.Namespace, given: Recipe | None, workload: Workload, hardware: Hardware) -> Recipe:
     from redline.core.recipe import Recipe
-    from redline.rungs import usual_rungs
-    from redline.rungs.ladder import with_parallel
+    from redline.rungs.ladder import cuts_of
+    from redline.search.ladder import notes_of_ways
+    from redline.search.ranks import check_measured, ranked_rungs, usual_beside
 
+    layout = hardware.arranged
     if given is not None:
         recipe = given
     elif options.rungs is not None:
         recipe = Recipe(rungs=named_rungs(options.rungs), micro_batch=workload.micro_batch)
     else:
-        recipe = Recipe(rungs=usual_rungs(workload, hardware), micro_batch=workload.micro_batch)
+        usual = usual_beside(cuts_of((), layout), workload, hardware)
+        recipe = Recipe(rungs=usual, micro_batch=workload.micro_batch)
         print(f"rungs {', '.join(recipe.rungs) or 'none'}: all that apply here", file=sys.stderr)
+    recipe = as_published(recipe, workload, lambda note: print(note, file=sys.stderr))
     if options.micro_batch is not None:
         recipe = replace(recipe, micro_batch=options.micro_batch)
-    if hardware.ranks > 1:
-        recipe = replace(recipe, rungs=with_parallel(recipe.rungs, None))
+    rungs = ranked_rungs(recipe.rungs, layout)
+    for note in notes_of_ways(recipe.rungs, rungs):
+        print(note, file=sys.stderr)
+    recipe = replace(recipe, rungs=rungs)
+    check_measured(rungs, layout, workload, hardware)
     check_applies(recipe, workload, hardware)
     return recipe
 
@@ -254,7 +269,7 @@ def check_applies(recipe: Recipe, workload: Workload, hardware: Hardware) -> Non
 
     for name in recipe.rungs:
         others = plan_of(other for other in recipe.rungs if other != name)
-        reason = not_measured(name) or why_not(find_rung(name), workload, hardware, others)
+        reason = not_measured(name, hardware.arranged) or why_not(find_rung(name), workload, hardware, others)
         if reason is not None:
             raise UserError(f"{name} does not apply here", reason, f"profile without {name}")
 
@@ -396,11 +411,13 @@ def fix_of(finding: Finding, plan: Plan, refused: Mapping[str, str]) -> str:
 def refused_rungs(found: Profile, recipe: Recipe, workload: Workload, hardware: Hardware) -> dict[str, str]:
     """Of the rungs that findings name: those that do not go onto the recipe here, and why."""
     from redline.rungs import find_rung, plan_of, why_not
+    from redline.search.ranks import refused_beside
 
     reasons = {}
     for name in {each.rung for each in found.findings if each.rung is not None}:
-        rung = find_rung(name)
-        reasons[name] = why_not(rung, workload, hardware, plan_of(beside(rung, recipe)))
+        rung, rest = find_rung(name), beside(find_rung(name), recipe)
+        reason = why_not(rung, workload, hardware, plan_of(rest))
+        reasons[name] = reason or refused_beside(rung, rest, workload, hardware)
     return {name: reason for name, reason in reasons.items() if reason is not None}
 
 
@@ -416,6 +433,7 @@ def candidates_of(recipe: Recipe, workload: Workload, hardware: Hardware) -> tup
     that are taken by name give up speed for memory; only recorded graphs are another matter."""
     from redline.predict.advice import Candidate
     from redline.rungs import LADDER, Maths, plan_of, why_not
+    from redline.search.ranks import refused_beside
 
     found = []
     for rung in LADDER[1:]:
@@ -423,7 +441,8 @@ def candidates_of(recipe: Recipe, workload: Workload, hardware: Hardware) -> tup
         if rung.name in recipe.rungs or rung.maths is Maths.CHANGES or by_name:
             continue
         rest = beside(rung, recipe)
-        if why_not(rung, workload, hardware, plan_of(rest)) is None:
+        reason = why_not(rung, workload, hardware, plan_of(rest)) or refused_beside(rung, rest, workload, hardware)
+        if reason is None:
             found.append(Candidate(rung=rung.name, title=rung.title, plan=plan_of((*rest, rung.name))))
     return tuple(found)
 
@@ -460,15 +479,20 @@ def kernel_json(kernel: Kernel, peaks: Peaks | None) -> dict[str, Any]:
 
 
 def roofline_json(run: ProfileRun, plan: Plan, device: Any, measured: Any) -> dict[str, Any] | None:
-    """What this step could take; None for a device without a data sheet, and for a model whose operations nobody
-    described."""
+    """What this step could take, of a tensor group each rank's part of it; None for a device without a data sheet, and
+    for a model whose operations nobody described. Communication is no part of it."""
+    from redline.predict.layouts import piece_of
+    from redline.predict.parallel import Layout
     from redline.predict.roofline import predict_step, reachable, sheet_peaks
 
     sheet = None if device is None else sheet_peaks(plan, device)
     if device is None or sheet is None or not run.job.workload.reads_text:
         return None
+    shape, ranks = run.job.workload.decoder, run.job.arranged
+    if ranks.tensor > 1:
+        shape, plan = piece_of(shape, plan, Layout(gpus=ranks.ranks, tp=ranks.tensor))
     predicted = predict_step(
-        run.job.workload.decoder,
+        shape,
         plan,
         micro_batch=run.job.recipe.micro_batch,
         sheet=sheet,
@@ -489,7 +513,7 @@ def memory_json(run: ProfileRun, plan: Plan, found: Profile) -> dict[str, Any]:
     from redline.predict.memory import WORKSPACES
 
     assert found.memory is not None
-    predicted = case_of(run.job.workload.shape, plan, run.job.ranks).memory(run.job.recipe.micro_batch)
+    predicted = case_of(run.job.workload.shape, plan, run.job.arranged).memory(run.job.recipe.micro_batch)
     if found.device == "cpu":
         predicted = replace(predicted, temporary=predicted.temporary - WORKSPACES)
     return {**anatomy_json(found), "predicted": {**to_json(predicted), "allocated": predicted.allocated}}

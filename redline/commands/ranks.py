@@ -17,8 +17,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,11 +37,9 @@ from redline.core.rank_processes import (
     was_interrupted,
 )
 from redline.core.units import counted
-from redline.rungs.parallel import DDP
 
 if TYPE_CHECKING:
     from redline.core.layout import Layout
-    from redline.core.recipe import Recipe
     from redline.core.workload import Workload
     from redline.engine.distributed import Ranks
     from redline.engine.session import TrainOrder
@@ -252,94 +249,59 @@ def check_rank_timeout(seconds: float | None) -> None:
         )
 
 
-def layout_of(options: argparse.Namespace, ranks: int) -> Layout:
-    """Of so many ranks, as the options say. A cut that no model allows is refused here."""
-    from redline.core.layout import Layout
-    from redline.core.workload import check_positive
-    from redline.predict.parallel import Layout as Cut
-    from redline.predict.parallel import divisors, nearest_two
+def layout_of(options: argparse.Namespace, ranks: int, workload: Workload) -> Layout:
+    """Of so many ranks, as the options say. What this model or these ranks do not allow is refused there."""
+    from redline.search.ranks import layout_for
 
-    given = {name: 1 if getattr(options, name) is None else getattr(options, name) for name in DEGREES}
-    for name, size in given.items():
-        check_positive(f"--{name}", size)
-    said = [f"--{name} {size}" for name, size in given.items() if size > 1]
-    if said and ranks == 1:
-        raise UserError(f"{said[0]} with one process", "its ranks share a step, and there is one", "say --gpus N too")
-    with in_options():
-        data = Cut(gpus=ranks, tp=given["tensor"], pp=given["pipeline"]).dp
-    if data % given["replicas"]:
-        near = " or ".join(map(str, nearest_two(divisors(data), given["replicas"])))
-        raise UserError(
-            f"{data} ranks with data of their own cannot be {given['replicas']} replicas",
-            "each copy of the model is cut among as many ranks as the others",
-            f"use --replicas {near}",
-        )
-    return Layout(ranks=ranks, **given)
+    degrees = {name: getattr(options, name) for name in DEGREES}
+    return layout_for(ranks, degrees, workload, by_hand=ranks_here() is not None)
 
 
-def check_layout(layout: Layout, workload: Workload, recipe: Recipe) -> None:
-    """Refuses a layout that this model or this recipe cannot have, with the nearest that works."""
-    from redline.predict.parallel import layout_for_batch
-    from redline.search.ranks import ranks_of_a_node
-
-    if layout.replicas > 1 and recipe.rungs[-1] == DDP:
-        raise UserError(
-            f"--replicas {layout.replicas} with ddp",
-            "every rank holds the whole model: there is nothing to cut",
-            "say --parallel fsdp, or leave --replicas out",
-        )
-    if layout.tensor > 1 or layout.pipeline > 1:
-        with in_options():
-            layout_for_batch(
-                gpus=layout.ranks,
-                tp=layout.tensor,
-                pp=layout.pipeline,
-                micro_batch=1,
-                shape=workload.decoder,
-                gpus_per_node=ranks_of_a_node(layout.ranks),
-            )
-
-
-@contextmanager
-def in_options() -> Iterator[None]:
-    """predict/ names the nearest layouts by their usual short names: which options those are is said with them."""
-    try:
-        yield
-    except UserError as error:
-        raise UserError(error.problem, error.why, f"{error.fix} (TP is --tensor, PP is --pipeline)") from error
-
-
-def check_shares(order: TrainOrder, layout: Layout) -> None:
+def check_shares(micro_batch: int, global_batch: int, layout: Layout) -> None:
     """Every rank takes whole micro batches of every update."""
+    from redline.core.workload import check_positive
     from redline.predict.parallel import layout_for_batch
 
-    layout_for_batch(
-        gpus=layout.ranks,
-        tp=layout.tensor,
-        pp=layout.pipeline,
-        micro_batch=order.settings.micro_batch,
-        global_batch=order.settings.global_batch,
+    check_positive("--micro-batch", micro_batch)
+    check_positive("--global-batch", global_batch)
+    if layout.data > 1:  # of one `TrainSettings` says it in fewer words
+        layout_for_batch(gpus=layout.data, micro_batch=micro_batch, global_batch=global_batch)
+
+
+def check_resumed_shares(out: str, micro_batch: int, global_batch: int, layout: Layout) -> None:
+    """The same of a run that goes on, whose global batch is what it was: its updates are the run."""
+    parts = layout.data
+    if global_batch % (parts * micro_batch) == 0:
+        return
+    raise UserError(
+        f"{counted(layout.ranks, 'rank')} cannot go on with {out}",
+        f"the run keeps its global batch of {counted(global_batch, 'sequence')}, and that is not a number of passes of "
+        f"{parts} x {micro_batch}",
+        f"go on {' or '.join(ways_to_go_on(micro_batch, global_batch, layout))}",
     )
 
 
-def check_resumed_shares(order: TrainOrder, layout: Layout) -> None:
-    """The same of a run that goes on, whose global batch is what it was: its updates are the run."""
+def ways_to_go_on(micro_batch: int, global_batch: int, layout: Layout) -> list[str]:
+    """Another number of ranks, a smaller micro batch, or where neither is enough both."""
     from redline.predict.parallel import divisors
 
-    size, whole, parts = order.settings.micro_batch, order.settings.global_batch, layout.data
-    if whole % (parts * size) == 0:
-        return
-    each = layout.ranks // parts  # ranks that take the same data
-    counts = [each * count for count in divisors(whole) if whole % (count * size) == 0]
-    smaller = [one for one in divisors(whole // parts) if one < size] if whole % parts == 0 else []
-    ways = [f"with {_one_of(counts)} ranks"] if counts else []
-    ways += [f"with --micro-batch {max(smaller)}"] if smaller else []
-    raise UserError(
-        f"{counted(layout.ranks, 'rank')} cannot go on with {order.out}",
-        f"the run keeps its global batch of {counted(whole, 'sequence')}, and that is not a number of passes of "
-        f"{parts} x {size}",
-        f"go on {' or '.join(ways)}",
-    )
+    each = layout.ranks // layout.data  # ranks that take the same data
+
+    def ranks(size: int, replicas: int) -> str | None:
+        counts = [n for n in divisors(global_batch) if n % replicas == 0 and global_batch % (n * size) == 0]
+        several = "" if [each * n for n in counts] == [1] else "s"
+        return f"with {_one_of([each * n for n in counts])} rank{several}" if counts else None
+
+    smaller = [1] if global_batch % layout.data else divisors(global_batch // layout.data)
+    size = max((one for one in smaller if one < micro_batch), default=1)
+    found = ranks(micro_batch, layout.replicas)
+    ways = [found] if found else []
+    if global_batch % (layout.data * size) == 0:
+        ways.append(f"with --micro-batch {size}")
+    if ways:
+        return ways
+    both = ranks(1, layout.replicas)
+    return [f"{both} and --micro-batch 1" if both else f"{ranks(1, 1)}, --micro-batch 1 and no --replicas"]
 
 
 def _one_of(numbers: Sequence[int]) -> str:

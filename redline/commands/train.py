@@ -18,6 +18,7 @@ from redline.commands.common import (
     WORKLOAD_HELP,
     add_common,
     add_sequence,
+    as_published,
     command_line,
     only_our_words_on_stdout,
 )
@@ -31,8 +32,9 @@ from redline.commands.training_data import (
     training_data,
 )
 from redline.core.errors import UserError
+from redline.core.units import counted
 from redline.core.workload import check_positive
-from redline.rungs.parallel import DDP
+from redline.rungs.parallel import DDP, WAYS
 
 if TYPE_CHECKING:
     from redline.commands.watchers import Session
@@ -149,7 +151,7 @@ def train_and_show(order: TrainOrder, options: argparse.Namespace, console: Any,
             summary = train_session(order, watchers.emit, ranks)
             watchers.end(summary)
     except UserError:
-        if not (options.resume or watching.trained or holds_data(order)):
+        if not (options.resume or watching.trained or holds_text(order, options)):
             shutil.rmtree(order.out, ignore_errors=True)  # a mistake leaves nothing that looks like a run
         raise
     mfu = watchers.mfu(summary["tokens_per_second"])
@@ -159,9 +161,9 @@ def train_and_show(order: TrainOrder, options: argparse.Namespace, console: Any,
     )
 
 
-def holds_data(order: TrainOrder) -> bool:
-    """The run directory has what was made of a text, which may have taken hours."""
-    return bool(order.data) and Path(order.data).is_relative_to(Path(order.out).resolve())
+def holds_text(order: TrainOrder, options: argparse.Namespace) -> bool:
+    """The run directory has what was made of the user's text, which may have taken hours. The sample's is made soon."""
+    return options.data is not None and Path(order.data).is_relative_to(Path(order.out).resolve())
 
 
 def train_session(order: TrainOrder, emit: Any, ranks: Ranks | None = None) -> dict[str, Any]:
@@ -230,18 +232,20 @@ def chosen_order(
     options: argparse.Namespace, console: Any, ranks: int
 ) -> tuple[TrainOrder, Hardware, dict[str, str | None]]:
     """What the words come to on this machine, without its data yet; nothing is written."""
-    from redline.commands.ranks import check_layout, check_shares, layout_of
+    from redline.commands.ranks import layout_of
     from redline.core.recipe import Recipe, load_recipe
     from redline.core.training import Budget
-    from redline.engine.session import TrainOrder
+    from redline.engine.session import TrainOrder, rate_of
     from redline.rungs import usual_rungs
     from redline.rungs.ladder import check_alternatives, with_optimizer
     from redline.search.inspect import find_workload
     from redline.search.launch import probe_machine
-    from redline.search.ranks import check_ranks
+    from redline.search.ranks import check_layout, check_ranks, undone_in
     from redline.workloads import default_workload
+    from redline.workloads.shapes import weights_beside
 
-    layout = layout_of(options, ranks)
+    if options.workload:  # a mistake is told before torch is asked
+        layout_of(options, ranks, find_workload(options.workload, sequence=options.sequence))
     given = {"steps": options.steps, "tokens": options.tokens, "minutes": options.minutes}
     if all(value is None for value in given.values()):
         console.print(f"--minutes {DEFAULT_MINUTES:g}: no budget was given")
@@ -249,18 +253,23 @@ def chosen_order(
     budget = Budget(**given)
     recipe = load_recipe(options.recipe) if options.recipe else None
     check_alternatives(recipe.rungs if recipe else ())
-    if options.workload:
-        find_workload(options.workload, sequence=options.sequence)  # a mistake is told before torch is asked
     if options.optimizer is not None:
         with_optimizer((), options.optimizer)  # likewise
     hardware, versions = probe_machine(options.device)
     hardware = check_ranks(hardware, ranks)
     name = options.workload or default_workload(hardware.kind)
     workload = find_workload(name, sequence=options.sequence, trained_on=hardware.kind)
+    layout = layout_of(options, ranks, workload)
     for note in workload.notes:
         console.print(note, style="dim", markup=False, highlight=False)
+    if workload.source.kind == "huggingface" and options.init is None and (folder := weights_beside(name)):
+        text = (
+            f"the weights in {folder} are not read, this run begins with random ones: --init {folder} begins with them"
+        )
+        console.print(text, style="bold yellow", markup=False, highlight=False, soft_wrap=True)
     if recipe is None:
         recipe = Recipe(rungs=usual_rungs(workload, hardware), micro_batch=workload.micro_batch)
+    recipe = as_published(recipe, workload, lambda note: console.print(note, markup=False, highlight=False))
     if options.micro_batch is not None:
         recipe = replace(recipe, micro_batch=options.micro_batch)
     if options.optimizer is not None:
@@ -269,9 +278,12 @@ def chosen_order(
     check_allowed(recipe, workload)
     if ranks > 1:
         check_parallel(recipe, workload, hardware, layout)
-        check_layout(layout, workload, recipe)
+        check_layout(layout, recipe)
         check_init(recipe, options.init, layout)
-    settings = settings_of(options, workload, recipe, budget, layout.data)
+        for name, way in undone_in(recipe.rungs).items():
+            console.print(f"{name} changes nothing here: {way} undoes it", style="dim")
+    settings = settings_of(options, workload, recipe, budget, layout)
+    rate_of(settings)  # a warm-up that does not fit is told before anything is made
     out = options.out or Path("runs") / f"train-{workload.name}-{datetime.now().strftime('%Y%m%d-%H%M%S')}"
     order = TrainOrder(
         workload=workload,
@@ -283,7 +295,6 @@ def chosen_order(
         init=None if options.init is None else str(options.init),
         layout=layout,
     )
-    check_shares(order, layout)
     return order, hardware, versions
 
 
@@ -299,14 +310,37 @@ def shared_recipe(recipe: Recipe, way: str | None, layout: Layout) -> Recipe:
 
 
 def check_parallel(recipe: Recipe, workload: Workload, hardware: Hardware, layout: Layout) -> None:
-    """Ways to share a step that do not go with the rest of the recipe."""
-    from redline.rungs import find_rung, plan_of, why_not
+    """Ways to share a step that do not go with the rest of the recipe. The fix names the options of all of them."""
     from redline.rungs.ladder import cuts_of
+    from redline.search.ranks import OF_LAYOUTS
 
-    for way in map(find_rung, [*cuts_of(recipe.rungs, layout), recipe.rungs[-1]]):  # where `with_parallel` has put it
-        reason = why_not(way, workload, hardware, plan_of(name for name in recipe.rungs if name != way.name))
-        if reason is not None:
-            raise UserError(f"{way.name} does not apply here", reason, "choose another --parallel, or another recipe")
+    way = recipe.rungs[-1]  # where `with_parallel` has put it
+    refused = {
+        name: reason
+        for name in (*cuts_of(recipe.rungs, layout), way)
+        if (reason := why_not_shared(name, recipe, workload, hardware)) is not None
+    }
+    if not refused:
+        return
+    first = next(iter(refused))
+    said = {name: f"{option} {getattr(layout, option[2:])}" for name, option in OF_LAYOUTS.items()}
+    fixes = [f"leave {said[name]} out" for name in refused if name in said]
+    others = [other for other in WAYS if not why_not_shared(other, recipe, workload, hardware)]
+    if way in refused:
+        copies = " without --replicas" if layout.replicas > 1 else ""
+        fixes = [*fixes, f"say --parallel {others[0]}{copies}"] if others else []
+    raise UserError(
+        f"{said.get(first, first)} does not apply here",
+        refused[first],
+        ", or ".join(filter(None, (" and ".join(fixes), "choose another recipe"))),
+    )
+
+
+def why_not_shared(name: str, recipe: Recipe, workload: Workload, hardware: Hardware) -> str | None:
+    from redline.rungs import find_rung, plan_of, why_not
+
+    others = [other for other in recipe.rungs if other != name and (name not in WAYS or other not in WAYS)]
+    return why_not(find_rung(name), workload, hardware, plan_of(others))
 
 
 def check_allowed(recipe: Recipe, workload: Workload) -> None:
@@ -316,7 +350,7 @@ def check_allowed(recipe: Recipe, workload: Workload) -> None:
             raise UserError(
                 f"the recipe's {name} does not go with {workload.name}",
                 workload.cannot[name],
-                f"take {name} out of the recipe, or let `redline tune` find one for this model",
+                f"take {name} out of the recipe, or leave --recipe out: what applies here is taken then",
             )
 
 
@@ -345,17 +379,20 @@ def check_init(recipe: Recipe, init: Path | None, layout: Layout) -> None:
         )
 
 
-def settings_of(options: argparse.Namespace, workload: Any, recipe: Any, budget: Any, data: int = 1) -> Any:
+def settings_of(options: argparse.Namespace, workload: Any, recipe: Any, budget: Any, layout: Layout) -> Any:
+    from redline.commands.ranks import check_shares
     from redline.core.training import TrainSettings
     from redline.engine.build import optimizer_settings
     from redline.rungs import plan_of
 
     own = optimizer_settings(workload, plan_of(recipe.rungs))  # a workload states AdamW's rate
-    global_batch = global_sequences(options, workload.shape.sequence, recipe.micro_batch, data)
+    global_batch = global_sequences(options, workload.shape.sequence, recipe.micro_batch, layout.data)
+    check_shares(recipe.micro_batch, global_batch, layout)
     per_update = global_batch * workload.shape.sequence
     ends = [budget.steps, None if budget.tokens is None else -(-budget.tokens // per_update)]
     schedule_steps = min((steps for steps in ends if steps is not None), default=None)
-    schedule = options.schedule or ("constant" if schedule_steps is None else "cosine")
+    endless = schedule_steps is None or schedule_steps == 1  # one update has no room for a way up and a way down
+    schedule = options.schedule or ("constant" if endless else "cosine")
     if schedule != "constant" and schedule_steps is None:
         raise UserError(
             f"a {schedule} schedule has no end here",
@@ -399,12 +436,14 @@ def global_sequences(options: argparse.Namespace, sequence: int, micro_batch: in
     if options.global_batch is not None:
         raise UserError("--global-batch and --batch-tokens", "both say how large an update is", "give one of them")
     check_positive("--batch-tokens", tokens)
-    each = micro_batch * sequence
+    each = micro_batch * sequence * data
     if tokens % each:
         nearest = " or ".join(str(each * count) for count in (tokens // each, tokens // each + 1) if count)
+        shared = "" if data == 1 else f", on each of {data} ranks"
         raise UserError(
             f"--batch-tokens {tokens} is not a multiple of {each:,}",
-            f"an update adds up whole micro batches, here of {micro_batch} sequences of {sequence:,} tokens",
+            f"an update adds up whole micro batches, here of {counted(micro_batch, 'sequence')} of {sequence:,} "
+            f"tokens{shared}",
             f"set it to {nearest}, or choose another --micro-batch",
         )
     return int(tokens // sequence)
@@ -431,13 +470,15 @@ FIXED = (
 def resumed_order(options: argparse.Namespace, ranks: int = 1) -> TrainOrder:
     """What run.json says. The budget may be given again, to train longer, and what changes no update: how often things
     happen, the device, the recipe (another model or optimizer is refused by the checkpoint) and the micro batch."""
-    from redline.commands.ranks import check_layout, check_resumed_shares, layout_of
+    from redline.commands.ranks import check_resumed_shares, layout_of
     from redline.core.hardware import Hardware
     from redline.core.job import RUN_FILE, check_kind, open_run_directory
     from redline.core.recipe import load_recipe
     from redline.core.training import Budget
     from redline.core.values import from_json
     from redline.engine.session import TrainOrder
+    from redline.rungs import own_rungs, with_own
+    from redline.search.ranks import check_layout
 
     given = [
         "workload" if name == "workload" else f"--{name.replace('_', '-')}"
@@ -471,16 +512,19 @@ def resumed_order(options: argparse.Namespace, ranks: int = 1) -> TrainOrder:
     if any(value is not None for value in longer.values()):
         order = replace(order, settings=replace(order.settings, budget=Budget(**longer)))
     recipe = load_recipe(options.recipe) if options.recipe else order.recipe
+    if set(own_rungs(order.workload)) <= set(order.recipe.rungs):  # or what it trained so far is another model
+        recipe = replace(recipe, rungs=with_own(recipe.rungs, order.workload))
     if options.micro_batch is not None:
         recipe = replace(recipe, micro_batch=options.micro_batch)
-    layout = layout_of(options, ranks)
+    layout = layout_of(options, ranks, order.workload)
+    check_resumed_shares(str(options.resume), recipe.micro_batch, order.settings.global_batch, layout)
     recipe = shared_recipe(recipe, options.parallel, layout)
     check_allowed(recipe, order.workload)
     if ranks > 1:
         check_parallel(recipe, order.workload, replace(from_json(Hardware, record["hardware"]), ranks=ranks), layout)
-        check_layout(layout, order.workload, recipe)
+        check_layout(layout, recipe)
     settings = replace(order.settings, micro_batch=recipe.micro_batch, **often(options))
-    order = replace(
+    return replace(
         order,
         recipe=recipe,
         settings=settings,
@@ -488,8 +532,6 @@ def resumed_order(options: argparse.Namespace, ranks: int = 1) -> TrainOrder:
         out=str(options.resume),
         layout=layout,
     )
-    check_resumed_shares(order, layout)
-    return order
 
 
 def end_of_schedule(order: TrainOrder) -> str | None:
@@ -521,6 +563,7 @@ def session_of(order: TrainOrder, options: argparse.Namespace, ranks: int = 1) -
 
 
 def show_summary(summary: dict[str, Any], order: TrainOrder, options: argparse.Namespace) -> None:
+    from redline.core.values import to_json
     from redline.report.training import summary_lines, without_nan
 
     document = {
@@ -529,7 +572,7 @@ def show_summary(summary: dict[str, Any], order: TrainOrder, options: argparse.N
         "unit": order.workload.unit,
         "rungs": list(order.recipe.rungs),
         "pipeline": pipeline_of(order),
-        "layout": "" if order.layout is None else order.layout.options(),
+        "layout": None if order.layout is None else to_json(order.layout),
         "out": order.out,
     }
     if summary["reason"] is not None:

@@ -15,6 +15,7 @@ from redline.commands.common import (
     EXIT_INTERRUPTED,
     WORKLOAD_HELP,
     add_common,
+    add_degrees,
     add_gpus,
     add_sequence,
     check_sizes,
@@ -39,6 +40,8 @@ CHOICES = (
     "data",
     "device",
     "gpus",
+    "tensor",
+    "replicas",
     "steps",
     "check_steps",
 )
@@ -85,6 +88,7 @@ def add_tune(commands: Any) -> None:
     )
     tune.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda where torch sees one")
     add_gpus(tune, "search for N ranks, one GPU each; --micro-batch is then that of a rank")
+    add_degrees(tune)
     tune.add_argument("--steps", metavar="N", type=int, help="timed steps per trial (default: a few seconds' worth)")
     tune.add_argument(
         "--check-steps", metavar="K", type=int, help="training steps whose losses are compared with fp32 (default: 20)"

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from redline.core.devices import DEVICES, Device, lookup
+from redline.core.layout import Layout
 
 BOOST_MARGIN = 0.10
 
@@ -33,6 +34,8 @@ class Hardware:
     count: int = 1
     ranks: int = 1
     """Processes that train together, one device each."""
+    layout: Layout | None = None
+    """How those share a step; None: they differ in their data alone."""
     memory_bytes: int | None = None
     capability: tuple[int, ...] = ()
     """CUDA compute capability, such as (9, 0)."""
@@ -45,6 +48,10 @@ class Hardware:
     'cublaslt', 'cudnn-frontend'."""
     missing: dict[str, str] = field(default_factory=dict)
     """Feature -> the reason this machine lacks it."""
+
+    @property
+    def arranged(self) -> Layout:
+        return self.layout or Layout(ranks=self.ranks)
 
     @property
     def peak_tflops(self) -> dict[str, float] | None:

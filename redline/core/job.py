@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from redline.core.errors import UserError
+from redline.core.layout import Layout
 from redline.core.measurement import Failure, Measurement
 from redline.core.recipe import Recipe
 from redline.core.values import from_json, to_json
@@ -60,6 +61,8 @@ class Job:
     ranks: int = 1
     """Processes that share the step, `recipe.micro_batch` sequences each. A reference is one process in any case: the
     step that they share, on their whole batch."""
+    layout: Layout | None = None
+    """How they share it; None: by their data alone. The ranks of a tensor group take the same sequences."""
     tokens: str
     """Path of the token file, relative to the run directory."""
     kind: str = "measure"
@@ -83,13 +86,19 @@ class Job:
         asked = {name: value for name, value in to_json(self).items() if name != "give_up_seconds"}
         if self.ranks == 1:
             del asked["ranks"]  # as it was before there were several: finished runs keep their answers
+        if self.layout is None:
+            del asked["layout"]  # likewise
         text = json.dumps(asked, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     @property
     def global_batch(self) -> int:
         """Sequences of one step, all ranks together."""
-        return self.ranks * self.recipe.micro_batch
+        return self.arranged.data * self.recipe.micro_batch
+
+    @property
+    def arranged(self) -> Layout:
+        return self.layout or Layout(ranks=self.ranks)
 
     @property
     def processes(self) -> int:

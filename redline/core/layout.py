@@ -78,12 +78,14 @@ class Layout:
         degrees = {"gpus": self.ranks, "tensor": self.tensor, "pipeline": self.pipeline, "replicas": self.replicas}
         return " ".join(f"--{name} {size}" for name, size in degrees.items() if size > 1)
 
-    def words(self) -> str:
-        """'4 ranks: tensor 2 x data 2', with the degrees that are more than one."""
+    def words(self, way: str = "none") -> str:
+        """'4 ranks: tensor 2 x data 2 (fsdp)', with the degrees that are more than one. `way`: a plan's `parallel`, in
+        which those with data of their own share a step."""
         degrees = {"pipeline": self.pipeline, "replicas": self.replicas, "tensor": self.tensor}
         said = [f"{name} {size}" for name, size in degrees.items() if size > 1]
         data = f"shards {self.shards}" if self.replicas > 1 else f"data {self.data}"
-        return f"{self.ranks} ranks: {' x '.join([*said, data])}"
+        shared = "" if way == "none" else f" ({way})"
+        return f"{self.ranks} ranks: {' x '.join([*said, data])}{shared}"
 
 
 def bubble(stages: int, micro_batches: int) -> float:

@@ -50,6 +50,33 @@ class GradientCheck:
     """What the first optimizer step did to each tensor."""
 
 
+MOST_PLACES = 2  # of the compiler's troubles that are told; a model has hundreds of lines, and a note one
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compiled:
+    """What the compiler made of the first step. A frame is a function, or what is left of one behind a break."""
+
+    frames: int
+    """Those it was asked to compile."""
+    graphs: int
+    left: int
+    """Frames that it gave up on: they run as plain Python."""
+    places: tuple[str, ...] = ()
+    """'FILE:LINE: why', of every break and of every frame that was given up."""
+
+    @property
+    def trouble(self) -> str | None:
+        """None where the whole step is one graph, or several that nobody's code has cut."""
+        more = f"; and {len(self.places) - MOST_PLACES} more" if len(self.places) > MOST_PLACES else ""
+        places = "; ".join(self.places[:MOST_PLACES]) + more or "the compiler does not say where"
+        if not self.graphs:
+            return f"nothing was compiled, every step runs in eager: {places}"
+        if self.left:
+            return f"{self.left} of {self.frames} frames run in eager, not compiled: {places}"
+        return f"compiled in {self.graphs} graphs: {places}" if self.places else None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Proof:
     """What really ran, read off a profile, the compiler's counters and torch's sync debug mode."""
@@ -59,6 +86,7 @@ class Proof:
     """The matmul kernel that took most of the time (GPU only)."""
     matmul_dtypes: tuple[str, ...] = ()
     graph_breaks: int | None = None
+    compiled: Compiled | None = None
     syncs_per_step: float | None = None
     groups: dict[str, float] | None = None
     """Seconds of a step by what they go into (core/profile.py, GROUPS); they add up to the step that was timed."""
@@ -74,6 +102,9 @@ class Sharing:
     """Of that rank's: in which nothing else runs on the device. On a CPU: in which the step stands and waits."""
     compute_seconds: tuple[float, ...]
     """Of each rank: its step without the exposed part."""
+    by_group: dict[str, float] | None = None
+    """The communication of that rank among those it shares layers with ('tensor') and those it shares data with
+    ('data'); both may be under way at once. None where a trace does not tell them apart: gloo's names no group."""
 
     @property
     def straggler_seconds(self) -> float:

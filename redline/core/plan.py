@@ -51,6 +51,8 @@ class Plan:
     """So do those of the blocks, but for the weights' gradients."""
     checkpointing: str = "none"
     """What the backward computes again instead of keeping it: 'none', 'selective' (the attention core) or 'full'."""
+    activation_budget: float = 1.0
+    """Share of what a compiled step would keep for its backward pass. The compiler chooses what to compute again."""
     # compilation
     compile: bool = False
     max_autotune: bool = False

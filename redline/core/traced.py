@@ -112,6 +112,15 @@ class Blocks:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Unlisted:
+    """Equal modules that stand side by side under names of their own, and not in a list."""
+
+    kind: str
+    count: int
+    made: tuple[Place, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
 class Embedding:
     name: str
     rows: int
@@ -153,8 +162,11 @@ class Traced:
     products_left_out: int = 0
     """Products whose sizes do not simply grow with the batch."""
     blocks: Blocks | None = None
+    unlisted: Unlisted | None = None
+    """Where there are no blocks: what could be."""
     sdpa: bool = False
     """F.scaled_dot_product_attention is called."""
+    sdpa_calls: tuple[Place, ...] = ()
     attention: tuple[Attention, ...] = ()
     syncs: tuple[Sync, ...] = ()
     embeddings: tuple[Embedding, ...] = ()
@@ -169,6 +181,8 @@ class Traced:
     """Parameters that are one tensor under several names: 'wte.weight = head.weight'."""
     tanh_gelus: int = 0
     """nn.GELU(approximate='tanh') modules, which can be exchanged from outside."""
+    gelu_calls: tuple[Place, ...] = ()
+    """F.gelu(..., approximate='tanh') outside of such modules."""
     splits: bool = True
     """The loss of a batch is the mean over its parts. Batch norm makes it another: such a batch is never cut."""
     vocab: int | None = None

@@ -55,6 +55,10 @@ class Functions:
     shape: Callable[[], Any] | None = None
     items_per_sample: int = 1
     unit: str = SAMPLE
+    batch_name: str = "make_batch"
+    """What the file calls it: vit_batch, where there are several models; likewise the two below."""
+    loss_name: str = "loss"
+    shape_name: str = "shape"
 
     @property
     def words(self) -> str:
@@ -69,14 +73,17 @@ def load_functions(source: Source) -> Functions:
         raise ValueError(f"{source} is no Python file")
     module = load_module(file, digest)
 
+    def named(part: str, plain: str) -> str:
+        own = f"{name}_{part}"
+        return plain if getattr(module, own, None) is None else own
+
     def found(part: str, plain: str) -> Any:
-        own = getattr(module, f"{name}_{part}", None)
-        return getattr(module, plain, None) if own is None else own
+        return getattr(module, named(part, plain), None)
 
     factory: Any = getattr(module, name, None)
     make_batch = found("batch", "make_batch")
     shown = Path(file).name
-    for what, function in ((name, factory), ("make_batch", make_batch)):
+    for what, function in ((name, factory), (named("batch", "make_batch"), make_batch)):
         if not callable(function):
             raise UserError(
                 f"{shown} has no function {what}",
@@ -95,6 +102,9 @@ def load_functions(source: Source) -> Functions:
         shape=found("shape", "shape"),
         items_per_sample=1 if items is None else items,
         unit=SAMPLE if unit is None else str(unit),
+        batch_name=named("batch", "make_batch"),
+        loss_name=named("loss", "loss"),
+        shape_name=named("shape", "shape"),
     )
 
 

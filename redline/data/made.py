@@ -56,7 +56,7 @@ class MadeBatches(Batches):
 
 def make_batch(functions: Functions, size: int, seed: int) -> Any:
     """Whatever the function draws, the numbers that the model draws afterwards stay the same."""
-    whose = functions.file, f"make_batch({size}, {seed})", functions.make_batch
+    whose = functions.file, f"{functions.batch_name}({size}, {seed})", functions.make_batch
     with torch.random.fork_rng(devices=[]), blaming(*whose):
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would reach the device's too
         batch = functions.make_batch(size, seed)
@@ -71,7 +71,7 @@ def check_batch(batch: Any, size: int, functions: Functions) -> None:
         return
     what = "no tensor at all" if not leaves else described(wrong)
     raise UserError(
-        f"make_batch({size}, seed) for {functions.words} returned {what}",
+        f"{functions.batch_name}({size}, seed) for {functions.words} returned {what}",
         f"a batch is a tensor, or tuples and dicts of tensors, on the host, each with {size} in its first dimension",
         "return tensors of [size, ...]; what all samples share belongs into the model as a buffer",
     )

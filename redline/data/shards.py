@@ -32,6 +32,7 @@ from typing import Any, final
 import numpy
 
 from redline.core.errors import UserError
+from redline.core.units import counted
 from redline.core.values import from_json, to_json
 from redline.data.tokenizer import Tokenizer
 from redline.data.tokens import token_dtype
@@ -258,8 +259,8 @@ def open_shard(path: Path) -> Shard:
         state = "is cut short" if stamp[0] < header.file_bytes else "is longer than it says"
         raise UserError(
             f"the shard {path} {state}",
-            f"its {header.tokens:,} tokens and {header.documents:,} documents are {header.file_bytes:,} bytes, "
-            f"and the file ends at byte {stamp[0]:,}",
+            f"its {counted(header.tokens, 'token')} and {counted(header.documents, 'document')} are "
+            f"{header.file_bytes:,} bytes, and the file ends at byte {stamp[0]:,}",
             AGAIN,
         )
     return Shard(path=path, header=header, stamp=stamp)

@@ -25,6 +25,8 @@ from redline.core.training import resume_command
 from redline.engine.distributed import LostRankError, leave_with_parent
 
 NO_FILE = "<N/A>"  # torch's word for a rank that recorded nothing
+LOST = f"{LostRankError.__name__}: "  # said by the rank that watched, of another
+GRACE_SECONDS = 30  # torch's agent waits so long after its SIGTERM, then it kills
 
 
 def main(words: Sequence[str]) -> int:
@@ -65,11 +67,26 @@ def run_ranks(words: Sequence[str]) -> Mapping[int, ProcessFailure]:
 
 
 def cause_of(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
-    """Others fail because one did: a rank that was killed is the cause, or else the first that recorded a failure.
-    Those that ended by SIGTERM were ended by the agent."""
-    killed = [pair for pair in failures.items() if pair[1].exitcode < 0 and pair[1].exitcode != -signal.SIGTERM]
+    """Others fail because one did. A rank that watched has said who. Else a rank that was killed is the cause, though
+    others may have failed of it before the agent saw that it is gone; or else the first that recorded a failure. Those
+    that ended by SIGTERM were ended by the agent, and so were those that it killed after its grace."""
+    first = min(failure.timestamp for failure in failures.values())
+    lost = [pair for pair in failures.items() if told_by(pair[1]).startswith(LOST)]
+    killed = [
+        pair
+        for pair in failures.items()
+        if pair[1].exitcode < 0 and pair[1].exitcode != -signal.SIGTERM and pair[1].timestamp - first < GRACE_SECONDS
+    ]
     recorded = [pair for pair in failures.items() if pair[1].error_file != NO_FILE]
-    return min(killed or recorded or failures.items(), key=lambda pair: pair[1].timestamp)
+    return min(lost or killed or recorded or failures.items(), key=lambda pair: pair[1].timestamp)
+
+
+def told_by(failure: ProcessFailure) -> str:
+    """The first line of what the rank recorded; '' where it recorded nothing."""
+    if failure.error_file == NO_FILE:
+        return ""
+    told = failure.message["message"] if isinstance(failure.message, dict) else failure.message
+    return next(iter(str(told).strip().splitlines()), "without a message")
 
 
 def words_of(rank: int, failure: ProcessFailure) -> str | None:
@@ -80,10 +97,8 @@ def words_of(rank: int, failure: ProcessFailure) -> str | None:
         return f"{who} was killed by {failure.signal_name()}{hint}"
     if failure.error_file == NO_FILE:
         return None
-    told = failure.message["message"] if isinstance(failure.message, dict) else failure.message
-    text = next(iter(str(told).strip().splitlines()), "without a message")
-    lost = f"{LostRankError.__name__}: "  # said by the rank that watched, of another
-    return text.removeprefix(lost) if text.startswith(lost) else f"{who} failed: {text}"
+    text = told_by(failure)
+    return text.removeprefix(LOST) if text.startswith(LOST) else f"{who} failed: {text}"
 
 
 if __name__ == "__main__":

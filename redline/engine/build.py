@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._functorch.config as functorch
 from torch import nn
 
 from redline.core.plan import Plan
@@ -41,7 +42,7 @@ class Training:
     def restore(self) -> None:
         """Initial weights and an empty optimizer, in place: compiled code and fused kernels keep their tensors."""
         if is_cut(self.step.plan):
-            fill(self.adapter, self.model, {})
+            fill(self.adapter, self.model, self.step.shared.cuts)
         else:
             self.adapter.restore(self.model)
         reset_optimizer(self.step.optimizer)
@@ -73,7 +74,8 @@ def build(
 
 
 def batches_of(workload: Workload, micro_batch: int, tokens: Path, ranks: Ranks) -> Batches:
-    own: dict[str, Any] = {"seed": workload.seed, "micro_batch": micro_batch, "rank": ranks.rank, "ranks": ranks.count}
+    place, parts = ranks.place, ranks.layout.data
+    own: dict[str, Any] = {"seed": workload.seed, "micro_batch": micro_batch, "rank": place.data, "ranks": parts}
     if not workload.reads_text:
         return MadeBatches(source=workload.source, **own)
     return TokenBatches(path=tokens, sequence=workload.shape.sequence, **own)
@@ -147,6 +149,8 @@ def switch_process(plan: Plan, calls_sdpa: bool = False) -> None:
     torch.set_float32_matmul_precision(plan.matmul_precision)
     if plan.attention != "naive" or calls_sdpa:
         pin_attention(plan.attention)
+    if plan.activation_budget < 1:  # read when a graph is compiled
+        functorch.activation_memory_budget = plan.activation_budget
 
 
 def grow_segments() -> None:

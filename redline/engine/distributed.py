@@ -16,12 +16,13 @@ from __future__ import annotations
 import json
 import os
 import sys
+import sysconfig
 import threading
 import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -42,7 +43,12 @@ BEAT_SECONDS = 1.0
 LIMIT_SECONDS = 600.0  # a first step that compiles for long is no rank that hangs
 STANDING_SECONDS = 5.0  # without a mark: worth a word where a time limit ends the job anyway
 POLL_SECONDS = 0.05
+MISTAKE_SECONDS = 10.0  # between ranks that find the same one
+EXIT_MISTAKE = 2  # as the command line has it
 SHOWN = 4  # ranks in one message
+SLOW_START = "a slow start counts too, of loaders and of what is compiled: a larger --rank-timeout leaves it the time"
+STANDARD_LIBRARY = sysconfig.get_path("stdlib")
+PACKAGES = ("site-packages", "dist-packages")  # which may lie in the standard library's folder
 
 
 class LostRankError(Exception):
@@ -79,6 +85,8 @@ class Ranks:
             self._beat()
             self._thread = threading.Thread(target=self._live, name="rank-beat", daemon=True)
             self._thread.start()
+        if self.leads:
+            self.remember(f"count/{self.attempt}", count)
 
     @property
     def joined(self) -> bool:
@@ -143,6 +151,20 @@ class Ranks:
     def remembered(self, key: str) -> Any:
         known = self._lasting is not None and self._lasting.check([key])
         return json.loads(self._lasting.get(key)) if known else None
+
+    def tell_end(self, text: str) -> None:
+        """To those that torchrun may start next. Whoever is killed tells nothing."""
+        with suppress(dist.DistError):  # the store may be gone, and the job with it
+            self.remember(f"end/{self.attempt}/{self.rank}", [time.time(), first_line(text)])
+
+    def lost_before(self) -> str | None:
+        """Why there was an attempt before this one that is over; None: there was none, or nobody knows."""
+        count = self.remembered(f"count/{self.attempt - 1}")
+        return (
+            None
+            if count is None
+            else words_of_ends({rank: self.remembered(f"end/{self.attempt - 1}/{rank}") for rank in range(count)})
+        )
 
     # --- collectives --------------------------------------------------------------------------------------------------
 
@@ -242,6 +264,8 @@ class Ranks:
                 self._beat()
                 # Rank 0 looks at all; rank 1 at rank 0, whose process may be the one that is frozen.
                 if self._watching and self.rank < 2 and (found := self._standing_still()) is not None:
+                    found = found if self._mark[1] else f"{found} ({SLOW_START})"
+                    self.tell_end(found)
                     end_with(LostRankError(found))
                 if self.on_standing is not None:
                     self.on_standing(self._standing_still(STANDING_SECONDS) or "")
@@ -301,9 +325,18 @@ def words_of_standing(
 
 
 def main_frame() -> str:
-    """Where the thread that trains is, such as 'all_reduce, distributed_c10d.py'."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    """Where the thread that trains is, such as 'all_reduce, distributed_c10d.py'. Not the standard library's wait in
+    a selector or a lock: whoever called it says more."""
+    frame = innermost = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None and is_standard(frame.f_code.co_filename):
+        frame = frame.f_back
+    frame = frame or innermost
     return "nowhere" if frame is None else f"{frame.f_code.co_name}, {Path(frame.f_code.co_filename).name}"
+
+
+def is_standard(file: str) -> bool:
+    parts = Path(file).parts
+    return file.startswith((STANDARD_LIBRARY, "<frozen")) and not any(name in parts for name in PACKAGES)
 
 
 def alone() -> Ranks:
@@ -344,17 +377,35 @@ def leave_with_parent(leave: Callable[[], None]) -> None:
 @contextmanager
 def recorded(ranks: Ranks) -> Iterator[None]:
     """What ends a rank goes into the file that torchrun's agent reads, so that it is told once and by name. A mistake
-    of the user's that rank 0 finds is told by the command line, as ever."""
+    of the user's that rank 0 finds is told by the command line, as ever: the others leave it the time to."""
     try:
         yield
     except UserError as error:
-        if not ranks.leads:
-            record_failure(error)
-            raise SystemExit(1) from error
-        raise
+        if ranks.leads:
+            raise
+        time.sleep(MISTAKE_SECONDS)  # the agent ends this rank meanwhile, where rank 0 has found the same
+        record_failure(error)
+        raise SystemExit(EXIT_MISTAKE) from error
     except Exception as error:
+        ranks.tell_end(f"rank {ranks.rank} failed: {type(error).__name__}: {error}")
         record_failure(error)
         raise SystemExit(1) from error
+    except KeyboardInterrupt:
+        ranks.tell_end("")  # by the user, or by the agent because of another rank
+        raise
+
+
+def words_of_ends(ends: Mapping[int, tuple[float, str] | None]) -> str | None:
+    """Of the ranks of an attempt: when each ended, and what it said; None: nothing."""
+    silent = [f"rank {rank}" for rank, end in ends.items() if end is None]
+    told = sorted((end[0], end[1]) for end in ends.values() if end is not None and end[1])
+    words = [f"{', '.join(silent)} ended without a word (killed, or its machine is gone)"] if silent else []
+    words += [text for _, text in told[:1]]
+    return f"torchrun has started all ranks again: {'; '.join(words)}" if words else None
+
+
+def first_line(text: str) -> str:
+    return next(iter(text.strip().splitlines()), "")
 
 
 def record_failure(error: Exception) -> None:

@@ -7,13 +7,15 @@ measures; `predict/verdict.py` judges.
 
 Of several ranks, rank 0 takes the reference's step alone, on the batch that all of them share; each rank then holds its
 own gradients against it, and the worst counts: a rank that was left out of a reduction, or that read another's share of
-the batch, is as wrong as any other fault.
+the batch, is as wrong as any other fault. Of a tensor that a tensor group has cut each rank compares its piece with the
+same numbers of the reference's (`core/cut.py` says which), and the group's pieces make one error together, of the whole
+tensor: what a precision costs is known of that alone.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +23,9 @@ from typing import Any
 
 import torch
 
+from redline.core.cut import Cut
 from redline.core.job import Job
+from redline.core.layout import Layout
 from redline.core.measurement import GradientCheck
 from redline.core.plan import Plan
 from redline.core.workload import Workload
@@ -149,9 +153,9 @@ def check_gradients(
     """Takes the first step: gradients are compared as they come, the update as the optimizer leaves it."""
     ranks = ranks or alone()
     loss = ranks.mean(training.step.compute_gradients(batch).float()).item()
-    errors, overall = worst_errors(ranks, relative_errors(gradients_of(training), expected.gradients))
+    errors, overall = worst_errors(ranks, distances(gradients_of(training), expected.gradients))
     training.step.apply_gradients()  # from equal weights, a distance between weights is one between updates
-    updates = relative_errors(weights_of(training), expected.weights, expected.update_norms)
+    updates = distances(weights_of(training), expected.weights, expected.update_norms)
     update_errors, _ = worst_errors(ranks, updates)
     return GradientCheck(
         loss=loss,
@@ -174,15 +178,20 @@ def weights_of(training: Training) -> Mapping[str, torch.Tensor]:
 
 
 class Published(Mapping[str, torch.Tensor]):
-    """Tensors by published name and without padding, so that padded and plain variants can be compared. One that is cut
-    among ranks is put together when it is asked for: no rank has room for all of them."""
+    """Tensors by published name and without padding, so that padded and plain variants can be compared. One that FSDP
+    has cut is put together when it is asked for: no rank has room for all of them. Of one that a tensor group has cut
+    there is this rank's piece, padding included: `beside` says what it is to be compared with."""
 
     def __init__(self, training: Training, tensors: dict[str, torch.Tensor]) -> None:
         self._training, self._tensors = training, tensors
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        training = self._training
-        return training.adapter.unpadded(training.model, name, whole(self._tensors[name]))
+        training, tensor = self._training, whole(self._tensors[name])
+        return tensor if name in self.cuts else training.adapter.unpadded(training.model, name, tensor)
+
+    @property
+    def cuts(self) -> Mapping[str, Cut]:
+        return self._training.step.shared.cuts
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._tensors)
@@ -191,10 +200,42 @@ class Published(Mapping[str, torch.Tensor]):
         return len(self._tensors)
 
 
-def worst_errors(ranks: Ranks, own: tuple[dict[str, float], float]) -> tuple[dict[str, float], float]:
+@dataclass(frozen=True)
+class Distances:
+    """Of a rank's tensors, or of its pieces of them, from a reference."""
+
+    distances: dict[str, float]
+    norms: dict[str, float]
+    """Of the reference's whole tensors."""
+    cut: frozenset[str] = frozenset()
+    """Names of those that a tensor group holds in pieces."""
+
+    def relative(self) -> tuple[dict[str, float], float]:
+        """Of each tensor, and of all as one vector."""
+        errors = {name: _share(self.distances[name], norm) for name, norm in self.norms.items()}
+        total, norm = (math.hypot(*numbers.values()) for numbers in (self.distances, self.norms))
+        return errors, total / norm if norm else 0.0
+
+
+def _share(distance: float, norm: float) -> float:
+    return distance / norm if norm else (0.0 if distance == 0 else float("inf"))
+
+
+def worst_errors(ranks: Ranks, own: Distances) -> tuple[dict[str, float], float]:
     """Tensor by tensor and in all, over the ranks."""
-    found = ranks.gather(own)
-    return {name: worst(errors[name] for errors, _ in found) for name in own[0]}, worst(each for _, each in found)
+    found = [each.relative() for each in put_together(ranks.gather(own), ranks.layout)]
+    return {name: worst(errors[name] for errors, _ in found) for name in own.norms}, worst(each for _, each in found)
+
+
+def put_together(own: Sequence[Distances], layout: Layout) -> list[Distances]:
+    """Every rank's, with the pieces of its whole tensor group in the place of its own."""
+    together = []
+    for rank, mine in enumerate(own):
+        place = layout.place(rank)
+        group = [one for other, one in enumerate(own) if replace(layout.place(other), tensor=place.tensor) == place]
+        pieces = {name: math.hypot(*(one.distances[name] for one in group)) for name in mine.cut}
+        together.append(replace(mine, distances={**mine.distances, **pieces}))
+    return together
 
 
 def worst(errors: Iterable[float]) -> float:
@@ -206,16 +247,34 @@ def relative_errors(
     found: Mapping[str, torch.Tensor], reference: Mapping[str, torch.Tensor], norms: dict[str, float] | None = None
 ) -> tuple[dict[str, float], float]:
     """L2 error of each tensor, and of all as one vector, relative to the reference's norm or to the given ones."""
-    errors, squared_error, squared_norm = {}, 0.0, 0.0
+    return distances(found, reference, norms).relative()
+
+
+def distances(
+    found: Mapping[str, torch.Tensor], reference: Mapping[str, torch.Tensor], norms: dict[str, float] | None = None
+) -> Distances:
+    cuts = found.cuts if isinstance(found, Published) else {}
+    apart, lengths = {}, {}
     for name, expected in reference.items():
-        # A parameter that gets no gradient is as wrong as can be.
-        mine = found.get(name, torch.full_like(expected, torch.inf)).double()
-        expected = expected.to(mine.device).double()
-        difference = (mine - expected).norm().item()
-        norm = expected.norm().item() if norms is None else norms[name]
-        errors[name] = difference / norm if norm else (0.0 if difference == 0 else float("inf"))
-        squared_error, squared_norm = squared_error + difference**2, squared_norm + norm**2
-    return errors, (squared_error / squared_norm) ** 0.5 if squared_norm else 0.0
+        lengths[name] = expected.double().norm().item() if norms is None else norms[name]
+        mine = found.get(name)
+        if mine is None:  # a parameter that gets no gradient is as wrong as can be
+            apart[name] = math.inf
+            continue
+        if name in cuts:
+            mine, expected = beside(mine, expected, cuts[name])
+        apart[name] = (mine.double() - expected.to(mine.device).double()).norm().item()
+    return Distances(apart, lengths, frozenset(cuts) & frozenset(apart))
+
+
+def beside(piece: torch.Tensor, whole: torch.Tensor, cut: Cut) -> tuple[torch.Tensor, torch.Tensor]:
+    """A rank's piece, and the same numbers of the whole tensor. Rows that pad the vocabulary are in the piece only, and
+    at its end."""
+    size = whole.size(cut.dim)
+    runs = [(run.here, run.there, max(0, min(run.length, size - run.there))) for run in cut.runs]
+    mine = [piece.narrow(cut.dim, here, length) for here, _, length in runs]
+    theirs = [whole.narrow(cut.dim, min(there, size), length) for _, there, length in runs]
+    return torch.cat(mine, dim=cut.dim), torch.cat(theirs, dim=cut.dim)
 
 
 def pair_is_bitwise(job: Job, tokens: Path, device: torch.device) -> bool | None:

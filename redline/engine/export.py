@@ -11,6 +11,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +39,28 @@ def export_huggingface(model: nn.Module, folder: Path, *, end_of_text: int | Non
         if isinstance(model, GPT):
             write_gpt2(model, draft, end_of_text)
         else:
-            model.save_pretrained(draft)  # type: ignore[operator]
+            with no_bar():
+                model.save_pretrained(draft)  # type: ignore[operator]
         os.replace(draft, folder)
     except OSError as error:
         shutil.rmtree(draft, ignore_errors=True)
         raise UserError(
             f"cannot write {folder}", error.strerror or str(error), "choose a folder with room that you may write to"
         ) from error
+
+
+@contextmanager
+def no_bar() -> Iterator[None]:
+    """Of transformers, which would draw one among our lines."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 def write_gpt2(model: GPT, folder: Path, end_of_text: int | None) -> None:

@@ -25,11 +25,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch._logging._internal import set_logs
+from torch._logging._internal import log_state
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from redline.core.measurement import Compiled
 from redline.core.profile import DATA_WAIT, Finding, Part
 from redline.engine.profiling_frames import Frame, here, in_optimizer
 
@@ -73,6 +74,8 @@ LOGGERS = ("torch._dynamo.symbolic_convert.__graph_breaks", "torch._dynamo.guard
 GRAPH_BREAK = re.compile(
     r"Graph break .*?in user code at (?P<file>.+):(?P<line>\d+)\n(?:Graph Break )?Reason: (?P<why>.*)"
 )
+GAVE_UP = "falling back to eager"  # as dynamo words it where it leaves a whole frame to Python
+EXCEPTION, CONTEXT = "Observed exception", "Developer debug context:"
 RECOMPILE = re.compile(
     r"Recompiling function (?P<function>\S+) in (?P<file>.+):(?P<line>\d+)\n.*guard failure\(s\):\n\s*- (?P<why>.*)"
 )
@@ -248,6 +251,7 @@ class CompilerLog(logging.Handler):
     def __init__(self) -> None:
         super().__init__(logging.DEBUG)
         self.messages: list[str] = []
+        self.before = _frames_and_graphs()
 
     def emit(self, record: logging.LogRecord) -> None:
         self.messages.append(record.getMessage())
@@ -256,22 +260,47 @@ class CompilerLog(logging.Handler):
         unique = dict.fromkeys(filter(None, map(compiler_finding, self.messages)))
         return tuple(unique)
 
+    def compiled(self) -> Compiled:
+        """What was compiled since the log was opened."""
+        frames, graphs = (now - then for now, then in zip(_frames_and_graphs(), self.before, strict=True))
+        given_up = sum(GAVE_UP in message for message in self.messages)
+        breaks = {each.where: each.detail for each in self.findings() if each.kind == "graph-break"}
+        return Compiled(
+            frames=frames,
+            graphs=graphs,
+            left=given_up if graphs else frames,
+            places=tuple(f"{where}: {why}" for where, why in breaks.items()),
+        )
+
 
 @contextmanager
 def compiler_log() -> Iterator[CompilerLog]:
     import torch._dynamo  # noqa: F401  registers the loggers
 
     log = CompilerLog()
-    set_logs(graph_breaks=True, recompiles=True)
-    loggers = [logging.getLogger(name) for name in LOGGERS]
+    artifacts = set(log_state.artifact_names)
+    log_state.enable_artifact("recompiles")  # dynamo asks here before it works out why
+    loggers = {logger: (logger.level, logger.propagate) for logger in map(logging.getLogger, LOGGERS)}
     for logger in loggers:
+        # What TORCH_LOGS asks for is printed as it was, and nothing else is.
+        logger.propagate = logger.propagate and logger.isEnabledFor(logging.DEBUG)
+        logger.setLevel(logging.DEBUG)
         logger.addHandler(log)
     try:
         yield log
     finally:
-        for logger in loggers:
+        log_state.artifact_names &= artifacts
+        for logger, (level, propagate) in loggers.items():
             logger.removeHandler(log)
-        set_logs()
+            logger.setLevel(level)
+            logger.propagate = propagate
+
+
+def _frames_and_graphs() -> tuple[int, int]:
+    """Of this process so far."""
+    from torch._dynamo.utils import counters
+
+    return counters["frames"]["total"], counters["stats"]["unique_graphs"]
 
 
 def compiler_finding(message: str) -> Finding | None:
@@ -281,12 +310,24 @@ def compiler_finding(message: str) -> Finding | None:
             parts = match.groupdict()
             return Finding(
                 kind=kind,
-                detail=parts["why"].strip(),
+                detail=whole_reason(parts["why"].strip(), message[match.end() :].splitlines()),
                 file=parts["file"],
                 line=int(parts["line"]),
                 function=parts.get("function"),
             )
     return None
+
+
+def whole_reason(why: str, more: list[str]) -> str:
+    """A sentence that ends with a colon announces the reason, which is in the next line; an exception stands below."""
+    lines = [line.strip() for line in more if line.strip()]
+    if not why.endswith(":") or not lines:
+        return why
+    reason = lines[0].rstrip(".:")
+    if reason == EXCEPTION:
+        context = next((line.removeprefix(CONTEXT).strip() for line in lines if line.startswith(CONTEXT)), "")
+        reason = context or reason
+    return f"the compiler gives up on the function: {reason}" if GAVE_UP in why else reason
 
 
 def starvation(parts: Iterable[Part], step_seconds: float) -> tuple[Finding, ...]:

@@ -9,6 +9,7 @@ for all of it.
 
 from __future__ import annotations
 
+import inspect
 import json
 import linecache
 import math
@@ -16,6 +17,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,22 +32,24 @@ from torch.utils.flop_counter import FlopCounterMode
 from redline.core.errors import UserError
 from redline.core.job import write_atomically
 from redline.core.traced import TOKEN, Attention, Line, Place, Product, Saved, Sync, Traced
-from redline.core.user_code import PACKAGE, Functions, blaming, load_functions, neighbours
+from redline.core.user_code import PACKAGE, Functions, blaming, definition, load_functions, neighbours
 from redline.core.values import from_json, to_json
-from redline.core.workload import Shape, Source
+from redline.core.workload import Source
 from redline.data.made import make_batch
 from redline.engine.findings import Watch
-from redline.engine.inspect_trace import FirstNan, Seen, Trace, has_nan, tracing
+from redline.engine.inspect_trace import FirstNan, Seen, Trace, has_nan, place, tracing
 from redline.engine.inspect_walk import Made, noting_places, starred, walked
 from redline.engine.worker import leave_with_parent
 from redline.model.python_adapter import (
     checkpoint_blocks,
     find_loss,
+    functional_dropout_off,
     held,
     loss_function,
     make_model,
     silence_dropout,
 )
+from redline.workloads.shapes import shape_of
 
 SMALL, LARGE = 2, 4  # samples: batch norm refuses one
 BACKENDS = {"naive": SDPBackend.MATH, "fused": SDPBackend.FLASH_ATTENTION}
@@ -64,10 +68,33 @@ def main(order: Path, answer: Path) -> int:
 
 
 def inspect_model(source: Source, seed: int) -> Traced:
-    functions = load_functions(source)
-    with noting_places() as made:
-        model = make_model(functions, seed)
-    return replace(look_at(functions, model, made, seed), imports=neighbours(functions.file))
+    with noting_dropout() as dropped:
+        functions = load_functions(source)
+        with noting_places() as made:
+            model = make_model(functions, seed)
+        found = look_at(functions, model, made, seed)
+    return replace(found, imports=neighbours(functions.file), dropout=(*found.dropout, *dict.fromkeys(dropped)))
+
+
+@contextmanager
+def noting_dropout() -> Iterator[list[str]]:
+    """As `functional_dropout_off`, with the lines that would have dropped."""
+    found: list[str] = []
+
+    def instead(function: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(function)
+
+        def note(*args: Any, **kwargs: Any) -> Any:
+            given = signature.bind(*args, **kwargs)
+            given.apply_defaults()
+            if given.arguments["training"] and given.arguments["p"] > 0:
+                found.append(f"F.{function.__name__} at {place()}")
+            return given.arguments["input"]
+
+        return note
+
+    with functional_dropout_off(instead):
+        yield found
 
 
 def look_at(functions: Functions, model: nn.Module, made: Made, seed: int) -> Traced:
@@ -117,7 +144,7 @@ def repeatable_batch(functions: Functions, size: int, seed: int) -> Any:
     leaves, others = tree_leaves(batch), tree_leaves(again)
     if len(leaves) != len(others) or not all(map(same, leaves, others)):
         raise UserError(
-            f"make_batch({size}, {seed}) gave two different batches",
+            f"{functions.batch_name}({size}, {seed}) gave two different batches",
             "a batch is a function of its seed, or no two runs could be compared",
             "draw with torch.Generator().manual_seed(seed), and read no clock and no file that changes",
         )
@@ -134,9 +161,14 @@ def described_by(functions: Functions) -> dict[str, Any]:
     named: dict[str, Any] = {"items_per_sample": functions.items_per_sample, "unit": functions.unit}
     if functions.shape is None:
         return named
-    with blaming(functions.file, f"shape() for {functions.words}", functions.shape):
+    with blaming(functions.file, f"{functions.shape_name}() for {functions.words}", functions.shape):
         fields = functions.shape()
-        shape = Shape(**fields)
+    try:
+        shape = shape_of(fields, "what it returned")
+    except UserError as error:
+        where = (definition(functions.shape, functions.file) or functions.words).partition(": ")[0]
+        problem = f"{functions.shape_name}() at {where}: {error.problem}"
+        raise UserError(problem, error.why, error.fix) from error
     if functions.items_per_sample == 1:
         named = {"items_per_sample": shape.sequence, "unit": TOKEN}
     return {**named, "described": dict(fields), "vocab": shape.vocab}
@@ -193,6 +225,8 @@ def look_once(subject: Subject, made: Made) -> dict[str, Any]:
         "sdpa": trace.sdpa,
         "attention": counted_attention(trace),
         "draws": tuple(dict.fromkeys(trace.draws)),
+        "sdpa_calls": tuple(dict.fromkeys(trace.sdpa_calls)),
+        "gelu_calls": tuple(dict.fromkeys(trace.gelu_calls)),
         "syncs": tuple(waits),
         "products": products,
         "products_left_out": left_out,

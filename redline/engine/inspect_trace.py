@@ -57,6 +57,9 @@ class Trace:
     embedded: dict[str, Place] = field(default_factory=dict)
     """Modules that looked rows up, and the line that called them first."""
     sdpa: bool = False
+    sdpa_calls: list[Place] = field(default_factory=list)
+    gelu_calls: list[Place] = field(default_factory=list)
+    """Of the function with approximate='tanh', outside of nn.GELU."""
     inside_sdpa: int = 0
     modules: list[str] = field(default_factory=list)
     """That are running, the innermost last."""
@@ -104,6 +107,8 @@ def _calls_of_torch(trace: Trace) -> Iterator[None]:
 
 def _in_sdpa(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
     trace.sdpa = True
+    if not trace.inside_sdpa and (where := place()) is not None:
+        trace.sdpa_calls.append(where)
     trace.inside_sdpa += 1
     try:
         return func(*args, **kwargs)
@@ -130,11 +135,11 @@ class _Operators(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if torch._C._current_graph_task_id() == -1:  # not in a backward pass
-            look(self.trace, func, args, result)
+            look(self.trace, func, args, kwargs or {}, result)
         return result
 
 
-def look(trace: Trace, func: Any, args: Any, result: Any) -> None:
+def look(trace: Trace, func: Any, args: Any, kwargs: Any, result: Any) -> None:
     operator = func.overloadpacket
     if torch.Tag.nondeterministic_seeded in func.tags and (where := place()) is not None:
         trace.draws.append(where)
@@ -150,6 +155,8 @@ def look(trace: Trace, func: Any, args: Any, result: Any) -> None:
         trace.embedded.setdefault(trace.modules[-1], where)
     elif operator in SOFTMAXES:
         _softmax(trace, args[0], result)
+    elif operator is aten.gelu and kwargs.get("approximate") == "tanh":
+        _gelu(trace)
 
 
 def _product(trace: Trace, kind: str, left: torch.Tensor, right: torch.Tensor) -> None:
@@ -189,6 +196,12 @@ def _softmax(trace: Trace, scores: torch.Tensor, weights: torch.Tensor) -> None:
     rows, columns = weights.shape[-2:]
     causal = rows == columns and rows > 1 and not bool(weights.triu(1).any())
     trace.weights = (weights.numel(), trace.scores[1], causal)
+
+
+def _gelu(trace: Trace) -> None:
+    of_module = trace.modules and isinstance(trace.model.get_submodule(trace.modules[-1]), nn.GELU)
+    if not of_module and (where := place()) is not None:
+        trace.gelu_calls.append(where)
 
 
 def _between(first: Place | None, last: Place | None) -> Place:

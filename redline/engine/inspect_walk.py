@@ -15,16 +15,19 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 
-from redline.core.traced import Blocks, Embedding, Place, Tensors
+from redline.core.traced import Blocks, Embedding, Place, Tensors, Unlisted
 from redline.engine.inspect_trace import place
 from redline.model.python_adapter import is_tanh_gelu
 from redline.optim.groups import layer_matrices
 
 LISTS = (nn.ModuleList, nn.Sequential)
 Made = dict[nn.Module, Place]
-"""Modules with parameters, and the line that made them."""
+"""Modules, and the line that made them."""
 
 
 @contextmanager
@@ -32,16 +35,21 @@ def noting_places() -> Iterator[Made]:
     """A module registers its parameters while it is made: the stack then holds the line that asked for it."""
     made: Made = {}
 
-    def note(module: nn.Module, name: str, parameter: Any) -> None:
+    def note(module: nn.Module) -> None:
         where = place()
         if where is not None:
             made.setdefault(module, where)
 
-    hook = register_module_parameter_registration_hook(note)
+    hooks = (
+        register_module_parameter_registration_hook(lambda module, name, parameter: note(module)),
+        # One without parameters of its own is known by the line that gives it a name.
+        register_module_module_registration_hook(lambda module, name, child: None if child is None else note(child)),
+    )
     try:
         yield made
     finally:
-        hook.remove()
+        for hook in hooks:
+            hook.remove()
 
 
 def walked(model: nn.Module, made: Made) -> dict[str, Any]:
@@ -52,7 +60,8 @@ def walked(model: nn.Module, made: Made) -> dict[str, Any]:
         "trainable": sum(parameter.numel() for parameter in trainable),
         "tensors": tuple(tensors(model)),
         "buffer_bytes": sum(buffer.numel() * buffer.element_size() for buffer in model.buffers()),
-        "blocks": longest_list(model),
+        "blocks": (blocks := longest_list(model)),
+        "unlisted": side_by_side(model, made) if blocks is None else None,
         "embeddings": tuple(embeddings(model, made)),
         "shared": tuple(shared(model)),
         "tanh_gelus": sum(map(is_tanh_gelu, model.modules())),
@@ -79,6 +88,21 @@ def longest_list(model: nn.Module) -> Blocks | None:
 def _alike(modules: nn.ModuleList | nn.Sequential) -> bool:
     """Of one class, with parameters: a list of activations is nothing to compute again."""
     return len({type(module) for module in modules}) == 1 and any(True for _ in modules[0].parameters())
+
+
+def side_by_side(model: nn.Module, made: Made) -> Unlisted | None:
+    """The equal modules of one parent that hold the most numbers."""
+    groups: dict[Any, list[nn.Module]] = defaultdict(list)
+    for name, module in model.named_modules():
+        for child in module.children():
+            if sizes := tuple(each.shape for each in child.parameters()):
+                groups[name, type(child), sizes].append(child)
+    several = [group for group in groups.values() if len(group) > 1]
+    if not several:
+        return None
+    largest = max(several, key=lambda group: sum(each.numel() for module in group for each in module.parameters()))
+    lines = dict.fromkeys(made[module] for module in largest if module in made)
+    return Unlisted(kind=type(largest[0]).__name__, count=len(largest), made=tuple(lines))
 
 
 def embeddings(model: nn.Module, made: Made) -> Iterator[Embedding]:

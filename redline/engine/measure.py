@@ -9,6 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -17,12 +18,14 @@ from typing import Any
 import torch
 
 from redline.core.job import Job
+from redline.core.layout import Layout
 from redline.core.measurement import Measurement, Proof, Sharing
 from redline.engine import memory
 from redline.engine.build import Training, build
 from redline.engine.clock import Clock
 from redline.engine.distributed import Ranks, alone
 from redline.engine.equivalence import check_gradients, pair_is_bitwise, reference_gradients, told
+from redline.engine.findings import compiler_log
 from redline.engine.fit import free_memory, in_pieces_that_fit
 from redline.engine.proof import Shares, prove
 from redline.rungs import plan_of, reference_plan
@@ -65,8 +68,10 @@ def measure(bench: Bench) -> Measurement:
 
     bench.report("compiling" if plan.compile else "building")
     started = time.perf_counter()
-    training.step.compute_gradients(batch).item()  # the first call compiles
+    with compiler_log() if plan.compile else nullcontext() as log:
+        training.step.compute_gradients(batch).item()  # the first call compiles
     first_seconds = time.perf_counter() - started
+    compiled = None if log is None else log.compiled()
     training.restore()
     gradients = check_gradients(training, batch, expected, ranks)
     del expected
@@ -84,7 +89,7 @@ def measure(bench: Bench) -> Measurement:
     bench.report("proving")
     proof, shares = Proof(), None
     if job.kind != "trial":
-        proof, shares = prove(training, plan, device, statistics.median(step_seconds))
+        proof, shares = prove(training, plan, device, statistics.median(step_seconds), compiled)
     sharing = sharing_of(ranks, shares)
     training.close()
     del training
@@ -124,7 +129,20 @@ def sharing_of(ranks: Ranks, own: Shares | None) -> Sharing | None:
         communication_seconds=most.communication_seconds,
         exposed_seconds=most.exposed_seconds,
         compute_seconds=tuple(one.compute_seconds for one in found),
+        by_group=by_group(most, ranks.layout),
     )
+
+
+def by_group(shares: Shares, layout: Layout) -> dict[str, float] | None:
+    """Where ranks share one thing alone, all their communication is about it; else the trace may say."""
+    if layout.data == 1 or layout.tensor == 1:
+        return {"data" if layout.tensor == 1 else "tensor": shares.communication_seconds}
+    if shares.by_mesh is None:
+        return None
+    found = dict.fromkeys(("tensor", "data"), 0.0)
+    for name, seconds in shares.by_mesh.items():  # of replicas data have two dimensions
+        found["tensor" if name == "tp" else "data"] += seconds
+    return found
 
 
 def measure_reference(bench: Bench) -> Measurement:

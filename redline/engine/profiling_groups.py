@@ -28,7 +28,7 @@ from redline.core.profile import (
 # Parts of names, most telling first. Operators ("aten::gelu"), autograd's nodes ("GeluBackward0") and torch's own
 # annotations ("Optimizer.step#AdamW.step") are all written in these.
 OPERATOR_WORDS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    (COMMUNICATION, ("nccl", "c10d::", "gloo:", "all_reduce", "all_gather", "reduce_scatter")),
+    (COMMUNICATION, ("nccl", "c10d::", "c10d_functional::", "gloo:", "all_reduce", "all_gather", "reduce_scatter")),
     (OPTIMIZER, ("optimizer.step#", "optimizer.zero_grad#", "_fused_adam", "_fused_sgd")),
     (
         ATTENTION,

@@ -41,6 +41,7 @@ HOST = ("cpu_op", "user_annotation", "cuda_runtime", "cuda_driver")
 DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 SYNCHRONISATIONS = ("cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchronize")
 GLOO = "gloo:"  # its collectives, on threads of their own
+GROUP_NAME, MESH = "Process Group Description", "mesh_"
 NODE = "autograd::engine::evaluate_function"
 HIDEABLE = (MOVEMENT, COMMUNICATION)  # what another stream may do meanwhile
 SECOND = 1e-6  # the trace counts microseconds
@@ -109,6 +110,8 @@ class Timeline:
     sync_idle_seconds: float
     communication_seconds: float
     """In all steps: with a collective under way, hidden behind other work or not."""
+    communication_by_mesh: dict[str, float] | None
+    """The same by the dimension of the device mesh whose ranks meet; None where a collective does not say."""
 
     @property
     def seconds(self) -> float:
@@ -144,6 +147,7 @@ def read_timeline(events: Iterable[dict[str, Any]], *, parameter_bytes: int | No
         host_seconds=host_seconds(host),
         sync_idle_seconds=sync_idle(segments, host),
         communication_seconds=communication(calls, [] if kernels else host.collectives),
+        communication_by_mesh=communication_by_mesh(kernels, host.window),
     )
 
 
@@ -446,6 +450,21 @@ def communication(calls: Iterable[Call], collectives: Iterable[Node]) -> float:
     spans = [(call.segment.start, call.segment.end) for call in calls if call.segment.group == COMMUNICATION]
     spans += [(node.start, node.end) for node in collectives]
     return sum(right - left for left, right in union(spans)) * SECOND
+
+
+def communication_by_mesh(kernels: Iterable[dict[str, Any]], window: Node) -> dict[str, float] | None:
+    """torch names the group of a dimension after it ('mesh_tp'), and the profiler puts that beside NCCL's kernels."""
+    spans: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for kernel in kernels:
+        start = float(kernel["ts"])
+        if group_of_kernel(str(kernel["name"])) == COMMUNICATION and window.start <= start < window.end:
+            named = str((kernel.get("args") or {}).get(GROUP_NAME, ""))
+            spans[named.removeprefix(MESH) if named.startswith(MESH) else ""].append(
+                (start, start + float(kernel.get("dur", 0)))
+            )
+    if not spans or "" in spans:
+        return None
+    return {name: sum(right - left for left, right in union(each)) * SECOND for name, each in spans.items()}
 
 
 def union(spans: Iterable[tuple[float, float]]) -> Iterator[tuple[float, float]]:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from redline.core.measurement import Proof
+from redline.core.measurement import Compiled, Proof
 from redline.core.plan import Plan
 from redline.core.profile import COMMUNICATION, GROUPS
 from redline.engine.build import Training
@@ -47,10 +47,14 @@ class Shares:
     communication_seconds: float
     exposed_seconds: float
     compute_seconds: float
+    by_mesh: dict[str, float] | None = None
+    """Seconds of communication by the dimension of the mesh, where the trace says it."""
 
 
-def prove(training: Training, plan: Plan, device: torch.device, step_seconds: float) -> tuple[Proof, Shares]:
-    """`step_seconds`: what a step takes without a profiler."""
+def prove(
+    training: Training, plan: Plan, device: torch.device, step_seconds: float, compiled: Compiled | None = None
+) -> tuple[Proof, Shares]:
+    """`step_seconds`: what a step takes without a profiler. `compiled`: what the compiler made of the first step."""
     syncs = count_syncs(training) if device.type == "cuda" else None
     events = profile_steps(training, device)
     timeline = read_timeline(events)
@@ -59,6 +63,7 @@ def prove(training: Training, plan: Plan, device: torch.device, step_seconds: fl
         matmul=longest_matmul(events),
         matmul_dtypes=matmul_dtypes(events),
         graph_breaks=graph_breaks() if plan.compile else None,
+        compiled=compiled,
         syncs_per_step=syncs,
         groups=groups_of(timeline, step_seconds, device),
     )
@@ -69,11 +74,13 @@ def shares_of(timeline: Timeline, step_seconds: float, device: torch.device) -> 
     """On the scale of the step without a profiler, as its groups are."""
     exposed = groups_of(timeline, step_seconds, device).get(COMMUNICATION, 0.0)
     factor = work_factor(timeline, step_seconds, device=device.type)
+    meshes = timeline.communication_by_mesh
     return Shares(
         # Added up in another order, where all of it is exposed: no less than its part.
         communication_seconds=max(exposed, factor * timeline.communication_seconds / timeline.steps),
         exposed_seconds=exposed,
         compute_seconds=step_seconds - exposed,
+        by_mesh=meshes and {name: factor * seconds / timeline.steps for name, seconds in meshes.items()},
     )
 
 
@@ -85,11 +92,16 @@ def groups_of(timeline: Timeline, step_seconds: float, device: torch.device) -> 
     return {group: spent[group] for group in GROUPS if group in spent}
 
 
+def shares_step(plan: Plan) -> bool:
+    """Ranks meet in it."""
+    return plan.parallel != "none" or plan.tensor_parallel
+
+
 def profile_steps(training: Training, device: torch.device) -> list[dict[str, Any]]:
     """The events of a Chrome trace: the one public form that carries kernel names and input dtypes both."""
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device.type == "cuda" else [])
     with profile(activities=activities, record_shapes=True, acc_events=True) as profiler, record_function(WINDOW):
-        for _ in range(PROFILED_STEPS if training.step.plan.parallel == "none" else SHARED_STEPS):
+        for _ in range(SHARED_STEPS if shares_step(training.step.plan) else PROFILED_STEPS):
             with record_function(DATA_RANGE):
                 batch = next(training.batches)
             with record_function(STEP):

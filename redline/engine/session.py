@@ -90,13 +90,15 @@ def train(order: TrainOrder, emit: Emit, ranks: Ranks | None = None) -> dict[str
     ranks = ranks or alone()
     ranks.arrange(order.layout or Layout(ranks=ranks.count))
     device, settings = ranks.connect(order.device), order.settings
-    if not ranks.layout.is_plain:
-        emit("note", text=ranks.layout.words())
+    plan = training_plan(order.recipe, ranks.layout)
+    if (lost := ranks.lost_before()) is not None:
+        emit("note", text=lost)
+    if ranks.count > 1:
+        emit("note", text=ranks.layout.words(plan.parallel))
     if ranks.layout.pipeline > 1:
         emit("note", text=ranks.layout.words_of_bubble(order.micro_batches))
     if settings.deterministic:
         be_deterministic()
-    plan = training_plan(order.recipe, ranks.layout)
     if ranks.joined and ranks.count == 1:
         emit("note", text="one rank: it shares with nobody, so that nothing is gathered or averaged")
     data = open_data(order, emit)

@@ -2,7 +2,7 @@
 and either of them over models whose layers are cut among the ranks of a tensor group. Stages: `engine/pipeline.py`.
 
     shared = share(adapter, model, loss_of, plan=plan, ranks=ranks, device=device)     # last of what wraps the loss
-    with shared.piece(last=False): shared.loss_of(*batch).backward()                   # reduced on the last piece only
+    with shared.piece(last=False): shared.loss_of(*batch).backward()                   # `fsdp` reduces in every piece
 
 Both wrap the loss and not the model, so that parameters keep their names and the model its class: `WithLoss.forward` is
 forward and loss together, which is what the engine calls. Gradients are means over ranks, whose shares of a batch are
@@ -130,7 +130,9 @@ class Replicated(Shared):
 
 class Sharded(Shared):
     """Every rank holds its rows of each tensor, of its gradient and of its optimizer state. A block's weights are
-    gathered before it runs and given back after it."""
+    gathered before it runs and given back after it, and its gradients are dealt out in every backward pass: that is
+    `fsdp`. `fsdp-keep` gives memory for traffic: weights stay gathered until the backward pass, and whole gradients are
+    added up until the last piece, where they are dealt out once."""
 
     def __init__(
         self,
@@ -148,7 +150,7 @@ class Sharded(Shared):
             fully_shard,
         )  # dear to import, for ranks only
 
-        mesh = ranks.data_mesh
+        mesh, self.keeps = ranks.data_mesh, plan.parallel == "fsdp-keep"
         policy = MixedPrecisionPolicy()
         if plan.autocast == "bf16":
             # Weights are gathered in 16 bits and autocast finds nothing to cast in them; it stays for what it keeps in
@@ -157,7 +159,7 @@ class Sharded(Shared):
                 param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
             )
         for block in adapter.blocks(model):
-            fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=plan.parallel == "fsdp")
+            fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=not self.keeps)
         # The root holds embedding, last norm and head. The backward pass begins with them: they stay gathered.
         root = WithLoss(model, loss_of)
         fully_shard(root, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
@@ -169,7 +171,10 @@ class Sharded(Shared):
         super().__init__(root)
 
     def piece(self, last: bool) -> AbstractContextManager[object]:
-        self.root.set_requires_gradient_sync(last)
+        if self.keeps:
+            self.root.set_requires_gradient_sync(last)
+        else:  # copies of the model average what each of their ranks has added up, once: that is between nodes
+            self.root.set_requires_all_reduce(last)
         return nullcontext()
 
     @contextmanager

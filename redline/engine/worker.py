@@ -34,7 +34,9 @@ from redline.core.values import from_json, to_json
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+    from redline.core.workload import Source
     from redline.engine.distributed import Ranks
+    from redline.engine.measure import Bench
 
 RANK_FAILURE_FILE = "failure-of-rank-{}.json"
 
@@ -76,10 +78,11 @@ def run(job: Job, run_directory: Path, report: Any, ranks: Ranks | None = None) 
     import torch
 
     from redline.engine.distributed import alone
-    from redline.engine.measure import Bench, measure, measure_reference
-    from redline.engine.trial import compile_only, look, measure_unless_slower
+    from redline.engine.measure import Bench
 
     device = torch.device(job.device) if ranks is None else ranks.connect(job.device)
+    if ranks is not None:
+        ranks.arrange(job.arranged)
     bench = Bench(
         job=job,
         tokens=run_directory / job.tokens,
@@ -87,6 +90,24 @@ def run(job: Job, run_directory: Path, report: Any, ranks: Ranks | None = None) 
         report=report,
         ranks=alone() if ranks is None else ranks,
     )
+    with without_dropout(job.workload.source):
+        return answer_of(bench, run_directory)
+
+
+def without_dropout(source: Source) -> contextlib.AbstractContextManager[None]:
+    """A user's code may drop by a function, in which no adapter finds a rate to set to zero."""
+    if source.kind != "python" or source.dropout:
+        return contextlib.nullcontext()
+    from redline.model.python_adapter import functional_dropout_off
+
+    return functional_dropout_off()
+
+
+def answer_of(bench: Bench, run_directory: Path) -> Measurement | Profile:
+    from redline.engine.measure import measure, measure_reference
+    from redline.engine.trial import compile_only, look, measure_unless_slower
+
+    job = bench.job
     if job.kind == "profile":
         from redline.engine.profiling import profile_job
 

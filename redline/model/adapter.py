@@ -9,9 +9,10 @@ done from outside stands in `Workload.cannot`, with the reason, so that no plan 
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 
     from redline.core.cut import Cut
 
+# transformers imports torchao where it is installed, which tells of kernels that it did not find. None is used here.
+CHATTY = ("torchao", "torch.utils._pytree")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 LossOf = Callable[..., torch.Tensor]
@@ -198,13 +201,27 @@ def exchange_gelus(model: nn.Module, is_gelu: Callable[[nn.Module], bool]) -> No
                 setattr(parent, name, SigmoidGelu())
 
 
+@contextmanager
+def muted(*loggers: str) -> Iterator[None]:
+    """They say errors alone, and whatever they said before afterwards."""
+    levels = {name: logging.getLogger(name).level for name in loggers}
+    for name in levels:
+        logging.getLogger(name).setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)
+
+
 def adapter_of(workload: Workload) -> Adapter:
     if workload.source.kind == "python":
         from redline.model.python_adapter import PythonAdapter  # nobody else needs it
 
         return PythonAdapter(workload)
     if workload.source.kind == "huggingface":
-        from redline.model.transformers_adapter import TransformersAdapter  # transformers takes a second to import
+        with muted(*CHATTY):
+            from redline.model.transformers_adapter import TransformersAdapter  # transformers takes a second to import
 
         return TransformersAdapter(workload)
     return BuiltIn(workload)

@@ -2,8 +2,8 @@
 
     model = PythonAdapter(workload).build(plan, device)
 
-What acts from outside acts here: the loss is put behind the model, dropout is set to zero while measuring, equal blocks
-are checkpointed, tanh GELUs exchanged. Batches are any trees of tensors whose first dimension is the size of the batch.
+What acts from outside acts here: the loss is put behind the model, dropout is off while measuring, equal blocks are
+checkpointed, tanh GELUs exchanged. Batches are any trees of tensors whose first dimension is the size of the batch.
 What its code does not allow stands in the workload with the line to change (`workloads/python_file.py`).
 """
 
@@ -24,12 +24,13 @@ from torch.utils.checkpoint import checkpoint
 from redline.core.errors import UserError
 from redline.core.plan import Plan
 from redline.core.traced import Blocks, Traced
-from redline.core.user_code import Functions, blaming, check_neighbours, described, load_functions
+from redline.core.user_code import Functions, blaming, check_neighbours, definition, described, load_functions
 from redline.core.workload import Workload
 from redline.model.adapter import DTYPES, Adapter, LossOf, exchange_gelus
 
 Loss = Callable[[Any], torch.Tensor]
 """Of a whole batch, as the file's make_batch returned it."""
+FUNCTIONAL_DROPOUT = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
 TARGETS = ("target", "targets", "label", "labels", "y")
 
 
@@ -109,17 +110,38 @@ def held(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 def make_model(functions: Functions, seed: int) -> nn.Module:
     """On the host, from the seed, so that every process starts from the same weights whatever its device."""
+    check_factory(functions)
     with torch.random.fork_rng(devices=[]), blaming(functions.file, f"{functions.name}()", functions.factory):
         torch.manual_seed(seed)
         model = functions.factory()
     if not isinstance(model, nn.Module):
+        is_class = inspect.isclass(model)
         raise UserError(
-            f"{functions.words} returned {described(model)}",
+            f"{functions.words} returned {f'the class {model.__name__}' if is_class else described(model)}",
             "a factory makes the model that is to be trained",
-            f"let {functions.name}() return a torch.nn.Module",
+            f"return {model.__name__}()" if is_class else f"let {functions.name}() return a torch.nn.Module",
         )
     check_trainable(model, functions)
     return model.to("cpu").train()
+
+
+def check_factory(functions: Functions) -> None:
+    """It is called without arguments, as nobody could say which."""
+    try:
+        parameters = inspect.signature(functions.factory).parameters.values()
+    except (TypeError, ValueError):  # something built in says nothing of what it takes
+        return
+    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    needed = [each.name for each in parameters if each.default is each.empty and each.kind not in variable]
+    if not needed:
+        return
+    line = definition(functions.factory, functions.file)
+    given = ", ".join(f"{name}=..." for name in needed)
+    raise UserError(
+        f"{functions.words} needs arguments: {', '.join(needed)}",
+        f"a factory is called without any{f'; it is defined at {line}' if line else ''}",
+        f"give them defaults there, or name a function that does: `def build(): return {functions.name}({given})`",
+    )
 
 
 def check_trainable(model: nn.Module, functions: Functions) -> None:
@@ -147,6 +169,27 @@ def silence_dropout(model: nn.Module) -> tuple[str, ...]:
             setattr(module, attribute, 0.0)
             silenced.append(name)
     return tuple(silenced)
+
+
+def kept(input: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    """What F.dropout gives back at a rate of zero; a compiler follows it as it follows the model."""
+    return input
+
+
+@contextlib.contextmanager
+def functional_dropout_off(
+    instead: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda _: kept,
+) -> Iterator[None]:
+    """F.dropout and its kin drop nothing meanwhile, as modules do whose rate is zero. To be opened before a user's file
+    is loaded, which may import them by name."""
+    own = {name: getattr(F, name) for name in FUNCTIONAL_DROPOUT}
+    for name, function in own.items():
+        setattr(F, name, instead(function))
+    try:
+        yield
+    finally:
+        for name, function in own.items():
+            setattr(F, name, function)
 
 
 def is_tanh_gelu(module: nn.Module) -> bool:
@@ -186,7 +229,7 @@ def find_loss(functions: Functions, model: nn.Module, batch: Any) -> str:
     own = functions.loss
     with blaming(functions.file, f"the forward pass of {functions.words}", own or type(model).forward):
         if own is not None:
-            check_loss(own(model, batch), f"loss() for {functions.words}", "what it returns")
+            check_loss(own(model, batch), f"{functions.loss_name}() for {functions.words}", f"{functions.loss_name}()")
             return "own"
         if is_pair(batch) and takes_inputs_only(model):
             return check_logits(logits_of(model(batch[0])), batch[1], functions)
@@ -307,7 +350,10 @@ def how_to_return(found: Any, call: str) -> str:
         parts = list(found.items())
     key = next((key for key, part in parts if is_scalar(part) and part.requires_grad), None)
     if not call.startswith("model"):  # there is a loss() already
-        return f"return {call} one number" if key is None else f"let it return element [{key!r}] of that alone"
+        if key is not None:
+            return f"let {call} return element [{key!r}] of that alone"
+        several = isinstance(found, torch.Tensor) and found.is_floating_point()
+        return f"let {call} return the mean loss of the batch, one number{': .mean() of that' if several else ''}"
     if key is None:
         return "write `def loss(model, batch)` into the file: it returns the mean loss of a batch"
     return f"write `def loss(model, batch)` into the file: `return {call}[{key!r}]`"

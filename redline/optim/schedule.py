@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from redline.core.errors import UserError, unknown_name
+from redline.core.units import counted
 
 Schedule = Callable[[int], float]
 
@@ -71,9 +72,10 @@ def make_schedule(name: str, *, peak: float, warmup_steps: int, steps: int, **sh
         raise unknown_name("schedule", name, SCHEDULES)
     if not 1 <= warmup_steps < steps:
         raise UserError(
-            f"{warmup_steps} steps of warm-up do not fit into {steps} steps",
+            f"{counted(warmup_steps, 'step')} of warm-up {'does' if warmup_steps == 1 else 'do'} not fit into "
+            f"{counted(steps, 'step')}",
             "the warm-up takes at least one step, and something must be left after it",
-            f"choose a warm-up from 1 to {steps - 1} steps" if steps > 1 else "train for two steps at least",
+            f"choose a warm-up from 1 to {counted(steps - 1, 'step')}" if steps > 1 else "train for two steps at least",
         )
     for key, value in shares.items():
         check_share(name, key, value)

@@ -157,9 +157,17 @@ class Rank:
         return self.shared(self.weight * self.parameters, 2)
 
     @property
+    def keeps(self) -> bool:
+        """`fsdp-keep`: ZeRO 3 between updates. Within one, weights stay gathered from forward to backward, and whole
+        gradients are added up until the last micro batch."""
+        return self.zero == 3 and self.plan.parallel == "fsdp-keep"
+
+    @property
     def standing_gradients(self) -> int:
         """Those of earlier micro batches, during a forward."""
-        return self.gradient_bytes if self.layout.accumulation > 1 else 0
+        if self.layout.accumulation == 1:
+            return 0
+        return self.weight * self.parameters if self.keeps else self.gradient_bytes
 
     @cached_property
     def optimizer_bytes(self) -> int:
@@ -186,10 +194,11 @@ class Rank:
             return 0
         return self.compute * (layers * self.matrices + head * self.table)
 
-    @property
-    def gathered_weights(self) -> int:
-        """ZeRO 3: this layer, the next one on its way, and what lies outside the layers."""
-        return self.compute * (2 * self.layer + self.outer) if self.zero == 3 else 0
+    def gathered_weights(self, waiting: int) -> int:
+        """ZeRO 3: this layer, the next one on its way, and what lies outside the layers. Where they are kept: all
+        layers that are `waiting` for their backward."""
+        layers = waiting if self.keeps else 2
+        return self.compute * (layers * self.layer + self.outer) if self.zero == 3 else 0
 
     def gathered_gradients(self, done: int) -> int:
         """ZeRO 2 and 3: of the gradients that are `done`, those of one layer before they are shared out."""
@@ -261,6 +270,7 @@ def kept_activations(rank: Rank, layers: int) -> dict[str, float]:
     of_one = layer_activations(shape, plan, rank.layout.tp)
     if plan.checkpointing == "full":
         of_one = {"residual": residual_bytes(plan) * shape.d_model}  # the input of the block
+    of_one = {kind: plan.activation_budget * size for kind, size in of_one.items()}  # as a whole: of which, it chooses
     kept = {kind: rank.tokens * layers * size for kind, size in of_one.items()}
     kept["embedding"] = batch_bytes(rank)
     return kept

@@ -147,27 +147,29 @@ def _whole_weights(rank: Rank, group: Group) -> Iterator[Collective]:
 
 
 def _sharded_weights(rank: Rank, group: Group) -> Iterator[Collective]:
-    """FSDP2: a unit per layer, and one for the rest, which stays whole from forward to backward."""
+    """FSDP2: a unit per layer, and one for the rest, which stays whole from forward to backward. `fsdp-keep` gathers
+    once per pass, and deals out gradients on the last micro batch only."""
     passes, layers = rank.layout.accumulation, rank.layers
     layer = padded(rank.layer_tensors(), group.ranks)
     rest = padded(rank.outer_tensors(), group.ranks)
     units, numbers = layers + (rest > 0), layers * layer + rest
     gathered = rank.compute if rank.casts else rank.weight
-    for what, kind, during, calls, size in (
-        ("weights", ALL_GATHER, "forward", units, gathered * numbers),
-        ("weights again", ALL_GATHER, "backward", layers, gathered * layers * layer),
-        ("gradients", REDUCE_SCATTER, "backward", units, rank.weight * numbers),
+    again, reductions = (0, 1) if rank.keeps else (layers, passes)
+    for what, kind, during, times, calls, size in (
+        ("weights", ALL_GATHER, "forward", passes, units, gathered * numbers),
+        ("weights again", ALL_GATHER, "backward", passes, again, gathered * again * layer),
+        ("gradients", REDUCE_SCATTER, "backward", reductions, units, rank.weight * numbers),
     ):
         yield Collective(
             what=what,
             kind=kind,
             axis="dp",
             group=group,
-            calls=passes * calls,
-            bytes=passes * size,
+            calls=times * calls,
+            bytes=times * size,
             during=during,
             hides=True,
-            every_pass=True,
+            every_pass=times == passes,
         )
 
 

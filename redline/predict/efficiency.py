@@ -52,6 +52,8 @@ def efficiency(
     else:
         mfu, counted = flops_per_token(shape) * tokens_per_second / rate, CONVENTION
         hfu = executed_flops_per_token(shape, plan) * tokens_per_second / rate
+        if plan.activation_budget < 1:  # what the compiler computes again is not known
+            hfu = None
     if (most := max(mfu, hfu or 0.0)) > 1:  # more than the device can do: a wrong peak or clock, or work skipped
         return _none(f"{most:.0%} of the peak cannot be right; check device and timing")
     return Efficiency(mfu=mfu, hfu=hfu, convention=f"{counted}; {dtype} dense peak {peaks[dtype]:g} TFLOP/s")

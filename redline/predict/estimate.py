@@ -121,8 +121,10 @@ def document(subject: Subject, target: Target) -> dict[str, Any]:
 
 
 def train_json(subject: Subject, fits: bool | None) -> dict[str, str | None] | None:
-    """Nobody is sent to train what does not fit."""
-    return {"command": None, "reason": "it does not fit"} if fits is False else subject.train
+    """Nobody is sent to train what does not fit; that is one reason beside the others."""
+    if fits is not False or subject.train is None:
+        return subject.train
+    return {"command": None, "reason": "; ".join(filter(None, ("it does not fit", subject.train["reason"])))}
 
 
 # notes

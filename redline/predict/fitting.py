@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 
+from redline.core.layout import Layout as Ranked
 from redline.core.plan import Plan
 from redline.core.traced import Traced
 from redline.core.workload import Shape, check_positive
@@ -21,8 +22,8 @@ from redline.predict.parallel import Layout
 
 MOST_SEQUENCES = 2**20  # in one micro batch: beyond any use
 MOST_REPLICAS = 1024
-# The ZeRO stage of each way to share a step. Weights kept for the backward pass are whole when memory is fullest.
-ZERO = {"none": 0, "ddp": 0, "fsdp-keep": 2, "fsdp": 3}
+# The ZeRO stage of each way to share a step. What `fsdp-keep` holds beside it within an update is `Rank.keeps`.
+ZERO = {"none": 0, "ddp": 0, "fsdp-keep": 3, "fsdp": 3}
 FASTER = "nothing: faster too"
 SAME = 0.005  # a change that moves the peak by less is not worth naming
 
@@ -58,13 +59,15 @@ class TracedCase(Fitting):
         return predict_memory(self.shape, self.plan, micro_batch=micro_batch)
 
 
-def case_of(shape: Shape | Traced, plan: Plan, ranks: int = 1) -> Case | TracedCase:
-    """`ranks`: that share the step as the plan says. Of a traced model each is taken to hold all of it."""
+def case_of(shape: Shape | Traced, plan: Plan, ranks: Ranked | None = None) -> Case | TracedCase:
+    """`ranks`: that share the step as the plan says. Of a traced model each is taken to hold all of it. With replicas a
+    rank holds what it would hold if there were one of them alone."""
     if isinstance(shape, Traced):
         return TracedCase(shape=shape, plan=plan)
-    if ranks == 1:
+    if ranks is None or ranks.ranks == 1:
         return Case(shape=shape, plan=plan)
-    return Case(shape=shape, plan=plan, layout=Layout(gpus=ranks), zero=ZERO[plan.parallel])
+    layout = Layout(gpus=ranks.ranks // ranks.replicas, tp=ranks.tensor, pp=ranks.pipeline)
+    return Case(shape=shape, plan=plan, layout=layout, zero=ZERO[plan.parallel] if layout.dp > 1 else 0)
 
 
 @dataclass(frozen=True, kw_only=True)

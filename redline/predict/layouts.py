@@ -342,7 +342,7 @@ def _least_cut(ranked: list[ParallelStep]) -> ParallelStep:
 
 
 def _why(best: ParallelStep, fastest: ParallelStep, tried: list[ParallelStep], fitting: list[ParallelStep]) -> str:
-    counts = f"{counted(len(tried), 'layout')} can be cut and {len(fitting)} of them fit"
+    counts = f"{counted(len(tried), 'layout')} can be cut and {len(fitting)} of them fit{'s' * (len(fitting) == 1)}"
     if not fitting:
         return f"{counts}: this one needs least memory"
     if best.tokens_per_second is None:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 
 from redline.core.devices import VECTOR_BYTES, Device
+from redline.core.units import counted
 from redline.core.workload import Shape
 from redline.predict.flops import parameters
 from redline.predict.parallel import heads_divide
@@ -278,9 +279,9 @@ def tensor_parallel_division(subject: Subject) -> Advice | None:
         return None
     good = most_ranks(shape, tp)
     fits = [size for size in range(1, 2 * tp + 1) if heads_divide(shape, size)]
-    kv = "" if shape.key_value_heads == shape.heads else f" and {shape.key_value_heads} key-value heads"
+    kv = "" if shape.key_value_heads == shape.heads else f" and {counted(shape.key_value_heads, 'key-value head')}"
     return Advice(
-        problem=f"{shape.heads} heads{kv} do not divide among {tp} GPUs",
+        problem=f"{counted(shape.heads, 'head')}{kv} do not divide among {tp} GPUs",
         why="each GPU of a tensor-parallel group computes whole heads; copied ones would be computed more than once",
         fix=f"--tp {good} (these divide: {', '.join(map(str, fits))})",
         change={"tp": good},
@@ -395,8 +396,11 @@ def _of_ranks(tp: int) -> str:
 
 
 def _words(change: Change) -> str:
-    names = {"heads": "{} heads", "kv_heads": "{} key-value heads", "layers": "{} layers", "tp": "--tp {}"}
-    return ", ".join(names.get(name, f"{name} {{}}").format(value) for name, value in change.items())
+    things, options = {"heads": "head", "kv_heads": "key-value head", "layers": "layer"}, {"tp": "--tp"}
+    return ", ".join(
+        counted(value, things[name]) if name in things else f"{options.get(name, name)} {value}"
+        for name, value in change.items()
+    )
 
 
 def _parameter_change(shape: Shape, change: Change) -> str:

@@ -226,7 +226,7 @@ def _loss_moments(rank: Rank) -> Iterator[Memory]:
             activations=whole,
             gradients=rank.standing_gradients,
             logits=logits,
-            temporary=temporary + rank.gathered_weights,
+            temporary=temporary + rank.gathered_weights(rank.layers),
             casts=rank.cast_bytes(cached, head=True),
         )
 
@@ -306,7 +306,7 @@ def _layer_moment(rank: Rank, name: str, behind: int) -> Memory:
     casts = behind + 1 if rank.plan.checkpointing != "full" else 1
     done = rank.weight * ((rank.layers - behind - 1) * rank.layer + rank.last * (rank.table + rank.vectors))
     gathered = rank.gathered_gradients(done)
-    gradients = min(rank.gradient_bytes, max(rank.standing_gradients, rank.shared(done - gathered, 2)))
+    gradients = max(rank.standing_gradients, min(rank.gradient_bytes, rank.shared(done - gathered, 2)))
     # A weight's gradient comes out of the matmul in 16 bit before it is widened.
     narrow = rank.compute * rank.matrices if rank.compute != rank.weight else 0
     return _moment(
@@ -314,7 +314,7 @@ def _layer_moment(rank: Rank, name: str, behind: int) -> Memory:
         name,
         activations=kept,
         gradients=gradients,
-        temporary=rank.tokens * extra.flowing + rank.gathered_weights + gathered + narrow,
+        temporary=rank.tokens * extra.flowing + rank.gathered_weights(behind + 1) + gathered + narrow,
         casts=rank.cast_bytes(casts, head=False),
     )
 
@@ -328,8 +328,8 @@ def _embedding_moment(rank: Rank) -> Memory:
         rank,
         "gradient of the embedding",
         activations={"embedding": batch_bytes(rank)},
-        gradients=rank.gradient_bytes,
-        temporary=stream + own + rank.gathered_weights + rank.gathered_gradients(rank.gradient_bytes),
+        gradients=max(rank.gradient_bytes, rank.standing_gradients),
+        temporary=stream + own + rank.gathered_weights(0) + rank.gathered_gradients(rank.gradient_bytes),
     )
 
 

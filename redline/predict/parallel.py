@@ -6,13 +6,14 @@
 
 TP cuts every layer among GPUs, PP the stack of layers, DP the batch; GAS (gradient accumulation) does what is left one
 micro batch after the other. Ranks count TP fastest, then DP, then PP: tensor-parallel GPUs are neighbours in a node.
-Nothing here says what is fast (predict/layouts.py does): only what is possible.
+Nothing here says what is fast (predict/layouts.py does): only what is possible. Refusals speak in options, which are
+the same for `train` and `estimate`, and whatever they propose passes the check that refused.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from redline.core.errors import UserError
@@ -20,6 +21,10 @@ from redline.core.units import counted
 from redline.core.workload import Shape, check_positive
 
 USUAL_NODE = 8  # GPUs on a DGX or HGX board
+CUTS = ("--tensor", "--pipeline")
+MOST_STEPS = 64  # replicas more or fewer among which another number of GPUs is looked for
+# GPUs of a node: so many, however many GPUs there are; or so many of a number of GPUs; None: not asked.
+Node = int | Callable[[int], int] | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +73,7 @@ def layout_for_batch(
     micro_batch: int,
     global_batch: int | None = None,
     shape: Shape | None = None,
-    gpus_per_node: int | None = None,
+    gpus_per_node: Node = None,
 ) -> Layout:
     """The layout whose accumulation makes exactly this global batch (None: one pass), or an error with the nearest
     possible ones. With a shape they are possible for that model too."""
@@ -81,9 +86,9 @@ def layout_for_batch(
     if global_batch % once.global_batch:
         raise UserError(
             f"a global batch of {global_batch} is not a number of passes of {once.global_batch}",
-            f"one pass of all replicas takes MBS {micro_batch} x DP {once.dp} = {once.global_batch} sequences, "
-            "and GAS counts whole passes",
-            "use a global batch of " + ", or ".join(_batches_near(global_batch, once)),
+            f"one pass takes a micro batch of {micro_batch} on {'the one' if once.dp == 1 else f'each of {once.dp}'} "
+            f"data-parallel rank{'' if once.dp == 1 else 's'}, and an update adds up whole passes",
+            "set --global-batch to " + ", or ".join(_batches_near(global_batch, once)),
         )
     return replace(once, accumulation=global_batch // once.global_batch)
 
@@ -97,25 +102,23 @@ def check_layout(shape: Shape, layout: Layout, gpus: int | None = None, gpus_per
     if gpus is not None and layout.gpus != gpus:
         check_positive("gpus", gpus)
         raise UserError(
-            f"the layout takes {layout.gpus} GPUs and there are {gpus}",
+            f"the layout takes {counted(layout.gpus, 'GPU')} and there {'is' if gpus == 1 else 'are'} {gpus}",
             f"DP {layout.dp} x TP {layout.tp} x PP {layout.pp} = {layout.gpus}, one rank per GPU",
-            f"use {_cuts_near(shape, gpus, layout.tp, layout.pp, gpus_per_node)} on {gpus} GPUs; "
+            f"use {_cuts_near(shape, gpus, layout.tp, layout.pp, gpus_per_node)} on {counted(gpus, 'GPU')}; "
             "DP is what is left of them",
         )
 
 
 def check_product(gpus: int, *, dp: int, tp: int, pp: int) -> None:
     """Refuses a DP that is not what TP and PP leave of the GPUs."""
-    for name, value in (("gpus", gpus), ("dp", dp), ("tp", tp), ("pp", pp)):
-        check_positive(name, value)
-    if dp * tp * pp == gpus:
-        return
-    left = f"DP {gpus // (tp * pp)} on these {gpus}, or " if gpus % (tp * pp) == 0 else ""
-    raise UserError(
-        f"DP {dp} x TP {tp} x PP {pp} takes {dp * tp * pp} GPUs, not {gpus}",
-        "every GPU is one rank of one layout",
-        f"use {left}{dp * tp * pp} GPUs",
-    )
+    check_positive("dp", dp)
+    left = Layout(gpus=gpus, tp=tp, pp=pp).dp
+    if dp != left:
+        raise UserError(
+            f"DP {dp} x TP {tp} x PP {pp} takes {counted(dp * tp * pp, 'GPU')}, not {gpus}",
+            "every GPU is one rank of one layout",
+            f"use --dp {left}, or leave --dp out",
+        )
 
 
 def gpus_in_a_node(gpus: int, nodes: int | None = None) -> int:
@@ -127,9 +130,9 @@ def gpus_in_a_node(gpus: int, nodes: int | None = None) -> int:
     if gpus % nodes:
         near = nearest_two(divisors(gpus), nodes)
         raise UserError(
-            f"{gpus} GPUs are not the same number in each of {nodes} nodes",
+            f"{counted(gpus, 'GPU')} cannot be shared evenly by {counted(nodes, 'node')}",
             "nodes are taken to be alike",
-            f"use {_either(near)} nodes, or {_either(_multiples(gpus, nodes))} GPUs",
+            f"use {_counted_either(near, 'node')}, or {_counted_either(_multiples(gpus, nodes), 'GPU')}",
         )
     return gpus // nodes
 
@@ -140,48 +143,85 @@ def heads_divide(shape: Shape, tp: int) -> bool:
     return shape.heads % tp == 0 and shape.key_value_heads % tp == 0
 
 
-def _check_cuts(shape: Shape, gpus: int, tp: int, pp: int, gpus_per_node: int | None = None) -> None:
-    for name, value in (("gpus", gpus), ("tp", tp), ("pp", pp)):
+def _check_cuts(shape: Shape, gpus: int, tp: int, pp: int, node: Node = None) -> None:
+    for name, value in (("gpus", gpus), ("--tensor", tp), ("--pipeline", pp)):
         check_positive(name, value)
+    kv = shape.key_value_heads
     for name, parts, what, size, why in (
-        ("TP", tp, "heads", shape.heads, "each GPU of a tensor-parallel group holds whole heads"),
-        ("TP", tp, "key-value heads", shape.key_value_heads, "they are shared out whole, and not copied"),
-        ("TP", tp, "numbers across the MLP", shape.d_ff, "the MLP's width is shared out evenly"),
-        ("PP", pp, "layers", shape.layers, "each pipeline stage holds as many as the others"),
+        (
+            "--tensor",
+            tp,
+            counted(shape.heads, "head"),
+            shape.heads,
+            "each GPU of a tensor-parallel group holds whole heads",
+        ),
+        ("--tensor", tp, counted(kv, "key-value head"), kv, "they are shared out whole, and not copied"),
+        ("--tensor", tp, counted(shape.d_ff, "MLP column"), shape.d_ff, "the MLP's width is shared out evenly"),
+        (
+            "--pipeline",
+            pp,
+            counted(shape.layers, "layer"),
+            shape.layers,
+            "each pipeline stage holds as many as the others",
+        ),
     ):
         if size % parts:
             raise UserError(
-                f"{size} {what} cannot be shared by {name} {parts}",
+                f"{what} cannot be shared by {name} {parts}",
                 why,
-                f"use {_cuts_near(shape, gpus, tp, pp, gpus_per_node)}",
+                f"use {_cuts_near(shape, gpus, tp, pp, node)}",
             )
     if gpus % (tp * pp):
-        raise _no_whole_replicas(gpus, tp, pp, shape, gpus_per_node)
-    if gpus_per_node is not None and gpus_per_node % tp:
+        raise _no_whole_replicas(gpus, tp, pp, shape, node)
+    if _in_a_node(gpus, node) % tp:
         raise UserError(
-            f"TP {tp} does not stay inside a node of {counted(gpus_per_node, 'GPU')}",
+            f"--tensor {tp} does not stay inside a node of {counted(_in_a_node(gpus, node), 'GPU')}",
             "a tensor-parallel group waits for its activations in every layer, and only links inside a node are "
             "fast enough for that",
-            f"use {_cuts_near(shape, gpus, tp, pp, gpus_per_node)}",
+            f"use {_cuts_near(shape, gpus, tp, pp, node)}",
         )
 
 
-def _no_whole_replicas(gpus: int, tp: int, pp: int, shape: Shape | None, gpus_per_node: int | None = None) -> UserError:
-    whole = tp * pp
+def _in_a_node(gpus: int, node: Node) -> int:
+    if node is None:
+        return gpus
+    return node if isinstance(node, int) else node(gpus)
+
+
+def _no_whole_replicas(gpus: int, tp: int, pp: int, shape: Shape | None, node: Node = None) -> UserError:
+    whole, near = tp * pp, _gpus_near(gpus, tp, pp, node)
+    others = f"{_counted_either(near, 'GPU')}, or " if near else ""
     return UserError(
-        f"{gpus} GPUs cannot be cut into replicas of {tp} x {pp}",
-        f"one replica takes TP x PP = {whole} GPUs, and DP = GPUs / (TP x PP) counts whole replicas",
-        f"use {_either(_multiples(gpus, whole))} GPUs, or {_cuts_near(shape, gpus, tp, pp, gpus_per_node)}",
+        f"{counted(gpus, 'GPU')} cannot be cut into replicas of {tp} x {pp}",
+        f"one replica takes {whole} GPUs, tensor x pipeline, and data-parallel ranks count whole replicas",
+        f"use {others}{_cuts_near(shape, gpus, tp, pp, node)}",
     )
 
 
-def _cuts_near(shape: Shape | None, gpus: int, tp: int, pp: int, gpus_per_node: int | None = None) -> str:
-    """The two nearest cuts of these GPUs, and of the model if one is given: 'TP 4 x PP 1 or TP 2 x PP 1'."""
+def _gpus_near(gpus: int, tp: int, pp: int, node: Node) -> list[int]:
+    """The numbers just below and above these that whole replicas take, in nodes that hold whole tensor groups."""
+    first, whole = gpus // (tp * pp), tp * pp
+    below, above = range(first, max(0, first - MOST_STEPS), -1), range(first + 1, first + MOST_STEPS)
+    found = (next((n * whole for n in way if _node_takes(tp, n * whole, node)), None) for way in (below, above))
+    return [count for count in found if count is not None]
+
+
+def _node_takes(tp: int, gpus: int, node: Node) -> bool:
+    try:
+        return _in_a_node(gpus, node) % tp == 0
+    except UserError:  # so many nodes as there are cannot share that many GPUs
+        return False
+
+
+def _cuts_near(shape: Shape | None, gpus: int, tp: int, pp: int, node: Node = None) -> str:
+    """The two nearest cuts of these GPUs, and of the model if one is given: '--tensor 4 or --tensor 2'."""
     cuts = sorted(
-        possible_cuts(shape, gpus, gpus_per_node),
+        possible_cuts(shape, gpus, None if node is None else _in_a_node(gpus, node)),
         key=lambda cut: (abs(math.log(cut[0] / tp)) + abs(math.log(cut[1] / pp)), cut[1] != pp, cut),
-    )
-    return " or ".join(f"TP {t} x PP {p}" for t, p in cuts[:2])
+    )[:2]
+    said = [(axis, name) for axis, name in enumerate(CUTS) if any(cut[axis] > 1 for cut in ((tp, pp), *cuts))]
+    words = (" ".join(f"{name} {cut[axis]}" for axis, name in said) for cut in cuts)
+    return " or ".join(words) if said else f"neither {' nor '.join(CUTS)}"
 
 
 def possible_cuts(shape: Shape | None, gpus: int, gpus_per_node: int | None = None) -> list[tuple[int, int]]:
@@ -201,15 +241,21 @@ def _batches_near(wanted: int, once: Layout) -> Iterator[str]:
         nearer = all(abs(batch - wanted) < abs(other - wanted) for other in same)
         if batch == wanted:
             sizes = nearest_two(divisors(batch // once.dp), once.micro_batch)
-            yield f"a micro batch of {_either(sizes)}"
+            yield f"--micro-batch to {_either(sizes)}"
             return
         if nearer:
-            size = nearest_two(divisors(batch // once.dp), once.micro_batch)[0]
-            yield f"{batch} with a micro batch of {size}"
+            size = nearest(divisors(batch // once.dp), once.micro_batch)[0]
+            yield f"to {batch} with --micro-batch {size}"
+
+
+def nearest(numbers: Sequence[int], wanted: int) -> list[int]:
+    """By ratio, the nearest first."""
+    return sorted(numbers, key=lambda number: (abs(math.log(number / wanted)), number))
 
 
 def nearest_two(numbers: Sequence[int], wanted: int) -> list[int]:
-    return sorted(sorted(numbers, key=lambda number: (abs(math.log(number / wanted)), number))[:2])
+    """In their own order."""
+    return sorted(nearest(numbers, wanted)[:2])
 
 
 def divisors(number: int) -> tuple[int, ...]:
@@ -226,3 +272,8 @@ def _multiples(wanted: int, of: int) -> list[int]:
 
 def _either(numbers: list[int]) -> str:
     return " or ".join(str(n) for n in numbers)
+
+
+def _counted_either(numbers: list[int], thing: str) -> str:
+    """'1 node', '2 or 4 nodes'."""
+    return f"{_either(numbers)} {thing}{'' if numbers == [1] else 's'}"

@@ -14,6 +14,7 @@ from functools import cached_property
 
 from redline.core.devices import Device
 from redline.core.plan import Plan
+from redline.core.units import counted
 from redline.core.workload import Shape
 from redline.predict.gemms import Gemm, attention_gemms, linear_gemms
 from redline.predict.sizes import Change
@@ -67,10 +68,11 @@ class Subject:
     def undivided(self) -> list[str]:
         """The sizes that do not divide among the ranks, for people."""
         shape = self.shape
-        sizes = {"{} heads": shape.heads, "vocabulary {}": shape.vocab, "d_ff {}": shape.d_ff}
+        sizes = {counted(shape.heads, "head"): shape.heads, f"vocabulary {shape.vocab}": shape.vocab}
+        sizes[f"d_ff {shape.d_ff}"] = shape.d_ff
         if shape.kv_heads is not None:
-            sizes["{} key-value heads"] = shape.kv_heads
-        return [name.format(size) for name, size in sizes.items() if size % self.tp]
+            sizes[counted(shape.kv_heads, "key-value head")] = shape.kv_heads
+        return [words for words, size in sizes.items() if size % self.tp]
 
     @cached_property
     def flops(self) -> int:

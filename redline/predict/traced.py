@@ -53,7 +53,7 @@ def traced_bytes(traced: Traced, plan: Plan, *, micro_batch: int, optimizer: str
         weights=row.weights * traced.parameters + traced.buffer_bytes,
         gradients=row.weights * traced.trainable,
         optimizer=sum(each.count * row.state_bytes(each.sizes, of_layer=each.of_layer) for each in traced.tensors),
-        activations=round(saved.at(micro_batch)),
+        activations=round(plan.activation_budget * saved.at(micro_batch)),
         batch=traced.batch_bytes * micro_batch,
     )
 

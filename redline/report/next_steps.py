@@ -21,7 +21,7 @@ from redline.core.units import counted, human_bytes, human_percent, human_rate, 
 from redline.core.workload import SAMPLE_CORPUS
 from redline.predict.noise import MOST_SWING
 from redline.report import Document, Row, has_implausible_peak, one_line, reason_of, rung_name, status_of, verdict_of
-from redline.report.table import best_row, ranks_of, rows_of, swing_of, unit_of
+from redline.report.table import best_row, layout_of, rows_of, swing_of, unit_of
 
 SHOWN = 3
 ROOM = 0.5  # of the device's memory: below this a larger micro batch is worth a look
@@ -77,8 +77,7 @@ def text_words(document: Document) -> list[str]:
         words += ["--data", str(workload["corpus"])]
     if device := value_of(typed, "--device"):
         words += ["--device", device]
-    if (ranks := ranks_of(document)) > 1:
-        words += ["--gpus", str(ranks)]
+    words += layout_of(document).options().split()
     return words
 
 

@@ -21,6 +21,7 @@ from redline.report.bars import Bar, stacked_chart
 from redline.report.lint_page import render_lint_page
 from redline.report.page import date_text, drawings, render, table_row
 from redline.report.svg import plain_tick
+from redline.report.table import Note
 
 HEIGHT_PX = 640
 NEAR = 0.25  # of the device's memory: from there on its end is drawn
@@ -48,6 +49,12 @@ def page_table(title: str, table: Table) -> dict[str, Any]:
         "columns": columns,
         "rows": [table_row([str(cell).strip() for cell in row]) for row in rows],
     }
+
+
+def lines_table(label: str, names: tuple[str, ...], lines: Iterable[Iterable[str]]) -> dict[str, Any]:
+    """A table of words."""
+    rows = [table_row([one_line(cell) for cell in line]) for line in lines]
+    return {"label": label, "columns": [(name, "words") for name in names], "rows": rows}
 
 
 def _page(document: Document, *, title: str, parts: Iterable[Part], notes: Iterable[Any], **view: Any) -> str:
@@ -179,8 +186,8 @@ def render_lint(document: Document) -> str:
 def render_hardware_page(document: Document) -> str:
     known, measured, this = document["known"], document["measured"], document["this"]
     name = one_line((this or known or {}).get("name") or "unknown device")
-    words = [f"{about} {text}" for about, text in (*hardware.machine_lines(this), *hardware.known_lines(known))]
-    parts = []
+    lines = [*hardware.machine_lines(this), *hardware.known_lines(known)]
+    parts = [Part(title="The device", table=lines_table("the device", ("", "is"), lines))] if lines else []
     if known or measured:
         chart = drawings(lambda px: _peaks_chart(document, px)) if _peaks(document) else None
         parts.append(Part(title="Peaks", chart=chart, table=page_table("peaks", hardware.peaks_table(document))))
@@ -191,7 +198,7 @@ def render_hardware_page(document: Document) -> str:
         {**document, "date": (measured or {}).get("date")},
         title=name,
         device="",
-        workload="; ".join(words) or "nothing is known of it",
+        workload=one_line(lines[0][1]) if lines else "nothing is known of it",
         headline=[],
         parts=parts,
         notes=hardware.notes_of(document),
@@ -273,4 +280,25 @@ def _loop_chart(document: Document, width_px: int) -> str:
         show=plain_tick,
         unit=1e-3,
         hollow=(names[0],),
+    )
+
+
+# --- prepare ----------------------------------------------------------------------------------------------------------
+
+
+def render_prepared_page(
+    *, name: str, device: str, done: Iterable[tuple[str, str]], left_out: Iterable[tuple[str, str]], said: Iterable[str]
+) -> str:
+    """`done`: rungs and what they are; `left_out`: rungs and why; `said`: choices that were made for the user."""
+    done = list(done)
+    lines = [*((rung, "done", what) for rung, what in done), *((rung, "left out", why) for rung, why in left_out)]
+    table = lines_table("the recipe", ("rung", "was", "what, or why not"), lines)
+    return _page(
+        {},
+        title=f"{one_line(name)} with a recipe on it",
+        device=one_line(device),
+        workload=f"done: {', '.join(rung for rung, _ in done) or 'nothing, the recipe is the baseline'}",
+        headline=[],
+        parts=[Part(title="The recipe", table=table)] if lines else [],
+        notes=[Note(about="note", text=one_line(text)) for text in said],
     )

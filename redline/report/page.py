@@ -40,6 +40,8 @@ from redline.report.table import (
     cells_of,
     device_name,
     notes_of,
+    ranks_of,
+    ranks_text,
     rebatched_columns,
     rebatched_notes,
     rebatched_rows,
@@ -449,6 +451,7 @@ def machine_facts(document: Document) -> dict[str, Any]:
     return {
         "device": hardware.get("name"),
         "count": hardware.get("count"),
+        "ranks": ranks_text(document) if ranks_of(document) > 1 else None,
         "memory": human_bytes(hardware.get("memory_bytes")),
         "compute capability": ".".join(map(str, hardware.get("capability") or [])),
         "multiprocessors": hardware.get("multiprocessors"),

@@ -21,7 +21,7 @@ from redline.core.profile import IDLE, RECIPE
 from redline.core.units import UNKNOWN, batch_words, human_bytes, human_percent, human_rate, human_seconds, rate_unit
 from redline.predict.advice import THINGS
 from redline.report import Document, one_line
-from redline.report.table import WIDTH_COLUMNS, Note, milliseconds, notes_grid, ranks_of, sharing_text
+from redline.report.table import WIDTH_COLUMNS, Note, milliseconds, notes_grid, ranks_of, ranks_text, sharing_text
 
 SHOWN_ADVICE = THINGS
 SHOWN_KERNELS, SHOWN_MODULES, SHOWN_LINES, SHOWN_FINDINGS = 10, 8, 6, 12
@@ -72,7 +72,7 @@ def header_lines(document: Document) -> Iterator[str]:
     recipe, shape = document["recipe"], document["workload"]["shape"]
     sizes = "" if recipe is None else f", {batch_words(recipe['micro_batch'], shape)}"
     rungs = "" if recipe is None else f", {', '.join(recipe['rungs']) or 'no rungs'}"
-    ranks = f" with {ranks_of(document)} ranks" if ranks_of(document) > 1 else ""
+    ranks = f" with {ranks_text(document)}" if ranks_of(document) > 1 else ""
     yield f"{one_line(document['workload']['name'])} on {one_line(document['hardware']['name'])}{ranks}{sizes}{rungs}"
     step = document["step_seconds"]
     unit = rate_unit((shape or {}).get("unit"), short=False)

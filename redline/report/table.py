@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from redline.core.layout import Layout
 from redline.core.traced import TOKEN
 from redline.core.units import (
     UNKNOWN,
@@ -29,6 +30,7 @@ from redline.core.units import (
     human_seconds,
     rate_unit,
 )
+from redline.core.values import from_json
 from redline.predict.noise import MOST_SWING
 from redline.report import Document, Row, is_dropped, one_line, reason_of, rung_name, shown_mfu, status_of, verdict_of
 
@@ -40,6 +42,7 @@ VERDICT_STYLES = {
     "different": "bold red",
     "not-checked": "dim",
 }
+LOUD_NOISE = 0.1  # from a tenth on, the digits of a speed-up say more than was measured
 ONE_PROCESS = ""  # has nobody to talk to: such a column is not missing
 STATUS_STYLES = {"skipped": "dim", "failed": "red"}
 
@@ -151,7 +154,7 @@ COLUMNS = (
         meaning="what the slowest rank computes longer than the middle one",
         cell=_shared(lambda sharing: milliseconds(sharing["straggler_seconds"])),
         why_unknown=ONE_PROCESS,
-        shed=1,
+        shed=4,  # the last: who asks for ranks looks for a straggler
     ),
     Column(name="loss", meaning="first and last loss of the checked curve", cell=_loss_cell, shed=2),
     Column(name="verdict", meaning="the loss curve against the fp32 reference", cell=verdict_of, number=False),
@@ -269,7 +272,8 @@ def _table(rows: Sequence[Row], columns: Sequence[Column], gap: int) -> Table:
 def _fit(document: Document, width: int) -> tuple[tuple[Column, ...], int]:
     """The fullest layout that fits: its columns and the gap between them."""
     shown = shown_columns(document)
-    layouts = [(tuple(c for c in shown if c.shed == 0 or c.shed > level), gap) for level in range(4) for gap in (2, 1)]
+    levels = range(1 + max(column.shed for column in COLUMNS))
+    layouts = [(tuple(c for c in shown if c.shed == 0 or c.shed > level), gap) for level in levels for gap in (2, 1)]
     return next((layout for layout in layouts if _width(document, *layout) <= width), layouts[-1])
 
 
@@ -311,7 +315,8 @@ def notes_of(document: Document) -> list[Note]:
 
 def row_notes(document: Document) -> list[Note]:
     """What is to be said of single rows: different ones loudly, then every reason."""
-    return [*_different_notes(document), *_reason_notes(document)]
+    reasons = (*_unchecked_notes(document), *_reason_notes(document), *_compile_notes(document))
+    return [*_different_notes(document), *reasons]
 
 
 def _different_notes(document: Document) -> Iterator[Note]:
@@ -325,12 +330,34 @@ def _different_notes(document: Document) -> Iterator[Note]:
             )
 
 
+def _unchecked_notes(document: Document) -> Iterator[Note]:
+    """Why, once for all rows alike; a reason that is the model's own stands among its notes."""
+    known = " ".join(note.text for note in model_notes(document))
+    rungs: dict[str, list[str]] = {}
+    for row in rows_of(document):
+        detail = one_line((row.get("equivalence") or {}).get("detail") or "")
+        if status_of(row) == "ok" and verdict_of(row) == "not-checked" and detail and detail not in known:
+            rungs.setdefault(detail, []).append(rung_name(row))
+    for detail, names in rungs.items():
+        yield Note(about="not checked", text=f"{', '.join(names)}: {detail}")
+
+
 def _reason_notes(document: Document) -> Iterator[Note]:
     for row in rows_of(document):
         word = "not kept" if is_dropped(row) else status_of(row)
         if row.get("reason") or word in ("skipped", "failed"):
             text = reason_of(row) if word == "ok" else f"{word}: {reason_of(row)}"
             yield Note(about=rung_name(row), text=text, kind="failed" if word == "failed" else "plain")
+
+
+def _compile_notes(document: Document) -> Iterator[Note]:
+    """What was not compiled, of the first row that says so: those above it run the same code."""
+    told = {row.get("reason") for row in rows_of(document)}
+    for row in rows_of(document):
+        text = row.get("compile_note")
+        if text and text not in told:
+            told.add(text)
+            yield Note(about=rung_name(row), text=one_line(text))
 
 
 def _subject_notes(document: Document) -> Iterator[Note]:
@@ -357,19 +384,32 @@ def _subject_notes(document: Document) -> Iterator[Note]:
 
 
 def rank_notes(document: Document) -> Iterator[Note]:
-    ranks = ranks_of(document)
-    if ranks > 1:
+    layout = layout_of(document)
+    if layout.ranks > 1:
         text = (
-            f"a step is {ranks} micro batches, one on each: {rate_unit(unit_of(document))} counts all of them, step "
+            f"{step_of_ranks(layout)}: {rate_unit(unit_of(document))} counts all of them, step "
             "and peak are the worst rank's; comm is what the step waits for / all communication, lag what the slowest "
             "rank computes longer than the middle one"
         )
-        yield Note(about=f"{ranks} ranks", text=text)
+        yield Note(about=f"{layout.ranks} ranks", text=text)
 
 
-def sharing_text(sharing: dict[str, float]) -> str:
+def step_of_ranks(layout: Layout) -> str:
+    """'a step is 2 micro batches, one on each group of 2 ranks'"""
+    if layout.data == 1:
+        return f"a step is one micro batch, which {layout.tensor} ranks compute together"
+    group = "" if layout.tensor == 1 else f" group of {layout.tensor} ranks"
+    return f"a step is {layout.data} micro batches, one on each{group}"
+
+
+def sharing_text(sharing: dict[str, Any]) -> str:
+    groups = sharing.get("by_group") or {}  # where there is one alone, it has all
+    parts = ", ".join(
+        f"{human_seconds(seconds)} about {WHAT_IS_SHARED.get(name, name)}" for name, seconds in groups.items()
+    )
+    told = f" ({parts})" if len(groups) > 1 else ""
     return (
-        f"{human_seconds(sharing['communication_seconds'])} of communication a step, of which "
+        f"{human_seconds(sharing['communication_seconds'])} of communication a step{told}, of which "
         f"{human_seconds(sharing['exposed_seconds'])} with nothing else to do meanwhile; the slowest rank computes "
         f"{human_seconds(sharing['straggler_seconds'])} longer than the middle one"
     )
@@ -377,6 +417,24 @@ def sharing_text(sharing: dict[str, float]) -> str:
 
 def ranks_of(document: Document) -> int:
     return int((document.get("hardware") or {}).get("ranks") or 1)
+
+
+WHAT_IS_SHARED = {"tensor": "layers", "data": "gradients and weights"}
+
+
+def layout_of(document: Document) -> Layout:
+    """Ranks of a document of before layouts, or of a damaged one, differ in their data alone."""
+    stored = (document.get("hardware") or {}).get("layout")
+    try:
+        return from_json(Layout, stored)
+    except (TypeError, ValueError):
+        return Layout(ranks=ranks_of(document))
+
+
+def ranks_text(document: Document) -> str:
+    """'8 ranks', or '8 ranks: tensor 2 x data 4'."""
+    layout = layout_of(document)
+    return f"{layout.ranks} ranks" if layout.is_plain else layout.words()
 
 
 def swing_of(row: Row) -> float:
@@ -471,10 +529,16 @@ def workload_text(document: Document) -> str:
         ("vocab", "vocabulary {}"),
         ("sequence", "{} tokens of context"),
     ]
-    parts = [form.format(_count(shape[key])) for key, form in words if shape.get(key) is not None]
+    kv = f" ({_count(shape['kv_heads'])} for keys and values)" if shape.get("kv_heads") else ""
+    parts = [
+        form.format(_count(shape[key])) + (kv if key == "heads" else "")
+        for key, form in words
+        if shape.get(key) is not None
+    ]
     parts += [f"{_count(shape['parameters'])} parameters"] if shape.get("parameters") is not None else []
-    if workload.get("micro_batch") is not None:
-        parts.append(f"micro batch {_count(workload['micro_batch'])}")
+    # A tune's settings say which one was asked for, or none: then it is what the search is about.
+    size = {**workload, **(document.get("settings") or {})}.get("micro_batch")
+    parts += [f"micro batch {_count(size)}"] if size is not None else []
     return f"{one_line(workload.get('name') or 'unknown workload')}: {', '.join(parts) or 'shape not known'}"
 
 
@@ -486,7 +550,7 @@ def machine_text(document: Document) -> str:
     hardware = document.get("hardware") or {}
     count = hardware.get("count") or 1
     parts = [f"{count} x {device_name(document)}" if count > 1 else device_name(document)]
-    parts += [f"{ranks_of(document)} ranks"] if ranks_of(document) > 1 else []
+    parts += [ranks_text(document)] if ranks_of(document) > 1 else []
     if hardware.get("memory_bytes") is not None:
         parts.append(human_bytes(hardware["memory_bytes"]))
     if hardware.get("driver"):
@@ -514,7 +578,9 @@ def best_text(document: Document) -> str:
     parts = [f"{human_rate(best.get('tokens_per_second'))} {unit} with {one_line(best.get('rung') or UNKNOWN)}"]
     parts += [f"micro batch {best['micro_batch']}"] if best.get("micro_batch") is not None else []
     if row.get("speedup_total") is not None:
-        parts.append(f"{human_ratio(row['speedup_total'])} the {rung_name(rows_of(document)[0])}")
+        noise = (document.get("noise") or {}).get("fraction") or 0.0
+        caveat = f" (with a noise of ±{human_percent(noise)})" if noise >= LOUD_NOISE else ""
+        parts.append(f"{human_ratio(row['speedup_total'])} the {rung_name(rows_of(document)[0])}{caveat}")
     parts += [f"{human_percent(shown_mfu(row))} MFU"] if shown_mfu(row) is not None else []
     return ", ".join(parts)
 

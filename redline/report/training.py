@@ -21,6 +21,7 @@ from typing import IO, Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
+from redline.core.layout import Layout
 from redline.core.training import Budget, resume_command
 from redline.core.units import UNKNOWN, human_bytes, human_percent, human_rate, rate_unit
 from redline.report import one_line
@@ -328,6 +329,6 @@ def summary_lines(summary: dict[str, Any]) -> list[str]:
         ("loss", f"{loss_text(loss)} train, best validation {loss_text(best)}"),
         ("saved", summary["checkpoint"] or UNKNOWN),
         ("page", summary["page"] or ""),
-        ("go on", resume_command(summary["out"], summary.get("layout", ""))),
+        ("go on", resume_command(summary["out"], Layout(**(summary.get("layout") or {})).options())),
     ]
     return [f"{name:10}{text}" for name, text in lines if text]

@@ -7,10 +7,12 @@ from redline.rungs.ladder import (
     LADDER,
     find_rung,
     group_of,
+    own_rungs,
     plan_of,
     published_rungs,
     reference_plan,
     usual_rungs,
+    with_own,
 )
 from redline.rungs.rung import Maths, Rung, why_not
 
@@ -20,9 +22,11 @@ __all__ = [
     "Rung",
     "find_rung",
     "group_of",
+    "own_rungs",
     "plan_of",
     "published_rungs",
     "reference_plan",
     "usual_rungs",
     "why_not",
+    "with_own",
 ]

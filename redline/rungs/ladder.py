@@ -47,11 +47,12 @@ class Baseline(Rung):
 
     True fp32 matmuls, attention written as four lines, a for-loop AdamW, an untied head, the published vocabulary,
     batches made in the training process and the loss read back after every step. Nothing here is wrong: it is what
-    one writes first, and it is also the reference that every other rung must agree with.
+    one writes first, and it is also the reference that every other rung must agree with. A Hugging Face config whose
+    head is its embedding is tied here already: untied it would be another model.
     """
 
     name = "baseline"
-    title = "fp32, naive attention, loop AdamW"
+    title = "fp32, nothing fused, loop AdamW"
     maths = Maths.BIT_EXACT
 
     def apply(self, plan: Plan) -> Plan:
@@ -229,7 +230,8 @@ class TiedWeights(Rung):
 
     Saves vocabulary x width parameters, their gradients and their optimizer state; the matmuls stay. The model is
     another one, so the check asks that it starts at ln V and learns as the untied one does: tying an embedding that
-    was drawn from N(0, 1) starts at a loss of 37 and is caught here.
+    was drawn from N(0, 1) starts at a loss of 37 and is caught here. Of a Hugging Face config it is no choice: the
+    config says whether the head is the embedding, and every recipe of it does as it says.
     """
 
     name = "tied-weights"
@@ -417,6 +419,28 @@ class Checkpointing(Rung):
         return replace(plan, checkpointing="full")
 
 
+class BudgetCheckpointing(Rung):
+    """Let the compiler keep half of what it would keep, and choose what to compute again.
+
+    Whoever marks blocks for recomputation pays for their matmuls too. The compiler sees the whole graph and what each
+    tensor costs to compute again, so that half of the bytes goes for less than half of the work
+    (torch._functorch.config.activation_memory_budget). It needs no blocks and no help from a model. How much is
+    computed again is the compiler's own affair: there is no HFU of such a step.
+    """
+
+    name = "budget-checkpointing"
+    title = "compiler keeps half the activations"
+    maths = Maths.ROUNDING
+    instead_of = "selective-checkpointing"
+    when_named = True
+
+    def needs(self, workload: Workload, hardware: Hardware, plan: Plan) -> str | None:
+        return None if plan.compile else "the compiler chooses what is computed again: add compile"
+
+    def apply(self, plan: Plan) -> Plan:
+        return replace(plan, activation_budget=0.5, checkpointing="none")
+
+
 class MaxAutotune(Rung):
     """Let Inductor time several kernels for each matmul and keep the fastest.
 
@@ -517,6 +541,7 @@ LADDER: tuple[Rung, ...] = (
     ChunkedLoss(),
     SelectiveCheckpointing(),
     Checkpointing(),
+    BudgetCheckpointing(),
     MaxAutotune(),
     CudaGraphs(),
     ExpandableSegments(),
@@ -558,6 +583,18 @@ def group_of(rung: Rung) -> str:
 def published_rungs(workload: Workload) -> tuple[str, ...]:
     """What makes a model the one that was published: its head is its embedding, or it is not."""
     return (TiedWeights.name,) if workload.shape.tied else ()
+
+
+def own_rungs(workload: Workload) -> tuple[str, ...]:
+    """What every recipe of a model that others have published has: without it it would be another model. The ladder of
+    a built-in one unties it on purpose, to show what tying does."""
+    return published_rungs(workload) if workload.source.kind == "huggingface" else ()
+
+
+def with_own(names: Iterable[str], workload: Workload) -> tuple[str, ...]:
+    """The rungs with the model's own before them, where they are not among them."""
+    names = tuple(names)
+    return (*(name for name in own_rungs(workload) if name not in names), *names)
 
 
 def check_alternatives(names: Iterable[str]) -> None:

@@ -15,7 +15,7 @@ from redline.core.plan import ADAMWS, Plan
 from redline.core.workload import BUILT_IN, Workload
 from redline.rungs.rung import Maths, Rung
 
-DDP = "ddp"
+DDP, FSDP = "ddp", "fsdp"
 GRAPHS_OF_RANKS = "what a CUDA graph replays cannot wait for other ranks: leave cuda-graphs out"
 TENSOR_PARALLEL = "tensor-parallel"
 PIPELINE_PARALLEL = "pipeline-parallel"
@@ -33,6 +33,15 @@ def _undone(plan: Plan) -> Plan:
     return replace(
         plan, backward="autograd", fp8_head=False, fp8_linears=False, tuned_matmuls=False, packed_attention=False
     )
+
+
+def where_to_cut(rung: str, workload: Workload) -> str | None:
+    """Why nobody knows, of a model that is not the built-in GPT."""
+    if workload.source == BUILT_IN:
+        return None
+    if rung == TENSOR_PARALLEL:
+        return "which layers are cut by rows and which by columns is known of the built-in GPT only: take fsdp"
+    return "where a model can be cut into stages is known of the built-in GPT only: take fsdp"
 
 
 class Ddp(Rung):
@@ -69,16 +78,17 @@ class Fsdp(Rung):
     """Every rank holds a part of each tensor, of its gradient and of its optimizer state.
 
     FSDP2 (`fully_shard`): the weights of a block are gathered before it runs, given back, and gathered again for its
-    backward pass; gradients are added up and dealt out at once. A rank holds 1/N of what DDP holds, at 1.5 times the
-    traffic, most of it hidden behind the block before. With bf16 the weights travel in 16 bits and gradients are added
+    backward pass; gradients are added up and dealt out at once, in every micro batch of an update. A rank holds 1/N of
+    what DDP holds, at 1.5 times the traffic, and that in every micro batch, where DDP averages once per update; most of
+    it is hidden behind the block before. With bf16 the weights travel in 16 bits and gradients are added
     up in fp32. Blocks are compiled one by one, and the model is built without memory: one larger than a device starts.
     With `--replicas R` there are R copies of the model, each cut among N/R ranks (hybrid sharding): with one per node,
-    weights are gathered inside nodes and only gradients travel between them.
+    weights are gathered inside nodes and only gradients travel between them, once per update.
     `fused-backward` is undone: its blocks read a bias of the block before, which is not gathered then. So are
-    `fp8-head` and `fp8-linears`, which were tried with whole layers only.
+    `tuned-matmuls`, `packed-attention`, `fp8-head` and `fp8-linears`, which were tried with whole layers only.
     """
 
-    name = "fsdp"
+    name = FSDP
     title = "ranks share weights, FSDP2"
     maths = Maths.ROUNDING
     instead_of = DDP
@@ -92,10 +102,12 @@ class Fsdp(Rung):
 
 
 class FsdpKeep(Rung):
-    """As `fsdp`, with gathered weights kept from the forward to the backward pass.
+    """As `fsdp`, with gathered weights kept from the forward to the backward pass, and gradients dealt out once.
 
-    One gathering less, so as little traffic as DDP; but from the end of the forward pass on every rank holds all
-    weights for a while. Gradients and optimizer state are shared as before, and they are the larger part.
+    One gathering less per micro batch, so as little traffic as DDP without accumulation; but from the end of the
+    forward pass on every rank holds all weights for a while. With accumulation whole gradients are added up as well,
+    and dealt out on the last micro batch of an update only: less traffic than `fsdp`, and a rank holds all gradients
+    within an update. Optimizer state is shared as before, and so is everything between updates.
     """
 
     name = "fsdp-keep"
@@ -129,17 +141,15 @@ class TensorParallel(Rung):
     when_named = True
 
     def needs(self, workload: Workload, hardware: Hardware, plan: Plan) -> str | None:
-        if workload.source != BUILT_IN:
-            return "which layers are cut by rows and which by columns is known of the built-in GPT only: take fsdp"
-        return _sharding_needs(hardware, plan)
+        return where_to_cut(self.name, workload) or _sharding_needs(hardware, plan)
 
     def apply(self, plan: Plan) -> Plan:
         return replace(_undone(plan), tensor_parallel=True, loss="full")
 
 
 def _stage_needs(workload: Workload, hardware: Hardware, plan: Plan) -> str | None:
-    if workload.source != BUILT_IN:
-        return "where a model can be cut into stages is known of the built-in GPT only: take fsdp"
+    if (unknown := where_to_cut(PIPELINE_PARALLEL, workload)) is not None:
+        return unknown
     if plan.optimizer not in ADAMWS:
         return f"a stage has parameters of its own, and {plan.optimizer} was tried with all of them only: take an AdamW"
     if plan.autocast == "fp16":
@@ -195,3 +205,4 @@ class PipelineGpipe(Rung):
 
 
 RANK_RUNGS = tuple(rung.name for rung in (Ddp, Fsdp, FsdpKeep, TensorParallel, PipelineParallel, PipelineGpipe))
+WAYS = tuple(rung.name for rung in (Ddp, Fsdp, FsdpKeep))  # `--parallel`

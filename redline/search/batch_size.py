@@ -21,6 +21,7 @@ from pathlib import Path
 
 from redline.core.errors import UserError
 from redline.core.job import Job, Result
+from redline.core.layout import Layout
 from redline.core.measurement import Failure, Measurement, Spread, spread_of
 from redline.core.plan import Plan
 from redline.core.traced import Traced
@@ -101,9 +102,9 @@ def best_batch(
 ) -> BatchChoice:
     """`start`: where to begin, best near the predicted limit; `limit`: nothing larger is run (None: nobody knows).
     `noise`: gains below it are none. `sequence`: tokens of one sequence. `ranks`: that run a size together, each with
-    that many sequences. `memory_bytes`: of the device, of which the share `headroom` stays free. `global_sequences`: of
-    one update of all ranks; then only sizes that divide a rank's part are run. `known`: sizes that `ask` answers
-    without running anything."""
+    that many sequences of its own. `memory_bytes`: of the device, of which the share `headroom` stays free.
+    `global_sequences`: of one update of all ranks; then only sizes that divide a rank's part are run. `known`: sizes
+    that `ask` answers without running anything."""
     check_positive("start", start)
     check_headroom(headroom)
     search = _Search(
@@ -426,7 +427,7 @@ def range_of(
     seconds_per_sequence: float | None,
     memory_bytes: int | None,
     headroom: float = HEADROOM,
-    ranks: int = 1,
+    layout: Layout | None = None,
 ) -> Range:
     """From the predicted line of memory and from the time of a step. `micro_batch`: a size that was run, where to begin
     without a prediction. A host's resident set is another figure than the predicted one: there measured sizes make the
@@ -436,7 +437,7 @@ def range_of(
         by_time = max(micro_batch, int(STEPPING_SECONDS[device] / STEPS_PER_TRIAL / seconds_per_sequence))
     if device != "cuda" or memory_bytes is None:
         return Range(start=micro_batch, limit=by_time)
-    case, usable = case_of(shape, plan, ranks), math.floor((1 - headroom) * memory_bytes)
+    case, usable = case_of(shape, plan, layout), math.floor((1 - headroom) * memory_bytes)
     context = case.memory(1).context
     # Where the allocator loses nothing to fragments; the start allows for what it loses as a rule.
     unfragmented = round((1 + FRAGMENTATION) * (usable - context) + context)

@@ -16,15 +16,17 @@ from dataclasses import dataclass, field, replace
 from redline.core.hardware import Hardware
 from redline.core.job import Job, Result
 from redline.core.measurement import Failure, Measurement, spread_of
+from redline.core.places import short
 from redline.core.recipe import Recipe
 from redline.core.workload import BUILT_IN, Workload
 from redline.predict.verdict import LEAST_LEARNING, Equivalence, judge
-from redline.rungs import LADDER, Maths, Rung, find_rung, group_of, plan_of, why_not
-from redline.rungs.parallel import DDP
+from redline.rungs import LADDER, Maths, Rung, find_rung, group_of, own_rungs, plan_of, why_not
+from redline.rungs.parallel import RANK_RUNGS
 from redline.search.batch_size import HEADROOM, MEMORY_KINDS, BatchChoice, SizedJobs, best_batch, range_of
 from redline.search.noise import UNSEEN_RUN_TO_RUN, tolerated_noise
-from redline.search.ranks import not_measured
+from redline.search.ranks import not_measured, refused_beside
 
+COMPILE = "compile"
 AGAIN = "a/a"  # the row that measures the finished recipe a second time
 TOKENS_FILE = "tokens.npy"
 
@@ -38,7 +40,7 @@ class LadderSettings:
     rungs: tuple[str, ...]
     """Rungs to climb, in the order of LADDER, without the baseline."""
     start: Recipe
-    """The first row: the bare baseline, or the recipe of --from."""
+    """The first row: the bare baseline, or the recipe of --from, with what makes the model the published one."""
     device: str
     check_steps: int = 20
     timed_steps: int | None = None
@@ -100,6 +102,8 @@ class Row:
 class Climb:
     def __init__(self, workload: Workload, hardware: Hardware, settings: LadderSettings, ask: Ask) -> None:
         self.workload, self.hardware, self.settings, self.ask = workload, hardware, settings, ask
+        self.own = tuple(name for name in own_rungs(workload) if name in settings.start.rungs)
+        """Rungs that are the model itself. A run of a version that climbed them as rungs is drawn as it was."""
         self.finished: list[Row] = []
         self.plain_curve: tuple[float, ...] | None = None
         self.reference_trouble: str | None = None
@@ -112,7 +116,7 @@ class Climb:
         total = 1 + len(names)
         first = self._first_row()
         on_start(first.name, first.title, 1, total)
-        self.plain_curve = self._reference_curve(Recipe(micro_batch=self.settings.start.micro_batch))
+        self.plain_curve = self._reference_curve(Recipe(rungs=self.own, micro_batch=self.settings.start.micro_batch))
         yield self._done(self._measure(first))
         for number, name in enumerate(names, start=2):
             row = self._next_row(name)
@@ -129,7 +133,7 @@ class Climb:
         for rung in map(find_rung, self.settings.rungs):
             replaced = next((name for name in recipe.rungs if group_of(find_rung(name)) == group_of(rung)), None)
             onto = tuple(name for name in recipe.rungs if name != replaced)
-            if not_measured(rung.name) or why_not(rung, self.workload, self.hardware, plan_of(onto)):
+            if self._refusal(rung, onto) is not None:
                 continue
             changed = recipe.adding(rung.name, without=replaced)
             jobs.append(self._job(changed))
@@ -144,10 +148,12 @@ class Climb:
 
     def _first_row(self) -> Row:
         start = self.settings.start
-        if start.rungs in ((), (DDP,)):  # several ranks begin the usual way, and otherwise as plainly
-            first = find_rung(start.rungs[0]) if start.rungs else LADDER[0]
-            return Row(first.name, first.title, first.maths, start)
-        strongest = max((find_rung(name).maths for name in start.rungs), key=list(Maths).index)
+        added = tuple(name for name in start.rungs if name not in self.own)
+        if set(added) <= set(RANK_RUNGS):  # ranks begin in their layout's usual way, and otherwise as plainly
+            first = find_rung(added[0]) if added else LADDER[0]
+            title = first.title if len(added) < 2 else " + ".join(added)
+            return Row(first.name, title, first.maths, start)
+        strongest = max((find_rung(name).maths for name in added), key=list(Maths).index)
         return Row("recipe", " + ".join(start.rungs), strongest, start)
 
     def _next_row(self, name: str) -> Row:
@@ -157,22 +163,20 @@ class Climb:
         rung = find_rung(name)
         replaced = self._in_the_place_of(rung)
         onto = tuple(kept for kept in current.recipe.rungs if kept != replaced)
-        reason = (
-            not_measured(name)
-            or why_not(rung, self.workload, self.hardware, plan_of(onto))
-            or self._way_refuses(rung, onto)
-        )
+        reason = self._refusal(rung, onto)
         row = Row(rung.name, rung.title, rung.maths, current.recipe.adding(name, without=replaced))
         if reason is not None:
             row.status, row.reason = "skipped", reason
         row.base = self._row_of(onto) or current
         return row
 
-    def _way_refuses(self, rung: Rung, onto: tuple[str, ...]) -> str | None:
-        """The way in which ranks share the step so far may not go with this rung."""
-        way = next((find_rung(name) for name in onto if group_of(find_rung(name)) == DDP), None)
-        others = (name for name in (*onto, rung.name) if way is not None and name != way.name)
-        return None if way is None else why_not(way, self.workload, self.hardware, plan_of(others))
+    def _refusal(self, rung: Rung, onto: tuple[str, ...]) -> str | None:
+        """Why this rung gets no place on top of those, or None."""
+        return (
+            not_measured(rung.name, self.hardware.arranged)
+            or why_not(rung, self.workload, self.hardware, plan_of(onto))
+            or refused_beside(rung, onto, self.workload, self.hardware)
+        )
 
     def _in_the_place_of(self, rung: Rung) -> str | None:
         """The rung of the recipe so far whose place this one would take."""
@@ -225,6 +229,8 @@ class Climb:
             return  # it adds nothing to a recipe
         if row.equivalence.verdict == "different":
             row.kept, row.reason = False, row.equivalence.detail
+        elif rung is not None and rung.name == COMPILE and (trouble := self._nothing_compiled(row)) is not None:
+            row.kept, row.reason = False, trouble
         elif current is None or not current.measurements:
             row.kept = True
         else:
@@ -233,6 +239,11 @@ class Climb:
                 row.kept, row.reason = False, f"stands in for {replaced} where that does not apply"
             else:
                 self._decide_by_speed(row, current, replaces=replaced is not None)
+
+    def _nothing_compiled(self, row: Row) -> str | None:
+        """Its step is the eager one: nothing that goes with compiled code belongs onto it."""
+        compiled = row.measurements[0].proof.compiled
+        return short(compiled.trouble or "") if compiled is not None and not compiled.graphs else None
 
     def _decide_by_speed(self, row: Row, current: Row, replaces: bool) -> None:
         """An alternative must win, or the kept one stays. An addition may cost what noise could explain, within reason;
@@ -262,6 +273,7 @@ class Climb:
             recipe=recipe,
             device=self.settings.device,
             ranks=self.hardware.ranks,
+            layout=self.hardware.layout,
             tokens=TOKENS_FILE,
             kind=kind,
             check_steps=self.settings.check_steps,
@@ -323,7 +335,7 @@ class Climb:
             # Others' code is predicted roughly: there measured sizes say what fits.
             memory_bytes=settings.memory_bytes if self.workload.source == BUILT_IN else None,
             headroom=settings.headroom,
-            ranks=self.hardware.ranks,
+            layout=self.hardware.arranged,
         )
         return best_batch(
             jobs,
@@ -331,7 +343,7 @@ class Climb:
             limit=where.limit,
             noise=self._noise_of(row),
             sequence=self.workload.shape.sequence,
-            ranks=self.hardware.ranks,
+            ranks=self.hardware.arranged.data,
             memory_bytes=settings.memory_bytes,
             headroom=settings.headroom,
             global_sequences=settings.global_batch,

@@ -12,6 +12,7 @@ from typing import Any
 
 from redline.core.hardware import Hardware
 from redline.core.measurement import Measurement, Sharing, Spread, spread_of
+from redline.core.places import short
 from redline.core.values import to_json
 from redline.predict.efficiency import Efficiency, efficiency
 from redline.predict.fitting import case_of
@@ -80,6 +81,7 @@ def row_json(row: Row, first: Row, climb: Climb) -> dict[str, Any]:
         "memory": anatomy_json(shape, plan, size, climb.hardware) if predicts else None,
         "roofline": roofline_json(shape, plan, size, climb.hardware) if predicts else None,
         "compile_seconds": measurement.compile_seconds if measurement else None,
+        "compile_note": compile_note(measurement),
         "loss_first": losses[0] if losses else None,
         "loss_last": losses[-1] if losses else None,
         "loss_curve": losses,
@@ -89,6 +91,13 @@ def row_json(row: Row, first: Row, climb: Climb) -> dict[str, Any]:
         "sharing": sharing_json(measurement.sharing) if measurement else None,
         "rebatched": rebatched_json(row, climb),
     }
+
+
+def compile_note(measurement: Measurement | None) -> str | None:
+    """What of the step was not compiled, or not as one; None where there is nothing to say."""
+    compiled = None if measurement is None else measurement.proof.compiled
+    trouble = None if compiled is None else compiled.trouble
+    return None if trouble is None else short(trouble)
 
 
 def sharing_json(sharing: Sharing | None) -> dict[str, Any] | None:
@@ -125,7 +134,7 @@ def predicted_peak(row: Row, climb: Climb, micro_batch: int | None = None) -> in
     if climb.hardware.kind != "cuda" or row.status == "skipped":
         return None
     plan, size = plan_of(row.recipe.rungs), micro_batch or row.recipe.micro_batch
-    return case_of(climb.workload.shape, plan, climb.hardware.ranks).memory(size).allocated
+    return case_of(climb.workload.shape, plan, climb.hardware.arranged).memory(size).allocated
 
 
 def losses_json(curve: Sequence[float] | None) -> list[float | None] | None:
@@ -134,8 +143,8 @@ def losses_json(curve: Sequence[float] | None) -> list[float | None] | None:
 
 
 def tokens_per_second(row: Row, climb: Climb) -> float | None:
-    """Of all ranks."""
-    tokens = climb.hardware.ranks * row.recipe.micro_batch * climb.workload.shape.sequence
+    """Of all ranks; a tensor group's count once."""
+    tokens = climb.hardware.arranged.data * row.recipe.micro_batch * climb.workload.shape.sequence
     return tokens / row.seconds if row.measurements else None
 
 

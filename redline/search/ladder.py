@@ -13,7 +13,7 @@ import fcntl
 import json
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -37,15 +37,14 @@ from redline.core.measurement import Failure
 from redline.core.recipe import Recipe, load_recipe
 from redline.core.values import from_json, to_json
 from redline.core.workload import Workload
-from redline.rungs import LADDER, find_rung, group_of, plan_of, why_not
-from redline.rungs.ladder import with_parallel
+from redline.rungs import LADDER, find_rung, group_of, own_rungs, plan_of, why_not, with_own
 from redline.search.ahead import compile_side_by_side, graphs_of
 from redline.search.answers import graph_key, surroundings_of
 from redline.search.batch_size import check_headroom, host_memory_bytes
 from redline.search.climb import TOKENS_FILE, Climb, LadderSettings, Row
 from redline.search.document import best_rebatched, best_row, ladder_document, row_json
 from redline.search.launch import launch, remove_caches
-from redline.search.ranks import not_measured
+from redline.search.ranks import check_measured, is_way, not_measured, ranked_rungs
 from redline.search.words import Words, check_choice, check_nothing_given, check_same_machine, check_sensible
 
 KIND, SURROUNDINGS = "ladder", "surroundings"  # in run.json: what it is of, and what its times depend on besides
@@ -154,7 +153,7 @@ class LadderRun:
                 self.directory.write(name, json.dumps(to_json(recipe), indent=2) + "\n")
 
 
-def stop_at_a_mistake(result: Result, directory: RunDirectory) -> None:
+def stop_at_a_mistake(result: object, directory: RunDirectory) -> None:
     """A model that cannot be built is no row: all others would say the same. Where nothing was measured, nothing is
     left behind."""
     if isinstance(result, Failure) and result.mistake is not None:
@@ -217,6 +216,8 @@ def prepare_ladder(
     data: str | None = None,
     device: str | None = None,
     gpus: int | None = None,
+    tensor: int | None = None,
+    replicas: int | None = None,
     keep: str | None = None,
     repeats: int | None = None,
     aa: bool = False,
@@ -236,6 +237,8 @@ def prepare_ladder(
         data=data,
         device=device,
         gpus=gpus,
+        tensor=tensor,
+        replicas=replicas,
         micro_batch=micro_batch,
         global_batch=global_batch,
         steps=steps,
@@ -243,37 +246,45 @@ def prepare_ladder(
         out=out,
     )
     words.check(repeats=repeats, compile_ahead=compile_ahead)
-    check_compile_ahead(compile_ahead, words.ranks)
+    layout = words.layout
+    check_compile_ahead(compile_ahead, layout.ranks)
     check_rebatch(rebatch, headroom, global_batch)
     check_choice("keep", keep, ("faster", "all"))
     recipe = None if start is None else checked_start(start, micro_batch)
-    first = first_rungs(recipe, words.ranks)
-    chosen = choose_rungs(rungs, without, first)
+    said: dict[str, Any] = {"keep": keep, "repeats": repeats, "again": aa, "rebatch": rebatch}
+    said |= {"headroom": headroom, "compile_ahead": compile_ahead}
+    said["rungs"] = choose_rungs(rungs, without, ranked_rungs(recipe.rungs if recipe else (), layout))
+    said = {name: value for name, value in said.items() if value is not None}
+    return begin_ladder(words, recipe, _names(without), said, command)
 
+
+def begin_ladder(
+    words: Words, start: Recipe | None, without: Collection[str], said: dict[str, Any], command: str
+) -> LadderRun:
+    """The machine is asked, which completes the settings that were said, and the run directory is opened."""
     found = words.meet_machine()
     hardware = found.hardware
-    size = micro_batch or (recipe.micro_batch if recipe else found.workload.micro_batch)
+    size = words.micro_batch or (start.micro_batch if start else found.workload.micro_batch)
     resolved = replace(found.workload, micro_batch=size)
-    beginning = Recipe(rungs=first, micro_batch=size)
+    check_not_own(without, resolved)
+    first = ranked_rungs(start.rungs if start else (), words.layout)
+    beginning = Recipe(rungs=with_own(first, resolved), micro_batch=size)
+    check_measured(first, words.layout, resolved, hardware)
     check_recipe_applies(beginning, resolved, hardware)
+    said["rungs"] = tuple(name for name in said["rungs"] if name not in beginning.rungs)
     settings = LadderSettings(
-        rungs=chosen,
         start=beginning,
         device=hardware.kind,
-        check_steps=check_steps or LadderSettings.check_steps,
-        timed_steps=steps,
-        repeats=repeats or LadderSettings.repeats,
-        again=aa,
-        keep=keep or LadderSettings.keep,
-        rebatch=rebatch,
-        headroom=LadderSettings.headroom if headroom is None else headroom,
-        global_batch=global_batch,
-        memory_bytes=memory_to_share(hardware) if rebatch else None,
-        compile_ahead=compile_ahead,
+        check_steps=words.check_steps or LadderSettings.check_steps,
+        timed_steps=words.steps,
+        global_batch=words.global_batch,
+        memory_bytes=memory_to_share(hardware) if said["rebatch"] else None,
+        **said,
     )
-    path = out or default_directory(resolved)
+    path = words.out or default_directory(resolved)
     directory = open_directory(path, resolved, hardware, found.versions, settings, command)
-    return LadderRun(directory=directory, workload=resolved, hardware=hardware, settings=settings, notes=found.notes)
+    notes = (*found.notes, *notes_of_ways(start.rungs if start else (), first))
+    return LadderRun(directory=directory, workload=resolved, hardware=hardware, settings=settings, notes=notes)
 
 
 def check_compile_ahead(processes: int | None, ranks: int) -> None:
@@ -294,10 +305,11 @@ def checked_start(path: Path, micro_batch: int | None) -> Recipe:
     return recipe
 
 
-def first_rungs(recipe: Recipe | None, ranks: int) -> tuple[str, ...]:
-    """Of the first row: the recipe's, or none; several ranks share the step in any case."""
-    rungs = recipe.rungs if recipe else ()
-    return rungs if ranks == 1 else with_parallel(rungs, None)
+def notes_of_ways(asked: Sequence[str], rungs: Sequence[str]) -> Iterator[str]:
+    """Of a recipe's ways to share a step, those that `ranked_rungs` has left out."""
+    for name in asked:
+        if is_way(name) and name not in rungs:
+            yield f"{name} is left out: nobody has data of their own in this layout"
 
 
 def check_rebatch(rebatch: bool, headroom: float | None, global_batch: int | None) -> None:
@@ -340,7 +352,7 @@ def check_recipe_applies(recipe: Recipe, workload: Workload, hardware: Hardware)
     """A rung that does not apply is a row on a ladder; in a recipe that was asked for as a whole it is a mistake."""
     for name in recipe.rungs:
         others = plan_of(other for other in recipe.rungs if other != name)
-        reason = not_measured(name) or why_not(find_rung(name), workload, hardware, others)
+        reason = not_measured(name, hardware.arranged) or why_not(find_rung(name), workload, hardware, others)
         if reason is not None:
             raise UserError(
                 f"the recipe's {name} does not apply here",
@@ -367,6 +379,17 @@ def _names(text: str | None) -> set[str]:
     if text is None or text.strip() == "none":
         return set()
     return {find_rung(name.strip()).name for name in text.split(",")}
+
+
+def check_not_own(without: Collection[str], workload: Workload) -> None:
+    """What is the model itself cannot be left out of its recipes."""
+    for name in own_rungs(workload):
+        if name in without:
+            raise UserError(
+                f"{workload.name} without {name}",
+                "its config says that the head is the embedding: without, it would be another model",
+                'copy the config and set "tie_word_embeddings" to false in it',
+            )
 
 
 def default_directory(workload: Workload) -> Path:

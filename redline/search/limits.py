@@ -49,7 +49,8 @@ def limits_json(shape: object, hardware: Hardware) -> list[dict[str, Any]]:
 
 def roofline_json(shape: object, plan: Plan, micro_batch: int, hardware: Hardware) -> dict[str, float | None] | None:
     """Tokens per second of this recipe: at its speed of light, as expected, and of its FLOPs alone. Of several ranks
-    what is expected has their communication in it, and the other two do not."""
+    what is expected has their communication in it, and the other two do not: for those a tensor group shares everything
+    evenly, also what each of its ranks computes whole."""
     device = known_device(hardware.name, hardware.multiprocessors) if hardware.kind == "cuda" else None
     sheet = None if device is None else sheet_peaks(plan, device)
     if device is None or sheet is None or not isinstance(shape, Shape):
@@ -69,7 +70,7 @@ def anatomy_json(shape: object, plan: Plan, micro_batch: int, hardware: Hardware
     has other parts."""
     if hardware.kind != "cuda" or not isinstance(shape, (Shape, Traced)):
         return None
-    memory = case_of(shape, plan, hardware.ranks).memory(micro_batch)
+    memory = case_of(shape, plan, hardware.arranged).memory(micro_batch)
     return {
         "moment": memory.moment,
         "weights": memory.weights,

@@ -22,6 +22,7 @@ from typing import Any
 
 from redline.core.errors import unknown_name
 from redline.core.hardware import Hardware, known_device
+from redline.core.layout import Layout
 from redline.core.plan import Plan
 from redline.core.recipe import Recipe
 from redline.core.traced import Traced
@@ -32,9 +33,10 @@ from redline.predict.fitting import Case, TracedCase, case_of
 from redline.predict.parallel import divisors
 from redline.predict.roofline import Prediction, predict_step, reachable, sheet_peaks
 from redline.rungs import LADDER, Maths, Rung, find_rung, group_of, plan_of, published_rungs, usual_rungs, why_not
+from redline.rungs.ladder import cuts_of
 from redline.rungs.parallel import DDP
 from redline.search.batch_size import HEADROOM
-from redline.search.ranks import not_measured, rate_of_ranks
+from redline.search.ranks import not_measured, rate_of_ranks, refused_beside, usual_way
 
 # What may win: the verdicts a recipe may have, and the promises of the rungs it may hold.
 ALLOW = {
@@ -65,6 +67,8 @@ class Space:
     knobs: tuple[Knob, ...]
     published: tuple[str, ...]
     """In every recipe: what makes the model the published one."""
+    cuts: tuple[str, ...] = ()
+    """In every recipe too: the rungs of the layout's degrees, which are no choice."""
     left_out: dict[str, str] = field(default_factory=dict)
     """Rungs that are no choice, with the reason."""
     memory_limit: int | None = None
@@ -94,7 +98,8 @@ class Space:
             rungs = tuple(rung.name for rung in LADDER if rung.name in names)
             fitting = tuple(name for name in rungs if self._refusal(name, rungs) is None)
             if self.ways and not set(fitting) & set(self.ways):
-                fitting = (*fitting, DDP)  # ranks share a step in some way, and this one goes with everything
+                # Ranks share a step in some way, and the layout's usual one goes with everything that is a choice.
+                fitting = (*fitting, usual_way(self.hardware.arranged))
             self._fitting[names] = rungs if fitting == rungs else self._applying(fitting)
         return self._fitting[names]
 
@@ -115,7 +120,8 @@ class Space:
 
     def baseline(self) -> Recipe:
         """The published model and nothing else, at the size the workload says or at what fits."""
-        rungs = self._applying([*self.published, *self.ways[:1]]) if self.ways else self.published
+        shared = [*self.cuts, *self.ways[:1]]
+        rungs = self._applying([*self.published, *shared]) if shared else self.published
         recipe = Recipe(rungs=rungs, micro_batch=self.micro_batch or self.workload.micro_batch)
         return replace(recipe, micro_batch=self._size_near(recipe, recipe.micro_batch))
 
@@ -125,7 +131,9 @@ class Space:
         usual = [name for name in usual_rungs(self.workload, self.hardware) if name in offered]
         size = self.baseline().micro_batch
         starts = [
-            self.efficient_size(Recipe(rungs=self._applying([*usual, *self.published, *way]), micro_batch=size))
+            self.efficient_size(
+                Recipe(rungs=self._applying([*usual, *self.published, *self.cuts, *way]), micro_batch=size)
+            )
             for way in ([[way] for way in self.ways] or [[]])
         ]
         # The first way to share that is predicted to fit: the further ones hold less and send more.
@@ -157,7 +165,7 @@ class Space:
     def recipes(self, micro_batch: int) -> list[Recipe]:
         """Every recipe there is at this size."""
         every = itertools.product(*(knob.choices for knob in self.knobs))
-        rungs = [self._applying([*self.published, *(one for one in chosen if one)]) for chosen in every]
+        rungs = [self._applying([*self.published, *self.cuts, *(one for one in chosen if one)]) for chosen in every]
         return [Recipe(rungs=names, micro_batch=micro_batch) for names in dict.fromkeys(rungs)]
 
     # memory
@@ -202,7 +210,7 @@ class Space:
         return self._largest[recipe.rungs]
 
     def _case(self, recipe: Recipe) -> Case | TracedCase:
-        return case_of(self.workload.shape, plan_of(recipe.rungs), self.hardware.ranks)
+        return case_of(self.workload.shape, plan_of(recipe.rungs), self.hardware.arranged)
 
     # sizes
 
@@ -249,7 +257,7 @@ class Space:
 
     @cached_property
     def _divisors(self) -> tuple[int, ...]:
-        return () if self.global_batch is None else divisors(self.global_batch // self.hardware.ranks)
+        return () if self.global_batch is None else divisors(self.global_batch // self.hardware.arranged.data)
 
     # speed
 
@@ -316,11 +324,12 @@ def open_space(
     """`rungs`: only these are choices; `without`: these are not."""
     if allow not in ALLOW:
         raise unknown_name("class of maths to allow", allow, ALLOW)
-    published = published_rungs(workload)
+    published, layout = published_rungs(workload), hardware.arranged
+    cuts, way = tuple(cuts_of((), layout)), usual_way(layout)
     reasons: dict[str, str] = {}
     for rung in LADDER[1:]:
         reason = _why_not(rung, workload, hardware, allow)
-        chosen = rungs is None or rung.name in rungs or rung.name == DDP  # to ranks what 'none of them' is to others
+        chosen = rungs is None or rung.name in (*rungs, *cuts, way)  # the way is to ranks what 'none' is to others
         if reason is None and (rung.name in without or not chosen):
             reason = "left out by request"
         if reason is not None and rung.name not in published:
@@ -331,8 +340,9 @@ def open_space(
     return Space(
         workload=workload,
         hardware=hardware,
-        knobs=tuple(_knobs([rung for rung in LADDER[1:] if rung.name not in {*reasons, *published}], hardware.ranks)),
+        knobs=tuple(_knobs([rung for rung in LADDER[1:] if rung.name not in {*reasons, *published, *cuts}], layout)),
         published=published,
+        cuts=cuts,
         left_out=reasons,
         memory_limit=limit,
         micro_batch=micro_batch,
@@ -340,12 +350,12 @@ def open_space(
     )
 
 
-def _knobs(rungs: Sequence[Rung], ranks: int) -> Iterator[Knob]:
+def _knobs(rungs: Sequence[Rung], layout: Layout) -> Iterator[Knob]:
     for name in dict.fromkeys(group_of(rung) for rung in rungs):
         choices = tuple(rung.name for rung in rungs if group_of(rung) == name)
         yield Knob(name=name, choices=choices if name == DDP else (None, *choices))
-    if ranks > 1 and not any(group_of(rung) == DDP for rung in rungs):
-        yield Knob(name=DDP, choices=(DDP,))  # whatever was left out by request
+    if layout.data > 1 and not any(group_of(rung) == DDP for rung in rungs):
+        yield Knob(name=DDP, choices=(usual_way(layout),))  # whatever was left out by request
 
 
 def _why_not(rung: Rung, workload: Workload, hardware: Hardware, allow: str) -> str | None:
@@ -356,7 +366,14 @@ def _why_not(rung: Rung, workload: Workload, hardware: Hardware, allow: str) -> 
         kept = find_rung(rung.instead_of)
         if _refused_everywhere(kept, workload, hardware) is None:
             return f"stands in for {kept.name} where that does not apply"
-    return not_measured(rung.name) or _refused_everywhere(rung, workload, hardware)
+    layout = hardware.arranged
+    every = [*cuts_of((), layout), *([] if layout.replicas == 1 else [usual_way(layout)])]  # ddp goes with all rungs
+    onto = [name for name in every if group_of(find_rung(name)) != group_of(rung)]
+    return (
+        not_measured(rung.name, layout)
+        or _refused_everywhere(rung, workload, hardware)
+        or refused_beside(rung, onto, workload, hardware)
+    )
 
 
 def _refused_everywhere(rung: Rung, workload: Workload, hardware: Hardware) -> str | None:

@@ -2,11 +2,11 @@
 
     trained = Trainable(words="gpt2-xl", rungs=rungs, workload=workload, hardware=hardware, gpus=64)
     trained.plan(tp=2, pp=1, zero=3)                  -> Plan(parallel="fsdp", tensor_parallel=True, loss="full", ...)
-    trained.why_not(tp=1, pp=1, zero=1)               -> "train has no ZeRO 1: ..."
+    trained.reasons(tp=1, pp=1, zero=1)               -> ("train has no ZeRO 1: ...",)
     trained.line(layout, zero=3, gpus_per_node=8)     -> "torchrun --nnodes 8 ... -m redline train gpt2-xl ..."
 
-ZeRO 0 is `ddp` and ZeRO 3 is `fsdp`; 1 and 2 have no engine here, and `fsdp-keep` is neither of them: it holds what
-ZeRO 2 does, and gathers at every micro batch.
+ZeRO 0 is `ddp` and ZeRO 3 is `fsdp`; 1 and 2 have no engine here. `fsdp-keep` is ZeRO 3 between updates and holds more
+within one (`Rank.keeps`): no stage says that, so a recipe does.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from redline.predict.parallel import Layout
 from redline.rungs import find_rung, plan_of, why_not
 from redline.rungs.ladder import for_layout
 from redline.rungs.parallel import DDP, RANK_RUNGS
+from redline.search.ranks import OF_LAYOUTS
 
 WAYS = {0: DDP, 3: "fsdp"}
 WHOLE_IN_STAGES = (
@@ -47,27 +48,28 @@ class Trainable:
     """The file that the rungs are from."""
     usual: bool = True
     """These rungs are what train takes by itself."""
+    way: str | None = None
+    """`--parallel`, where it was said: `fsdp-keep` has no ZeRO stage of its own."""
 
     def names(self, tp: int, pp: int, zero: int) -> tuple[str, ...]:
         """The rungs with those of the layout."""
         layout = Ranked(ranks=self.gpus, tensor=tp, pipeline=pp)
-        return for_layout((*self.rungs, WAYS[zero]), layout)
+        return for_layout((*self.rungs, self.way or WAYS[zero]), layout)
 
-    def why_not(self, tp: int, pp: int, zero: int) -> str | None:
-        """Why train refuses it; None where it runs it."""
-        if zero not in WAYS:
-            return f"train has no ZeRO {zero}: ddp is ZeRO 0, and fsdp ZeRO 3"
+    def reasons(self, tp: int, pp: int, zero: int) -> tuple[str, ...]:
+        """Why train refuses it, all of them; none where it runs it."""
+        if self.way is None and zero not in WAYS:
+            return (f"train has no ZeRO {zero}: ddp is ZeRO 0, and fsdp ZeRO 3", *self.reasons(tp, pp, 0))
         names, ranked = self.names(tp, pp, zero), replace(self.hardware, ranks=self.gpus, count=self.gpus)
-        for name in names:
-            others = plan_of(other for other in names if other != name)
-            reason = why_not(find_rung(name), self.workload, ranked, others) if name in RANK_RUNGS else None
-            if reason is not None:
-                return f"{name}: {reason}"
-        return None
+        found = []
+        for name in filter(RANK_RUNGS.__contains__, names):
+            reason = why_not(find_rung(name), self.workload, ranked, plan_of(one for one in names if one != name))
+            found += [] if reason is None else [f"{OF_LAYOUTS.get(name, name)}: {reason}"]
+        return tuple(found)
 
     def plan(self, tp: int, pp: int, zero: int) -> Plan | None:
         """None where train refuses it."""
-        return None if self.why_not(tp, pp, zero) else plan_of(self.names(tp, pp, zero))
+        return None if self.reasons(tp, pp, zero) else plan_of(self.names(tp, pp, zero))
 
     def advisable_plan(self, tp: int, pp: int, zero: int) -> Plan | None:
         """None also where train holds more than is predicted: nothing is recommended on that."""
@@ -83,7 +85,7 @@ class Trainable:
         if nodes > 1:
             options = options[2:]  # torchrun says how many there are
             start = f"torchrun --nnodes {nodes} --nproc-per-node {gpus_per_node} {RENDEZVOUS} -m redline train"
-        way = ["--parallel", WAYS[zero]] if zero else []
+        way = ["--parallel", self.way or WAYS[zero]] if zero else []
         sizes = f"--micro-batch {layout.micro_batch} --global-batch {layout.global_batch}"
         return " ".join([*self._recipe_first(layout), start, self.words, *options, *way, sizes, *self._recipe()])
 

@@ -135,8 +135,8 @@ class Tuner:
         return min(equal, key=lambda trial: (*price_of(trial.recipe), -self.rate(trial)))
 
     def rate(self, trial: Trial) -> float:
-        """Tokens per second of all ranks; 0 of what did not run."""
-        tokens = self.space.hardware.ranks * trial.recipe.micro_batch * self.space.workload.shape.sequence
+        """Tokens per second of all ranks, those of a tensor group once; 0 of what did not run."""
+        tokens = self.space.hardware.arranged.data * trial.recipe.micro_batch * self.space.workload.shape.sequence
         return tokens / trial.step_seconds if trial.ran else 0.0
 
     def keeps_up(self, trial: Trial, other: Trial) -> bool:
@@ -329,7 +329,7 @@ class Tuner:
             limit=self._most_sequences(current),
             noise=UNSEEN_RUN_TO_RUN[self.kind] / 2,  # what this leaves on the table adds to what the knobs leave
             sequence=self.space.workload.shape.sequence,
-            ranks=self.space.hardware.ranks,
+            ranks=self.space.hardware.arranged.data,
             memory_bytes=self.space.memory_limit,
             headroom=0.0,
             global_sequences=self.space.global_batch,
@@ -445,6 +445,7 @@ class Tuner:
             recipe=recipe,
             device=self.settings.device,
             ranks=self.space.hardware.ranks,
+            layout=self.space.hardware.layout,
             tokens=TOKENS_FILE,
             kind=kind,
             check_steps=self.settings.check_steps,

@@ -136,7 +136,7 @@ def predicted_peak(tuner: Tuner, recipe: Recipe) -> int | None:
     if tuner.space.hardware.kind != "cuda":
         return None
     shape = tuner.space.workload.shape
-    return case_of(shape, plan_of(recipe.rungs), tuner.space.hardware.ranks).memory(recipe.micro_batch).allocated
+    return case_of(shape, plan_of(recipe.rungs), tuner.space.hardware.arranged).memory(recipe.micro_batch).allocated
 
 
 def cold_compile_seconds(tuner: Tuner, trial: Trial) -> float | None:
@@ -321,14 +321,14 @@ def roofline_json(tuner: Tuner, best: Trial) -> dict[str, Any]:
 def best_json(tuner: Tuner, best: Trial) -> dict[str, Any]:
     global_batch, micro_batch = tuner.space.global_batch, best.recipe.micro_batch
     first: Measurement = best.measurements[0]
-    ranks = tuner.space.hardware.ranks
+    parts = tuner.space.hardware.arranged.data
     rate = tuner.rate(best)
     return {
         "number": best.number,
         "rungs": list(best.recipe.rungs),
         "micro_batch": micro_batch,
         "global_batch": global_batch,
-        "accumulation": None if global_batch is None else global_batch // (ranks * micro_batch),
+        "accumulation": None if global_batch is None else global_batch // (parts * micro_batch),
         "tokens_per_second": rate,
         "speedup": ratio(rate, tuner.baseline, tuner),
         "verdict": None if best.equivalence is None else best.equivalence.verdict,

@@ -40,6 +40,8 @@ from redline.search.batch_size import HEADROOM
 from redline.search.climb import TOKENS_FILE
 from redline.search.ladder import (
     SURROUNDINGS,
+    LadderRun,
+    check_not_own,
     memory_to_share,
     only_climb_in,
     open_directory,
@@ -47,6 +49,7 @@ from redline.search.ladder import (
     stop_at_a_mistake,
 )
 from redline.search.launch import remove_caches
+from redline.search.ranks import check_measured, ranked_rungs
 from redline.search.space import ALLOW, ROUGHLY, Space, open_space
 from redline.search.trials import Answer, Budget, OutOfTimeError, Trial, TuneSettings
 from redline.search.tune import Tuner
@@ -215,6 +218,8 @@ def prepare_tune(
     data: str | None = None,
     device: str | None = None,
     gpus: int | None = None,
+    tensor: int | None = None,
+    replicas: int | None = None,
     steps: int | None = None,
     check_steps: int | None = None,
     out: Path | None = None,
@@ -231,6 +236,8 @@ def prepare_tune(
         data=data,
         device=device,
         gpus=gpus,
+        tensor=tensor,
+        replicas=replicas,
         micro_batch=micro_batch,
         global_batch=global_batch,
         steps=steps,
@@ -238,43 +245,46 @@ def prepare_tune(
         out=out,
     )
     words.check(memory_limit=memory_limit)
-    check_allowed(allow, words.ranks)
-    check_batches(micro_batch, global_batch, words.ranks)
-    chosen, unwanted = names_of(rungs), names_of(without)
+    check_allowed(allow, words.layout.ranks)
+    check_batches(micro_batch, global_batch, words.layout.data)
+    said: dict[str, Any] = {"minutes": minutes, "allow": allow, "memory_limit": memory_limit}
+    said |= {"rungs": names_of(rungs), "without": names_of(without)}
     if fresh and after is not None:
         raise UserError("--fresh with --after", "one of them forgets what the other remembers", "drop one of them")
     ladder = None if after is None else open_ladder(after)
+    said = {name: value for name, value in said.items() if value is not None}
+    return replace(begin_tune(words, ladder, budget, said, command), fresh=fresh)
 
+
+def begin_tune(words: Words, ladder: LadderRun | None, budget: Budget, said: dict[str, Any], command: str) -> TuneRun:
+    """The machine is asked, which completes the settings that were said, and the run directory is opened."""
     found = words.meet_machine()
-    resolved, hardware = found.workload, found.hardware
+    resolved, check_steps, steps = found.workload, words.check_steps, words.steps
+    check_not_own(said.get("without", ()), resolved)
+    check_measured(ranked_rungs((), words.layout), words.layout, resolved, found.hardware)
     if ladder is not None:
         resolved = replace(resolved, micro_batch=ladder.workload.micro_batch)
         check_steps, steps = check_steps or ladder.settings.check_steps, steps or ladder.settings.timed_steps
     settings = TuneSettings(
-        device=hardware.kind,
-        minutes=minutes,
-        allow=allow or TuneSettings.allow,
-        rungs=chosen,
-        without=unwanted or (),
-        micro_batch=micro_batch,
-        global_batch=global_batch,
-        memory_limit=memory_limit or usable_bytes(hardware),
+        device=found.hardware.kind,
+        micro_batch=words.micro_batch,
+        global_batch=words.global_batch,
         check_steps=check_steps or TuneSettings.check_steps,
         timed_steps=steps,
+        **{"memory_limit": usable_bytes(found.hardware), **said},
     )
     run = TuneRun(
-        directory=RunDirectory(out or default_directory(resolved)),
+        directory=RunDirectory(words.out or default_directory(resolved)),
         workload=resolved,
-        hardware=hardware,
+        hardware=found.hardware,
         settings=settings,
         budget=budget,
-        fresh=fresh,
     )
     check_fits(run.space)
     directory = open_directory(
         run.directory.path,
         resolved,
-        hardware,
+        found.hardware,
         found.versions,
         settings,
         command,

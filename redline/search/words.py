@@ -9,19 +9,20 @@ What only one of them takes is in `search/ladder.py` and `search/tune_run.py`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from redline.core.errors import UserError, unknown_name
 from redline.core.hardware import Hardware
 from redline.core.job import RunDirectory, check_run_directory
+from redline.core.layout import Layout
 from redline.core.workload import Workload, check_positive
 from redline.data.text import check_corpus
 from redline.search.inspect import check_unchanged_file, find_workload
 from redline.search.launch import probe_machine
-from redline.search.ranks import check_global_batch, check_ranks, check_shareable
+from redline.search.ranks import check_global_batch, check_ranks, check_shareable, layout_for
 from redline.workloads import default_workload
 
 MOST_SEQUENCES = 2**20  # of one token each, their logits alone would be 196 GiB for GPT-2
@@ -43,6 +44,8 @@ class Words:
     data: str | None = None
     device: str | None = None
     gpus: int | None = None
+    tensor: int | None = None
+    replicas: int | None = None
     micro_batch: int | None = None
     global_batch: int | None = None
     steps: int | None = None
@@ -50,8 +53,9 @@ class Words:
     out: Path | None = None
 
     @property
-    def ranks(self) -> int:
-        return self.gpus or 1
+    def layout(self) -> Layout:
+        """Or a UserError."""
+        return layout_for(self.gpus or 1, {"tensor": self.tensor, "replicas": self.replicas})
 
     def check(self, **more: int | None) -> None:
         """`more`: other options that count things."""
@@ -59,7 +63,7 @@ class Words:
         for name, value in {**{name: getattr(self, name) for name in own}, **more}.items():
             if value is not None:
                 check_positive(option_of(name), value)
-        check_global_batch(self.global_batch, self.ranks)
+        check_global_batch(self.global_batch, self.layout.data)
         check_choice("device", self.device, ("cuda", "cpu"))
         if self.micro_batch is not None:
             check_sensible("--micro-batch", self.micro_batch)
@@ -73,11 +77,25 @@ class Words:
     def meet_machine(self) -> Found:
         """Torch is asked here, in a process of its own."""
         hardware, versions = probe_machine(self.device)
-        hardware = check_ranks(hardware, self.ranks)
+        hardware = with_layout(check_ranks(hardware, self.layout.ranks), self.layout)
         name, notes = named_or_default(self.workload, hardware)
         workload = find_workload(name, self.data, self.sequence)
+        workload = replace(workload, notes=(*workload.notes, *self._refused_in_training(name, workload, hardware)))
         check_shareable(workload, hardware)
         return Found(workload=workload, hardware=hardware, versions=versions, notes=(*notes, *workload.notes))
+
+    def _refused_in_training(self, name: str, workload: Workload, hardware: Hardware) -> Iterator[str]:
+        """What is measured without dropout may not go with it: the recipe would be refused where it is to be used."""
+        trained = find_workload(name, self.data, self.sequence, trained_on=hardware.kind)
+        refused = {rung: reason for rung, reason in trained.cannot.items() if rung not in workload.cannot}
+        for reason in dict.fromkeys(refused.values()):
+            rungs = ", ".join(rung for rung in refused if refused[rung] == reason)
+            yield f"`redline train` on this {hardware.kind.upper()} will refuse a recipe with {rungs}: {reason}"
+
+
+def with_layout(hardware: Hardware, layout: Layout) -> Hardware:
+    """Ranks that differ in their data alone have none, as before there were others."""
+    return replace(hardware, layout=None if layout.is_plain else layout)
 
 
 def option_of(name: str) -> str:

@@ -41,8 +41,14 @@ GPT2_NAMES = {
 }
 MAY_BE_NULL = ("kv_heads", "head_dim")  # null means what it means in Shape: derived from the heads
 SLIDING, EVERYTHING = "sliding_attention", "full_attention"
-CAUSAL = "ForCausalLM"  # how the class of a causal language model ends
+CAUSAL = ("ForCausalLM", "LMHeadModel")  # how the class of a causal language model ends; GPT-2's is the second
 ACTIVATIONS = ("activation_function", "hidden_activation", "hidden_act")  # a family reads the one in its defaults
+# What transformers 5 calls its activations (`transformers.activations.ACT2CLS`).
+ACTIVATION_NAMES = (
+    *("gelu", "gelu_10", "gelu_accurate", "gelu_fast", "gelu_new", "gelu_python", "gelu_python_tanh"),
+    *("gelu_pytorch_tanh", "hardswish", "laplace", "leaky_relu", "linear", "mish", "prelu", "quick_gelu", "relu"),
+    *("relu2", "relu6", "sigmoid", "silu", "sqrtsoftplus", "swish", "tanh", "xielu"),
+)
 TANH_GELUS = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
 FUSED_LOSSES, FUSED_ATTENTION = ("fused-loss", "chunked-loss"), ("flash", "cudnn-attention")
 BF16_WEIGHTS = ("adamw-bf16", "adamw-bf16-kahan")
@@ -238,7 +244,9 @@ def read_config(config: Config) -> tuple[Shape, tuple[str, ...]]:
     model_type, text = text_model(config)
     family = FAMILIES[model_type]
     values = {**family.defaults, **text}
-    sizes = {name: _size(values, name, key, model_type) for name, key in family.names.items()}
+    _check_complete(values, family, model_type)
+    _check_activation(model_type, values)
+    sizes = {name: _size(values, key) for name, key in family.names.items()}
     shape = Shape(
         **_canonical(sizes),
         gated=family.gated,
@@ -284,7 +292,7 @@ def obstacles(config: Config, shape: Shape) -> dict[str, str]:
     }
     if not shape.tied:
         found["tied-weights"] = "the published model has a head of its own"
-    if _activation(model_type, values) not in TANH_GELUS:
+    if _activation(model_type, values)[1] not in TANH_GELUS:
         found["sigmoid-gelu"] = "the model has no tanh GELU"
     if reason := _head_obstacle(values, shape):
         found |= dict.fromkeys((*FUSED_LOSSES, "fp8-head"), reason)
@@ -316,8 +324,9 @@ def _mask_obstacle(values: Config, shape: Shape) -> str:
     return ""
 
 
-def _activation(model_type: str, values: Config) -> Any:
-    return next(values[key] for key in ACTIVATIONS if key in FAMILIES[model_type].defaults)
+def _activation(model_type: str, values: Config) -> tuple[str, Any]:
+    """Its key, and what the config has there."""
+    return next((key, values[key]) for key in ACTIVATIONS if key in FAMILIES[model_type].defaults)
 
 
 def check_causal(config: Config) -> None:
@@ -341,9 +350,10 @@ def dropouts(config: Config) -> dict[str, float]:
     return {key: share for key, share in shares.items() if share}
 
 
-def drops_attention(config: Config) -> bool:
-    """What fused kernels must know: the weights of attention are dropped, which exist in them alone."""
-    return FAMILIES[text_model(config)[0]].dropouts[0] in dropouts(config)
+def attention_dropout(config: Config) -> str | None:
+    """The key by which weights of attention are dropped, which exist in fused kernels alone; None where none are."""
+    key = FAMILIES[text_model(config)[0]].dropouts[0]
+    return key if key in dropouts(config) else None
 
 
 def without_dropout(config: Config) -> Config:
@@ -375,7 +385,8 @@ def text_model(config: Config) -> tuple[str, Config]:
         raise UserError(
             f"model_type {model_type!r} is not supported",
             "each family names its sizes in its own way, and reading another's by guess would give wrong numbers",
-            f"supported: {', '.join(known)}; or write a shape file (layers, heads, d_model, d_ff, vocab, sequence)",
+            f"supported: {', '.join(known)}; any other as FILE.py:FACTORY, a Python file that builds it "
+            "(docs/your-model.md)",
         )
     return model_type, text
 
@@ -407,15 +418,32 @@ def _layer_list(text: Config, after: Shape) -> Config:
     return {}
 
 
-def _size(values: Config, name: str, key: str, model_type: str) -> int | None:
-    if name == "d_ff" and key == "n_inner" and values[key] is None:
-        return 4 * _count(values, "n_embd")  # GPT2Config's meaning of null
-    if key not in values or (values[key] is None and name not in MAY_BE_NULL):
+def _check_complete(values: Config, family: Family, model_type: str) -> None:
+    may_be_null = {"n_inner", *(family.names.get(name) for name in MAY_BE_NULL)}
+    missing = [
+        key for key in family.names.values() if key not in values or (values[key] is None and key not in may_be_null)
+    ]
+    if missing:
         raise UserError(
-            f"the config has no {key}",
-            f"a {model_type} config gives its {name.replace('_', ' ')} there, and no size is guessed",
-            f'add "{key}" to the file, or save it again with config.save_pretrained',
+            f"the config has no {', '.join(missing)}",
+            f"a {model_type} config gives its sizes there, and none is guessed",
+            f"add {', '.join(map(shown, missing))} to the file, or save it again with config.save_pretrained",
         )
+
+
+def _check_activation(model_type: str, values: Config) -> None:
+    key, name = _activation(model_type, values)
+    if name is not None and name not in ACTIVATION_NAMES:
+        raise UserError(
+            f"{key} is {shown(name)}",
+            "transformers has no activation of that name",
+            f"known: {', '.join(ACTIVATION_NAMES)}",
+        )
+
+
+def _size(values: Config, key: str) -> int | None:
+    if key == "n_inner" and values[key] is None:
+        return 4 * _count(values, "n_embd")  # GPT2Config's meaning of null
     return None if values[key] is None else _count(values, key)
 
 

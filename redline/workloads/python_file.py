@@ -12,12 +12,12 @@ from __future__ import annotations
 import ast
 import hashlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from redline.core.errors import UserError, unknown_name
-from redline.core.traced import SAMPLE, Embedding, Place, Product, Traced
+from redline.core.traced import SAMPLE, Embedding, Place, Product, Traced, Unlisted
 from redline.core.workload import NO_TOKENIZER, Shape, Source, Workload
 from redline.predict.flops import parameters
 from redline.workloads.resolve import BY_SIZE
@@ -25,6 +25,8 @@ from redline.workloads.resolve import BY_SIZE
 WORDS = re.compile(r"(?P<path>.+\.py)(?::(?P<name>.*))?", re.DOTALL)
 ATTENTION_RUNGS = ("flash", "cudnn-attention")
 PAGE = "docs/your-model.md"
+DROPOUT_OFF = "dropout is off"
+PARTS = {"batch": "make_batch", "loss": "loss", "shape": "shape"}  # what a file may hold beside a model's factory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +64,8 @@ def find_python_file(words: str) -> PythonFile | None:
             f"name one behind a colon: {words.rstrip(':')}:{next(iter(names.makers), 'factory')}",
         )
     if not names.star and name not in names.bound:
-        raise unknown_name(f"function in {path.name}", name, names.makers or ("none: the file defines no function",))
+        known = names.makers or ("none: the file defines no function",)
+        raise unknown_name(f"function in {path.name}", name, known)
     if not names.star and not {f"{name}_batch", "make_batch"} & names.bound:
         raise UserError(
             f"{path.name} makes no batches",
@@ -85,7 +88,7 @@ def _read(path: Path) -> bytes:
 class _Names:
     bound: set[str]
     makers: list[str]
-    """Functions and classes, which could make a model."""
+    """What could make a model: functions; classes where there is none."""
     star: bool
     """`from ... import *`: nobody knows without running it."""
 
@@ -97,18 +100,25 @@ def _top_level(path: Path, data: bytes) -> _Names:
         line = f"{path.name}:{error.lineno}: {(error.text or '').strip()}" if isinstance(error, SyntaxError) else ""
         why = error.msg if isinstance(error, SyntaxError) else str(error)
         raise UserError(f"{path.name} is not Python", f"{why} at {line}" if line else why, "mend that line") from error
-    bound, makers, star = set[str](), list[str](), False
+    bound, functions, classes, star = set[str](), list[str](), list[str](), False
     for node in _statements(tree.body):
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             bound.add(node.name)
-            makers.append(node.name)
+            (functions if isinstance(node, ast.FunctionDef) else classes).append(node.name)
         elif isinstance(node, (ast.Import, ast.ImportFrom)):
             bound |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
             star |= any(alias.name == "*" for alias in node.names)
         elif isinstance(node, (ast.Assign, ast.AnnAssign)):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             bound |= {name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)}
-    return _Names(bound, [name for name in makers if not name.startswith("_")], star)
+    makers = [name for name in functions if _may_make(name, bound)]
+    return _Names(bound, makers or [name for name in classes if not name.startswith("_")], star)
+
+
+def _may_make(name: str, bound: set[str]) -> bool:
+    """Neither hidden, nor what goes with a model: make_batch, vit_loss beside vit."""
+    model, _, part = name.rpartition("_")
+    return not (name.startswith("_") or name in PARTS.values() or (part in PARTS and model in bound))
 
 
 def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
@@ -145,13 +155,16 @@ def for_training(workload: Workload, device: str) -> Workload:
     assert isinstance(traced, Traced)
     if device == "cpu" and traced.sdpa and (traced.dropout or traced.random):
         cannot |= dict.fromkeys(ATTENTION_RUNGS, "fused attention on a CPU has no dropout, and this model drops")
-    return replace(workload, source=replace(workload.source, dropout=True), cannot=cannot)
+    notes = [note for note in workload.notes if not note.startswith(DROPOUT_OFF)]
+    if traced.dropout:
+        notes.append(f"dropout as the file has it ({_some(traced.dropout)}); measurements leave it out")
+    return replace(workload, source=replace(workload.source, dropout=True), cannot=cannot, notes=tuple(notes))
 
 
 def _notes(traced: Traced, rate: float, micro_batch: int) -> Iterator[str]:
     yield (
-        f"micro batches of {micro_batch} and a learning rate of {rate:g}, as usual for {traced.parameters:,} "
-        "parameters (--micro-batch)"
+        f"a learning rate of {rate:g}, and micro batches of {micro_batch} where no other is given (--micro-batch), as "
+        f"usual for {traced.parameters:,} parameters"
     )
     if traced.unit == SAMPLE and traced.items_per_sample == 1:
         yield "rates are samples per second; a file with items_per_sample and unit says what else to count"
@@ -161,13 +174,16 @@ def _notes(traced: Traced, rate: float, micro_batch: int) -> Iterator[str]:
             yield f"shape() describes {said:,} parameters, and the model has {traced.parameters:,}"
     if traced.dropout:
         yield (
-            f"dropout is off while measuring ({_some(traced.dropout)}): no two runs could be compared with it; "
+            f"{DROPOUT_OFF} while measuring ({_some(traced.dropout)}): no two runs could be compared with it; "
             "`redline train` keeps it"
         )
     if traced.why_random is not None:
         yield f"equivalence is not checked: {traced.why_random}"
     if not traced.splits:
-        yield "the loss of a batch is not the mean over its parts (batch norm?), so the reference takes it whole"
+        yield (
+            'the loss of a batch is not the mean over its parts (batch norm, or a loss with reduction="sum"?), so the '
+            "reference takes it whole"
+        )
     if traced.sdpa and traced.attention:
         yield f"attention is also written out at {_places(traced)}, which no attention kernel reaches"
 
@@ -194,16 +210,44 @@ def obstacles(traced: Traced, file: str) -> dict[str, str]:
     found["packed-attention"] = found["fused-backward"]
     found["tuned-matmuls"] = f"redline.model.tuned.TunedLinear is a layer to use for nn.Linear in {file}"
     found["fp8-linears"] = f"which layers in {file} may lose precision is not known: redline.model.fp8 has one to use"
-    found["selective-checkpointing"] = (
-        f"which part is attention is for {file} to say: torch.utils.checkpoint.checkpoint around it"
-    )
+    found["selective-checkpointing"] = _recomputing(traced, file)
     if traced.blocks is None:
-        found["checkpointing"] = (
-            "no list of equal blocks was found to recompute: hold them in one nn.ModuleList or nn.Sequential"
-        )
+        found["checkpointing"] = _listing(traced.unlisted)
     if not traced.tanh_gelus:
-        found["sigmoid-gelu"] = "no nn.GELU(approximate='tanh') module was found to exchange"
+        found["sigmoid-gelu"] = _gelu(traced.gelu_calls)
     return {name: reason for name, reason in found.items() if reason}
+
+
+def _recomputing(traced: Traced, file: str) -> str:
+    lines = listed(dict.fromkeys((*(each.place for each in traced.attention), *traced.sdpa_calls)))
+    if not lines:
+        return "no attention was seen that could be computed again"
+    return (
+        f"what is computed again is for {file} to say: put the attention at {lines} into a function, and call that "
+        "through torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+    )
+
+
+def _listing(unlisted: Unlisted | None) -> str:
+    told = "no list of equal blocks was found to recompute"
+    if unlisted is None:
+        return told
+    at = f" (made at {listed(unlisted.made)})" if unlisted.made else ""
+    return f"{told}: hold the {unlisted.count} {unlisted.kind}{at} in one nn.ModuleList or nn.Sequential"
+
+
+def _gelu(calls: tuple[Place, ...]) -> str:
+    if not calls:
+        return "the model has no tanh GELU that could be exchanged"
+    return (
+        f"F.gelu is a function at {listed(calls)}: make nn.GELU(approximate='tanh') in __init__ and call that there, "
+        "since modules can be exchanged from outside"
+    )
+
+
+def listed(places: Iterable[Place], most: int = 3) -> str:
+    """'vit.py:12, vit.py:30 and 4 more'."""
+    return _some(tuple(map(str, places)), most)
 
 
 def _attention(traced: Traced) -> str:

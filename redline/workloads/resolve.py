@@ -22,9 +22,9 @@ from redline.predict.flops import parameters
 from redline.workloads.huggingface import (
     FUSED_ATTENTION,
     Config,
+    attention_dropout,
     check_causal,
     dropouts,
-    drops_attention,
     obstacles,
     without_dropout,
 )
@@ -101,22 +101,25 @@ def _from_config(workload: Workload, config: Config, trained_on: str | None) -> 
     check_transformers()
     check_causal(config)
     cannot = obstacles(config, workload.decoder)
-    if trained_on == "cpu" and drops_attention(config):
-        reason = "fused attention on a CPU has no dropout, and the config has: train without, or set it to 0"
+    if trained_on == "cpu" and attention_dropout(config) is not None:
+        key = attention_dropout(config)
+        reason = f"fused attention on a CPU has no dropout: leave it out, or set {key} to 0 in the config"
         cannot |= dict.fromkeys(FUSED_ATTENTION, reason)
     return replace(
         workload,
         source=Source(kind="huggingface", config=without_dropout(config) if trained_on is None else config),
         cannot=cannot,
-        notes=(*workload.notes, *_config_notes(config, trained_on)),
+        notes=(*workload.notes, *_config_notes(config, workload.decoder.tied, trained_on)),
     )
 
 
-def _config_notes(config: Config, trained_on: str | None) -> Iterator[str]:
+def _config_notes(config: Config, tied: bool, trained_on: str | None) -> Iterator[str]:
     written, installed = str(config.get("transformers_version") or ""), metadata.version("transformers")
     if _numbers(written) > _numbers(installed):
         yield f"written by transformers {written}, and {installed} is installed: what is new to that has no effect"
     shares = ", ".join(f"{key} {share:g}" for key, share in dropouts(config).items())
+    if tied:
+        yield "the head is the embedding, as the config says: every recipe has tied-weights"
     if trained_on is None:
         yield "weights as the config initialises them"
         if shares:

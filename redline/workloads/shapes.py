@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from redline.core.errors import UserError, unknown_name
+from redline.core.user_code import described
 from redline.core.values import to_json
 from redline.core.workload import SIZES, Shape
 from redline.workloads.hub_cache import find_cached, is_hub_name, not_cached
@@ -94,21 +95,34 @@ def shape_fields(shape: Shape) -> dict[str, Any]:
 
 
 def read_shape(data: dict[str, Any], path: Path) -> Shape:
-    names = [field.name for field in dataclasses.fields(Shape)]
     if not set(data) & set(SIZES):
         raise UserError(
             f"{path} is neither a shape nor a Hugging Face config",
             'a config has a "model_type"; a shape has the sizes of a model',
             f"write {', '.join(SIZES)} into it, or point at a config.json",
         )
+    return shape_of(data, str(path))
+
+
+def shape_of(data: Any, where: str) -> Shape:
+    """From the fields that stand there, in a file or in what a function returned."""
+    if not isinstance(data, dict):
+        raise UserError(
+            f"{where} is {described(data)}",
+            "a shape is a dict with the sizes of a decoder",
+            f"return a dict with {', '.join(SIZES)}",
+        )
+    names = [field.name for field in dataclasses.fields(Shape)]
     for name in data:
         if name not in names:
             raise unknown_name("field of a shape", name, names)
-    for name in SIZES:
-        if name not in data:
-            raise UserError(
-                f"{path} has no {name}", "a shape needs all of its sizes, and none is guessed", f'add "{name}" to it'
-            )
+    missing = [name for name in SIZES if name not in data]
+    if missing:
+        raise UserError(
+            f"{where} has no {', '.join(missing)}",
+            "a shape needs all of its sizes, and none is guessed",
+            f"add {', '.join(map(shown, missing))} to it",
+        )
     _check_flags(data)
     return Shape(**data)
 
@@ -182,6 +196,12 @@ def _existing_path(words: str) -> Path:
     raise _unknown(words)
 
 
+def weights_beside(words: str) -> Path | None:
+    """The folder of a config that was found, where trained weights lie in it, too."""
+    folder = _existing_path(words).parent
+    return folder if any(folder.glob("*.safetensors")) else None
+
+
 def _cached_path(words: str) -> Path:
     folder = find_cached(words)
     if folder is not None:
@@ -191,7 +211,9 @@ def _cached_path(words: str) -> Path:
 
 def _unknown(words: str) -> UserError:
     error = unknown_name("workload", words, PRESETS)
-    return UserError(error.problem, error.why, f"{error.fix}; or a config.json, a model folder or a shape file")
+    return UserError(
+        error.problem, error.why, f"{error.fix}; or a config.json, a model folder, a shape file, FILE.py:FACTORY"
+    )
 
 
 def _name_of(words: str, path: Path) -> str:

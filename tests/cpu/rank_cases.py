@@ -2,8 +2,8 @@
 
 rank_cases.py 4 FOLDER        # ranks; FOLDER/cases.json: a list of orders
 
-An order goes on with what is in the run directory of its name and "-begun". Also measures what a rank holds after a
-step, for the orders under "held".
+An order goes on with what is in the run directory of its name and "-begun". Also measures what a rank holds while it
+is built, within a step and after one, and what the step sends, for the orders under "held".
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from typing import Any
 import torch
 from forked_ranks import run_ranks
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from wire import Storages, Wire
 
 from redline.core.layout import Layout
 from redline.core.values import from_json
 from redline.engine.build import build_step
 from redline.engine.distributed import Ranks, join
 from redline.engine.session import TrainOrder, train, training_plan
+from redline.engine.step import TrainStep
 
 BEGUN = "-begun"
 
@@ -49,15 +50,18 @@ def run(folder: Path) -> None:
 
 
 def held(order: TrainOrder, ranks: Ranks) -> dict[str, Any]:
-    """Bytes of weights, gradients and optimizer state that this rank itself holds, between backward and update; how
-    many times gradients were reduced for a batch of three pieces; and every bit of the weights, as a checksum."""
+    """Bytes of weights, gradients and optimizer state that this rank itself holds, between backward and update; what
+    it held and sent for a batch of three pieces; and every bit of the weights, as a checksum."""
     ranks.arrange(order.layout or Layout(ranks=ranks.count))
     device, plan = ranks.connect("cpu"), training_plan(order.recipe, ranks.layout)
-    step = build_step(order.workload, plan, device=device, chunk=1, ranks=ranks)
+    with Storages() as building:
+        step = build_step(order.workload, plan, device=device, chunk=1, ranks=ranks)
     shape = order.workload.decoder
     batch = torch.zeros((2, 3, shape.sequence), dtype=torch.int64)
-    step(batch)  # makes the optimizer's state
-    with Reductions() as seen:
+    for _ in range(2):  # the optimizer's state; and DDP announces its buckets in the forward after the first backward
+        step(batch)
+    within = Within(step)
+    with within.made, Wire() as wire:
         step.compute_gradients(batch)
     states = [value for state in step.optimizer.state.values() for value in state.values()]
     tensors = {
@@ -66,22 +70,48 @@ def held(order: TrainOrder, ranks: Ranks) -> dict[str, Any]:
         "optimizer": [value for value in states if value.numel() > 1],  # and not the count of steps
     }
     return {
-        "reductions": seen.count,
+        "building": {"left": building.bytes, "peak": building.peak},
+        "within": {"before": within.before, "forward": within.forward, "most whole": within.most_whole},
+        "sent": wire.seen(),
         "checksums": {name: checksum(parameter) for name, parameter in step.model.named_parameters()},
         **{what: sum(local_bytes(tensor) for tensor in found) for what, found in tensors.items()},
     }
 
 
-class Reductions(TorchDispatchMode):
-    """Counts collectives that add up."""
+class Within:
+    """What a step holds: memory that was asked for since it began, before each piece of the batch (that is gradients);
+    whole weights when a forward has ended; and the most whole weights at any time."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
+    def __init__(self, step: TrainStep) -> None:
+        self.before: list[int] = []
+        self.forward: list[int] = []
+        self.most_whole = 0
+        self._whole: dict[int, torch.UntypedStorage] = {}
+        self.model, self.made = step.model, Storages(self.look)
+        shared, piece, loss = step.shared, step.shared.piece, step.loss
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += str(func).startswith("c10d.") and "reduce" in str(func)
-        return func(*args, **(kwargs or {}))
+        def noted_piece(last: bool) -> Any:
+            self.before.append(self.made.bytes)
+            return piece(last)
+
+        def noted_loss(batch: Any) -> torch.Tensor:
+            found = loss(batch)
+            self.forward.append(self.whole())
+            return found
+
+        shared.piece, step.loss = noted_piece, noted_loss  # type: ignore[method-assign]
+
+    def look(self) -> None:
+        self.most_whole = max(self.most_whole, self.whole())
+
+    def whole(self) -> int:
+        """FSDP puts plain tensors in the place of its own while weights are gathered, and takes their memory away,
+        not them, when it gives them back."""
+        for parameter in self.model.parameters():
+            if not isinstance(parameter, DTensor):
+                storage = parameter.untyped_storage()
+                self._whole[storage._cdata] = storage
+        return sum(storage.nbytes() for storage in self._whole.values())
 
 
 def checksum(tensor: torch.Tensor) -> int:

@@ -1,5 +1,5 @@
-"""`redline` with a fault: at one step one rank is killed, alone or with its agent, raises, runs out of memory or hangs.
-Once, if a file says so.
+"""`redline` with a fault: at one step one rank is killed, alone or with its agent, raises, runs out of memory, hangs or
+is frozen. Once, if a file says so.
 
 python -m redline.engine.agent --standalone --nproc-per-node 2 rank_fault.py KIND STEP FLAG train gpt2 ...
 """
@@ -35,13 +35,24 @@ def hang() -> None:
     time.sleep(600)
 
 
+def freeze() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
 def lose_the_node() -> None:
     """The agent first: it must not tell anybody."""
     os.kill(os.getppid(), signal.SIGKILL)
     kill()
 
 
-FAULTS = {"node": lose_the_node, "kill": kill, "raise": fail, "memory": run_out_of_memory, "hang": hang}
+FAULTS = {
+    "node": lose_the_node,
+    "kill": kill,
+    "raise": fail,
+    "memory": run_out_of_memory,
+    "hang": hang,
+    "freeze": freeze,
+}
 
 
 def plant(kind: str, at_step: int, flag: Path) -> None:

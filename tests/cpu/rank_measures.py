@@ -2,7 +2,8 @@
 
 rank_measures.py 2 FOLDER     # ranks; FOLDER/jobs.json: {name: {"job", "fault"}}
 
-A fault is planted in rank 1 alone, and in the measured step alone: the reference is rank 0's.
+A fault is planted in the measured step alone: the reference is rank 0's. It is one of the ranks that take the second
+share of the batch, or of the second rank of a tensor group, or of the sums that a whole group makes together.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +28,7 @@ from redline.engine import build, measure
 from redline.engine.distributed import Ranks, join
 from redline.engine.shard import Replicated
 from redline.engine.step import TrainStep
+from redline.model import tensor_parallel
 
 
 def unreduced(step: TrainStep, batch: Any) -> torch.Tensor:
@@ -44,19 +47,34 @@ batches_of = build.batches_of
 
 
 def share_of_rank_0(workload: Any, micro_batch: int, tokens: Path, ranks: Ranks) -> Any:
-    return batches_of(workload, micro_batch, tokens, SimpleNamespace(rank=0, count=ranks.count))  # type: ignore[arg-type]
+    first: Any = SimpleNamespace(place=ranks.layout.place(0), layout=ranks.layout)
+    return batches_of(workload, micro_batch, tokens, first)
+
+
+def twice(step: TrainStep, batch: Any) -> torch.Tensor:
+    """One piece of one matrix, after everything else has gone right."""
+    loss = compute_gradients(step, batch)
+    gradient = step.model.get_parameter("h.0.mlp.c_fc.weight").grad
+    assert gradient is not None
+    gradient *= 2
+    return loss
+
+
+ACROSS = {**tensor_parallel.CUTS, "attn.c_attn.weight": (0, 1)}  # rows of the fused matrix, and not of each third
 
 
 @contextmanager
 def fault(kind: str | None, ranks: Ranks) -> Iterator[None]:
-    if kind is None or ranks.leads:
+    faults: dict[str, tuple[bool, Any]] = {
+        "unreduced": (ranks.place.data > 0, partial(patch.object, TrainStep, "compute_gradients", unreduced)),
+        "other-share": (ranks.place.data > 0, partial(patch.object, build, "batches_of", share_of_rank_0)),
+        "cut-across": (ranks.place.tensor > 0, partial(patch.object, tensor_parallel, "CUTS", ACROSS)),
+        "twice": (ranks.place.tensor > 0, partial(patch.object, TrainStep, "compute_gradients", twice)),
+        "unsummed": (True, partial(patch.object, tensor_parallel, "read_by_all", lambda x, mesh: x)),
+    }
+    here, plant = (False, None) if kind is None else faults[kind]
+    with plant() if here else nullcontext():
         yield
-    elif kind == "unreduced":
-        with patch.object(TrainStep, "compute_gradients", unreduced):
-            yield
-    else:
-        with patch.object(build, "batches_of", share_of_rank_0):
-            yield
 
 
 def run(folder: Path) -> None:
@@ -66,6 +84,7 @@ def run(folder: Path) -> None:
         device = ranks.connect("cpu")
         for name, case in json.loads((folder / "jobs.json").read_text()).items():
             job = from_json(Job, case["job"])
+            ranks.arrange(job.arranged)
             bench = measure.Bench(
                 job=job, tokens=folder / job.tokens, device=device, report=lambda *_, **__: None, ranks=ranks
             )

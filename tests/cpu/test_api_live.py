@@ -113,7 +113,7 @@ MISTAKES = {
     "two sizes": ({"batch": (torch.ones(3, 8), torch.ones(4))}, "do not agree on how many samples"),
     "a scalar": ({"batch": torch.tensor(1.0)}, "do not agree on how many samples"),
     "no loss": ({"batch": torch.ones(3, 8)}, r"returned a float32 tensor of \[2, 4\]"),
-    "several GPUs": ({"batch": pair(), "tp": 2}, "--tp"),
+    "several GPUs": ({"batch": pair(), "tensor": 2}, "tensor with a Python file"),
     "a sequence": ({"batch": pair(), "sequence": 4}, "redline.estimate was given sequence"),
 }
 
@@ -332,3 +332,35 @@ def test_logits_in_a_tuple_are_pointed_at_and_the_line_works(targets: tuple[int,
     line = raised.value.fix.split("`")[3].removeprefix("return ")
     value = eval(line, {"F": F, "model": lambda x: (None, x), "batch": (made, classes)})
     assert torch.equal(value, cross_entropy(made, classes))
+
+
+@pytest.mark.parametrize(
+    ("batch", "written"),
+    [
+        (
+            torch.zeros(4, 20, dtype=torch.int64),
+            "F.cross_entropy(model(batch)[:, :-1].flatten(0, 1), batch[:, 1:].flatten())",
+        ),
+        ({"input": torch.zeros(4, 20, dtype=torch.int64)}, "my_loss(model(**batch), ...), one number"),
+        ((torch.zeros(4, 20, dtype=torch.int64), torch.zeros(4, 20, 101)), "F.mse_loss(model(batch[0]), batch[1])"),
+    ],
+    ids=["tokens", "dict", "pair"],
+)
+def test_a_missing_loss_is_written_for_the_batch_that_was_given(batch: Any, written: str) -> None:
+    """And the sizes in the message are of the samples that were taken."""
+    model = nn.Sequential(nn.Embedding(101, 8), nn.Linear(8, 101))
+    with pytest.raises(UserError) as raised:
+        redline.estimate(model, batch=batch)
+    assert "[2, 20, 101]" in raised.value.why
+    assert raised.value.why.endswith("(2 samples were taken of the batch's 4)")
+    assert raised.value.fix == f"give one: loss=lambda model, batch: {written}"
+    if "my_loss" not in written:
+        loss = eval(f"lambda model, batch: {written}", {"F": F})
+        assert redline.estimate(model, batch=batch, loss=loss)["parameters"] == 101 * 8 + 8 * 101 + 101
+    assert "samples were taken" not in refusal(model, torch.zeros(2, 20, dtype=torch.int64))
+
+
+def refusal(model: nn.Module, batch: Any) -> str:
+    with pytest.raises(UserError) as raised:
+        redline.estimate(model, batch=batch)
+    return raised.value.why

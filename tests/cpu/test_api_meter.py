@@ -161,10 +161,55 @@ def test_every_call_of_the_first_step_counts_and_only_that() -> None:
 
 
 def test_flops_of_what_was_prepared_are_counted_uncompiled() -> None:
-    prepared = redline.prepare(GPT(SHAPE), ["bf16"], loss=lambda model, batch: next_token_loss(model(batch), batch))
+    prepared = prepared_gpt()
     meter = redline.Meter(tokens_per_step=32, model=prepared)
     for batch in meter.data([IDS] * 2):
         prepared.step(batch)
+        meter.step()
+    assert meter.summary()["flops_per_step"] == FLOPS
+
+
+def prepared_gpt() -> redline.Prepared:
+    return redline.prepare(GPT(SHAPE), ["bf16"], loss=lambda model, batch: next_token_loss(model(batch), batch))
+
+
+@pytest.mark.parametrize("fed", [True, False], ids=["data", "no-data"])
+def test_flops_of_what_was_prepared_are_those_of_its_steps(fed: bool) -> None:
+    """Two batches to an update, in a loop over `data` or over anything else; another meter beside it sees the same."""
+    prepared = prepared_gpt()
+    meter, other = (redline.Meter(tokens_per_step=64, model=prepared) for _ in range(2))
+    for number, batch in enumerate(meter.data([IDS] * 6) if fed else [IDS] * 6):
+        prepared.step.compute_gradients(batch)
+        if number % 2:
+            prepared.step.apply_gradients()
+            meter.step()
+            other.step()
+    assert meter.summary()["flops_per_step"] == other.summary()["flops_per_step"] == 2 * FLOPS
+    assert prepared.step(IDS).isfinite()
+
+
+def test_a_meter_leaves_nothing_in_the_step() -> None:
+    prepared = prepared_gpt()
+    own = prepared.step.loss_of
+    meter = redline.Meter(tokens_per_step=32, model=prepared)
+    assert prepared.step.loss_of is not own
+    prepared.step(IDS)
+    meter.step()
+    assert prepared.step.loss_of is own
+    assert meter.summary()["flops_per_step"] == FLOPS
+
+
+def test_a_prepared_model_that_nobody_saw_called_says_what_to_do() -> None:
+    prepared = prepared_gpt()
+    meter = redline.Meter(tokens_per_step=32, model=prepared)
+    prepared.loss(IDS).backward()
+    meter.step()
+    found = meter.summary()
+    assert found["flops_per_step"] is None
+    assert "call prepared.step, loop over meter.data, or give flops_per_step" in found["mfu_convention"]
+    meter = redline.Meter(tokens_per_step=32, model=prepared)
+    for batch in meter.data([IDS] * 2):
+        prepared.loss(batch).backward()
         meter.step()
     assert meter.summary()["flops_per_step"] == FLOPS
 

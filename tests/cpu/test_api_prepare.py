@@ -3,10 +3,12 @@ out."""
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from html import unescape
 from typing import Any
 
 import pytest
@@ -25,7 +27,7 @@ from redline.engine.step import INITIAL_LOSS_SCALE
 from redline.model.gpt import GPT, initialise
 from redline.model.loss import next_token_loss
 from redline.optim import warm_up
-from redline.rungs import LADDER, plan_of
+from redline.rungs import LADDER, find_rung, plan_of
 
 STEPS = 4
 
@@ -205,6 +207,9 @@ def test_every_rung_is_done_or_has_a_reason(blocks, name, eagerly) -> None:
     if name in prepared.left_out:
         assert len(prepared.left_out[name]) > 20
         assert f"left out   {name}: " in str(prepared)
+    shown = unescape(unescape(prepared._repr_html_()))
+    assert f'<th scope="row">{name}</th>' in shown
+    assert prepared.left_out.get(name, find_rung(name).title) in shown
 
 
 def test_ranks_are_the_business_of_the_loop(blocks) -> None:
@@ -400,7 +405,6 @@ def test_a_mask_that_the_kernel_would_overlook_is_refused(gpt2) -> None:
     ("words", "problem"),
     [
         ({"recipe": None}, "the recipe is None"),
-        ({"recipe": "bf16"}, "the recipe is 'bf16'"),
         ({"recipe": 3}, "the recipe is 3"),
         ({"learning_rate": "3e-4"}, "learning_rate is '3e-4'"),
         ({"learning_rate": -1}, "learning_rate is -1"),
@@ -418,3 +422,26 @@ def test_mistakes_are_told_and_not_raised_from_within(words: dict[str, Any], pro
 def test_a_step_that_is_none_is_told() -> None:
     with pytest.raises(UserError, match="redline.profile was given 3"):
         redline.profile(3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("names", [["bf16", "fused-adamw"], ("fused-adamw", "bf16"), "bf16, fused-adamw"], ids=str)
+def test_rungs_come_in_a_list_or_with_commas(names: Any) -> None:
+    assert redline.prepare(nn.Linear(4, 4), names).rungs == ("bf16", "fused-adamw")
+    assert redline.prepare(nn.Linear(4, 4), "none").rungs == ()
+
+
+WRONG = [
+    pytest.param(called, name, id=f"{called.__name__}-{name}")
+    for called in (redline.prepare, redline.Meter)
+    for name in inspect.signature(called).parameters
+]
+
+
+@pytest.mark.parametrize(("called", "name"), WRONG)
+def test_an_argument_of_another_type_is_a_mistake_in_words(called: Any, name: str) -> None:
+    whole = {"model": nn.Linear(4, 4), "recipe": []} if called is redline.prepare else {"tokens_per_step": 8}
+    with pytest.raises(UserError):
+        called(**{**whole, name: object()})
+    if name == "recipe":
+        with pytest.raises(UserError):
+            called(**{**whole, name: [object()]})

@@ -15,11 +15,11 @@ import redline.engine.build as build_module
 import redline.model.adapter as adapter_module
 import redline.model.gpt as gpt_module
 from redline.core.plan import Plan
-from redline.core.workload import Workload
+from redline.core.workload import Shape, Workload
 from redline.engine.build import Training, build, pin_attention
 from redline.model.attention import ATTENTION
 from redline.model.fp8 import Fp8Linear
-from redline.model.gpt import GELU
+from redline.model.gpt import GELU, GPT, initialise
 from redline.model.tuned import TunedLinear
 
 Train = Callable[..., Training]
@@ -253,6 +253,35 @@ def test_checkpointing_reaches_the_model(train: Train, recompute: str) -> None:
     assert cores == {recompute != "selective"}
 
 
+def kept_and_gradients(budget: float, monkeypatch: pytest.MonkeyPatch) -> tuple[int, dict[str, torch.Tensor]]:
+    """Bytes that a compiled model keeps for its backward pass, but for weights, and what comes of them."""
+    monkeypatch.setattr(build_module.functorch, "activation_memory_budget", 1.0)  # is put back at the end
+    build_module.switch_process(Plan(activation_budget=budget))
+    model = GPT(Shape(layers=2, heads=2, d_model=32, d_ff=128, vocab=64, sequence=32), attention="flash")
+    initialise(model, seed=1)
+    weights = {parameter.data_ptr() for parameter in model.parameters()}
+    kept: list[int] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(0 if tensor.data_ptr() in weights else tensor.nbytes)
+        return tensor
+
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager_decomp_partition")  # Inductor's partitioner, without its code
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        logits = compiled(torch.arange(64).view(2, 32))
+    logits.square().mean().backward()
+    return sum(kept), {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def test_a_budget_halves_what_a_compiled_step_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, wanted = kept_and_gradients(1.0, monkeypatch)
+    half, found = kept_and_gradients(0.5, monkeypatch)
+    assert 0.35 * whole < half < 0.65 * whole
+    for name, gradient in wanted.items():
+        torch.testing.assert_close(found[name], gradient)
+
+
 @pytest.mark.parametrize(("residual", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
 def test_the_residual_type_is_that_between_the_blocks(train: Train, residual: str, dtype: torch.dtype) -> None:
     training = train(Plan(residual=residual, autocast="bf16"))
@@ -354,6 +383,7 @@ def test_every_field_of_a_plan_is_covered_above() -> None:
         "fp8_head",
         "fp8_linears",
         "checkpointing",
+        "activation_budget",
         "compile",
         "max_autotune",
         "cuda_graphs",

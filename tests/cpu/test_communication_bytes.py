@@ -6,8 +6,10 @@ counts calls; `Wire` adds up their bytes.
 
 from __future__ import annotations
 
+import runpy
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,11 +19,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from redline.core.plan import Plan
 from redline.core.workload import Shape
@@ -29,7 +29,7 @@ from redline.engine.shard import give_memory
 from redline.model.gpt import GPT, fill_buffers
 from redline.model.tensor_parallel import cut_gpt, vocabulary_loss
 from redline.predict.activations import Rank
-from redline.predict.communication import ALL_GATHER, ALL_REDUCE, POINT, REDUCE_SCATTER, traffic
+from redline.predict.communication import ALL_REDUCE, POINT, traffic
 from redline.predict.optimizers import find_optimizer
 from redline.predict.parallel import Layout
 
@@ -44,43 +44,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing:Use
 # counting
 
 
-def size(tensors):
-    listed = tensors if isinstance(tensors, (list, tuple)) else [tensors]
-    return sum(tensor.numel() * tensor.element_size() for tensor in listed)
-
-
-# What each operator is, and where its whole tensor stands: argument 0 or 1, or the result.
-OPERATORS = {
-    "c10d::allreduce_": (ALL_REDUCE, 0),
-    "c10d::_allgather_base_": (ALL_GATHER, 0),
-    "c10d::_reduce_scatter_base_": (REDUCE_SCATTER, 1),
-    "c10d::send": (POINT, 0),
-    "_c10d_functional::all_reduce": (ALL_REDUCE, 0),
-    "_c10d_functional::reduce_scatter_tensor": (REDUCE_SCATTER, 0),
-    "_c10d_functional::all_gather_into_tensor": (ALL_GATHER, None),
-}
-# Not traffic of this GPU's sending: results awaited or wrapped, and what another sends.
-SILENT = {"_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd", "c10d::recv_"}
-
-
-class Wire(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.calls, self.bytes = Counter(), Counter()
-
-    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # it goes on to what it consists of, and to the collectives
-        result = operator(*args, **(kwargs or {}))
-        name = operator._schema.name
-        if "c10d" in name and name not in SILENT:
-            kind, place = OPERATORS[name]  # one that is not listed must not go uncounted
-            self.calls[kind] += 1
-            self.bytes[kind] += size(result if place is None else args[place])
-        return result
-
-    def seen(self):
-        return {kind: (self.calls[kind], self.bytes[kind]) for kind in self.calls}
+Wire = runpy.run_path(str(Path(__file__).with_name("wire.py")))["Wire"]
 
 
 def predicted(shape, plan, *, tp=1, pp=1, zero=0, accumulation=1, first=True, last=True):

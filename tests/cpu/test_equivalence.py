@@ -21,13 +21,22 @@ import torch.nn.functional as F
 
 import redline.engine.build as build_module
 import redline.model.adapter as adapter_module
+from redline.core.cut import Cut
 from redline.core.job import Job, RunDirectory
+from redline.core.layout import Layout
 from redline.core.measurement import Measurement
 from redline.core.recipe import Recipe
 from redline.core.workload import Workload
 from redline.engine import equivalence, measure
 from redline.engine.build import Training
-from redline.engine.equivalence import check_gradients, reference_gradients, relative_errors
+from redline.engine.equivalence import (
+    Distances,
+    beside,
+    check_gradients,
+    put_together,
+    reference_gradients,
+    relative_errors,
+)
 from redline.model.attention import ATTENTION
 from redline.model.gpt import GPT, initialise
 from redline.predict.verdict import judge
@@ -642,3 +651,36 @@ def test_a_slightly_loud_tied_embedding_gets_past(
 ) -> None:
     tied_embedding_of_std(0.05, monkeypatch)
     assert judge_row("tied-weights", workload=replace(small, name="louder")).verdict == "different"
+
+
+# --- tensors that a tensor group has cut ------------------------------------------------------------------------------
+
+
+def test_a_piece_stands_beside_the_same_numbers_of_the_whole() -> None:
+    """Thirds of a fused matrix, and rows of a vocabulary of 5 that is padded to 8: worked out by hand."""
+    fused = torch.arange(12.0).reshape(6, 2)
+    cut = Cut(shape=(6, 2), dim=0, parts=3, rank=1, ranks=2)
+    mine, theirs = beside(fused[[1, 3, 5]], fused, cut)
+    assert torch.equal(mine, theirs)
+    assert theirs.tolist() == [[2, 3], [6, 7], [10, 11]]
+    columns = Cut(shape=(2, 4), dim=1, rank=0, ranks=2)
+    assert beside(torch.zeros(2, 2), torch.ones(2, 4), columns)[1].shape == (2, 2)
+    rows = torch.arange(5.0).unsqueeze(1)
+    padded = [Cut(shape=(8, 1), dim=0, rank=rank, ranks=4) for rank in range(4)]
+    found = [beside(torch.full((2, 1), 9.0), rows, each) for each in padded]
+    assert [theirs.flatten().tolist() for _, theirs in found] == [[0, 1], [2, 3], [4], []]
+    assert [len(mine) for mine, _ in found] == [2, 2, 1, 0]
+
+
+def test_pieces_of_a_group_make_one_error_and_ranks_with_other_data_another() -> None:
+    """Distances of 3 and 4 from a tensor of norm 10 are one of 5; what is not cut is each rank's own."""
+    layout = Layout(ranks=4, tensor=2)  # ranks 0 and 1 hold a layer together, and 2 and 3
+
+    def rank(piece: float, own: float) -> Distances:
+        return Distances({"cut": piece, "own": own}, {"cut": 10.0, "own": 2.0}, frozenset({"cut"}))
+
+    together = put_together([rank(3, 0), rank(4, 1), rank(0, 0), rank(1, 0)], layout)
+    found = [each.relative() for each in together]
+    assert [errors["cut"] for errors, _ in found] == pytest.approx([0.5, 0.5, 0.1, 0.1])
+    assert [errors["own"] for errors, _ in found] == pytest.approx([0.0, 0.5, 0.0, 0.0])
+    assert found[1][1] == pytest.approx(math.sqrt((25 + 1) / 104))

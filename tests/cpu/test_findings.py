@@ -244,7 +244,55 @@ def test_graph_breaks_have_a_reason_and_a_line():
     (found,) = compiled_findings(broken, torch.randn(4))
     assert found.kind == "graph-break"
     assert "# planted" in text_at(found)
-    assert found.detail
+    assert found.detail == "Call to `torch._dynamo.graph_break()`"  # the reason, not the sentence that announces it
+
+
+def refuse(x: torch.Tensor) -> torch.Tensor:
+    if torch.compiler.is_compiling():
+        raise RuntimeError("not today")  # refused
+    return x + 1
+
+
+def break_once(x: torch.Tensor) -> torch.Tensor:
+    y = x * 2
+    torch._dynamo.graph_break()  # broken
+    return y + 1
+
+
+def break_and_refuse(x: torch.Tensor) -> torch.Tensor:
+    y = x * 2
+    torch._dynamo.graph_break()
+    return refuse(y)
+
+
+# frames it was asked for, those it gave up on, graphs; what is said, and of which line
+COMPILED = {
+    "whole": (lambda x: x * 2 + 1, (1, 0, 1), None, None),
+    "broken": (break_once, (2, 0, 2), "compiled in 2 graphs: ", "# broken"),
+    "refused": (refuse, (1, 1, 0), "nothing was compiled, every step runs in eager: ", "# refused"),
+    "half": (break_and_refuse, (3, 2, 1), "2 of 3 frames run in eager, not compiled: ", None),
+}
+
+
+@pytest.mark.parametrize("case", COMPILED)
+def test_what_the_compiler_leaves_to_python_is_counted(case: str, capfd: pytest.CaptureFixture[str]):
+    function, counts, said, line = COMPILED[case]
+    torch._dynamo.reset()
+    with compiler_log() as log:
+        torch.compile(function, backend="eager", dynamic=False)(torch.ones(4))
+    found = log.compiled()
+    torch._dynamo.reset()
+    assert (found.frames, found.left, found.graphs) == counts
+    trouble = found.trouble
+    assert (trouble is None) == (said is None)
+    assert "graph_breaks" not in capfd.readouterr().err  # torch prints what TORCH_LOGS asks for, and we did not
+    if said is not None and trouble is not None:
+        assert trouble.startswith(said)
+        assert ("RuntimeError" in trouble) == ("refuse" in function.__name__)
+        place = trouble.removeprefix(said).split(": ")[0]
+        path, number = place.rsplit(":", 1)
+        assert Path(path) == Path(__file__)
+        assert line is None or line in Path(path).read_text().splitlines()[int(number) - 1]
 
 
 def test_recompilations_name_the_guard():

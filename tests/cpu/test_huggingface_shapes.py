@@ -28,6 +28,7 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
 )
+from transformers.activations import ACT2CLS
 from transformers.pytorch_utils import Conv1D
 
 from redline.core.plan import Plan
@@ -35,7 +36,7 @@ from redline.core.workload import Shape
 from redline.predict.flops import flops_per_token, parameters
 from redline.predict.gemms import linear_layers
 from redline.workloads import changed_document, resolve_shape
-from redline.workloads.huggingface import FAMILIES
+from redline.workloads.huggingface import ACTIVATION_NAMES, FAMILIES
 
 CLASSES = {
     "gpt2": GPT2Config,
@@ -179,6 +180,10 @@ def test_windows_are_those_of_the_model(name, resolve):
     )
     assert shape.layers_with_window == kinds.count("sliding_attention")
     assert shape.window == (config.sliding_window if shape.layers_with_window else None)
+
+
+def test_every_activation_of_transformers_is_known():
+    assert set(ACT2CLS) <= set(ACTIVATION_NAMES)
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)

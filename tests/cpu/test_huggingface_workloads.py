@@ -7,9 +7,11 @@ and ten steps of training, interrupted, resumed, sampled and exported.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib.util
 import json
+import logging
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -33,9 +35,10 @@ from redline.engine import probe, worker
 from redline.engine.checkpoint import latest_checkpoint
 from redline.engine.equivalence import relative_errors
 from redline.engine.session import TrainOrder, load_model, open_data, validation_batches
+from redline.model.adapter import muted
 from redline.model.transformers_adapter import TransformersAdapter, drops, head_of
 from redline.predict.verdict import gradient_bound
-from redline.rungs import find_rung
+from redline.rungs import find_rung, plan_of, usual_rungs
 from redline.workloads import resolve_workload
 from redline.workloads.hub_cache import find_cached, hub_cache
 from redline.workloads.huggingface import FAMILIES
@@ -367,7 +370,7 @@ def test_measurements_drop_nothing_and_training_what_the_config_says(family: str
 
 @pytest.mark.parametrize(
     "more",
-    [{"hidden_act": "no-such-activation"}, {"pad_token_id": 5000}, {"rms_norm_eps": "small"}],
+    [{"pad_token_id": 5000}, {"rms_norm_eps": "small"}],  # an unknown activation is refused before
     ids=lambda more: next(iter(more)),
 )
 def test_what_transformers_refuses_is_told_in_three_lines(more: dict[str, Any], workload: Any) -> None:
@@ -434,6 +437,8 @@ def test_a_config_goes_through_every_command(
         allowed = {"not-checked"} if refused else {"rounding", "same"}
         assert rows[rung]["equivalence"]["verdict"] in allowed
     assert "weights as the config initialises them" in told
+    refuses = [note for note in ladder["workload"]["notes"] if "`redline train` on this CPU will refuse" in note]
+    assert len(refuses) == (family == "gpt2")  # whose config drops attention's weights
     assert ladder["workload"]["source"]["config"]["model_type"] == family
 
     # Not best.json, which is a matter of time. GPT-2's config drops, and a CPU's flash attention cannot.
@@ -445,6 +450,64 @@ def test_a_config_goes_through_every_command(
     assert (summary["ended"], summary["updates"]) == ("steps", 10)
     assert summary["loss"] < rows["baseline"]["loss_first"]
     assert ("dropout as in the config" in told) == (family == "gpt2")
+
+
+TIES = {"tied": {**CONFIGS["qwen2"]}, "untied": {**CONFIGS["qwen2"], "tie_word_embeddings": False}}
+
+
+def size_of(model: Any) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("ties", TIES)
+def test_every_row_of_a_ladder_is_the_model_of_the_config(
+    ties: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Tied where it says so, the plain first row too; of recipes of a version that untied it as well."""
+    folder, own = written(here, TIES[ties]), ["tied-weights"] if ties == "tied" else []
+    words = ("--rungs", "tied-weights,flash", *QUICK, "--keep", "all")
+    ladder, told = command(capsys, "ladder", folder, *words, "--out", "ladder")
+    rows = {row["rung"]: row for row in ladder["rows"]}
+    assert list(rows) == ["baseline", "flash", *([] if own else ["tied-weights"])]
+    assert rows["baseline"]["recipe"] == own
+    assert rows["baseline"]["equivalence"]["verdict"] == "same"
+    assert ("every recipe has tied-weights" in told) == bool(own)
+    assert own == [name for name in json.loads(Path("ladder/best.json").read_text())["rungs"] if name != "flash"]
+    if not own:
+        assert rows["tied-weights"]["reason"] == "the published model has a head of its own"
+
+    Path("old.json").write_text(json.dumps({"rungs": ["flash"], "micro_batch": 2}))
+    again, _ = command(capsys, "ladder", folder, "--from", "old.json", "--rungs", "none", *QUICK, "--out", "again")
+    assert [row["recipe"] for row in again["rows"]] == [[*own, "flash"]]
+    assert again["rows"][0]["equivalence"]["verdict"] in ("same", "rounding")  # than the config's: nothing is changed
+    adapter, expected = TransformersAdapter(from_json(Workload, ladder["workload"])), size_of(theirs(TIES[ties]))
+    for row in (*(row for row in rows.values() if row["status"] == "ok"), *again["rows"]):
+        assert size_of(adapter.build(plan_of(row["recipe"]), CPU)) == expected
+
+
+@pytest.mark.parametrize("ties", TIES)
+def test_a_recipe_trains_and_exports_the_model_of_the_config(
+    ties: str, here: Path, shards: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = written(here, TIES[ties])
+    Path("old.json").write_text(json.dumps({"rungs": ["flash"], "micro_batch": 2}))
+    words = ("--recipe", "old.json", "--data", shards, "--steps", 2, *TRAIN, "--out", "run")
+    summary, told = command(capsys, "train", folder, *words)
+    assert ("tied-weights added to the recipe: without, qwen2 would be another model" in told) == (ties == "tied")
+    assert summary["rungs"] == [*(["tied-weights"] if ties == "tied" else []), "flash"]
+    command(capsys, "train", "--resume", "run", "--steps", 3, "--recipe", "old.json")
+    command(capsys, "export", "run", "--out", "exported")
+    loaded = AutoModelForCausalLM.from_pretrained("exported")
+    assert size_of(loaded) == size_of(theirs(TIES[ties]))
+    assert loaded.config.tie_word_embeddings == (ties == "tied")
+
+
+@pytest.mark.parametrize("words", ["ladder --rungs none", "tune --minutes 0.01"])
+def test_the_tie_of_a_config_cannot_be_left_out(words: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = written(here, TIES["tied"])
+    assert main([*words.split(), str(folder), "--without", "tied-weights", "--device", "cpu", "--out", "run"]) == 2
+    assert "qwen2 without tied-weights" in capsys.readouterr().err
+    assert not Path("run").exists()
 
 
 def checkpoints(folder: Path) -> dict[str, torch.Tensor]:
@@ -478,7 +541,8 @@ def test_trained_interrupted_resumed_sampled_and_exported(
 
     said, _ = command(capsys, "sample", "parts", "--tokens", 5, "--temperature", 0)
     assert all(token < VOCAB for token in said["tokens"])
-    command(capsys, "export", "parts", "--out", "exported")
+    _, told = command(capsys, "export", "parts", "--out", "exported")
+    assert "Writing" not in told  # a bar of transformers
     loaded = AutoModelForCausalLM.from_pretrained("exported", attn_implementation="eager").eval()
     assert loaded.config.vocab_size == loaded.get_input_embeddings().weight.shape[0] == VOCAB
     saved, padded = checkpoints(Path("parts")), 0
@@ -490,6 +554,29 @@ def test_trained_interrupted_resumed_sampled_and_exported(
     with torch.no_grad():
         assert torch.equal(model(some_tokens(24)).logits, loaded(some_tokens(24)).logits)
     assert resolve_workload("exported", trained_on="cuda").source.config["model_type"] == family
+
+
+def test_weights_that_are_not_read_are_told(here: Path, shards: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = Path(written(here, CONFIGS["llama"]))
+    Path("recipe.json").write_text(json.dumps({"rungs": [], "micro_batch": 2}))
+    words = ("--recipe", "recipe.json", "--data", shards, "--steps", 2, *TRAIN)
+    _, told = command(capsys, "train", folder, *words, "--out", "plain")
+    assert "are not read" not in told
+    theirs(CONFIGS["llama"]).save_pretrained(folder)
+    capsys.readouterr()
+    _, told = command(capsys, "train", folder, *words, "--out", "random")
+    assert f"the weights in {folder} are not read, this run begins with random ones: --init {folder}" in told
+    _, told = command(capsys, "train", folder, *words, "--init", folder, "--out", "read")
+    assert "are not read" not in told
+
+
+def test_a_muted_logger_says_errors_and_speaks_again() -> None:
+    logger = logging.getLogger("a.library.of.others")
+    with contextlib.suppress(KeyError), muted(logger.name):
+        assert not logger.isEnabledFor(logging.WARNING)
+        assert logger.isEnabledFor(logging.ERROR)
+        raise KeyError
+    assert logger.isEnabledFor(logging.WARNING)
 
 
 def test_a_validation_drops_nothing(here: Path, shards: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -520,6 +607,20 @@ def test_a_recipe_of_another_model_is_refused(here: Path, capsys: pytest.Capture
     assert "the recipe's padded-vocab does not go with phi" in shown
     assert "the head has a bias" in shown
     assert not Path("runs").exists()
+
+
+def test_a_recipe_that_dropout_refuses_names_what_works(
+    here: Path, workload: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was measured without dropout, by a ladder or a tune, which have said so."""
+    folder = written(here, CONFIGS["gpt2"])
+    Path("recipe.json").write_text(json.dumps({"rungs": ["flash"], "micro_batch": 2}))
+    assert main(["train", str(folder), "--recipe", "recipe.json", "--steps", "2", "--device", "cpu"]) == 2
+    shown = " ".join(capsys.readouterr().err.split())
+    assert "leave it out, or set attn_pdrop to 0 in the config" in shown
+    assert "leave --recipe out: what applies here is taken then" in shown
+    assert "flash" not in usual_rungs(workload("gpt2", trained_on="cpu"), probe.probe("cpu"))
+    assert "flash" not in workload("gpt2", trained_on="cpu", attn_pdrop=0.0).cannot
 
 
 @pytest.mark.long

@@ -56,8 +56,12 @@ def test_each_row_is_the_recipe_with_one_thing_changed(bench: Any) -> None:
         "chunked-loss": ("chunked", "none", "cudnn"),
         "checkpointing": ("fused", "full", "cudnn"),
         "both": ("chunked", "full", "cudnn"),
+        "budget": ("fused", "none", "cudnn"),
         "naive-attention": ("fused", "none", "naive"),
         "selective": ("fused", "selective", "naive"),
+    }
+    assert {name: plan.activation_budget for name, plan in plans.items() if plan.activation_budget < 1} == {
+        "budget": 0.5
     }
 
 

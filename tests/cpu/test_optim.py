@@ -29,6 +29,7 @@ from redline.commands.common import options_of
 from redline.commands.train import add_train, other_optimizer, settings_of
 from redline.core.errors import UserError
 from redline.core.hardware import Hardware
+from redline.core.layout import Layout
 from redline.core.recipe import Recipe
 from redline.core.training import Budget
 from redline.core.workload import Shape, Workload
@@ -694,9 +695,11 @@ def test_train_takes_another_optimizer_as_its_rung(small: Workload) -> None:
     rungs = other_optimizer("lion", ("bf16", "fused-adamw"), small, HARDWARE)
     assert rungs == ("bf16", "lion")
     recipe, budget = Recipe(rungs=rungs, micro_batch=6), Budget(steps=50)
-    settings = settings_of(options_of(add_train, "train", asked), small, recipe, budget)
+    settings = settings_of(options_of(add_train, "train", asked), small, recipe, budget, Layout())
     assert settings.learning_rate == pytest.approx(0.1 * small.learning_rate)
-    given = settings_of(options_of(add_train, "train", {**asked, "learning_rate": 1e-4}), small, recipe, budget)
+    given = settings_of(
+        options_of(add_train, "train", {**asked, "learning_rate": 1e-4}), small, recipe, budget, Layout()
+    )
     assert given.learning_rate == 1e-4
     with pytest.raises(UserError, match=r"--optimizer adamw-bf16 does not apply here.*add bf16"):
         other_optimizer("adamw-bf16", ("fused-adamw",), small, HARDWARE)

@@ -129,6 +129,8 @@ def net():
 def make_batch(size, seed):
     return torch.randn(size, 6, generator=torch.Generator().manual_seed(seed))
 """
+DROPS = RANDOM
+RANDOM = DROPS.replace("F.dropout(self.a(x), 0.5, self.training)", "self.a(x) * torch.rand_like(x)")  # noise
 BREAKS = """
 import torch
 from torch import nn
@@ -330,10 +332,10 @@ def test_a_softmax_that_is_no_attention(write: Callable[[str], Path]) -> None:
 def test_random_numbers_are_found_where_they_are_drawn(write: Callable[[str], Path]) -> None:
     workload = workload_of(f"{write(RANDOM)}:net")
     assert isinstance(workload.shape, Traced)
-    assert [str(place) for place in workload.shape.draws] == [f"model.py:{line_of(RANDOM, 'F.dropout')}"]
+    assert [str(place) for place in workload.shape.draws] == [f"model.py:{line_of(RANDOM, 'rand_like')}"]
     assert workload.why_unchecked is not None
-    assert f"model.py:{line_of(RANDOM, 'F.dropout')}" in workload.why_unchecked
-    modules = RANDOM.replace("F.dropout(self.a(x), 0.5, self.training)", "self.drop(self.a(x))").replace(
+    assert f"model.py:{line_of(RANDOM, 'rand_like')}" in workload.why_unchecked
+    modules = DROPS.replace("F.dropout(self.a(x), 0.5, self.training)", "self.drop(self.a(x))").replace(
         "nn.Linear(6, 1)", "nn.Linear(6, 1); self.drop = nn.Dropout(0.5)"
     )
     quiet = workload_of(f"{write(modules)}:net")
@@ -606,11 +608,37 @@ def test_a_random_model_is_measured_and_not_judged(
     words = f"{write(RANDOM)}:net"
     ladder = command(capsys, "ladder", words, "--rungs", "fused-adamw", *QUICK, "--out", "ladder", code=1)
     assert [row["equivalence"]["verdict"] for row in ladder["rows"]] == ["not-checked"] * 2
-    assert f"model.py:{line_of(RANDOM, 'F.dropout')}" in ladder["rows"][0]["equivalence"]["detail"]
+    assert f"model.py:{line_of(RANDOM, 'rand_like')}" in ladder["rows"][0]["equivalence"]["detail"]
     assert ladder["best"] is None
-    Path("model.py").write_text(RANDOM.replace("0.5", "0.4"))
+    Path("model.py").write_text(RANDOM.replace("rand_like", "randn_like"))
     assert main(["ladder", "--resume", "ladder"]) == 2
     assert "model.py has changed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("by_name", [False, True], ids=["F.dropout", "by-name"])
+def test_dropout_by_a_function_is_off_while_measuring_and_on_in_training(
+    by_name: bool, here: Path, verdict_only: None, write: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = DROPS.replace("F.dropout(self", "dropout(self").replace(
+        "import torch.nn.functional as F", "from torch.nn.functional import dropout"
+    )
+    text = text if by_name else DROPS
+    words, own = f"{write(text)}:net", F.dropout
+    ladder = command(capsys, "ladder", words, "--rungs", "fused-adamw", *QUICK, "--out", "ladder")
+    assert {row["equivalence"]["verdict"] for row in ladder["rows"]} <= {"same", "rounding"}
+    assert ladder["best"] is not None
+    (note,) = [note for note in ladder["workload"]["notes"] if "dropout is off" in note]
+    assert f"F.dropout at model.py:{line_of(text, 'dropout(self')}" in note
+    assert F.dropout is own
+    plain = text.replace("0.5, self.training", "0.0, self.training")
+    Path("plain.py").write_text(plain)
+    if not by_name:  # a name that was imported stays what it was in this process, where both are done
+        Path("recipe.json").write_text('{"rungs": [], "micro_batch": 4}')
+        words = ("--recipe", "recipe.json", "--steps", 2, "--device", "cpu", "--out")
+        losses = [command(capsys, "train", f"{name}.py:net", *words, name)["loss"] for name in ("model", "plain")]
+        assert losses[0] != losses[1]
+    without = command(capsys, "ladder", "plain.py:net", "--rungs", "none", *QUICK, "--out", "without")
+    assert without["rows"][0]["loss_curve"] == ladder["rows"][0]["loss_curve"]
 
 
 @pytest.mark.long
@@ -624,7 +652,22 @@ def test_code_that_the_compiler_cannot_take_whole(
     rows = {row["rung"]: row for row in ladder["rows"]}
     assert rows["compile"]["status"] == "ok", rows["compile"]["reason"]
     assert rows["compile"]["kernels"]["graph_breaks"] > 0
+    assert f"model.py:{line_of(BREAKS, 'print')}" in rows["compile"]["compile_note"]
     assert rows["fused-adamw"]["status"] == "ok"
+
+
+def test_code_that_the_compiler_gives_up_on_is_not_called_compiled(
+    here: Path, no_waiting: None, write: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It runs, as fast as before and equal to the bit, and would look like a rung that is right."""
+    text = BREAKS.replace('print("seen", h.shape)', 'assert not torch.compiler.is_compiling(), "not today"')
+    ladder = command(capsys, "ladder", f"{write(text)}:net", "--rungs", "compile", *QUICK, "--out", "ladder")
+    row = ladder["rows"][1]
+    assert (row["rung"], row["status"], row["kept"]) == ("compile", "ok", False)
+    place = f"nothing was compiled, every step runs in eager: model.py:{line_of(text, 'assert')}: "
+    assert row["reason"].startswith(place)
+    assert row["kernels"]["compiled"]["graphs"] == 0
+    assert json.loads(Path("ladder/best.json").read_text())["rungs"] == []
 
 
 def test_a_rung_that_fails_is_a_row_and_the_ladder_goes_on(
@@ -738,7 +781,54 @@ MISTAKES = {
     "import-raises": ("from torch import nn", "from torch import nn, nonsense", "ImportError", "model.py:2"),
     "factory-raises": ("nn.Linear(3, 3)", "nn.Linear(3, int('x'))", "ValueError", "model.py:4: return nn.Linear"),
     "no-module": ("nn.Linear(3, 3)", "[nn.Linear(3, 3)]", "returned a list", "torch.nn.Module"),
-    "factory-takes-something": ("def net()", "def net(width)", "TypeError", "model.py:3: def net(width):"),
+    "a-class": ("nn.Linear(3, 3)", "nn.Linear", "model.py:net returned the class Linear", "return Linear()"),
+    "factory-takes-something": (
+        "def net()",
+        "def net(width, depth=2, *, heads)",
+        "model.py:net needs arguments: width, heads",
+        "model.py:3: def net(width, depth=2, *, heads):",
+        "`def build(): return net(width=..., heads=...)`",
+    ),
+    "shape-lacks-sizes": (
+        "def make_batch",
+        "def net_shape():\n    return {'layers': 2, 'vocab': 9}\ndef make_batch",
+        "net_shape() at model.py:5: what it returned has no heads, d_model, d_ff, sequence\n",
+        'add "heads", "d_model", "d_ff", "sequence"',
+    ),
+    "shape-is-a-list": (
+        "def make_batch",
+        "def shape():\n    return [2, 9]\ndef make_batch",
+        "shape() at model.py:5: what it returned is a list",
+        "a dict with layers, heads,",
+    ),
+    "shape-does-not-divide": (
+        "def make_batch",
+        "def shape():\n    return dict(layers=1, heads=3, d_model=64, d_ff=9, vocab=9, sequence=9)\ndef make_batch",
+        "shape() at model.py:5: 3 heads do not divide d_model 64",
+        "choose a number of heads",
+    ),
+    "loss-of-each-sample": (
+        "def make_batch",
+        "def net_loss(model, batch):\n    return model(batch[0]).mean(1)\ndef make_batch",
+        "net_loss() for model.py:net returned a float32 tensor of [2]",
+        "let net_loss() return the mean loss of the batch, one number: .mean() of that",
+    ),
+    "loss-is-text": (
+        "def make_batch",
+        "def loss(model, batch):\n    return 'low'\ndef make_batch",
+        "loss() for model.py:net returned a str",
+        "let loss() return the mean loss of the batch, one number\n",
+    ),
+    "own-batch-raises": (
+        "make_batch(size, seed):",
+        "net_batch(size, seed):\n    1 / 0",
+        "net_batch(2, 1337) raised Zero",
+    ),
+    "own-batch-of-wrong-size": (
+        "make_batch(size, seed):",
+        "net_batch(size, seed):\n    return torch.ones(3)",
+        "net_batch(2, seed) for model.py:net returned",
+    ),
     "batch-takes-one": ("make_batch(size, seed)", "make_batch(size)", "TypeError", "model.py:5: def make_batch(size):"),
     "no-parameters": ("nn.Linear(3, 3)", "nn.ReLU()", "has no parameters to train", "nn.ModuleList"),
     "frozen": (
@@ -843,6 +933,59 @@ def test_a_mistake_is_told_with_the_users_own_line(
     assert "Traceback" not in shown
     assert [line.split(":")[0] for line in shown.splitlines()] == ["problem", "why", "fix"]
     assert not Path("run").exists()
+
+
+SIDE_BY_SIDE = """import torch
+import torch.nn.functional as F
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mix, self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 32), nn.Linear(32, 8)
+
+    def forward(self, x):
+        x = x + F.scaled_dot_product_attention(self.mix(x), x, x)
+        return x + self.down(F.gelu(self.up(x), approximate="tanh"))
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = Block()
+        self.second = Block()
+        self.activation = nn.GELU(approximate="tanh")
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x):
+        return self.head(self.activation(self.second(self.first(x))).mean((1, 2)))
+
+def net():
+    return Net()
+
+def make_batch(size, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(size, 2, 4, 8, generator=generator), torch.randint(5, (size,), generator=generator)
+"""
+
+
+def test_what_only_the_file_can_change_is_named_with_its_lines(write: Callable[[str], Path]) -> None:
+    workload = workload_of(f"{write(SIDE_BY_SIDE)}:net")
+    seen = workload.shape
+    assert isinstance(seen, Traced)
+    parts = ("self.first =", "self.second =", "F.gelu", "F.scal")
+    at = {part: f"model.py:{line_of(SIDE_BY_SIDE, part)}" for part in parts}
+    assert (seen.tanh_gelus, list(map(str, seen.gelu_calls))) == (1, [at["F.gelu"]])  # a module calls it elsewhere
+    assert "sigmoid-gelu" not in workload.cannot
+    assert f"hold the 2 Block (made at {at['self.first =']}, {at['self.second =']})" in workload.cannot["checkpointing"]
+    assert f"put the attention at {at['F.scal']} into a function" in workload.cannot["selective-checkpointing"]
+
+    listed = SIDE_BY_SIDE.replace("self.first = Block()", "self.blocks = nn.Sequential(Block(), Block())")
+    listed = listed.replace("self.second = Block()", "").replace("self.second(self.first(x))", "self.blocks(x)")
+    listed = listed.replace('approximate="tanh")\n        self.head', ")\n        self.head")
+    again = workload_of(f"{write(listed)}:net")
+    assert "checkpointing" not in again.cannot
+    line = f"model.py:{line_of(listed, 'F.gelu(self.up')}"
+    assert f"F.gelu is a function at {line}: make nn.GELU(approximate='tanh')" in again.cannot["sigmoid-gelu"]
 
 
 def test_the_file_without_the_mistakes_is_taken(here: Path, write: Callable[[str], Path]) -> None:

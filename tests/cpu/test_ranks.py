@@ -9,9 +9,11 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import runpy
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -34,14 +36,19 @@ from redline.engine.distributed import Ranks
 from redline.engine.session import TrainOrder, load_model, open_data, open_loader, train
 from redline.engine.tensor_files import METADATA_FILE, open_sharded
 from redline.model.adapter import adapter_of
+from redline.predict.activations import Rank
+from redline.predict.communication import ALL_REDUCE, REDUCE_SCATTER, traffic
+from redline.predict.fitting import ZERO
 from redline.predict.flops import parameters
 from redline.predict.memory import predict_memory
+from redline.predict.optimizers import find_optimizer
 from redline.predict.parallel import Layout
 from redline.rungs import plan_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 HERE = Path(__file__).resolve().parent
+SAME = runpy.run_path(str(HERE / "same_weights.py"))
 STEPS = 4
 # (name, rungs): all of them with a global batch of 8 in micro batches of 1, so that 4 ranks add up two each.
 CASES = {
@@ -59,6 +66,11 @@ WORKLOAD = Workload(
     micro_batch=1,
     learning_rate=3e-3,
 )
+
+# More blocks than FSDP has gathered at a time, and an update of three micro batches: what a step holds, and sends.
+DEEP = replace(WORKLOAD, name="deep", shape=replace(WORKLOAD.decoder, layers=6))
+WAYS = ("ddp", "fsdp", "fsdp-keep")
+PIECES = 3
 
 
 @dataclass(frozen=True)
@@ -139,7 +151,8 @@ def runs(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
         shutil.copytree(folder / source, folder / name)
         orders[name] = order_of(folder, data, name, rungs)
     two = [orders[name] for name in further if not name.endswith("one")]
-    told[2] = start(folder / "of-2", 2, two, [])
+    deep = [replace(orders["ddp"], workload=DEEP, recipe=Recipe(rungs=(way,), micro_batch=1)) for way in WAYS]
+    told[2] = start(folder / "of-2", 2, two, deep)
     return Runs(folder=folder, orders=orders, told=told)
 
 
@@ -168,10 +181,8 @@ def last_of(run: Path) -> Any:
 
 
 def differences(run: Path, reference: Path) -> dict[str, float]:
-    """Of every weight and every moment, the largest."""
-    ours, theirs = last_of(run).tensors(), last_of(reference).tensors()
-    assert set(ours) == set(theirs)
-    return {name: (ours[name].float() - theirs[name].float()).abs().max().item() for name in ours}
+    found: dict[str, float] = SAME["differences"](last_of(run).tensors(), last_of(reference).tensors())
+    return found
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name != "fsdp-bf16"])
@@ -307,10 +318,72 @@ def test_a_rank_holds_its_share(runs: Runs) -> None:
         assert max(rank[what] for rank in sharded) == pytest.approx(size, rel=0.02)
 
 
-def test_gradients_are_reduced_once_per_update(runs: Runs) -> None:
-    """Of three micro batches: DDP's one bucket, and FSDP2's two blocks and root."""
-    assert {rank["held ['ddp']"]["reductions"] for rank in runs.told[4]} == {1}
-    assert {rank["held ['fsdp']"]["reductions"] for rank in runs.told[4]} == {WORKLOAD.decoder.layers + 1}
+def held_by_two(runs: Runs, way: str) -> list[dict[str, Any]]:
+    return [rank[f"held ['{way}']"] for rank in runs.told[2]]
+
+
+def rank_of_two(way: str) -> Rank:
+    return Rank(
+        shape=DEEP.decoder,
+        plan=plan_of((way,)),
+        micro_batch=1,
+        layout=Layout(gpus=2, accumulation=PIECES),
+        zero=ZERO[way],
+        optimizer=find_optimizer(plan_of((way,)).optimizer),
+        first=True,
+        last=True,
+    )
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_step_sends_what_is_predicted(runs: Runs, way: str) -> None:
+    """Calls and bytes of three micro batches: DDP and `fsdp-keep` reduce once, `fsdp` in every pass."""
+    calls: Counter[str] = Counter()
+    sizes: Counter[str] = Counter()
+    for one in traffic(rank_of_two(way), gpus_per_node=2):
+        calls[one.kind] += one.calls
+        sizes[one.kind] += round(one.bytes)
+    units = DEEP.decoder.layers + 1
+    reductions = {"ddp": calls[ALL_REDUCE], "fsdp": PIECES * units, "fsdp-keep": units}[way]
+    for rank in held_by_two(runs, way):
+        assert rank["sent"] == {kind: [calls[kind], sizes[kind]] for kind in calls}
+        assert sum(rank["sent"].get(kind, [0])[0] for kind in (ALL_REDUCE, REDUCE_SCATTER)) == reductions
+
+
+@pytest.mark.parametrize(("way", "share"), [("fsdp", 2), ("fsdp-keep", 1)])
+def test_gradients_between_micro_batches_are_what_is_predicted(runs: Runs, way: str, share: int) -> None:
+    """A rank's share of them, or all: up to rows that cannot be shared evenly, and the numbers of the losses."""
+    predicted = rank_of_two(way).standing_gradients
+    assert predicted == 4 * parameters(DEEP.decoder, tied=False).total // share
+    for rank in held_by_two(runs, way):
+        first, *others = rank["within"]["before"]
+        assert first == 0
+        assert others == pytest.approx([predicted] * (PIECES - 1), rel=0.02)
+
+
+def test_weights_are_given_back_after_a_forward_unless_they_are_kept(runs: Runs) -> None:
+    """The most that is whole at a time: two blocks at most, or all of them, and what lies outside the blocks. At the
+    end of a forward that is there alone, or with all blocks."""
+    layers, layer, outer = DEEP.decoder.layers, 4 * rank_of_two("fsdp").layer, 4 * rank_of_two("fsdp").outer
+    predicted = {way: rank_of_two(way).gathered_weights(layers) for way in ("fsdp", "fsdp-keep")}
+    assert predicted["fsdp-keep"] - predicted["fsdp"] == (layers - 2) * layer
+    for frugal, kept in zip(held_by_two(runs, "fsdp"), held_by_two(runs, "fsdp-keep"), strict=True):
+        assert kept["within"]["most whole"] == pytest.approx(predicted["fsdp-keep"], rel=0.01)  # 257 rows are 2 x 129
+        assert outer + layer <= frugal["within"]["most whole"] <= 1.01 * predicted["fsdp"]
+        assert kept["within"]["forward"] == pytest.approx([outer + layers * layer] * PIECES, rel=0.01)
+        assert frugal["within"]["forward"] == pytest.approx([outer] * PIECES, rel=0.01)
+
+
+@pytest.mark.parametrize("way", ["fsdp", "fsdp-keep"])
+def test_a_model_that_is_cut_is_built_in_a_ranks_share_of_memory(runs: Runs, way: str) -> None:
+    """And one whole tensor at a time with this rank's rows of it, from which its share is taken; DDP takes it all."""
+    whole, largest = 4 * parameters(DEEP.decoder, tied=False).total, 4 * rank_of_two(way).largest
+    mask = DEEP.decoder.sequence**2
+    for rank in held_by_two(runs, way):
+        left, peak = rank["building"]["left"], rank["building"]["peak"]
+        assert left == pytest.approx(whole / 2 + mask, rel=0.02)
+        assert left + largest <= peak <= left + 1.6 * largest < 0.8 * whole
+    assert all(rank["building"]["peak"] >= whole for rank in held_by_two(runs, "ddp"))
 
 
 def test_a_checkpoint_of_many_ranks_is_a_model(runs: Runs) -> None:

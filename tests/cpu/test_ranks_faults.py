@@ -9,30 +9,37 @@ import io
 import json
 import os
 import re
+import runpy
+import selectors
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from redline.cli import main
 from redline.commands.ranks import agent_words
 from redline.core.checkpoints import list_checkpoints
+from redline.core.errors import UserError
 from redline.core.recipe import Recipe
 from redline.core.values import to_json
-from redline.engine import agent
+from redline.engine import agent, distributed
 from redline.engine.checkpoint import load_from
-from redline.engine.distributed import Mark, words_of_standing
+from redline.engine.distributed import Mark, Ranks, words_of_standing
 from redline.search.launch import probe_machine
 
 HERE = Path(__file__).resolve().parent
+SAME = runpy.run_path(str(HERE / "same_weights.py"))
 STEPS = 6
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -108,7 +115,7 @@ def environment() -> dict[str, str]:
 
 def assert_same_weights(run: Path, reference: Path) -> None:
     ours, theirs = (load_from(each / "checkpoints" / f"step-{STEPS:08d}").tensors() for each in (run, reference))
-    assert max((ours[name] - theirs[name]).abs().max().item() for name in theirs) < 1e-5
+    assert max(SAME["differences"](ours, theirs).values()) < 1e-5
 
 
 def test_a_killed_rank_is_named_and_one_process_goes_on(
@@ -137,7 +144,32 @@ def test_torchrun_starts_again_from_the_last_checkpoint(
     done = with_fault("kill", [*words, "--out", str(out), "--parallel", "fsdp"], *again, step=5)
     assert done.returncode == 0, done.stderr
     assert "resumed from step-0000000" in done.stderr
+    metrics = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    again = [line["text"] for line in metrics if "started all ranks again" in line.get("text", "")]
+    assert len(again) == 1
+    assert "rank 1 ended without a word (killed, or its machine is gone)" in again[0]
     assert_same_weights(out, never_stopped)
+
+
+@pytest.mark.parametrize(
+    ("ends", "expected"),
+    [
+        ({0: (3.0, "rank 0 failed: E: closed"), 1: None}, "again: rank 1 ended without a word (killed, or"),
+        (
+            {0: (3.0, "rank 0 failed: E: closed"), 1: (2.0, "rank 1 failed: E: x")},
+            "again: rank 1 failed: E: x",
+        ),
+        ({0: (3.0, ""), 1: (2.0, "rank 1 failed: E: x")}, "again: rank 1 failed: E: x"),
+        ({0: None, 1: (2.0, "rank 1 failed: E: x")}, "is gone); rank 1 failed: E: x"),
+        ({0: (3.0, ""), 1: (2.0, "")}, None),
+    ],
+    ids=["killed", "first", "ended-by-the-agent", "killed-by-the-agent", "nobody"],
+)
+def test_what_was_lost_is_told_by_those_that_go_on(
+    ends: dict[int, tuple[float, str] | None], expected: str | None
+) -> None:
+    found = distributed.words_of_ends(ends)
+    assert found is None if expected is None else expected in (found or "")
 
 
 @pytest.mark.long
@@ -180,6 +212,7 @@ def listens(port: int) -> bool:
         ("raise", "rank 1 failed: ArithmeticError: the planted fault"),
         ("memory", "rank 1 failed: RuntimeError: out of memory with micro batches of 1 sequences"),
         ("hang", "s, at step 3, in the step: rank 1 is in hang, rank_fault.py"),
+        ("freeze", "; its process gives no sign of life"),
     ],
 )
 def test_a_rank_that_fails_is_named_with_the_cause(
@@ -191,6 +224,7 @@ def test_a_rank_that_fails_is_named_with_the_cause(
     stopped = [line for line in done.stderr.splitlines() if line.startswith("training stopped")]
     assert len(stopped) == 1
     assert text in stopped[0]
+    assert kind != "freeze" or stopped[0].startswith("training stopped: rank 1 was last seen ")
     only_ours(done.stderr, out)
     if kind == "raise":
         assert "rank_fault.py" in (out / "ranks.log").read_text(), "the line that failed"
@@ -258,13 +292,51 @@ def test_the_agent_tells_of_failures_and_not_of_what_the_user_asked_for(
     assert screen.getvalue().splitlines() == [line for part in told for line in (ways if part is ... else [part])]
 
 
+GONE, LOST = "RuntimeError: connection closed by peer", "LostRankError: rank 1 was last seen 25 s ago"
+
+
+@pytest.mark.parametrize(
+    ("failures", "expected"),
+    [
+        ({0: (1, 100, GONE), 1: (KILLED, 101, None)}, "rank 1 was killed by SIGKILL"),
+        ({0: (1, 100, LOST), 1: (KILLED, 131, None)}, "rank 1 was last seen 25 s ago"),
+        ({0: (1, 100, LOST), 1: (KILLED, 101, None)}, "rank 1 was last seen 25 s ago"),
+        ({0: (KILLED, 130, None), 1: (1, 100, "ArithmeticError: planted")}, "rank 1 failed: ArithmeticError: planted"),
+        ({0: (KILLED, 131, None), 1: (KILLED, 101, None)}, "rank 1 was killed by SIGKILL"),
+        ({0: (-signal.SIGTERM, 100, None), 1: (1, 100, GONE)}, "rank 1 failed: RuntimeError: connection closed"),
+    ],
+    ids=["noticed-first", "frozen", "frozen-and-killed", "agent-killed", "two-kills", "agent-ended"],
+)
+def test_the_cause_is_not_what_the_agent_did_afterwards(
+    tmp_path: Path, failures: dict[int, tuple[int, int, str | None]], expected: str
+) -> None:
+    """(exit code, seconds, what the rank recorded). The agent kills 30 s after the first failure."""
+    found = {}
+    for rank, (code, seconds, told) in failures.items():
+        path = tmp_path / f"{rank}.json"
+        if told is not None:
+            path.write_text(json.dumps({"message": {"message": told, "extraInfo": {"timestamp": seconds}}}))
+        found[rank] = ProcessFailure(rank, 0, code, str(path))
+        found[rank].timestamp = seconds
+    assert expected in (agent.words_of(*agent.cause_of(found)) or "")
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+@pytest.mark.parametrize(
+    "signals",
+    [(signal.SIGINT,), (signal.SIGTERM,), (signal.SIGINT, signal.SIGINT)],
+    ids=["SIGINT", "SIGTERM", "twice"],
+)
 @pytest.mark.parametrize("moment", ["agent", "rank", "run"])
 def test_whoever_interrupts_ranks_that_start_is_told_just_that(
-    words: list[str], tmp_path: Path, moment: str, number: signal.Signals, left_behind: Callable[[Path], list[str]]
+    words: list[str],
+    tmp_path: Path,
+    moment: str,
+    signals: tuple[signal.Signals, ...],
+    left_behind: Callable[[Path], list[str]],
 ) -> None:
-    """Before there is an agent's handler, when rank 0 is there, and when it has made the run directory."""
+    """Before there is an agent's handler, when rank 0 is there, and when it has made the run directory. A terminal
+    signals the whole group."""
     out, temporary = tmp_path / "run", tmp_path / "temporary"
     temporary.mkdir()
     process = subprocess.Popen(
@@ -273,6 +345,7 @@ def test_whoever_interrupts_ranks_that_start_is_told_just_that(
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        start_new_session=True,
     )
     awaited = {"agent": (temporary, "*/ranks.log"), "rank": (temporary, "*/rank-0"), "run": (out, "run.json")}
     folder, pattern = awaited[moment]
@@ -280,11 +353,14 @@ def test_whoever_interrupts_ranks_that_start_is_told_just_that(
     while not list(folder.glob(pattern)) and time.monotonic() < until:
         time.sleep(0.02)
     time.sleep(0.2)  # handlers are set
-    process.send_signal(number)
+    for number in signals:
+        os.killpg(process.pid, number)
+        time.sleep(0.3)
     _, told = process.communicate(timeout=90)
     assert process.returncode == 130, told
     assert told.splitlines()[-1] == "interrupted"
     assert "training stopped" not in told
+    assert "Traceback" not in told
     assert [path.name for path in temporary.glob("redline-ranks-*")] == []
     assert left_behind(out) == []
 
@@ -311,31 +387,42 @@ def test_whoever_is_killed_leaves_nobody_behind(
     ("more", "problem", "fix"),
     [
         (("--gpus", "3"), "a global batch of 4 is not a number of passes of 3", "3 or 6"),
+        (("--gpus", "2", "--micro-batch", "3"), "4 is not a number of passes of 6", "6, or --micro-batch to 1 or 2"),
         (("--gpus", "0"), "--gpus is 0", "1"),
         (("--gpus", "2", "--parallel", "zero"), "unknown way to share a step 'zero'", "ddp, fsdp"),
         (("--gpus", "2", "--parallel", "fsdp", "--optimizer", "muon"), "fsdp does not apply here", "--parallel"),
-        (("--gpus", "4", "--tensor", "4"), "2 heads cannot be shared by TP 4", "use TP 2 x PP 1 or TP 1 x PP 1 (TP is"),
+        (("--gpus", "4", "--tensor", "4"), "2 heads cannot be shared by --tensor 4", "use --tensor 2 or --tensor 1"),
         (("--gpus", "3", "--tensor", "2"), "3 GPUs cannot be cut into replicas of 2 x 1", "2 or 4 GPUs"),
         (("--gpus", "2", "--tensor", "0"), "--tensor is 0", "1"),
         (("--tensor", "2"), "--tensor 2 with one process", "--gpus"),
         (
             ("--gpus", "4", "--tensor", "2", "--micro-batch", "4"),
             "4 is not a number of passes of 8",
-            "a micro batch of",
+            "--micro-batch to",
         ),
         (("--gpus", "4", "--replicas", "3", "--parallel", "fsdp"), "cannot be 3 replicas", "--replicas 2 or 4"),
         (("--gpus", "4", "--replicas", "2"), "--replicas 2 with ddp", "--parallel fsdp"),
-        (("--gpus", "2", "--tensor", "2", "--optimizer", "muon"), "tensor-parallel does not apply here", "recipe"),
+        (
+            ("--gpus", "2", "--tensor", "2", "--optimizer", "muon"),
+            "--tensor 2 does not apply here",
+            "leave --tensor 2 out",
+        ),
         (("--gpus", "2", "--tensor", "2", "--init", "folder"), "--init with tensor-parallel", "--resume"),
         (("--gpus", "2", "--rank-timeout", "-1"), "--rank-timeout is -1", "from 5 to 604800"),
         (("--gpus", "2", "--rank-timeout", "nan"), "--rank-timeout is nan", "from 5 to 604800"),
         (("--rank-timeout", "0"), "--rank-timeout is 0", "from 5 to 604800"),
         (("--gpus", "2", "--rank-timeout", "inf"), "--rank-timeout is inf", "from 5 to 604800"),
+        (
+            ("--gpus", "2", "--steps", "2", "--warmup-steps", "2"),
+            "2 steps of warm-up do not fit into 2 steps",
+            "choose a warm-up from 1 to 1 step",
+        ),
+        (("--steps", "3", "--warmup-steps", "3"), "3 steps of warm-up do not fit into 3 steps", "from 1 to 2"),
     ],
     ids=[
-        *("batch", "none", "unknown", "optimizer"),
+        *("batch", "micro-batch", "none", "unknown", "optimizer"),
         *("heads", "ranks", "no-tensor", "one-process", "data", "replicas", "copies", "tensor-optimizer", "init"),
-        *("timeout", "timeout-nan", "timeout-alone", "timeout-inf"),
+        *("timeout", "timeout-nan", "timeout-alone", "timeout-inf", "warm-up", "warm-up-alone"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_starts(
@@ -354,6 +441,40 @@ def test_what_cannot_be_is_refused_before_anything_starts(
     assert problem in told
     assert fix in told
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.long
+def test_a_mistake_that_all_ranks_find_is_told_once_and_leaves_nothing(
+    words: list[str], tmp_path: Path, left_behind: Callable[[Path], list[str]]
+) -> None:
+    out = tmp_path / "run"
+    done = subprocess.run(
+        [sys.executable, "-m", "redline", *words, "--init", str(tmp_path), "--out", str(out), "--gpus", "2"],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+    assert done.returncode == 2, done.stderr
+    assert [line for line in done.stderr.splitlines() if "cannot import" in line] == [
+        f"problem: cannot import {tmp_path}"
+    ]
+    assert "training stopped" not in done.stderr
+    assert not out.exists()
+    assert left_behind(out) == []
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_mistake_is_rank_0s_to_tell_if_it_finds_it(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+    """Another rank's own comes with the exit code of a mistake, after it has left rank 0 the time."""
+    happened: list[Any] = []
+    monkeypatch.setattr(distributed.time, "sleep", happened.append)
+    monkeypatch.setattr(distributed, "record_failure", happened.append)
+    mistake = UserError("problem", "why", "fix")
+    with pytest.raises((UserError, SystemExit)) as raised, distributed.recorded(Ranks(rank=rank, count=2)):
+        raise mistake
+    assert happened == ([] if rank == 0 else [distributed.MISTAKE_SECONDS, mistake])
+    assert raised.value is mistake if rank == 0 else raised.value.code == 2
 
 
 @cache
@@ -389,3 +510,42 @@ def test_the_watch_names_whoever_is_behind(
 ) -> None:
     found = words_of_standing(marks, seconds, frozen, 10)
     assert found is None if text is None else text in (found or "")
+
+
+def test_a_rank_is_where_our_code_or_the_users_is_and_not_in_a_selector(monkeypatch: pytest.MonkeyPatch) -> None:
+    def frame_in(wait: Callable[[], object]) -> str:
+        """Of a thread that is taken for the one that trains."""
+        with ThreadPoolExecutor(1, thread_name_prefix="training") as pool:
+            waiting = pool.submit(wait)
+            (thread,) = (thread for thread in threading.enumerate() if thread.name.startswith("training"))
+            monkeypatch.setattr(distributed.threading, "main_thread", lambda: thread)
+            until = time.monotonic() + 10
+            while not (found := distributed.main_frame()).endswith(Path(__file__).name) and time.monotonic() < until:
+                time.sleep(0.01)
+            done.set()
+            waiting.result()
+        return found
+
+    def waiting_for_others() -> None:
+        done.wait()  # in threading.py
+
+    done = threading.Event()
+    assert frame_in(waiting_for_others) == f"waiting_for_others, {Path(__file__).name}"
+    assert not distributed.is_standard(str(Path(torch.__file__).parent / "distributed" / "distributed_c10d.py"))
+    assert distributed.is_standard(selectors.__file__)
+
+
+@pytest.mark.parametrize("step", [0, 3])
+def test_a_watch_that_ends_a_slow_start_says_that_starting_counts(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+    ended: list[str] = []
+    ranks = Ranks(rank=0, count=2)
+    ranks.mark(step, "waiting for its batch")
+    monkeypatch.setattr(ranks, "_beat", lambda: ended and ranks._ended.set())
+    monkeypatch.setattr(ranks, "_standing_still", lambda: "no rank has got any further for 10 s")
+    monkeypatch.setattr(distributed, "BEAT_SECONDS", 0.0)
+    monkeypatch.setattr(distributed, "end_with", lambda error: ended.append(str(error)))
+    with ranks.watched():
+        ranks._live()
+    assert all(text.startswith("no rank has got any further for 10 s") for text in ended)
+    assert ended
+    assert all(("a slow start counts too" in text) == (step == 0) for text in ended)

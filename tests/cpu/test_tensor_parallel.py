@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import shutil
 import subprocess
 import sys
@@ -26,14 +27,18 @@ from redline.data.prepare import Preparation, prepare
 from redline.engine.checkpoint import load_from
 from redline.engine.export import export_huggingface, read_weights
 from redline.engine.session import TrainOrder, load_model, train
+from redline.predict.activations import Rank
+from redline.predict.communication import ALL_REDUCE, REDUCE_SCATTER, traffic
 from redline.predict.flops import parameters
 from redline.predict.memory import predict_memory
+from redline.predict.optimizers import find_optimizer
 from redline.predict.parallel import Layout as Cut
 from redline.rungs import plan_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 HERE = Path(__file__).resolve().parent
+SAME = runpy.run_path(str(HERE / "same_weights.py"))
 STEPS = 4
 ALONE = {"ddp", "fsdp", "fsdp-keep", "tensor-parallel"}  # what one process does without
 TWO = Layout(ranks=2, tensor=2)
@@ -207,10 +212,8 @@ def last_of(run: Path) -> Any:
 
 
 def differences(run: Path, reference: Path) -> dict[str, float]:
-    """Of every weight and every moment, the largest."""
-    ours, theirs = last_of(run).tensors(), last_of(reference).tensors()
-    assert set(ours) == set(theirs)
-    return {name: (ours[name].float() - theirs[name].float()).abs().max().item() for name in ours}
+    found: dict[str, float] = SAME["differences"](last_of(run).tensors(), last_of(reference).tensors())
+    return found
 
 
 def notes(events: Iterable[tuple[str, dict[str, Any]]]) -> list[str]:
@@ -261,7 +264,7 @@ def test_every_rank_sees_one_processes_numbers(runs: Runs, name: str, tmp_path: 
     layout, rungs = CASES[name]
     order = replace(runs.order(name, rungs, None), out=str(tmp_path / "run"))
     train(order, lambda kind, **fields: events.append((kind, fields)))
-    assert layout.words() in notes(runs.events(name))
+    assert layout.words(plan_of(rungs).parallel) in notes(runs.events(name))
     for rank in range(layout.ranks):
         for ours, theirs in zip(events_of(events, "cycle"), events_of(runs.events(name, rank), "cycle"), strict=True):
             assert theirs["losses"] == pytest.approx(ours["losses"], abs=1e-5)
@@ -295,6 +298,57 @@ def test_a_rank_holds_what_is_predicted(runs: Runs, name: str, layout: Cut, zero
             assert held[what] == pytest.approx(size, rel=0.02)
             assert held[what] < 0.6 * whole * {"weights": 1, "optimizer": 2}[what]
         assert held["gradients"] == held["weights"]
+
+
+def sent_for_three(name: str, layout: Cut, zero: int) -> dict[str, list[int]]:
+    """[calls, bytes] of an update of three micro batches, by kind, as predicted."""
+    plan = plan_of(CASES[name][1])
+    rank = Rank(
+        shape=WORKLOAD.decoder,
+        plan=plan,
+        micro_batch=1,
+        layout=replace(layout, accumulation=3),
+        zero=zero,
+        optimizer=find_optimizer(plan.optimizer),
+        first=True,
+        last=True,
+    )
+    found: dict[str, list[int]] = {}
+    for one in traffic(rank, gpus_per_node=8):
+        calls, size = found.get(one.kind, [0, 0])
+        found[one.kind] = [calls + one.calls, size + round(one.bytes)]
+    return found
+
+
+@pytest.mark.parametrize(("name", "zero"), [("tp2-ddp", 0), ("tp2-fsdp", 3)], ids=["tp2-ddp", "tp2-fsdp"])
+def test_a_step_sends_what_is_predicted(runs: Runs, name: str, zero: int) -> None:
+    """Of the ranks that have the odd row of the vocabulary; the others have one less."""
+    expected = sent_for_three(name, Cut(gpus=4, tp=2), zero)
+    for rank in runs.ranks(name)[1::2]:
+        assert rank[f"held {list(CASES[name][1])}"]["sent"] == expected
+
+
+def test_copies_of_a_model_average_once_per_update(runs: Runs) -> None:
+    """Inside a copy that is FSDP of its two ranks; between the copies a share of the gradients, on the last of three
+    micro batches."""
+    inside = sent_for_three("hybrid", Cut(gpus=2), 3)
+    calls, size = inside[REDUCE_SCATTER]
+    for rank in runs.ranks("hybrid"):
+        sent = rank[f"held {list(CASES['hybrid'][1])}"]["sent"]
+        assert sent == {**inside, ALL_REDUCE: [calls // 3, size // 3 // 2]}
+
+
+@pytest.mark.parametrize("name", ["tp2-tied", "tp2-fsdp"])
+def test_a_tensor_group_builds_its_part_without_the_whole(runs: Runs, name: str) -> None:
+    """What a rank holds, with one whole tensor at a time and its pieces of that: half for the group of two, and of that
+    half again for FSDP."""
+    shape, rungs = WORKLOAD.decoder, CASES[name][1]
+    largest = 4 * plan_of(rungs).vocab_rows(shape.vocab) * shape.d_model
+    for rank in runs.ranks(name):
+        found = rank[f"held {list(rungs)}"]
+        left, peak = found["building"]["left"], found["building"]["peak"]
+        assert left == pytest.approx(found["weights"] + shape.sequence**2, rel=0.05)
+        assert left + largest <= peak <= left + 1.8 * largest
 
 
 def test_a_checkpoint_of_cut_layers_is_a_model(runs: Runs, tmp_path: Path) -> None:

@@ -73,8 +73,9 @@ def run_by(line: str, monkeypatch: pytest.MonkeyPatch) -> Any:
         "wide.json --gpus 8",
         "wide.json --gpus 8 --tp 2 --zero 3 --optimizer adamw-foreach",
         "config.json --gpus 4 --global-batch 64",
+        "gpt2 --gpus 4 --parallel fsdp-keep",
     ],
-    ids=["ddp", "tensor", "nodes", "stages", "large", "both", "llama"],
+    ids=["ddp", "tensor", "nodes", "stages", "large", "both", "llama", "keep"],
 )
 def test_train_takes_the_line_and_makes_of_it_what_was_estimated(
     estimated: Any, monkeypatch: pytest.MonkeyPatch, words: str

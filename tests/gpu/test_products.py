@@ -32,13 +32,13 @@ def test_products_are_those_of_fp64(sizes: tuple[int, int, int], turned: str, dt
     lt = cublaslt.library()
     assert lt is not None
     assert cublaslt.takes(a, b)
-    before = len(lt.plans)
+    lt.plans.clear()
     for out, most in ((dtype, 4e-3), (torch.float32, 1e-5)):
         found = product(a, b, out)
         assert found.dtype == out
         assert off(found, wanted) < most
-        assert torch.equal(product(a, b, out), found) or off(product(a, b, out), wanted) < most
-    assert len(lt.plans) == before + 2 or before > 0, "cuBLASLt did them"
+        assert off(product(a, b, out), wanted) < most, "and again, by the algorithm that was chosen"
+    assert len(lt.plans) == 2, "cuBLASLt did them"
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import json
 import pickle
 import sys
-from html import unescape
+from html import escape, unescape
 from types import ModuleType
 
 import pytest
 
 import redline
+from redline.api.arguments import ARGUMENTS, COUNT, NUMBER, in_python
 from redline.api.document import SHOWN, Document
 from redline.api.factory import words_of
 from redline.core.errors import UserError
+from redline.report.hardware import known_lines, machine_lines
+from redline.report.notebook import render_prepared_page
 
 SUMMARY = {
     "device": "a CPU <b>",
@@ -101,6 +105,15 @@ def test_a_class_is_refused():
         redline.tune(UserError)
 
 
+@pytest.mark.parametrize("function", [redline.lint, redline.estimate], ids=["lint", "estimate"])
+def test_lint_and_estimate_take_a_module_above_all(function):
+    with pytest.raises(UserError) as caught:
+        function(3)
+    assert caught.value.problem == f"redline.{function.__name__} was given an int"
+    assert caught.value.why.startswith("it takes a module, a workload's name")
+    assert caught.value.fix == f"pass the model itself: redline.{function.__name__}(model)"
+
+
 # documents
 
 
@@ -180,6 +193,31 @@ def test_a_page_has_charts(shown, name):
     assert "<svg" in page_in(shown[name]._repr_html_())
 
 
+@pytest.mark.parametrize("name", ["hardware", "this machine"])
+def test_a_device_is_a_table(shown, name):
+    """Also one that nothing was measured of."""
+    page = page_in(shown[name]._repr_html_())
+    table = page[page.index("The device</h2>") :].partition("</table>")[0]
+    lines = dict((*machine_lines(shown[name]["this"]), *known_lines(shown[name]["known"])))
+    assert lines
+    assert all(
+        f'<th scope="row">{escape(about)}</th>' in table and escape(text) in table for about, text in lines.items()
+    )
+
+
+def test_what_prepare_did_is_a_table():
+    done, left_out = [("bf16", "16 bits")], [("flash", "no <call> of it")]
+    page = render_prepared_page(name="Net", device="cpu", done=done, left_out=left_out, said=["a rate of 1"])
+    rows = [row.partition("</tr>")[0] for row in page.split("<tbody><tr>")[1:]]
+    assert [row.count("<td") for row in rows] == [2, 2]
+    assert all(word in rows[0] for word in ("bf16", ">done<", "16 bits"))
+    assert all(word in rows[1] for word in ("flash", ">left out<", "no &lt;call&gt; of it"))
+    assert "a rate of 1" in page
+    assert "nothing, the recipe is the baseline" in render_prepared_page(
+        name="Net", device="cpu", done=[], left_out=[], said=[]
+    )
+
+
 def test_text_from_outside_stays_text(shown):
     page = page_in(shown["meter"]._repr_html_())
     assert "&lt;script&gt;alert(1)&lt;/script&gt;" in page
@@ -252,3 +290,61 @@ def test_arguments_that_would_be_ignored_are_mistakes():
         redline.profile("tiny", batches=[1])
     with pytest.raises(UserError, match=r"redline.profile was given rungs.*drop rungs"):
         redline.profile(lambda: None, rungs="none")
+
+
+# arguments
+
+FUNCTIONS = {name: getattr(redline, name) for name in ("ladder", "tune", "estimate", "lint", "hardware", "profile")}
+NUMBERS = {name for name, kind in ARGUMENTS.items() if kind in (COUNT, NUMBER)}
+WRONG = [
+    pytest.param(function, name, value, id=f"{function}-{name}-{type(value).__name__}")
+    for function, called in FUNCTIONS.items()
+    for name in inspect.signature(called).parameters
+    for value in (object(), *(["8"] if name in NUMBERS else []))
+]
+
+
+@pytest.mark.parametrize(("function", "name", "value"), WRONG)
+def test_an_argument_of_another_type_is_a_mistake_in_words(function, name, value):
+    with pytest.raises(UserError) as caught:
+        FUNCTIONS[function](**({"workload": "tiny"} if function != "hardware" else {}) | {name: value})
+    assert name in caught.value.problem or "object" in caught.value.problem
+    assert "--" not in str(caught.value)
+
+
+def test_every_argument_has_a_kind_or_is_looked_at_where_it_is_taken():
+    names = {name for called in FUNCTIONS.values() for name in inspect.signature(called).parameters}
+    assert names - set(ARGUMENTS) == {"workload", "batch", "model"}
+
+
+@pytest.mark.parametrize("names", [["bf16", "flash"], ("bf16", "flash"), "bf16,flash"], ids=["list", "tuple", "text"])
+def test_names_come_in_a_list_or_with_commas(names):
+    found = redline.estimate("gpt2", gpu="H200", rungs=names)
+    assert found["settings"]["rungs"] == ["bf16", "flash"]
+    assert redline.estimate("gpt2", gpu="H200", rungs=[])["settings"]["rungs"] == []
+    with pytest.raises(UserError, match="unknown rung 'flsh'"):
+        redline.ladder("tiny", rungs=["flsh"])
+
+
+@pytest.mark.parametrize(
+    ("text", "spoken"),
+    [
+        ("--minutes is 0", "minutes is 0"),
+        ("set --micro-batch to 1", "set micro_batch to 1"),
+        ("climb without --from", "climb without start"),
+        ("see `redline tune --minutes 8`, or --minutes", "see `redline tune --minutes 8`, or minutes"),
+        ("--unknown-word stays, and so does a--minutes", "--unknown-word stays, and so does a--minutes"),
+    ],
+    ids=["alone", "dashes", "from", "command", "others"],
+)
+def test_options_go_by_the_arguments_name(text, spoken):
+    assert in_python(text, {"minutes", "micro_batch", "start"}) == spoken
+
+
+def test_a_value_that_is_refused_is_refused_in_python_s_words():
+    with pytest.raises(UserError) as caught:
+        redline.tune("tiny", minutes=0)
+    assert caught.value.problem == "minutes is 0"
+    with pytest.raises(UserError) as caught:
+        redline.ladder("tiny", micro_batch=0)
+    assert caught.value.fix == "set micro_batch to 1 or more"

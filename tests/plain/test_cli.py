@@ -908,6 +908,39 @@ def test_leaving_for_another_reason_keeps_its_code(monkeypatch):
     assert left.value.code == 7
 
 
+INTERRUPTED = """
+import atexit, os, signal, sys, time
+import redline.commands.hardware as hardware
+from redline.cli import main
+class Unraisable:
+    def __del__(self):
+        signal.raise_signal(signal.SIGINT)
+def stop_twice(options):
+    atexit.register(os.kill, os.getpid(), signal.SIGINT)
+    raise KeyboardInterrupt
+def stop_where_nothing_can_be_raised(options):
+    Unraisable()
+    time.sleep(30)
+hardware.run_hardware = {stop}
+sys.argv = ["redline", "hardware"]
+raise SystemExit(main())
+"""
+
+
+@pytest.mark.parametrize("stop", ["stop_twice", "stop_where_nothing_can_be_raised"])
+def test_an_interrupt_at_a_bad_moment_is_no_traceback(stop):
+    """The second Ctrl-C while the interpreter ends; and one in a callback, which Python would drop with a traceback."""
+    environment = {**os.environ, "PYTHONPATH": str(Path(redline.__file__).parents[1])}
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED.format(stop=stop)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stderr) == (130, "interrupted\n")
+
+
 ENDED_AT_THE_END = """
 import atexit, os, signal
 atexit.register(os.kill, os.getpid(), signal.SIGTERM)

@@ -14,12 +14,13 @@ from hypothesis import strategies as st
 
 from redline.core.hardware import Hardware
 from redline.core.job import Job
-from redline.core.measurement import Failure, GradientCheck, Measurement
+from redline.core.measurement import Compiled, Failure, GradientCheck, Measurement, Proof
 from redline.core.plan import Plan
 from redline.core.recipe import Recipe
 from redline.core.workload import Shape, Workload
 from redline.rungs import LADDER, find_rung
 from redline.search.climb import AGAIN, Climb, LadderSettings
+from redline.search.document import compile_note
 
 TINY = Workload(
     name="tiny",
@@ -80,6 +81,19 @@ class Machine:
     def asked(self) -> list[tuple[str, ...]]:
         """The recipes measured, in order."""
         return [job.recipe.rungs for job in self.jobs if job.kind == "measure"]
+
+
+@dataclass
+class Refused(Machine):
+    """Its compiler takes nothing, or a part only."""
+
+    compiled: Compiled = Compiled(frames=2, graphs=0, left=2, places=("/home/me/net.py:8: no",))
+
+    def answer(self, job: Job) -> Measurement | Failure:
+        found = super().answer(job)
+        if isinstance(found, Failure) or "compile" not in job.recipe.rungs:
+            return found
+        return replace(found, proof=Proof(compiled=self.compiled))
 
 
 def measurement(seconds: float, curve=CURVE, **fields) -> Measurement:
@@ -660,3 +674,22 @@ def test_another_rule_may_learn_at_another_pace(rung, share):
 
     assert verdict(share + 0.02) == "changed"
     assert verdict(share - 0.02) == "different"
+
+
+def test_a_step_of_which_nothing_was_compiled_is_not_climbed_on():
+    """However fast it looks: what goes with compiled code would be put onto eager code."""
+    climb = climbed(Refused(factors={"compile": 0.1}), rungs=("bf16", "compile", "bf16-residual"), keep="all")
+    rows = {row.name: row for row in climb.finished}
+    assert rows["compile"].kept is False
+    assert rows["compile"].reason == "nothing was compiled, every step runs in eager: /home/me/net.py:8: no"
+    assert rows["bf16-residual"].status == "skipped"
+
+
+def test_a_step_that_was_compiled_in_part_is_a_rung_like_any_other():
+    part = Compiled(frames=3, graphs=1, left=2, places=("a.py:1: x", "a.py:2: y", "a.py:3: z"))
+    climb = climbed(Refused(compiled=part), rungs=("compile",))
+    assert climb.finished[1].kept
+    assert compile_note(climb.finished[1].measurements[0]) == (
+        "2 of 3 frames run in eager, not compiled: a.py:1: x; a.py:2: y; and 1 more"
+    )
+    assert compile_note(climb.finished[0].measurements[0]) is None

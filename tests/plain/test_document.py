@@ -48,6 +48,7 @@ ROW_KEYS = {
     "peak_bytes",
     "predicted_peak_bytes",
     "compile_seconds",
+    "compile_note",
     "loss_first",
     "loss_last",
     "equivalence",

@@ -43,6 +43,14 @@ def test_hfu_counts_what_the_plan_executes(h200):
     assert padded.hfu > padded.mfu
 
 
+def test_what_a_compiler_computes_again_is_not_known(h200):
+    kept, budget = (
+        efficiency(GPT2, Plan(compile=True, activation_budget=share), h200, 500_000) for share in (1.0, 0.5)
+    )
+    assert budget.mfu == kept.mfu
+    assert (kept.hfu is None, budget.hfu) == (False, None)
+
+
 def test_the_convention_names_count_and_peak(h200):
     convention = efficiency(GPT2, FLASH, h200, 1e5).convention
     assert convention == "full attention square, unpadded; bf16 dense peak 989.4 TFLOP/s"

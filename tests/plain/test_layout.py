@@ -32,6 +32,8 @@ def test_sixteen_ranks_by_hand() -> None:
     assert not layout.is_plain
     assert Layout(ranks=16).is_plain
     assert Layout(ranks=4, tensor=2).words() == "4 ranks: tensor 2 x data 2"
+    assert Layout(ranks=4, tensor=2).words("fsdp") == "4 ranks: tensor 2 x data 2 (fsdp)"
+    assert Layout(ranks=2).words("ddp") == "2 ranks: data 2 (ddp)"
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -46,6 +47,8 @@ from redline.predict.parallel import (
 )
 from redline.predict.roofline import TYPICAL, predict_step, reachable, roofline, sheet_peaks
 from redline.workloads import PRESETS
+
+cuts_in = runpy.run_path(str(Path(__file__).with_name("test_parallel.py")))["cuts_in"]
 
 GPT2, XL = PRESETS["gpt2"].shape, PRESETS["gpt2-xl"].shape
 LLAMA = Shape(
@@ -324,13 +327,25 @@ def test_the_usual_batch_is_gpt3s(shape, gpus, micro_batch, tokens):
             8,
             8,
             "the layout takes 16 GPUs and there are 8",
-            "use TP 4 x PP 1 or TP 2 x PP 1 on 8 GPUs; DP is what is left of them",
+            "use --tensor 4 or --tensor 2 on 8 GPUs; DP is what is left of them",
         ),
-        (Layout(gpus=4), 8, 8, "the layout takes 4 GPUs and there are 8", "use TP 1 x PP 1 or TP 2 x PP 1 on 8 GPUs"),
-        (Layout(gpus=16, tp=4), 16, 2, "TP 4 does not stay inside a node of 2 GPUs", "use TP 2 x PP 1 or TP 1 x PP 1"),
-        (Layout(gpus=12, tp=6), 12, 4, "TP 6 does not stay inside a node of 4 GPUs", "use TP 4 x PP 1 or TP 2 x PP 1"),
-        (Layout(gpus=16, tp=8), 16, 8, "12 heads cannot be shared by TP 8", "use TP 4 x PP 1 or TP 2 x PP 1"),
-        (Layout(gpus=5, pp=5), 5, 8, "12 layers cannot be shared by PP 5", "use TP 1 x PP 1"),
+        (Layout(gpus=4), 8, 8, "the layout takes 4 GPUs and there are 8", "use --tensor 1 or --tensor 2 on 8 GPUs"),
+        (
+            Layout(gpus=16, tp=4),
+            16,
+            2,
+            "--tensor 4 does not stay inside a node of 2 GPUs",
+            "use --tensor 2 or --tensor 1",
+        ),
+        (
+            Layout(gpus=12, tp=6),
+            12,
+            4,
+            "--tensor 6 does not stay inside a node of 4 GPUs",
+            "use --tensor 4 or --tensor 2",
+        ),
+        (Layout(gpus=16, tp=8), 16, 8, "12 heads cannot be shared by --tensor 8", "use --tensor 4 or --tensor 2"),
+        (Layout(gpus=5, pp=5), 5, 8, "12 layers cannot be shared by --pipeline 5", "use --pipeline 1"),
     ],
 )
 def test_layouts_that_cannot_run(layout, gpus, per_node, problem, fix):
@@ -348,11 +363,10 @@ def test_what_is_proposed_runs(gpus, tp, pp, per_node):
     try:
         check_layout(GPT2, layout, gpus, per_node)
     except UserError as error:
-        named = re.findall(r"TP (\d+) x PP (\d+)", error.fix)
-        assert named
+        named = cuts_in(error.fix)
         there = gpus if "there are" in error.problem else layout.gpus
         for t, p in named:
-            check_layout(GPT2, Layout(gpus=there, tp=int(t), pp=int(p)), there, per_node)
+            check_layout(GPT2, Layout(gpus=there, tp=t, pp=p), there, per_node)
     else:
         assert layout.gpus == gpus
         assert per_node % tp == 0
@@ -363,8 +377,8 @@ def test_replicas_that_do_not_go_with_the_gpus():
     with pytest.raises(UserError) as error:
         check_product(64, dp=4, tp=4, pp=2)
     assert error.value.problem == "DP 4 x TP 4 x PP 2 takes 32 GPUs, not 64"
-    assert error.value.fix == "use DP 8 on these 64, or 32 GPUs"
-    with pytest.raises(UserError, match="use 12 GPUs$"):
+    assert error.value.fix == "use --dp 8, or leave --dp out"
+    with pytest.raises(UserError, match="use 15 or 18 GPUs, or --tensor 4 or --tensor 2$"):
         check_product(16, dp=4, tp=3, pp=1)
 
 
@@ -373,7 +387,7 @@ def test_nodes():
     assert gpus_in_a_node(16, 4) == 4
     with pytest.raises(UserError) as error:
         gpus_in_a_node(16, 3)
-    assert error.value.problem == "16 GPUs are not the same number in each of 3 nodes"
+    assert error.value.problem == "16 GPUs cannot be shared evenly by 3 nodes"
     assert error.value.fix == "use 2 or 4 nodes, or 15 or 18 GPUs"
 
 
@@ -496,12 +510,12 @@ def test_it_fits_the_terminal(capsys, document):
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        (("--gpus", "16", "--nodes", "3"), "16 GPUs are not the same number in each of 3 nodes"),
+        (("--gpus", "16", "--nodes", "3"), "16 GPUs cannot be shared evenly by 3 nodes"),
         (("--gpus", "8", "--nodes", "0"), "--nodes is 0"),
         (("--gpus", "8", "--dp", "-1"), "--dp is -1"),
         (("--gpus", "8", "--dp", "4"), "DP 4 x TP 1 x PP 1 takes 4 GPUs, not 8"),
         (("--gpus", "8", "--interconnect", "ib-40"), "unknown interconnect 'ib-40'"),
-        (("--gpus", "24", "--nodes", "6", "--tp", "6"), "TP 6 does not stay inside a node of 4 GPUs"),
+        (("--gpus", "24", "--nodes", "6", "--tp", "6"), "--tensor 6 does not stay inside a node of 4 GPUs"),
         (("--interconnect", "ib-400", "--inference"), "--interconnect with --inference"),
         (("--gpu", "H200", "--gpus", "8", "--global-batch", "7", "--micro-batch", "2"), "a global batch of 7"),
     ],
@@ -515,6 +529,70 @@ def test_mistakes(capsys, words, problem):
     assert len(shown.err.splitlines()) == 3
 
 
+@pytest.mark.parametrize(
+    ("options", "short"),
+    [
+        (("--tensor", 2, "--pipeline", 2), ("--tp", 2, "--pp", 2)),
+        (("--parallel", "fsdp"), ("--zero", 3)),
+        (("--parallel", "ddp"), ("--zero", 0)),
+    ],
+    ids=["cuts", "fsdp", "ddp"],
+)
+def test_the_options_of_train_are_understood(document, options, short):
+    found, other = (document("gpt2", "--gpu", "H100-SXM", "--gpus", 8, *words) for words in (options, short))
+    assert {**found, "command": ""} == {**other, "command": ""}
+
+
+def test_fsdp_keep_has_its_own_line(document):
+    found = document("gpt2", "--gpu", "H100-SXM", "--gpus", 8, "--parallel", "fsdp-keep")
+    assert found["settings"]["plan"]["parallel"] == "fsdp-keep"
+    assert "--parallel fsdp-keep" in found["parallel"]["train"]["command"]
+    assert found["words"].endswith("fsdp-keep")
+
+
+@pytest.fixture
+def llama(tmp_path):
+    """Eight billion parameters, with a head of its own."""
+    config = {
+        **{"model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32},
+        **{"num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256, "hidden_act": "silu"},
+        **{"max_position_embeddings": 8192, "tie_word_embeddings": False},
+    }
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config), encoding="utf-8")
+    return str(path)
+
+
+def test_a_recommended_micro_batch_is_the_only_one_that_is_told(document, llama):
+    found = document(llama, "--gpu", "H100-SXM", "--gpus", 4)
+    size = found["parallel"]["layout"]["micro_batch"]
+    assert not any("micro batch" in note for note in found["notes"])
+    assert found["words"] is None, "one GPU does not hold it: no ladder has its baseline and its reference"
+    named = document(llama, "--gpu", "H100-SXM", "--gpus", 4, "--parallel", "fsdp", "--micro-batch", 2)
+    assert "--micro-batch 2 --gpus 4 --rungs" in named["words"]
+    assert named["words"].endswith(",fsdp")
+    assert f"--micro-batch {size} " in found["parallel"]["train"]["command"]
+    named = document(llama, "--gpu", "H100-SXM", "--gpus", 4, "--zero", 3)
+    assert any("micro batch 4 is assumed, 16,384 tokens per pass" in note for note in named["notes"])
+
+
+def test_a_ladder_is_named_where_it_measures_that(document):
+    words = ("gpt2", "--gpu", "H100-SXM", "--interconnect", "ib-400", "--micro-batch", 16)
+    assert document(*words, "--gpus", 8, "--zero", 0)["words"] == "gpt2 --gpus 8"
+    assert document(*words, "--gpus", 8, "--tensor", 2)["words"] is None, "in a layout it is for the user to ask"
+    assert document(*words, "--gpus", 16, "--zero", 0)["words"] is None, "they are on one machine"
+    assert document(*words, "--gpus", 8, "--zero", 1)["words"] is None, "nobody runs it"
+
+
+def test_all_reasons_are_given(document, llama):
+    cut = ("--gpus", 8, "--tensor", 2, "--pipeline", 2, "--zero", 1, "--micro-batch", 64)
+    train = document(llama, "--gpu", "H100-SXM", *cut)["parallel"]["train"]
+    first, *others = train["reason"].split("; ")
+    assert train["command"] is None
+    assert first == "it does not fit"
+    assert [reason.split(":")[0] for reason in others] == ["train has no ZeRO 1", "--tensor", "--pipeline"]
+
+
 def test_dp_alone_says_how_many_gpus(document):
     layout = document("gpt2", "--gpu", "H100-SXM", "--dp", 2, "--tp", 2)["parallel"]["layout"]
     assert (layout["gpus"], layout["dp"], layout["tp"]) == (4, 2, 2)
@@ -525,3 +603,13 @@ def test_from_python(document):
     found = redline.estimate("gpt2-xl", **given)
     words = [word for key, value in given.items() for word in (f"--{key}", value)]
     assert json.loads(json.dumps(found))["parallel"] == document("gpt2-xl", *words)["parallel"]
+
+
+def test_rungs_that_a_layout_undoes_are_told(document):
+    def undone(*words):
+        return [note for note in document("gpt2", "--gpu", "H100-SXM", *words)["notes"] if "undoes it" in note]
+
+    assert undone("--gpus", 8) == undone() == []
+    cut = undone("--gpus", 8, "--tensor", 2)
+    assert [note.split()[0] for note in cut] == ["fused-loss", "fused-backward"]
+    assert all("tensor-parallel undoes it" in note for note in cut)

@@ -379,6 +379,8 @@ def test_key_value_heads_are_shared_out_whole():
     assert findings(grouped, tp=8, micro_batch=4, device=None) == []
     finding = only_finding(replace(grouped, kv_heads=2), tp=8, micro_batch=4, device=None)
     assert (finding.rule.name, finding.advice.change) == ("tensor-parallel-division", {"tp": 2})
+    alone = lint(subject(replace(grouped, kv_heads=1), tp=2, device=None)).findings[0]
+    assert "heads and 1 key-value head do not divide among 2 GPUs" in alone.advice.problem
     uneven = replace(grouped, heads=48, kv_heads=6, d_model=6144)
     assert lint(subject(uneven, tp=4, device=None)).findings[0].advice.change == {"tp": 2}
 

@@ -579,10 +579,17 @@ def test_many_gpus_are_the_last_resort():
         (Plan(), {"zero": 1}, "ZeRO stage 1 with one replica"),
         (Plan(), {"inference": "fp4"}, "unknown inference precision 'fp4'"),
         (Plan(), {"micro_batch": 0}, "micro batch is 0"),
-        (Plan(), {"layout": Layout(gpus=3, tp=3)}, "4 heads cannot be shared by TP 3"),
+        (Plan(), {"layout": Layout(gpus=3, tp=3)}, "4 heads cannot be shared by --tensor 3"),
     ],
 )
 def test_mistakes_are_named(plan, choices, problem):
     with pytest.raises(UserError) as caught:
         predict_memory(SMALL, plan, **{"micro_batch": 1, **choices})
     assert caught.value.problem.startswith(problem)
+
+
+def test_a_budget_is_of_what_the_layers_keep():
+    kept, half = (predict_memory(GPT2, replace(FAST, activation_budget=share), micro_batch=16) for share in (1.0, 0.5))
+    for kind in ("mlp", "qkv", "attention core"):
+        assert half.activations[kind] == pytest.approx(kept.activations[kind] / 2)
+    assert half.activations["embedding"] == kept.activations["embedding"]

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from redline.commands.ranks import check_layout
 from redline.commands.train import shared_recipe
 from redline.core.errors import UserError
 from redline.core.hardware import Hardware
@@ -19,6 +18,7 @@ from redline.predict.parallel import Layout as Cut
 from redline.report.training import pipeline_text
 from redline.rungs import find_rung, plan_of
 from redline.rungs.ladder import cuts_of
+from redline.search.ranks import check_cuts
 from redline.workloads import PRESETS
 
 GPT2 = PRESETS["gpt2"]
@@ -49,21 +49,21 @@ def test_the_bubble_in_words() -> None:
 @pytest.mark.parametrize(
     ("layout", "problem", "fix"),
     [
-        (Layout(ranks=5, pipeline=5), "12 layers cannot be shared by PP 5", "TP 1 x PP 1"),
-        (Layout(ranks=8, pipeline=8), "12 layers cannot be shared by PP 8", "TP 1 x PP 4"),
-        (Layout(ranks=24, pipeline=24), "12 layers cannot be shared by PP 24", "TP 1 x PP 12"),
+        (Layout(ranks=5, pipeline=5), "12 layers cannot be shared by --pipeline 5", "--pipeline 1"),
+        (Layout(ranks=8, pipeline=8), "12 layers cannot be shared by --pipeline 8", "--pipeline 4"),
+        (Layout(ranks=24, pipeline=24), "12 layers cannot be shared by --pipeline 24", "--pipeline 12"),
     ],
     ids=["uneven", "power", "too-many"],
 )
 def test_layouts_that_cannot_be(layout: Layout, problem: str, fix: str) -> None:
     with pytest.raises(UserError, match=problem) as error:
-        check_layout(layout, GPT2, RECIPE)
+        check_cuts({"tensor": 1, "pipeline": layout.pipeline, "replicas": 1}, layout.ranks, GPT2)
     assert fix in error.value.fix
 
 
 @pytest.mark.parametrize("stages", [2, 3, 4, 6, 12])
 def test_layouts_that_can(stages: int) -> None:
-    check_layout(Layout(ranks=2 * stages, pipeline=stages), GPT2, RECIPE)
+    check_cuts({"tensor": 1, "pipeline": stages, "replicas": 1}, 2 * stages, GPT2)
 
 
 def test_a_layout_has_its_rung() -> None:

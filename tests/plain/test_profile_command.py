@@ -16,6 +16,7 @@ from redline.core import profile as names
 from redline.core.errors import UserError
 from redline.core.hardware import Hardware
 from redline.core.job import Job
+from redline.core.layout import Layout
 from redline.core.measurement import Failure, Spread
 from redline.core.profile import (
     FINDINGS,
@@ -175,6 +176,26 @@ def test_without_a_word_all_rungs_that_apply_are_taken_and_named(answer, tmp_pat
     assert f"rungs {', '.join(asked[0].recipe.rungs)}: all that apply here" in capsys.readouterr().err
 
 
+def test_a_tensor_group_is_profiled_with_what_goes_with_it(answer, monkeypatch, h200, tmp_path, capsys):
+    """The roofline is that of a rank's half: more than half of the whole, since norms and the stream are not cut."""
+    monkeypatch.setattr(launch, "probe_machine", lambda device: (replace(h200, count=2), VERSIONS))
+    asked, found = answer(PROFILE), {}
+    for name, words in {"whole": (), "half": ("--gpus", "2", "--tensor", "2")}.items():
+        assert run("gpt2", "--json", "--out", str(tmp_path / name), *words) == 0
+        found[name] = json.loads(capsys.readouterr().out)
+    whole, half = asked
+    assert half.layout == Layout(ranks=2, tensor=2)
+    assert (half.global_batch, half.processes) == (whole.recipe.micro_batch, 2)
+    assert half.recipe.rungs[-1] == "tensor-parallel"
+    assert not {"ddp", "fused-loss", "fused-backward"} & set(half.recipe.rungs)
+    assert not {"fused-loss", "fused-backward"} & {each["rung"] for each in found["half"]["advice"]}
+    ratio = found["half"]["roofline"]["light_seconds"] / found["whole"]["roofline"]["light_seconds"]
+    assert 0.5 < ratio < 1
+    assert found["half"]["tokens_per_second"] == found["whole"]["tokens_per_second"], "the same step, counted once"
+    page = (tmp_path / "half" / "report.html").read_text()
+    assert "2 ranks: tensor 2 x data 1" in page
+
+
 # what comes back
 
 
@@ -231,6 +252,15 @@ def test_a_worker_that_fails_is_exit_1_and_says_why(answer, tmp_path, capsys, ki
     assert said.out == ""
     assert "nothing was profiled: it broke while profiling" in said.err
     assert "log.txt" in said.err
+
+
+def test_a_model_that_cannot_be_built_is_a_mistake_and_leaves_nothing(answer, tmp_path, capsys):
+    mistake = ("transformers cannot build the config", "there is no magic", "mend the config")
+    answer(Failure(kind="error", reason="no magic", mistake=mistake))
+    assert run("tiny", "--rungs", "none", "--out", str(tmp_path / "run")) == 2
+    said = capsys.readouterr().err.splitlines()[-3:]
+    assert [line.split(": ", 1)[1].strip() for line in said] == list(mistake)
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_failure_is_one_json_document(answer, tmp_path, capsys):

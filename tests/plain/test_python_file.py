@@ -19,7 +19,19 @@ from redline.core.errors import UserError
 from redline.core.hardware import Hardware
 from redline.core.measurement import GradientCheck, Measurement
 from redline.core.plan import Plan
-from redline.core.traced import Attention, Blocks, Embedding, Line, Place, Product, Saved, Sync, Tensors, Traced
+from redline.core.traced import (
+    Attention,
+    Blocks,
+    Embedding,
+    Line,
+    Place,
+    Product,
+    Saved,
+    Sync,
+    Tensors,
+    Traced,
+    Unlisted,
+)
 from redline.core.units import batch_words, rate_unit
 from redline.core.user_code import blaming, users_line
 from redline.core.values import from_json, to_json
@@ -106,6 +118,8 @@ def test_a_file_is_known_by_its_place_and_its_bytes(write: Callable[[str], Path]
     ("text", "name", "said"),
     [
         pytest.param(GOOD, "", "model.py:net", id="no-name"),
+        pytest.param("class Net: ...\n" + GOOD, "", "model.py:net", id="factory-before-class"),
+        pytest.param("class Net: ...\nmake_batch = 1\n", "", "model.py:Net", id="class-alone"),
         pytest.param(GOOD, "nett", "did you mean 'net'?", id="misspelt"),
         pytest.param("def net():\n    return (1\n", "net", "model.py:2", id="no-python"),
         pytest.param("def net():\n    return 1\n", "net", "def make_batch(size, seed)", id="no-batches"),
@@ -117,6 +131,13 @@ def test_mistakes_that_can_be_seen_without_running_it(
     with pytest.raises(UserError) as raised:
         find_python_file(f"{write(text)}:{name}")
     assert said in " ".join(text for _, text in raised.value.lines())
+
+
+def test_what_goes_with_a_model_is_not_proposed_as_one(write: Callable[[str], Path]) -> None:
+    text = "class Net: ...\ndef _hidden(): ...\ndef a_loss(): ...\ndef net_batch(): ...\ndef net_shape(): ...\n"
+    with pytest.raises(UserError) as raised:
+        find_python_file(f"{write(text + GOOD)}:other")
+    assert raised.value.fix == "known: a_loss, net"  # there is no a that a_loss could be the loss of
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
@@ -346,6 +367,43 @@ def test_lint_is_silent_about_sizes_that_are_given(seen: Traced) -> None:
     assert advised(seen, layer("head", 51, 16), embeddings=(words,)) == [("64", ("head",))]
     narrow = Embedding(name="wte", rows=64, width=30)
     assert advised(seen, layer("head", 64, 30), embeddings=(narrow,)) == [("64", ("head",))]
+
+
+def test_a_training_run_says_that_it_drops(seen: Traced, write: Callable[[str], Path]) -> None:
+    measured = workload_with(replace(seen, dropout=("drop",)), write)
+    assert any(note.startswith("dropout is off while measuring (drop)") for note in measured.notes)
+    trained = for_training(measured, "cpu")
+    assert not any("off" in note for note in trained.notes)
+    assert "dropout as the file has it (drop); measurements leave it out" in trained.notes
+    assert not any("dropout" in note for note in for_training(workload_with(seen, write), "cpu").notes)
+
+
+def test_a_loss_that_is_no_mean_may_be_a_sum(seen: Traced, write: Callable[[str], Path]) -> None:
+    notes = workload_with(replace(seen, splits=False), write).notes
+    assert any('reduction="sum"' in note for note in notes)
+
+
+def test_reasons_name_the_lines_of_attention_gelus_and_blocks(seen: Traced, write: Callable[[str], Path]) -> None:
+    places = tuple(Place(file="m.py", line=line) for line in (7, 8, 9, 10))
+    written = Attention(place=Place(file="m.py", line=3, last=5), causal=True)
+    helped = replace(
+        seen,
+        blocks=None,
+        attention=(written,),
+        sdpa_calls=places[:1],
+        tanh_gelus=0,
+        gelu_calls=places,
+        unlisted=Unlisted(kind="Block", count=4, made=places),
+    )
+    cannot = workload_with(helped, write).cannot
+    assert "put the attention at m.py:3-5, m.py:7 into a function" in cannot["selective-checkpointing"]
+    assert "at m.py:7, m.py:8, m.py:9 and 1 more: make nn.GELU" in cannot["sigmoid-gelu"]
+    assert "hold the 4 Block (made at m.py:7, m.py:8, m.py:9 and 1 more) in one" in cannot["checkpointing"]
+    nothing = replace(helped, attention=(), sdpa_calls=(), gelu_calls=(), unlisted=None)
+    cannot = workload_with(nothing, write).cannot
+    names = ("selective-checkpointing", "sigmoid-gelu", "checkpointing")
+    assert all(" was " in cannot[name] or "has no" in cannot[name] for name in names)
+    assert not any("m.py" in cannot[name] for name in names)
 
 
 def test_reasons_name_the_lines_of_embedding_and_head(seen: Traced, write: Callable[[str], Path]) -> None:

@@ -44,6 +44,11 @@ event, kernel, launch, operator = (traces[name] for name in ("event", "kernel", 
 GPT2, XL = resolve_workload("gpt2"), resolve_workload("gpt2-xl")
 EIGHT = replace(tunes["H200"], count=8, ranks=8)
 GIB = 1024**3
+NOT_MEASURED = {
+    "tensor-parallel": "--tensor N says how many do",
+    "pipeline-parallel": "a measured step is one micro batch",
+    "pipeline-gpipe": "a measured step is one micro batch",
+}
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
@@ -85,7 +90,7 @@ def order(micro_batch: int, global_batch: int) -> Any:
 
 
 def test_fewer_ranks_keep_the_global_batch_and_say_so() -> None:
-    check_resumed_shares(order(2, 16), Ranked(ranks=2))
+    check_resumed_shares("runs/mine", 2, 16, Ranked(ranks=2))
     assert change_of_ranks(4, Ranked(ranks=4), order(2, 16)) is None
     text = change_of_ranks(4, Ranked(ranks=1), order(2, 16))
     assert text == (
@@ -106,7 +111,7 @@ def test_a_number_that_does_not_divide_the_global_batch_is_refused(
     micro_batch: int, global_batch: int, ranks: int, fix: str
 ) -> None:
     with pytest.raises(UserError, match=f"{ranks} ranks cannot go on with runs/mine") as caught:
-        check_resumed_shares(order(micro_batch, global_batch), Ranked(ranks=ranks))
+        check_resumed_shares("runs/mine", micro_batch, global_batch, Ranked(ranks=ranks))
     assert caught.value.fix == fix
     assert f"keeps its global batch of {global_batch} sequences" in caught.value.why
 
@@ -225,10 +230,10 @@ def test_a_rung_that_the_way_to_share_refuses_is_skipped() -> None:
     climb = climbs["climbed"](machine, hardware, rungs=("muon",), start=("fsdp",))
     assert climb.finished[1].status == "skipped"
     assert "whole ones only" in climb.finished[1].reason
-    for name in ("tensor-parallel", "pipeline-parallel", "pipeline-gpipe"):
+    for name, why in NOT_MEASURED.items():
         climb = climbs["climbed"](machine, hardware, rungs=(name,), start=("ddp",))
         assert climb.finished[1].status == "skipped"
-        assert "share data only" in climb.finished[1].reason
+        assert why in climb.finished[1].reason
 
 
 def test_the_key_of_a_job_of_one_process_is_what_it_was() -> None:
@@ -261,6 +266,7 @@ def test_what_ranks_cost_one_another_stands_in_the_document() -> None:
         "exposed_seconds": 0.1,
         "compute_seconds": [1.0, 1.4, 1.1],
         "straggler_seconds": pytest.approx(0.3),
+        "by_group": None,
     }
 
 
@@ -289,8 +295,8 @@ def test_how_ranks_share_a_step_is_a_knob_that_always_has_a_choice() -> None:
     assert all(len(set(recipe.rungs) & set(knob.choices)) == 1 for recipe in space.neighbours(space.start()))
     assert "ddp" in space.baseline().rungs
     assert "cuda-graphs" in space.left_out
-    for name in ("tensor-parallel", "pipeline-parallel", "pipeline-gpipe"):
-        assert "share data only" in space.left_out[name]
+    for name, why in NOT_MEASURED.items():
+        assert why in space.left_out[name]
     assert open_space(GPT2, EIGHT, rungs=("bf16", "fsdp")).ways == ("ddp", "fsdp")
     assert open_space(GPT2, EIGHT, without=("ddp",)).ways == ("fsdp", "fsdp-keep")
     assert open_space(GPT2, replace(EIGHT, ranks=1)).ways == ()
@@ -310,13 +316,13 @@ def test_the_search_begins_where_the_prediction_with_communication_says() -> Non
     assert tight.refuses(replace(start, rungs=(*start.rungs[:-1], "ddp"), micro_batch=1)) is not None
 
 
-def test_predicted_ranks_are_as_fast_as_estimate_says_and_slower_than_alone() -> None:
+def test_predicted_ranks_are_as_fast_as_estimate_says_and_no_faster_than_alone() -> None:
     plan = plan_of(("bf16", "flash", "ddp"))
     one = open_space(GPT2, replace(EIGHT, ranks=1)).predict(Recipe(rungs=("bf16", "flash"), micro_batch=16))
     together = rate_of_ranks(GPT2.shape, plan, 16, EIGHT)
     assert one is not None
     assert together is not None
-    assert 4 < together / one.expected.tokens_per_second < 8
+    assert 4 < together / one.expected.tokens_per_second <= 8 * (1 + 1e-9)  # all of its traffic may hide; sums round
     assert rate_of_ranks(GPT2.shape, plan, 16, replace(EIGHT, name="a card that nobody knows")) is None
 
 
@@ -393,6 +399,26 @@ def test_on_a_gpu_only_what_nothing_hides_is_exposed() -> None:
     exposed = sum(segment.seconds for segment in timeline.segments if segment.group == COMMUNICATION)
     assert 1e6 * exposed == pytest.approx(70 - 50)
     assert 1e6 * timeline.communication_seconds == pytest.approx(40), "hosts that talk do not hold the device up"
+
+
+def test_collectives_on_a_gpu_are_told_apart_by_their_mesh() -> None:
+    """Two sums of a layer, one of them while gradients are averaged; one that no mesh has made leaves all unknown."""
+
+    def nccl(start: float, end: float, number: int, mesh: str) -> dict[str, Any]:
+        found = kernel("ncclDevKernel_AllReduce_Sum_f32_RING_LL", start, end, number, 9)
+        return {**found, "args": {**found["args"], "Process Group Description": mesh}}
+
+    steps = [event(WINDOW, "user_annotation", 0, 100), event(STEP, "user_annotation", 0, 100)]
+    events = [*steps, nccl(10, 20, 1, "mesh_tp"), nccl(30, 60, 2, "mesh_dp"), nccl(50, 65, 3, "mesh_tp")]
+    found = read_timeline(events)
+    assert found.communication_by_mesh is not None
+    assert {name: 1e6 * seconds for name, seconds in found.communication_by_mesh.items()} == {
+        "tp": pytest.approx(25),
+        "dp": pytest.approx(30),
+    }
+    assert 1e6 * found.communication_seconds == pytest.approx(45), "each moment once"
+    assert read_timeline([*events, nccl(70, 80, 4, "default_pg")]).communication_by_mesh is None
+    assert read_timeline(cpu_step()).communication_by_mesh is None
 
 
 def test_a_union_has_every_moment_once() -> None:

@@ -23,6 +23,7 @@ from redline.report.table import (
     shed_columns,
     shown_columns,
     speed_bars,
+    workload_text,
 )
 
 DOCUMENTS: dict[str, Any] = runpy.run_path(str(Path(__file__).with_name("test_report_documents.py")))
@@ -124,9 +125,13 @@ def test_several_ranks_have_their_columns_at_100() -> None:
     text = " ".join(printed(document, 100).split())
     assert "8 ranks" in text
     assert "comm is what the step waits for / all communication" in text
-    wide = table_lines(document, 200)
-    assert "lag ms" in wide[0]
-    assert "1.10" in wide[2]
+    for width in (80, 100, 200):
+        lines = table_lines(document, width)
+        assert max(map(len, lines)) <= width
+        assert "lag ms" in lines[0], "a straggler is what one looks for"
+        assert "1.10" in lines[2]
+    assert shed_columns(document, 80) == ["±", "peak", "loss"]
+    assert shed_columns(document, 70) == ["±", "peak", "lag ms", "loss"]
 
 
 def test_mfu_above_the_peak_is_refused_with_a_note() -> None:
@@ -180,6 +185,32 @@ def test_best_row_is_printed_with_its_figures() -> None:
     assert best_text(full_document()) == expected
     assert best_text(DOCUMENTS["empty_document"]()) == "no row was measured and found right"
     assert "nothing was measured yet" in printed(DOCUMENTS["empty_document"](), 100)
+
+
+def test_why_rows_were_not_checked_is_told_once() -> None:
+    why = {"class": "changes-maths", "verdict": "not-checked", "detail": "too few steps"}
+    rows = [{**ok_row(name, 100.0, None), "equivalence": why} for name in ("baseline", "tied-weights")]
+    document = {**full_document(), "rows": rows}
+    told = [note.text for note in notes_of(document) if note.about == "not checked"]
+    assert told == ["baseline, tied-weights: too few steps"]
+    document["workload"] = {**document["workload"], "notes": ["equivalence is not checked: too few steps"]}
+    assert not [note for note in notes_of(document) if note.about == "not checked"]
+
+
+def test_a_speed_up_amid_loud_noise_says_so() -> None:
+    document = full_document()
+    document["noise"]["fraction"] = 1.07
+    assert "5.50x the baseline (with a noise of ±107.0 %), 56.2 % MFU" in best_text(document)
+    document["noise"]["fraction"] = 0.03
+    assert "noise" not in best_text(document)
+
+
+def test_the_header_has_the_micro_batch_that_was_asked_for_and_shared_heads() -> None:
+    document = {"workload": {"name": "a", "shape": {"layers": 2, "heads": 8, "kv_heads": 2}, "micro_batch": 16}}
+    assert workload_text(document) == "a: 2 layers, 8 heads (2 for keys and values), micro batch 16"
+    of_a_tune = {**document, "settings": {"micro_batch": 2}}
+    assert workload_text(of_a_tune).endswith(", micro batch 2")
+    assert "micro batch" not in workload_text({**document, "settings": {"micro_batch": None}})
 
 
 def test_best_of_another_batch_size_claims_no_row() -> None:

@@ -44,6 +44,7 @@ ORDER = (
     "chunked-loss",
     "selective-checkpointing",
     "checkpointing",
+    "budget-checkpointing",
     "max-autotune",
     "cuda-graphs",
     "expandable-segments",
@@ -147,6 +148,7 @@ def test_what_applies_on_a_cpu(tiny, cpu):
         "sigmoid-gelu",
         "fused-backward",
         *LIBRARIES,
+        "budget-checkpointing",
         "max-autotune",
         "cuda-graphs",
         "expandable-segments",
@@ -359,3 +361,11 @@ def test_a_model_that_is_cut_leaves_products_and_attention_to_torch(way):
     plan = plan_of(("bf16", "compile", "cudnn-attention", "fused-backward", *sorted(LIBRARIES), way))
     assert not plan.tuned_matmuls
     assert not plan.packed_attention
+
+
+def test_the_compiler_keeps_half_where_there_is_a_compiler(tiny, h200):
+    rung = find_rung("budget-checkpointing")
+    assert "compile" in rung.needs(tiny, h200, Plan())
+    assert rung.needs(tiny, h200, Plan(compile=True)) is None
+    assert plan_of(("compile", "budget-checkpointing")).activation_budget == 0.5
+    assert group_of(rung) == group_of(find_rung("checkpointing"))

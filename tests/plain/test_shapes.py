@@ -221,6 +221,8 @@ def test_an_unsupported_family_lists_the_supported_ones(write):
     error = mistake(write({**LLAMA, "model_type": "mixtral"}))
     assert "'mixtral'" in error.problem
     assert all(name in error.fix for name in (*FAMILIES, *WRAPPED))
+    assert "FILE.py:FACTORY" in error.fix  # a shape file would describe a dense decoder
+    assert "shape file" not in error.fix
 
 
 @pytest.mark.parametrize("key", [key for key in LLAMA if key.startswith(("hidden", "num_h", "num_a", "vocab", "max"))])
@@ -228,6 +230,32 @@ def test_a_missing_size_is_named_not_guessed(write, key):
     config = {name: value for name, value in LLAMA.items() if name != key}
     assert key in mistake(write(config)).problem
     assert key in mistake(write({**LLAMA, key: None})).problem
+
+
+def test_all_missing_sizes_are_named_at_once(write):
+    error = mistake(write({"model_type": "llama", "vocab_size": 32000, "hidden_size": 64}))
+    assert error.problem == (
+        "the config has no num_hidden_layers, num_attention_heads, intermediate_size, max_position_embeddings"
+    )
+    assert '"num_attention_heads", "intermediate_size"' in error.fix
+    assert "has no d_model, d_ff, vocab, sequence" in mistake(write({"layers": 2, "heads": 4})).problem
+
+
+@pytest.mark.parametrize(
+    ("config", "key"),
+    [
+        ({**LLAMA, "hidden_act": "banana"}, "hidden_act"),
+        ({**LLAMA, "hidden_act": ["silu"]}, "hidden_act"),
+        ({**GPT2, "activation_function": "geluu"}, "activation_function"),
+        ({**LLAMA, "model_type": "gemma2", "hidden_activation": "x", "hidden_act": "silu"}, "hidden_activation"),
+    ],
+    ids=["llama", "list", "gpt2", "gemma2"],
+)
+def test_an_activation_that_transformers_has_not_is_named_with_its_key(write, config, key):
+    error = mistake(write(config))
+    assert error.problem == f"{key} is {json.dumps(config[key])}"
+    assert "gelu_new" in error.fix
+    assert resolve_shape(write({**config, key: "relu"})).shape.layers
 
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, "64", True, [64]])
@@ -291,6 +319,7 @@ def test_an_unknown_name(tmp_path, monkeypatch):
     assert error.problem == "unknown workload 'gpt2-medum'"
     assert "did you mean 'gpt2-medium'?" in error.fix
     assert "config.json" in error.fix
+    assert "FILE.py:FACTORY" in error.fix
     mistake("")
 
 

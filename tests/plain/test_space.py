@@ -41,7 +41,12 @@ def test_groups_of_the_table_are_the_knobs():
     found = choices(space)
     assert found["flash"] == (None, "flash", "cudnn-attention")
     assert found["fused-loss"] == (None, "fused-loss", "chunked-loss")
-    assert found["selective-checkpointing"] == (None, "selective-checkpointing", "checkpointing")
+    assert found["selective-checkpointing"] == (
+        None,
+        "selective-checkpointing",
+        "checkpointing",
+        "budget-checkpointing",
+    )
     assert found["compile"] == (None, "compile")
     offered = {choice for knob in space.knobs for choice in knob.choices if choice}
     assert offered | set(space.left_out) | set(space.published) == {rung.name for rung in LADDER[1:]}

@@ -18,6 +18,7 @@ from redline.core import job as job_module
 from redline.core.errors import UserError
 from redline.core.hardware import DEVICES, Hardware, lookup
 from redline.core.job import Job, RunDirectory, create_run_directory, open_run_directory, write_atomically
+from redline.core.layout import Layout
 from redline.core.measurement import Failure, GradientCheck, Measurement, Proof, spread_of
 from redline.core.plan import Plan
 from redline.core.recipe import Recipe, load_recipe
@@ -216,6 +217,7 @@ def test_equal_jobs_have_equal_keys_and_any_change_makes_another(job):
         {"bit_exact_rung": "no-sync"},
         {"repeat": 1},
         {"ranks": 2},
+        {"layout": Layout(ranks=2, tensor=2)},
     )
     unasked = {"give_up_seconds"}  # how long to stay is no part of the question
     assert dataclasses.replace(job, give_up_seconds=1.5).key == job.key

@@ -358,16 +358,35 @@ def test_only_a_rung_that_changes_the_maths_is_held_to_learning():
         assert verdict_on(measured(flat), maths, reference=flat, plain=curve_shedding(1.0)).verdict != "different"
 
 
-@pytest.mark.parametrize("curve", [(10.97,), (10.97, 10.99), (10.97, 10.90, 10.98), tuple(curve_shedding(-0.5))])
-def test_a_model_that_does_exactly_as_the_unchanged_one_has_learned_as_much(curve):
-    """The first batches differ, so over two or three steps even a sound model's loss may rise."""
-    assert verdict_on(measured(curve), "changes-maths", reference=curve, plain=curve).verdict == "changed"
+@pytest.mark.parametrize("steps", [1, 2, 3, 4])
+@pytest.mark.parametrize("rises", [0.5, -0.5])
+def test_over_a_few_steps_nobody_can_say_what_a_changed_model_learns(steps, rises):
+    """The first batches differ by more than a model learns from them: one may shed -0.033 nats and another -0.007."""
+    plain, mine = REFERENCE[:steps], (10.97, *(10.97 + rises * step for step in range(1, steps)))
+    found = verdict_on(measured(mine), "changes-maths", reference=mine, plain=plain)
+    assert (found.verdict, f"too few steps to judge what it learns: {steps}, it takes 5" in found.detail) == (
+        "not-checked",
+        True,
+    )
+    wrong = verdict_on(measured(mine, gradients(wte=0.9)), "changes-maths", reference=mine, plain=plain)
+    assert wrong.verdict == "different"
+    assert "sheds" not in wrong.detail
+
+
+@pytest.mark.parametrize("shed", [0.0, -0.5])
+def test_an_unchanged_model_that_learns_nothing_is_no_measure(shed):
+    found = verdict_on(measured(), "changes-maths", plain=curve_shedding(shed))
+    assert found.verdict == "not-checked"
+    assert "the unchanged model learns nothing in 20 steps" in found.detail
 
 
 @quick
 @given(st.lists(st.floats(min_value=9, max_value=12), min_size=1, max_size=20))
 def test_equal_curves_never_fail_the_learning_check(curve):
-    assert verdict_on(measured(curve), "changes-maths", reference=curve, plain=curve).verdict == "changed"
+    """A model that does exactly as the unchanged one has learned as much."""
+    learns = len(curve) >= 5 and learned(curve) > 0
+    found = verdict_on(measured(curve), "changes-maths", reference=curve, plain=curve)
+    assert found.verdict == ("changed" if learns else "not-checked")
 
 
 @pytest.mark.parametrize("loss", NOT_FINITE)

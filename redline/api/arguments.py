@@ -1,0 +1,129 @@
+"""What a call from Python may be given, checked by its name before anything else happens; mistakes in Python's words.
+
+    @checked(device=PLACE)                      # an argument that means something else here than in ARGUMENTS
+    def prepare(model, recipe, *, device=None): ...
+
+    joined(["bf16", "flash"])  ->  "bf16,flash"  # as a command line has it
+
+A command line gives numbers where an option wants numbers; a caller may give anything. What the values may be is left
+to the commands' own checks, whose words (`--micro-batch is 0`) become those of a call (`micro_batch is 0`).
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+from redline.core.errors import UserError
+
+Given = ParamSpec("Given")
+Found = TypeVar("Found")
+
+
+@dataclass(frozen=True)
+class Kind:
+    what: str
+    fits: Callable[[Any], bool]
+    example: str
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _is_names(value: object) -> bool:
+    return isinstance(value, str) or (isinstance(value, (list, tuple)) and all(isinstance(each, str) for each in value))
+
+
+def _is_of_torch(value: object) -> bool:
+    return any(kind.__module__.split(".")[0] == "torch" for kind in type(value).__mro__)
+
+
+COUNT = Kind("a whole number", lambda value: isinstance(value, int) and not isinstance(value, bool), "8")
+NUMBER = Kind("a number", _is_number, "0.5")
+TEXT = Kind("text", lambda value: isinstance(value, str), "'...'")
+PATH = Kind("a path", lambda value: isinstance(value, (str, Path)), "'runs/mine'")
+FLAG = Kind("True or False", lambda value: isinstance(value, bool), "True")
+FLAG_OR_TEXT = Kind("True, False or text", lambda value: isinstance(value, (bool, str)), "True")
+NAMES = Kind("names, in a list or with commas between them", _is_names, "['bf16', 'flash'] or 'bf16,flash'")
+FUNCTION = Kind("a function", callable, "lambda model, batch: ...")
+SEVERAL = Kind("something to loop over", lambda value: isinstance(value, Iterable), "a DataLoader")
+PLACE = Kind("text, or a torch.device", lambda value: isinstance(value, str) or _is_of_torch(value), "'cuda'")
+OF_TORCH = Kind("an object of torch's", _is_of_torch, "the one that your loop has")
+ANYTHING = Kind("anything", lambda value: True, "")
+
+# An argument means the same in every function; where it does not, the function says so. What is not here is checked by
+# whoever takes it: a workload, a batch, a recipe of `prepare`.
+ARGUMENTS: dict[str, Kind] = {
+    **dict.fromkeys(("rungs", "without", "ignore"), NAMES),
+    **dict.fromkeys(("micro_batch", "sequence", "gpus", "repeats", "steps", "check_steps", "global_batch"), COUNT),
+    **dict.fromkeys(("compile_ahead", "nodes", "dp", "tp", "pp", "zero", "tokens_per_step"), COUNT),
+    **dict.fromkeys(("tensor", "pipeline", "replicas"), COUNT),
+    **dict.fromkeys(("headroom", "timeout_seconds", "timeout", "minutes", "seconds", "weight_decay"), NUMBER),
+    **dict.fromkeys(("clip_norm", "flops_per_step"), NUMBER),
+    **dict.fromkeys(("device", "keep", "allow", "gpu", "optimizer", "interconnect", "dtype", "name"), TEXT),
+    **dict.fromkeys(("memory_limit", "parallel"), TEXT),
+    **dict.fromkeys(("start", "recipe", "out", "after", "fix", "data"), PATH),
+    **dict.fromkeys(("aa", "rebatch", "fresh", "overwrite", "measure"), FLAG),
+    "inference": FLAG_OR_TEXT,
+    "loss": FUNCTION,
+    "batches": SEVERAL,
+}
+# Options that an argument goes by another name than.
+SPELLINGS = {"from": ("start", "recipe"), "timeout": ("timeout_seconds", "timeout")}
+
+
+def checked(**own: Kind) -> Callable[[Callable[Given, Found]], Callable[Given, Found]]:
+    """Around a public function. `own`: arguments that are of another kind there."""
+
+    def around(function: Callable[Given, Found]) -> Callable[Given, Found]:
+        signature = inspect.signature(function)
+        kinds = {name: own.get(name, ARGUMENTS.get(name, ANYTHING)) for name in signature.parameters}
+
+        @functools.wraps(function)
+        def called(*args: Given.args, **kwargs: Given.kwargs) -> Found:
+            for name, value in signature.bind(*args, **kwargs).arguments.items():
+                check(name, value, kinds[name])
+            try:
+                found = function(*args, **kwargs)
+            except UserError as error:
+                words = [in_python(text, kinds) for text in (error.problem, error.why, error.fix)]
+                error.__init__(*words)  # type: ignore[misc]  # the same error, with its cause and its traceback
+                raise
+            if isinstance(found, dict) and found.get("notes"):
+                found["notes"] = [in_python(note, kinds) for note in found["notes"]]
+            return found
+
+        return called
+
+    return around
+
+
+def check(name: str, value: object, kind: Kind) -> None:
+    if value is not None and not kind.fits(value):
+        raise UserError(f"{name} is {value!r:.60}", f"it is {kind.what}", f"write it as {name}={kind.example}")
+
+
+def joined(names: str | Iterable[str] | None) -> str | None:
+    """Names with commas between them; 'none' for an empty list."""
+    return names if names is None or isinstance(names, str) else ",".join(names) or "none"
+
+
+def in_python(text: str, arguments: Iterable[str]) -> str:
+    """Options that are arguments of the call go by the argument's name, but for commands that are to be typed."""
+    known = set(arguments)
+
+    def argument(match: re.Match[str]) -> str:
+        name = match[1].replace("-", "_")
+        return next((each for each in SPELLINGS.get(name, (name,)) if each in known), match[0])
+
+    parts = text.split("`")
+    return "`".join(
+        part if quoted % 2 else re.sub(r"(?<![\w-])--([a-z]+(?:-[a-z]+)*)", argument, part)
+        for quoted, part in enumerate(parts)
+    )

@@ -1,0 +1,241 @@
+"""Refusals of ranks, layouts and batches: whatever one proposes, the check that refused accepts."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from redline import cli
+from redline.commands.ranks import check_resumed_shares, check_shares, layout_of
+from redline.commands.train import check_parallel, global_sequences, shared_recipe
+from redline.core.errors import UserError
+from redline.core.hardware import Hardware
+from redline.core.layout import Layout
+from redline.core.recipe import Recipe
+from redline.core.training import Budget, TrainSettings
+from redline.core.workload import Source, Workload
+from redline.search.ranks import check_cuts, check_global_batch, check_ranks
+from redline.workloads import PRESETS
+
+quick = settings(deadline=None, max_examples=100)  # another run on the same cores must not fail a test
+few, some = st.integers(1, 6), st.integers(1, 24)
+TINY = PRESETS["tiny"]
+CUDA = Hardware(kind="cuda", name="a GPU", count=8, cpu_cores=8, features=("bf16",))
+LLAMA = replace(TINY, source=Source(kind="huggingface", config={"model_type": "llama"}))
+
+
+def refused(check: Any, *given_: Any, **more: Any) -> str | None:
+    """The fix; None where nothing is refused."""
+    try:
+        check(*given_, **more)
+    except UserError as error:
+        return error.fix
+    return None
+
+
+def numbers(text: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", text)]
+
+
+def model(heads: int, layers: int) -> Workload:
+    shape = replace(TINY.decoder, heads=heads, layers=layers, d_model=64 * heads, d_ff=720)
+    return replace(TINY, shape=shape)
+
+
+# --- layouts ----------------------------------------------------------------------------------------------------------
+
+
+@quick
+@given(st.integers(2, 40), few, few, some, some, st.sampled_from([None, 1, 2, 4, 6]))
+def test_cuts_and_ranks_that_are_proposed_are_accepted(ranks, tensor, pipeline, heads, layers, in_a_node):
+    """By --gpus all ranks are in one node; torchrun says how many are."""
+    cut, workload = {"tensor": tensor, "pipeline": pipeline, "replicas": 1}, model(heads, layers)
+    with pytest.MonkeyPatch.context() as patch:
+        if in_a_node is not None:
+            patch.setenv("LOCAL_WORLD_SIZE", str(in_a_node))
+        fix = refused(check_cuts, cut, ranks, workload)
+        divides = not (heads % tensor or 720 % tensor or layers % pipeline or ranks % (tensor * pipeline))
+        assert (fix is None) == (divides and (in_a_node or ranks) % tensor == 0)
+        for number in numbers(fix.split(" GPUs")[0]) if fix and " GPUs" in fix else ():
+            check_cuts(cut, number, workload)
+        for words in re.split(r",? or (?=--)", fix.removeprefix("use ")) if fix else ():
+            if words.startswith("--"):
+                other = {name: int(size) for name, size in re.findall(r"--(\w+) (\d+)", words)}
+                check_cuts({"tensor": 1, "pipeline": 1, "replicas": 1, **other}, ranks, workload)
+
+
+def test_a_number_of_ranks_is_no_way_out_where_the_heads_do_not_divide():
+    """TINY has 4 heads: three ranks would be refused next."""
+    fix = refused(check_cuts, {"tensor": 3, "pipeline": 1, "replicas": 1}, 2, TINY)
+    assert fix == "use --tensor 2 or --tensor 1"
+
+
+@quick
+@given(few, few, few)
+def test_one_process_is_told_how_many_ranks_its_layout_takes(tensor, pipeline, replicas):
+    asked = SimpleNamespace(tensor=tensor, pipeline=pipeline, replicas=replicas)
+    workload = model(60, 60)
+    fix = refused(layout_of, asked, 1, workload)
+    if fix is None:
+        assert tensor == pipeline == replicas == 1
+        return
+    (ranks,) = numbers(fix.split(" too")[0])
+    assert fix.startswith(f"say --gpus {ranks} too, or leave --")
+    assert layout_of(asked, ranks, workload).ranks == ranks
+    assert layout_of(asked, 2 * ranks, workload).ranks == 2 * ranks
+
+
+def test_torchrun_is_told_in_its_own_options(monkeypatch):
+    """One rank of a job whose layout takes two, as after a node was lost: --gpus is refused there."""
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "x"}.items():
+        monkeypatch.setenv(name, value)
+    fix = refused(layout_of, SimpleNamespace(tensor=2, pipeline=None, replicas=None), 1, TINY)
+    assert fix == "start torchrun with --nproc-per-node 2, or leave --tensor 2 out: a checkpoint goes on without"
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "9")
+    assert refused(check_ranks, CUDA, 9) == "use --nproc-per-node 8"
+    assert refused(check_ranks, replace(CUDA, count=1), 9) == "use --nproc-per-node 1"
+    assert refused(check_ranks, replace(CUDA, kind="cpu", cpu_cores=1), 9) == "use --nproc-per-node 8 or fewer"
+
+
+@quick
+@given(st.integers(2, 40), st.integers(1, 12))
+def test_replicas_that_are_proposed_are_accepted(ranks, replicas):
+    fix = refused(layout_of, SimpleNamespace(tensor=None, pipeline=None, replicas=replicas), ranks, TINY)
+    for number in numbers(fix or ""):
+        layout_of(SimpleNamespace(tensor=None, pipeline=None, replicas=number), ranks, TINY)
+
+
+# --- batches ----------------------------------------------------------------------------------------------------------
+
+
+@quick
+@given(st.integers(1, 8), st.integers(1, 16), st.integers(1, 100))
+def test_batches_that_train_proposes_are_accepted(data, micro_batch, global_batch):
+    """The settings have a check of their own, which knows nothing of ranks: what it accepts too is what counts."""
+
+    def check(size: int, whole: int) -> None:
+        check_shares(size, whole, Layout(ranks=data))
+        TrainSettings(micro_batch=size, global_batch=whole, learning_rate=1e-3, budget=Budget(steps=1))
+
+    fix = refused(check, micro_batch, global_batch)
+    assert (fix is None) == (global_batch % (data * micro_batch) == 0)
+    for words in fix.removeprefix("set --global-batch to ").split(", or ") if fix else ():
+        if words.startswith("--micro-batch to "):
+            for size in numbers(words):
+                check(size, global_batch)
+        elif "with --micro-batch" in words:
+            whole, size = numbers(words)
+            check(size, whole)
+        elif words != "choose another --micro-batch":
+            for whole in numbers(words):
+                check(micro_batch, whole)
+
+
+@quick
+@given(st.integers(1, 8), st.integers(1, 16), st.integers(1, 5000))
+def test_tokens_that_train_proposes_are_accepted(data, micro_batch, tokens):
+    def check(count: int) -> None:
+        options = SimpleNamespace(batch_tokens=count, global_batch=None)
+        check_shares(micro_batch, global_sequences(options, 16, micro_batch, data), Layout(ranks=data))
+
+    fix = refused(check, tokens)
+    assert (fix is None) == (tokens % (16 * data * micro_batch) == 0)
+    for count in numbers(fix.split(",")[0]) if fix else ():
+        check(count)
+
+
+@quick
+@given(few, st.integers(1, 3), st.integers(1, 8), st.integers(1, 48), st.sampled_from([1, 2, 3]))
+def test_ways_to_go_on_are_accepted(data, tensor, micro_batch, global_batch, replicas):
+    """A run keeps its global batch: other ranks, a smaller micro batch or both must do, with the layout's degrees."""
+    assume(data % replicas == 0)
+    layout = Layout(ranks=data * tensor, tensor=tensor, replicas=replicas)
+    fix = refused(check_resumed_shares, "runs/mine", micro_batch, global_batch, layout)
+    assert (fix is None) == (global_batch % (data * micro_batch) == 0)
+    both = fix is not None and re.search(r"(and|,) --micro-batch 1", fix)
+    copies = 1 if fix and "no --replicas" in fix else replicas
+    for words in re.split(r" or (?=with)", fix.removeprefix("go on ")) if fix else ():
+        if words.startswith("with --micro-batch"):
+            check_resumed_shares("runs/mine", numbers(words)[0], global_batch, layout)
+            continue
+        counts = numbers(words.split(" rank")[0])
+        assert counts
+        for ranks in counts:
+            other = Layout(ranks=ranks, tensor=tensor, replicas=copies)
+            check_resumed_shares("runs/mine", 1 if both else micro_batch, global_batch, other)
+
+
+@quick
+@given(st.integers(1, 100), st.integers(1, 12))
+def test_batches_that_measurements_propose_are_accepted(global_batch, ranks):
+    for number in numbers(refused(check_global_batch, global_batch, ranks) or ""):
+        check_global_batch(number, ranks)
+
+
+# --- the option that is at fault --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rungs", "way", "layout", "problem", "fix"),
+    [
+        ("lion", None, Layout(ranks=2, tensor=2), "--tensor 2", "leave --tensor 2 out"),
+        ("lion", None, Layout(ranks=2, pipeline=2), "--pipeline 2", "leave --pipeline 2 out"),
+        ("lion", "fsdp", Layout(ranks=4, tensor=2), "--tensor 2", "leave --tensor 2 out and say --parallel ddp"),
+        ("lion", "fsdp", Layout(ranks=2), "fsdp", "say --parallel ddp"),
+        ("lion", "fsdp", Layout(ranks=4, replicas=2), "fsdp", "say --parallel ddp without --replicas"),
+        ("cuda-graphs", None, Layout(ranks=2, tensor=2), "--tensor 2", ""),
+    ],
+    ids=["tensor", "pipeline", "both", "way", "copies", "graphs"],
+)
+def test_the_fix_names_the_options_that_are_at_fault(rungs, way, layout, problem, fix):
+    """And what it proposes applies; where nothing of the layout would help, it proposes another recipe alone."""
+    recipe = shared_recipe(Recipe(rungs=(rungs,), micro_batch=1), way, layout)
+    hardware = replace(CUDA, ranks=layout.ranks)
+    with pytest.raises(UserError, match=f"{problem} does not apply here") as caught:
+        check_parallel(recipe, TINY, hardware, layout)
+    assert caught.value.fix == f"{fix}, or choose another recipe".removeprefix(", or ")
+    if fix:
+        plain = shared_recipe(Recipe(rungs=(rungs,), micro_batch=1), "ddp", Layout(ranks=layout.ranks))
+        check_parallel(plain, TINY, hardware, Layout(ranks=layout.ranks))
+
+
+@pytest.mark.parametrize("name", ["tensor", "pipeline"])
+def test_a_model_that_nobody_knows_how_to_cut(name):
+    """Told before how it divides: three GPUs would not help."""
+    asked = SimpleNamespace(**{"tensor": None, "pipeline": None, "replicas": None, name: 3})
+    with pytest.raises(UserError, match=f"--{name} 3 does not apply here.*known of the built-in GPT only") as caught:
+        layout_of(asked, 2, LLAMA)
+    assert caught.value.fix == f"say --parallel fsdp instead of --{name} 3, or leave it out"
+    layout_of(SimpleNamespace(tensor=None, pipeline=None, replicas=None), 2, LLAMA)
+
+
+# --- the commands -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "problem", "fix"),
+    [
+        ("train tiny --gpus 2 --tensor 3", "4 heads cannot be shared by --tensor 3", "use --tensor 2 or --tensor 1"),
+        ("estimate --nodes 2", "--nodes 2 without --gpus", "say --gpus 16 too, or as many as there are"),
+        ("estimate --gpus 1 --nodes 2", "1 GPU cannot be shared evenly by 2 nodes", "use 1 node, or 2 GPUs"),
+        ("estimate --gpus 4 --replicas 2", "--replicas 2 is not predicted", "leave it out; what a GPU holds"),
+        ("estimate --gpus 4 --parallel zero", "unknown way to share a step 'zero'", "known: ddp, fsdp, fsdp-keep"),
+        ("estimate --gpus 4 --parallel ddp --zero 1", "--parallel and --zero were given together", "drop one"),
+        ("estimate --parallel fsdp", "--parallel fsdp with one copy", "use more GPUs, or leave --parallel out"),
+        ("estimate --gpus 16 --dp 2 --tensor 8", "12 heads cannot", "use --tensor 4 or --tensor 2; leave --dp out"),
+        ("estimate --dp 5 --tp 8", "12 heads cannot", "use --tensor 4 or --tensor 2 with --gpus 40; leave --dp out"),
+        ("estimate --inference --parallel fsdp", "--parallel with --inference", "drop --parallel"),
+    ],
+    ids=lambda words: words if words.startswith(("train ", "estimate ")) else "",
+)
+def test_commands_refuse_in_their_own_words(capsys, words, problem, fix):
+    assert cli.main(words.split()) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith(f"problem: {problem}")
+    assert lines[-1].startswith(f"fix:     {fix}")
