@@ -599,8 +599,12 @@ class Tuner:
             unchecked=self.space.workload.why_unchecked,
         )
         failed = next((one for one in curves if isinstance(one, Failure)), None)
-        if failed is not None and trial.equivalence.verdict == "not-checked":
+        if trial.equivalence.verdict != "not-checked":
+            return
+        if failed is not None:
             trial.equivalence = replace(trial.equivalence, detail=f"{trial.equivalence.detail}: {failed.reason}")
+        elif None in curves:  # nobody asked for it so far, and of what does not win nobody will
+            trial.equivalence = replace(trial.equivalence, detail="its fp32 reference was not run")
 
     def maths_of(self, recipe: Recipe) -> Maths:
         """The strongest change beyond the model as published, which is the reference itself."""

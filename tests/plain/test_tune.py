@@ -355,7 +355,7 @@ def test_without_a_proof_the_last_words_say_why_and_what_helps():
 @pytest.mark.parametrize(
     ("minutes", "why"),
     [
-        pytest.param(0.25, "could not be run, since the time was over", id="no time for the reference"),
+        pytest.param(0.25, "its fp32 reference was not run, since the time was over", id="no time for the reference"),
         pytest.param(-1.0, "the time was over before anything was measured", id="no time for anything"),
     ],
 )
