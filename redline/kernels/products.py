@@ -19,7 +19,7 @@ from redline.kernels.cublaslt import BIAS, DEFAULT, GELU_AUX_BIAS, Library, libr
 @torch.library.custom_op("redline::product", mutates_args=())
 def product(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """a [M, K] b [K, N] in `dtype`, fp32 or the operands'; either may lie transposed."""
-    lt = _chosen(a, b)
+    lt = _chosen(a, b) if dtype in (a.dtype, torch.float32) else None
     return (a @ b).to(dtype, copy=False) if lt is None else lt.product(a, b, out_dtype=dtype, epilogue=DEFAULT)
 
 
