@@ -316,7 +316,6 @@ def test_every_product_but_the_weights_gradients_is_narrow(
     assert sorted(seen) == sorted([*SHAPE.layers * blocks, (N, C, rows), (N, rows, C), (rows, N, C)])
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch 2.13 does it, tracing
 def test_the_compiler_sees_one_graph_of_a_model() -> None:
     rungs = (*HEAD, "fp8-linears", "bf16-residual", "fused-backward")
     eager, compiled = model_gradients(*rungs), model_gradients(*rungs, compiled=True)

@@ -73,7 +73,6 @@ def test_operators_keep_their_promises_to_the_compiler(operator: object) -> None
     torch.library.opcheck(operator, words)  # type: ignore[arg-type]
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch 2.13 does it, tracing
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_a_tuned_layer_is_the_layer(bias: bool, compiled: bool) -> None:
@@ -142,7 +141,6 @@ def test_a_tuned_head_is_the_head(pieces: int, monkeypatch: pytest.MonkeyPatch) 
     torch.testing.assert_close(tuned[2], plain[2], rtol=2e-2, atol=1e-3)
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch 2.13 does it, tracing
 def test_the_compiler_sees_a_tuned_head_as_one_graph() -> None:
     """Its own code generator is tested on GPUs."""
     wanted = of_head(head_loss, torch.bfloat16, pieces=1, tuned=True)
