@@ -15,11 +15,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +78,11 @@ def run(options: argparse.Namespace) -> int:
     if options.json is not None:
         about = {"workload": workload.name, "micro_batch": base.micro_batch, "rounds": options.rounds, "steps": STEPS}
         rows = {name: {"rungs": rungs[name], **figures} for name, figures in found.items()}
-        whole = {**about, "device": hardware.name, "versions": versions(), "recipes": rows}
+        made = {
+            "command": shlex.join(["python", "benchmarks/step.py", *sys.argv[1:]]),
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        }
+        whole = {**made, **about, "device": hardware.name, "versions": versions(), "recipes": rows}
         options.json.write_text(json.dumps(whole, indent=1) + "\n")
     return 0
 
