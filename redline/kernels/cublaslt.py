@@ -35,7 +35,10 @@ WORKSPACE_BYTES = 32 * 2**20  # what NVIDIA recommends for Hopper
 PROPOSALS = 16
 LOOKS = 5
 BUSY_CYCLES = 400_000  # of the device's clock, some 0.2 ms
-ALIGNMENT = 16  # bytes; below it the fast kernels are not proposed, and torch's own choice is as good
+ALIGNMENT = 16  # bytes of a row; below it the fast kernels are not proposed, and torch's own choice is as good
+ADDRESS_ALIGNMENT = (
+    256  # which cuBLASLt takes for granted in what it proposes, unless told otherwise; torch allocates so
+)
 
 
 class Proposal(ctypes.Structure):
@@ -284,7 +287,7 @@ def library() -> Library | None:
 
 def takes(*matrices: torch.Tensor) -> bool:
     """Sizes and addresses for which there are fast kernels to choose from."""
-    return all(one.data_ptr() % ALIGNMENT == 0 and _lies_well(one.dtype, one.stride()) for one in matrices)
+    return all(one.data_ptr() % ADDRESS_ALIGNMENT == 0 and _lies_well(one.dtype, one.stride()) for one in matrices)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -50,11 +50,14 @@ def test_a_matrix_without_neighbours_is_refused() -> None:
 
 
 def test_only_16_bits_on_whole_lines_are_taken() -> None:
-    fits = torch.zeros(16, 16, dtype=torch.bfloat16)
+    memory = torch.zeros(2048, dtype=torch.bfloat16)
+    memory = memory[-memory.data_ptr() % 256 // 2 :]  # a CPU's memory begins at any multiple of 64 bytes
+    fits = memory[:256].view(16, 16)
     assert takes(fits, fits.t())
-    assert not takes(fits.float())
-    assert not takes(torch.zeros(16, 12, dtype=torch.bfloat16))  # rows of 24 bytes
-    assert not takes(torch.zeros(16, 17, dtype=torch.bfloat16)[:, 1:])
+    assert takes(memory[:512].view(16, 32)[:, :16])
+    assert not takes(memory.view(torch.float32)[:256].view(16, 16))
+    assert not takes(memory[:192].view(16, 12))  # rows of 24 bytes
+    assert not takes(memory[64 : 64 + 256].view(16, 16)), "begins in the middle of a line of 256 bytes"
 
 
 def test_without_a_gpu_torch_does_them() -> None:
