@@ -36,9 +36,7 @@ PROPOSALS = 16
 LOOKS = 5
 BUSY_CYCLES = 400_000  # of the device's clock, some 0.2 ms
 ALIGNMENT = 16  # bytes of a row; below it the fast kernels are not proposed, and torch's own choice is as good
-ADDRESS_ALIGNMENT = (
-    256  # which cuBLASLt takes for granted in what it proposes, unless told otherwise; torch allocates so
-)
+ADDRESS_ALIGNMENT = 256  # bytes; cuBLASLt takes it for granted in what it proposes, and torch allocates so
 
 
 class Proposal(ctypes.Structure):
