@@ -21,7 +21,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from kernels import FAST, milliseconds, random, time_recipes
+from kernels import FAST, milliseconds, random
+from step import time_recipes
 
 from redline.core.plan import Plan
 from redline.core.workload import Shape
@@ -154,7 +155,8 @@ def main() -> int:
     workload, plan = resolve_workload(asked.workload), plan_of(BASE)
     shape = workload.decoder
     if asked.step:
-        found: dict[str, dict[str, Any]] = time_recipes(workload, RECIPES, asked.micro_batch, asked.rounds)
+        found: dict[str, dict[str, Any]]
+        found = time_recipes(workload, RECIPES, asked.micro_batch, asked.rounds, torch.device("cuda"))
     else:
         found = time_products(shape, plan, asked.micro_batch)
         found |= time_passes(shape, plan, asked.micro_batch * shape.sequence)

@@ -14,14 +14,13 @@ import argparse
 import json
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from step import Figures, time_recipes
 
-from redline.core.workload import Workload
-from redline.engine.build import build_step
 from redline.kernels.cross_entropy import cross_entropy_, plain_cross_entropy_
 from redline.kernels.gelu_backward import gelu_backward_, plain_gelu_backward_
 from redline.kernels.norm_backward import norm_backward, plain_norm_backward
@@ -29,7 +28,7 @@ from redline.kernels.side_by_side import plain_side_by_side, side_by_side
 from redline.rungs import plan_of
 from redline.workloads import resolve_workload
 
-CALLS, WARM_UPS, STEPS = 12, 3, 10
+CALLS, WARM_UPS = 12, 3
 FAST = ("tf32", "no-sync", "bf16", "compile", "cudnn-attention", "padded-vocab", "tied-weights", "fused-adamw")
 FAST += ("fused-loss", "bf16-residual", "sigmoid-gelu")
 EPS = 1e-5
@@ -105,42 +104,9 @@ def time_kernels(tokens: int) -> dict[str, dict[str, float]]:
     return found
 
 
-def time_steps(micro_batch: int, rounds: int) -> dict[str, dict[str, float]]:
+def time_steps(micro_batch: int, rounds: int) -> dict[str, Figures]:
     recipes = {"without fused-backward": FAST, "with fused-backward": (*FAST, "fused-backward")}
-    return time_recipes(resolve_workload("gpt2"), recipes, micro_batch, rounds)
-
-
-def time_recipes(
-    workload: Workload, recipes: dict[str, tuple[str, ...]], micro_batch: int, rounds: int
-) -> dict[str, dict[str, float]]:
-    """Whole steps in turns, in one process: the switches of a process must be the same in all recipes."""
-    shape, device = workload.decoder, torch.device("cuda")
-    batch = torch.randint(shape.vocab, (2, micro_batch, shape.sequence), device=device)
-    steps = {name: build_step(workload, plan_of(rungs), device=device) for name, rungs in recipes.items()}
-    taken: dict[str, list[float]] = {name: [] for name in steps}
-    for number in range(-1, rounds):  # the first one compiles and warms up
-        for name, step in steps.items():
-            marks = [torch.cuda.Event(enable_timing=True) for _ in range(STEPS + 1)]
-            marks[0].record()
-            for mark in marks[1:]:
-                step(batch)
-                mark.record()
-            torch.cuda.synchronize()
-            if number >= 0:
-                taken[name] += [a.elapsed_time(b) for a, b in zip(marks, marks[1:], strict=False)]
-    tokens = micro_batch * shape.sequence
-    return {name: step_figures(sorted(each), tokens) for name, each in taken.items()}
-
-
-def step_figures(ordered: list[float], tokens: int) -> dict[str, float]:
-    median = statistics.median(ordered)
-    tenth = len(ordered) // 10
-    return {
-        "median_ms": median,
-        "p10_ms": ordered[tenth],
-        "p90_ms": ordered[-1 - tenth],
-        "tokens_per_second": 1e3 * tokens / median,
-    }
+    return time_recipes(resolve_workload("gpt2"), recipes, micro_batch, rounds, torch.device("cuda"))
 
 
 def main() -> int:
@@ -154,6 +120,7 @@ def main() -> int:
         print("there is no CUDA device here", file=sys.stderr)
         return 2
     tokens = asked.micro_batch * resolve_workload("gpt2").shape.sequence
+    found: Mapping[str, Mapping[str, Any]]
     found = time_steps(asked.micro_batch, asked.rounds) if asked.step else time_kernels(tokens)
     if asked.json:
         print(json.dumps({"device": torch.cuda.get_device_name(), "torch": torch.__version__, "found": found}))

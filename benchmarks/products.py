@@ -3,7 +3,10 @@
     python benchmarks/products.py gpt2 --micro-batch 64
 
 Forward, gradient of the input and gradient of the weight of each layer, in bf16, in turns, medians; what GELU and a
-bias on the way out cost; and what the weight's gradient costs when it is written in fp32. Needs a CUDA device.
+bias on the way out cost; and what the weight's gradient costs when it is written in fp32. Several calls stand between
+two events, all queued while the device is still busy with something else, so that what it takes to launch them does not
+show. `gain` is what a step would save, all layers together, of the products as `fused-backward` asks for them: the two
+that write into the stream have no bias, the MLP's first has GELU behind it. Needs a CUDA device.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ import argparse
 import json
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -23,6 +26,12 @@ from redline.kernels.products import product, product_and_bias, product_and_gelu
 from redline.workloads import resolve_workload
 
 ROUNDS = 12
+CALLS = 8
+LARGE_FLOPS = 2e12  # above it a product takes milliseconds: two calls hide a launch as well
+BUSY_CYCLES = 4_000_000  # of the device's clock, some 2 ms: longer than it takes to queue the calls
+FORWARD = {"qkv": "forward + bias", "mlp up": "forward + bias + GELU"}
+"""What a step asks of a layer on the way forward; of the others the product alone."""
+PAIRS = {"of input": ("torch", "tuned"), "of weight": ("torch + fp32", "tuned fp32")}
 
 
 def main() -> int:
@@ -30,6 +39,9 @@ def main() -> int:
     parser.add_argument("workload", nargs="?", default="gpt2")
     parser.add_argument("--micro-batch", type=int, default=64)
     options = parser.parse_args()
+    if cublaslt.library() is None:
+        print("there is no CUDA device with cuBLASLt here", file=sys.stderr)
+        return 2
     shape = resolve_workload(options.workload).decoder
     tokens, rows = options.micro_batch * shape.sequence, -(-shape.vocab // 128) * 128
     layers = {
@@ -41,14 +53,40 @@ def main() -> int:
     }
     found = []
     for name, (into, out) in layers.items():
-        found += [{"product": f"{name}, {what}", **times} for what, times in of_layer(tokens, into, out, name)]
+        for what, times in of_layer(tokens, into, out, name):
+            gain = gain_ms(name, what, times["ms"], shape.layers)
+            found.append({"product": f"{name}, {what}", **times, "step_gain_ms": gain})
         torch.cuda.empty_cache()
-    for row in found:
-        rate = row["flops"] / row["ms"]["torch"] / 1e9
-        others = "  ".join(f"{way} {ms:6.3f}" for way, ms in row["ms"].items())
-        print(f"{row['product']:24} {others}  torch {rate:4.0f} TFLOP/s", file=sys.stderr)
-    print(json.dumps({"workload": options.workload, "micro_batch": options.micro_batch, "rows": found}, indent=1))
+    for line in lines(found):
+        print(line, file=sys.stderr)
+    about = {"workload": options.workload, "micro_batch": options.micro_batch, "device": torch.cuda.get_device_name()}
+    print(json.dumps({**about, "torch": torch.__version__, "step_gain_ms": total_ms(found), "rows": found}, indent=1))
     return 0
+
+
+def gain_ms(layer: str, what: str, ms: dict[str, float], layers: int) -> float | None:
+    """Of a whole step; None of what a step does not ask for."""
+    if what.startswith("forward") and what != FORWARD.get(layer, "forward"):
+        return None
+    torchs, tuned = PAIRS.get(what, ("torch", "tuned"))
+    return (ms[torchs] - ms[tuned]) * (1 if layer == "head" else layers)
+
+
+def total_ms(rows: list[dict[str, Any]]) -> float:
+    return sum(row["step_gain_ms"] for row in rows if row["step_gain_ms"] is not None)
+
+
+def lines(rows: list[dict[str, Any]]) -> Iterator[str]:
+    yield f"{'ms':30}{'torch':>9}{'tuned':>9}{'torch, fp32':>13}{'tuned fp32':>12}{'TFLOP/s':>9}{'gain':>9}"
+    for row in rows:
+        ms, gain = row["ms"], row["step_gain_ms"]
+        wide = "".join(f"{ms[way]:{width}.3f}" if way in ms else f"{'—':>{width}}" for way, width in WIDE.items())
+        rate, gained = row["flops"] / ms["torch"] / 1e9, "—" if gain is None else f"{gain:.3f}"
+        yield f"{row['product']:30}{ms['torch']:9.3f}{ms['tuned']:9.3f}{wide}{rate:9.0f}{gained:>9}"
+    yield f"{'a step would gain':30}{total_ms(rows):61.3f}"
+
+
+WIDE = {"torch + fp32": 13, "tuned fp32": 12}
 
 
 def of_layer(tokens: int, into: int, out: int, name: str) -> list[tuple[str, dict[str, Any]]]:
@@ -77,10 +115,11 @@ def of_layer(tokens: int, into: int, out: int, name: str) -> list[tuple[str, dic
             "torch": lambda: F.gelu(torch.addmm(bias, x, weight.t()), approximate="tanh"),
             "tuned": lambda: product_and_gelu(x, weight, bias),
         }
-    return [(what, {"flops": flops, "ms": in_turns(some)}) for what, some in ways.items()]
+    calls = 2 if flops > LARGE_FLOPS else CALLS
+    return [(what, {"flops": flops, "ms": in_turns(some, calls)}) for what, some in ways.items()]
 
 
-def in_turns(ways: dict[str, Callable[[], object]]) -> dict[str, float]:
+def in_turns(ways: dict[str, Callable[[], object]], calls: int) -> dict[str, float]:
     for run in ways.values():  # chooses, and loads kernels
         run()
         run()
@@ -88,13 +127,13 @@ def in_turns(ways: dict[str, Callable[[], object]]) -> dict[str, float]:
     for _ in range(ROUNDS):
         for name, run in ways.items():
             before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda._sleep(BUSY_CYCLES)
             before.record()
-            run()
+            for _ in range(calls):
+                run()
             after.record()
             after.synchronize()
-            times[name].append(before.elapsed_time(after))
-    lt = cublaslt.library()
-    assert lt is not None, "cuBLASLt was not found"
+            times[name].append(before.elapsed_time(after) / calls)
     return {name: statistics.median(some) for name, some in times.items()}
 
 

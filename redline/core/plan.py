@@ -43,7 +43,8 @@ class Plan:
     packed_attention: bool = False
     """Of cuDNN's attention and the fused backward: q, k and v stay side by side, and so do their gradients."""
     tuned_matmuls: bool = False
-    """The blocks' products by the algorithm that was fastest here, of those cuBLASLt proposes."""
+    """Products of the blocks, and of a head that is neither in 8 bit nor of the full loss, by the algorithm that was
+    fastest here, of those cuBLASLt proposes."""
     fp8_head: bool = False
     """The head's three products take 8-bit inputs. Of autocast's products only: without it, as the fp32 reference is,
     nothing is narrow."""

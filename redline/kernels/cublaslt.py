@@ -6,7 +6,9 @@
 
 torch asks cuBLASLt for one algorithm and takes it. Here the first call of a form (sizes, layouts, types, epilogue)
 times those that cuBLASLt proposes, on the very operands, and later calls take the fastest. Through ctypes, because
-torch's own calls neither choose nor keep GELU's input; the library is the one that torch has loaded.
+torch's own calls neither choose nor keep GELU's input; the library is the one that torch has loaded. A step asks some
+150 times, and the device must not wait for Python: what a call needs is prepared with its form's first one, and looked
+up by a tuple.
 
 cuBLASLt counts columns first: a row-major product D = A B is the column-major D' = B' A', so operands change places.
 """
@@ -25,13 +27,16 @@ import torch
 COMPUTE_32F, REAL_32F, REAL_16F, REAL_16BF = 68, 0, 2, 14
 TRANSA, TRANSB, EPILOGUE, BIAS_POINTER, AUX_POINTER, AUX_LD = 3, 4, 7, 8, 11, 12
 MAX_WORKSPACE_BYTES = 1
-DEFAULT, BIAS, GELU_AUX_BIAS = 1, 4, 32 | 128 | 4
+DEFAULT, BIAS, GELU, AUX = 1, 4, 32, 128
+GELU_AUX_BIAS = GELU | AUX | BIAS
 TYPES = {torch.bfloat16: REAL_16BF, torch.float16: REAL_16F, torch.float32: REAL_32F}
 
 WORKSPACE_BYTES = 32 * 2**20  # what NVIDIA recommends for Hopper
 PROPOSALS = 16
 LOOKS = 5
-ALIGNMENT = 16  # bytes; below it the fast kernels are not proposed, and torch's own choice is as good
+BUSY_CYCLES = 400_000  # of the device's clock, some 0.2 ms
+ALIGNMENT = 16  # bytes of a row; below it the fast kernels are not proposed, and torch's own choice is as good
+ADDRESS_ALIGNMENT = 256  # bytes; cuBLASLt takes it for granted in what it proposes, and torch allocates so
 
 
 class Proposal(ctypes.Structure):
@@ -82,12 +87,24 @@ class LtError(RuntimeError):
     pass
 
 
+POINTER, WORD, SIZE = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
+OFTEN_CALLED = {  # with their types known beforehand, ctypes takes plain integers for pointers
+    "cublasLtMatmul": (POINTER,) * 14 + (SIZE, POINTER),
+    "cublasLtMatmulDescSetAttribute": (POINTER, WORD, POINTER, SIZE),
+}
+
+
 class Library:
-    def __init__(self, name: str) -> None:
-        self.lt = ctypes.CDLL(name)
+    """`lt`: the functions of cublasLt.h by their names, as ctypes.CDLL has them."""
+
+    def __init__(self, lt: Any) -> None:
+        self.lt = lt
+        for name, types in OFTEN_CALLED.items():
+            getattr(lt, name).argtypes = types
+        self.matmul = lt.cublasLtMatmul
         self.handle = ctypes.c_void_p()
         self._call("cublasLtCreate", ctypes.byref(self.handle))
-        self.plans: dict[Form, Plan] = {}
+        self.plans: dict[tuple[Any, ...], Plan] = {}
         self.workspaces: dict[torch.device, torch.Tensor] = {}
 
     def _call(self, name: str, *words: Any) -> None:
@@ -105,16 +122,20 @@ class Library:
         epilogue: int = DEFAULT,
         aux: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """a [M, K] b [K, N] -> [M, N]; `aux` [M, N] is written by epilogues that have one."""
-        out = torch.empty(a.size(0), b.size(1), dtype=out_dtype or a.dtype, device=a.device)
-        form = Form(operand(b), operand(a), operand(out), epilogue, a.device)
-        plan = self.plans.get(form)
+        """a [M, K] b [K, N] -> [M, N]; `aux` [M, N], contiguous, is written by epilogues that have one."""
+        shape, other = a.shape, b.shape
+        out = a.new_empty((shape[0], other[1]), dtype=out_dtype)
+        key = (shape, a.stride(), a.dtype, other, b.stride(), b.dtype, out_dtype, epilogue, a.get_device())
+        plan = self.plans.get(key)
         if plan is None:
-            plan = self.plans[form] = Plan(self, form)
+            form = Form(operand(b), operand(a), operand(out), epilogue, a.device)
+            plan = self.plans[key] = Plan(self, form)
+        if bias is not None:
+            plan.bias.point(bias.data_ptr())
+        if aux is not None:
+            plan.aux.point(aux.data_ptr())
         pointers = (b.data_ptr(), a.data_ptr(), out.data_ptr())
-        plan.attach(bias, aux)
-        chosen = plan.chosen or plan.choose(pointers)
-        plan.run(pointers, chosen)
+        plan.run(pointers, plan.chosen or plan.choose(pointers))
         return out
 
     def workspace(self, device: torch.device) -> torch.Tensor:
@@ -136,19 +157,21 @@ class Plan:
         self._set(TRANSA, ctypes.c_int32(form.first.transposed))
         self._set(TRANSB, ctypes.c_int32(form.second.transposed))
         self._set(EPILOGUE, ctypes.c_uint32(form.epilogue))
+        if form.epilogue & AUX:
+            self._set(AUX_LD, ctypes.c_int64(form.out.ld))
+        self.bias, self.aux = Attribute(self, BIAS_POINTER), Attribute(self, AUX_POINTER)
         self.layouts = tuple(self._layout(one) for one in (form.first, form.second, form.out))
+        self.at = tuple(layout.value for layout in self.layouts)
+        self.begin = library.handle.value, self.description.value, ctypes.addressof(self.one)
+        self.zero_at, self.space, self.index = ctypes.addressof(self.zero), self.workspace.data_ptr(), form.device.index
         self.chosen: Proposal | None = None
         self.seconds: dict[int, float] = {}
         """By the number of the proposal, of those that ran; 0 is what torch would take."""
 
     def _set(self, attribute: int, value: Any) -> None:
-        self.library._call(
-            "cublasLtMatmulDescSetAttribute",
-            self.description,
-            attribute,
-            ctypes.byref(value),
-            ctypes.c_size_t(ctypes.sizeof(value)),
-        )
+        """`value`, of ctypes, is copied."""
+        where, size = ctypes.addressof(value), ctypes.sizeof(value)
+        self.library._call("cublasLtMatmulDescSetAttribute", self.description.value, attribute, where, size)
 
     def _layout(self, one: Operand) -> ctypes.c_void_p:
         layout = ctypes.c_void_p()
@@ -161,13 +184,6 @@ class Plan:
             ctypes.c_int64(one.ld),
         )
         return layout
-
-    def attach(self, bias: torch.Tensor | None, aux: torch.Tensor | None) -> None:
-        if bias is not None:
-            self._set(BIAS_POINTER, ctypes.c_void_p(bias.data_ptr()))
-        if aux is not None:
-            self._set(AUX_POINTER, ctypes.c_void_p(aux.data_ptr()))
-            self._set(AUX_LD, ctypes.c_int64(aux.stride(0)))
 
     def proposals(self) -> list[Proposal]:
         preference, found = ctypes.c_void_p(), (Proposal * PROPOSALS)()
@@ -222,6 +238,7 @@ class Plan:
 
     def _time(self, pointers: tuple[int, int, int], algorithm: Proposal) -> float:
         before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(BUSY_CYCLES)  # else the launch would be timed, which takes longer than some products
         before.record()
         self.run(pointers, algorithm)
         after.record()
@@ -229,27 +246,30 @@ class Plan:
         return before.elapsed_time(after) / 1e3
 
     def run(self, pointers: tuple[int, int, int], algorithm: Proposal) -> None:
-        first, second, out = pointers
-        layout_first, layout_second, layout_out = self.layouts
-        self.library._call(
-            "cublasLtMatmul",
-            self.library.handle,
-            self.description,
-            ctypes.byref(self.one),
-            ctypes.c_void_p(first),
-            layout_first,
-            ctypes.c_void_p(second),
-            layout_second,
-            ctypes.byref(self.zero),
-            ctypes.c_void_p(out),
-            layout_out,
-            ctypes.c_void_p(out),
-            layout_out,
-            ctypes.byref(algorithm.algorithm),
-            ctypes.c_void_p(self.workspace.data_ptr()),
-            ctypes.c_size_t(WORKSPACE_BYTES),
-            ctypes.c_void_p(torch.cuda.current_stream(self.form.device).cuda_stream),
-        )
+        a, b, d = pointers
+        first, second, out = self.at
+        by = ctypes.addressof(algorithm)  # which begins with what the call wants
+        where = (a, first, b, second, self.zero_at, d, out, d, out, by, self.space, WORKSPACE_BYTES)
+        status = self.library.matmul(*self.begin, *where, stream_of(self.index))
+        if status != 0:
+            raise LtError(f"cublasLtMatmul: status {status}")
+
+
+class Attribute:
+    """A pointer in a description, which is told only when it is another."""
+
+    def __init__(self, plan: Plan, name: int) -> None:
+        self.plan, self.name, self.value = plan, name, ctypes.c_void_p()
+
+    def point(self, pointer: int) -> None:
+        if pointer != self.value.value:
+            self.value.value = pointer
+            self.plan._set(self.name, self.value)
+
+
+def stream_of(device: int) -> int:
+    """The current one, as the code that Inductor writes asks for it: an object of torch.cuda.Stream takes longer."""
+    return torch._C._cuda_getCurrentRawStream(device)
 
 
 @functools.cache
@@ -258,17 +278,17 @@ def library() -> Library | None:
     if torch.version.cuda is None or not torch.cuda.is_available():
         return None
     try:
-        return Library(f"libcublasLt.so.{torch.version.cuda.split('.')[0]}")
+        return Library(ctypes.CDLL(f"libcublasLt.so.{torch.version.cuda.split('.')[0]}"))
     except (OSError, LtError):
         return None
 
 
 def takes(*matrices: torch.Tensor) -> bool:
     """Sizes and addresses for which there are fast kernels to choose from."""
-    return all(
-        one.dtype in (torch.bfloat16, torch.float16)
-        and one.data_ptr() % ALIGNMENT == 0
-        and max(one.stride()) * one.element_size() % ALIGNMENT == 0
-        and min(one.stride()) == 1
-        for one in matrices
-    )
+    return all(one.data_ptr() % ADDRESS_ALIGNMENT == 0 and _lies_well(one.dtype, one.stride()) for one in matrices)
+
+
+@functools.lru_cache(maxsize=4096)
+def _lies_well(dtype: torch.dtype, stride: tuple[int, ...]) -> bool:
+    in_16_bits = dtype in (torch.bfloat16, torch.float16)
+    return in_16_bits and max(stride) * dtype.itemsize % ALIGNMENT == 0 and min(stride) == 1

@@ -185,7 +185,9 @@ class BuiltIn(Adapter):
 def fused_head(plan: Plan, vocab: int) -> LossOf:
     """The loss of features, the head's weight and targets, as a plan that is not 'full' wants it."""
     dtype = DTYPES.get(plan.autocast or "")
-    return partial(head_loss, vocab=vocab, pieces=PIECES[plan.loss], dtype=dtype, fp8=plan.narrow_head)
+    tuned = plan.tuned_matmuls and plan.autocast is not None
+    pieces = PIECES[plan.loss]
+    return partial(head_loss, vocab=vocab, pieces=pieces, dtype=dtype, fp8=plan.narrow_head, tuned=tuned)
 
 
 class SigmoidGelu(nn.Module):

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from redline.kernels.cross_entropy import cross_entropy_
+from redline.kernels.products import product
 from redline.kernels.transpose import transposed
 from redline.model.fp8 import head_gradients, narrowed
 
@@ -31,11 +32,13 @@ def head_loss(
     pieces: int,
     dtype: torch.dtype | None = None,
     fp8: bool = False,
+    tuned: bool = False,
 ) -> torch.Tensor:
     """The same mean from features [B, T, C] and the head's weight [rows, C]; `dtype` is what autocast
-    would give the matmuls (None: the features'). `fp8`: they take 8-bit inputs, and give that."""
+    would give the matmuls (None: the features'). `fp8`: they take 8-bit inputs, and give that. `tuned`: 16-bit ones are
+    done by the algorithm that is fastest here."""
     loss: torch.Tensor = HeadLoss.apply(  # type: ignore[no-untyped-call]
-        features.flatten(0, 1), weight, targets.flatten(), vocab, pieces, dtype or features.dtype, fp8
+        features.flatten(0, 1), weight, targets.flatten(), vocab, pieces, dtype or features.dtype, fp8, tuned
     )
     return loss
 
@@ -54,10 +57,16 @@ class HeadLoss(torch.autograd.Function):
         pieces: int,
         dtype: torch.dtype,
         fp8: bool,
+        tuned: bool,
     ) -> torch.Tensor:
         total, of_features = torch.zeros((), device=features.device), []
         of_weight: torch.Tensor | None = None
-        rows, piece = (narrow_head if fp8 else wide_head)(features, weight, vocab, dtype)
+        if fp8:
+            rows, piece = narrow_head(features, weight, vocab, dtype)
+        elif tuned:
+            rows, piece = tuned_head(features, weight, vocab, dtype, weight.dtype if pieces == 1 else dtype)
+        else:
+            rows, piece = wide_head(features, weight, vocab, dtype)
         for part_of_rows, labels in zip(rows.chunk(pieces), targets.chunk(pieces), strict=True):
             losses, of_rows, part = piece(part_of_rows, labels)
             total = total + losses.sum()
@@ -80,6 +89,7 @@ class HeadLoss(torch.autograd.Function):
             None,
             None,
             None,
+            None,
         )
 
 
@@ -97,6 +107,21 @@ def wide_head(
         gradient = rows @ narrow.t()  # the logits, until the next line
         losses = cross_entropy_(gradient, labels, vocab)
         return losses, gradient @ narrow, gradient.t() @ rows
+
+    return features.to(dtype), piece
+
+
+def tuned_head(
+    features: torch.Tensor, weight: torch.Tensor, vocab: int, dtype: torch.dtype, of_weight: torch.dtype
+) -> tuple[torch.Tensor, Piece]:
+    """`of_weight`: what the weight's gradient comes in. The whole of it in the weight's own, without a cast behind; of
+    pieces in the products', since their sum widens it on its way."""
+    narrow = weight.to(dtype)
+
+    def piece(rows: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        gradient = product(rows, narrow.t(), dtype)
+        losses = cross_entropy_(gradient, labels, vocab)
+        return losses, product(gradient, narrow, dtype), product(gradient.t(), rows, of_weight)
 
     return features.to(dtype), piece
 

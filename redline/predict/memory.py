@@ -278,7 +278,8 @@ def _head_loss(rank: Rank) -> LossMoments:
     features = c * stream + (FP32 * stream if rank.casts and not rank.plan.compile else 0)
     parts = 2 * c if rank.casts else c  # the second one meets the first, which is widened only then
     adding = (2 * FP32 + parts) * table + c * stream if pieces > 1 else 0  # two sums, parts; features' gradients
-    joining = (FP32 + c if pieces > 1 else c) * table + 2 * c * stream
+    alone = rank.weight if rank.casts and rank.plan.tuned_matmuls else c  # what one piece gives the head
+    joining = (FP32 + c if pieces > 1 else alone) * table + 2 * c * stream
     yield LOSS_FORWARD, logits, features + max(adding, joining)
 
 

@@ -14,17 +14,18 @@ from redline.rungs.rung import Maths, Rung, missing
 
 
 class TunedMatmuls(Rung):
-    """The blocks' products by the cuBLASLt algorithm that is fastest here, GELU on the way out of one of them.
+    """Products of blocks and head by the cuBLASLt algorithm that is fastest here, GELU on the way out of one of them.
 
     torch asks cuBLASLt for one algorithm per product and takes it. Here the first step times those that are proposed,
     on its own operands, and keeps the fastest; weight gradients are written in fp32 at once, without a cast afterwards.
-    With `fused-backward` the first product of an MLP writes GELU's input and output in one kernel. The layers are
-    exchanged, so it is for the built-in models. The choice is a process's own, so that two runs may round differently;
-    --deterministic leaves the products to torch.
+    With `fused-backward` the first product of an MLP writes GELU's input and output in one kernel. The head's three
+    products are taken with `fused-loss` or `chunked-loss`, which ask for them by name; with the full loss they stay
+    torch's, and `fp8-head` has its own. The layers are exchanged, so it is for the built-in models. The choice is a
+    process's own, so that two runs may round differently; --deterministic leaves the products to torch.
     """
 
     name = "tuned-matmuls"
-    title = "blocks' matmul algorithms measured"
+    title = "matmul algorithms measured"
     maths = Maths.ROUNDING
     when_named = True
 

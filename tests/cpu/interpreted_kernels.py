@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 import triton.runtime.interpreter as interpreter
 
 from redline.kernels import (
@@ -23,6 +25,7 @@ from redline.kernels import (
     transpose_triton,
 )
 from redline.kernels.cross_entropy import GRADIENT_FACTOR, OCTAVES, plain_cross_entropy_
+from redline.kernels.cross_entropy_triton import _out_word
 from redline.kernels.gelu_backward import plain_gelu_backward_
 from redline.kernels.norm_backward import plain_norm_backward
 from redline.kernels.side_by_side import plain_side_by_side
@@ -100,6 +103,38 @@ def narrow_loss(rows: int, columns: int, vocab: int, dtype: torch.dtype) -> dict
     }
 
 
+@triton.jit
+def store_words(low, high, out, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+    at = tl.arange(0, SIZE)
+    tl.store(out + at, _out_word(tl.load(low + at), tl.load(high + at), 0, True))
+
+
+def narrow_words() -> dict[str, float]:
+    """Every fp16 up to 2^15, either sign, beside another one: the two bytes are torch's, to the bit."""
+    numbers = torch.arange(2**16).to(torch.uint16).view(torch.float16)
+    numbers = numbers.where(numbers.abs() <= 2**15, 0)  # NaN is not
+    low, high = numbers.float(), numbers[torch.randperm(2**16, generator=torch.Generator().manual_seed(0))].float()
+    found = torch.zeros(2**16, dtype=torch.uint16)
+    store_words[(1,)](low, high, found, SIZE=2**16)
+    wanted = torch.stack((low, high), dim=1).to(torch.float8_e5m2).view(torch.uint8)
+    return {"bytes": float((found.view(torch.uint8).view(-1, 2) != wanted).sum())}
+
+
+def narrow_nans() -> dict[str, float]:
+    """A row with a NaN is all NaN, in the kernel that keeps a row and in the one that reads twice; others have none."""
+    wrong = {}
+    for dtype in (BF16, FP32):
+        logits = random(4, 384, seed=0, dtype=dtype)
+        bits = logits.view(torch.int16 if dtype is BF16 else torch.int32)
+        bits[2, 5] = torch.iinfo(bits.dtype).max  # the NaN that a GPU makes: nothing but ones
+        narrow = torch.zeros(4, 384).to(torch.float8_e5m2)
+        losses = cross_entropy_triton.launch(logits, torch.tensor([0, 5, 7, 383]), 384, narrow, OCTAVES)
+        nans = torch.tensor([[False], [False], [True], [False]])
+        off = (narrow.float().isnan() != nans).sum() + (losses.isnan() != nans[:, 0]).sum()
+        wrong[f"bytes of {dtype}"] = float(off)
+    return wrong
+
+
 def turned(rows: int, columns: int) -> dict[str, float]:
     matrix = torch.randint(256, (rows, columns + 5), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
     matrix = matrix[:, :columns]
@@ -137,6 +172,8 @@ def cases() -> Iterator[tuple[str, Callable[[], dict[str, float]]]]:
     yield from loss_cases()
     for sizes in ((3, 384, 257), (2, 258, 257), (2, 257, 257), (1, 51_202, 51_201)):
         yield f"narrow loss {sizes}", lambda s=sizes: narrow_loss(*s, BF16)
+    yield "narrow words", narrow_words
+    yield "narrow NaNs", narrow_nans
     for size in ((1, 1), (128, 128), (129, 300), (16, 5)):
         yield f"turned {size}", lambda s=size: turned(*s)
     for name, run in {"gelu": gelu, "beside": beside, "norm": norm}.items():

@@ -327,7 +327,8 @@ def test_the_loss_reaches_the_step(
     training = train(Plan(loss=loss, autocast="bf16"))
     batch = next(training.batches)
     training.step.loss_of(batch[0], batch[1])
-    assert seen == ({} if pieces is None else {"vocab": 257, "pieces": pieces, "dtype": torch.bfloat16, "fp8": False})
+    wanted = {"vocab": 257, "pieces": pieces, "dtype": torch.bfloat16, "fp8": False, "tuned": False}
+    assert seen == ({} if pieces is None else wanted)
 
 
 @pytest.mark.parametrize(("autocast", "tuned"), [("bf16", 4), (None, 0)])
@@ -336,6 +337,16 @@ def test_tuned_layers_reach_the_model_where_autocast_does(train: Train, autocast
     found = [module for module in model.modules() if isinstance(module, TunedLinear)]
     assert len(found) == tuned * len(model.h)
     assert {module.dtype for module in found} == ({torch.bfloat16} if tuned else set())
+
+
+def test_a_tuned_head_reaches_the_step_where_autocast_does(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, object] = {}
+    monkeypatch.setattr(adapter_module, "head_loss", lambda *_, **choices: seen.update(choices))
+    for autocast in ("bf16", None):
+        training = train(Plan(loss="fused", autocast=autocast, tuned_matmuls=True))
+        batch = next(training.batches)
+        training.step.loss_of(batch[0], batch[1])
+        assert seen["tuned"] is (autocast is not None)
 
 
 def test_an_8_bit_head_reaches_the_step_where_autocast_does(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:

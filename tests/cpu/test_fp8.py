@@ -316,7 +316,6 @@ def test_every_product_but_the_weights_gradients_is_narrow(
     assert sorted(seen) == sorted([*SHAPE.layers * blocks, (N, C, rows), (N, rows, C), (rows, N, C)])
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch 2.13 does it, tracing
 def test_the_compiler_sees_one_graph_of_a_model() -> None:
     rungs = (*HEAD, "fp8-linears", "bf16-residual", "fused-backward")
     eager, compiled = model_gradients(*rungs), model_gradients(*rungs, compiled=True)
@@ -344,7 +343,7 @@ def test_only_autocasts_products_are_narrow() -> None:
 
 @pytest.mark.parametrize("rungs", [HEAD, ("bf16", "fp8-linears")], ids=["head", "linears"])
 def test_8_bits_are_changed_and_learn(judge_row: Any, rungs: tuple[str, ...]) -> None:
-    row = judge_row(*rungs, check_steps=4)
+    row = judge_row(*rungs, check_steps=5)
     assert row.verdict == "changed", row.detail
     error = row.measurement.gradients.error
     assert 1.5 * row.measurement.gradients.yardstick < error < 0.1

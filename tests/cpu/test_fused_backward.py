@@ -134,7 +134,6 @@ def test_weights_in_bf16_get_gradients_in_bf16() -> None:
     assert len(found) == len(list(model.parameters()))
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch 2.13 does it, tracing
 def test_the_compiler_sees_one_graph() -> None:
     """Traced as torch.compile traces it, with the same numbers; what Inductor makes of it is tested on GPUs. In fp64
     no cast changes anything, and torch 2.11 then loses gradients that are cast on their way out of a function."""

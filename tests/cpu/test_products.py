@@ -9,8 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from redline.kernels import products as products_module
 from redline.kernels.cublaslt import Operand, operand, takes
 from redline.kernels.products import product, product_and_bias, product_and_gelu
+from redline.model import loss as loss_module
+from redline.model.loss import head_loss
 from redline.model.tuned import TunedLinear, tune_layers
 
 M, K, N = 6, 4, 8
@@ -47,11 +50,14 @@ def test_a_matrix_without_neighbours_is_refused() -> None:
 
 
 def test_only_16_bits_on_whole_lines_are_taken() -> None:
-    fits = torch.zeros(16, 16, dtype=torch.bfloat16)
+    memory = torch.zeros(2048, dtype=torch.bfloat16)
+    memory = memory[-memory.data_ptr() % 256 // 2 :]  # a CPU's memory begins at any multiple of 64 bytes
+    fits = memory[:256].view(16, 16)
     assert takes(fits, fits.t())
-    assert not takes(fits.float())
-    assert not takes(torch.zeros(16, 12, dtype=torch.bfloat16))  # rows of 24 bytes
-    assert not takes(torch.zeros(16, 17, dtype=torch.bfloat16)[:, 1:])
+    assert takes(memory[:512].view(16, 32)[:, :16])
+    assert not takes(memory.view(torch.float32)[:256].view(16, 16))
+    assert not takes(memory[:192].view(16, 12))  # rows of 24 bytes
+    assert not takes(memory[64 : 64 + 256].view(16, 16)), "begins in the middle of a line of 256 bytes"
 
 
 def test_without_a_gpu_torch_does_them() -> None:
@@ -70,7 +76,6 @@ def test_operators_keep_their_promises_to_the_compiler(operator: object) -> None
     torch.library.opcheck(operator, words)  # type: ignore[arg-type]
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch 2.13 does it, tracing
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_a_tuned_layer_is_the_layer(bias: bool, compiled: bool) -> None:
@@ -96,3 +101,63 @@ def test_a_tuned_layer_is_the_layer(bias: bool, compiled: bool) -> None:
         assert other is not None
         assert one.dtype == other.dtype
         torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-3)
+
+
+VOCAB, ROWS = 13, 16
+
+
+def of_head(run: Callable[..., torch.Tensor], dtype: torch.dtype, **choices: object) -> list[torch.Tensor]:
+    """The loss, and what it gives features [2, 5, K] and an fp32 weight, or one of fp64 where `dtype` is that."""
+    torch.manual_seed(0)
+    features, weight = torch.randn(2, 5, K, dtype=dtype), torch.randn(ROWS, K, dtype=torch.float64)
+    weight = weight.to(torch.promote_types(dtype, torch.float32))
+    inputs = features.requires_grad_(), weight.requires_grad_()
+    loss = run(*inputs, torch.arange(10).view(2, 5), vocab=VOCAB, dtype=dtype, **choices)
+    return [loss.detach(), *torch.autograd.grad(3 * loss, inputs)]
+
+
+@pytest.mark.parametrize("pieces", [1, 3])
+def test_a_tuned_head_is_the_head(pieces: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In fp64 to the bit. In bf16 a whole batch's gradient of the weight is asked for in fp32, pieces' as it was."""
+    wanted = of_head(head_loss, torch.float64, pieces=pieces)
+    asked: list[tuple[tuple[int, ...], torch.dtype]] = []
+
+    def seen(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        asked.append(((a.size(0), b.size(1)), dtype))
+        return product(a, b, dtype)
+
+    monkeypatch.setattr(loss_module, "product", seen)
+    for one, other in zip(of_head(head_loss, torch.float64, pieces=pieces, tuned=True), wanted, strict=True):
+        assert torch.equal(one, other)
+    asked.clear()
+    plain, tuned = (of_head(head_loss, torch.bfloat16, pieces=pieces, tuned=one) for one in (False, True))
+    of_weight = torch.float32 if pieces == 1 else torch.bfloat16
+    sizes = [len(part) for part in torch.arange(10).chunk(pieces)]
+    assert asked == [
+        one
+        for tokens in sizes
+        for one in (((tokens, ROWS), torch.bfloat16), ((tokens, K), torch.bfloat16), ((ROWS, K), of_weight))
+    ]
+    assert [one.dtype for one in tuned] == [one.dtype for one in plain]
+    assert torch.equal(tuned[0], plain[0])
+    assert torch.equal(tuned[1], plain[1])
+    torch.testing.assert_close(tuned[2], plain[2], rtol=2e-2, atol=1e-3)
+
+
+def test_the_compiler_sees_a_tuned_head_as_one_graph() -> None:
+    """Its own code generator is tested on GPUs."""
+    wanted = of_head(head_loss, torch.bfloat16, pieces=1, tuned=True)
+    run = torch.compile(head_loss, backend="aot_eager", fullgraph=True)
+    for one, other in zip(of_head(run, torch.bfloat16, pieces=1, tuned=True), wanted, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_a_third_type_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuBLASLt writes what it reads, or fp32."""
+    asked = []
+    monkeypatch.setattr(products_module, "_chosen", lambda *_: asked.append(1))
+    a, b = torch.randn(M, K).half(), torch.randn(K, N).half()
+    assert product(a, b, torch.bfloat16).dtype == torch.bfloat16
+    assert not asked
+    assert product(a, b, torch.float32).dtype == torch.float32
+    assert asked

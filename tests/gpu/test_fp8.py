@@ -48,7 +48,8 @@ def test_the_probe_sees_it() -> None:
     [(7, 384, 257), (1000, 50304, 50257), (50, 51_202, 51_201), (43_000, 50304, 50257)],
 )
 def test_the_gradient_is_each_number_rounded(rows: int, columns: int, vocab: int) -> None:
-    """The last size has more than 2^31 logits: its last rows are checked."""
+    """The last size has more than 2^31 logits: its last rows are checked. A number may be rounded to fp16 on its way,
+    next to zero too: 2^-8 of half a step."""
     logits = (3 * torch.randn(rows, columns, dtype=torch.bfloat16, device="cuda")).contiguous()
     logits[:, vocab:] = torch.nan  # padding is never read
     targets = torch.randint(vocab, (rows,), device="cuda")
@@ -59,7 +60,7 @@ def test_the_gradient_is_each_number_rounded(rows: int, columns: int, vocab: int
     torch.testing.assert_close(losses[last], wanted_losses, rtol=1e-5, atol=1e-5)
     assert logits[:, vocab:].isnan().all(), "the logits stay as they are"
     found = gradient[last].double() / GRADIENT_FACTOR
-    assert ((found - wanted).abs() <= (2.0**-3 + 1e-4) * wanted.abs().clamp(min=2.0**-29)).all()
+    assert ((found - wanted).abs() <= 2.0**-3 * (1 + 2.0**-7) * wanted.abs().clamp(min=2.0**-29)).all()
     assert (found[:, vocab:] == 0).all()
 
 

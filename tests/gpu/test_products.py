@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from redline.kernels import cublaslt
 from redline.kernels.products import product, product_and_bias, product_and_gelu
+from redline.model.loss import head_loss
 
 pytestmark = pytest.mark.gpu
 SIZES = [(128, 64, 256), (1000, 72, 200), (8, 8, 8), (4096, 768, 3072)]
@@ -77,3 +80,27 @@ def test_a_graph_may_be_captured_and_nothing_waits() -> None:
     a.mul_(2)
     graph.replay()
     torch.testing.assert_close(found, 2 * wanted)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("pieces", [1, 8])
+def test_a_tuned_heads_gradients_are_those_of_fp64(pieces: int, compiled: bool) -> None:
+    vocab, rows, width, tokens = 50257, 50304, 768, 2048
+    features = drawn(2, tokens // 2, width, dtype=torch.bfloat16).requires_grad_()
+    weight = 0.05 * torch.randn(rows, width, device="cuda")
+    weight.requires_grad_()
+    targets = torch.randint(vocab, (2, tokens // 2), device="cuda")
+    x, w = (tensor.detach().double().requires_grad_() for tensor in (features, weight))
+    wanted_loss = F.cross_entropy((x @ w[:vocab].t()).flatten(0, 1), targets.flatten())
+    wanted = torch.autograd.grad(wanted_loss, (x, w))
+    run: Callable[..., torch.Tensor] = torch.compile(head_loss, fullgraph=True) if compiled else head_loss
+    lt = cublaslt.library()
+    assert lt is not None
+    lt.plans.clear()
+    loss = run(features, weight, targets, vocab=vocab, pieces=pieces, dtype=torch.bfloat16, tuned=True)
+    found = torch.autograd.grad(loss, (features, weight))
+    assert len(lt.plans) == 3, "cuBLASLt did them"
+    assert abs(loss.item() - wanted_loss.item()) < 5e-3
+    assert [one.dtype for one in found] == [torch.bfloat16, torch.float32]
+    for mine, other in zip(found, wanted, strict=True):
+        assert off(mine, other) < 1e-2

@@ -210,6 +210,19 @@ def test_gpt2_logits_by_hand():
         assert wide.logits == 4 * (tokens // pieces) * 50257
 
 
+def test_a_tuned_head_writes_its_weights_gradient_in_fp32():
+    """One piece's, which is all of it; and of weights in bf16 it is bf16."""
+    plain, tuned = (replace(FAST, loss="fused", tuned_matmuls=one) for one in (False, True))
+
+    def more(**changes: str) -> int:
+        one, other = (predict_memory(GPT2, replace(plan, **changes), micro_batch=16) for plan in (plain, tuned))
+        return other.temporary - one.temporary
+
+    assert more() == (4 - 2) * 50304 * 768
+    assert more(loss="chunked") == 0
+    assert more(weights="bf16", optimizer="adamw-bf16") == 0
+
+
 def test_a_llama_layer_by_hand():
     """C 4096, heads 32 x 128, 8 of them for keys and values, F 14336; q and k exist rotated."""
     layer = layer_activations(LLAMA, FAST)

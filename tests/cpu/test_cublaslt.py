@@ -1,0 +1,77 @@
+"""What redline.kernels.cublaslt tells the library, by one that does as it is told on a CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from redline.kernels import cublaslt
+from redline.kernels.cublaslt import AUX_POINTER, BIAS, BIAS_POINTER, GELU_AUX_BIAS, Library, LtError, Plan
+
+M, K, N = 6, 4, 8
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(Path(__file__).parent))
+        from fake_cublaslt import FakeLt
+    monkeypatch.setattr(cublaslt, "stream_of", lambda _: 0)
+    monkeypatch.setattr(Plan, "_time", lambda self, pointers, one: 1.0 if one.algorithm[0] == 71 else 2.0)
+    return FakeLt()
+
+
+def drawn(*sizes: int) -> torch.Tensor:
+    return torch.randn(*sizes).bfloat16()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("turned", ["neither", "left", "right", "both"])
+def test_a_product_is_the_product(fake: Any, turned: str, dtype: torch.dtype) -> None:
+    lt = Library(fake)
+    for _ in range(2):  # the second time by what was prepared, of other tensors
+        a = drawn(K, M).t() if turned in ("left", "both") else drawn(M, K)
+        b = drawn(N, K).t() if turned in ("right", "both") else drawn(K, N)
+        torch.testing.assert_close(lt.product(a, b, out_dtype=dtype), (a.float() @ b.float()).to(dtype))
+    assert len(lt.plans) == 1
+    assert fake.taken == [71, 71], "the fastest of three, once it is known"
+
+
+def test_forms_do_not_share_an_algorithm(fake: Any) -> None:
+    lt = Library(fake)
+    a, b = drawn(M, M), drawn(M, M)
+    for left in (a, a.t(), torch.cat((a, a), dim=1)[:, :M]):
+        for right in (b, b.t()):
+            for dtype in (torch.bfloat16, torch.float32):
+                found = lt.product(left, right, out_dtype=dtype)
+                torch.testing.assert_close(found, (left.float() @ right.float()).to(dtype))
+    assert len(lt.plans) == 12
+
+
+def test_pointers_are_told_when_they_change(fake: Any) -> None:
+    lt = Library(fake)
+    rows, weight = drawn(M, K), drawn(N, K)
+    biases, told = [drawn(N) for _ in range(2)], []
+    for bias in (biases[0], biases[0], biases[1]):
+        fake.told.clear()
+        wanted = F.linear(rows.float(), weight.float(), bias.float())
+        found = lt.product(rows, weight.t(), bias=bias, epilogue=BIAS)
+        torch.testing.assert_close(found, wanted.bfloat16())
+        told.append(fake.told.count(BIAS_POINTER))
+        hidden = torch.empty(M, N, dtype=torch.bfloat16)
+        active = lt.product(rows, weight.t(), bias=bias, epilogue=GELU_AUX_BIAS, aux=hidden)
+        torch.testing.assert_close(hidden, wanted.bfloat16())
+        torch.testing.assert_close(active, F.gelu(wanted, approximate="tanh").bfloat16())
+    assert told == [1, 0, 1]
+    assert AUX_POINTER in fake.told
+
+
+def test_a_call_that_fails_says_so(fake: Any) -> None:
+    lt = Library(fake)
+    lt.matmul = lambda *_: 13
+    with pytest.raises(LtError, match="cublasLtMatmul: status 13"):
+        lt.product(drawn(M, K), drawn(K, N))
