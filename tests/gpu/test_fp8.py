@@ -36,7 +36,7 @@ pytestmark = [
 
 
 def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    return float((found.double() - wanted).norm() / wanted.norm())
+    return float((found.detach().double() - wanted.detach()).norm() / wanted.detach().norm())
 
 
 def test_the_probe_sees_it() -> None:
