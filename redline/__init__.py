@@ -221,8 +221,9 @@ def estimate(
     from redline.api.document import Document
     from redline.api.factory import is_module, words_of
     from redline.commands.common import options_of
-    from redline.commands.estimate import AS_THE_PLAN, add_estimate
+    from redline.commands.estimate import add_estimate
     from redline.commands.estimate import estimate as document_of
+    from redline.commands.estimate_subject import AS_THE_PLAN
 
     given = {
         "workload": None if is_module(workload) else words_of(workload, "redline.estimate"),
