@@ -24,9 +24,10 @@ if TYPE_CHECKING:
     from redline.predict.communication import Fabric
     from redline.predict.estimate import Target
     from redline.predict.fitting import Case
-    from redline.predict.layouts import Recommendation
+    from redline.predict.layouts import Recommendation, Search
     from redline.predict.parallel import Layout
     from redline.predict.roofline import Peaks
+    from redline.predict.shortage import Instead
     from redline.search.trained import Trainable
     from redline.workloads import Resolved
 
@@ -87,26 +88,64 @@ def recommended(
     peaks: tuple[Peaks | None, str | None],
     trained: Trainable,
 ) -> tuple[Recommendation, tuple[str, ...]]:
-    """All layouts are compared at one global batch: the one that was named, or a usual one. They are those that train
-    can run, as it runs them; where it runs none, with these rungs, they are all."""
-    from redline.predict.layouts import Search, recommend, usual_global_batch
+    """All layouts are compared at one global batch: the one that was named, or a usual one."""
+    from redline.predict.layouts import recommend, usual_global_batch
 
-    gpus, given = all_gpus(options), options.global_batch
-    usual = usual_global_batch(case.shape, gpus, options.micro_batch or 1)
-    search = Search(
+    given = options.global_batch
+    usual = usual_global_batch(case.shape, trained.gpus, options.micro_batch or 1)
+    search = search_of(options, case, fabric, memory_bytes, peaks, trained, usual if given is None else given)
+    size = f"a global batch of {usual:,} sequences, {usual * case.shape.sequence:,} tokens,"
+    notes = () if given is not None else (f"{size} is assumed (--global-batch)",)
+    return recommend(search), notes if search.plan_of is None else (*notes, LEFT_OUT)
+
+
+def search_of(
+    options: argparse.Namespace,
+    case: Case,
+    fabric: Fabric,
+    memory_bytes: int,
+    peaks: tuple[Peaks | None, str | None],
+    trained: Trainable,
+    global_batch: int,
+) -> Search:
+    """Layouts are those that train can run, as it runs them; where it runs none, with these rungs, they are all."""
+    from redline.predict.layouts import Search
+
+    return Search(
         case=case,
         fabric=fabric,
-        gpus=gpus,
+        gpus=trained.gpus,
         memory_bytes=memory_bytes,
-        global_batch=usual if given is None else given,
+        global_batch=global_batch,
         micro_batch=options.micro_batch,
         peaks=peaks[0],
         reason=peaks[1],
         plan_of=None if trained.reasons(1, 1, 0) else trained.advisable_plan,
     )
-    size = f"a global batch of {usual:,} sequences, {usual * case.shape.sequence:,} tokens,"
-    notes = () if given is not None else (f"{size} is assumed (--global-batch)",)
-    return recommend(search), notes if search.plan_of is None else (*notes, LEFT_OUT)
+
+
+def choose_instead(
+    options: argparse.Namespace, case: Case, fabric: Fabric, target: Target, trained: Trainable
+) -> Instead | None:
+    """What fits these GPUs, where this layout does not, with the line that trains like that; None where nothing does,
+    or where this does or nobody knows."""
+    from redline.predict.estimate import many_peaks
+    from redline.predict.shortage import what_fits
+    from redline.rungs import plan_of
+
+    assert case.layout is not None
+    if target.memory_bytes is None or case.memory(case.layout.micro_batch).total <= target.memory_bytes:
+        return None
+    free = replace(trained, way=None)  # --parallel was part of what does not fit
+    plain = replace(case, plan=plan_of(trained.rungs))
+    search = search_of(
+        *(options, plain, fabric, target.memory_bytes, many_peaks(plain, target)), free, case.layout.global_batch
+    )
+    found = what_fits(search)
+    if found is None:
+        return None
+    best = replace(case, layout=found.step.layout, zero=found.step.zero, plan=found.step.plan)
+    return replace(found, command=how_to_train(free, best, fabric)["command"])
 
 
 def choose_layout(options: argparse.Namespace, micro_batch: int, shape: Shape) -> Layout:

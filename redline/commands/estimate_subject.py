@@ -17,6 +17,7 @@ from redline.commands.estimate_layout import (
     LAYOUT,
     check_cut,
     choose_fabric,
+    choose_instead,
     choose_layout,
     choose_trainable,
     how_to_train,
@@ -210,6 +211,7 @@ def choose_subject(options: argparse.Namespace, machine: Target) -> Subject:
         advice=advice,
         words=None if alone_too_large else words_to_measure(options.workload, resolved, shape, case, fabric, trained),
         train=None if fabric is None else how_to_train(trained, case, fabric),
+        instead=None if fabric is None else choose_instead(options, case, fabric, machine, trained),
     )
 
 

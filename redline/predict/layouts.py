@@ -49,6 +49,7 @@ SHOWN_OTHERS = 3
 # up to 2.7B, 2M up to 13B, 3.2M for 175B); the limits lie between its rows.
 USUAL_TOKENS = ((1e9, 0.5e6), (4e9, 1e6), (40e9, 2e6), (math.inf, 3.2e6))
 SHORTEST_PUBLISHED = 0.4  # seconds of a step in the series that the wait is fitted on
+DOES_NOT_FIT = "it does not fit"
 MOST_SIZES = 16  # micro batches that are tried of one layout
 
 
@@ -311,6 +312,12 @@ def recommend(search: Search) -> Recommendation:
     )
 
 
+def best_that_fits(search: Search) -> ParallelStep | None:
+    """As `recommend` would choose; None where nothing fits."""
+    fitting = [step for step in _tried(search) if step.memory.total <= search.memory_bytes]
+    return _least_cut(sorted(fitting, key=_fastest_first)) if fitting else None
+
+
 def _tried(search: Search) -> Iterator[ParallelStep]:
     """Each cut and ZeRO stage once: with its best micro batch."""
     bench = None if search.peaks is None else Bench(peaks=search.peaks)
@@ -401,8 +408,12 @@ def step_notes(step: ParallelStep) -> Iterator[str]:
         )
 
 
-def parallel_json(step: ParallelStep, fabric: Fabric, advice: Recommendation | None) -> dict[str, Any]:
-    """`parallel` in `estimate --json`: docs/parallel.md has the keys."""
+def parallel_json(
+    step: ParallelStep, fabric: Fabric, advice: Recommendation | None, fits: bool | None
+) -> dict[str, Any]:
+    """`parallel` in `estimate --json`: docs/parallel.md has the keys. What does not fit has no rate; its `step` is how
+    long one would take if it did."""
+    runs = fits is not False
     return {
         "layout": layout_json(step, fabric.gpus_per_node),
         "interconnect": {
@@ -414,10 +425,10 @@ def parallel_json(step: ParallelStep, fabric: Fabric, advice: Recommendation | N
         "sent_bytes": sent_bytes(step.traffic),
         "step": None if step.time is None else _time_json(step.time),
         "bubble": bubble(step.layout),
-        "tokens_per_second": step.tokens_per_second,
-        "tokens_per_second_per_gpu": _per_gpu(step),
-        "scaling_efficiency": step.efficiency,
-        "reason": step.reason,
+        "tokens_per_second": step.tokens_per_second if runs else None,
+        "tokens_per_second_per_gpu": _per_gpu(step) if runs else None,
+        "scaling_efficiency": step.efficiency if runs else None,
+        "reason": step.reason if runs else DOES_NOT_FIT,
         "recommendation": None if advice is None else _advice_json(advice, fabric.gpus_per_node),
     }
 
@@ -480,20 +491,22 @@ def _time_json(time: StepTime) -> dict[str, float]:
     }
 
 
-def _advice_json(advice: Recommendation, gpus_per_node: int) -> dict[str, Any]:
-    def row(step: ParallelStep) -> dict[str, Any]:
-        return {
-            "layout": layout_json(step, gpus_per_node),
-            "memory_bytes": step.memory.total,
-            "tokens_per_second": step.tokens_per_second,
-            "scaling_efficiency": step.efficiency,
-        }
+def row_json(step: ParallelStep, gpus_per_node: int, *, fits: bool = True) -> dict[str, Any]:
+    return {
+        "layout": layout_json(step, gpus_per_node),
+        "memory_bytes": step.memory.total,
+        "tokens_per_second": step.tokens_per_second if fits else None,
+        "scaling_efficiency": step.efficiency if fits else None,
+    }
 
+
+def _advice_json(advice: Recommendation, gpus_per_node: int) -> dict[str, Any]:
+    fits = advice.fitting > 0  # all rows, or none
     return {
         "reason": advice.reason,
         "tried": advice.tried,
         "fitting": advice.fitting,
         "undivided": advice.undivided,
-        "best": row(advice.best),
-        "others": [row(step) for step in advice.others],
+        "best": row_json(advice.best, gpus_per_node, fits=fits),
+        "others": [row_json(step, gpus_per_node, fits=fits) for step in advice.others],
     }
