@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from redline.predict.estimate import Target
     from redline.predict.fitting import Case
     from redline.predict.layouts import Recommendation, Search
-    from redline.predict.parallel import Layout
+    from redline.predict.parallel import Beside, Layout
     from redline.predict.roofline import Peaks
     from redline.predict.shortage import Instead
     from redline.search.trained import Trainable
@@ -46,10 +46,17 @@ def check_cut(options: argparse.Namespace, shape: Shape) -> None:
     node = partial(gpus_in_a_node, nodes=options.nodes)
     node(gpus)  # refuses by itself
     try:
-        layout_for_batch(gpus=gpus, **cut, micro_batch=1, shape=shape, gpus_per_node=node)
+        layout_for_batch(gpus=gpus, **cut, micro_batch=1, shape=shape, gpus_per_node=node, beside=beside(options))
     except UserError as error:
         on = "" if options.gpus else f" with --gpus {gpus}"
         raise UserError(error.problem, error.why, f"{error.fix}{on}; leave --dp out") from error
+
+
+def beside(options: argparse.Namespace) -> Beside:
+    """The batch that was asked for."""
+    from redline.predict.parallel import Beside
+
+    return Beside(micro_batch=options.micro_batch or 1, batch=options.global_batch)
 
 
 def all_gpus(options: argparse.Namespace) -> int:
@@ -60,7 +67,7 @@ def all_gpus(options: argparse.Namespace) -> int:
     if options.dp is None:
         return options.gpus or 1
     gpus: int = options.dp * tp * pp if options.gpus is None else options.gpus
-    check_product(gpus, dp=options.dp, tp=tp, pp=pp)
+    check_product(gpus, dp=options.dp, tp=tp, pp=pp, beside=beside(options))
     return gpus
 
 

@@ -296,8 +296,8 @@ def recommend(search: Search) -> Recommendation:
     """The fastest layout that fits, by prediction; of those that are equally fast the one that cuts least."""
     tried = list(_tried(search))
     if not tried:  # says what would divide
-        sizes = {"micro_batch": search.micro_batch or 1, "global_batch": search.global_batch}
-        layout_for_batch(gpus=search.gpus, **sizes, shape=search.case.shape)
+        size, shape = search.micro_batch or 1, search.case.shape
+        layout_for_batch(gpus=search.gpus, micro_batch=size, global_batch=search.global_batch, shape=shape)
     fitting = [step for step in tried if step.memory.total <= search.memory_bytes]
     ranked = sorted(fitting, key=_fastest_first) or sorted(tried, key=lambda step: step.memory.total)
     best = _least_cut(ranked) if fitting else ranked[0]

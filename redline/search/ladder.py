@@ -269,7 +269,7 @@ def begin_ladder(
     check_not_own(without, resolved)
     first = ranked_rungs(start.rungs if start else (), words.layout)
     beginning = Recipe(rungs=with_own(first, resolved), micro_batch=size)
-    check_measured(first, words.layout, resolved, hardware)
+    check_measured(first, words.layout, resolved, hardware, words.global_batch)
     check_recipe_applies(beginning, resolved, hardware)
     said["rungs"] = tuple(name for name in said["rungs"] if name not in beginning.rungs)
     settings = LadderSettings(

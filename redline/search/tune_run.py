@@ -261,7 +261,7 @@ def begin_tune(words: Words, ladder: LadderRun | None, budget: Budget, said: dic
     found = words.meet_machine()
     resolved, check_steps, steps = found.workload, words.check_steps, words.steps
     check_not_own(said.get("without", ()), resolved)
-    check_measured(ranked_rungs((), words.layout), words.layout, resolved, found.hardware)
+    check_measured(ranked_rungs((), words.layout), words.layout, resolved, found.hardware, words.global_batch)
     if ladder is not None:
         resolved = replace(resolved, micro_batch=ladder.workload.micro_batch)
         check_steps, steps = check_steps or ladder.settings.check_steps, steps or ladder.settings.timed_steps

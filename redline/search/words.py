@@ -20,6 +20,7 @@ from redline.core.job import RunDirectory, check_run_directory
 from redline.core.layout import Layout
 from redline.core.workload import Workload, check_positive
 from redline.data.text import check_corpus
+from redline.predict.parallel import Beside
 from redline.search.inspect import check_unchanged_file, find_workload
 from redline.search.launch import probe_machine
 from redline.search.ranks import check_global_batch, check_ranks, check_shareable, layout_for
@@ -55,7 +56,11 @@ class Words:
     @property
     def layout(self) -> Layout:
         """Or a UserError."""
-        return layout_for(self.gpus or 1, {"tensor": self.tensor, "replicas": self.replicas})
+        return self.layout_with(None)
+
+    def layout_with(self, workload: Workload | None) -> Layout:
+        degrees = {"tensor": self.tensor, "replicas": self.replicas}
+        return layout_for(self.gpus or 1, degrees, workload, beside=Beside(batch=self.global_batch, stages=False))
 
     def check(self, **more: int | None) -> None:
         """`more`: other options that count things."""
@@ -63,12 +68,11 @@ class Words:
         for name, value in {**{name: getattr(self, name) for name in own}, **more}.items():
             if value is not None:
                 check_positive(option_of(name), value)
-        check_global_batch(self.global_batch, self.layout.data)
+        workload = None if self.workload is None else find_workload(self.workload, sequence=self.sequence)
+        check_global_batch(self.global_batch, self.layout_with(workload).data)
         check_choice("device", self.device, ("cuda", "cpu"))
         if self.micro_batch is not None:
             check_sensible("--micro-batch", self.micro_batch)
-        if self.workload is not None:
-            find_workload(self.workload, sequence=self.sequence)
         if self.data is not None:
             check_corpus(self.data)
         if self.out is not None:

@@ -61,7 +61,7 @@ def machine_with(layout: Layout, hardware: Any = climbs["H200"]) -> Hardware:
 
 REFUSED = {
     "one-process": (("--tensor", "2"), "--tensor 2 with one process", "say --gpus 2 too"),
-    "no-replicas": (("--gpus", "4", "--tensor", "3"), "4 GPUs cannot", "--tensor"),
+    "no-replicas": (("--gpus", "3", "--tensor", "2"), "3 GPUs cannot", "2 or 4 GPUs, or --tensor"),
     "copies": (("--gpus", "4", "--replicas", "3"), "4 ranks with data of their own cannot be 3 replicas", "2 or 4"),
     "zero": (("--gpus", "2", "--tensor", "0"), "--tensor is 0", ""),
 }

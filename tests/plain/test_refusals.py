@@ -20,13 +20,15 @@ from redline.core.layout import Layout
 from redline.core.recipe import Recipe
 from redline.core.training import Budget, TrainSettings
 from redline.core.workload import Source, Workload
-from redline.search.ranks import check_cuts, check_global_batch, check_ranks
+from redline.predict.parallel import Beside
+from redline.search.ranks import check_cuts, check_global_batch, check_ranks, layout_for
 from redline.workloads import PRESETS
 
 quick = settings(deadline=None, max_examples=100)  # another run on the same cores must not fail a test
 few, some = st.integers(1, 6), st.integers(1, 24)
 TINY = PRESETS["tiny"]
 CUDA = Hardware(kind="cuda", name="a GPU", count=8, cpu_cores=8, features=("bf16",))
+EITHER_STAGES = "use --tensor 4 --pipeline 1 or --tensor 4 --pipeline 2"
 LLAMA = replace(TINY, source=Source(kind="huggingface", config={"model_type": "llama"}))
 
 
@@ -68,6 +70,111 @@ def test_cuts_and_ranks_that_are_proposed_are_accepted(ranks, tensor, pipeline, 
             if words.startswith("--"):
                 other = {name: int(size) for name, size in re.findall(r"--(\w+) (\d+)", words)}
                 check_cuts({"tensor": 1, "pipeline": 1, "replicas": 1, **other}, ranks, workload)
+
+
+def proposals(fix: str, **said: int) -> list[dict[str, int]]:
+    """Each as the options that it comes to, on top of what was said: '6 or 8 GPUs, or --tensor 2 with --replicas 1'."""
+    found = []
+    for words in re.split(r",? or (?=--|neither)", fix.removeprefix("use ")):
+        if words.endswith(("GPU", "GPUs")):
+            found += [{**said, "gpus": number} for number in numbers(words)]
+            continue
+        cut = {"tensor": 1, "pipeline": 1}
+        options = {name.replace("-", "_"): int(size) for name, size in re.findall(r"--([a-z-]+) (\d+)", words)}
+        assert options or words == "neither --tensor nor --pipeline", fix
+        found.append({**said, **cut, **options})
+    return found
+
+
+@quick
+@given(st.integers(2, 24), few, few, some, some, st.integers(1, 3), st.integers(1, 8), st.integers(1, 64))
+def test_what_train_proposes_for_a_layout_goes_with_its_batch_and_its_copies(
+    gpus, tensor, pipeline, heads, layers, replicas, micro_batch, global_batch
+):
+    """The refusal of a cut, then that of the batch: nobody who did as told meets the second."""
+    workload = model(heads, layers)
+
+    def check(gpus, micro_batch, global_batch, **degrees):
+        beside = Beside(micro_batch=micro_batch, batch=global_batch)
+        layout = layout_of(SimpleNamespace(**degrees), gpus, workload, beside)
+        check_shares(micro_batch, global_batch, layout)
+
+    said = {"gpus": gpus, "tensor": tensor, "pipeline": pipeline, "replicas": replicas}
+    said |= {"micro_batch": micro_batch, "global_batch": global_batch}
+    cut = {"tensor": tensor, "pipeline": pipeline, "replicas": replicas}
+    beside = Beside(micro_batch=micro_batch, batch=global_batch)
+    fix = refused(check_cuts, cut, gpus, workload, beside=beside)
+    for proposed in proposals(fix, **said) if fix else ():
+        check(**proposed)
+
+
+@quick
+@given(st.integers(2, 24), few, some, st.integers(1, 3), st.integers(1, 64))
+def test_what_measurements_propose_for_a_layout_goes_with_their_batch(gpus, tensor, heads, replicas, global_batch):
+    workload = model(heads, 12)
+
+    def check(gpus, global_batch, **degrees):
+        cut = {"tensor": degrees["tensor"], "replicas": degrees["replicas"]}
+        assert degrees.get("pipeline", 1) == 1  # there is no such option
+        check_global_batch(global_batch, layout_for(gpus, cut, workload).data)
+
+    cut = {"tensor": tensor, "replicas": replicas}
+    fix = refused(check_cuts, {**cut, "pipeline": 1}, gpus, workload, beside=Beside(batch=global_batch, stages=False))
+    for proposed in proposals(fix, gpus=gpus, **cut, global_batch=global_batch) if fix else ():
+        check(**proposed)
+
+
+@quick
+@given(st.integers(2, 24), few, few, some, some, st.integers(1, 8), st.integers(1, 64))
+def test_cuts_that_are_proposed_to_a_run_that_goes_on_keep_its_batch(
+    gpus, tensor, pipeline, heads, layers, micro_batch, global_batch
+):
+    workload, kept = model(heads, layers), Beside(micro_batch=micro_batch, batch=global_batch, option=None)
+    fix = refused(check_cuts, {"tensor": tensor, "pipeline": pipeline, "replicas": 1}, gpus, workload, beside=kept)
+    if fix is None or "another number of GPUs" in fix:
+        return
+    for proposed in proposals(fix, gpus=gpus, tensor=tensor, pipeline=pipeline, micro_batch=micro_batch):
+        assert "global_batch" not in proposed
+        size, degrees = proposed["micro_batch"], {name: proposed[name] for name in ("tensor", "pipeline")}
+        layout = layout_for(proposed["gpus"], degrees, workload)
+        check_resumed_shares("runs/mine", size, global_batch, layout)
+
+
+@pytest.mark.parametrize(
+    ("words", "fix"),
+    [
+        ("train tiny --gpus 8 --tensor 3 --micro-batch 1 --global-batch 4", "use --tensor 4 or --tensor 2"),
+        ("train tiny --gpus 8 --tensor 3 --micro-batch 1 --global-batch 2", EITHER_STAGES),
+        (
+            "train tiny --gpus 2 --tensor 3 --micro-batch 4 --global-batch 2",
+            "use --tensor 2 with --micro-batch 2 or --tensor 1 with --micro-batch 1",
+        ),
+        (
+            "train tiny --gpus 9 --tensor 3 --micro-batch 1 --global-batch 4",
+            "use --tensor 1 with --global-batch 9",
+        ),
+        (
+            "train tiny --sequence 64 --gpus 9 --tensor 3 --micro-batch 1 --batch-tokens 256",
+            "use --tensor 1 with --batch-tokens 576",
+        ),
+        ("train tiny --gpus 8 --tensor 3 --replicas 4", "use --tensor 2 or --tensor 1"),
+        (
+            "train tiny --tensor 2 --replicas 2 --micro-batch 1 --global-batch 3",
+            "say --gpus 4 with --global-batch 4 too",
+        ),
+        ("estimate tiny --gpus 8 --tensor 3 --micro-batch 1 --global-batch 2", EITHER_STAGES),
+        (
+            "estimate tiny --gpus 8 --dp 2 --micro-batch 1 --global-batch 2",
+            "use --dp 8, or leave --dp out, with --global-batch 8",
+        ),
+        ("ladder tiny --gpus 8 --tensor 3 --rebatch --global-batch 2", "use --tensor 4"),
+    ],
+    ids=lambda words: words if words.startswith(("train ", "estimate ", "ladder ")) else "",
+)
+def test_what_commands_propose_goes_with_the_batch(capsys, words, fix):
+    assert cli.main(words.split()) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.removeprefix("fix:     ").split(", or leave --tensor")[0] == fix
 
 
 def test_a_number_of_ranks_is_no_way_out_where_the_heads_do_not_divide():
