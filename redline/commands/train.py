@@ -183,11 +183,14 @@ def began_with(run: Path) -> int:
 
 
 def make_order(options: argparse.Namespace, console: Any, ranks: int = 1) -> TrainOrder:
+    from redline.search.ranks import uncut_copies
+
     if not options.resume:
         return new_order(options, console, ranks)
     order = resumed_order(options, ranks)
     assert order.layout is not None, "a resumed order has one"
-    notes = (end_of_schedule(order), change_of_ranks(began_with(options.resume), order.layout, order))
+    changed = change_of_ranks(began_with(options.resume), order.layout, order)
+    notes = (end_of_schedule(order), changed, uncut_copies(order.layout))
     for note in filter(None, notes):
         console.print(note, markup=False, highlight=False, soft_wrap=True)
     return order
@@ -240,7 +243,7 @@ def chosen_order(
     from redline.rungs.ladder import check_alternatives, with_optimizer
     from redline.search.inspect import find_workload
     from redline.search.launch import probe_machine
-    from redline.search.ranks import check_layout, check_ranks, undone_in
+    from redline.search.ranks import check_layout, check_ranks, uncut_copies, undone_in
     from redline.workloads import default_workload
     from redline.workloads.shapes import weights_beside
 
@@ -283,6 +286,8 @@ def chosen_order(
         check_init(recipe, options.init, layout)
         for name, way in undone_in(recipe.rungs).items():
             console.print(f"{name} changes nothing here: {way} undoes it", style="dim")
+        if (uncut := uncut_copies(layout)) is not None:
+            console.print(uncut, markup=False, highlight=False, soft_wrap=True)
     settings = settings_of(options, workload, recipe, budget, layout)
     rate_of(settings)  # a warm-up that does not fit is told before anything is made
     out = options.out or Path("runs") / f"train-{workload.name}-{datetime.now().strftime('%Y%m%d-%H%M%S')}"

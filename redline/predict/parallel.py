@@ -89,7 +89,8 @@ class Beside:
 
     def change(self, dp: int) -> str | None:
         """With so many data-parallel ranks: '' where nothing must change, None where nothing helps."""
-        words = [] if dp % self.replicas == 0 else [f"--replicas {nearest(divisors(dp), self.replicas)[0]}"]
+        copies = copies_of(dp)
+        words = [] if self.replicas in copies else [f"--replicas {nearest(copies, self.replicas)[0]}"]
         batch, each = self.batch, dp * self.unit
         if batch is not None and batch % (each * self.micro_batch):
             if batch % each == 0:
@@ -100,6 +101,12 @@ class Beside:
                 near = nearest(_multiples(batch, each * self.micro_batch), batch)
                 words.append(f"{self.option} {near[0]}")
         return " and ".join(words)
+
+
+def copies_of(dp: int) -> tuple[int, ...]:
+    """Into how many copies of the model so many data-parallel ranks can be divided, each cut among two at least; one
+    rank is one copy."""
+    return tuple(size for size in divisors(dp) if size < dp or dp == 1)
 
 
 ALONE = Beside()  # nothing else was said

@@ -10,7 +10,6 @@ them (`commands/ranks.py`), and the same limits: what cannot be is refused here 
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Collection, Mapping
 from dataclasses import replace
@@ -27,7 +26,7 @@ from redline.core.workload import Shape, Workload, check_positive
 from redline.predict.communication import Fabric
 from redline.predict.fitting import Case, case_of
 from redline.predict.layouts import expected_peaks, predict_parallel
-from redline.predict.parallel import ALONE, Beside, divisors, layout_for_batch, nearest_two
+from redline.predict.parallel import ALONE, Beside, copies_of, layout_for_batch, nearest_two
 from redline.predict.parallel import Layout as Cut
 from redline.rungs import Rung, find_rung, group_of, plan_of, usual_rungs, why_not
 from redline.rungs.ladder import cuts_of, with_parallel
@@ -65,16 +64,36 @@ def layout_for(
     for name, size in given.items():
         check_positive(f"--{name}", size)
     check_cuts(given, ranks, workload, by_hand=by_hand, beside=beside)
-    data = ranks // (given["tensor"] * given["pipeline"])
-    if data % given["replicas"]:
-        near = " or ".join(map(str, nearest_two(divisors(data), given["replicas"])))
-        raise UserError(
-            f"{counted(data, 'rank')} with data of {'its' if data == 1 else 'their'} own cannot be "
-            f"{given['replicas']} replicas",
-            "each copy of the model is cut among as many ranks as the others",
-            f"use --replicas {near}",
-        )
+    check_copies(ranks // (given["tensor"] * given["pipeline"]), given["replicas"], by_hand=by_hand)
     return Layout(ranks=ranks, **given)
+
+
+def check_copies(data: int, replicas: int, *, by_hand: bool) -> None:
+    """That so many ranks with data of their own can be that many copies of the model, each cut among several. Those of
+    torchrun may be what is left of more: they go on, with a note."""
+    sizes = " or ".join(map(str, nearest_two(copies_of(data), replicas)))
+    if data % replicas:
+        raise UserError(
+            f"{counted(data, 'rank')} with data of {'its' if data == 1 else 'their'} own cannot be {replicas} replicas",
+            "each copy of the model is cut among as many ranks as the others",
+            f"use --replicas {sizes}",
+        )
+    if replicas == data > 1 and not by_hand:
+        raise UserError(
+            f"--replicas {replicas} leaves one rank to each copy of the model",
+            f"{UNCUT}, at the price of fsdp",
+            f"share by ddp: leave --replicas out (train: --parallel ddp), or use --replicas {sizes}",
+        )
+
+
+UNCUT = "nothing is cut then: every rank holds all of it, as with ddp"
+
+
+def uncut_copies(layout: Layout) -> str | None:
+    """What to say of ranks that are all that is left of more; None where copies are cut."""
+    if layout.replicas == 1 or layout.shards > 1:
+        return None
+    return f"--replicas {layout.replicas} of {counted(layout.data, 'rank')} with data of their own: {UNCUT}"
 
 
 def check_cuts(
@@ -91,7 +110,8 @@ def check_cuts(
         return
     if workload is not None:
         check_known_cuts(given, workload)
-    whole = math.prod(given.values())
+    data = given["replicas"] * (2 if given["replicas"] > 1 else 1)  # copies that are cut
+    whole = given["tensor"] * given["pipeline"] * data
     layout_for_batch(
         gpus=whole if ranks == 1 else ranks,
         tp=given["tensor"],
@@ -102,7 +122,7 @@ def check_cuts(
         beside=(beside := replace(beside, replicas=given["replicas"])),
     )
     if ranks == 1:
-        change = beside.change(given["replicas"])
+        change = beside.change(data)
         too = f"{whole} with {change}" if change else f"{whole}"
         torchrun = f"start torchrun with --nproc-per-node {too}, or leave {said} out: a checkpoint goes on without"
         raise UserError(

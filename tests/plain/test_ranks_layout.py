@@ -62,7 +62,12 @@ def machine_with(layout: Layout, hardware: Any = climbs["H200"]) -> Hardware:
 REFUSED = {
     "one-process": (("--tensor", "2"), "--tensor 2 with one process", "say --gpus 2 too"),
     "no-replicas": (("--gpus", "3", "--tensor", "2"), "3 GPUs cannot", "2 or 4 GPUs, or --tensor"),
-    "copies": (("--gpus", "4", "--replicas", "3"), "4 ranks with data of their own cannot be 3 replicas", "2 or 4"),
+    "copies": (("--gpus", "4", "--replicas", "3"), "4 ranks with data of their own cannot be 3 replicas", "1 or 2"),
+    "uncut": (
+        ("--gpus", "4", "--replicas", "4"),
+        "--replicas 4 leaves one rank to each copy",
+        "or use --replicas 1 or 2",
+    ),
     "zero": (("--gpus", "2", "--tensor", "0"), "--tensor is 0", ""),
 }
 

@@ -21,7 +21,7 @@ from redline.core.recipe import Recipe
 from redline.core.training import Budget, TrainSettings
 from redline.core.workload import Source, Workload
 from redline.predict.parallel import Beside
-from redline.search.ranks import check_cuts, check_global_batch, check_ranks, layout_for
+from redline.search.ranks import check_cuts, check_global_batch, check_ranks, layout_for, uncut_copies
 from redline.workloads import PRESETS
 
 quick = settings(deadline=None, max_examples=100)  # another run on the same cores must not fail a test
@@ -157,10 +157,10 @@ def test_cuts_that_are_proposed_to_a_run_that_goes_on_keep_its_batch(
             "train tiny --sequence 64 --gpus 9 --tensor 3 --micro-batch 1 --batch-tokens 256",
             "use --tensor 1 with --batch-tokens 576",
         ),
-        ("train tiny --gpus 8 --tensor 3 --replicas 4", "use --tensor 2 or --tensor 1"),
+        ("train tiny --gpus 8 --tensor 3 --replicas 4", "use --tensor 1"),
         (
             "train tiny --tensor 2 --replicas 2 --micro-batch 1 --global-batch 3",
-            "say --gpus 4 with --global-batch 4 too",
+            "say --gpus 8 with --global-batch 4 too",
         ),
         ("estimate tiny --gpus 8 --tensor 3 --micro-batch 1 --global-batch 2", EITHER_STAGES),
         (
@@ -195,6 +195,7 @@ def test_one_process_is_told_how_many_ranks_its_layout_takes(tensor, pipeline, r
     (ranks,) = numbers(fix.split(" too")[0])
     assert fix.startswith(f"say --gpus {ranks} too, or leave --")
     assert layout_of(asked, ranks, workload).ranks == ranks
+    assert replicas == 1 or layout_of(asked, ranks, workload).shards > 1
     assert layout_of(asked, 2 * ranks, workload).ranks == 2 * ranks
 
 
@@ -214,8 +215,19 @@ def test_torchrun_is_told_in_its_own_options(monkeypatch):
 @given(st.integers(2, 40), st.integers(1, 12))
 def test_replicas_that_are_proposed_are_accepted(ranks, replicas):
     fix = refused(layout_of, SimpleNamespace(tensor=None, pipeline=None, replicas=replicas), ranks, TINY)
+    assert (fix is None) == (replicas == 1 or (ranks % replicas == 0 and replicas < ranks))
     for number in numbers(fix or ""):
         layout_of(SimpleNamespace(tensor=None, pipeline=None, replicas=number), ranks, TINY)
+
+
+def test_torchruns_ranks_that_are_left_go_on_uncut_and_are_told(monkeypatch):
+    """Of eight with --replicas 2 two are left: a job that can go on does."""
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "x"}.items():
+        monkeypatch.setenv(name, value)
+    layout = layout_of(SimpleNamespace(tensor=None, pipeline=None, replicas=2), 2, TINY)
+    assert uncut_copies(layout).startswith("--replicas 2 of 2 ranks with data of their own: nothing is cut then")
+    assert uncut_copies(replace(layout, ranks=4)) is None
+    assert uncut_copies(Layout(ranks=2)) is None
 
 
 # --- batches ----------------------------------------------------------------------------------------------------------
