@@ -54,7 +54,7 @@ from redline.search.space import ALLOW, ROUGHLY, Space, open_space
 from redline.search.trials import Answer, Budget, OutOfTimeError, Trial, TuneSettings
 from redline.search.tune import Tuner
 from redline.search.tune_document import row_json, tune_document
-from redline.search.words import Words, check_choice, check_nothing_given, check_same_machine
+from redline.search.words import Words, check_choice, check_nothing_given, check_same_machine, check_same_ranks
 
 DOCUMENT_FILE = "tune.json"
 MOST_MINUTES = 7 * 24 * 60
@@ -417,6 +417,7 @@ def resume_tune(path: Path, choices: dict[str, Any], minutes: float | None, fres
     check_nothing_given(KIND, path, choices)
     started = time.monotonic()
     run = open_tune(path, fresh=fresh)
+    check_same_ranks(KIND, path, choices, run.hardware)
     fix = "start a new tune here"
     check_same_machine(run.directory, run.workload, run.hardware, run.settings.device, fix=fix)
     settings = run.settings

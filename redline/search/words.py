@@ -133,15 +133,35 @@ def check_choice(name: str, value: str | None, known: Sequence[str]) -> None:
 # --- resuming ---------------------------------------------------------------------------------------------------------
 
 
+DEGREES = {"gpus": "ranks", "tensor": "tensor", "replicas": "replicas"}  # options, and what a layout calls them
+
+
 def check_nothing_given(command: str, path: Path, choices: dict[str, Any]) -> None:
-    """Of a run that goes on."""
-    given = [option_of(name) for name, value in choices.items() if value is not None and value is not False]
+    """Of a run that goes on; its ranks are known only when it is open: `check_same_ranks`."""
+    said = {name: value for name, value in choices.items() if name not in DEGREES}
+    given = [option_of(name) for name, value in said.items() if value is not None and value is not False]
     if given:  # a micro batch of 0 was given too
         raise UserError(
             f"--resume does not go with {', '.join(given)}",
             "a resumed run asks what it asked before, or its rows could not be compared",
             f"leave them out: redline {command} --resume {path}",
         )
+
+
+def check_same_ranks(command: str, path: Path, choices: dict[str, Any], hardware: Hardware) -> None:
+    """A run on several ranks may be gone on with as it was begun, `--gpus` and all; other ranks are another run."""
+    own = {name: getattr(hardware.arranged, degree) for name, degree in DEGREES.items()}
+    other = [name for name in DEGREES if choices.get(name) not in (None, own[name])]
+    if other:
+        raise UserError(
+            f"--resume does not go with {_options(choices, other)}",
+            f"{path} has {_options(own, other)}, and rows of other ranks could not be compared with its own",
+            f"leave it out: redline {command} --resume {path}; or start a new run",
+        )
+
+
+def _options(values: dict[str, Any], names: Sequence[str]) -> str:
+    return ", ".join(f"{option_of(name)} {values[name]}" for name in names)
 
 
 def check_same_machine(
