@@ -201,6 +201,7 @@ def estimate(
     pipeline: int | None = None,
     dp: int | None = None,
     zero: int | None = None,
+    replicas: int | None = None,
     global_batch: int | None = None,
     inference: bool | str = False,
     batch: Any = None,
@@ -241,6 +242,7 @@ def estimate(
         "pipeline": pipeline,
         "dp": dp,
         "zero": zero,
+        "replicas": replicas,
         "global_batch": global_batch,
         "inference": AS_THE_PLAN if inference is True else inference or None,
     }

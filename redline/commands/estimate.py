@@ -86,9 +86,11 @@ def add_layout(estimate: argparse.ArgumentParser) -> None:
     estimate.add_argument(
         "--zero", metavar="STAGE", type=int, help="instead of --parallel: ZeRO 0 (ddp) to 3 (fsdp) (default: 0)"
     )
+    estimate.add_argument(
+        "--replicas", metavar="N", type=int, help="with fsdp: copies of the model, each cut among its GPUs (default: 1)"
+    )
     for short, name in (("--tp", "tensor"), ("--pp", "pipeline")):
         estimate.add_argument(short, dest=name, type=int, help=argparse.SUPPRESS)
-    estimate.add_argument("--replicas", type=int, help=argparse.SUPPRESS)
 
 
 def run_estimate(options: argparse.Namespace) -> int:
@@ -129,16 +131,10 @@ def check_options(options: argparse.Namespace) -> None:
             "nodes hold GPUs, and how many there are in all was not said",
             f"say --gpus {options.nodes * USUAL_NODE} too, or as many as there are",
         )
-    if options.replicas not in (None, 1):
-        raise UserError(
-            f"--replicas {options.replicas} is not predicted",
-            "copies that are cut in themselves send other traffic than fsdp among all GPUs, and nobody has modelled it",
-            "leave it out; what a GPU holds is what --parallel fsdp predicts with the --gpus of one copy",
-        )
     if options.recipe is not None and options.rungs is not None:
         raise UserError("--from and --rungs were given together", "a recipe has its own rungs", "drop one of them")
     if options.inference is not None:
-        for name in ("optimizer", "global_batch", "parallel", "zero", "interconnect"):
+        for name in ("optimizer", "global_batch", "parallel", "zero", "replicas", "interconnect"):
             if getattr(options, name) not in (None, 0):
                 option = "--" + name.replace("_", "-")
                 raise UserError(f"{option} with --inference", "only training has it", f"drop {option}")

@@ -31,7 +31,13 @@ if TYPE_CHECKING:
     from redline.search.trained import Trainable
     from redline.workloads import Resolved
 
-LAYOUT = ("dp", "tensor", "pipeline", "zero")  # options that name a layout: without any of them one is recommended
+LAYOUT = (
+    "dp",
+    "tensor",
+    "pipeline",
+    "zero",
+    "replicas",
+)  # options that name a layout: without any of them one is recommended
 LEFT_OUT = "only what redline train runs is recommended: no ZeRO 1 and 2, and no ZeRO in a pipeline"
 
 
@@ -56,7 +62,7 @@ def beside(options: argparse.Namespace) -> Beside:
     """The batch that was asked for."""
     from redline.predict.parallel import Beside
 
-    return Beside(micro_batch=options.micro_batch or 1, batch=options.global_batch)
+    return Beside(micro_batch=options.micro_batch or 1, batch=options.global_batch, replicas=options.replicas or 1)
 
 
 def all_gpus(options: argparse.Namespace) -> int:
@@ -157,7 +163,7 @@ def choose_instead(
 
 def choose_layout(options: argparse.Namespace, micro_batch: int, shape: Shape) -> Layout:
     from redline.predict.memory import check_replicas
-    from redline.predict.parallel import gpus_in_a_node, layout_for_batch
+    from redline.predict.parallel import check_cut_copies, gpus_in_a_node, layout_for_batch
 
     gpus = all_gpus(options)
     layout = layout_for_batch(
@@ -168,7 +174,15 @@ def choose_layout(options: argparse.Namespace, micro_batch: int, shape: Shape) -
         global_batch=options.global_batch,
         shape=shape,
         gpus_per_node=partial(gpus_in_a_node, nodes=options.nodes),
+        replicas=options.replicas or 1,
     )
+    check_cut_copies(layout.dp, layout.replicas)
+    if layout.replicas > 1 and options.zero != 3:
+        raise UserError(
+            f"--replicas {layout.replicas} with {options.parallel or f'ZeRO {options.zero or 0}'}",
+            "only fsdp cuts a copy of the model among its GPUs: there is nothing else to cut",
+            "say --parallel fsdp, or leave --replicas out",
+        )
     if options.parallel is not None and options.zero and layout.dp == 1:
         raise UserError(
             f"--parallel {options.parallel} with one copy of the model",
@@ -248,7 +262,7 @@ def words_to_measure(
         return taken
     if fabric.gpus_per_node < layout.gpus or trained.reasons(1, 1, case.zero):
         return None
-    taken = f"{taken} --gpus {layout.gpus}"
+    taken = f"{taken} --gpus {layout.gpus}" + (f" --replicas {layout.replicas}" if layout.replicas > 1 else "")
     return f"{taken} --rungs {','.join(trained.names(1, 1, case.zero))}" if case.zero else taken
 
 

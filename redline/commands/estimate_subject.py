@@ -113,6 +113,7 @@ def check_one_gpu(options: argparse.Namespace) -> None:
         ("dp", 1),
         ("tensor", 1),
         ("pipeline", 1),
+        ("replicas", 1),
         ("parallel", "ddp"),
         ("zero", 0),
     ):

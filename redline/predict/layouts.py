@@ -185,7 +185,7 @@ class Bench:
         shape, plan = piece_of(rank.shape, rank.plan, rank.layout)
         rows = [row for row in self._rows(shape, plan, rank.layout) if _held(row.operation, rank)]
         seconds = {name: sum(row.seconds for row in rows if row.operation.direction in names) for name, names in PASSES}
-        return Compute(**{**seconds, "update": seconds["update"] / (rank.layout.dp if rank.zero else 1)})
+        return Compute(**{**seconds, "update": seconds["update"] / (rank.layout.shards if rank.zero else 1)})
 
     def alone(self, shape: Shape, plan: Plan, layout: Layout) -> float:
         return sum(row.seconds for row in self._rows(shape, plan, layout))
@@ -443,6 +443,7 @@ def layout_json(step: ParallelStep, gpus_per_node: int) -> dict[str, Any]:
         "tp": layout.tp,
         "pp": layout.pp,
         "zero": step.zero,
+        "replicas": layout.replicas,
         "micro_batch": layout.micro_batch,
         "accumulation": layout.accumulation,
         "global_batch": layout.global_batch,

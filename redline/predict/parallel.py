@@ -41,17 +41,25 @@ class Layout:
     """Sequences that pass through at once (MBS)."""
     accumulation: int = 1
     """Micro batches per step and replica (GAS)."""
+    replicas: int = 1
+    """With ZeRO 3: copies of the model, each cut among its own data-parallel GPUs (hybrid sharding)."""
 
     def __post_init__(self) -> None:
-        for name in ("gpus", "tp", "pp", "micro_batch", "accumulation"):
+        for name in ("gpus", "tp", "pp", "micro_batch", "accumulation", "replicas"):
             check_positive(name, getattr(self, name))
         if self.gpus % (self.tp * self.pp):
             raise _no_whole_replicas(self.gpus, self.tp, self.pp, shape=None)
+        check_copies(self.dp, self.replicas)
 
     @property
     def dp(self) -> int:
         """Data parallel: copies of the model, each with its own part of the batch."""
         return self.gpus // (self.tp * self.pp)
+
+    @property
+    def shards(self) -> int:
+        """GPUs that ZeRO shares a copy of the model among."""
+        return self.dp // self.replicas
 
     @property
     def global_batch(self) -> int:
@@ -109,6 +117,30 @@ def copies_of(dp: int) -> tuple[int, ...]:
     return tuple(size for size in divisors(dp) if size < dp or dp == 1)
 
 
+def check_copies(dp: int, replicas: int) -> None:
+    """That so many data-parallel ranks can be that many copies of the model."""
+    if dp % replicas:
+        sizes = _either(nearest_two(copies_of(dp), replicas))
+        raise UserError(
+            f"{counted(dp, 'rank')} with data of {'its' if dp == 1 else 'their'} own cannot be {replicas} replicas",
+            "each copy of the model is cut among as many ranks as the others",
+            f"use --replicas {sizes}",
+        )
+
+
+def check_cut_copies(dp: int, replicas: int) -> None:
+    """And that each of them is cut."""
+    check_copies(dp, replicas)
+    if replicas == dp > 1:
+        sizes = _either(nearest_two(copies_of(dp), replicas))
+        raise UserError(
+            f"--replicas {replicas} leaves one rank to each copy of the model",
+            f"{UNCUT}, at the price of fsdp",
+            f"share by ddp: leave --replicas out (train: --parallel ddp), or use --replicas {sizes}",
+        )
+
+
+UNCUT = "nothing is cut then: every rank holds all of it, as with ddp"
 ALONE = Beside()  # nothing else was said
 
 
@@ -122,16 +154,17 @@ def layout_for_batch(
     shape: Shape | None = None,
     gpus_per_node: Node = None,
     beside: Beside | None = None,
+    replicas: int = 1,
 ) -> Layout:
     """The layout whose accumulation makes exactly this global batch (None: one pass), or an error with the nearest
     possible ones. With a shape they are possible for that model too. `beside`: what else they go with, if it is not
     these sizes."""
     if shape is not None:
-        beside = beside or Beside(micro_batch=micro_batch, batch=global_batch)
+        beside = beside or Beside(micro_batch=micro_batch, batch=global_batch, replicas=replicas)
         _check_cuts(shape, gpus, tp, pp, gpus_per_node, beside)
     elif beside is not None and gpus % (tp * pp):
         raise _no_whole_replicas(gpus, tp, pp, None, gpus_per_node, beside)
-    once = Layout(gpus=gpus, tp=tp, pp=pp, micro_batch=micro_batch)
+    once = Layout(gpus=gpus, tp=tp, pp=pp, micro_batch=micro_batch, replicas=replicas)
     if global_batch is None:
         return once
     check_positive("global_batch", global_batch)

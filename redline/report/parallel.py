@@ -87,7 +87,8 @@ def layout_text(parallel: Document) -> str:
 
 
 def layout_words(layout: dict[str, Any]) -> str:
-    return f"DP {layout['dp']} x TP {layout['tp']} x PP {layout['pp']}, ZeRO {layout['zero']}"
+    copies = f" in {layout['replicas']} copies" if layout["replicas"] > 1 else ""
+    return f"DP {layout['dp']} x TP {layout['tp']} x PP {layout['pp']}, ZeRO {layout['zero']}{copies}"
 
 
 def traffic_table(parallel: Document) -> Table:

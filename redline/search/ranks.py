@@ -26,7 +26,7 @@ from redline.core.workload import Shape, Workload, check_positive
 from redline.predict.communication import Fabric
 from redline.predict.fitting import Case, case_of
 from redline.predict.layouts import expected_peaks, predict_parallel
-from redline.predict.parallel import ALONE, Beside, copies_of, layout_for_batch, nearest_two
+from redline.predict.parallel import ALONE, UNCUT, Beside, check_copies, check_cut_copies, layout_for_batch
 from redline.predict.parallel import Layout as Cut
 from redline.rungs import Rung, find_rung, group_of, plan_of, usual_rungs, why_not
 from redline.rungs.ladder import cuts_of, with_parallel
@@ -64,29 +64,10 @@ def layout_for(
     for name, size in given.items():
         check_positive(f"--{name}", size)
     check_cuts(given, ranks, workload, by_hand=by_hand, beside=beside)
-    check_copies(ranks // (given["tensor"] * given["pipeline"]), given["replicas"], by_hand=by_hand)
+    # Those of torchrun may be what is left of more: they go on, with a note.
+    check = check_copies if by_hand else check_cut_copies
+    check(ranks // (given["tensor"] * given["pipeline"]), given["replicas"])
     return Layout(ranks=ranks, **given)
-
-
-def check_copies(data: int, replicas: int, *, by_hand: bool) -> None:
-    """That so many ranks with data of their own can be that many copies of the model, each cut among several. Those of
-    torchrun may be what is left of more: they go on, with a note."""
-    sizes = " or ".join(map(str, nearest_two(copies_of(data), replicas)))
-    if data % replicas:
-        raise UserError(
-            f"{counted(data, 'rank')} with data of {'its' if data == 1 else 'their'} own cannot be {replicas} replicas",
-            "each copy of the model is cut among as many ranks as the others",
-            f"use --replicas {sizes}",
-        )
-    if replicas == data > 1 and not by_hand:
-        raise UserError(
-            f"--replicas {replicas} leaves one rank to each copy of the model",
-            f"{UNCUT}, at the price of fsdp",
-            f"share by ddp: leave --replicas out (train: --parallel ddp), or use --replicas {sizes}",
-        )
-
-
-UNCUT = "nothing is cut then: every rank holds all of it, as with ddp"
 
 
 def uncut_copies(layout: Layout) -> str | None:
@@ -301,13 +282,12 @@ def check_global_batch(global_batch: int | None, ranks: int) -> None:
 
 
 def rate_of_ranks(shape: Shape | Traced, plan: Plan, micro_batch: int, hardware: Hardware) -> float | None:
-    """As `redline estimate --gpus N` predicts it; None where device, link or model are not known, and of replicas,
-    whose traffic it has no model of."""
+    """As `redline estimate --gpus N` predicts it; None where device, link or model are not known."""
     device = known_device(hardware.name, hardware.multiprocessors) if hardware.kind == "cuda" else None
     ranks = hardware.arranged
     case = case_of(shape, plan, ranks)
-    if device is None or not isinstance(case, Case) or ranks.replicas > 1:
+    if device is None or not isinstance(case, Case):
         return None
-    layout = Cut(gpus=ranks.ranks, tp=ranks.tensor, pp=ranks.pipeline, micro_batch=micro_batch)
+    layout = replace(case.layout or Cut(gpus=ranks.ranks), micro_batch=micro_batch)
     fabric = Fabric(gpus_per_node=hardware.ranks, links=choose_links(None, device))
     return predict_parallel(replace(case, layout=layout), fabric, expected_peaks(plan, device, None)).tokens_per_second

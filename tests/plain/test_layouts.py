@@ -676,6 +676,34 @@ def test_dp_alone_says_how_many_gpus(document):
     assert (layout["gpus"], layout["dp"], layout["tp"]) == (4, 2, 2)
 
 
+HYBRID = ("gpt2-xl", "--gpu", "H100-SXM", "--gpus", 16, "--interconnect", "ib-400", "--parallel", "fsdp")
+
+
+def test_copies_that_are_cut_are_predicted(document, capsys):
+    """A GPU holds what it would with the GPUs of one copy, and sends gradients alone to the other."""
+    words = (*HYBRID, "--micro-batch", 2, "--global-batch", 256)
+    found, flat = document(*words, "--replicas", 2), document(*words)
+    alone = document(*words[:4], 8, *words[5:-1], 128)
+    assert found["parallel"]["layout"]["replicas"] == 2
+    assert found["memory"] == alone["memory"]
+    assert found["memory"]["optimizer"] == pytest.approx(2 * flat["memory"]["optimizer"], rel=1e-3)
+    own = [one for one in found["parallel"]["collectives"] if one["ranks"] == 8]
+    assert own == alone["parallel"]["collectives"]
+    (between,) = [one for one in found["parallel"]["collectives"] if one["ranks"] == 2]
+    assert (between["what"], between["kind"], between["nodes"]) == ("gradients between copies", "all-reduce", 2)
+    assert between["bytes"] == pytest.approx(own[-1]["bytes"] / own[-1]["calls"] * between["calls"] / 8)
+    assert found["parallel"]["step"]["update_seconds"] == 2 * flat["parallel"]["step"]["update_seconds"]
+    assert "--replicas 2 --parallel fsdp" in found["parallel"]["train"]["command"]
+    assert cli.main(["estimate", *map(str, words), "--replicas", "2"]) == 0
+    assert "ZeRO 3 in 2 copies" in capsys.readouterr().out
+
+
+def test_one_copy_is_fsdp_and_two_are_measured_as_two(document):
+    words = ("gpt2-xl", "--gpu", "H200", "--gpus", 8, "--parallel", "fsdp", "--micro-batch", 2)
+    assert document(*words, "--replicas", 1)["parallel"] == document(*words)["parallel"]
+    assert " --gpus 8 --replicas 2 --rungs " in document(*words, "--replicas", 2)["words"]
+
+
 def test_from_python(document):
     given = {"gpu": "H100-SXM", "gpus": 64, "interconnect": "ib-400", "nodes": 8, "dp": 64, "zero": 3}
     found = redline.estimate("gpt2-xl", **given)
