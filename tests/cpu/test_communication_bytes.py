@@ -175,9 +175,9 @@ def test_ddp_sends_on_the_last_micro_batch_only():
     assert wire.seen() == step_bytes
 
 
-def sharded(model, blocks, mesh, policy):
+def sharded(model, blocks, mesh, policy, *, keep=False):
     for block in blocks:
-        fully_shard(block, mesh=mesh, mp_policy=policy)
+        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=not keep)
     return fully_shard(Trained(model), mesh=mesh, mp_policy=policy)
 
 
@@ -218,17 +218,22 @@ def test_hybrid_sharding(tied, policy, copies):
     assert step(sharded(model, model.h, mesh, policy), SMALL) == found
 
 
-def test_copies_are_averaged_on_the_last_micro_batch_only():
-    """As `engine/shard.py` asks for it."""
+@pytest.mark.parametrize("keep", [False, True], ids=["fsdp", "fsdp-keep"])
+def test_copies_are_averaged_on_the_last_micro_batch_only(keep):
+    """As `engine/shard.py` asks for it, of either way."""
     mesh = init_device_mesh("cpu", (4, RANKS // 4), mesh_dim_names=("replicate", "shard"))
     model = GPT(SMALL)
-    trained, sums = sharded(model, model.h, mesh, POLICY), Counter()
+    trained, sums = sharded(model, model.h, mesh, POLICY, keep=keep), Counter()
     for last in (False, False, True):
-        trained.set_requires_all_reduce(last)
+        if keep:
+            trained.set_requires_gradient_sync(last)
+        else:
+            trained.set_requires_all_reduce(last)
         for kind, (calls, moved) in step(trained, SMALL).items():
             sums[kind, "calls"] += calls
             sums[kind, "bytes"] += moved
-    found = predicted(SMALL, Plan(tied=True, autocast="bf16"), zero=3, accumulation=3, replicas=4)
+    plan = Plan(tied=True, autocast="bf16", parallel="fsdp-keep" if keep else "fsdp")
+    found = predicted(SMALL, plan, zero=3, accumulation=3, replicas=4)
     assert {kind: (sums[kind, "calls"], sums[kind, "bytes"]) for kind in found} == found
     assert len(sums) == 2 * len(found)
 
