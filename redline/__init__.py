@@ -201,6 +201,7 @@ def estimate(
     pipeline: int | None = None,
     dp: int | None = None,
     zero: int | None = None,
+    replicas: int | None = None,
     global_batch: int | None = None,
     inference: bool | str = False,
     batch: Any = None,
@@ -221,8 +222,9 @@ def estimate(
     from redline.api.document import Document
     from redline.api.factory import is_module, words_of
     from redline.commands.common import options_of
-    from redline.commands.estimate import AS_THE_PLAN, add_estimate
+    from redline.commands.estimate import add_estimate
     from redline.commands.estimate import estimate as document_of
+    from redline.commands.estimate_subject import AS_THE_PLAN
 
     given = {
         "workload": None if is_module(workload) else words_of(workload, "redline.estimate"),
@@ -240,6 +242,7 @@ def estimate(
         "pipeline": pipeline,
         "dp": dp,
         "zero": zero,
+        "replicas": replicas,
         "global_batch": global_batch,
         "inference": AS_THE_PLAN if inference is True else inference or None,
     }

@@ -24,8 +24,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from redline.api.loss import Loss, loss_of_call
 from redline.api.prepare import check_module
-from redline.commands import estimate as estimate_command
 from redline.commands import lint as lint_command
+from redline.commands.estimate import check_options
+from redline.commands.estimate_subject import check_one_gpu, choose_machine, traced_subject
 from redline.core.errors import UserError
 from redline.core.traced import SAMPLE, TOKEN, Line, Product, Traced
 from redline.core.user_code import Functions, described
@@ -53,13 +54,13 @@ def estimate_module(model: nn.Module, batch: Any, loss: Loss | None, options: ar
             "give one: redline.estimate(model, batch=next(iter(loader)))",
         )
     batch = plain(batch)
-    estimate_command.check_options(options)
-    estimate_command.check_one_gpu(options)
-    machine = estimate_command.choose_machine(options)
+    check_options(options)
+    check_one_gpu(options)
+    machine = choose_machine(options)
     workload = live_workload(model, trace_module(model, batch, loss))
     if options.micro_batch is None and options.recipe is None:
         options.micro_batch = samples_of(batch)
-    return traced_document(estimate_command.traced_subject(options, machine, workload, ORIGIN), machine)
+    return traced_document(traced_subject(options, machine, workload, ORIGIN), machine)
 
 
 def lint_module(model: nn.Module, batch: Any, loss: Loss | None, options: argparse.Namespace) -> dict[str, Any]:

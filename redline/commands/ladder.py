@@ -145,7 +145,8 @@ def run_ladder(options: argparse.Namespace) -> int:
     return show_ladder(document, run.directory.path, options)
 
 
-# What defines a ladder; with --resume these come from the run directory and may not be given again.
+# What defines a ladder; with --resume these come from the run directory and may not be given again, but for the ranks
+# that it has.
 CHOICES = (
     "workload",
     "rungs",

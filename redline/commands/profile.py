@@ -158,13 +158,15 @@ class ProfileRun:
 def prepare(options: argparse.Namespace) -> ProfileRun:
     """Everything the user said is checked before the machine is asked and before anything is written."""
     from redline.core.job import Job, check_run_directory
+    from redline.predict.parallel import Beside
     from redline.search.climb import TOKENS_FILE
     from redline.search.launch import probe_machine
     from redline.search.ranks import check_ranks, check_shareable, layout_for
     from redline.search.words import with_layout
 
     given = check_options(options)
-    layout = layout_for(options.gpus or 1, {"tensor": options.tensor, "replicas": options.replicas})
+    degrees = {"tensor": options.tensor, "replicas": options.replicas}
+    layout = layout_for(options.gpus or 1, degrees, beside=Beside(stages=False))
     if options.out is not None:
         check_run_directory(options.out, resumable=False)
     hardware, versions = probe_machine(options.device)

@@ -40,9 +40,11 @@ from redline.core.units import counted
 
 if TYPE_CHECKING:
     from redline.core.layout import Layout
+    from redline.core.recipe import Recipe
     from redline.core.workload import Workload
     from redline.engine.distributed import Ranks
     from redline.engine.session import TrainOrder
+    from redline.predict.parallel import Beside
 
 
 def ranks_here() -> int | None:
@@ -249,12 +251,26 @@ def check_rank_timeout(seconds: float | None) -> None:
         )
 
 
-def layout_of(options: argparse.Namespace, ranks: int, workload: Workload) -> Layout:
-    """Of so many ranks, as the options say. What this model or these ranks do not allow is refused there."""
+def layout_of(options: argparse.Namespace, ranks: int, workload: Workload, beside: Beside | None = None) -> Layout:
+    """Of so many ranks, as the options say. What this model or these ranks do not allow is refused there, with what
+    goes with the batch `beside` it."""
+    from redline.predict.parallel import ALONE
     from redline.search.ranks import layout_for
 
     degrees = {name: getattr(options, name) for name in DEGREES}
-    return layout_for(ranks, degrees, workload, by_hand=ranks_here() is not None)
+    return layout_for(ranks, degrees, workload, by_hand=ranks_here() is not None, beside=beside or ALONE)
+
+
+def batch_beside(options: argparse.Namespace, workload: Workload, recipe: Recipe | None) -> Beside:
+    """The batch of an update that the options ask for, as far as they do."""
+    from redline.predict.parallel import Beside
+
+    usual = workload.micro_batch if recipe is None else recipe.micro_batch
+    micro_batch: int = usual if options.micro_batch is None else options.micro_batch
+    if options.batch_tokens is None:
+        return Beside(micro_batch=micro_batch, batch=options.global_batch)
+    unit = workload.shape.sequence
+    return Beside(micro_batch=micro_batch, batch=options.batch_tokens, option="--batch-tokens", unit=unit)
 
 
 def check_shares(micro_batch: int, global_batch: int, layout: Layout) -> None:

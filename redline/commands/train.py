@@ -183,11 +183,14 @@ def began_with(run: Path) -> int:
 
 
 def make_order(options: argparse.Namespace, console: Any, ranks: int = 1) -> TrainOrder:
+    from redline.search.ranks import uncut_copies
+
     if not options.resume:
         return new_order(options, console, ranks)
     order = resumed_order(options, ranks)
     assert order.layout is not None, "a resumed order has one"
-    notes = (end_of_schedule(order), change_of_ranks(began_with(options.resume), order.layout, order))
+    changed = change_of_ranks(began_with(options.resume), order.layout, order)
+    notes = (end_of_schedule(order), changed, uncut_copies(order.layout))
     for note in filter(None, notes):
         console.print(note, markup=False, highlight=False, soft_wrap=True)
     return order
@@ -232,7 +235,7 @@ def chosen_order(
     options: argparse.Namespace, console: Any, ranks: int
 ) -> tuple[TrainOrder, Hardware, dict[str, str | None]]:
     """What the words come to on this machine, without its data yet; nothing is written."""
-    from redline.commands.ranks import layout_of
+    from redline.commands.ranks import batch_beside, layout_of
     from redline.core.recipe import Recipe, load_recipe
     from redline.core.training import Budget
     from redline.engine.session import TrainOrder, rate_of
@@ -240,18 +243,19 @@ def chosen_order(
     from redline.rungs.ladder import check_alternatives, with_optimizer
     from redline.search.inspect import find_workload
     from redline.search.launch import probe_machine
-    from redline.search.ranks import check_layout, check_ranks, undone_in
+    from redline.search.ranks import check_layout, check_ranks, uncut_copies, undone_in
     from redline.workloads import default_workload
     from redline.workloads.shapes import weights_beside
 
+    recipe = load_recipe(options.recipe) if options.recipe else None
     if options.workload:  # a mistake is told before torch is asked
-        layout_of(options, ranks, find_workload(options.workload, sequence=options.sequence))
+        workload = find_workload(options.workload, sequence=options.sequence)
+        layout_of(options, ranks, workload, batch_beside(options, workload, recipe))
     given = {"steps": options.steps, "tokens": options.tokens, "minutes": options.minutes}
     if all(value is None for value in given.values()):
         console.print(f"--minutes {DEFAULT_MINUTES:g}: no budget was given")
         given["minutes"] = DEFAULT_MINUTES
     budget = Budget(**given)
-    recipe = load_recipe(options.recipe) if options.recipe else None
     check_alternatives(recipe.rungs if recipe else ())
     if options.optimizer is not None:
         with_optimizer((), options.optimizer)  # likewise
@@ -259,7 +263,7 @@ def chosen_order(
     hardware = check_ranks(hardware, ranks)
     name = options.workload or default_workload(hardware.kind)
     workload = find_workload(name, sequence=options.sequence, trained_on=hardware.kind)
-    layout = layout_of(options, ranks, workload)
+    layout = layout_of(options, ranks, workload, batch_beside(options, workload, recipe))
     for note in workload.notes:
         console.print(note, style="dim", markup=False, highlight=False)
     if workload.source.kind == "huggingface" and options.init is None and (folder := weights_beside(name)):
@@ -282,6 +286,8 @@ def chosen_order(
         check_init(recipe, options.init, layout)
         for name, way in undone_in(recipe.rungs).items():
             console.print(f"{name} changes nothing here: {way} undoes it", style="dim")
+        if (uncut := uncut_copies(layout)) is not None:
+            console.print(uncut, markup=False, highlight=False, soft_wrap=True)
     settings = settings_of(options, workload, recipe, budget, layout)
     rate_of(settings)  # a warm-up that does not fit is told before anything is made
     out = options.out or Path("runs") / f"train-{workload.name}-{datetime.now().strftime('%Y%m%d-%H%M%S')}"
@@ -477,6 +483,7 @@ def resumed_order(options: argparse.Namespace, ranks: int = 1) -> TrainOrder:
     from redline.core.training import Budget
     from redline.core.values import from_json
     from redline.engine.session import TrainOrder
+    from redline.predict.parallel import Beside
     from redline.rungs import own_rungs, with_own
     from redline.search.ranks import check_layout
 
@@ -516,7 +523,8 @@ def resumed_order(options: argparse.Namespace, ranks: int = 1) -> TrainOrder:
         recipe = replace(recipe, rungs=with_own(recipe.rungs, order.workload))
     if options.micro_batch is not None:
         recipe = replace(recipe, micro_batch=options.micro_batch)
-    layout = layout_of(options, ranks, order.workload)
+    kept = Beside(micro_batch=recipe.micro_batch, batch=order.settings.global_batch, option=None)
+    layout = layout_of(options, ranks, order.workload, kept)
     check_resumed_shares(str(options.resume), recipe.micro_batch, order.settings.global_batch, layout)
     recipe = shared_recipe(recipe, options.parallel, layout)
     check_allowed(recipe, order.workload)

@@ -27,7 +27,8 @@ from redline.core.errors import UserError
 
 DEFAULT_MINUTES = 8.0
 UNITS = {"": 1024**3, "gib": 1024**3, "gb": 10**9, "mib": 1024**2, "mb": 10**6}  # a bare number is GiB
-# What defines a search; with --resume these come from the run directory and may not be given again.
+# What defines a search; with --resume these come from the run directory and may not be given again, but for the ranks
+# that it has.
 CHOICES = (
     "workload",
     "allow",

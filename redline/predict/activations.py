@@ -184,7 +184,7 @@ class Rank:
         return self.shared(needed + rule.of_previous * self.largest_inside, 1)
 
     def shared(self, size: float, stage: int) -> int:
-        return -(-round(size) // self.layout.dp) if self.zero >= stage else round(size)
+        return -(-round(size) // self.layout.shards) if self.zero >= stage else round(size)
 
     # what a moment has of the weights besides
 

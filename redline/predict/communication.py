@@ -90,14 +90,23 @@ def sent_bytes(collectives: Iterable[Collective]) -> dict[str, float]:
 
 
 def group_of(layout: Layout, axis: str, gpus_per_node: int) -> Group:
-    """Ranks count TP fastest, then DP, then PP. Of several groups the one over most nodes."""
-    tp, dp, pp = layout.tp, layout.dp, layout.pp
+    """Ranks count TP fastest, then DP (those of a copy first, then the copies), then PP. `axis`: tp, dp, pp, or a part
+    of dp where copies are cut: `shard`, the GPUs of one copy, and `copies`, those that hold the same of each. Of
+    several groups the one over most nodes."""
+    tp, dp, pp, shards = layout.tp, layout.dp, layout.pp, layout.shards
     if axis == "pp":  # two neighbours; once the stages do not all fit one node, some pair is in two
         return Group(ranks=2, nodes=2 if layout.gpus > gpus_per_node else 1)
-    size, stride, groups = (tp, 1, layout.gpus // tp) if axis == "tp" else (dp, tp, pp)
-    starts = (number * size * stride for number in range(min(groups, gpus_per_node)))
+    strides = {"tp": (tp, 1), "dp": (dp, tp), "shard": (shards, tp), "copies": (layout.replicas, tp * shards)}
+    size, stride = strides[axis]
+    if layout.gpus <= gpus_per_node:
+        return Group(ranks=size, nodes=1)
+    if axis == "copies":
+        firsts = (stage * dp * tp for stage in range(min(pp, gpus_per_node)))
+        starts = (first + shard * tp for first in firsts for shard in range(min(shards, gpus_per_node)))
+    else:
+        starts = (number * size * stride for number in range(min(layout.gpus // (size * stride), gpus_per_node)))
     nodes = max((start + (size - 1) * stride) // gpus_per_node - start // gpus_per_node + 1 for start in starts)
-    return Group(ranks=size, nodes=nodes)
+    return Group(ranks=size, nodes=min(size, nodes))  # with more than a node from one to the next: a node for each
 
 
 # what is sent
@@ -112,8 +121,12 @@ def traffic(rank: Rank, gpus_per_node: int) -> tuple[Collective, ...]:
 def _data_parallel(rank: Rank, gpus_per_node: int) -> Iterator[Collective]:
     if rank.layout.dp == 1:
         return
-    group = group_of(rank.layout, "dp", gpus_per_node)
-    yield from _sharded_weights(rank, group) if rank.zero == 3 else _whole_weights(rank, group)
+    if rank.zero < 3:
+        yield from _whole_weights(rank, group_of(rank.layout, "dp", gpus_per_node))
+        return
+    yield from _sharded_weights(rank, group_of(rank.layout, "shard", gpus_per_node))
+    if rank.layout.replicas > 1:
+        yield _between_copies(rank, group_of(rank.layout, "copies", gpus_per_node))
 
 
 def _whole_weights(rank: Rank, group: Group) -> Iterator[Collective]:
@@ -171,6 +184,25 @@ def _sharded_weights(rank: Rank, group: Group) -> Iterator[Collective]:
             hides=True,
             every_pass=times == passes,
         )
+
+
+def _between_copies(rank: Rank, group: Group) -> Collective:
+    """Hybrid sharding: what a GPU was dealt of each unit's gradients is averaged over the copies, on the last micro
+    batch only."""
+    shards = rank.layout.shards
+    rest = padded(rank.outer_tensors(), shards)
+    numbers = (rank.layers * padded(rank.layer_tensors(), shards) + rest) // shards
+    return Collective(
+        what="gradients between copies",
+        kind=ALL_REDUCE,
+        axis="dp",
+        group=group,
+        calls=rank.layers + (rest > 0),
+        bytes=rank.weight * numbers,
+        during="backward",
+        hides=True,
+        every_pass=False,
+    )
 
 
 def padded(tensors: Iterable[tuple[tuple[int, ...], int]], ranks: int) -> int:
@@ -424,9 +456,9 @@ def _hidden(
         (one, time) for one, time in zip(collectives, transfers, strict=True) if one.hides and one.during == during
     ]
     window = model.overlap * (compute.forward if during == "forward" else compute.backward)
-    if not any(one.every_pass for one, _ in hiding):
-        window /= micro_batches
-    return min(sum(time for _, time in hiding), window)
+    once = sum(time for one, time in hiding if not one.every_pass)
+    always = sum(time for one, time in hiding if one.every_pass)
+    return min(always + min(once, window / micro_batches), window)
 
 
 # the published series that the wait is fitted on

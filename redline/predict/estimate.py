@@ -28,6 +28,7 @@ from redline.predict.flops import (
     six_n,
 )
 from redline.predict.layouts import (
+    DOES_NOT_FIT,
     ParallelStep,
     Recommendation,
     expected_peaks,
@@ -38,6 +39,7 @@ from redline.predict.layouts import (
 from redline.predict.memory import Memory
 from redline.predict.parallel import Layout
 from redline.predict.roofline import Peaks, Prediction, Roofline, predict_step, reachable, sheet_peaks
+from redline.predict.shortage import Instead, shortage_json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +86,8 @@ class Subject:
     """What to type to measure it; None where nothing can be built from what was described."""
     train: dict[str, str | None] | None = None
     """Of several GPUs: `command`, what to type to train like that, or the `reason` why nothing does."""
+    instead: Instead | None = None
+    """Of several GPUs that lack memory: what fits them."""
 
 
 def document(subject: Subject, target: Target) -> dict[str, Any]:
@@ -113,10 +117,20 @@ def document(subject: Subject, target: Target) -> dict[str, Any]:
         "tokens_per_second": speed,
         "tokens_per_second_reason": reason,
         "batch": batch_json(subject.layout),
-        "parallel": parallel
-        and subject.fabric
-        and {**parallel_json(parallel, subject.fabric, subject.advice), "train": train_json(subject, fits)},
+        "parallel": None if parallel is None else many_json(parallel, subject, target),
         "notes": [*target.notes, *subject.notes, *case_notes(case), *(step_notes(parallel) if parallel else ())],
+    }
+
+
+def many_json(step: ParallelStep, subject: Subject, target: Target) -> dict[str, Any]:
+    assert subject.fabric is not None
+    node = subject.fabric.gpus_per_node
+    shortage = shortage_json(step, target.memory_bytes, subject.instead, node)
+    fits = None if target.memory_bytes is None else shortage is None
+    return {
+        **parallel_json(step, subject.fabric, subject.advice, fits),
+        "shortage": shortage,
+        "train": train_json(subject, fits),
     }
 
 
@@ -124,7 +138,7 @@ def train_json(subject: Subject, fits: bool | None) -> dict[str, str | None] | N
     """Nobody is sent to train what does not fit; that is one reason beside the others."""
     if fits is not False or subject.train is None:
         return subject.train
-    return {"command": None, "reason": "; ".join(filter(None, ("it does not fit", subject.train["reason"])))}
+    return {"command": None, "reason": "; ".join(filter(None, (DOES_NOT_FIT, subject.train["reason"])))}
 
 
 # notes
@@ -205,7 +219,7 @@ def expected_speed(
     prediction: Prediction | None, parallel: ParallelStep | None, reason: str | None, fits: bool | None
 ) -> tuple[float | None, str | None]:
     if fits is False:
-        return None, "it does not fit"
+        return None, DOES_NOT_FIT
     if parallel is not None:
         return parallel.tokens_per_second, parallel.reason
     if prediction is None:
@@ -310,6 +324,7 @@ def memory_json(memory: Memory) -> dict[str, int]:
 def memory_detail(memory: Memory) -> dict[str, Any]:
     return {
         "moment": memory.moment,
+        "stage": memory.stage,
         "allocated": memory.allocated,
         "activations": memory.activations,
         "working": memory.temporary,

@@ -60,14 +60,13 @@ class TracedCase(Fitting):
 
 
 def case_of(shape: Shape | Traced, plan: Plan, ranks: Ranked | None = None) -> Case | TracedCase:
-    """`ranks`: that share the step as the plan says. Of a traced model each is taken to hold all of it. With replicas a
-    rank holds what it would hold if there were one of them alone."""
+    """`ranks`: that share the step as the plan says. Of a traced model each is taken to hold all of it."""
     if isinstance(shape, Traced):
         return TracedCase(shape=shape, plan=plan)
     if ranks is None or ranks.ranks == 1:
         return Case(shape=shape, plan=plan)
-    layout = Layout(gpus=ranks.ranks // ranks.replicas, tp=ranks.tensor, pp=ranks.pipeline)
-    return Case(shape=shape, plan=plan, layout=layout, zero=ZERO[plan.parallel] if layout.dp > 1 else 0)
+    layout = Layout(gpus=ranks.ranks, tp=ranks.tensor, pp=ranks.pipeline, replicas=ranks.replicas)
+    return Case(shape=shape, plan=plan, layout=layout, zero=ZERO[plan.parallel] if layout.shards > 1 else 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -262,6 +261,7 @@ def _precision(name: str, instead_of: tuple[str, ...]) -> Callable[[Case, int], 
 def _sharded(replicas: int) -> Callable[[Case, int], Tried]:
     def apply(case: Case, micro_batch: int) -> Tried:
         layout = case.layout or Layout(gpus=1)
-        return replace(case, layout=replace(layout, gpus=replicas * layout.tp * layout.pp), zero=3), micro_batch
+        gpus = replicas * layout.tp * layout.pp
+        return replace(case, layout=replace(layout, gpus=gpus, replicas=1), zero=3), micro_batch
 
     return apply

@@ -49,6 +49,7 @@ SHOWN_OTHERS = 3
 # up to 2.7B, 2M up to 13B, 3.2M for 175B); the limits lie between its rows.
 USUAL_TOKENS = ((1e9, 0.5e6), (4e9, 1e6), (40e9, 2e6), (math.inf, 3.2e6))
 SHORTEST_PUBLISHED = 0.4  # seconds of a step in the series that the wait is fitted on
+DOES_NOT_FIT = "it does not fit"
 MOST_SIZES = 16  # micro batches that are tried of one layout
 
 
@@ -184,7 +185,7 @@ class Bench:
         shape, plan = piece_of(rank.shape, rank.plan, rank.layout)
         rows = [row for row in self._rows(shape, plan, rank.layout) if _held(row.operation, rank)]
         seconds = {name: sum(row.seconds for row in rows if row.operation.direction in names) for name, names in PASSES}
-        return Compute(**{**seconds, "update": seconds["update"] / (rank.layout.dp if rank.zero else 1)})
+        return Compute(**{**seconds, "update": seconds["update"] / (rank.layout.shards if rank.zero else 1)})
 
     def alone(self, shape: Shape, plan: Plan, layout: Layout) -> float:
         return sum(row.seconds for row in self._rows(shape, plan, layout))
@@ -295,8 +296,8 @@ def recommend(search: Search) -> Recommendation:
     """The fastest layout that fits, by prediction; of those that are equally fast the one that cuts least."""
     tried = list(_tried(search))
     if not tried:  # says what would divide
-        sizes = {"micro_batch": search.micro_batch or 1, "global_batch": search.global_batch}
-        layout_for_batch(gpus=search.gpus, **sizes, shape=search.case.shape)
+        size, shape = search.micro_batch or 1, search.case.shape
+        layout_for_batch(gpus=search.gpus, micro_batch=size, global_batch=search.global_batch, shape=shape)
     fitting = [step for step in tried if step.memory.total <= search.memory_bytes]
     ranked = sorted(fitting, key=_fastest_first) or sorted(tried, key=lambda step: step.memory.total)
     best = _least_cut(ranked) if fitting else ranked[0]
@@ -309,6 +310,12 @@ def recommend(search: Search) -> Recommendation:
         undivided=len(possible_cuts(None, search.gpus)) - len(cuts),
         reason=_why(best, ranked[0], tried, fitting),
     )
+
+
+def best_that_fits(search: Search) -> ParallelStep | None:
+    """As `recommend` would choose; None where nothing fits."""
+    fitting = [step for step in _tried(search) if step.memory.total <= search.memory_bytes]
+    return _least_cut(sorted(fitting, key=_fastest_first)) if fitting else None
 
 
 def _tried(search: Search) -> Iterator[ParallelStep]:
@@ -401,8 +408,12 @@ def step_notes(step: ParallelStep) -> Iterator[str]:
         )
 
 
-def parallel_json(step: ParallelStep, fabric: Fabric, advice: Recommendation | None) -> dict[str, Any]:
-    """`parallel` in `estimate --json`: docs/parallel.md has the keys."""
+def parallel_json(
+    step: ParallelStep, fabric: Fabric, advice: Recommendation | None, fits: bool | None
+) -> dict[str, Any]:
+    """`parallel` in `estimate --json`: docs/parallel.md has the keys. What does not fit has no rate; its `step` is how
+    long one would take if it did."""
+    runs = fits is not False
     return {
         "layout": layout_json(step, fabric.gpus_per_node),
         "interconnect": {
@@ -414,10 +425,10 @@ def parallel_json(step: ParallelStep, fabric: Fabric, advice: Recommendation | N
         "sent_bytes": sent_bytes(step.traffic),
         "step": None if step.time is None else _time_json(step.time),
         "bubble": bubble(step.layout),
-        "tokens_per_second": step.tokens_per_second,
-        "tokens_per_second_per_gpu": _per_gpu(step),
-        "scaling_efficiency": step.efficiency,
-        "reason": step.reason,
+        "tokens_per_second": step.tokens_per_second if runs else None,
+        "tokens_per_second_per_gpu": _per_gpu(step) if runs else None,
+        "scaling_efficiency": step.efficiency if runs else None,
+        "reason": step.reason if runs else DOES_NOT_FIT,
         "recommendation": None if advice is None else _advice_json(advice, fabric.gpus_per_node),
     }
 
@@ -432,6 +443,7 @@ def layout_json(step: ParallelStep, gpus_per_node: int) -> dict[str, Any]:
         "tp": layout.tp,
         "pp": layout.pp,
         "zero": step.zero,
+        "replicas": layout.replicas,
         "micro_batch": layout.micro_batch,
         "accumulation": layout.accumulation,
         "global_batch": layout.global_batch,
@@ -480,20 +492,22 @@ def _time_json(time: StepTime) -> dict[str, float]:
     }
 
 
-def _advice_json(advice: Recommendation, gpus_per_node: int) -> dict[str, Any]:
-    def row(step: ParallelStep) -> dict[str, Any]:
-        return {
-            "layout": layout_json(step, gpus_per_node),
-            "memory_bytes": step.memory.total,
-            "tokens_per_second": step.tokens_per_second,
-            "scaling_efficiency": step.efficiency,
-        }
+def row_json(step: ParallelStep, gpus_per_node: int, *, fits: bool = True) -> dict[str, Any]:
+    return {
+        "layout": layout_json(step, gpus_per_node),
+        "memory_bytes": step.memory.total,
+        "tokens_per_second": step.tokens_per_second if fits else None,
+        "scaling_efficiency": step.efficiency if fits else None,
+    }
 
+
+def _advice_json(advice: Recommendation, gpus_per_node: int) -> dict[str, Any]:
+    fits = advice.fitting > 0  # all rows, or none
     return {
         "reason": advice.reason,
         "tried": advice.tried,
         "fitting": advice.fitting,
         "undivided": advice.undivided,
-        "best": row(advice.best),
-        "others": [row(step) for step in advice.others],
+        "best": row_json(advice.best, gpus_per_node, fits=fits),
+        "others": [row_json(step, gpus_per_node, fits=fits) for step in advice.others],
     }

@@ -65,6 +65,8 @@ class Memory:
     """16-bit copies of the weights."""
     context: int = 0
     """Outside the allocator."""
+    stage: str | None = None
+    """Of a pipeline: first or last, whichever this is."""
 
     @property
     def activation_bytes(self) -> int:
@@ -210,7 +212,12 @@ def _moment(
         temporary=WORKSPACES + round(temporary),
         autocast_cache=casts,
         context=_context(rank),
+        stage=_stage(rank),
     )
+
+
+def _stage(rank: Rank) -> str | None:
+    return None if rank.layout.pp == 1 else "first" if rank.first else "last"
 
 
 def _loss_moments(rank: Rank) -> Iterator[Memory]:

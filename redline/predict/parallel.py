@@ -7,7 +7,8 @@
 TP cuts every layer among GPUs, PP the stack of layers, DP the batch; GAS (gradient accumulation) does what is left one
 micro batch after the other. Ranks count TP fastest, then DP, then PP: tensor-parallel GPUs are neighbours in a node.
 Nothing here says what is fast (predict/layouts.py does): only what is possible. Refusals speak in options, which are
-the same for `train` and `estimate`, and whatever they propose passes the check that refused.
+the same for `train` and `estimate`, and whatever they propose passes the check that refused and goes with what was said
+beside it (`Beside`).
 """
 
 from __future__ import annotations
@@ -40,17 +41,25 @@ class Layout:
     """Sequences that pass through at once (MBS)."""
     accumulation: int = 1
     """Micro batches per step and replica (GAS)."""
+    replicas: int = 1
+    """With ZeRO 3: copies of the model, each cut among its own data-parallel GPUs (hybrid sharding)."""
 
     def __post_init__(self) -> None:
-        for name in ("gpus", "tp", "pp", "micro_batch", "accumulation"):
+        for name in ("gpus", "tp", "pp", "micro_batch", "accumulation", "replicas"):
             check_positive(name, getattr(self, name))
         if self.gpus % (self.tp * self.pp):
             raise _no_whole_replicas(self.gpus, self.tp, self.pp, shape=None)
+        check_copies(self.dp, self.replicas)
 
     @property
     def dp(self) -> int:
         """Data parallel: copies of the model, each with its own part of the batch."""
         return self.gpus // (self.tp * self.pp)
+
+    @property
+    def shards(self) -> int:
+        """GPUs that ZeRO shares a copy of the model among."""
+        return self.dp // self.replicas
 
     @property
     def global_batch(self) -> int:
@@ -65,6 +74,76 @@ class Layout:
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Beside:
+    """What was said beside a layout. Another cut, or another number of GPUs, is proposed only if it goes with that, or
+    with what to change of it."""
+
+    micro_batch: int = 1
+    batch: int | None = None
+    """Of an update, in the words of `option`."""
+    option: str | None = "--global-batch"
+    """None: it cannot change, as in a run that goes on."""
+    unit: int = 1
+    """What of `batch` is one sequence: its tokens, if they are counted."""
+    replicas: int = 1
+    stages: bool = True
+    """Whether --pipeline can be said: a measurement has no stages."""
+
+    def __post_init__(self) -> None:
+        check_positive("--micro-batch", self.micro_batch)
+        if self.batch is not None:
+            check_positive(self.option or "global batch", self.batch)
+
+    def change(self, dp: int) -> str | None:
+        """With so many data-parallel ranks: '' where nothing must change, None where nothing helps."""
+        copies = copies_of(dp)
+        words = [] if self.replicas in copies else [f"--replicas {nearest(copies, self.replicas)[0]}"]
+        batch, each = self.batch, dp * self.unit
+        if batch is not None and batch % (each * self.micro_batch):
+            if batch % each == 0:
+                words.append(f"--micro-batch {nearest(divisors(batch // each), self.micro_batch)[0]}")
+            elif self.option is None:
+                return None
+            else:
+                near = nearest(_multiples(batch, each * self.micro_batch), batch)
+                words.append(f"{self.option} {near[0]}")
+        return " and ".join(words)
+
+
+def copies_of(dp: int) -> tuple[int, ...]:
+    """Into how many copies of the model so many data-parallel ranks can be divided, each cut among two at least; one
+    rank is one copy."""
+    return tuple(size for size in divisors(dp) if size < dp or dp == 1)
+
+
+def check_copies(dp: int, replicas: int) -> None:
+    """That so many data-parallel ranks can be that many copies of the model."""
+    if dp % replicas:
+        sizes = _either(nearest_two(copies_of(dp), replicas))
+        raise UserError(
+            f"{counted(dp, 'rank')} with data of {'its' if dp == 1 else 'their'} own cannot be {replicas} replicas",
+            "each copy of the model is cut among as many ranks as the others",
+            f"use --replicas {sizes}",
+        )
+
+
+def check_cut_copies(dp: int, replicas: int) -> None:
+    """And that each of them is cut."""
+    check_copies(dp, replicas)
+    if replicas == dp > 1:
+        sizes = _either(nearest_two(copies_of(dp), replicas))
+        raise UserError(
+            f"--replicas {replicas} leaves one rank to each copy of the model",
+            f"{UNCUT}, at the price of fsdp",
+            f"share by ddp: leave --replicas out (train: --parallel ddp), or use --replicas {sizes}",
+        )
+
+
+UNCUT = "nothing is cut then: every rank holds all of it, as with ddp"
+ALONE = Beside()  # nothing else was said
+
+
 def layout_for_batch(
     *,
     gpus: int,
@@ -74,12 +153,18 @@ def layout_for_batch(
     global_batch: int | None = None,
     shape: Shape | None = None,
     gpus_per_node: Node = None,
+    beside: Beside | None = None,
+    replicas: int = 1,
 ) -> Layout:
     """The layout whose accumulation makes exactly this global batch (None: one pass), or an error with the nearest
-    possible ones. With a shape they are possible for that model too."""
+    possible ones. With a shape they are possible for that model too. `beside`: what else they go with, if it is not
+    these sizes."""
     if shape is not None:
-        _check_cuts(shape, gpus, tp, pp, gpus_per_node)
-    once = Layout(gpus=gpus, tp=tp, pp=pp, micro_batch=micro_batch)
+        beside = beside or Beside(micro_batch=micro_batch, batch=global_batch, replicas=replicas)
+        _check_cuts(shape, gpus, tp, pp, gpus_per_node, beside)
+    elif beside is not None and gpus % (tp * pp):
+        raise _no_whole_replicas(gpus, tp, pp, None, gpus_per_node, beside)
+    once = Layout(gpus=gpus, tp=tp, pp=pp, micro_batch=micro_batch, replicas=replicas)
     if global_batch is None:
         return once
     check_positive("global_batch", global_batch)
@@ -109,15 +194,16 @@ def check_layout(shape: Shape, layout: Layout, gpus: int | None = None, gpus_per
         )
 
 
-def check_product(gpus: int, *, dp: int, tp: int, pp: int) -> None:
+def check_product(gpus: int, *, dp: int, tp: int, pp: int, beside: Beside = ALONE) -> None:
     """Refuses a DP that is not what TP and PP leave of the GPUs."""
     check_positive("dp", dp)
     left = Layout(gpus=gpus, tp=tp, pp=pp).dp
     if dp != left:
+        change = beside.change(left)
         raise UserError(
             f"DP {dp} x TP {tp} x PP {pp} takes {counted(dp * tp * pp, 'GPU')}, not {gpus}",
             "every GPU is one rank of one layout",
-            f"use --dp {left}, or leave --dp out",
+            f"use --dp {left}, or leave --dp out{f', with {change}' if change else ''}",
         )
 
 
@@ -143,7 +229,7 @@ def heads_divide(shape: Shape, tp: int) -> bool:
     return shape.heads % tp == 0 and shape.key_value_heads % tp == 0
 
 
-def _check_cuts(shape: Shape, gpus: int, tp: int, pp: int, node: Node = None) -> None:
+def _check_cuts(shape: Shape, gpus: int, tp: int, pp: int, node: Node = None, beside: Beside = ALONE) -> None:
     for name, value in (("gpus", gpus), ("--tensor", tp), ("--pipeline", pp)):
         check_positive(name, value)
     kv = shape.key_value_heads
@@ -169,16 +255,16 @@ def _check_cuts(shape: Shape, gpus: int, tp: int, pp: int, node: Node = None) ->
             raise UserError(
                 f"{what} cannot be shared by {name} {parts}",
                 why,
-                f"use {_cuts_near(shape, gpus, tp, pp, node)}",
+                f"use {_cuts_near(shape, gpus, tp, pp, node, beside)}",
             )
     if gpus % (tp * pp):
-        raise _no_whole_replicas(gpus, tp, pp, shape, node)
+        raise _no_whole_replicas(gpus, tp, pp, shape, node, beside)
     if _in_a_node(gpus, node) % tp:
         raise UserError(
             f"--tensor {tp} does not stay inside a node of {counted(_in_a_node(gpus, node), 'GPU')}",
             "a tensor-parallel group waits for its activations in every layer, and only links inside a node are "
             "fast enough for that",
-            f"use {_cuts_near(shape, gpus, tp, pp, node)}",
+            f"use {_cuts_near(shape, gpus, tp, pp, node, beside)}",
         )
 
 
@@ -188,21 +274,28 @@ def _in_a_node(gpus: int, node: Node) -> int:
     return node if isinstance(node, int) else node(gpus)
 
 
-def _no_whole_replicas(gpus: int, tp: int, pp: int, shape: Shape | None, node: Node = None) -> UserError:
-    whole, near = tp * pp, _gpus_near(gpus, tp, pp, node)
+def _no_whole_replicas(
+    gpus: int, tp: int, pp: int, shape: Shape | None, node: Node = None, beside: Beside = ALONE
+) -> UserError:
+    whole, near = tp * pp, _gpus_near(gpus, tp, pp, node, beside)
     others = f"{_counted_either(near, 'GPU')}, or " if near else ""
     return UserError(
         f"{counted(gpus, 'GPU')} cannot be cut into replicas of {tp} x {pp}",
         f"one replica takes {whole} GPUs, tensor x pipeline, and data-parallel ranks count whole replicas",
-        f"use {others}{_cuts_near(shape, gpus, tp, pp, node)}",
+        f"use {others}{_cuts_near(shape, gpus, tp, pp, node, beside)}",
     )
 
 
-def _gpus_near(gpus: int, tp: int, pp: int, node: Node) -> list[int]:
-    """The numbers just below and above these that whole replicas take, in nodes that hold whole tensor groups."""
+def _gpus_near(gpus: int, tp: int, pp: int, node: Node, beside: Beside) -> list[int]:
+    """The numbers just below and above these that whole replicas take, in nodes that hold whole tensor groups, and
+    with which nothing else must change."""
     first, whole = gpus // (tp * pp), tp * pp
     below, above = range(first, max(0, first - MOST_STEPS), -1), range(first + 1, first + MOST_STEPS)
-    found = (next((n * whole for n in way if _node_takes(tp, n * whole, node)), None) for way in (below, above))
+
+    def takes(dp: int) -> bool:
+        return _node_takes(tp, dp * whole, node) and beside.change(dp) == ""
+
+    found = (next((n * whole for n in way if takes(n)), None) for way in (below, above))
     return [count for count in found if count is not None]
 
 
@@ -213,15 +306,24 @@ def _node_takes(tp: int, gpus: int, node: Node) -> bool:
         return False
 
 
-def _cuts_near(shape: Shape | None, gpus: int, tp: int, pp: int, node: Node = None) -> str:
-    """The two nearest cuts of these GPUs, and of the model if one is given: '--tensor 4 or --tensor 2'."""
-    cuts = sorted(
+def _cuts_near(shape: Shape | None, gpus: int, tp: int, pp: int, node: Node = None, beside: Beside = ALONE) -> str:
+    """The two nearest cuts of these GPUs, and of the model if one is given: '--tensor 4 or --tensor 2'. Where none goes
+    with what was said beside it, each has what to change too: '--tensor 4 with --micro-batch 2'."""
+    possible = sorted(
         possible_cuts(shape, gpus, None if node is None else _in_a_node(gpus, node)),
         key=lambda cut: (abs(math.log(cut[0] / tp)) + abs(math.log(cut[1] / pp)), cut[1] != pp, cut),
-    )[:2]
+    )
+    possible = [cut for cut in possible if beside.stages or cut[1] == 1]
+    changes = {cut: beside.change(gpus // math.prod(cut)) for cut in possible}
+    as_said = [cut for cut in possible if changes[cut] == ""]
+    cuts = (as_said or [cut for cut in possible if changes[cut] is not None])[:2]
+    if not cuts:
+        return "another number of GPUs"
     said = [(axis, name) for axis, name in enumerate(CUTS) if any(cut[axis] > 1 for cut in ((tp, pp), *cuts))]
-    words = (" ".join(f"{name} {cut[axis]}" for axis, name in said) for cut in cuts)
-    return " or ".join(words) if said else f"neither {' nor '.join(CUTS)}"
+    words = [" ".join(f"{name} {cut[axis]}" for axis, name in said) for cut in cuts]
+    words = words if said else [f"neither {' nor '.join(CUTS)}"]
+    too = (f" with {changes[cut]}" if changes[cut] else "" for cut in cuts)
+    return " or ".join(map("".join, zip(words, too, strict=False)))
 
 
 def possible_cuts(shape: Shape | None, gpus: int, gpus_per_node: int | None = None) -> list[tuple[int, int]]:

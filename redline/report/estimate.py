@@ -77,7 +77,7 @@ def print_estimate(document: Document, console: Console, *, operations: bool = F
     console.print(notes_grid(list(notes_of(document))))
     if document.get("parallel") is not None:
         console.print()
-        console.print(Text(train_text(document["parallel"]["train"], console.width)), soft_wrap=True)
+        console.print(Text(train_text(document["parallel"], console.width)), soft_wrap=True)
 
 
 def subject_text(document: Document) -> str:

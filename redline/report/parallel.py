@@ -21,6 +21,8 @@ INDENT, GOES_ON = "  ", " \\"
 
 def print_parallel(parallel: Document, console: Console) -> None:
     console.print(Text(layout_text(parallel), overflow="fold"))
+    if parallel["shortage"] is not None:
+        console.print(Text(shortage_text(parallel["shortage"]), style="red", overflow="fold"))
     console.print()
     console.print(traffic_table(parallel))
     if parallel["step"] is not None:
@@ -32,18 +34,43 @@ def print_parallel(parallel: Document, console: Console) -> None:
         console.print(Text(parallel["recommendation"]["reason"] + ".", overflow="fold"))
 
 
-def train_text(train: Document, width: int) -> str:
-    """The line to type, broken where a shell lets it be."""
-    if train["command"] is None:
-        return f"redline train does not run this: {one_line(train['reason'])}"
+def shortage_text(shortage: Document) -> str:
+    """Who lacks how much, and what does not."""
+    first, last = shortage["ranks"]
+    stage = "" if shortage["stage"] is None else f", the {shortage['stage']} stage of the pipeline,"
+    ranks = f"ranks {first} {'and' if last == first + 1 else 'to'} {last}"
+    who, each = (f"rank {first}{stage} needs", "") if first == last else (f"{ranks}{stage} need", " each")
+    lacks = (
+        f"{who} {human_bytes(shortage['needed_bytes'])}{each}, and a GPU has {human_bytes(shortage['memory_bytes'])}"
+    )
+    other = shortage["instead"]
+    if other is None:
+        return f"does not fit: {lacks}; no layout of these GPUs fits with these rungs and this global batch"
+    size = f"micro batch {other['layout']['micro_batch']}"
+    fits = f"{layout_words(other['layout'])}, {size}, {human_bytes(other['memory_bytes'])}"
+    return f"does not fit: {lacks}; what fits is {fits}"
+
+
+def train_text(parallel: Document, width: int) -> str:
+    """The line to type; of what does not fit, the line of what does."""
+    train, shortage = parallel["train"], parallel["shortage"]
+    if train["command"] is not None:
+        return f"to train like that:\n{broken_line(train['command'], width)}"
+    refused = f"redline train does not run this: {one_line(train['reason'])}"
+    other = None if shortage is None or shortage["instead"] is None else shortage["instead"]["command"]
+    return refused if other is None else f"{refused}; what fits:\n{broken_line(other, width)}"
+
+
+def broken_line(command: str, width: int) -> str:
+    """Broken where a shell lets it be."""
     lines = [""]
-    for word in _unbroken(one_line(train["command"])):
+    for word in _unbroken(one_line(command)):
         longer = f"{lines[-1]} {word}".strip()
         if len(lines[-1]) and len(longer) > width - len(INDENT) - len(GOES_ON):
             lines.append(word)
         else:
             lines[-1] = longer
-    return "to train like that:\n" + f"{GOES_ON}\n".join(f"{INDENT}{line}" for line in lines)
+    return f"{GOES_ON}\n".join(f"{INDENT}{line}" for line in lines)
 
 
 def _unbroken(command: str) -> list[str]:
@@ -60,7 +87,8 @@ def layout_text(parallel: Document) -> str:
 
 
 def layout_words(layout: dict[str, Any]) -> str:
-    return f"DP {layout['dp']} x TP {layout['tp']} x PP {layout['pp']}, ZeRO {layout['zero']}"
+    copies = f" in {layout['replicas']} copies" if layout["replicas"] > 1 else ""
+    return f"DP {layout['dp']} x TP {layout['tp']} x PP {layout['pp']}, ZeRO {layout['zero']}{copies}"
 
 
 def traffic_table(parallel: Document) -> Table:
@@ -78,7 +106,9 @@ def traffic_table(parallel: Document) -> Table:
 
 def step_table(parallel: Document) -> Table:
     step = parallel["step"]
-    table = plain_table("step on many GPUs", "time ", "share ", "what")
+    fits = parallel["shortage"] is None
+    title = "step on many GPUs" if fits else "a step, if it fitted"
+    table = plain_table(title, "time ", "share ", "what")
     for name, key, what in (
         ("forward", "forward_seconds", "one GPU's part, all micro batches"),
         ("backward", "backward_seconds", "with what is computed again"),
@@ -91,7 +121,8 @@ def step_table(parallel: Document) -> Table:
     per_gpu = human_rate(parallel["tokens_per_second_per_gpu"])
     rate = f"{human_rate(parallel['tokens_per_second'])} tokens/s, {per_gpu} per GPU"
     efficiency = f"{human_percent(parallel['scaling_efficiency'])} of one GPU alone"
-    table.add_row(Text("total", style="bold"), human_seconds(step["seconds"]), "", f"{rate}: {efficiency}")
+    what = f"{rate}: {efficiency}" if fits else f"{UNKNOWN} tokens/s: it does not fit"
+    table.add_row(Text("total", style="bold"), human_seconds(step["seconds"]), "", what)
     return table
 
 

@@ -45,7 +45,14 @@ from redline.search.climb import TOKENS_FILE, Climb, LadderSettings, Row
 from redline.search.document import best_rebatched, best_row, ladder_document, row_json
 from redline.search.launch import launch, remove_caches
 from redline.search.ranks import check_measured, is_way, not_measured, ranked_rungs
-from redline.search.words import Words, check_choice, check_nothing_given, check_same_machine, check_sensible
+from redline.search.words import (
+    Words,
+    check_choice,
+    check_nothing_given,
+    check_same_machine,
+    check_same_ranks,
+    check_sensible,
+)
 
 KIND, SURROUNDINGS = "ladder", "surroundings"  # in run.json: what it is of, and what its times depend on besides
 LOCK_TRIES, LOCK_SECONDS = 3, 0.05  # somebody who watches may look at the lock just now
@@ -269,7 +276,7 @@ def begin_ladder(
     check_not_own(without, resolved)
     first = ranked_rungs(start.rungs if start else (), words.layout)
     beginning = Recipe(rungs=with_own(first, resolved), micro_batch=size)
-    check_measured(first, words.layout, resolved, hardware)
+    check_measured(first, words.layout, resolved, hardware, words.global_batch)
     check_recipe_applies(beginning, resolved, hardware)
     said["rungs"] = tuple(name for name in said["rungs"] if name not in beginning.rungs)
     settings = LadderSettings(
@@ -443,6 +450,7 @@ def resume_ladder(path: Path, choices: dict[str, Any]) -> LadderRun:
     """An interrupted run on the same machine with the same versions: its other rows must stay comparable."""
     check_nothing_given("ladder", path, choices)
     run = open_ladder(path)
+    check_same_ranks("ladder", path, choices, run.hardware)
     fix = "start a new ladder here; `redline report` still draws the old one"
     check_same_machine(run.directory, run.workload, run.hardware, run.settings.device, fix=fix)
     forget_other_surroundings(run.directory)

@@ -10,7 +10,6 @@ them (`commands/ranks.py`), and the same limits: what cannot be is refused here 
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Collection, Mapping
 from dataclasses import replace
@@ -27,8 +26,8 @@ from redline.core.workload import Shape, Workload, check_positive
 from redline.predict.communication import Fabric
 from redline.predict.fitting import Case, case_of
 from redline.predict.layouts import expected_peaks, predict_parallel
+from redline.predict.parallel import ALONE, UNCUT, Beside, check_copies, check_cut_copies, layout_for_batch
 from redline.predict.parallel import Layout as Cut
-from redline.predict.parallel import divisors, layout_for_batch, nearest_two
 from redline.rungs import Rung, find_rung, group_of, plan_of, usual_rungs, why_not
 from redline.rungs.ladder import cuts_of, with_parallel
 from redline.rungs.parallel import (
@@ -50,35 +49,50 @@ OF_LAYOUTS = {TENSOR_PARALLEL: "--tensor", PIPELINE_PARALLEL: "--pipeline", PIPE
 
 
 def layout_for(
-    ranks: int, degrees: Mapping[str, int | None], workload: Workload | None = None, *, by_hand: bool = False
+    ranks: int,
+    degrees: Mapping[str, int | None],
+    workload: Workload | None = None,
+    *,
+    by_hand: bool = False,
+    beside: Beside = ALONE,
 ) -> Layout:
     """Of so many ranks; a degree that is None is one. A cut that this model or these ranks do not allow is refused
-    here, the model's first: what is proposed for the ranks is possible for it. `by_hand`: torchrun started them."""
+    here, the model's first: what is proposed for the ranks is possible for it. `by_hand`: torchrun started them.
+    `beside`: the batch that they share, which is not checked here; a cut that is proposed goes with it."""
     given = {"tensor": 1, "pipeline": 1, "replicas": 1}
     given |= {name: size for name, size in degrees.items() if size is not None}
     for name, size in given.items():
         check_positive(f"--{name}", size)
-    check_cuts(given, ranks, workload, by_hand=by_hand)
-    data = ranks // (given["tensor"] * given["pipeline"])
-    if data % given["replicas"]:
-        near = " or ".join(map(str, nearest_two(divisors(data), given["replicas"])))
-        raise UserError(
-            f"{counted(data, 'rank')} with data of {'its' if data == 1 else 'their'} own cannot be "
-            f"{given['replicas']} replicas",
-            "each copy of the model is cut among as many ranks as the others",
-            f"use --replicas {near}",
-        )
+    check_cuts(given, ranks, workload, by_hand=by_hand, beside=beside)
+    # Those of torchrun may be what is left of more: they go on, with a note.
+    check = check_copies if by_hand else check_cut_copies
+    check(ranks // (given["tensor"] * given["pipeline"]), given["replicas"])
     return Layout(ranks=ranks, **given)
 
 
-def check_cuts(given: Mapping[str, int], ranks: int, workload: Workload | None, *, by_hand: bool = False) -> None:
+def uncut_copies(layout: Layout) -> str | None:
+    """What to say of ranks that are all that is left of more; None where copies are cut."""
+    if layout.replicas == 1 or layout.shards > 1:
+        return None
+    return f"--replicas {layout.replicas} of {counted(layout.data, 'rank')} with data of their own: {UNCUT}"
+
+
+def check_cuts(
+    given: Mapping[str, int],
+    ranks: int,
+    workload: Workload | None,
+    *,
+    by_hand: bool = False,
+    beside: Beside = ALONE,
+) -> None:
     """--tensor and --pipeline, and that there are ranks for them. None: the model is not known yet."""
     said = " ".join(f"--{name} {size}" for name, size in given.items() if size > 1)
     if not said:
         return
     if workload is not None:
         check_known_cuts(given, workload)
-    whole = math.prod(given.values())
+    data = given["replicas"] * (2 if given["replicas"] > 1 else 1)  # copies that are cut
+    whole = given["tensor"] * given["pipeline"] * data
     layout_for_batch(
         gpus=whole if ranks == 1 else ranks,
         tp=given["tensor"],
@@ -86,13 +100,16 @@ def check_cuts(given: Mapping[str, int], ranks: int, workload: Workload | None, 
         micro_batch=1,
         shape=workload.shape if workload is not None and isinstance(workload.shape, Shape) else None,
         gpus_per_node=None if ranks == 1 else ranks_of_a_node,
+        beside=(beside := replace(beside, replicas=given["replicas"])),
     )
     if ranks == 1:
-        torchrun = f"start torchrun with --nproc-per-node {whole}, or leave {said} out: a checkpoint goes on without"
+        change = beside.change(data)
+        too = f"{whole} with {change}" if change else f"{whole}"
+        torchrun = f"start torchrun with --nproc-per-node {too}, or leave {said} out: a checkpoint goes on without"
         raise UserError(
             f"{said} with one process",
             f"it takes {whole} ranks that share a step, or a multiple of that",
-            torchrun if by_hand else f"say --gpus {whole} too, or leave {said} out",
+            torchrun if by_hand else f"say --gpus {too} too, or leave {said} out",
         )
 
 
@@ -116,10 +133,12 @@ def check_layout(layout: Layout, recipe: Recipe) -> None:
         )
 
 
-def check_measured(rungs: tuple[str, ...], layout: Layout, workload: Workload, hardware: Hardware) -> None:
+def check_measured(
+    rungs: tuple[str, ...], layout: Layout, workload: Workload, hardware: Hardware, global_batch: int | None = None
+) -> None:
     """The same of a measurement that begins with these rungs, as `ranked_rungs` has made them."""
     degrees = {"tensor": layout.tensor, "pipeline": layout.pipeline, "replicas": layout.replicas}
-    check_cuts(degrees, layout.ranks, workload)
+    check_cuts(degrees, layout.ranks, workload, beside=Beside(batch=global_batch, stages=False))
     for name in cuts_of(rungs, layout):
         reason = why_not(find_rung(name), workload, hardware, plan_of(other for other in rungs if other != name))
         if reason is not None:
@@ -263,13 +282,12 @@ def check_global_batch(global_batch: int | None, ranks: int) -> None:
 
 
 def rate_of_ranks(shape: Shape | Traced, plan: Plan, micro_batch: int, hardware: Hardware) -> float | None:
-    """As `redline estimate --gpus N` predicts it; None where device, link or model are not known, and of replicas,
-    whose traffic it has no model of."""
+    """As `redline estimate --gpus N` predicts it; None where device, link or model are not known."""
     device = known_device(hardware.name, hardware.multiprocessors) if hardware.kind == "cuda" else None
     ranks = hardware.arranged
     case = case_of(shape, plan, ranks)
-    if device is None or not isinstance(case, Case) or ranks.replicas > 1:
+    if device is None or not isinstance(case, Case):
         return None
-    layout = Cut(gpus=ranks.ranks, tp=ranks.tensor, pp=ranks.pipeline, micro_batch=micro_batch)
+    layout = replace(case.layout or Cut(gpus=ranks.ranks), micro_batch=micro_batch)
     fabric = Fabric(gpus_per_node=hardware.ranks, links=choose_links(None, device))
     return predict_parallel(replace(case, layout=layout), fabric, expected_peaks(plan, device, None)).tokens_per_second

@@ -79,7 +79,7 @@ class Trainable:
         """To be typed as it is, but for the name of the first node; None where train takes no such workload."""
         if self.words is None:
             return None
-        ranked = Ranked(ranks=layout.gpus, tensor=layout.tp, pipeline=layout.pp)
+        ranked = Ranked(ranks=layout.gpus, tensor=layout.tp, pipeline=layout.pp, replicas=layout.replicas)
         options = ranked.options().split()
         start, nodes = "redline train", layout.gpus // gpus_per_node
         if nodes > 1:

@@ -54,7 +54,7 @@ from redline.search.space import ALLOW, ROUGHLY, Space, open_space
 from redline.search.trials import Answer, Budget, OutOfTimeError, Trial, TuneSettings
 from redline.search.tune import Tuner
 from redline.search.tune_document import row_json, tune_document
-from redline.search.words import Words, check_choice, check_nothing_given, check_same_machine
+from redline.search.words import Words, check_choice, check_nothing_given, check_same_machine, check_same_ranks
 
 DOCUMENT_FILE = "tune.json"
 MOST_MINUTES = 7 * 24 * 60
@@ -261,7 +261,7 @@ def begin_tune(words: Words, ladder: LadderRun | None, budget: Budget, said: dic
     found = words.meet_machine()
     resolved, check_steps, steps = found.workload, words.check_steps, words.steps
     check_not_own(said.get("without", ()), resolved)
-    check_measured(ranked_rungs((), words.layout), words.layout, resolved, found.hardware)
+    check_measured(ranked_rungs((), words.layout), words.layout, resolved, found.hardware, words.global_batch)
     if ladder is not None:
         resolved = replace(resolved, micro_batch=ladder.workload.micro_batch)
         check_steps, steps = check_steps or ladder.settings.check_steps, steps or ladder.settings.timed_steps
@@ -417,6 +417,7 @@ def resume_tune(path: Path, choices: dict[str, Any], minutes: float | None, fres
     check_nothing_given(KIND, path, choices)
     started = time.monotonic()
     run = open_tune(path, fresh=fresh)
+    check_same_ranks(KIND, path, choices, run.hardware)
     fix = "start a new tune here"
     check_same_machine(run.directory, run.workload, run.hardware, run.settings.device, fix=fix)
     settings = run.settings

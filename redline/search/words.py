@@ -20,6 +20,7 @@ from redline.core.job import RunDirectory, check_run_directory
 from redline.core.layout import Layout
 from redline.core.workload import Workload, check_positive
 from redline.data.text import check_corpus
+from redline.predict.parallel import Beside
 from redline.search.inspect import check_unchanged_file, find_workload
 from redline.search.launch import probe_machine
 from redline.search.ranks import check_global_batch, check_ranks, check_shareable, layout_for
@@ -55,7 +56,11 @@ class Words:
     @property
     def layout(self) -> Layout:
         """Or a UserError."""
-        return layout_for(self.gpus or 1, {"tensor": self.tensor, "replicas": self.replicas})
+        return self.layout_with(None)
+
+    def layout_with(self, workload: Workload | None) -> Layout:
+        degrees = {"tensor": self.tensor, "replicas": self.replicas}
+        return layout_for(self.gpus or 1, degrees, workload, beside=Beside(batch=self.global_batch, stages=False))
 
     def check(self, **more: int | None) -> None:
         """`more`: other options that count things."""
@@ -63,12 +68,11 @@ class Words:
         for name, value in {**{name: getattr(self, name) for name in own}, **more}.items():
             if value is not None:
                 check_positive(option_of(name), value)
-        check_global_batch(self.global_batch, self.layout.data)
+        workload = None if self.workload is None else find_workload(self.workload, sequence=self.sequence)
+        check_global_batch(self.global_batch, self.layout_with(workload).data)
         check_choice("device", self.device, ("cuda", "cpu"))
         if self.micro_batch is not None:
             check_sensible("--micro-batch", self.micro_batch)
-        if self.workload is not None:
-            find_workload(self.workload, sequence=self.sequence)
         if self.data is not None:
             check_corpus(self.data)
         if self.out is not None:
@@ -129,15 +133,35 @@ def check_choice(name: str, value: str | None, known: Sequence[str]) -> None:
 # --- resuming ---------------------------------------------------------------------------------------------------------
 
 
+DEGREES = {"gpus": "ranks", "tensor": "tensor", "replicas": "replicas"}  # options, and what a layout calls them
+
+
 def check_nothing_given(command: str, path: Path, choices: dict[str, Any]) -> None:
-    """Of a run that goes on."""
-    given = [option_of(name) for name, value in choices.items() if value is not None and value is not False]
+    """Of a run that goes on; its ranks are known only when it is open: `check_same_ranks`."""
+    said = {name: value for name, value in choices.items() if name not in DEGREES}
+    given = [option_of(name) for name, value in said.items() if value is not None and value is not False]
     if given:  # a micro batch of 0 was given too
         raise UserError(
             f"--resume does not go with {', '.join(given)}",
             "a resumed run asks what it asked before, or its rows could not be compared",
             f"leave them out: redline {command} --resume {path}",
         )
+
+
+def check_same_ranks(command: str, path: Path, choices: dict[str, Any], hardware: Hardware) -> None:
+    """A run on several ranks may be gone on with as it was begun, `--gpus` and all; other ranks are another run."""
+    own = {name: getattr(hardware.arranged, degree) for name, degree in DEGREES.items()}
+    other = [name for name in DEGREES if choices.get(name) not in (None, own[name])]
+    if other:
+        raise UserError(
+            f"--resume does not go with {_options(choices, other)}",
+            f"{path} has {_options(own, other)}, and rows of other ranks could not be compared with its own",
+            f"leave it out: redline {command} --resume {path}; or start a new run",
+        )
+
+
+def _options(values: dict[str, Any], names: Sequence[str]) -> str:
+    return ", ".join(f"{option_of(name)} {values[name]}" for name in names)
 
 
 def check_same_machine(

@@ -47,8 +47,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing:Use
 Wire = runpy.run_path(str(Path(__file__).with_name("wire.py")))["Wire"]
 
 
-def predicted(shape, plan, *, tp=1, pp=1, zero=0, accumulation=1, first=True, last=True):
-    layout = Layout(gpus=RANKS, tp=tp, pp=pp, micro_batch=2, accumulation=accumulation)
+def predicted(shape, plan, *, tp=1, pp=1, zero=0, accumulation=1, replicas=1, first=True, last=True):
+    layout = Layout(gpus=RANKS, tp=tp, pp=pp, micro_batch=2, accumulation=accumulation, replicas=replicas)
     rank = Rank(
         shape=shape,
         plan=plan,
@@ -175,9 +175,9 @@ def test_ddp_sends_on_the_last_micro_batch_only():
     assert wire.seen() == step_bytes
 
 
-def sharded(model, blocks, mesh, policy):
+def sharded(model, blocks, mesh, policy, *, keep=False):
     for block in blocks:
-        fully_shard(block, mesh=mesh, mp_policy=policy)
+        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=not keep)
     return fully_shard(Trained(model), mesh=mesh, mp_policy=policy)
 
 
@@ -199,6 +199,53 @@ def test_fsdp2_gathers_and_scatters_every_micro_batch(flat):
             sums[kind, "bytes"] += moved
     for kind, (calls, moved) in predicted(SMALL, Plan(tied=True, autocast="bf16"), zero=3, accumulation=2).items():
         assert (sums[kind, "calls"], sums[kind, "bytes"]) == (calls, moved)
+
+
+# hybrid sharding: copies of the model, each cut among some ranks
+
+
+@pytest.mark.parametrize(
+    ("tied", "policy"), [(True, POLICY), (False, MixedPrecisionPolicy())], ids=["tied-bf16", "untied-fp32"]
+)
+@pytest.mark.parametrize("copies", [2, 64])
+def test_hybrid_sharding(tied, policy, copies):
+    """Gathers and reduce-scatters inside a copy, and an all-reduce of each unit's share between copies."""
+    mesh = init_device_mesh("cpu", (copies, RANKS // copies), mesh_dim_names=("replicate", "shard"))
+    model = GPT(SMALL, tied=tied)
+    plan = Plan(tied=tied, autocast="bf16" if policy is POLICY else None)
+    found = predicted(SMALL, plan, zero=3, replicas=copies)
+    assert found[ALL_REDUCE][0] == SMALL.layers + 1
+    assert step(sharded(model, model.h, mesh, policy), SMALL) == found
+
+
+@pytest.mark.parametrize("keep", [False, True], ids=["fsdp", "fsdp-keep"])
+def test_copies_are_averaged_on_the_last_micro_batch_only(keep):
+    """As `engine/shard.py` asks for it, of either way."""
+    mesh = init_device_mesh("cpu", (4, RANKS // 4), mesh_dim_names=("replicate", "shard"))
+    model = GPT(SMALL)
+    trained, sums = sharded(model, model.h, mesh, POLICY, keep=keep), Counter()
+    for last in (False, False, True):
+        if keep:
+            trained.set_requires_gradient_sync(last)
+        else:
+            trained.set_requires_all_reduce(last)
+        for kind, (calls, moved) in step(trained, SMALL).items():
+            sums[kind, "calls"] += calls
+            sums[kind, "bytes"] += moved
+    plan = Plan(tied=True, autocast="bf16", parallel="fsdp-keep" if keep else "fsdp")
+    found = predicted(SMALL, plan, zero=3, accumulation=3, replicas=4)
+    assert {kind: (sums[kind, "calls"], sums[kind, "bytes"]) for kind in found} == found
+    assert len(sums) == 2 * len(found)
+
+
+def test_hybrid_sharding_and_tensor_parallel():
+    mesh = init_device_mesh("cpu", (2, RANKS // 8, 4), mesh_dim_names=("replicate", "shard", "tp"))
+    trained, policy = Cut(mesh["tp"]), replace(POLICY, cast_forward_inputs=False)
+    for block in trained.model.h:
+        fully_shard(block, mesh=mesh["replicate", "shard"], mp_policy=policy)
+    fully_shard(trained, mesh=mesh["replicate", "shard"], mp_policy=policy, reshard_after_forward=False)
+    plan = Plan(tied=True, autocast="bf16")
+    assert step(trained, SMALL, autocast=True) == predicted(SMALL, plan, tp=4, zero=3, replicas=2)
 
 
 # tensor parallel

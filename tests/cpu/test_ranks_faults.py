@@ -400,7 +400,7 @@ def test_whoever_is_killed_leaves_nobody_behind(
             "4 is not a number of passes of 8",
             "--micro-batch to",
         ),
-        (("--gpus", "4", "--replicas", "3", "--parallel", "fsdp"), "cannot be 3 replicas", "--replicas 2 or 4"),
+        (("--gpus", "4", "--replicas", "3", "--parallel", "fsdp"), "cannot be 3 replicas", "--replicas 1 or 2"),
         (("--gpus", "4", "--replicas", "2"), "--replicas 2 with ddp", "--parallel fsdp"),
         (
             ("--gpus", "2", "--tensor", "2", "--optimizer", "muon"),

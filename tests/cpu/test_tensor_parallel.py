@@ -283,7 +283,7 @@ def events_of(events: Iterable[tuple[str, dict[str, Any]]], kind: str) -> list[d
 
 @pytest.mark.parametrize(
     ("name", "layout", "zero"),
-    [("tp2-ddp", Cut(gpus=4, tp=2), 0), ("tp2-fsdp", Cut(gpus=4, tp=2), 3), ("hybrid", Cut(gpus=2), 3)],
+    [("tp2-ddp", Cut(gpus=4, tp=2), 0), ("tp2-fsdp", Cut(gpus=4, tp=2), 3), ("hybrid", Cut(gpus=4, replicas=2), 3)],
     ids=["tp2-ddp", "tp2-fsdp", "hybrid"],
 )
 def test_a_rank_holds_what_is_predicted(runs: Runs, name: str, layout: Cut, zero: int) -> None:
@@ -333,9 +333,10 @@ def test_copies_of_a_model_average_once_per_update(runs: Runs) -> None:
     micro batches."""
     inside = sent_for_three("hybrid", Cut(gpus=2), 3)
     calls, size = inside[REDUCE_SCATTER]
+    expected = sent_for_three("hybrid", Cut(gpus=4, replicas=2), 3)
+    assert expected == {**inside, ALL_REDUCE: [calls // 3, size // 3 // 2]}
     for rank in runs.ranks("hybrid"):
-        sent = rank[f"held {list(CASES['hybrid'][1])}"]["sent"]
-        assert sent == {**inside, ALL_REDUCE: [calls // 3, size // 3 // 2]}
+        assert rank[f"held {list(CASES['hybrid'][1])}"]["sent"] == expected
 
 
 @pytest.mark.parametrize("name", ["tp2-tied", "tp2-fsdp"])

@@ -13,11 +13,12 @@ from rich.console import Console
 
 from redline import cli
 from redline.cli import build_parser
-from redline.commands.estimate import hardware_of
+from redline.commands.estimate_subject import hardware_of
 from redline.commands.train import chosen_order
 from redline.core.devices import find_device
 from redline.core.plan import Plan
 from redline.engine.session import training_plan
+from redline.predict.fitting import ZERO
 from redline.predict.memory import predict_memory
 from redline.predict.parallel import Layout
 from redline.report.parallel import train_text
@@ -110,10 +111,25 @@ def test_train_takes_the_line_and_makes_of_it_what_was_estimated(
     ids=["zero-1", "llama", "muon", "graphs", "gated", "memory"],
 )
 def test_what_train_does_not_run_is_said(estimated: Any, words: str, reason: str) -> None:
-    train = estimated(words)["parallel"]["train"]
+    parallel = estimated(words)["parallel"]
+    train = parallel["train"]
     assert train["command"] is None
     assert reason in train["reason"]
-    assert reason in train_text(train, 100)
+    assert reason in train_text(parallel, 100)
+
+
+def test_train_takes_the_line_of_what_fits_instead(estimated: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The way to share and the cuts that were named are part of what does not fit: nothing of them is left."""
+    for words in ("wide.json --gpus 8 --parallel ddp", "wide.json --gpus 8 --pipeline 2"):
+        other = estimated(words)["parallel"]["shortage"]["instead"]
+        order = run_by(other["command"], monkeypatch)
+        layout, plan = other["layout"], training_plan(order.recipe, order.layout)
+        sizes = {key: layout[key] for key in ("gpus", "tp", "pp", "micro_batch", "accumulation")}
+        zero = ZERO[plan.parallel]
+        memory = predict_memory(
+            order.workload.decoder, plan, micro_batch=layout["micro_batch"], layout=Layout(**sizes), zero=zero
+        )
+        assert memory.total == other["memory_bytes"] <= 80 * 1024**3
 
 
 def test_only_what_train_runs_is_recommended(estimated: Any) -> None:
@@ -130,7 +146,7 @@ def test_only_what_train_runs_is_recommended(estimated: Any) -> None:
 
 def test_the_line_is_broken_where_a_shell_lets_it_be(estimated: Any) -> None:
     command = estimated("gpt2-xl --gpus 64 --interconnect ib-400 --rungs bf16,flash")["parallel"]["train"]["command"]
-    text = train_text({"command": command, "reason": None}, 100)
+    text = train_text({"train": {"command": command, "reason": None}, "shortage": None}, 100)
     first, *lines = text.splitlines()
     assert first == "to train like that:"
     assert len(lines) > 1

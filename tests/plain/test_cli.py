@@ -427,6 +427,38 @@ def test_resuming_takes_no_other_choice(mistake, finished_run, words, named):
     assert f"--resume {finished_run}" in said["fix"]
 
 
+@pytest.mark.parametrize(
+    ("words", "other", "own"),
+    [
+        (("--gpus", "4"), None, None),
+        (("--gpus", "4", "--tensor", "2", "--replicas", "1"), None, None),
+        (("--gpus", "2"), "--gpus 2", "--gpus 4"),
+        (("--gpus", "4", "--tensor", "4"), "--tensor 4", "--tensor 2"),
+        (("--gpus", "2", "--replicas", "2"), "--gpus 2, --replicas 2", "--gpus 4, --replicas 1"),
+        (("--aa", "--gpus", "2"), "--aa", None),
+    ],
+    ids=["same", "all-the-same", "fewer", "tensor", "two-others", "another-choice-first"],
+)
+def test_resuming_takes_the_ranks_that_the_run_has_and_no_others(
+    redline_command, mistake, finished_run, monkeypatch, words, other, own
+):
+    layout = {"ranks": 4, "tensor": 2, "pipeline": 1, "replicas": 1}
+    rewrite(finished_run, lambda run: run["hardware"].update(ranks=4, layout=layout))
+    if other is None:
+        monkeypatch.setattr(ladder_module, "launch", Workers().launch)  # rows of one process are not those of four
+        assert redline_command("ladder", "--resume", finished_run, *words, "--json")[0] == 0
+        return
+    said = mistake("ladder", "--resume", finished_run, *words)
+    assert said["problem"] == f"--resume does not go with {other}"
+    assert own is None or said["why"].startswith(f"{finished_run} has {own}, and rows of other ranks")
+    assert f"redline ladder --resume {finished_run}" in said["fix"]
+
+
+def test_resuming_one_process(redline_command, mistake, finished_run):
+    assert redline_command("ladder", "--resume", finished_run, "--gpus", "1", "--json")[0] == 0
+    assert "has --gpus 1, and" in mistake("ladder", "--resume", finished_run, "--gpus", "2")["why"]
+
+
 def test_resuming_with_a_bad_time_limit(mistake, finished_run):
     assert "timeout" in mistake("ladder", "--resume", finished_run, "--timeout", "0")["problem"]
 

@@ -313,6 +313,63 @@ def test_groups_are_where_the_ranks_are(gpus_per_node, dp, pp, data):
         assert group_of(layout, "pp", gpus_per_node).nodes == most(pairs)
 
 
+@quick
+@given(st.sampled_from([1, 2, 3, 4, 8, 64]), st.integers(1, 4), st.integers(1, 6), st.integers(1, 3), st.data())
+def test_groups_of_copies_are_where_the_ranks_are(gpus_per_node, copies, shards, pp, data):
+    """TP fastest, then the GPUs of a copy, then the copies, then PP."""
+    tp = data.draw(st.sampled_from(divisors(gpus_per_node)))
+    layout = Layout(gpus=tp * shards * copies * pp, tp=tp, pp=pp, replicas=copies)
+
+    def node(t, s, c, p):
+        return (t + tp * (s + shards * (c + copies * p))) // gpus_per_node
+
+    places = [(t, p) for t in range(tp) for p in range(pp)]
+    inside = [{node(t, s, c, p) for s in range(shards)} for t, p in places for c in range(copies)]
+    between = [{node(t, s, c, p) for c in range(copies)} for t, p in places for s in range(shards)]
+    assert group_of(layout, "shard", gpus_per_node) == Group(ranks=shards, nodes=max(map(len, inside)))
+    assert group_of(layout, "copies", gpus_per_node) == Group(ranks=copies, nodes=max(map(len, between)))
+
+
+def test_copies_that_are_cut_send_less_between_nodes():
+    """Two nodes, a copy in each: only each GPU's eighth of the gradients leaves the node, once per update."""
+    flat = traffic(rank_of(gpus=16, zero=3, accumulation=4), 8)
+    hybrid = traffic(rank_of(gpus=16, zero=3, accumulation=4, replicas=2), 8)
+    assert {one.group.nodes for one in flat} == {2}
+    assert {one.what: (one.group.ranks, one.group.nodes) for one in hybrid} == {
+        "weights": (8, 1),
+        "weights again": (8, 1),
+        "gradients": (8, 1),
+        "gradients between copies": (2, 2),
+    }
+    dealt, between = hybrid[-2:]
+    assert between.kind == ALL_REDUCE
+    assert between.calls == dealt.calls / 4
+    assert between.bytes == dealt.bytes / 4 / 8
+    assert between.sent == between.bytes  # there and back, half of it each way
+    fabric, compute = fabric_of("nvlink4,ib-400"), Compute(forward=1e-3, backward=2e-3)
+    layout = Layout(gpus=16, micro_batch=4, accumulation=4)
+    exposed = [step_time(compute, one, fabric, usual_model(), layout).exposed_seconds for one in (flat, hybrid)]
+    assert exposed[1] < exposed[0] / 2
+
+
+def test_what_is_sent_once_hides_behind_the_last_micro_batch_only():
+    """A second of backward in four micro batches, of which 0.8 hide: 0.2 for what is sent once."""
+    compute, fabric = Compute(forward=0.0, backward=1.0), fabric_of("nvlink4,ib-400")
+    layout = Layout(gpus=16, micro_batch=1, accumulation=4)
+
+    def seconds(once, always):
+        sent = tuple(
+            collective(POINT, ranks=2, nodes=1, size=time * fabric.inside_rate, every_pass=every)
+            for time, every in ((once, False), (always, True))
+        )
+        return step_time(compute, sent, fabric, PLAIN, layout).hidden_seconds
+
+    assert seconds(0.1, 0.0) == pytest.approx(0.1)
+    assert seconds(0.5, 0.0) == pytest.approx(0.2)
+    assert seconds(0.5, 0.3) == pytest.approx(0.5)
+    assert seconds(0.5, 0.7) == pytest.approx(0.8)
+
+
 def test_links_that_are_not_known_are_named():
     fabric = Fabric(gpus_per_node=8, links=Links())
     assert "inside a node" in fabric.missing_link(traffic(rank_of(gpus=8), 8))

@@ -410,6 +410,9 @@ def document(capsys, monkeypatch, tmp_path):
 WORDS = ("gpt2-xl", "--gpu", "H100-SXM", "--gpus", 64, "--interconnect", "ib-400")
 
 
+LACKING = ("gpt2-xl", "--gpu", "A100-40", "--gpus", 8, "--micro-batch", 16, "--parallel", "ddp")
+
+
 def keys_of(value, prefix=""):
     """Every key of a document: those of lists once, without the table of seconds that a model is."""
     if isinstance(value, dict):
@@ -423,7 +426,8 @@ def keys_of(value, prefix=""):
 def test_every_key_is_on_the_page(document):
     page = (Path(__file__).resolve().parents[2] / "docs" / "parallel.md").read_text(encoding="utf-8")
     cut = document(*WORDS, "--tp", 1, "--pp", 2, "--zero", 1, "--global-batch", 512)["parallel"]
-    for key in {*keys_of(document(*WORDS)["parallel"]), *keys_of(cut)}:
+    lacking = document(*LACKING)["parallel"]
+    for key in {*keys_of(document(*WORDS)["parallel"]), *keys_of(cut), *keys_of(lacking)}:
         assert re.search(rf"\b{re.escape(key)}\b", page), key
 
 
@@ -447,6 +451,80 @@ def test_a_layout_that_was_named_is_taken(document):
     for kind, size in parallel["sent_bytes"].items():
         sent = sum(one["sent_bytes"] for one in parallel["collectives"] if one["kind"] == kind)
         assert size == pytest.approx(sent)
+
+
+@pytest.mark.parametrize(
+    ("words", "ranks", "stage", "who"),
+    [
+        (("--gpus", 8, "--dp", 8), [0, 7], None, "ranks 0 to 7 need"),
+        (("--gpus", 8, "--pp", 2), [4, 7], "last", "ranks 4 to 7, the last stage of the pipeline, need"),
+        # eight micro batches in flight: the first of two stages keeps two of them, the last one
+        (
+            ("--gpus", 2, "--pp", 2, "--global-batch", 128),
+            [0, 0],
+            "first",
+            "rank 0, the first stage of the pipeline, needs",
+        ),
+        (("--gpus", 2, "--dp", 2), [0, 1], None, "ranks 0 and 1 need"),
+    ],
+    ids=["ddp", "last", "first", "two"],
+)
+def test_what_does_not_fit_says_who_lacks_how_much_and_what_fits(capsys, document, words, ranks, stage, who):
+    words = ("gpt2-xl", "--gpu", "A100-40", "--micro-batch", 16 if stage != "last" else 64, *words)
+    found = document(*words)
+    parallel = found["parallel"]
+    shortage = parallel["shortage"]
+    assert found["fits"] is False
+    assert shortage["ranks"] == ranks
+    assert shortage["stage"] == stage
+    assert shortage["needed_bytes"] == found["memory"]["total"] == predict_of(found).total
+    assert shortage["memory_bytes"] == found["hardware"]["memory_bytes"] < shortage["needed_bytes"]
+    for key in ("tokens_per_second", "tokens_per_second_per_gpu", "scaling_efficiency"):
+        assert parallel[key] is None
+    assert found["tokens_per_second"] is None
+    assert parallel["reason"] == "it does not fit"
+    assert parallel["step"]["seconds"] > 0
+    other = shortage["instead"]
+    assert other["memory_bytes"] <= shortage["memory_bytes"]
+    assert other["layout"]["global_batch"] == parallel["layout"]["global_batch"]
+    assert cli.main(["estimate", *map(str, words)]) == 0
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 100
+    said = " ".join(out.split())
+    assert f"does not fit: {who} " in said
+    assert "a step, if it fitted" in said
+    assert f"what fits is DP {other['layout']['dp']} x TP" in said
+    assert "— tokens/s: it does not fit" in said
+    assert " per GPU" not in said
+    assert "it does not fit; what fits: redline train gpt2-xl --gpus" in said
+
+
+def test_what_is_said_to_fit_does(document):
+    """Estimated by the very options of its line: it fits, with the memory and the speed that were told."""
+    other = document(*LACKING)["parallel"]["shortage"]["instead"]
+    words = other["command"].removeprefix("redline train ").split()
+    found = document(*words, "--gpu", "A100-40")
+    assert found["fits"] is True
+    assert found["parallel"]["shortage"] is None
+    assert found["parallel"]["layout"] == other["layout"]
+    assert found["memory"]["total"] == other["memory_bytes"]
+    assert found["tokens_per_second"] == other["tokens_per_second"]
+    assert found["parallel"]["train"]["command"] == other["command"]
+
+
+def test_where_no_layout_fits_none_is_proposed_and_none_has_a_speed(capsys, document, tmp_path):
+    shape = tmp_path / "wide.json"
+    sizes = {"layers": 32, "heads": 32, "d_model": 4096, "d_ff": 16384, "vocab": 50257, "sequence": 2048}
+    shape.write_text(json.dumps(sizes))
+    words = (shape, "--gpu", "A100-40", "--gpus", 2)
+    advice = document(*words)["parallel"]
+    assert advice["shortage"]["instead"] is None
+    assert advice["recommendation"]["fitting"] == 0
+    rows = [advice["recommendation"]["best"], *advice["recommendation"]["others"]]
+    assert len(rows) > 1
+    assert {row["tokens_per_second"] for row in rows} == {row["scaling_efficiency"] for row in rows} == {None}
+    assert cli.main(["estimate", *map(str, words)]) == 0
+    assert "no layout of these GPUs fits with these rungs" in " ".join(capsys.readouterr().out.split())
 
 
 def predict_of(found):
@@ -596,6 +674,34 @@ def test_all_reasons_are_given(document, llama):
 def test_dp_alone_says_how_many_gpus(document):
     layout = document("gpt2", "--gpu", "H100-SXM", "--dp", 2, "--tp", 2)["parallel"]["layout"]
     assert (layout["gpus"], layout["dp"], layout["tp"]) == (4, 2, 2)
+
+
+HYBRID = ("gpt2-xl", "--gpu", "H100-SXM", "--gpus", 16, "--interconnect", "ib-400", "--parallel", "fsdp")
+
+
+def test_copies_that_are_cut_are_predicted(document, capsys):
+    """A GPU holds what it would with the GPUs of one copy, and sends gradients alone to the other."""
+    words = (*HYBRID, "--micro-batch", 2, "--global-batch", 256)
+    found, flat = document(*words, "--replicas", 2), document(*words)
+    alone = document(*words[:4], 8, *words[5:-1], 128)
+    assert found["parallel"]["layout"]["replicas"] == 2
+    assert found["memory"] == alone["memory"]
+    assert found["memory"]["optimizer"] == pytest.approx(2 * flat["memory"]["optimizer"], rel=1e-3)
+    own = [one for one in found["parallel"]["collectives"] if one["ranks"] == 8]
+    assert own == alone["parallel"]["collectives"]
+    (between,) = [one for one in found["parallel"]["collectives"] if one["ranks"] == 2]
+    assert (between["what"], between["kind"], between["nodes"]) == ("gradients between copies", "all-reduce", 2)
+    assert between["bytes"] == pytest.approx(own[-1]["bytes"] / own[-1]["calls"] * between["calls"] / 8)
+    assert found["parallel"]["step"]["update_seconds"] == 2 * flat["parallel"]["step"]["update_seconds"]
+    assert "--replicas 2 --parallel fsdp" in found["parallel"]["train"]["command"]
+    assert cli.main(["estimate", *map(str, words), "--replicas", "2"]) == 0
+    assert "ZeRO 3 in 2 copies" in capsys.readouterr().out
+
+
+def test_one_copy_is_fsdp_and_two_are_measured_as_two(document):
+    words = ("gpt2-xl", "--gpu", "H200", "--gpus", 8, "--parallel", "fsdp", "--micro-batch", 2)
+    assert document(*words, "--replicas", 1)["parallel"] == document(*words)["parallel"]
+    assert " --gpus 8 --replicas 2 --rungs " in document(*words, "--replicas", 2)["words"]
 
 
 def test_from_python(document):

@@ -61,8 +61,13 @@ def machine_with(layout: Layout, hardware: Any = climbs["H200"]) -> Hardware:
 
 REFUSED = {
     "one-process": (("--tensor", "2"), "--tensor 2 with one process", "say --gpus 2 too"),
-    "no-replicas": (("--gpus", "4", "--tensor", "3"), "4 GPUs cannot", "--tensor"),
-    "copies": (("--gpus", "4", "--replicas", "3"), "4 ranks with data of their own cannot be 3 replicas", "2 or 4"),
+    "no-replicas": (("--gpus", "3", "--tensor", "2"), "3 GPUs cannot", "2 or 4 GPUs, or --tensor"),
+    "copies": (("--gpus", "4", "--replicas", "3"), "4 ranks with data of their own cannot be 3 replicas", "1 or 2"),
+    "uncut": (
+        ("--gpus", "4", "--replicas", "4"),
+        "--replicas 4 leaves one rank to each copy",
+        "or use --replicas 1 or 2",
+    ),
     "zero": (("--gpus", "2", "--tensor", "0"), "--tensor is 0", ""),
 }
 
@@ -332,7 +337,7 @@ def test_a_rank_holds_its_part_of_layers_and_copies() -> None:
     assert copies == predict_memory(GPT2.shape, plan, micro_batch=4, layout=Cut(gpus=2, tp=2), zero=0)
 
 
-def test_the_rate_is_what_estimate_predicts_of_the_layout_and_unknown_of_copies() -> None:
+def test_the_rate_is_what_estimate_predicts_of_the_layout() -> None:
     plan = plan_of(("bf16", "flash", "tensor-parallel", "ddp"))
     device = known_device(EIGHT_BY_TWO.name, EIGHT_BY_TWO.multiprocessors)
     assert device is not None
@@ -340,7 +345,11 @@ def test_the_rate_is_what_estimate_predicts_of_the_layout_and_unknown_of_copies(
     fabric = Fabric(gpus_per_node=8, links=choose_links(None, device))
     expected = predict_parallel(case, fabric, expected_peaks(plan, device, None)).tokens_per_second
     assert rate_of_ranks(GPT2.shape, plan, 16, EIGHT_BY_TWO) == expected
-    assert rate_of_ranks(GPT2.shape, plan, 16, machine_with(COPIES, tunes["H200"])) is None
+    copies, fabric = machine_with(COPIES, tunes["H200"]), replace(fabric, gpus_per_node=4)
+    plan = plan_of(("bf16", "flash", "fsdp"))
+    case = Case(shape=GPT2.decoder, plan=plan, layout=Cut(gpus=4, replicas=2, micro_batch=16), zero=3)
+    expected = predict_parallel(case, fabric, expected_peaks(plan, device, None)).tokens_per_second
+    assert rate_of_ranks(GPT2.shape, plan, 16, copies) == expected
 
 
 def test_degrees_that_nobody_gives_are_one() -> None:

@@ -20,13 +20,15 @@ from redline.core.layout import Layout
 from redline.core.recipe import Recipe
 from redline.core.training import Budget, TrainSettings
 from redline.core.workload import Source, Workload
-from redline.search.ranks import check_cuts, check_global_batch, check_ranks
+from redline.predict.parallel import Beside
+from redline.search.ranks import check_cuts, check_global_batch, check_ranks, layout_for, uncut_copies
 from redline.workloads import PRESETS
 
 quick = settings(deadline=None, max_examples=100)  # another run on the same cores must not fail a test
 few, some = st.integers(1, 6), st.integers(1, 24)
 TINY = PRESETS["tiny"]
 CUDA = Hardware(kind="cuda", name="a GPU", count=8, cpu_cores=8, features=("bf16",))
+EITHER_STAGES = "use --tensor 4 --pipeline 1 or --tensor 4 --pipeline 2"
 LLAMA = replace(TINY, source=Source(kind="huggingface", config={"model_type": "llama"}))
 
 
@@ -70,6 +72,111 @@ def test_cuts_and_ranks_that_are_proposed_are_accepted(ranks, tensor, pipeline, 
                 check_cuts({"tensor": 1, "pipeline": 1, "replicas": 1, **other}, ranks, workload)
 
 
+def proposals(fix: str, **said: int) -> list[dict[str, int]]:
+    """Each as the options that it comes to, on top of what was said: '6 or 8 GPUs, or --tensor 2 with --replicas 1'."""
+    found = []
+    for words in re.split(r",? or (?=--|neither)", fix.removeprefix("use ")):
+        if words.endswith(("GPU", "GPUs")):
+            found += [{**said, "gpus": number} for number in numbers(words)]
+            continue
+        cut = {"tensor": 1, "pipeline": 1}
+        options = {name.replace("-", "_"): int(size) for name, size in re.findall(r"--([a-z-]+) (\d+)", words)}
+        assert options or words == "neither --tensor nor --pipeline", fix
+        found.append({**said, **cut, **options})
+    return found
+
+
+@quick
+@given(st.integers(2, 24), few, few, some, some, st.integers(1, 3), st.integers(1, 8), st.integers(1, 64))
+def test_what_train_proposes_for_a_layout_goes_with_its_batch_and_its_copies(
+    gpus, tensor, pipeline, heads, layers, replicas, micro_batch, global_batch
+):
+    """The refusal of a cut, then that of the batch: nobody who did as told meets the second."""
+    workload = model(heads, layers)
+
+    def check(gpus, micro_batch, global_batch, **degrees):
+        beside = Beside(micro_batch=micro_batch, batch=global_batch)
+        layout = layout_of(SimpleNamespace(**degrees), gpus, workload, beside)
+        check_shares(micro_batch, global_batch, layout)
+
+    said = {"gpus": gpus, "tensor": tensor, "pipeline": pipeline, "replicas": replicas}
+    said |= {"micro_batch": micro_batch, "global_batch": global_batch}
+    cut = {"tensor": tensor, "pipeline": pipeline, "replicas": replicas}
+    beside = Beside(micro_batch=micro_batch, batch=global_batch)
+    fix = refused(check_cuts, cut, gpus, workload, beside=beside)
+    for proposed in proposals(fix, **said) if fix else ():
+        check(**proposed)
+
+
+@quick
+@given(st.integers(2, 24), few, some, st.integers(1, 3), st.integers(1, 64))
+def test_what_measurements_propose_for_a_layout_goes_with_their_batch(gpus, tensor, heads, replicas, global_batch):
+    workload = model(heads, 12)
+
+    def check(gpus, global_batch, **degrees):
+        cut = {"tensor": degrees["tensor"], "replicas": degrees["replicas"]}
+        assert degrees.get("pipeline", 1) == 1  # there is no such option
+        check_global_batch(global_batch, layout_for(gpus, cut, workload).data)
+
+    cut = {"tensor": tensor, "replicas": replicas}
+    fix = refused(check_cuts, {**cut, "pipeline": 1}, gpus, workload, beside=Beside(batch=global_batch, stages=False))
+    for proposed in proposals(fix, gpus=gpus, **cut, global_batch=global_batch) if fix else ():
+        check(**proposed)
+
+
+@quick
+@given(st.integers(2, 24), few, few, some, some, st.integers(1, 8), st.integers(1, 64))
+def test_cuts_that_are_proposed_to_a_run_that_goes_on_keep_its_batch(
+    gpus, tensor, pipeline, heads, layers, micro_batch, global_batch
+):
+    workload, kept = model(heads, layers), Beside(micro_batch=micro_batch, batch=global_batch, option=None)
+    fix = refused(check_cuts, {"tensor": tensor, "pipeline": pipeline, "replicas": 1}, gpus, workload, beside=kept)
+    if fix is None or "another number of GPUs" in fix:
+        return
+    for proposed in proposals(fix, gpus=gpus, tensor=tensor, pipeline=pipeline, micro_batch=micro_batch):
+        assert "global_batch" not in proposed
+        size, degrees = proposed["micro_batch"], {name: proposed[name] for name in ("tensor", "pipeline")}
+        layout = layout_for(proposed["gpus"], degrees, workload)
+        check_resumed_shares("runs/mine", size, global_batch, layout)
+
+
+@pytest.mark.parametrize(
+    ("words", "fix"),
+    [
+        ("train tiny --gpus 8 --tensor 3 --micro-batch 1 --global-batch 4", "use --tensor 4 or --tensor 2"),
+        ("train tiny --gpus 8 --tensor 3 --micro-batch 1 --global-batch 2", EITHER_STAGES),
+        (
+            "train tiny --gpus 2 --tensor 3 --micro-batch 4 --global-batch 2",
+            "use --tensor 2 with --micro-batch 2 or --tensor 1 with --micro-batch 1",
+        ),
+        (
+            "train tiny --gpus 9 --tensor 3 --micro-batch 1 --global-batch 4",
+            "use --tensor 1 with --global-batch 9",
+        ),
+        (
+            "train tiny --sequence 64 --gpus 9 --tensor 3 --micro-batch 1 --batch-tokens 256",
+            "use --tensor 1 with --batch-tokens 576",
+        ),
+        ("train tiny --gpus 8 --tensor 3 --replicas 4", "use --tensor 1"),
+        (
+            "train tiny --tensor 2 --replicas 2 --micro-batch 1 --global-batch 3",
+            "say --gpus 8 with --global-batch 4 too",
+        ),
+        ("estimate tiny --gpus 8 --tensor 3 --micro-batch 1 --global-batch 2", EITHER_STAGES),
+        (
+            "estimate tiny --gpus 8 --dp 2 --micro-batch 1 --global-batch 2",
+            "use --dp 8, or leave --dp out, with --global-batch 8",
+        ),
+        ("ladder tiny --gpus 8 --tensor 3 --rebatch --global-batch 2", "use --tensor 4"),
+    ],
+    ids=lambda words: words if words.startswith(("train ", "estimate ", "ladder ")) else "",
+)
+def test_what_commands_propose_goes_with_the_batch(capsys, words, fix):
+    assert cli.main(words.split()) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.removeprefix("fix:     ").split(", or leave --tensor")[0] == fix
+
+
 def test_a_number_of_ranks_is_no_way_out_where_the_heads_do_not_divide():
     """TINY has 4 heads: three ranks would be refused next."""
     fix = refused(check_cuts, {"tensor": 3, "pipeline": 1, "replicas": 1}, 2, TINY)
@@ -88,6 +195,7 @@ def test_one_process_is_told_how_many_ranks_its_layout_takes(tensor, pipeline, r
     (ranks,) = numbers(fix.split(" too")[0])
     assert fix.startswith(f"say --gpus {ranks} too, or leave --")
     assert layout_of(asked, ranks, workload).ranks == ranks
+    assert replicas == 1 or layout_of(asked, ranks, workload).shards > 1
     assert layout_of(asked, 2 * ranks, workload).ranks == 2 * ranks
 
 
@@ -107,8 +215,19 @@ def test_torchrun_is_told_in_its_own_options(monkeypatch):
 @given(st.integers(2, 40), st.integers(1, 12))
 def test_replicas_that_are_proposed_are_accepted(ranks, replicas):
     fix = refused(layout_of, SimpleNamespace(tensor=None, pipeline=None, replicas=replicas), ranks, TINY)
+    assert (fix is None) == (replicas == 1 or (ranks % replicas == 0 and replicas < ranks))
     for number in numbers(fix or ""):
         layout_of(SimpleNamespace(tensor=None, pipeline=None, replicas=number), ranks, TINY)
+
+
+def test_torchruns_ranks_that_are_left_go_on_uncut_and_are_told(monkeypatch):
+    """Of eight with --replicas 2 two are left: a job that can go on does."""
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "x"}.items():
+        monkeypatch.setenv(name, value)
+    layout = layout_of(SimpleNamespace(tensor=None, pipeline=None, replicas=2), 2, TINY)
+    assert uncut_copies(layout).startswith("--replicas 2 of 2 ranks with data of their own: nothing is cut then")
+    assert uncut_copies(replace(layout, ranks=4)) is None
+    assert uncut_copies(Layout(ranks=2)) is None
 
 
 # --- batches ----------------------------------------------------------------------------------------------------------
@@ -224,7 +343,11 @@ def test_a_model_that_nobody_knows_how_to_cut(name):
         ("train tiny --gpus 2 --tensor 3", "4 heads cannot be shared by --tensor 3", "use --tensor 2 or --tensor 1"),
         ("estimate --nodes 2", "--nodes 2 without --gpus", "say --gpus 16 too, or as many as there are"),
         ("estimate --gpus 1 --nodes 2", "1 GPU cannot be shared evenly by 2 nodes", "use 1 node, or 2 GPUs"),
-        ("estimate --gpus 4 --replicas 2", "--replicas 2 is not predicted", "leave it out; what a GPU holds"),
+        ("estimate --gpus 4 --replicas 2", "--replicas 2 with ZeRO 0", "say --parallel fsdp, or leave --replicas out"),
+        ("estimate --gpus 4 --replicas 2 --parallel ddp", "--replicas 2 with ddp", "say --parallel fsdp, or leave"),
+        ("estimate --gpus 4 --replicas 3 --parallel fsdp", "4 ranks with data of", "use --replicas 1 or 2"),
+        ("estimate --gpus 4 --replicas 4 --parallel fsdp", "--replicas 4 leaves one rank", "share by ddp: leave"),
+        ("estimate --inference --gpus 4 --replicas 2", "--replicas with --inference", "drop --replicas"),
         ("estimate --gpus 4 --parallel zero", "unknown way to share a step 'zero'", "known: ddp, fsdp, fsdp-keep"),
         ("estimate --gpus 4 --parallel ddp --zero 1", "--parallel and --zero were given together", "drop one"),
         ("estimate --parallel fsdp", "--parallel fsdp with one copy", "use more GPUs, or leave --parallel out"),

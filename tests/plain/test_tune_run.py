@@ -315,6 +315,15 @@ def test_damaged_files_are_told_or_worked_around(workers, capsys, name, text):
     assert tune(capsys, "tune", "--resume", "run")[0] == 2
 
 
+def test_a_resumed_search_takes_the_ranks_it_has_and_no_others(workers, capsys):
+    assert tune(capsys, *WORDS, "--out", "run")[0] == 0
+    assert tune(capsys, "tune", "--resume", "run", "--gpus", "1")[0] == 0
+    code, _, stderr = tune(capsys, "tune", "--resume", "run", "--gpus", "2")
+    assert code == 2
+    assert "problem: --resume does not go with --gpus 2" in stderr
+    assert "why:     run has --gpus 1, and rows of other ranks could not be compared" in stderr
+
+
 def test_a_device_that_is_back_is_measured(workers, capsys):
     """Lost in the first answers; a resumed run asks them again, and so does another run."""
     workers.machine.gone_after = -1

@@ -1,0 +1,55 @@
+"""A layout of several GPUs that does not fit them: which ranks lack how much, and what fits instead.
+
+    instead = what_fits(search)                                      # Instead(step=..., command=None), or None
+    shortage_json(step, memory_bytes, instead, gpus_per_node=8) -> {"ranks": [0, 7], "needed_bytes": ..., ...}
+
+What does not fit has no rate: whoever shows its step says "if it fitted" where there is a shortage.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from redline.predict.layouts import ParallelStep, Search, best_that_fits, row_json
+
+
+@dataclass(frozen=True, kw_only=True)
+class Instead:
+    """Another layout of the same GPUs, with the same global batch."""
+
+    step: ParallelStep
+    command: str | None = None
+    """What to type to train like that; None where nothing does."""
+
+
+def what_fits(search: Search) -> Instead | None:
+    """With the micro batch that was named, or else with any."""
+    for size in dict.fromkeys((search.micro_batch, None)):
+        step = best_that_fits(replace(search, micro_batch=size))
+        if step is not None:
+            return Instead(step=step)
+    return None
+
+
+def ranks_that_hold_most(step: ParallelStep) -> tuple[int, int]:
+    """The first and the last of them. Ranks count TP fastest, then DP, then PP: a stage is a run of neighbours."""
+    layout = step.layout
+    each = layout.gpus // layout.pp
+    start = layout.gpus - each if step.memory.stage == "last" else 0
+    return start, start + each - 1
+
+
+def shortage_json(
+    step: ParallelStep, memory_bytes: int | None, instead: Instead | None, gpus_per_node: int
+) -> dict[str, Any] | None:
+    """`parallel.shortage` in `estimate --json`; None where it fits, or where no device is known."""
+    if memory_bytes is None or step.memory.total <= memory_bytes:
+        return None
+    return {
+        "ranks": list(ranks_that_hold_most(step)),
+        "stage": step.memory.stage,
+        "needed_bytes": step.memory.total,
+        "memory_bytes": memory_bytes,
+        "instead": None if instead is None else {**row_json(instead.step, gpus_per_node), "command": instead.command},
+    }
