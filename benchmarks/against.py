@@ -21,7 +21,6 @@ import argparse
 import hashlib
 import json
 import select
-import shlex
 import statistics
 import subprocess
 import sys
@@ -30,12 +29,12 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Protocol
 
 import contestants
 from contestants import CANDIDATES, NANOGPT, NO_BIAS, OURS, OUT_OF_MEMORY, TOKENS_FILE, TRANSFORMERS, Order
+from made import made
 from politely import politely
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -149,8 +148,7 @@ def run(options: argparse.Namespace) -> int:
     record = {
         "what": "redline beside others that train GPT-2, interleaved on one device, each at its best micro batch",
         "how": " ".join(" ".join(__doc__.split("\n\n")[2:]).split()),
-        "command": shlex.join(["python", *sys.argv]),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        **made(),
         "hardware": to_json(hardware),
         "versions": versions,
         "workload": workload.name,

@@ -22,10 +22,12 @@ from typing import Any
 
 import torch
 from kernels import FAST, milliseconds, random
+from made import made
 from step import time_recipes
 
 from redline.core.plan import Plan
 from redline.core.workload import Shape
+from redline.engine.probe import versions
 from redline.kernels.cross_entropy import GRADIENT_FACTOR, cross_entropy_, cross_entropy_narrow
 from redline.kernels.transpose import transposed
 from redline.model.fp8 import narrowed, product
@@ -161,7 +163,7 @@ def main() -> int:
         found = time_products(shape, plan, asked.micro_batch)
         found |= time_passes(shape, plan, asked.micro_batch * shape.sequence)
     if asked.json:
-        print(json.dumps({"device": torch.cuda.get_device_name(), "torch": torch.__version__, "found": found}))
+        print(json.dumps({**made(), "device": torch.cuda.get_device_name(), "versions": versions(), "found": found}))
         return 0
     for line in lines(found):
         print(line)

@@ -19,8 +19,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from made import made
 from step import Figures, time_recipes
 
+from redline.engine.probe import versions
 from redline.kernels.cross_entropy import cross_entropy_, plain_cross_entropy_
 from redline.kernels.gelu_backward import gelu_backward_, plain_gelu_backward_
 from redline.kernels.norm_backward import norm_backward, plain_norm_backward
@@ -123,7 +125,7 @@ def main() -> int:
     found: Mapping[str, Mapping[str, Any]]
     found = time_steps(asked.micro_batch, asked.rounds) if asked.step else time_kernels(tokens)
     if asked.json:
-        print(json.dumps({"device": torch.cuda.get_device_name(), "torch": torch.__version__, "found": found}))
+        print(json.dumps({**made(), "device": torch.cuda.get_device_name(), "versions": versions(), "found": found}))
         return 0
     for name, figures in found.items():
         print(f"{name:24}" + "".join(f"  {what} {figure:,.3f}" for what, figure in figures.items()))

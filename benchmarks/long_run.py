@@ -19,7 +19,6 @@ import argparse
 import itertools
 import json
 import math
-import shlex
 import signal
 import statistics
 import subprocess
@@ -34,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from made import made
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -164,8 +164,7 @@ def run(options: argparse.Namespace) -> int:
     record = {
         "what": "a fast recipe beside plain TF32 over long runs: final losses, and the band of two baselines",
         "how": " ".join(" ".join(__doc__.split("\n\n")[2:]).split()),
-        "command": shlex.join(["python", *sys.argv]),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        **made(),
         **about,
         "workload": workload.name,
         "recipes": {PLAIN: list(plain), FAST: list(fast)},

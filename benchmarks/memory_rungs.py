@@ -15,18 +15,17 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import shlex
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from against import Child, Found, OutError, Player, look_at_all, rate_of, sizes_in
 from contestants import OURS, TOKENS_FILE, Order
+from made import made
 from politely import politely
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -116,8 +115,7 @@ def run(options: argparse.Namespace) -> int:
     record = {
         "what": "rungs that save memory: throughput and memory at one micro batch and at each row's best",
         "how": " ".join(" ".join(__doc__.split("\n\n")[2:]).split()),
-        "command": shlex.join(["python", *sys.argv]),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        **made(),
         "hardware": to_json(hardware),
         "versions": versions,
         "workload": workload.name,

@@ -12,11 +12,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import datetime
 import gc
 import json
 import math
-import shlex
 import statistics
 import sys
 from collections.abc import Callable, Iterator
@@ -24,6 +22,7 @@ from contextlib import suppress
 from typing import Any
 
 import torch
+from made import made
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -84,8 +83,7 @@ def main() -> int:
     record = {
         "what": "optimizer steps and state",
         "how": " ".join(__doc__.split("\n\n")[-1].split()),
-        "command": shlex.join(["python", *sys.argv]),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        **made(),
         "workload": workload.name,
         "parameters": sum(parameter.numel() for parameter in beside.model.parameters()),
         "hardware": {"kind": hardware.kind, "name": hardware.name, "driver": hardware.driver},

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from datetime import UTC, datetime
 from pathlib import Path
+
+from made import made
 
 from redline.core.job import Job, RunDirectory
 from redline.core.measurement import Measurement
@@ -49,8 +49,7 @@ def main() -> None:
         "bare_tokens_per_second": bare,
         "ratio": ladder / bare,
         "rounds": pairs,
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", *sys.argv]),
+        **made(),
         "recipe": to_json(recipe),
         "workload": workload.name,
         "hardware": hardware.name,

@@ -20,7 +20,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from made import made
 
+from redline.engine.probe import versions
 from redline.kernels import cublaslt
 from redline.kernels.products import product, product_and_bias, product_and_gelu
 from redline.workloads import resolve_workload
@@ -60,7 +62,11 @@ def main() -> int:
     for line in lines(found):
         print(line, file=sys.stderr)
     about = {"workload": options.workload, "micro_batch": options.micro_batch, "device": torch.cuda.get_device_name()}
-    print(json.dumps({**about, "torch": torch.__version__, "step_gain_ms": total_ms(found), "rows": found}, indent=1))
+    print(
+        json.dumps(
+            {**made(), **about, "versions": versions(), "step_gain_ms": total_ms(found), "rows": found}, indent=1
+        )
+    )
     return 0
 
 

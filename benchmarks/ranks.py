@@ -25,7 +25,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shlex
 import signal
 import statistics
 import subprocess
@@ -34,11 +33,11 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
+from made import made
 from torch.distributed import TCPStore
 
 from redline.core.hardware import Hardware
@@ -430,8 +429,7 @@ Machine = tuple[Hardware, dict[str, str | None]]  # with the versions of what ru
 def record_of(what: str, machine: Machine, rows: Rows, *, finished: bool) -> dict[str, Any]:
     record = {
         "what": what,
-        "command": shlex.join(["python", "benchmarks/ranks.py", *sys.argv[1:]]),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        **made(),
         "hardware": to_json(machine[0]),
         "versions": machine[1],
         "finished": finished,

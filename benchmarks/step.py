@@ -15,18 +15,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch._dynamo.config as dynamo
+from made import made
 from politely import politely
 
 from redline.core.errors import UserError
@@ -78,11 +77,7 @@ def run(options: argparse.Namespace) -> int:
     if options.json is not None:
         about = {"workload": workload.name, "micro_batch": base.micro_batch, "rounds": options.rounds, "steps": STEPS}
         rows = {name: {"rungs": rungs[name], **figures} for name, figures in found.items()}
-        made = {
-            "command": shlex.join(["python", "benchmarks/step.py", *sys.argv[1:]]),
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        }
-        whole = {**made, **about, "device": hardware.name, "versions": versions(), "recipes": rows}
+        whole = {**made(), **about, "device": hardware.name, "versions": versions(), "recipes": rows}
         options.json.write_text(json.dumps(whole, indent=1) + "\n")
     return 0
 
@@ -109,7 +104,7 @@ def varied(base: Recipe, add: list[str], without: list[str]) -> dict[str, Recipe
 def time_recipes(
     workload: Workload, recipes: Mapping[str, tuple[str, ...]], micro_batch: int, rounds: int, device: torch.device
 ) -> dict[str, Figures]:
-    """By name: milliseconds of a step, tokens per second, and the peak of memory, which a CPU does not tell."""
+    """By name: milliseconds of a step, tokens per second, and the peak of memory; a CPU and a graph tell none."""
     plans = {name: plan_of(rungs) for name, rungs in recipes.items()}
     check_switches(plans)
     shape = workload.decoder
@@ -142,6 +137,8 @@ class Turns:
 
     def __init__(self, workload: Workload, plan: Plan, batch: torch.Tensor) -> None:
         self.batch, self.device = batch, batch.device
+        # What a graph replays allocates nothing, so its peak was that of the recording.
+        self.tells_peak = self.device.type == "cuda" and not plan.cuda_graphs
         before = allocated(self.device)
         self.step = build_step(workload, plan, device=self.device)
         milliseconds(self.step, batch)  # compiles and warms up
@@ -165,7 +162,7 @@ class Turns:
             "p10_ms": ordered[tenth],
             "p90_ms": ordered[-1 - tenth],
             "tokens_per_second": 1e3 * self.batch[0].numel() / median,
-            "peak_gb": self.peak_bytes / 1e9 if self.device.type == "cuda" else None,
+            "peak_gb": self.peak_bytes / 1e9 if self.tells_peak else None,
         }
 
 

@@ -15,16 +15,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+from made import made
 
 from redline.core.job import RunDirectory
 from redline.core.recipe import Recipe
@@ -68,8 +68,7 @@ def main() -> None:
         "micro_batch": options.micro_batch,
         "hardware": hardware.name,
         "versions": versions,
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", *sys.argv]),
+        **made(),
     }
     print(json.dumps(result, indent=2))
     say(verdict(result))

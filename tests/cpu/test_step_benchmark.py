@@ -11,6 +11,7 @@ import torch
 
 from redline.core.recipe import Recipe
 from redline.core.values import to_json
+from redline.core.plan import Plan
 from redline.core.workload import Workload
 
 BASE = Recipe(rungs=("tied-weights", "flash", "fused-adamw"), micro_batch=2)
@@ -97,7 +98,10 @@ def test_mistakes_are_told(
     assert problem in capsys.readouterr().err
 
 
-def test_a_peak_is_a_recipes_own(bench: Any, monkeypatch: pytest.MonkeyPatch, tiny: Workload) -> None:
+@pytest.mark.parametrize(("graphs", "peak"), [(False, 150 / 1e9), (True, None)], ids=["allocates", "replays"])
+def test_a_peak_is_a_recipes_own(
+    bench: Any, monkeypatch: pytest.MonkeyPatch, tiny: Workload, graphs: bool, peak: float | None
+) -> None:
     """Of a device that tells: 100 bytes are others', 30 its own, and a turn reaches 250 and then 240."""
     now = iter((100, 130, 130, 130))
     peaks = iter((250, 240))
@@ -113,7 +117,7 @@ def test_a_peak_is_a_recipes_own(bench: Any, monkeypatch: pytest.MonkeyPatch, ti
         def __getitem__(self, _: int) -> torch.Tensor:
             return torch.zeros(4)
 
-    turns = bench.Turns(tiny, None, OnDevice())
+    turns = bench.Turns(tiny, Plan(cuda_graphs=graphs), OnDevice())
     turns.take()
     turns.take()
     assert turns.figures() == {
@@ -121,5 +125,5 @@ def test_a_peak_is_a_recipes_own(bench: Any, monkeypatch: pytest.MonkeyPatch, ti
         "p10_ms": 1.0,
         "p90_ms": 3.0,
         "tokens_per_second": 2000.0,
-        "peak_gb": 150 / 1e9,
+        "peak_gb": peak,
     }
