@@ -33,7 +33,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from made import made
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -161,6 +160,8 @@ def run(options: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         say("stopped; finished runs are kept: the same command goes on")
     runs = {order.name: known for order in orders if (known := finished(order, options.out)) is not None}
+    from made import made  # a run's own process has no folder of scripts in its path
+
     record = {
         "what": "a fast recipe beside plain TF32 over long runs: final losses, and the band of two baselines",
         "how": " ".join(" ".join(__doc__.split("\n\n")[2:]).split()),

@@ -716,7 +716,9 @@ def benchmark(repository: Path) -> ModuleType:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # its dataclass looks itself up there
-    spec.loader.exec_module(module)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(repository / "benchmarks"))
+        spec.loader.exec_module(module)
     return module
 
 

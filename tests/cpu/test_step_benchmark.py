@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from redline.core.plan import Plan
 from redline.core.recipe import Recipe
 from redline.core.values import to_json
-from redline.core.plan import Plan
 from redline.core.workload import Workload
 
 BASE = Recipe(rungs=("tied-weights", "flash", "fused-adamw"), micro_batch=2)
