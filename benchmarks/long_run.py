@@ -19,6 +19,7 @@ import argparse
 import itertools
 import json
 import math
+import shlex
 import signal
 import statistics
 import subprocess
@@ -160,12 +161,11 @@ def run(options: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         say("stopped; finished runs are kept: the same command goes on")
     runs = {order.name: known for order in orders if (known := finished(order, options.out)) is not None}
-    from made import made  # a run's own process has no folder of scripts in its path
-
     record = {
         "what": "a fast recipe beside plain TF32 over long runs: final losses, and the band of two baselines",
         "how": " ".join(" ".join(__doc__.split("\n\n")[2:]).split()),
-        **made(),
+        "command": shlex.join(["python", *sys.argv]),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
         **about,
         "workload": workload.name,
         "recipes": {PLAIN: list(plain), FAST: list(fast)},
