@@ -1,6 +1,6 @@
 """How several ranks share a step: one rung each, taken when it is named or when there are ranks (`--gpus N`).
 
-redline train gpt2 --gpus 8        redline train gpt2-xl --gpus 8 --parallel fsdp --tensor 2
+redline train gpt2 --gpus 8        redline train gpt2-large --gpus 8 --parallel fsdp --tensor 2
 
 How many ranks there are is no part of a recipe: a recipe with `fsdp` on one process, or on one rank, is the recipe
 without it (`for_layout` in `rungs/ladder.py`).
