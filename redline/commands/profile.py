@@ -160,17 +160,22 @@ def prepare(options: argparse.Namespace) -> ProfileRun:
     from redline.core.job import Job, check_run_directory
     from redline.predict.parallel import Beside
     from redline.search.climb import TOKENS_FILE
+    from redline.search.inspect import find_workload
     from redline.search.launch import probe_machine
-    from redline.search.ranks import check_ranks, check_shareable, layout_for
+    from redline.search.ranks import check_ranks, check_shareable, check_tensor_needs, layout_for
     from redline.search.words import with_layout
 
     given = check_options(options)
+    named = None if options.workload is None else find_workload(options.workload, sequence=options.sequence)
+    if named is not None:
+        rungs = given.rungs if given is not None else named_rungs(options.rungs or "none")
+        check_tensor_needs(rungs, options.tensor, named)
     degrees = {"tensor": options.tensor, "replicas": options.replicas}
-    layout = layout_for(options.gpus or 1, degrees, beside=Beside(stages=False))
+    layout = layout_for(options.gpus or 1, degrees, named, beside=Beside(stages=False))
     if options.out is not None:
         check_run_directory(options.out, resumable=False)
     hardware, versions = probe_machine(options.device)
-    hardware = with_layout(check_ranks(hardware, layout.ranks), layout)
+    hardware = with_layout(check_ranks(hardware, layout.ranks, layout), layout)
     workload = choose_workload(options, hardware)
     check_shareable(workload, hardware)
     recipe = choose_recipe(options, given, workload, hardware)

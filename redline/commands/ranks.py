@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import signal
 import subprocess
@@ -259,6 +260,18 @@ def layout_of(options: argparse.Namespace, ranks: int, workload: Workload, besid
 
     degrees = {name: getattr(options, name) for name in DEGREES}
     return layout_for(ranks, degrees, workload, by_hand=ranks_here() is not None, beside=beside or ALONE)
+
+
+def asked_layout(options: argparse.Namespace, ranks: int) -> Layout:
+    """The degrees of the options, on as many ranks as those take where these do not divide."""
+    from redline.core.layout import Layout
+    from redline.core.workload import check_positive
+
+    degrees = {name: 1 if getattr(options, name) is None else getattr(options, name) for name in DEGREES}
+    for name, size in degrees.items():
+        check_positive(f"--{name}", size)
+    whole = math.prod(degrees.values())
+    return Layout(ranks=max(1, ranks // whole) * whole, **degrees)
 
 
 def batch_beside(options: argparse.Namespace, workload: Workload, recipe: Recipe | None) -> Beside:

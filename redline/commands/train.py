@@ -202,7 +202,8 @@ def check_order(options: argparse.Namespace, console: Any, ranks: int) -> Hardwa
     from redline.search.ranks import check_ranks
 
     if options.resume:
-        return check_ranks(probe_machine(resumed_order(options, ranks).device)[0], ranks)
+        order = resumed_order(options, ranks)
+        return check_ranks(probe_machine(order.device)[0], ranks, order.layout)
     order, hardware, _ = chosen_order(options, console, ranks)
     check_data(options, order.workload)
     return hardware
@@ -250,6 +251,9 @@ def chosen_order(
     recipe = load_recipe(options.recipe) if options.recipe else None
     if options.workload:  # a mistake is told before torch is asked
         workload = find_workload(options.workload, sequence=options.sequence)
+        rungs = recipe.rungs if recipe else ()
+        rungs = rungs if options.optimizer is None else with_optimizer(rungs, options.optimizer)
+        check_needs(options, ranks, Recipe(rungs=rungs, micro_batch=1), workload)
         layout_of(options, ranks, workload, batch_beside(options, workload, recipe))
     given = {"steps": options.steps, "tokens": options.tokens, "minutes": options.minutes}
     if all(value is None for value in given.values()):
@@ -260,10 +264,9 @@ def chosen_order(
     if options.optimizer is not None:
         with_optimizer((), options.optimizer)  # likewise
     hardware, versions = probe_machine(options.device)
-    hardware = check_ranks(hardware, ranks)
     name = options.workload or default_workload(hardware.kind)
     workload = find_workload(name, sequence=options.sequence, trained_on=hardware.kind)
-    layout = layout_of(options, ranks, workload, batch_beside(options, workload, recipe))
+    beside = batch_beside(options, workload, recipe)
     for note in workload.notes:
         console.print(note, style="dim", markup=False, highlight=False)
     if workload.source.kind == "huggingface" and options.init is None and (folder := weights_beside(name)):
@@ -278,6 +281,9 @@ def chosen_order(
         recipe = replace(recipe, micro_batch=options.micro_batch)
     if options.optimizer is not None:
         recipe = replace(recipe, rungs=other_optimizer(options.optimizer, recipe.rungs, workload, hardware))
+    check_needs(options, ranks, recipe, workload)
+    layout = layout_of(options, ranks, workload, beside)
+    hardware = check_ranks(hardware, ranks, layout)
     recipe = shared_recipe(recipe, options.parallel, layout)
     check_allowed(recipe, workload)
     if ranks > 1:
@@ -340,6 +346,23 @@ def check_parallel(recipe: Recipe, workload: Workload, hardware: Hardware, layou
         refused[first],
         ", or ".join(filter(None, (" and ".join(fixes), "choose another recipe"))),
     )
+
+
+def check_needs(options: argparse.Namespace, ranks: int, recipe: Recipe, workload: Workload) -> None:
+    """The same, of the options before anybody knows whether their degrees divide: a degree that is proposed instead
+    would be refused in turn. A model that nobody knows how to cut has fsdp, if the recipe goes with that."""
+    from redline.commands.ranks import asked_layout
+    from redline.rungs.ladder import cuts_of
+    from redline.rungs.parallel import FSDP, where_to_cut
+    from redline.search.ranks import some_machine
+
+    asked = asked_layout(options, ranks)
+    if asked.ranks == 1:
+        return
+    shared, machine = shared_recipe(recipe, options.parallel, asked), some_machine(asked.ranks)
+    unknown = any(where_to_cut(name, workload) for name in cuts_of(shared.rungs, asked))
+    if not unknown or why_not_shared(FSDP, shared, workload, machine) is not None:
+        check_parallel(shared, workload, machine, asked)
 
 
 def why_not_shared(name: str, recipe: Recipe, workload: Workload, hardware: Hardware) -> str | None:
@@ -523,6 +546,7 @@ def resumed_order(options: argparse.Namespace, ranks: int = 1) -> TrainOrder:
         recipe = replace(recipe, rungs=with_own(recipe.rungs, order.workload))
     if options.micro_batch is not None:
         recipe = replace(recipe, micro_batch=options.micro_batch)
+    check_needs(options, ranks, recipe, order.workload)
     kept = Beside(micro_batch=recipe.micro_batch, batch=order.settings.global_batch, option=None)
     layout = layout_of(options, ranks, order.workload, kept)
     check_resumed_shares(str(options.resume), recipe.micro_batch, order.settings.global_batch, layout)

@@ -252,12 +252,12 @@ def prepare_ladder(
         check_steps=check_steps,
         out=out,
     )
-    words.check(repeats=repeats, compile_ahead=compile_ahead)
+    recipe = None if start is None else checked_start(start, micro_batch)
+    words.check(recipe.rungs if recipe else (), repeats=repeats, compile_ahead=compile_ahead)
     layout = words.layout
     check_compile_ahead(compile_ahead, layout.ranks)
     check_rebatch(rebatch, headroom, global_batch)
     check_choice("keep", keep, ("faster", "all"))
-    recipe = None if start is None else checked_start(start, micro_batch)
     said: dict[str, Any] = {"keep": keep, "repeats": repeats, "again": aa, "rebatch": rebatch}
     said |= {"headroom": headroom, "compile_ahead": compile_ahead}
     said["rungs"] = choose_rungs(rungs, without, ranked_rungs(recipe.rungs if recipe else (), layout))

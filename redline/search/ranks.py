@@ -138,13 +138,28 @@ def check_measured(
 ) -> None:
     """The same of a measurement that begins with these rungs, as `ranked_rungs` has made them."""
     degrees = {"tensor": layout.tensor, "pipeline": layout.pipeline, "replicas": layout.replicas}
+    check_tensor_needs(rungs, layout.tensor, workload)
     check_cuts(degrees, layout.ranks, workload, beside=Beside(batch=global_batch, stages=False))
-    for name in cuts_of(rungs, layout):
-        reason = why_not(find_rung(name), workload, hardware, plan_of(other for other in rungs if other != name))
-        if reason is not None:
-            raise UserError(f"{name} does not apply here", reason, "leave --tensor out, or take another recipe")
     if layout.ranks > 1:
         check_layout(layout, Recipe(rungs=rungs, micro_batch=1))
+
+
+def check_tensor_needs(rungs: Collection[str], tensor: int | None, workload: Workload) -> None:
+    """That these rungs go with --tensor at all: asked before its degree, or a proposed one would be refused in turn.
+    Of the machine the rung asks only that there are ranks."""
+    if tensor is None or tensor < 2:
+        return
+    check_known_cuts({"tensor": tensor, "pipeline": 1}, workload)
+    others = plan_of(other for other in rungs if other != TENSOR_PARALLEL)
+    reason = why_not(find_rung(TENSOR_PARALLEL), workload, some_machine(tensor), others)
+    if reason is not None:
+        fix = "leave --tensor out, or take another recipe"
+        raise UserError(f"{TENSOR_PARALLEL} does not apply here", reason, fix)
+
+
+def some_machine(ranks: int) -> Hardware:
+    """With so many ranks, for rungs that ask nothing else of it, before the one at hand is known."""
+    return Hardware(kind="cpu", name="a machine", ranks=ranks)
 
 
 # --- where they run ---------------------------------------------------------------------------------------------------
@@ -164,12 +179,13 @@ def how_many(ranks: int) -> str:
     return f"--nproc-per-node {ranks}" if is_torchruns() else f"--gpus {ranks}"
 
 
-def check_ranks(hardware: Hardware, ranks: int) -> Hardware:
-    """The machine with that many ranks on it. More than one per device is refused."""
-    here = ranks_of_a_node(ranks)
+def check_ranks(hardware: Hardware, ranks: int, layout: Layout | None = None) -> Hardware:
+    """The machine with that many ranks on it. More than one per device is refused; what is proposed holds their layout
+    (None: they differ in their data alone)."""
+    here, layout = ranks_of_a_node(ranks), layout or Layout(ranks=ranks)
     if hardware.kind == "cuda" and here > hardware.count:
         only = f"this machine has {counted(hardware.count, 'GPU')}"
-        fix = f"use {how_many(hardware.count)}" if hardware.count > 1 or is_torchruns() else "leave --gpus out"
+        fix = how_many_of(hardware.count, layout)
         raise UserError(f"{here} ranks on this machine", f"each rank has a GPU of its own, and {only}", fix)
     most = most_on_cpu(hardware.cpu_cores)
     if hardware.kind == "cpu" and here > most:
@@ -177,9 +193,27 @@ def check_ranks(hardware: Hardware, ranks: int) -> Hardware:
             f"{here} ranks on this CPU",
             f"each is a process that holds torch and shares {counted(hardware.cpu_cores, 'core')} with the others: "
             f"beyond {most} nothing is left to learn from them",
-            f"use {how_many(most)} or fewer",
+            how_many_of(most, layout) + (" or fewer" if layout.is_plain else ""),
         )
     return replace(hardware, ranks=ranks)
+
+
+def how_many_of(most: int, layout: Layout) -> str:
+    """The fix: as many ranks of a machine as there may be and as its layout can take, or that it can take none."""
+    nodes = layout.ranks // ranks_of_a_node(layout.ranks)
+    whole = layout.ranks // layout.shards
+
+    def takes(here: int) -> bool:
+        copies, left = divmod(nodes * here, whole)
+        return left == 0 and here % layout.tensor == 0 and copies >= (2 if layout.replicas > 1 else 1)
+
+    found = next((here for here in range(most, 0, -1) if takes(here)), None)
+    if found is not None:
+        return f"use {how_many(found)}" if found > 1 or is_torchruns() else "leave --gpus out"
+    degrees = layout.options().removeprefix(f"--gpus {layout.ranks} ")
+    if most > 1 or is_torchruns():
+        return f"use {how_many(most)} and leave {degrees} out"
+    return f"leave --gpus and {degrees} out"
 
 
 def most_on_cpu(cores: int) -> int:

@@ -23,7 +23,7 @@ from redline.data.text import check_corpus
 from redline.predict.parallel import Beside
 from redline.search.inspect import check_unchanged_file, find_workload
 from redline.search.launch import probe_machine
-from redline.search.ranks import check_global_batch, check_ranks, check_shareable, layout_for
+from redline.search.ranks import check_global_batch, check_ranks, check_shareable, check_tensor_needs, layout_for
 from redline.workloads import default_workload
 
 MOST_SEQUENCES = 2**20  # of one token each, their logits alone would be 196 GiB for GPT-2
@@ -62,13 +62,15 @@ class Words:
         degrees = {"tensor": self.tensor, "replicas": self.replicas}
         return layout_for(self.gpus or 1, degrees, workload, beside=Beside(batch=self.global_batch, stages=False))
 
-    def check(self, **more: int | None) -> None:
-        """`more`: other options that count things."""
+    def check(self, rungs: Sequence[str] = (), **more: int | None) -> None:
+        """`rungs`: those that it begins with; `more`: other options that count things."""
         own = ("micro_batch", "gpus", "global_batch", "steps", "check_steps")
         for name, value in {**{name: getattr(self, name) for name in own}, **more}.items():
             if value is not None:
                 check_positive(option_of(name), value)
         workload = None if self.workload is None else find_workload(self.workload, sequence=self.sequence)
+        if workload is not None:
+            check_tensor_needs(rungs, self.tensor, workload)
         check_global_batch(self.global_batch, self.layout_with(workload).data)
         check_choice("device", self.device, ("cuda", "cpu"))
         if self.micro_batch is not None:
@@ -81,7 +83,7 @@ class Words:
     def meet_machine(self) -> Found:
         """Torch is asked here, in a process of its own."""
         hardware, versions = probe_machine(self.device)
-        hardware = with_layout(check_ranks(hardware, self.layout.ranks), self.layout)
+        hardware = with_layout(check_ranks(hardware, self.layout.ranks, self.layout), self.layout)
         name, notes = named_or_default(self.workload, hardware)
         workload = find_workload(name, self.data, self.sequence)
         workload = replace(workload, notes=(*workload.notes, *self._refused_in_training(name, workload, hardware)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from redline import cli
 from redline.commands.ranks import check_resumed_shares, check_shares, layout_of
-from redline.commands.train import check_parallel, global_sequences, shared_recipe
+from redline.commands.train import check_needs, check_parallel, global_sequences, shared_recipe
 from redline.core.errors import UserError
 from redline.core.hardware import Hardware
 from redline.core.layout import Layout
@@ -332,6 +333,109 @@ def test_a_model_that_nobody_knows_how_to_cut(name):
         layout_of(asked, 2, LLAMA)
     assert caught.value.fix == f"say --parallel fsdp instead of --{name} 3, or leave it out"
     layout_of(SimpleNamespace(tensor=None, pipeline=None, replicas=None), 2, LLAMA)
+
+
+# --- what a recipe needs comes before the degrees ---------------------------------------------------------------------
+
+FP16, MUON = ("fp16",), ("muon",)
+
+
+@pytest.mark.parametrize(
+    ("rungs", "words", "why", "fix"),
+    [
+        (FP16, "train tiny --gpus 4 --tensor 8", "loss scaling", "leave --tensor 8 out, or choose another recipe"),
+        (FP16, "train tiny --pipeline 3", "loss scaling", "leave --pipeline 3 out, or choose another recipe"),
+        (
+            MUON,
+            "train tiny --gpus 4 --pipeline 4 --parallel fsdp",
+            "muon",
+            "leave --pipeline 4 out and say --parallel ddp",
+        ),
+        (FP16, "ladder tiny --gpus 4 --tensor 8", "loss scaling", "leave --tensor out, or take another recipe"),
+        (FP16, "profile tiny --gpus 4 --tensor 8", "loss scaling", "leave --tensor out, or take another recipe"),
+    ],
+    ids=["tensor", "one-process", "both", "ladder", "profile"],
+)
+def test_a_recipe_that_goes_with_no_degree_is_offered_none(tmp_path, capsys, rungs, words, why, fix):
+    (file := tmp_path / "recipe.json").write_text(json.dumps({"rungs": rungs, "micro_batch": 4}), encoding="utf-8")
+    option = "--from" if words.startswith("ladder") else "--recipe"
+    assert cli.main([*words.split(), option, str(file), "--device", "cpu"]) == 2
+    problem, reason, proposed = capsys.readouterr().err.splitlines()
+    assert problem.endswith("does not apply here")
+    assert why in reason
+    assert proposed.startswith(f"fix:     {fix}")
+
+
+def test_an_optimizer_that_is_named_counts_as_the_recipes(capsys):
+    words = "train tiny --gpus 4 --pipeline 4 --optimizer muon --parallel fsdp --device cpu"
+    assert cli.main(words.split()) == 2
+    assert "leave --pipeline 4 out and say --parallel ddp" in capsys.readouterr().err
+
+
+def test_a_foreign_model_is_offered_fsdp_only_with_a_recipe_that_takes_it():
+    asked = SimpleNamespace(tensor=3, pipeline=None, replicas=None, parallel=None)
+    check_needs(asked, 2, Recipe(rungs=(), micro_batch=1), LLAMA)  # `layout_of` says it, with fsdp
+    with pytest.raises(UserError, match="--tensor 3 does not apply here") as caught:
+        check_needs(asked, 2, Recipe(rungs=MUON, micro_batch=1), LLAMA)
+    assert "fsdp" not in caught.value.fix
+
+
+def test_heads_are_asked_before_ranks(capsys):
+    """Eight GPUs, which four heads would be refused on, are no way out."""
+    assert cli.main(["profile", "tiny", "--gpus", "4", "--tensor", "8", "--device", "cpu"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "problem: 4 heads cannot be shared by --tensor 8"
+    assert lines[-1] == "fix:     use --tensor 4 or --tensor 2"
+
+
+@quick
+@given(
+    few,
+    few,
+    st.integers(1, 3),
+    st.integers(1, 6),
+    st.integers(1, 12),
+    st.integers(1, 2),
+    st.sampled_from(["cuda", "cpu"]),
+)
+def test_fewer_ranks_that_are_proposed_hold_the_layout(tensor, pipeline, replicas, shards, count, nodes, kind):
+    """And they are the most that do."""
+    cut = {"tensor": tensor, "pipeline": pipeline, "replicas": replicas}
+    here = tensor * pipeline * replicas * (shards if replicas == 1 else shards + 1)
+    machine, layout = replace(CUDA, kind=kind, count=count, cpu_cores=1), Layout(ranks=nodes * here, **cut)
+    most = count if kind == "cuda" else 8
+    workload = model(60, 60)
+
+    def works(number: int) -> bool:
+        patch.setenv("LOCAL_WORLD_SIZE", str(number))
+        return refused(lambda: check_ranks(machine, nodes * number, layout_for(nodes * number, cut, workload))) is None
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCAL_WORLD_SIZE", str(here))
+        fix = refused(check_ranks, machine, layout.ranks, layout)
+        assert (fix is None) == (here <= most)
+        if fix is None:
+            return
+        (number,) = numbers(fix.split(" and leave")[0])
+        possible = [size for size in range(1, most + 1) if works(size)]
+        assert number == max(possible, default=most)
+        assert ("leave" in fix) == (not possible)
+
+
+@pytest.mark.parametrize(
+    ("layout", "count", "fix"),
+    [
+        (Layout(ranks=12, tensor=3), 8, "use --gpus 6"),
+        (Layout(ranks=12), 8, "use --gpus 8"),
+        (Layout(ranks=16, replicas=4), 7, "use --gpus 7 and leave --replicas 4 out"),
+        (Layout(ranks=4, tensor=2, pipeline=2), 3, "use --gpus 3 and leave --tensor 2 --pipeline 2 out"),
+        (Layout(ranks=4, tensor=2), 1, "leave --gpus and --tensor 2 out"),
+        (Layout(ranks=4), 1, "leave --gpus out"),
+    ],
+    ids=["tensor", "data", "copies", "stages", "one-gpu-tensor", "one-gpu"],
+)
+def test_more_ranks_than_there_is_room_for(layout, count, fix):
+    assert refused(check_ranks, replace(CUDA, count=count), layout.ranks, layout) == fix
 
 
 # --- the commands -----------------------------------------------------------------------------------------------------
