@@ -163,4 +163,6 @@ def only_our_words_on_stdout() -> Iterator[None]:
 
 def command_line() -> str:
     """As the user typed it, to be run again."""
-    return shlex.join(["redline", *sys.argv[1:]])
+    from redline.core.rank_processes import typed_words
+
+    return shlex.join(["redline", *typed_words()])

@@ -30,6 +30,7 @@ from redline.core.rank_processes import (
     RANKS_LOG,
     RUN_NAME,
     SCREEN,
+    TYPED,
     agent_environment,
     log_to,
     mark_left,
@@ -84,6 +85,7 @@ def start_ranks(options: argparse.Namespace) -> int:
             **import_environment(),
             RANK_PID_FILE: str(pid_file),
             SCREEN: "1",
+            TYPED: json.dumps(list(options.words)),
         }
         with open(Path(folder) / RANKS_LOG, "wb") as log:
             # A session of their own: Ctrl-C reaches the ranks through us, and once.
@@ -128,7 +130,7 @@ def agent_words(options: argparse.Namespace, logs: str) -> list[str]:
 
 
 def without_gpus(words: Sequence[str]) -> list[str]:
-    """The command as typed, for each rank. argparse takes `--gpus=4` too, and `--gp 4`."""
+    """The command for each rank, which records it as typed (`TYPED`). argparse takes `--gpus=4` too, and `--gp 4`."""
     kept, skip = [], False
     for word in words:
         name, _, value = word.partition("=")

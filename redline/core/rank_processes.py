@@ -11,6 +11,7 @@ ranks but the first three. Under somebody else's torchrun descriptor 2 is the sc
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import signal
@@ -24,6 +25,8 @@ RANKS_LOG = "ranks.log"
 SCREEN = "REDLINE_SCREEN_IS_STDIN"
 RANK_PID_FILE = "REDLINE_RANK_PID_FILE"
 """Of the environment: where rank 0 writes its process id, so that whoever started the ranks can ask them to stop."""
+TYPED = "REDLINE_TYPED_WORDS"
+"""Of the environment: the words of the command, as JSON, of which the ranks get all but `--gpus N`."""
 RUN_NAME = "run"
 """Beside that file: rank 0 writes its run directory into it, and the options with which as many ranks go on."""
 LEFT_BY_SIGNAL = (-signal.SIGINT, -signal.SIGTERM, 128 + signal.SIGTERM)
@@ -50,6 +53,12 @@ def was_interrupted(pid_file: Path, exit_code: int) -> bool:
     The exit code is the agent's, or that of a rank that may be the cause."""
     left = pid_file.with_name(LEFT).exists() or exit_code in LEFT_BY_SIGNAL
     return left and pid_file.with_name(ASKED).exists()
+
+
+def typed_words() -> list[str]:
+    """Of the command that the user gave: this process's own, or in a rank those of whoever started the ranks."""
+    typed = os.environ.get(TYPED)
+    return sys.argv[1:] if typed is None else list(json.loads(typed))
 
 
 def agent_environment(ranks: int, cores: int) -> dict[str, str]:

@@ -11,6 +11,7 @@ import os
 import re
 import runpy
 import selectors
+import shlex
 import signal
 import socket
 import subprocess
@@ -130,6 +131,9 @@ def test_a_killed_rank_is_named_and_one_process_goes_on(
         f"\nsaved     {out}/checkpoints/step-00000002\ngo on     redline train --resume {out} --gpus 2\n" in done.stderr
     )
     assert left_behind(out) == []
+    typed = shlex.join(["redline", *words, "--out", str(out), "--gpus", "2"])
+    assert json.loads((out / "run.json").read_text())["command"] == typed
+    assert json.loads((out / "metrics.jsonl").read_text().splitlines()[0])["command"] == typed
     assert main(["train", "--resume", str(out)]) == 0
     assert_same_weights(out, never_stopped)
 

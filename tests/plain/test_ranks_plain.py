@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import runpy
 import signal
 import subprocess
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -16,7 +18,8 @@ from typing import Any
 
 import pytest
 
-from redline.commands.ranks import change_of_ranks, check_resumed_shares, follow, keep_log
+from redline.commands.common import command_line
+from redline.commands.ranks import change_of_ranks, check_resumed_shares, follow, keep_log, start_ranks
 from redline.core.errors import UserError
 from redline.core.job import RunDirectory
 from redline.core.layout import Layout as Ranked
@@ -130,6 +133,28 @@ def test_a_run_of_more_ranks_than_are_here_does_not_go_on(tmp_path: Path, monkey
     with pytest.raises(UserError, match="8 ranks on this machine") as caught:
         resume_with(4)
     assert caught.value.fix == "use --gpus 4"
+
+
+# --- what is recorded -------------------------------------------------------------------------------------------------
+
+
+def test_ranks_record_the_command_as_it_was_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The agent's place is taken by a process that writes down what a rank would record."""
+    record = (
+        "from redline.commands.common import command_line; import sys; open(sys.argv[1], 'w').write(command_line())"
+    )
+    words = ["train", "tiny", "--data", "my text.txt", "--gpus=4", "--parallel", "fsdp"]
+    monkeypatch.setattr("redline.commands.train.check_order", lambda *_, **__: replace(EIGHT, kind="cpu"))
+    agent = [sys.executable, "-c", record, str(tmp_path / "command")]
+    monkeypatch.setattr("redline.commands.ranks.agent_words", lambda *_: agent)
+    assert start_ranks(argparse.Namespace(gpus=4, words=words)) == 0
+    assert (tmp_path / "command").read_text() == "redline train tiny --data 'my text.txt' --gpus=4 --parallel fsdp"
+
+
+def test_a_process_of_its_own_and_torchruns_ranks_record_their_own_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("REDLINE_TYPED_WORDS", raising=False)
+    monkeypatch.setattr("sys.argv", ["redline", "train", "tiny"])
+    assert command_line() == "redline train tiny"
 
 
 # --- a signal ---------------------------------------------------------------------------------------------------------
