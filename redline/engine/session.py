@@ -26,11 +26,13 @@ from torch import nn
 
 from redline.core.checkpoints import STATE_FILE, list_checkpoints, order_of
 from redline.core.errors import UserError
+from redline.core.hardware import Hardware
 from redline.core.layout import Layout
 from redline.core.plan import ADAMWS, Plan
 from redline.core.recipe import Recipe
 from redline.core.traced import Traced
 from redline.core.training import TrainSettings
+from redline.core.units import counted
 from redline.core.values import from_json, to_json
 from redline.core.workload import BUILT_IN, Shape, Source, Workload
 from redline.data.batches import BatchSource
@@ -54,8 +56,9 @@ from redline.engine.step import TrainStep
 from redline.engine.train import DivergedError, Emit, NotSavedError, Trainer
 from redline.model.adapter import Adapter, adapter_of
 from redline.optim.schedule import make_schedule
-from redline.rungs import plan_of
-from redline.rungs.ladder import for_layout
+from redline.rungs import find_rung, plan_of, why_not
+from redline.rungs.ladder import Checkpointing, for_layout
+from redline.rungs.parallel import FSDP, TENSOR_PARALLEL
 from redline.workloads import resolve_workload
 
 SAMPLE_TOKENS = 60
@@ -136,20 +139,41 @@ def train(order: TrainOrder, emit: Emit, ranks: Ranks | None = None) -> dict[str
     except NotSavedError as error:
         why, reason = "failed", str(error)
     except Exception as error:
-        why, reason = "failed", known_failure(error, settings)
+        why, reason = "failed", known_failure(error, order, plan)
         if reason is None:
             raise
     return {**summary_of(trainer, why), "reason": reason}
 
 
-def known_failure(error: Exception, settings: TrainSettings) -> str | None:
+def known_failure(error: Exception, order: TrainOrder, plan: Plan) -> str | None:
     """What ends a run without being anybody's mistake; None for everything else."""
     if is_out_of_memory(error):
-        return f"out of memory with micro batches of {settings.micro_batch} sequences ({SMALLER})"
+        size = order.settings.micro_batch
+        ways = [SMALLER] if size > 1 else ways_to_less_memory(order, plan)
+        told = f" ({'; '.join(ways)})" if ways else ""
+        return f"out of memory with micro batches of {counted(size, 'sequence')}{told}"
     if isinstance(error, (ConnectionError, EOFError)) or "DataLoader worker" in str(error):
         text = str(error).splitlines()[0] if str(error) else type(error).__name__
         return f"a process of the loader died ({text}): killed, or out of memory on the host"
     return None
+
+
+def ways_to_less_memory(order: TrainOrder, plan: Plan) -> list[str]:
+    """Of a run whose micro batch cannot be smaller, in options: what its recipe allows and has not got yet.
+    Ranks on one CPU share its memory, so that cutting saves nothing there."""
+    machine = Hardware(kind=order.device, name="a machine", ranks=2)
+
+    def allows(rung: str) -> bool:
+        return why_not(find_rung(rung), order.workload, machine, plan) is None
+
+    cuts = {"--parallel fsdp": (FSDP, plan.parallel != FSDP), "--tensor N": (TENSOR_PARALLEL, not plan.tensor_parallel)}
+    new = [words for words, (rung, lacks) in cuts.items() if lacks and allows(rung)]
+    ways = [f"{' or '.join(new)} with several GPUs holds a part on each"] if new and order.device == "cuda" else []
+    if plan.checkpointing != "full" and allows(Checkpointing.name):
+        ways.append(f"a --recipe with {Checkpointing.name} keeps less for the backward pass")
+    if isinstance(order.workload.shape, Shape):
+        ways.append("a new run can have a shorter --sequence")
+    return ways
 
 
 def be_deterministic() -> None:

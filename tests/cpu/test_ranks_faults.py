@@ -214,7 +214,7 @@ def listens(port: int) -> bool:
     ("kind", "text"),
     [
         ("raise", "rank 1 failed: ArithmeticError: the planted fault"),
-        ("memory", "rank 1 failed: RuntimeError: out of memory with micro batches of 1 sequences"),
+        ("memory", "rank 1 failed: RuntimeError: out of memory with micro batches of 1 sequence ("),
         ("hang", "s, at step 3, in the step: rank 1 is in hang, rank_fault.py"),
         ("freeze", "; its process gives no sign of life"),
     ],

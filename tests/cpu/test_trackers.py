@@ -231,7 +231,8 @@ def test_out_of_memory_ends_a_run_in_words_and_leaves_a_page(
     words = ["tiny", "--recipe", tmp_path / "recipe.json", "--data", tmp_path / "text.jsonl", "--out", out]
     assert train_command(*words, "--steps", 4) == 1
     caught = capsys.readouterr()
-    assert "training stopped: out of memory with micro batches of 1 sequences" in caught.err
+    assert "training stopped: out of memory with micro batches of 1 sequence (" in caught.err
+    assert "smaller --micro-batch" not in caught.err
     assert json.loads(caught.out)["ended"] == "failed"
     assert "Training stopped: out of memory" in (out / "report.html").read_text()
 

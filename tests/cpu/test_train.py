@@ -26,6 +26,7 @@ from redline.cli import interrupt, main
 from redline.commands.common import options_of
 from redline.commands.train import add_train, end_of_schedule, resumed_order
 from redline.core.errors import UserError
+from redline.core.layout import Layout
 from redline.core.recipe import Recipe
 from redline.core.training import Budget, TrainSettings
 from redline.core.values import to_json
@@ -624,3 +625,37 @@ def test_a_run_that_is_ended_goes_on(tmp_path: Path, number: signal.Signals) -> 
     assert again.returncode == 0, stderr
     assert json.loads(stdout)["updates"] == loaded.step + 5
     assert f"resumed from step-{loaded.step:08d}" in stderr
+
+
+# --- out of memory ----------------------------------------------------------------------------------------------------
+
+CUTS, RECOMPUTED = "--parallel fsdp or --tensor N with several GPUs", "a --recipe with checkpointing"
+SHORTER = "a new run can have a shorter --sequence"
+
+
+@pytest.mark.parametrize(
+    ("rungs", "layout", "device", "said"),
+    [
+        ((), Layout(), "cuda", (CUTS, RECOMPUTED, SHORTER)),
+        ((), Layout(), "cpu", (RECOMPUTED, SHORTER)),
+        (("muon", "checkpointing"), Layout(), "cuda", (SHORTER,)),
+        (("fsdp",), Layout(ranks=2), "cuda", ("--tensor N with several GPUs", RECOMPUTED, SHORTER)),
+        (("fsdp", "tensor-parallel"), Layout(ranks=4, tensor=2), "cuda", (RECOMPUTED, SHORTER)),
+    ],
+    ids=["plain", "cpu", "muon", "fsdp", "tensor"],
+)
+def test_out_of_memory_at_one_sequence_names_what_can_be_done(order: Order, rungs, layout, device, said) -> None:
+    one = replace(order(*rungs, micro_batch=1), device=device)
+    plan = session_module.training_plan(one.recipe, layout)
+    reason = session_module.known_failure(torch.OutOfMemoryError("CUDA out of memory"), one, plan)
+    assert reason is not None
+    assert reason.startswith("out of memory with micro batches of 1 sequence (")
+    parts = reason.partition("(")[2].removesuffix(")").split("; ")
+    assert len(parts) == len(said)
+    assert all(part.startswith(words) for part, words in zip(parts, said, strict=True))
+
+
+def test_out_of_memory_at_two_sequences_proposes_one(order: Order) -> None:
+    two = order()
+    reason = session_module.known_failure(torch.OutOfMemoryError(""), two, session_module.training_plan(two.recipe))
+    assert reason == "out of memory with micro batches of 2 sequences (a smaller --micro-batch makes the same updates)"
