@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
     from redline.core.errors import UserError
@@ -42,8 +42,23 @@ def add_gpus(parser: argparse.ArgumentParser, what: str) -> None:
     parser.add_argument("--gpus", metavar="N", type=int, help=f"{what} (docs/distributed.md)")
 
 
+class NoStages(argparse.Action):
+    """Of a command that measures."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any, **__: Any) -> NoReturn:
+        from redline.core.errors import UserError
+        from redline.search.ranks import NO_STAGES
+
+        raise UserError(
+            f"--pipeline is no option of `{parser.prog}`",
+            f"{NO_STAGES}: they are trained, and not measured",
+            "leave it out: `redline train` has --pipeline N, and `redline estimate` predicts it",
+        )
+
+
 def add_degrees(parser: argparse.ArgumentParser) -> None:
-    """How the ranks of --gpus share a step; train has --pipeline beside them."""
+    """How the ranks of --gpus share a step; train has --pipeline beside them, which is refused here in words."""
+    parser.add_argument("--pipeline", nargs="?", action=NoStages, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     parser.add_argument("--tensor", metavar="N", type=int, help="ranks that hold each layer together (default: 1)")
     parser.add_argument(
         "--replicas",

@@ -244,7 +244,7 @@ def chosen_order(
     from redline.rungs.ladder import check_alternatives, with_optimizer
     from redline.search.inspect import find_workload
     from redline.search.launch import probe_machine
-    from redline.search.ranks import check_layout, check_ranks, uncut_copies, undone_in
+    from redline.search.ranks import check_layout, check_ranks, notes_of_rungs, uncut_copies
     from redline.workloads import default_workload
     from redline.workloads.shapes import weights_beside
 
@@ -290,8 +290,8 @@ def chosen_order(
         check_parallel(recipe, workload, hardware, layout)
         check_layout(layout, recipe)
         check_init(recipe, options.init, layout)
-        for name, way in undone_in(recipe.rungs).items():
-            console.print(f"{name} changes nothing here: {way} undoes it", style="dim")
+        for note in notes_of_rungs(recipe.rungs, layout):
+            console.print(note, style="dim", soft_wrap=True)
         if (uncut := uncut_copies(layout)) is not None:
             console.print(uncut, markup=False, highlight=False, soft_wrap=True)
     settings = settings_of(options, workload, recipe, budget, layout)

@@ -11,7 +11,7 @@ them (`commands/ranks.py`), and the same limits: what cannot be is refused here 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 
 from redline.core.errors import UserError
@@ -29,7 +29,7 @@ from redline.predict.layouts import expected_peaks, predict_parallel
 from redline.predict.parallel import ALONE, UNCUT, Beside, check_copies, check_cut_copies, layout_for_batch
 from redline.predict.parallel import Layout as Cut
 from redline.rungs import Rung, find_rung, group_of, plan_of, usual_rungs, why_not
-from redline.rungs.ladder import cuts_of, with_parallel
+from redline.rungs.ladder import cuts_of, for_layout, with_parallel
 from redline.rungs.parallel import (
     DDP,
     FSDP,
@@ -40,6 +40,7 @@ from redline.rungs.parallel import (
     where_to_cut,
 )
 
+NO_STAGES = "a measured step is one micro batch, and stages need several that follow one another"
 HERE = "LOCAL_WORLD_SIZE"  # torchrun's: ranks on this machine
 LEAST_ON_CPU, RANKS_PER_CORE = 8, 4  # 8: TP 2 x PP 2 x DP 2, which even a small machine should be able to try
 OF_LAYOUTS = {TENSOR_PARALLEL: "--tensor", PIPELINE_PARALLEL: "--pipeline", PIPELINE_GPIPE: "--pipeline"}
@@ -247,10 +248,7 @@ def not_measured(name: str, layout: Layout) -> str | None:
     """Why a rung is no choice of a ladder, a tune or a profile in this layout, whatever the machine is; None for
     most."""
     if name in (PIPELINE_PARALLEL, PIPELINE_GPIPE):
-        return (
-            "a measured step is one micro batch, and stages need several that follow one another: train has "
-            "--pipeline N, and estimate predicts it"
-        )
+        return f"{NO_STAGES}: train has --pipeline N, and estimate predicts it"
     if name == TENSOR_PARALLEL and layout.tensor == 1:
         return "no ranks share a layer here: --tensor N says how many do"
     if is_way(name) and layout.ranks > 1 and layout.data == 1:
@@ -285,6 +283,16 @@ def undone_in(names: Collection[str]) -> dict[str, str]:
     """Rungs of a recipe that change nothing beside the ways in which its ranks share a step: by name, who undoes it."""
     found = {name: who_undoes(name, [one for one in names if one != name]) for name in names}
     return {name: way for name, way in found.items() if way is not None and name not in RANK_RUNGS}
+
+
+def notes_of_rungs(names: Collection[str], layout: Layout) -> Iterator[str]:
+    """Of a recipe in this layout, what to say of rungs that change nothing: degrees of one have none, and what those
+    would undo stays (`for_layout`)."""
+    counting = for_layout(names, layout)
+    for name in (one for one in names if one in OF_LAYOUTS and one not in counting):
+        yield f"{name} changes nothing here: it takes {OF_LAYOUTS[name]} 2 or more"
+    for name, way in undone_in(counting).items():
+        yield f"{name} changes nothing here: {way} undoes it"
 
 
 def usual_beside(cuts: Collection[str], workload: Workload, hardware: Hardware) -> tuple[str, ...]:

@@ -36,6 +36,7 @@ from redline.search.ranks import (
     check_measured,
     layout_for,
     not_measured,
+    notes_of_rungs,
     ranked_rungs,
     rate_of_ranks,
     refused_beside,
@@ -50,6 +51,7 @@ climbs = runpy.run_path(str(HERE.with_name("test_climb.py")))
 tunes = runpy.run_path(str(HERE.with_name("test_tune.py")))
 GPT2 = resolve_workload("gpt2")
 SQUARE, PAIR, COPIES = Layout(ranks=4, tensor=2), Layout(ranks=2, tensor=2), Layout(ranks=4, replicas=2)
+PAIR_OF_DATA = Layout(ranks=2)
 RUN = {"versions": {}, "command": "", "date": "", "settings": {}}
 
 
@@ -369,3 +371,31 @@ def test_degrees_that_nobody_gives_are_one() -> None:
 )
 def test_what_a_layout_undoes_is_told(names, undone):
     assert undone_in(names) == undone
+
+
+@pytest.mark.parametrize(
+    ("names", "layout", "notes"),
+    [
+        (
+            ("pipeline-gpipe", "fsdp"),
+            PAIR_OF_DATA,
+            ["pipeline-gpipe changes nothing here: it takes --pipeline 2 or more"],
+        ),
+        (
+            ("tensor-parallel", "ddp"),
+            PAIR_OF_DATA,
+            ["tensor-parallel changes nothing here: it takes --tensor 2 or more"],
+        ),
+        (("bf16", "fused-backward", "fsdp"), PAIR_OF_DATA, ["fused-backward changes nothing here: fsdp undoes it"]),
+        (("pipeline-gpipe", "ddp"), Layout(ranks=2, pipeline=2), []),
+        # What one stage does not undo is not told as undone.
+        (
+            ("bf16", "fused-backward", "pipeline-gpipe", "ddp"),
+            PAIR_OF_DATA,
+            ["pipeline-gpipe changes nothing here: it takes --pipeline 2 or more"],
+        ),
+    ],
+    ids=["stages", "tensor", "undone", "two-stages", "not-undone"],
+)
+def test_rungs_that_change_nothing_in_a_layout_are_told(names, layout, notes):
+    assert list(notes_of_rungs(names, layout)) == notes

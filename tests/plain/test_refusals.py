@@ -447,7 +447,11 @@ def test_more_ranks_than_there_is_room_for(layout, count, fix):
         ("train tiny --gpus 2 --tensor 3", "4 heads cannot be shared by --tensor 3", "use --tensor 2 or --tensor 1"),
         ("estimate --nodes 2", "--nodes 2 without --gpus", "say --gpus 16 too, or as many as there are"),
         ("estimate --gpus 1 --nodes 2", "1 GPU cannot be shared evenly by 2 nodes", "use 1 node, or 2 GPUs"),
-        ("estimate --gpus 4 --replicas 2", "--replicas 2 with ZeRO 0", "say --parallel fsdp, or leave --replicas out"),
+        ("estimate --gpus 4 --replicas 2", "--replicas 2 with ddp", "say --parallel fsdp, or leave --replicas out"),
+        ("estimate --gpus 4 --replicas 2 --zero 1", "--replicas 2 with --zero 1", "say --parallel fsdp, or leave"),
+        ("ladder tiny --gpus 4 --pipeline 2", "--pipeline is no option of `redline ladder`", "leave it out: `redline"),
+        ("tune tiny --pipeline", "--pipeline is no option of `redline tune`", "leave it out: `redline train` has"),
+        ("profile --pipeline=2", "--pipeline is no option of `redline profile`", "leave it out: `redline train` has"),
         ("estimate --gpus 4 --replicas 2 --parallel ddp", "--replicas 2 with ddp", "say --parallel fsdp, or leave"),
         ("estimate --gpus 4 --replicas 3 --parallel fsdp", "4 ranks with data of", "use --replicas 1 or 2"),
         ("estimate --gpus 4 --replicas 4 --parallel fsdp", "--replicas 4 leaves one rank", "share by ddp: leave"),
@@ -459,7 +463,7 @@ def test_more_ranks_than_there_is_room_for(layout, count, fix):
         ("estimate --dp 5 --tp 8", "12 heads cannot", "use --tensor 4 or --tensor 2 with --gpus 40; leave --dp out"),
         ("estimate --inference --parallel fsdp", "--parallel with --inference", "drop --parallel"),
     ],
-    ids=lambda words: words if words.startswith(("train ", "estimate ")) else "",
+    ids=lambda words: words if words.startswith(("train ", "estimate ", "ladder ", "tune ", "profile ")) else "",
 )
 def test_commands_refuse_in_their_own_words(capsys, words, problem, fix):
     assert cli.main(words.split()) == 2
