@@ -13,6 +13,7 @@ processes is torchrun's affair (`engine/agent.py`), cutting the model that of `e
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
@@ -47,7 +48,8 @@ MISTAKE_SECONDS = 10.0  # between ranks that find the same one
 EXIT_MISTAKE = 2  # as the command line has it
 SHOWN = 4  # ranks in one message
 SLOW_START = "a slow start counts too, of loaders and of what is compiled: a larger --rank-timeout leaves it the time"
-STANDARD_LIBRARY = sysconfig.get_path("stdlib")
+PACKAGE = str(Path(__file__).parents[1]) + os.sep
+STANDARD_LIBRARY = sysconfig.get_path("stdlib") + os.sep
 PACKAGES = ("site-packages", "dist-packages")  # which may lie in the standard library's folder
 
 
@@ -298,7 +300,7 @@ class Mark(NamedTuple):
     step: int
     doing: str
     frame: str
-    """The innermost line of Python."""
+    """Where it is in Python."""
 
 
 def words_of_standing(
@@ -325,18 +327,30 @@ def words_of_standing(
 
 
 def main_frame() -> str:
-    """Where the thread that trains is, such as 'all_reduce, distributed_c10d.py'. Not the standard library's wait in
-    a selector or a lock: whoever called it says more."""
-    frame = innermost = sys._current_frames().get(threading.main_thread().ident or 0)
-    while frame is not None and is_standard(frame.f_code.co_filename):
-        frame = frame.f_back
-    frame = frame or innermost
-    return "nowhere" if frame is None else f"{frame.f_code.co_name}, {Path(frame.f_code.co_filename).name}"
+    """Where the thread that trains is, such as 'mean, distributed.py, which calls all_reduce'."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    codes = [one.f_code for one, _ in traceback.walk_stack(frame)] if frame is not None else []  # innermost first
+    return words_of_place([(code.co_name, code.co_filename) for code in codes])
 
 
-def is_standard(file: str) -> bool:
-    parts = Path(file).parts
-    return file.startswith((STANDARD_LIBRARY, "<frozen")) and not any(name in parts for name in PACKAGES)
+def words_of_place(stack: Sequence[tuple[str, str]]) -> str:
+    """The innermost function that is ours or the user's, and what it is in of a library: the inside of one, or the
+    standard library's wait in a lock, says little to anybody. `stack`: functions and their files, innermost first."""
+    if not stack:
+        return "nowhere"
+    own = next((depth for depth, (_, file) in enumerate(stack) if is_own(file)), 0)
+    name, file = stack[own]
+    called = (one for one, other in stack[:own] if is_library(other) and not one.startswith(("_", "<")))
+    return ", which calls ".join([f"{name}, {Path(file).name}", *itertools.islice(called, 1)])
+
+
+def is_own(file: str) -> bool:
+    """Ours, wherever redline is installed, or the user's; '<frozen ...>' and the like are nobody's."""
+    return file.startswith(PACKAGE) or not (file.startswith((STANDARD_LIBRARY, "<")) or is_library(file))
+
+
+def is_library(file: str) -> bool:
+    return not file.startswith(PACKAGE) and any(name in Path(file).parts for name in PACKAGES)
 
 
 def alone() -> Ranks:

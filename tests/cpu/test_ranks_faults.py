@@ -24,6 +24,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -535,8 +536,39 @@ def test_a_rank_is_where_our_code_or_the_users_is_and_not_in_a_selector(monkeypa
 
     done = threading.Event()
     assert frame_in(waiting_for_others) == f"waiting_for_others, {Path(__file__).name}"
-    assert not distributed.is_standard(str(Path(torch.__file__).parent / "distributed" / "distributed_c10d.py"))
-    assert distributed.is_standard(selectors.__file__)
+
+
+NUMPYS = str(Path(numpy.__file__).with_name("fromnumeric.py"))
+REPEAT = [("_wrapfunc", NUMPYS), ("repeat", NUMPYS)]
+WAIT = [("select", selectors.__file__), ("wait", threading.__file__)]
+REDUCE = [("all_reduce", torch.distributed.distributed_c10d.__file__)]
+OURS, USERS = [("fetch", distributed.__file__)], [("make_batch", str(HERE / "my_model.py"))]
+START = [("<module>", "<frozen runpy>")]
+
+
+@pytest.mark.parametrize(
+    ("stack", "place"),
+    [
+        ([*REPEAT, *OURS, *START], "fetch, distributed.py, which calls repeat"),
+        ([*REPEAT, *USERS, *OURS, *START], "make_batch, my_model.py, which calls repeat"),
+        ([*WAIT, *REDUCE, *OURS, *START], "fetch, distributed.py, which calls all_reduce"),
+        ([*WAIT, *OURS], "fetch, distributed.py"),
+        ([*USERS, *REDUCE, *OURS], "make_batch, my_model.py"),
+        ([*REPEAT[:1], *OURS], "fetch, distributed.py"),
+        (REPEAT, "_wrapfunc, fromnumeric.py"),
+        ([], "nowhere"),
+    ],
+    ids=["ours", "users", "collective", "lock", "user-below-torch", "private", "nobodys", "none"],
+)
+def test_a_place_is_told_by_the_function_that_its_reader_knows(stack: list[tuple[str, str]], place: str) -> None:
+    assert distributed.words_of_place(stack) == place
+
+
+def test_our_own_files_are_ours_in_site_packages_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = os.path.join("lib", "site-packages", "redline", "")
+    monkeypatch.setattr(distributed, "PACKAGE", ours)
+    stack = [*REPEAT, ("fetch", f"{ours}loader.py")]
+    assert distributed.words_of_place(stack) == "fetch, loader.py, which calls repeat"
 
 
 @pytest.mark.parametrize("step", [0, 3])
