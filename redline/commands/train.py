@@ -341,6 +341,8 @@ def check_parallel(recipe: Recipe, workload: Workload, hardware: Hardware, layou
     if way in refused:
         copies = " without --replicas" if layout.replicas > 1 else ""
         fixes = [*fixes, f"say --parallel {others[0]}{copies}"] if others else []
+    elif fixes and layout.replicas > 1 and others == [DDP]:  # which would be refused next, with fsdp for a way out
+        fixes.append(f"leave --replicas {layout.replicas} out")
     raise UserError(
         f"{said.get(first, first)} does not apply here",
         refused[first],

@@ -308,10 +308,17 @@ def test_batches_that_measurements_propose_are_accepted(global_batch, ranks):
         ("lion", None, Layout(ranks=2, pipeline=2), "--pipeline 2", "leave --pipeline 2 out"),
         ("lion", "fsdp", Layout(ranks=4, tensor=2), "--tensor 2", "leave --tensor 2 out and say --parallel ddp"),
         ("lion", "fsdp", Layout(ranks=2), "fsdp", "say --parallel ddp"),
+        (
+            "lion",
+            None,
+            Layout(ranks=8, tensor=2, replicas=2),
+            "--tensor 2",
+            "leave --tensor 2 out and leave --replicas 2 out",
+        ),
         ("lion", "fsdp", Layout(ranks=4, replicas=2), "fsdp", "say --parallel ddp without --replicas"),
         ("cuda-graphs", None, Layout(ranks=2, tensor=2), "--tensor 2", ""),
     ],
-    ids=["tensor", "pipeline", "both", "way", "copies", "graphs"],
+    ids=["tensor", "pipeline", "both", "way", "tensor-copies", "copies", "graphs"],
 )
 def test_the_fix_names_the_options_that_are_at_fault(rungs, way, layout, problem, fix):
     """And what it proposes applies; where nothing of the layout would help, it proposes another recipe alone."""
