@@ -92,7 +92,7 @@ def prepare(
     *,
     learning_rate: Rate | None = None,
     weight_decay: float = 0.1,
-    clip_norm: float = 1.0,
+    clip_norm: float | None = 1.0,
     loss: Loss | None = None,
     device: torch.device | str | None = None,
 ) -> Prepared:
@@ -119,7 +119,7 @@ def prepare(
         optimizer=optimizer,
         plan=plan,
         learning_rate=schedule,
-        clip_norm=clip_norm,
+        clip_norm=math.inf if clip_norm is None else clip_norm,
     )
     return Prepared(
         model=compile_loss(model, plan) if plan.compile else model,  # type: ignore[arg-type]

@@ -409,6 +409,11 @@ def test_a_mask_that_the_kernel_would_overlook_is_refused(gpt2) -> None:
         ({"learning_rate": "3e-4"}, "learning_rate is '3e-4'"),
         ({"learning_rate": -1}, "learning_rate is -1"),
         ({"learning_rate": float("nan")}, "learning_rate is nan"),
+        ({"clip_norm": 0}, "clip_norm is 0"),
+        ({"clip_norm": float("nan")}, "clip_norm is nan"),
+        ({"clip_norm": -1.0}, "clip_norm is -1.0"),
+        ({"weight_decay": -0.1}, "weight_decay is -0.1"),
+        ({"weight_decay": float("inf")}, "weight_decay is inf"),
         ({"device": "cuda:77"}, "the model cannot go to cuda:77"),
     ],
     ids=str,
@@ -422,6 +427,22 @@ def test_mistakes_are_told_and_not_raised_from_within(words: dict[str, Any], pro
 def test_a_step_that_is_none_is_told() -> None:
     with pytest.raises(UserError, match="redline.profile was given 3"):
         redline.profile(3)  # type: ignore[arg-type]
+    with pytest.raises(UserError) as caught:
+        redline.profile(redline.prepare(nn.Linear(400, 400), []))  # type: ignore[arg-type]
+    assert len(caught.value.problem) < 100, "not the whole model"
+    assert caught.value.fix == "such as redline.profile(prepared.step)"
+
+
+def test_without_clipping_gradients_stay_as_they_are() -> None:
+    batch = torch.full((2, 4), 100.0), torch.zeros(2, dtype=torch.int64)
+    found = {}
+    for clip_norm in (None, 1e-3, 1e9):
+        torch.manual_seed(0)
+        prepared = redline.prepare(nn.Linear(4, 4), [], clip_norm=clip_norm, learning_rate=1e-3)
+        prepared.step(batch)
+        found[clip_norm] = next(iter(prepared.optimizer.state.values()))["exp_avg"].clone()
+    assert torch.equal(found[None], found[1e9])
+    assert found[1e-3].norm() < 1e-2 * found[None].norm()
 
 
 @pytest.mark.parametrize("names", [["bf16", "fused-adamw"], ("fused-adamw", "bf16"), "bf16, fused-adamw"], ids=str)

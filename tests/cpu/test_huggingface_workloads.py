@@ -566,8 +566,11 @@ def test_weights_that_are_not_read_are_told(here: Path, shards: Path, capsys: py
     capsys.readouterr()
     _, told = command(capsys, "train", folder, *words, "--out", "random")
     assert f"the weights in {folder} are not read, this run begins with random ones: --init {folder}" in told
+    assert "weights as the config initialises them" in told
     _, told = command(capsys, "train", folder, *words, "--init", folder, "--out", "read")
     assert "are not read" not in told
+    assert f"weights from {folder}" in told
+    assert "weights as the config initialises them" not in told
 
 
 def test_a_muted_logger_says_errors_and_speaks_again() -> None:
