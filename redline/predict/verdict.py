@@ -29,7 +29,7 @@ MOST_CEILING = 0.5  # gradients that are doubled or missing are 1 off
 # Of a gradient's noise (GradientCheck.tensor_noise) so much may be an error: a ReLU that rounding carries over zero is
 # 0.5 % of a batch norm's gradient in a small ResNet, and other code carries other ones over.
 NOISE_FACTOR = 2.0
-# From here on a tensor has no gradient but rounding. Those of softmax's keys and of biases before batch norm have 0.35
+# From here on a tensor has no gradient but rounding. Those of softmax's keys and of biases before batch norm have 0.5
 # to 1, all others of GPTs, MLPs and ResNets less than 0.01.
 NULL_NOISE = 0.1
 # Such a tensor's errors are relative to its rounding, and other code rounds otherwise: compiled batch norm came to 15
