@@ -44,8 +44,8 @@ REFERENCE_CHUNK = 4  # sequences at a time, fewer if they do not fit: plain atte
 PAIR_STEPS, PAIR_BATCH = 3, 4
 # Weights are moved by sixteen epsilons of fp32: a little more than other orders of the same sums do to activations, so
 # that of the ReLUs whose inputs those carry over zero some are carried here too. Once up and once down, each weight by
-# a sign of its own: one of the two meets the zero. Small ResNets that were rounded otherwise, 192 times (weights moved by
-# one or two epsilons, images in another memory format), then never came over their bounds; with eight epsilons twice.
+# a sign of its own: one of the two meets the zero. Small ResNets rounded otherwise, 192 times (weights moved by another
+# epsilon or two, images in another memory format), then never came over their bounds; with eight epsilons twice.
 NUDGES = (16 * 2.0**-23, -16 * 2.0**-23)
 EPSILONS = {"tf32": 2.0**-10, "fp16": 2.0**-10, "bf16": 2.0**-7, "fp8": 2.0**-7}  # fp8's yardstick is bf16
 STANDS_OUT = 10.0  # an element's gradient is its own, not rounding's, from so many times its tensor's noise on
