@@ -264,7 +264,7 @@ def test_what_is_refused_looks_ahead_and_what_is_not_does_not(model_type, key, v
 
 
 def test_the_other_names_of_gpt2s_sizes_are_transformers_own():
-    assert GPT2_ALIASES == {key: alias for alias, key in GPT2Config.attribute_map.items()}
+    assert {key: alias for alias, key in GPT2Config.attribute_map.items()} == GPT2_ALIASES
 
 
 SEEN = {**GROUPED, "num_hidden_layers": 1}
