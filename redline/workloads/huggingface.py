@@ -39,7 +39,7 @@ GPT2_NAMES = {
     "vocab": "vocab_size",
     "sequence": "n_positions",
 }
-# The other names by which transformers sets GPT-2's sizes (`GPT2Config.attribute_map`); a file that has both is unclear.
+# The other names of these (`GPT2Config.attribute_map`): transformers sets a size by either, and the last one counts.
 GPT2_ALIASES = {
     "n_layer": "num_hidden_layers",
     "n_head": "num_attention_heads",
