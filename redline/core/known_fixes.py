@@ -25,7 +25,10 @@ FIXES: tuple[tuple[str, str], ...] = (
         r"expected scalar type Long|scalar types: Long, Int; but got",
         "let make_batch return ids and classes as int64: .long()",
     ),
-    (r"all tensors to be on the same device", "make tensors where the input is: device=x.device, or register_buffer"),
+    (
+        r"all tensors to be on the same device|is not on the expected device",
+        "make tensors where the input is: device=x.device, or register_buffer",
+    ),
     (r"maximum recursion depth", "end the calls that go round in circles there"),
 )
 

@@ -971,6 +971,25 @@ MISTAKES = {
         "write `def loss(model, batch)` and call the model in it",
         "the whole batch, not logits and targets",
     ),
+    "ids-are-floats": (
+        "nn.Linear(3, 3)",
+        "nn.Sequential(nn.Embedding(5, 3), nn.Flatten(), nn.Linear(9, 3))",
+        "the forward pass of model.py:net raised RuntimeError",
+        "as int64: .long()",
+    ),
+    "recursion": (
+        "return nn.Linear(3, 3)",
+        "return net()",
+        "net() raised RecursionError",
+        "model.py:4: return net()",
+        "end the calls that go round in circles",
+    ),
+    "two-devices": (
+        "def make_batch",
+        "def loss(model, batch):\n    return (model(batch[0]) @ torch.ones(3, device='meta')).mean()\ndef make_batch",
+        "loss() for model.py:net raised RuntimeError",
+        "device=x.device",
+    ),
     "loss-takes-three": (
         "def make_batch",
         "def loss(model, x, y):\n    return model(x).mean()\ndef make_batch",
