@@ -275,14 +275,21 @@ NO_CAUSAL_MODEL = {
 @pytest.mark.parametrize("command", ["lint", "estimate", "ladder", "tune", "train", "profile"])
 @pytest.mark.parametrize("name", NO_CAUSAL_MODEL)
 def test_what_is_no_causal_model_is_refused_by_every_command(
-    name: str, command: str, write: Write, capsys: pytest.CaptureFixture[str]
+    name: str,
+    command: str,
+    write: Write,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    monkeypatch.chdir(tmp_path)  # a command that took it would begin a run here
     config, problem = NO_CAUSAL_MODEL[name]
     words = write(config)
     assert main([command, words, *(["--device", "cpu"] if command not in ("lint", "estimate") else [])]) == 2
     shown = capsys.readouterr().err
     assert problem in shown
     assert [line.split(":")[0] for line in shown.splitlines()] == ["problem", "why", "fix"]
+    assert not (tmp_path / "runs").exists()
 
 
 def test_keys_that_say_no_more_than_is_so_are_taken(write: Write) -> None:
