@@ -34,6 +34,7 @@ from types import ModuleType
 from typing import Any
 
 from redline.core.errors import UserError
+from redline.core.known_fixes import known_fix
 from redline.core.traced import SAMPLE
 from redline.core.units import counted
 from redline.core.workload import Source, check_positive
@@ -263,22 +264,27 @@ def users_folder(file: str) -> Path:
 
 
 @contextmanager
-def blaming(file: str, what: str, function: Callable[..., Any] | None = None) -> Iterator[None]:
+def blaming(
+    file: str, what: str, function: Callable[..., Any] | None = None, call: str | None = None
+) -> Iterator[None]:
     """Whatever the user's code raises becomes a UserError that names the user's own line. A `function` that does not
-    take what it is given has run no line of its own: then it is the one that defines it."""
+    take what it is given has run no line of its own: then it is the one that defines it, and `call` says how it is
+    called."""
     try:
         yield
     except UserError:
         raise
     except (Exception, SystemExit) as error:
-        line = users_line(error, file)
+        line, fix = users_line(error, file), known_fix(error)
         if line is None and isinstance(error, TypeError) and function is not None:
             line = definition(function, file)
-        fix = import_fix(error, file) if isinstance(error, ImportError) else None
+            fix = f"let it take what it is given: it is called as {call}" if line and call else fix
+        if isinstance(error, ImportError):
+            fix = import_fix(error, file)
         raise UserError(
             f"{what} raised {type(error).__name__}: {first_line(error)}",
             f"it happened at {line}" if line else "no line of the file was running",
-            fix or f"mend {Path(file).name}; `python -i {Path(file).name}` tries it without redline",
+            fix or ("mend that line" if line else f"mend {Path(file).name}"),
         ) from error
 
 
@@ -324,6 +330,18 @@ def definition(function: Callable[..., Any], file: str) -> str | None:
     return f"{Path(file).name}:{code.co_firstlineno + skipped}: {text}"
 
 
+def assignment(name: str, file: str) -> tuple[str, str] | None:
+    """Where a file gives a name its last value, and the value: ('vit.py:7: net = Net(3)', 'Net(3)')."""
+    text = "".join(linecache.getlines(file))
+    for node in reversed(ast.parse(text).body):
+        if isinstance(node, ast.Assign) and any(
+            isinstance(each, ast.Name) and each.id == name for each in node.targets
+        ):
+            line = text.splitlines()[node.lineno - 1].strip()
+            return f"{Path(file).name}:{node.lineno}: {line}", ast.unparse(node.value)
+    return None
+
+
 def is_own(path: Path) -> bool:
     """Neither an installed package, nor Python's, nor redline: a user's folder may hold all of them."""
     return "site-packages" not in path.parts and not str(path).startswith((PACKAGE, STANDARD_LIBRARY))
@@ -334,10 +352,16 @@ def first_line(error: BaseException) -> str:
 
 
 def described(value: Any) -> str:
-    """For a message: 'an int64 tensor of [4, 10]', 'a tuple', 'nothing'."""
+    """For a message: 'an int64 tensor of [4, 10]', 'a float32 numpy array of [4, 10]', 'a tuple', 'nothing'."""
     if value is None:
         return "nothing"
     name = type(value).__name__
     if hasattr(value, "dtype") and hasattr(value, "shape"):
-        name = f"{str(value.dtype).removeprefix('torch.')} tensor of {list(value.shape)}"
+        kind = "numpy array" if is_numpy(value) else "tensor"
+        name = f"{str(value.dtype).removeprefix('torch.')} {kind} of {list(value.shape)}"
     return f"{'an' if name[0].lower() in 'aeiou' and not name.startswith('u') else 'a'} {name}"
+
+
+def is_numpy(value: Any) -> bool:
+    """An array, or a number of one."""
+    return type(value).__module__.partition(".")[0] == "numpy"

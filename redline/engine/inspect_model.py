@@ -101,7 +101,8 @@ def look_at(functions: Functions, model: nn.Module, made: Made, seed: int) -> Tr
     """A model on the host, which is not to be used afterwards: its dropout is gone, its blocks are wrapped."""
     dropout = silence_dropout(model)
     batches = {size: repeatable_batch(functions, size, seed) for size in (SMALL, LARGE)}
-    subject = Subject(functions, model, find_loss(functions, model, batches[SMALL]), batches)
+    kinds = [find_loss(functions, model, batch) for batch in batches.values()]  # of each: its targets are looked at
+    subject = Subject(functions, model, kinds[0], batches)
     with blaming(functions.file, f"a step of {functions.words}"):
         check_number(subject)
         seen = look_once(subject, made)

@@ -829,7 +829,13 @@ MISTAKES = {
         "net_batch(size, seed):\n    return torch.ones(3)",
         "net_batch(2, seed) for model.py:net returned",
     ),
-    "batch-takes-one": ("make_batch(size, seed)", "make_batch(size)", "TypeError", "model.py:5: def make_batch(size):"),
+    "batch-takes-one": (
+        "make_batch(size, seed)",
+        "make_batch(size)",
+        "TypeError",
+        "model.py:5: def make_batch(size):",
+        "it is called as make_batch(size, seed)",
+    ),
     "no-parameters": ("nn.Linear(3, 3)", "nn.ReLU()", "has no parameters to train", "nn.ModuleList"),
     "frozen": (
         "nn.Linear(3, 3)",
@@ -842,6 +848,7 @@ MISTAKES = {
         "class Net(nn.Linear):\n    def forward(self, x, y, z):\n        return x\ndef net():\n    return Net(3, 3)",
         "the forward pass of model.py:net raised TypeError",
         "model.py:4: def forward(self, x, y, z):",
+        "it is called as model(*batch)",
     ),
     "returns-a-tuple": (
         GOOD.partition("def net")[2],
@@ -889,7 +896,7 @@ MISTAKES = {
         "nn.Linear(3, 3)",
         "nn.Linear(4, 3)",
         "the forward pass of model.py:net raised RuntimeError",
-        "shapes",
+        "3 features come in and the layer takes 4",
     ),
     "float-targets": (
         "dtype=torch.int64",
@@ -912,10 +919,72 @@ MISTAKES = {
     "loss-raises": (
         "def make_batch",
         "def loss(model, batch):\n    return batch['x']\ndef make_batch",
-        "TypeError",
+        "problem: loss() for model.py:net raised TypeError",
         "model.py:6: return batch['x']",
+        "fix:     mend that line\n",
     ),
-    "leaves": ("import torch\n", "import torch, sys; sys.exit(3)\n", "raised SystemExit: 3", "model.py:1"),
+    "numpy": (
+        "torch.ones(size, 3), torch",
+        "__import__('numpy').ones((size, 3), dtype='float32'), torch",
+        "make_batch(2, seed) for model.py:net returned a float32 numpy array of [2, 3]",
+        "torch.from_numpy",
+    ),
+    "module-for-factory": (
+        "def net():\n    return nn.Linear(3, 3)",
+        "net = nn.Linear(3, 3)",
+        "model.py:net is a module, a Linear, and not a function",
+        "made at model.py:3: net = nn.Linear(3, 3)",
+        "write `def net(): return nn.Linear(3, 3)`",
+    ),
+    "target-too-large": (
+        "torch.zeros(size, dtype=torch.int64)",
+        "torch.arange(size) * 3",
+        "make_batch for model.py:net gives the target 3, and the model has 3 classes",
+        "the targets go from 0 to 3; they are made at model.py:5: def make_batch(size, seed):",
+        "targets of 0 to 2, or the head 4 outputs or more",
+    ),
+    "target-too-large-in-a-larger-batch": (
+        "torch.zeros(size, dtype=torch.int64)",
+        "torch.arange(size)",
+        "make_batch for model.py:net gives the target 3, and the model has 3 classes",
+        "the targets go from 0 to 3",
+    ),
+    "target-negative": (
+        "torch.zeros(size, dtype=torch.int64)",
+        "torch.full((size,), -1)",
+        "gives the target -1, and the model has 3 classes",
+        "targets of 0 to 2\n",
+    ),
+    "target-out-of-bounds-in-own-loss": (
+        "def make_batch",
+        "def loss(model, batch):\n    return nn.functional.cross_entropy(model(batch[0]), 8 + batch[1])\n"
+        "def make_batch",
+        "loss() for model.py:net raised IndexError: Target 8 is out of bounds.",
+        "model.py:6: return nn.functional.cross_entropy",
+        "or give the head more outputs",
+    ),
+    "loss-of-logits": (
+        "def make_batch",
+        "def loss(logits, targets):\n    return nn.functional.cross_entropy(logits, targets)\ndef make_batch",
+        "loss() for model.py:net raised TypeError",
+        "model.py:6: return",
+        "write `def loss(model, batch)` and call the model in it",
+        "the whole batch, not logits and targets",
+    ),
+    "loss-takes-three": (
+        "def make_batch",
+        "def loss(model, x, y):\n    return model(x).mean()\ndef make_batch",
+        "loss() for model.py:net raised TypeError",
+        "model.py:5: def loss(model, x, y):",
+        "the whole batch, not model, x and y",
+    ),
+    "leaves": (
+        "import torch\n",
+        "import torch, sys; sys.exit(3)\n",
+        "raised SystemExit: 3",
+        "model.py:1",
+        "take the exit out",
+    ),
 }
 
 
