@@ -183,16 +183,35 @@ def check_trainable(model: nn.Module, functions: Functions) -> None:
     raise UserError(f"{functions.words} has no parameters to train", why, fix)
 
 
-def silence_dropout(model: nn.Module) -> tuple[str, ...]:
-    """Rates become zero; returns the modules that had one."""
-    silenced = []
+def silence_dropout(model: nn.Module) -> dict[str, float]:
+    """Rates become zero; returns those that there were, by module."""
+    rates = {}
     for name, module in model.named_modules():
-        attribute = "p" if isinstance(module, _DropoutNd) else "dropout"
         drops = isinstance(module, (_DropoutNd, nn.MultiheadAttention, nn.RNNBase))
-        if drops and getattr(module, attribute) > 0:
-            setattr(module, attribute, 0.0)
-            silenced.append(name)
-    return tuple(silenced)
+        if drops and getattr(module, _rate_of(module)) > 0:
+            rates[name] = getattr(module, _rate_of(module))
+    _set_rates(model, dict.fromkeys(rates, 0.0))
+    return rates
+
+
+@contextlib.contextmanager
+def dropout_rates(model: nn.Module, rates: dict[str, float]) -> Iterator[None]:
+    """As they were before `silence_dropout`, meanwhile."""
+    _set_rates(model, rates)
+    try:
+        yield
+    finally:
+        _set_rates(model, dict.fromkeys(rates, 0.0))
+
+
+def _set_rates(model: nn.Module, rates: dict[str, float]) -> None:
+    for name, rate in rates.items():
+        module = model.get_submodule(name)
+        setattr(module, _rate_of(module), rate)
+
+
+def _rate_of(module: nn.Module) -> str:
+    return "p" if isinstance(module, _DropoutNd) else "dropout"
 
 
 def kept(input: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
