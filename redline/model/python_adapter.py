@@ -439,6 +439,8 @@ def how_to_return(found: Any, call: str) -> str:
     if not call.startswith("model"):  # there is a loss() already
         if key is not None:
             return f"let {call} return element [{key!r}] of that alone"
+        if isinstance(found, (int, float)):
+            return f"let {call} return the tensor itself, not its .item()"
         several = isinstance(found, torch.Tensor) and found.is_floating_point()
         return f"let {call} return the mean loss of the batch, one number{': .mean() of that' if several else ''}"
     if key is None:

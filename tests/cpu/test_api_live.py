@@ -124,6 +124,15 @@ def test_mistakes_are_told(given, said) -> None:
         redline.estimate(mlp(), **given)
 
 
+def test_a_frozen_module_has_sizes_and_no_step() -> None:
+    frozen = mlp().requires_grad_(False)
+    for look in (redline.estimate, redline.lint):
+        with pytest.raises(UserError, match="Sequential has no parameters to train") as caught:
+            look(frozen, batch=pair())
+        assert caught.value.why == "none of its 4 parameters takes a gradient: it is frozen"
+    assert redline.lint(frozen)["name"] == "Sequential"
+
+
 def test_what_a_workload_brings_itself_is_refused() -> None:
     with pytest.raises(UserError, match="redline.estimate was given batch: a workload brings its own"):
         redline.estimate("gpt2", batch=pair())
