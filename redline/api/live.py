@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from redline.api.loss import Loss, loss_of_call
+from redline.api.loss import Loss, loss_of_call, name_of
 from redline.api.prepare import check_module, check_unfrozen
 from redline.commands import lint as lint_command
 from redline.commands.estimate import check_options
@@ -124,6 +124,8 @@ def trace_module(model: nn.Module, batch: Any, loss: Loss | None) -> Traced:
         factory=lambda: model,
         make_batch=lambda size, _: samples(batch, size),
         loss=loss or loss_by_calling(samples_of(batch)),
+        loss_name=name_of(loss),
+        live=True,
         **items_of(batch),
     )
     twin = copy.deepcopy(getattr(model, "_orig_mod", model)).to("cpu").train()

@@ -32,6 +32,7 @@ from redline.core.user_code import (
     definition,
     described,
     load_functions,
+    ran_in,
 )
 from redline.core.workload import Workload
 from redline.model.adapter import DTYPES, Adapter, LossOf, exchange_gelus
@@ -284,9 +285,13 @@ def find_loss(functions: Functions, model: nn.Module, batch: Any) -> str:
 
 
 def find_own_loss(functions: Functions, own: Callable[[Any, Any], Any], model: nn.Module, batch: Any) -> str:
-    call, what = f"{functions.loss_name}(model, batch)", f"{functions.loss_name}() for {functions.words}"
+    call, what = f"{functions.loss_name}(model, batch)", functions.loss_words
+
+    def whose(error: BaseException) -> str:
+        return f"the forward pass of {functions.words}" if ran_in(error, model) else what
+
     try:
-        with blaming(functions.file, what, own, call):
+        with blaming(functions.file, whose, own, call):
             found = own(model, batch)
     except UserError as error:
         if (names := foreign_arguments(own)) is None:
