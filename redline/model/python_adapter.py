@@ -32,6 +32,7 @@ from redline.core.user_code import (
     definition,
     described,
     load_functions,
+    ran_in,
 )
 from redline.core.workload import Workload
 from redline.model.adapter import DTYPES, Adapter, LossOf, exchange_gelus
@@ -183,16 +184,35 @@ def check_trainable(model: nn.Module, functions: Functions) -> None:
     raise UserError(f"{functions.words} has no parameters to train", why, fix)
 
 
-def silence_dropout(model: nn.Module) -> tuple[str, ...]:
-    """Rates become zero; returns the modules that had one."""
-    silenced = []
+def silence_dropout(model: nn.Module) -> dict[str, float]:
+    """Rates become zero; returns those that there were, by module."""
+    rates = {}
     for name, module in model.named_modules():
-        attribute = "p" if isinstance(module, _DropoutNd) else "dropout"
         drops = isinstance(module, (_DropoutNd, nn.MultiheadAttention, nn.RNNBase))
-        if drops and getattr(module, attribute) > 0:
-            setattr(module, attribute, 0.0)
-            silenced.append(name)
-    return tuple(silenced)
+        if drops and getattr(module, _rate_of(module)) > 0:
+            rates[name] = getattr(module, _rate_of(module))
+    _set_rates(model, dict.fromkeys(rates, 0.0))
+    return rates
+
+
+@contextlib.contextmanager
+def dropout_rates(model: nn.Module, rates: dict[str, float]) -> Iterator[None]:
+    """As they were before `silence_dropout`, meanwhile."""
+    _set_rates(model, rates)
+    try:
+        yield
+    finally:
+        _set_rates(model, dict.fromkeys(rates, 0.0))
+
+
+def _set_rates(model: nn.Module, rates: dict[str, float]) -> None:
+    for name, rate in rates.items():
+        module = model.get_submodule(name)
+        setattr(module, _rate_of(module), rate)
+
+
+def _rate_of(module: nn.Module) -> str:
+    return "p" if isinstance(module, _DropoutNd) else "dropout"
 
 
 def kept(input: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
@@ -265,9 +285,13 @@ def find_loss(functions: Functions, model: nn.Module, batch: Any) -> str:
 
 
 def find_own_loss(functions: Functions, own: Callable[[Any, Any], Any], model: nn.Module, batch: Any) -> str:
-    call, what = f"{functions.loss_name}(model, batch)", f"{functions.loss_name}() for {functions.words}"
+    call, what = f"{functions.loss_name}(model, batch)", functions.loss_words
+
+    def whose(error: BaseException) -> str:
+        return f"the forward pass of {functions.words}" if ran_in(error, model) else what
+
     try:
-        with blaming(functions.file, what, own, call):
+        with blaming(functions.file, whose, own, call):
             found = own(model, batch)
     except UserError as error:
         if (names := foreign_arguments(own)) is None:
@@ -420,6 +444,8 @@ def how_to_return(found: Any, call: str) -> str:
     if not call.startswith("model"):  # there is a loss() already
         if key is not None:
             return f"let {call} return element [{key!r}] of that alone"
+        if isinstance(found, (int, float)):
+            return f"let {call} return the tensor itself, not its .item()"
         several = isinstance(found, torch.Tensor) and found.is_floating_point()
         return f"let {call} return the mean loss of the batch, one number{': .mean() of that' if several else ''}"
     if key is None:

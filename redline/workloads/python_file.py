@@ -155,8 +155,9 @@ def for_training(workload: Workload, device: str) -> Workload:
     """With what the model drops."""
     traced, cannot = workload.shape, dict(workload.cannot)
     assert isinstance(traced, Traced)
-    if device == "cpu" and traced.sdpa and (traced.dropout or traced.random):
-        cannot |= dict.fromkeys(ATTENTION_RUNGS, "fused attention on a CPU has no dropout, and this model drops")
+    if device == "cpu" and traced.sdpa_drops:
+        reason = "fused attention on a CPU has no dropout, and this model drops in its attention"
+        cannot |= dict.fromkeys(ATTENTION_RUNGS, reason)
     notes = [note for note in workload.notes if not note.startswith(DROPOUT_OFF)]
     if traced.dropout:
         notes.append(f"dropout as the file has it ({_some(traced.dropout)}); measurements leave it out")

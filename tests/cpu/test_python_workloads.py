@@ -12,6 +12,7 @@ import functools
 import json
 import re
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib.machinery import SourceFileLoader
@@ -22,6 +23,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves
 
 from redline.cli import main
@@ -244,6 +246,49 @@ def test_a_vision_transformer_by_hand(repository: Path) -> None:
         # Of each block its input; the embedding before it and the norm, the head and the loss behind it stay.
         assert kept[precision, "naive", "full"] < kept[precision, "naive", "none"] / 3
     assert kept["bf16", "naive", "none"] < kept["fp32", "naive", "none"]
+
+
+@pytest.mark.parametrize(
+    ("given", "drops"),
+    [
+        ("", False),
+        (", dropout_p=0.0", False),
+        (", dropout_p=0.1 if self.training else 0.0", True),
+        (", None, 0.1", True),
+        (", dropout_p=self.drop.p", True),  # the rate of a module that is silenced while measuring
+    ],
+    ids=["none", "zero", "number", "by-order", "of-a-module"],
+)
+def test_dropout_is_attentions_where_its_call_has_a_rate(
+    repository: Path, write: Callable[[str], Path], given: str, drops: bool
+) -> None:
+    """A CPU's fused kernel refuses just those, as torch itself says."""
+    text = (repository / "examples/vit.py").read_text(encoding="utf-8")
+    text = text.replace("attention(q, k, v)", f"attention(q, k, v{given})")
+    text = text.replace("self.heads = heads", "self.heads, self.drop = heads, nn.Dropout(0.1)")
+    path = write(text)
+    seen = traced(f"{path}:vit")
+    assert seen.sdpa
+    assert seen.sdpa_drops is drops
+    assert seen.dropout[0] == "blocks.0.attention.drop"
+    assert not any("F.dropout" in name for name in seen.dropout)  # the pass that looks for it notes no lines
+    found = find_python_file(f"{path}:vit")
+    assert found is not None
+    trained = for_training(python_workload(found, seen), "cpu")
+    assert ("flash" in trained.cannot) is drops
+    model = load_functions(found.source).factory().train()
+    refused = pytest.raises(RuntimeError, match="No available kernel") if drops else contextlib.nullcontext()
+    with refused, warnings.catch_warnings(), sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        warnings.simplefilter("ignore")  # torch's reasons
+        model(torch.randn(2, 3, 32, 32))
+
+
+def test_the_dropout_of_torchs_own_attention_is_found(write: Callable[[str], Path]) -> None:
+    elsewhere = ENCODER.replace("batch_first=True)", "batch_first=True); layer.self_attn.dropout = 0.0")
+    for text, drops in ((ENCODER, True), (elsewhere, False)):
+        seen = traced(f"{write(text)}:encoder")
+        assert (seen.sdpa_drops, seen.random) == (drops, False)
+        assert "layers.layers.0.dropout1" in seen.dropout
 
 
 def test_the_published_vision_transformer_has_its_published_size(repository: Path) -> None:

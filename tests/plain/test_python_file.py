@@ -261,11 +261,14 @@ def test_a_size_that_costs_too_little_is_told_with_its_gain(seen: Traced) -> Non
 
 
 def test_training_drops_what_the_file_drops(seen: Traced, write: Callable[[str], Path]) -> None:
-    workload = workload_with(replace(seen, sdpa=True, dropout=("drop",)), write)
+    workload = workload_with(replace(seen, sdpa=True, sdpa_drops=True, dropout=("drop",)), write)
     assert not workload.source.dropout
     assert for_training(workload, "cuda").source.dropout
     assert "flash" not in for_training(workload, "cuda").cannot
     assert "no dropout" in for_training(workload, "cpu").cannot["flash"]
+    # What drops or draws elsewhere is no business of attention's kernel.
+    elsewhere = workload_with(replace(seen, sdpa=True, random=True, dropout=("mlp.3",)), write)
+    assert "flash" not in for_training(elsewhere, "cpu").cannot
 
 
 def test_a_shape_that_is_not_the_models_is_told(seen: Traced, write: Callable[[str], Path]) -> None:
