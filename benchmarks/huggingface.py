@@ -4,11 +4,16 @@
 
 Theirs is what a careful user of transformers runs: bf16 autocast, SDPA, torch.compile(model), fused AdamW and clipping
 as Trainer has them by default, labels passed so that the model computes its own loss. Ours is the step that `redline
-train` runs with the recipe. Both have fp32 weights, no dropout and the same tokens. Each side at each micro batch is a
-process of its own. All of them compile side by side, take one step and give back what memory they can; then one of
-them steps at a time. First every micro batch once, the sides in turns; what has lost ends. Then rounds of both at their
-best, where each begins every other round. The ratio is the median over the rounds of one side's rate over the other's
-right beside it.
+train` runs with the recipe. Both have fp32 weights, no dropout, the same tokens and the same initial weights. Each side
+at each micro batch is a process of its own. All of them compile side by side, take one step and give back what memory
+they can; then one of them steps at a time. First every micro batch once, the sides in turns; what has lost ends. A side
+whose best is the largest goes on with twice that, and one whose best is the smallest with half, until its best lies
+between a smaller and a larger that are slower or do not fit (--fixed: no others than those named). What finds no room
+beside processes that rest is measured again when they have ended; they start again when they are needed. Then rounds of
+both at their best, where each begins every other round. The ratio is the median over the rounds of one side's rate over
+the other's right beside it. Losses are there to see that both learn and are not to be compared: theirs trains with the
+learning rate of TrainingArguments, 5e-5, and ours with the workload's own, which warms up; sides at different micro
+batches read different batches, and transformers leaves the last token of each sequence out of its loss.
 
 Every measurement is written to --out at once, so that an interrupted run leaves the rounds it had; one that is finished
 there is not run again.
@@ -30,7 +35,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any, Protocol
@@ -57,6 +62,7 @@ WARM_SECONDS, WARM_STEPS = {"cuda": 2.0, "cpu": 0.2}, 5  # the seconds before th
 TRAINER = {"lr": 5e-5, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}  # TrainingArguments' defaults
 CLIP_NORM = 1.0  # its max_grad_norm
 TOKENS_FILE = "tokens.npy"
+OUT_OF_MEMORY = "out of memory"
 CORES_EACH = 4  # of a process that compiles: itself, and the compilers it starts
 END_SECONDS = 20.0  # for a process to end by itself
 UNKNOWN = dict.fromkeys(("tokens_per_second", "step_seconds", "peak_bytes", "loss_first", "loss_last"))
@@ -111,20 +117,18 @@ def main(words: list[str] | None = None, enter: Enter | None = None) -> int:
     sizes = {THEIRS: numbers(options.micro_batches), OURS: numbers(options.ours or options.micro_batches)}
     if recipe is not None and options.ours is None:
         sizes[OURS] = [recipe.micro_batch]
-    orders = {
-        side: [
-            Order(
-                side=side,
-                workload=workload,
-                recipe=Recipe(rungs=rungs, micro_batch=size),
-                device=hardware.kind,
-                steps=options.steps,
-                compiled=not options.eager,
-            )
-            for size in sizes[side]
-        ]
-        for side in SIDES
-    }
+
+    def order(side: str, size: int) -> Order:
+        return Order(
+            side=side,
+            workload=workload,
+            recipe=Recipe(rungs=rungs, micro_batch=size),
+            device=hardware.kind,
+            steps=options.steps,
+            compiled=not options.eager,
+        )
+
+    orders = {side: [order(side, size) for size in sizes[side]] for side in SIDES}
     record = {
         "what": "a redline recipe beside transformers' defaults",
         "how": " ".join((__doc__ or "").split("\n\n")[2].split()),
@@ -150,7 +154,7 @@ def main(words: list[str] | None = None, enter: Enter | None = None) -> int:
         contest = Contest(
             orders, lambda order: (enter or Child)(order, Path(folder)), lambda now: keep(now, finished=False)
         )
-        keep(contest.run(options.rounds, options.at_once), finished=True)
+        keep(contest.run(options.rounds, options.at_once, grow=not options.fixed), finished=True)
     print(json.dumps(record, indent=1))
     return 0 if record["ratio"] is not None else 1
 
@@ -161,6 +165,7 @@ def read_options(words: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--recipe", type=Path, help="best.json of a ladder or a tune (default: all rungs that apply)")
     parser.add_argument("--micro-batches", default="8,16,32", help="theirs, to choose from (default: 8,16,32)")
     parser.add_argument("--ours", help="ours, to choose from (default: the recipe's; without a recipe, as theirs)")
+    parser.add_argument("--fixed", action="store_true", help="no other micro batches than those")
     parser.add_argument("--sequence", type=int, help="tokens per sequence (default: the config's, 1024 at most)")
     parser.add_argument("--rounds", type=int, default=5, help="of both at their best, interleaved (default: 5)")
     parser.add_argument("--steps", type=int, default=30, help="timed steps per measurement (default: 30)")
@@ -195,26 +200,37 @@ class Contest:
         enter: Callable[[Order], Contestant],
         keep: Callable[[dict[str, Any]], None],
     ) -> None:
-        self.orders, self.keep = orders, keep
-        self.open = {order.name: enter(order) for side in SIDES for order in orders[side]}
+        self.orders, self.enter, self.keep = orders, enter, keep
+        self.open: dict[str, Contestant] = {}
+        self.best: dict[str, Order] = {}
         self.sides: dict[str, Any] = {
-            side: {"micro_batch": None, **UNKNOWN, "sizes": [], "rounds": []} for side in SIDES
+            side: {"micro_batch": None, **UNKNOWN, "bracketed": False, "sizes": [], "rounds": []} for side in SIDES
         }
 
-    def run(self, rounds: int, at_once: int) -> dict[str, Any]:
+    def run(self, rounds: int, at_once: int, *, grow: bool = False) -> dict[str, Any]:
         """Processes that nobody needs any more end: what they hold, others may want."""
         try:
-            self._prepare(at_once)
-            best = self._choose()
-            if len(best) == len(SIDES):
-                self._race(best, rounds)
+            waiting = {side: list(self.orders[side]) for side in SIDES}
+            while any(waiting.values()):
+                self._prepare([order for side in SIDES for order in waiting[side]], at_once)
+                self._choose(waiting)
+                waiting = {side: list(self._beyond(side)) if grow else [] for side in SIDES}
+            if len(self.best) == len(SIDES):
+                self._race(rounds)
             return self._result()
         finally:
             self._close()
 
-    def _prepare(self, at_once: int) -> None:
+    def _beyond(self, side: str) -> Iterator[Order]:
+        size, like = next_size(self.sides[side]["sizes"]), self.orders[side][0]
+        if size is not None:
+            yield replace(like, recipe=replace(like.recipe, micro_batch=size))
+
+    def _prepare(self, orders: list[Order], at_once: int) -> None:
         """Those that found no room once more, fewer of them beside each other; what fits alone only, `measure` sees."""
-        short = self._side_by_side(list(self.open.values()), at_once)
+        for order in orders:
+            self.open[order.name] = self.enter(order)
+        short = self._side_by_side([self.open[order.name] for order in orders], at_once)
         self._side_by_side(short, max(1, at_once // 2))
 
     def _side_by_side(self, contestants: list[Contestant], at_once: int) -> list[Contestant]:
@@ -228,39 +244,61 @@ class Contest:
                 self._close()
                 raise
 
-    def _close(self) -> None:
-        for name in list(self.open):
+    def _close(self, but: str | None = None) -> None:
+        for name in [name for name in self.open if name != but]:
             self.open.pop(name).close()
 
-    def _choose(self) -> dict[str, Contestant]:
+    def _measured(self, order: Order) -> dict[str, Any]:
+        """Alone on the device where it has no room beside those that rest: they hold weights and optimizer state. Who
+        was ended for another starts again here; its compiled code is in the cache."""
+        if order.name not in self.open:
+            self._prepare([order], 1)
+        one = self.open[order.name]
+        found = one.measure()
+        if found["reason"] == OUT_OF_MEMORY and len(self.open) > 1:
+            self._close(but=order.name)
+            found = one.measure()
+        return found
+
+    def _choose(self, waiting: dict[str, list[Order]]) -> None:
         """Each side's fastest, smallest sizes first; a side that nothing fits has none."""
-        best: dict[str, Contestant] = {}
-        waiting = {side: list(self.orders[side]) for side in SIDES}
         while any(waiting.values()):
             for side in SIDES:
                 if waiting[side]:
-                    self._look(side, self.open[waiting[side].pop(0).name], best)
-        return best
+                    self._look(side, waiting[side].pop(0))
 
-    def _look(self, side: str, challenger: Contestant, best: dict[str, Contestant]) -> None:
-        found, own = challenger.measure(), self.sides[side]
+    def _look(self, side: str, challenger: Order) -> None:
+        found, own = self._measured(challenger), self.sides[side]
         own["sizes"].append(found)
-        loser: Contestant | None = challenger
+        own["bracketed"] = next_size(own["sizes"]) is None
+        loser: Order | None = challenger
         if (found["tokens_per_second"] or 0.0) > (own["tokens_per_second"] or 0.0):
-            loser, best[side] = best.get(side), challenger
+            loser, self.best[side] = self.best.get(side), challenger
             own.update(found)
-        if loser is not None:
-            self.open.pop(loser.order.name).close()
+        if loser is not None and loser.name in self.open:
+            self.open.pop(loser.name).close()
         self.keep(self._result())
 
-    def _race(self, best: dict[str, Contestant], rounds: int) -> None:
+    def _race(self, rounds: int) -> None:
         for number in range(rounds):
             for side in SIDES if number % 2 == 0 else reversed(SIDES):
-                self.sides[side]["rounds"].append(best[side].measure())
+                self.sides[side]["rounds"].append(self._measured(self.best[side]))
             self.keep(self._result())
 
     def _result(self) -> dict[str, Any]:
         return {**ratios_of(self.sides), "sides": self.sides}
+
+
+def next_size(measured: list[dict[str, Any]]) -> int | None:
+    """What to try so that the best of a side has a slower one, or one that does not fit, on either hand; None where it
+    has, and where half of one sequence would be asked for."""
+    rates = {each["micro_batch"]: each["tokens_per_second"] for each in measured}
+    known = {size: rate for size, rate in rates.items() if rate is not None}
+    best = max(known, key=lambda size: known[size], default=0)  # 0: nothing fits, and all are larger than what would
+    if best == max(rates):
+        return 2 * best
+    smallest = min(rates)
+    return smallest // 2 if best in (0, smallest) and smallest > 1 else None
 
 
 def ratios_of(sides: dict[str, Any]) -> dict[str, Any]:
@@ -401,7 +439,7 @@ class Here:
         except (RuntimeError, MemoryError) as error:
             if not memory.is_out_of_memory(error):
                 raise
-            return "out of memory"
+            return OUT_OF_MEMORY
         finally:
             free_memory(self.device)
         return None
@@ -453,15 +491,24 @@ def our_step(order: Order, tokens: Path, device: torch.device) -> tuple[Step, It
     return training.step, training.batches
 
 
-def their_step(order: Order, tokens: Path, device: torch.device) -> tuple[Step, Iterator[torch.Tensor]]:
-    """Nothing of ours but the tokens, from as many loader workers as ours has."""
+def their_model(workload: Workload, device: torch.device) -> torch.nn.Module:
+    """From the seed that ours has, so that both begin with the same weights."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    settings = dict(order.workload.source.config or {})
+    settings = dict(workload.source.config or {})
     config = AutoConfig.for_model(settings.pop("model_type"), **settings).get_text_config()
     config.use_cache = False  # as Trainer sets it
+    torch.manual_seed(workload.seed)
     with device:
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.float32).train()
+        model: torch.nn.Module = AutoModelForCausalLM.from_config(
+            config, attn_implementation="sdpa", dtype=torch.float32
+        )
+    return model.train()
+
+
+def their_step(order: Order, tokens: Path, device: torch.device) -> tuple[Step, Iterator[torch.Tensor]]:
+    """Nothing of ours but the tokens, from as many loader workers as ours has."""
+    model = their_model(order.workload, device)
     optimizer = torch.optim.AdamW(model.parameters(), **TRAINER, fused=True)
     run = torch.compile(model) if order.compiled else model
 

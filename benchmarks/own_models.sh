@@ -5,15 +5,16 @@
 #   benchmarks/own_models.sh records/shapes/llama-160m.json runs/llama-160m 16 16,32,64
 #   benchmarks/own_models.sh records/shapes/qwen-0.5b.json  runs/qwen-0.5b   8  8,16,32
 #
-# CONFIG, a folder for the results, the micro batch of ladder and tune, those to choose from in the comparison (both
-# sides alike). What is finished in the folder stays, what was interrupted goes on: call it again with the same words.
+# CONFIG, a folder for the results, the micro batch of the ladder, those that both sides of the comparison begin with. The
+# tune looks for its own micro batch. RUNGS names the ladder's rungs and CHOICES the tune's; without them each command
+# takes what applies. What is finished in the folder stays, what was interrupted goes on: call it again with the same words.
 # ladder.json, tune.json and benchmark.json are the records; seconds.txt says what each part took.
 set -euo pipefail
 
 config=$1 out=$2 micro_batch=$3 sizes=$4
 python=${PYTHON:-python}
-rungs=${RUNGS:-no-sync,bf16,compile,flash,cudnn-attention,fused-adamw,fused-loss,bf16-residual}
-choices=${CHOICES:-$rungs,cuda-graphs}
+rungs=(${RUNGS:+--rungs "$RUNGS"}) choices=${CHOICES:-${RUNGS:-}}
+choices=(${choices:+--rungs "$choices"})
 minutes=${MINUTES:-3}          # of tuning, beside what the ladder measured
 ahead=${AHEAD:-5}              # rows that compile at the same time
 steps=${STEPS:-20} check_steps=${CHECK_STEPS:-10} rounds=${ROUNDS:-5}
@@ -41,13 +42,12 @@ measure() {
     if [ -e "$out/$name/run.json" ]; then
         part "$name" "$python" -m redline "$name" --resume "$out/$name" --json
     else
-        part "$name" "$python" -m redline "$name" "$config" --micro-batch "$micro_batch" --out "$out/$name" \
-            "${device[@]}" --json "$@"
+        part "$name" "$python" -m redline "$name" "$config" --out "$out/$name" "${device[@]}" --json "$@"
     fi
 }
 
-measure ladder --rungs "$rungs" --steps "$steps" --check-steps "$check_steps" --compile-ahead "$ahead"
-measure tune --rungs "$choices" --after "$out/ladder" --minutes "$minutes"
+measure ladder --micro-batch "$micro_batch" "${rungs[@]}" --steps "$steps" --check-steps "$check_steps" --compile-ahead "$ahead"
+measure tune "${choices[@]}" --after "$out/ladder" --minutes "$minutes"
 part benchmark "$python" "$(dirname "$0")/huggingface.py" "$config" --recipe "$out/tune/best.json" \
     --micro-batches "$sizes" --ours "$sizes" --rounds "$rounds" --out "$out/benchmark.partial.json" "${device[@]}"
 "$python" -c 'import json, sys; print("ours over theirs:", json.load(open(sys.argv[1]))["ratio"])' "$out/benchmark.json"

@@ -429,7 +429,7 @@ def prepare(
     *,
     learning_rate: float | Callable[[int], float] | None = None,
     weight_decay: float = 0.1,
-    clip_norm: float = 1.0,
+    clip_norm: float | None = 1.0,
     loss: Callable[[Any, Any], torch.Tensor] | None = None,
     device: torch.device | str | None = None,
 ) -> Prepared:
@@ -439,7 +439,8 @@ def prepare(
     outside is in `prepared.left_out`, with the reason. `loss(model, batch)` returns a scalar; without it the model is
     called with the batch and must return a loss, or logits for a pair of inputs and targets (docs/api.md).
     `learning_rate` is AdamW's, a number (torch's schedulers may change it) or a function of the steps taken; another
-    optimizer gets its own factor on it. The module is changed in place and moved to `device` if that is given.
+    optimizer gets its own factor on it. AdamW's betas are 0.9 and 0.95, as GPTs are trained; `clip_norm=None` leaves
+    gradients as they are. The module is changed in place and moved to `device` if that is given.
 
     >>> import torch, redline
     >>> model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.GELU(approximate="tanh"), torch.nn.Linear(32, 4))
@@ -485,9 +486,9 @@ def _check_words(workload: object, function: str, otherwise: str) -> None:
 
     if not (workload is None or isinstance(workload, str) or callable(workload)):
         raise UserError(
-            f"redline.{function} was given {workload!r}",
+            f"redline.{function} was given {workload!r:.60}",
             f"it takes a workload's name or file, or {otherwise}",
-            f"such as redline.{function}('gpt2')",
+            f"such as redline.{function}({'prepared.step' if hasattr(workload, 'step') else repr('gpt2')})",
         )
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -46,6 +47,8 @@ def _is_of_torch(value: object) -> bool:
 
 COUNT = Kind("a whole number", lambda value: isinstance(value, int) and not isinstance(value, bool), "8")
 NUMBER = Kind("a number", _is_number, "0.5")
+DECAY = Kind("a number, 0 or more", lambda value: _is_number(value) and 0 <= value < math.inf, "0.1")
+NORM = Kind("a number above 0, or None for none", lambda value: _is_number(value) and 0 < value < math.inf, "1.0")
 TEXT = Kind("text", lambda value: isinstance(value, str), "'...'")
 PATH = Kind("a path", lambda value: isinstance(value, (str, Path)), "'runs/mine'")
 FLAG = Kind("True or False", lambda value: isinstance(value, bool), "True")
@@ -64,8 +67,10 @@ ARGUMENTS: dict[str, Kind] = {
     **dict.fromkeys(("micro_batch", "sequence", "gpus", "repeats", "steps", "check_steps", "global_batch"), COUNT),
     **dict.fromkeys(("compile_ahead", "nodes", "dp", "tp", "pp", "zero", "tokens_per_step"), COUNT),
     **dict.fromkeys(("tensor", "pipeline", "replicas"), COUNT),
-    **dict.fromkeys(("headroom", "timeout_seconds", "timeout", "minutes", "seconds", "weight_decay"), NUMBER),
-    **dict.fromkeys(("clip_norm", "flops_per_step"), NUMBER),
+    **dict.fromkeys(("headroom", "timeout_seconds", "timeout", "minutes", "seconds"), NUMBER),
+    "flops_per_step": NUMBER,
+    "weight_decay": DECAY,
+    "clip_norm": NORM,
     **dict.fromkeys(("device", "keep", "allow", "gpu", "optimizer", "interconnect", "dtype", "name"), TEXT),
     **dict.fromkeys(("memory_limit", "parallel"), TEXT),
     **dict.fromkeys(("start", "recipe", "out", "after", "fix", "data"), PATH),

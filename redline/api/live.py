@@ -22,8 +22,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from redline.api.loss import Loss, loss_of_call
-from redline.api.prepare import check_module
+from redline.api.loss import Loss, loss_of_call, name_of
+from redline.api.prepare import check_module, check_unfrozen
 from redline.commands import lint as lint_command
 from redline.commands.estimate import check_options
 from redline.commands.estimate_subject import check_one_gpu, choose_machine, traced_subject
@@ -117,12 +117,15 @@ def file_of(kind: type) -> str:
 
 def trace_module(model: nn.Module, batch: Any, loss: Loss | None) -> Traced:
     """The module itself is left alone: a copy of it, on the host, is looked at."""
+    check_unfrozen(model)
     functions = Functions(
         file=file_of(type(model)),
         name=type(model).__name__,
         factory=lambda: model,
         make_batch=lambda size, _: samples(batch, size),
         loss=loss or loss_by_calling(samples_of(batch)),
+        loss_name=name_of(loss),
+        live=True,
         **items_of(batch),
     )
     twin = copy.deepcopy(getattr(model, "_orig_mod", model)).to("cpu").train()

@@ -23,6 +23,7 @@ from redline.model.python_adapter import (
     are_logits,
     call_of,
     called,
+    check_loss,
     cross_entropy,
     has_part,
     is_pair,
@@ -40,6 +41,29 @@ def live_loss(model: nn.Module, loss: Loss | None) -> LossOf:
         return lambda batch: loss(model, batch)
     inputs_only = takes_inputs_only(model)
     return lambda batch: loss_of_call(model, batch, inputs_only)
+
+
+def name_of(loss: Loss | None) -> str:
+    """What a message calls it: a lambda, a partial or an object has no name but the argument's."""
+    name = getattr(loss, "__name__", "")
+    return name if name.isidentifier() else "loss"
+
+
+def checked_once(loss_of: LossOf, loss: Loss | None) -> LossOf:
+    """The first loss that a backward pass may follow is looked at, and no other: a function returns the same kind of
+    thing at every step. Nothing is read from the device. Without gradients, as in an evaluation, all passes."""
+    name, done = name_of(loss), False
+    what = "the loss" if name == "loss" else f"the loss {name}()"
+
+    def look(batch: Any) -> torch.Tensor:
+        nonlocal done
+        found = loss_of(batch)
+        if not done and torch.is_grad_enabled():
+            check_loss(found, "the model's loss" if loss is None else what, f"{name}()")
+            done = True
+        return found
+
+    return look
 
 
 def loss_of_call(model: nn.Module, batch: Any, inputs_only: bool) -> torch.Tensor:

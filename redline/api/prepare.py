@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from redline.api.loss import Loss, live_loss
+from redline.api.loss import Loss, checked_once, live_loss
 from redline.api.realise import BF16_WEIGHTS, obstacles_of, realise
 from redline.core.errors import UserError
 from redline.core.plan import Plan
@@ -92,11 +92,12 @@ def prepare(
     *,
     learning_rate: Rate | None = None,
     weight_decay: float = 0.1,
-    clip_norm: float = 1.0,
+    clip_norm: float | None = 1.0,
     loss: Loss | None = None,
     device: torch.device | str | None = None,
 ) -> Prepared:
     check_module(model)
+    check_unfrozen(model)
     check_rate(learning_rate)
     if device is not None:
         move_to(model, device)
@@ -115,11 +116,11 @@ def prepare(
     step = TrainStep(
         adapter=None,
         model=model,
-        loss_of=moved_first(compiled_loss(plain, model, plan), place),
+        loss_of=moved_first(compiled_loss(plain, model, plan, loss), place),
         optimizer=optimizer,
         plan=plan,
         learning_rate=schedule,
-        clip_norm=clip_norm,
+        clip_norm=math.inf if clip_norm is None else clip_norm,
     )
     return Prepared(
         model=compile_loss(model, plan) if plan.compile else model,  # type: ignore[arg-type]
@@ -145,6 +146,16 @@ def check_module(model: object) -> None:
             f"{type(model).__name__} has no parameters",
             "there is nothing to train",
             "pass the module that holds the weights, after its layers are made",
+        )
+
+
+def check_unfrozen(model: nn.Module) -> None:
+    count = sum(1 for _ in model.parameters())
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise UserError(
+            f"{type(model).__name__} has no parameters to train",
+            f"none of its {count} parameters takes a gradient: it is frozen",
+            "call requires_grad_(True) first, on the part that is to be trained",
         )
 
 
@@ -221,8 +232,9 @@ def build_updates(
     return build_optimizer(plan.optimizer, model, **own), lambda steps: factor * rate(steps)
 
 
-def compiled_loss(plain: LossOf, model: nn.Module, plan: Plan) -> LossOf:
-    loss_of = compile_loss(plain, plan) if plan.compile else plain
+def compiled_loss(plain: LossOf, model: nn.Module, plan: Plan, loss: Loss | None) -> LossOf:
+    """`loss`: the user's own, of which `plain` is made. It is checked outside of what is compiled."""
+    loss_of = checked_once(compile_loss(plain, plan) if plan.compile else plain, loss)
     return outlive_replays(loss_of, model, accumulates=False) if plan.cuda_graphs else loss_of
 
 

@@ -131,7 +131,9 @@ def again_and_again(batches: Iterable[Any]) -> Iterator[Any]:
         count = 0
         for count, batch in enumerate(batches, start=1):  # noqa: B007  how many there were is asked below
             yield batch
-        if count == 0 or iter(batches) is batches:
+        if count == 0 and iter(batches) is not batches:
+            raise UserError("there are no batches", "batches is empty", "give it one at least: batches=[batch]")
+        if iter(batches) is batches:
             raise UserError(
                 "the batches came to an end",
                 "a profile takes some dozens of steps, and these can be read once only",

@@ -140,13 +140,14 @@ def lint_traced(
     from redline.predict.lint import document
     from redline.predict.lint import lint as lint_subject
     from redline.predict.subject import Subject
-    from redline.predict.traced_lint import findings_of, traced_lint_document
+    from redline.predict.traced_lint import findings_of, quiet_sizes, traced_lint_document
 
     traced = workload.shape
     assert isinstance(traced, Traced)
     device, hardware = known_device(options)
     size, dtype = options.micro_batch or workload.micro_batch, choose_dtype(options.dtype, device)
     described = None if traced.described is None else Shape(**traced.described)
+    sizes_are_linted = described is None and "layer-size" not in ignored
     found = findings_of(
         traced,
         micro_batch=size,
@@ -166,7 +167,10 @@ def lint_traced(
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": command_line(),
         **body,
-        "notes": [] if options.micro_batch else [f"micro batch {size} is assumed (--micro-batch)"],
+        "notes": [
+            *(quiet_sizes(traced, micro_batch=size, dtype=dtype, device=device) if sizes_are_linted else ()),
+            *([] if options.micro_batch else [f"micro batch {size} is assumed (--micro-batch)"]),
+        ],
     }
 
 

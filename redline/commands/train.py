@@ -246,6 +246,7 @@ def chosen_order(
     from redline.search.launch import probe_machine
     from redline.search.ranks import check_layout, check_ranks, notes_of_rungs, uncut_copies
     from redline.workloads import default_workload
+    from redline.workloads.resolve import RANDOM_WEIGHTS
     from redline.workloads.shapes import weights_beside
 
     recipe = load_recipe(options.recipe) if options.recipe else None
@@ -266,9 +267,12 @@ def chosen_order(
     hardware, versions = probe_machine(options.device)
     name = options.workload or default_workload(hardware.kind)
     workload = find_workload(name, sequence=options.sequence, trained_on=hardware.kind)
+    if workload.source.kind == "huggingface":
+        weights = f"weights from {options.init}" if options.init else f"{RANDOM_WEIGHTS} (--init FOLDER reads others)"
+        workload = replace(workload, notes=(*workload.notes, weights))
     beside = batch_beside(options, workload, recipe)
     for note in workload.notes:
-        console.print(note, style="dim", markup=False, highlight=False)
+        console.print(note, style="dim", markup=False, highlight=False, soft_wrap=True)
     if workload.source.kind == "huggingface" and options.init is None and (folder := weights_beside(name)):
         text = (
             f"the weights in {folder} are not read, this run begins with random ones: --init {folder} begins with them"

@@ -47,7 +47,13 @@ class GradientCheck:
     tensor_errors: dict[str, float]
     tensor_yardsticks: dict[str, float]
     update_errors: dict[str, float] = field(default_factory=dict)
-    """What the first optimizer step did to each tensor."""
+    """What the first optimizer step did to each tensor, where its gradient is more than rounding."""
+    tensor_noise: dict[str, float] = field(default_factory=dict)
+    """How far the plain fp32 gradient moves when the last bits of the weights do, of its size: about 1 where there is
+    no gradient but rounding, which then is the size that errors are relative to. Empty in older records."""
+    tensor_swing: dict[str, float] = field(default_factory=dict)
+    """How far it moves when the weights move by the epsilon of the row's precision. Empty for fp32, and in older
+    records."""
 
 
 MOST_PLACES = 2  # of the compiler's troubles that are told; a model has hundreds of lines, and a note one

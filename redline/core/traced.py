@@ -167,6 +167,8 @@ class Traced:
     sdpa: bool = False
     """F.scaled_dot_product_attention is called."""
     sdpa_calls: tuple[Place, ...] = ()
+    sdpa_drops: bool = False
+    """One of the calls has a dropout_p above zero while the model is trained: what no fused kernel of a CPU takes."""
     attention: tuple[Attention, ...] = ()
     syncs: tuple[Sync, ...] = ()
     embeddings: tuple[Embedding, ...] = ()

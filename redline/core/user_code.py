@@ -34,6 +34,7 @@ from types import ModuleType
 from typing import Any
 
 from redline.core.errors import UserError
+from redline.core.known_fixes import known_fix
 from redline.core.traced import SAMPLE
 from redline.core.units import counted
 from redline.core.workload import Source, check_positive
@@ -41,6 +42,7 @@ from redline.core.workload import Source, check_positive
 PACKAGE = str(Path(__file__).resolve().parents[1])
 STANDARD_LIBRARY = sysconfig.get_path("stdlib") + os.sep
 INIT = "__init__.py"
+GENERATED = ("<frozen ", "<string>", "<eval")  # names of code without a file; what is typed in has such, too
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,11 +61,20 @@ class Functions:
     """What the file calls it: vit_batch, where there are several models; likewise the two below."""
     loss_name: str = "loss"
     shape_name: str = "shape"
+    live: bool = False
+    """Of a module that is there already: its loss is no function of the file, but one that was handed over, or none."""
 
     @property
     def words(self) -> str:
         """As a user writes it."""
         return f"{Path(self.file).name}:{self.name}"
+
+    @property
+    def loss_words(self) -> str:
+        """What a message calls the loss."""
+        if not self.live:
+            return f"{self.loss_name}() for {self.words}"
+        return f"the loss {'' if self.loss_name == 'loss' else f'{self.loss_name}() '}of {self.words}"
 
 
 def load_functions(source: Source) -> Functions:
@@ -263,22 +274,33 @@ def users_folder(file: str) -> Path:
 
 
 @contextmanager
-def blaming(file: str, what: str, function: Callable[..., Any] | None = None) -> Iterator[None]:
+def blaming(
+    file: str,
+    what: str | Callable[[BaseException], str],
+    function: Callable[..., Any] | None = None,
+    call: str | None = None,
+) -> Iterator[None]:
     """Whatever the user's code raises becomes a UserError that names the user's own line. A `function` that does not
-    take what it is given has run no line of its own: then it is the one that defines it."""
+    take what it is given has run no line of its own: then it is the one that defines it, and `call` says how it is
+    called. The function may be in another file than the model. `what` may depend on what was raised."""
     try:
         yield
     except UserError:
         raise
     except (Exception, SystemExit) as error:
-        line = users_line(error, file)
+        line, fix = users_line(error, file, anywhere=True), known_fix(error)
+        whose = own_file(function) or file
         if line is None and isinstance(error, TypeError) and function is not None:
-            line = definition(function, file)
-        fix = import_fix(error, file) if isinstance(error, ImportError) else None
+            line = definition(function, whose)
+            fix = f"let it take what it is given: it is called as {call}" if line and call else fix
+        if line is None and inspect.isbuiltin(function):
+            fix = fix or f"take a function of your own for {function.__name__}"
+        if isinstance(error, ImportError):
+            fix = import_fix(error, file)
         raise UserError(
-            f"{what} raised {type(error).__name__}: {first_line(error)}",
+            f"{what if isinstance(what, str) else what(error)} raised {type(error).__name__}: {first_line(error)}",
             f"it happened at {line}" if line else "no line of the file was running",
-            fix or f"mend {Path(file).name}; `python -i {Path(file).name}` tries it without redline",
+            fix or ("mend that line" if line else f"mend {Path(whose).name}"),
         ) from error
 
 
@@ -299,16 +321,30 @@ def import_fix(error: ImportError, file: str) -> str | None:
     return None
 
 
-def users_line(error: BaseException, file: str) -> str | None:
-    """The innermost line of the user's folder in a traceback, with its text: 'vit.py:41: x = x.view(3)'."""
+def users_line(error: BaseException, file: str, anywhere: bool = False) -> str | None:
+    """The innermost line of the user's folder in a traceback, with its text: 'vit.py:41: x = x.view(3)'. With
+    `anywhere` that of any folder which is the user's own: for code that no compiler has written."""
     if isinstance(error, SyntaxError) and error.filename is not None:
         return f"{Path(error.filename).name}:{error.lineno}: {(error.text or '').strip()}"
-    folder = users_folder(file)
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        path = Path(frame.filename)
-        if str(path) == file or (folder in path.parents and is_own(path)):
-            return f"{path.name}:{frame.lineno}: {frame.line or ''}".rstrip(": ")
+    folder, frames = users_folder(file), traceback.extract_tb(error.__traceback__)
+    while frames and frames[0].filename == __file__:
+        del frames[0]
+    running = [(frame, Path(frame.filename)) for frame in reversed(frames[1:])]  # the first is of whoever asks
+    own = [(frame, path) for frame, path in running if is_own(path) and (anywhere or folder in path.parents)]
+    for frame, path in own or [(frame, path) for frame, path in running if str(path) == file]:
+        return f"{path.name}:{frame.lineno}: {frame.line or ''}".rstrip(": ")
     return None
+
+
+def own_file(function: Callable[..., Any] | None) -> str | None:
+    """That a function of the user's stands in; None where it is somebody else's, or built in."""
+    code = getattr(inspect.unwrap(function), "__code__", None) if function is not None else None
+    return code.co_filename if code is not None and is_own(Path(code.co_filename)) else None
+
+
+def ran_in(error: BaseException, thing: object) -> bool:
+    """Whether it came out of a method of the thing."""
+    return any(frame.f_locals.get("self") is thing for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 def definition(function: Callable[..., Any], file: str) -> str | None:
@@ -319,14 +355,29 @@ def definition(function: Callable[..., Any], file: str) -> str | None:
         return None
     lines = linecache.getlines(file)[code.co_firstlineno - 1 :]
     # A decorated function begins at its decorator.
-    skipped = next((index for index, line in enumerate(lines) if line.lstrip().startswith(("def ", "async def "))), 0)
+    starts = ("def ", "async def ") if code.co_name != "<lambda>" else ("",)
+    skipped = next((index for index, line in enumerate(lines) if line.lstrip().startswith(starts)), 0)
     text = lines[skipped].strip() if lines else ""
     return f"{Path(file).name}:{code.co_firstlineno + skipped}: {text}"
 
 
+def assignment(name: str, file: str) -> tuple[str, str] | None:
+    """Where a file gives a name its last value, and the value: ('vit.py:7: net = Net(3)', 'Net(3)')."""
+    text = "".join(linecache.getlines(file))
+    for node in reversed(ast.parse(text).body):
+        if isinstance(node, ast.Assign) and any(
+            isinstance(each, ast.Name) and each.id == name for each in node.targets
+        ):
+            line = text.splitlines()[node.lineno - 1].strip()
+            return f"{Path(file).name}:{node.lineno}: {line}", ast.unparse(node.value)
+    return None
+
+
 def is_own(path: Path) -> bool:
     """Neither an installed package, nor Python's, nor redline: a user's folder may hold all of them."""
-    return "site-packages" not in path.parts and not str(path).startswith((PACKAGE, STANDARD_LIBRARY))
+    torch = getattr(sys.modules.get("torch"), "__file__", None)  # which some build where it lies
+    others = (PACKAGE, STANDARD_LIBRARY, *((os.path.dirname(torch) + os.sep,) if torch else ()), *GENERATED)
+    return not {"site-packages", "dist-packages"} & set(path.parts) and not str(path).startswith(others)
 
 
 def first_line(error: BaseException) -> str:
@@ -334,10 +385,16 @@ def first_line(error: BaseException) -> str:
 
 
 def described(value: Any) -> str:
-    """For a message: 'an int64 tensor of [4, 10]', 'a tuple', 'nothing'."""
+    """For a message: 'an int64 tensor of [4, 10]', 'a float32 numpy array of [4, 10]', 'a tuple', 'nothing'."""
     if value is None:
         return "nothing"
     name = type(value).__name__
     if hasattr(value, "dtype") and hasattr(value, "shape"):
-        name = f"{str(value.dtype).removeprefix('torch.')} tensor of {list(value.shape)}"
+        kind = "numpy array" if is_numpy(value) else "tensor"
+        name = f"{str(value.dtype).removeprefix('torch.')} {kind} of {list(value.shape)}"
     return f"{'an' if name[0].lower() in 'aeiou' and not name.startswith('u') else 'a'} {name}"
+
+
+def is_numpy(value: Any) -> bool:
+    """An array, or a number of one."""
+    return type(value).__module__.partition(".")[0] == "numpy"

@@ -18,7 +18,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from redline.core.errors import UserError
-from redline.core.user_code import Functions, blaming, described, load_functions
+from redline.core.user_code import Functions, blaming, described, is_numpy, load_functions
 from redline.core.workload import Source
 from redline.data.batches import Batches, moved, stream_batches
 
@@ -56,8 +56,9 @@ class MadeBatches(Batches):
 
 def make_batch(functions: Functions, size: int, seed: int) -> Any:
     """Whatever the function draws, the numbers that the model draws afterwards stay the same."""
-    whose = functions.file, f"{functions.batch_name}({size}, {seed})", functions.make_batch
-    with torch.random.fork_rng(devices=[]), blaming(*whose):
+    name = functions.batch_name
+    whose = functions.file, f"{name}({size}, {seed})", functions.make_batch
+    with torch.random.fork_rng(devices=[]), blaming(*whose, call=f"{name}(size, seed)"):
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would reach the device's too
         batch = functions.make_batch(size, seed)
     check_batch(batch, size, functions)
@@ -69,6 +70,12 @@ def check_batch(batch: Any, size: int, functions: Functions) -> None:
     wrong = next((leaf for leaf in leaves if not _is_part(leaf, size)), None)
     if leaves and wrong is None:
         return
+    if is_numpy(wrong):
+        raise UserError(
+            f"{functions.batch_name}({size}, seed) for {functions.words} returned {described(wrong)}",
+            "a batch is made of torch's tensors, and nothing is converted unasked",
+            "return torch.from_numpy(...) of it",
+        )
     what = "no tensor at all" if not leaves else described(wrong)
     raise UserError(
         f"{functions.batch_name}({size}, seed) for {functions.words} returned {what}",

@@ -5,6 +5,11 @@ starts at ln V like any other. Gradients forgive neither. The reference is the p
 batch; the yardstick is the plain model at the row's own precision: what that precision costs by itself. This file
 measures; `predict/verdict.py` judges.
 
+Some gradients are zero but for rounding: softmax cancels the keys' bias, batch norm the bias of the layer before it. No
+two correct programs agree on those, and AdamW makes an update of full size of them. Which they are is measured, since
+no size tells: the plain fp32 model takes step 0 again from weights that are moved in their last bits, and what changes
+with them is noise. It is sent along tensor by tensor, and updates are compared where gradients stand out of it.
+
 Of several ranks, rank 0 takes the reference's step alone, on the batch that all of them share; each rank then holds its
 own gradients against it, and the worst counts: a rank that was left out of a reduction, or that read another's share of
 the batch, is as wrong as any other fault. Of a tensor that a tensor group has cut each rank compares its piece with the
@@ -15,7 +20,7 @@ tensor: what a precision costs is known of that alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -37,6 +42,13 @@ from redline.rungs import find_rung, reference_plan
 
 REFERENCE_CHUNK = 4  # sequences at a time, fewer if they do not fit: plain attention in fp32 takes most of all
 PAIR_STEPS, PAIR_BATCH = 3, 4
+# Weights are moved by sixteen epsilons of fp32: a little more than other orders of the same sums do to activations, so
+# that of the ReLUs whose inputs those carry over zero some are carried here too. Once up and once down, each weight by
+# a sign of its own: one of the two meets the zero. Small ResNets rounded otherwise, 192 times (weights moved by another
+# epsilon or two, images in another memory format), then never came over their bounds; with eight epsilons twice.
+NUDGES = (16 * 2.0**-23, -16 * 2.0**-23)
+EPSILONS = {"tf32": 2.0**-10, "fp16": 2.0**-10, "bf16": 2.0**-7, "fp8": 2.0**-7}  # fp8's yardstick is bf16
+STANDS_OUT = 10.0  # an element's gradient is its own, not rounding's, from so many times its tensor's noise on
 
 
 @dataclass(frozen=True)
@@ -45,11 +57,33 @@ class Expected:
 
     loss: float
     gradients: Mapping[str, torch.Tensor]
+    sizes: dict[str, float]
+    """What errors of gradients are relative to: their norms, or their noise where that is larger."""
+    noise: dict[str, float]
+    """How far rounding moves each gradient, of its size."""
+    swing: dict[str, float]
+    """How far the rounding of the row's precision would move it, were all else exact; empty for fp32."""
     weights: Mapping[str, torch.Tensor]
     """After the first update."""
     update_norms: dict[str, float]
+    """Over the elements that are settled."""
     yardstick_errors: dict[str, float]
     yardstick_error: float
+
+    def settled(self, name: str) -> torch.Tensor | None:
+        """Elements whose first update says anything: Adam's is the gradient's sign, and of rounding that is chance.
+        None: all of them."""
+        gradient = self.gradients.get(name)
+        if gradient is None:
+            return None
+        return stands_out(gradient, self.noise[name] * self.sizes[name])
+
+
+def stands_out(gradient: torch.Tensor, noise: float) -> torch.Tensor:
+    """Elements that are more than rounding. Rounding leaves no zero, so that zero is one (a row nobody looked up); and
+    what is no number is never hidden."""
+    typical = noise / math.sqrt(max(gradient.numel(), 1))
+    return (gradient.abs() <= STANDS_OUT * typical).logical_not_() | (gradient == 0)
 
 
 class Told(Mapping[str, torch.Tensor]):
@@ -85,6 +119,9 @@ def told(expected: Expected | None, ranks: Ranks, device: torch.device) -> Expec
             {
                 "loss": expected.loss,
                 "gradients": {name: list(tensor.shape) for name, tensor in expected.gradients.items()},
+                "sizes": expected.sizes,
+                "noise": expected.noise,
+                "swing": expected.swing,
                 "weights": {name: list(tensor.shape) for name, tensor in expected.weights.items()},
                 "update_norms": expected.update_norms,
                 "yardstick_errors": expected.yardstick_errors,
@@ -105,7 +142,7 @@ def reference_gradients(
     if not workload.splits:
         fit["chunk"] = None
     # Two functions, so that the first model is gone before the second is made.
-    expected = in_pieces_that_fit(partial(_reference_step, workload, reference, where), **fit)
+    expected = in_pieces_that_fit(partial(_reference_step, workload, reference, plan.precision, where), **fit)
     if plan.precision == "fp32":
         return expected
     plain_at_precision = replace(
@@ -117,34 +154,80 @@ def reference_gradients(
         fp8_linears=False,  # 8 bits are held against 16: a yardstick of 8 would have the same faults
     )
     errors, overall = in_pieces_that_fit(
-        partial(_yardstick_errors, workload, plain_at_precision, expected.gradients, where), **fit
+        partial(_yardstick_errors, workload, plain_at_precision, expected, where), **fit
     )
     return replace(expected, yardstick_errors=errors, yardstick_error=overall)
 
 
-def _reference_step(workload: Workload, reference: Plan, where: dict[str, Any], chunk: int | None) -> Expected:
+def _reference_step(
+    workload: Workload, reference: Plan, precision: str, where: dict[str, Any], chunk: int | None
+) -> Expected:
     """The first step of the plain fp32 model, which is its own yardstick."""
-    training, loss = _plain_gradients(workload, reference, **where, chunk=chunk)
+    training, batch, loss = _plain_gradients(workload, reference, **where, chunk=chunk)
     gradients = _on_host(gradients_of(training))
     before = _on_host(weights_of(training))
     training.step.apply_gradients()
     weights = _on_host(weights_of(training))
-    return Expected(
+    sizes, noise = rounding_noise(training, batch, gradients)
+    expected = Expected(
         loss=loss,
         gradients=gradients,
+        sizes=sizes,
+        noise=noise,
+        swing=swing_at(precision, training, batch, gradients) if precision in EPSILONS else {},
         weights=weights,
-        update_norms={name: (after - before[name]).norm().item() for name, after in weights.items()},
+        update_norms={},
         yardstick_errors=dict.fromkeys(gradients, 0.0),
         yardstick_error=0.0,
     )
+    updates = distances(before, weights, dict.fromkeys(weights, 1.0), keep=expected.settled)
+    return replace(expected, update_norms=updates.distances)
+
+
+def rounding_noise(
+    training: Training, batch: torch.Tensor, gradients: Mapping[str, torch.Tensor]
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Sizes of the gradients and the share of them that is noise."""
+    found = [changes(training, batch, gradients, amount) for amount in NUDGES]
+    noise = {name: max(each.distances[name] for each in found) for name in gradients}
+    sizes = {name: max(norm, noise[name]) for name, norm in found[0].norms.items()}
+    return sizes, {name: _share(change, sizes[name]) for name, change in noise.items()}
+
+
+def swing_at(
+    precision: str, training: Training, batch: torch.Tensor, gradients: Mapping[str, torch.Tensor]
+) -> dict[str, float]:
+    """In plain fp32, so that no fault of code at that precision can excuse itself."""
+    return changes(training, batch, gradients, EPSILONS[precision]).relative()[0]
+
+
+def changes(training: Training, batch: torch.Tensor, gradients: Mapping[str, torch.Tensor], amount: float) -> Distances:
+    """Of the gradients, when the weights move. One that comes out as no number, or not at all, from weights that are
+    almost the same is no measure: it is taken for no change, which excuses nothing."""
+    training.restore()
+    nudge(training.model.parameters(), amount)
+    training.step.compute_gradients(batch)
+    found = distances(gradients_of(training), gradients)
+    return replace(found, distances={name: d if math.isfinite(d) else 0.0 for name, d in found.distances.items()})
+
+
+@torch.no_grad()
+def nudge(parameters: Iterable[torch.Tensor], amount: float) -> None:
+    """Moves each weight by `amount` of its own size, or by what its type can hold, up or down by chance. Zeros stay."""
+    generators: dict[torch.device, torch.Generator] = {}
+    for parameter in filter(torch.is_floating_point, parameters):
+        device, least = parameter.device, torch.finfo(parameter.dtype).eps
+        generator = generators.setdefault(device, torch.Generator(device).manual_seed(0))
+        signs = torch.empty_like(parameter).bernoulli_(0.5, generator=generator).mul_(2).sub_(1)
+        parameter.addcmul_(parameter, signs, value=math.copysign(max(abs(amount), least), amount))
 
 
 def _yardstick_errors(
-    workload: Workload, plan: Plan, gradients: Mapping[str, torch.Tensor], where: dict[str, Any], chunk: int | None
+    workload: Workload, plan: Plan, expected: Expected, where: dict[str, Any], chunk: int | None
 ) -> tuple[dict[str, float], float]:
     """What the row's precision costs plain code by itself."""
-    training, _ = _plain_gradients(workload, plan, **where, chunk=chunk)
-    return relative_errors(gradients_of(training), gradients)
+    training, *_ = _plain_gradients(workload, plan, **where, chunk=chunk)
+    return relative_errors(gradients_of(training), expected.gradients, expected.sizes)
 
 
 def check_gradients(
@@ -153,9 +236,9 @@ def check_gradients(
     """Takes the first step: gradients are compared as they come, the update as the optimizer leaves it."""
     ranks = ranks or alone()
     loss = ranks.mean(training.step.compute_gradients(batch).float()).item()
-    errors, overall = worst_errors(ranks, distances(gradients_of(training), expected.gradients))
+    errors, overall = worst_errors(ranks, distances(gradients_of(training), expected.gradients, expected.sizes))
     training.step.apply_gradients()  # from equal weights, a distance between weights is one between updates
-    updates = distances(weights_of(training), expected.weights, expected.update_norms)
+    updates = distances(weights_of(training), expected.weights, expected.update_norms, keep=expected.settled)
     update_errors, _ = worst_errors(ranks, updates)
     return GradientCheck(
         loss=loss,
@@ -165,6 +248,8 @@ def check_gradients(
         tensor_errors=errors,
         tensor_yardsticks=expected.yardstick_errors,
         update_errors=update_errors,
+        tensor_noise=expected.noise,
+        tensor_swing=expected.swing,
     )
 
 
@@ -251,20 +336,30 @@ def relative_errors(
 
 
 def distances(
-    found: Mapping[str, torch.Tensor], reference: Mapping[str, torch.Tensor], norms: dict[str, float] | None = None
+    found: Mapping[str, torch.Tensor],
+    reference: Mapping[str, torch.Tensor],
+    norms: dict[str, float] | None = None,
+    keep: Callable[[str], torch.Tensor | None] = lambda name: None,
 ) -> Distances:
+    """`keep`: which elements of a tensor count; None is all of them."""
     cuts = found.cuts if isinstance(found, Published) else {}
     apart, lengths = {}, {}
     for name, expected in reference.items():
         lengths[name] = expected.double().norm().item() if norms is None else norms[name]
-        mine = found.get(name)
+        mine, kept = found.get(name), keep(name)
         if mine is None:  # a parameter that gets no gradient is as wrong as can be
             apart[name] = math.inf
             continue
         if name in cuts:
+            kept = None if kept is None else beside(mine, kept, cuts[name])[1]
             mine, expected = beside(mine, expected, cuts[name])
-        apart[name] = (mine.double() - expected.to(mine.device).double()).norm().item()
+        apart[name] = _distance(mine, expected, kept)
     return Distances(apart, lengths, frozenset(cuts) & frozenset(apart))
+
+
+def _distance(mine: torch.Tensor, expected: torch.Tensor, kept: torch.Tensor | None) -> float:
+    apart = mine.double() - expected.to(mine.device).double()
+    return (apart if kept is None else apart[kept.to(mine.device)]).norm().item()
 
 
 def beside(piece: torch.Tensor, whole: torch.Tensor, cut: Cut) -> tuple[torch.Tensor, torch.Tensor]:
@@ -304,11 +399,12 @@ def _short_run(workload: Workload, plan: Plan, tokens: Path, device: torch.devic
     return losses + [parameter.detach().cpu() for parameter in training.model.parameters()]
 
 
-def _plain_gradients(workload: Workload, plan: Plan, **where: Any) -> tuple[Training, float]:
+def _plain_gradients(workload: Workload, plan: Plan, **where: Any) -> tuple[Training, torch.Tensor, float]:
     training = build(workload, plan, **where)
-    loss = training.step.compute_gradients(next(training.batches)).item()
+    batch = next(training.batches)
+    loss = training.step.compute_gradients(batch).item()
     training.close()
-    return training, loss
+    return training, batch, loss
 
 
 def _on_host(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -42,6 +42,7 @@ from redline.engine.inspect_walk import Made, noting_places, starred, walked
 from redline.engine.worker import leave_with_parent
 from redline.model.python_adapter import (
     checkpoint_blocks,
+    dropout_rates,
     find_loss,
     functional_dropout_off,
     held,
@@ -99,12 +100,15 @@ def noting_dropout() -> Iterator[list[str]]:
 
 def look_at(functions: Functions, model: nn.Module, made: Made, seed: int) -> Traced:
     """A model on the host, which is not to be used afterwards: its dropout is gone, its blocks are wrapped."""
-    dropout = silence_dropout(model)
+    rates = silence_dropout(model)
     batches = {size: repeatable_batch(functions, size, seed) for size in (SMALL, LARGE)}
-    subject = Subject(functions, model, find_loss(functions, model, batches[SMALL]), batches)
+    kinds = [find_loss(functions, model, batch) for batch in batches.values()]  # of each: its targets are looked at
+    subject = Subject(functions, model, kinds[0], batches)
     with blaming(functions.file, f"a step of {functions.words}"):
         check_number(subject)
         seen = look_once(subject, made)
+        if rates and seen["sdpa"] and not seen["sdpa_drops"]:
+            seen["sdpa_drops"] = attention_drops(subject, rates)
         counted = count(subject)
         random = not repeats(subject)
         splits = random or is_mean_of_parts(subject)
@@ -119,7 +123,7 @@ def look_at(functions: Functions, model: nn.Module, made: Made, seed: int) -> Tr
         **described_by(functions),
         loss=subject.kind,
         batch_bytes=sum(leaf.nbytes for leaf in tree_leaves(batches[SMALL])) // SMALL,
-        dropout=dropout,
+        dropout=tuple(rates),
         random=random,
         splits=splits,
         saved=saved,
@@ -223,6 +227,7 @@ def look_once(subject: Subject, made: Made) -> dict[str, Any]:
     return {
         "embedded": trace.embedded,
         "sdpa": trace.sdpa,
+        "sdpa_drops": trace.sdpa_drops,
         "attention": counted_attention(trace),
         "draws": tuple(dict.fromkeys(trace.draws)),
         "sdpa_calls": tuple(dict.fromkeys(trace.sdpa_calls)),
@@ -231,6 +236,21 @@ def look_once(subject: Subject, made: Made) -> dict[str, Any]:
         "products": products,
         "products_left_out": left_out,
     }
+
+
+def attention_drops(subject: Subject, rates: dict[str, float]) -> bool:
+    """Whether a call of SDPA is given the rate of a module: nn.MultiheadAttention does that, and so does
+    `dropout_p=self.drop.p`. Silenced modules do not tell, so a pass has their rates again."""
+    with (
+        kept_buffers(subject.model),
+        torch.random.fork_rng(devices=[]),
+        functional_dropout_off(),
+        dropout_rates(subject.model, rates),
+        sdpa_kernel(SDPBackend.MATH),
+        tracing(subject.model) as trace,
+    ):
+        subject.loss(subject.batches[SMALL])
+    return trace.sdpa_drops
 
 
 def counted_attention(trace: Trace) -> tuple[Attention, ...]:

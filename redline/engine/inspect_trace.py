@@ -58,6 +58,8 @@ class Trace:
     """Modules that looked rows up, and the line that called them first."""
     sdpa: bool = False
     sdpa_calls: list[Place] = field(default_factory=list)
+    sdpa_drops: bool = False
+    """A call had a dropout_p above zero."""
     gelu_calls: list[Place] = field(default_factory=list)
     """Of the function with approximate='tanh', outside of nn.GELU."""
     inside_sdpa: int = 0
@@ -107,6 +109,7 @@ def _calls_of_torch(trace: Trace) -> Iterator[None]:
 
 def _in_sdpa(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
     trace.sdpa = True
+    trace.sdpa_drops |= kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0) > 0  # behind q, k, v and the mask
     if not trace.inside_sdpa and (where := place()) is not None:
         trace.sdpa_calls.append(where)
     trace.inside_sdpa += 1

@@ -24,13 +24,24 @@ from torch.utils.checkpoint import checkpoint
 from redline.core.errors import UserError
 from redline.core.plan import Plan
 from redline.core.traced import Blocks, Traced
-from redline.core.user_code import Functions, blaming, check_neighbours, definition, described, load_functions
+from redline.core.user_code import (
+    Functions,
+    assignment,
+    blaming,
+    check_neighbours,
+    definition,
+    described,
+    load_functions,
+    ran_in,
+)
 from redline.core.workload import Workload
 from redline.model.adapter import DTYPES, Adapter, LossOf, exchange_gelus
 
 Loss = Callable[[Any], torch.Tensor]
 """Of a whole batch, as the file's make_batch returned it."""
 FUNCTIONAL_DROPOUT = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
+LONGEST_VALUE = 60  # characters of a user's expression that a fix repeats
+IGNORED = -100  # cross-entropy's ignore_index: such targets count for nothing
 TARGETS = ("target", "targets", "label", "labels", "y")
 
 
@@ -126,7 +137,10 @@ def make_model(functions: Functions, seed: int) -> nn.Module:
 
 
 def check_factory(functions: Functions) -> None:
-    """It is called without arguments, as nobody could say which."""
+    """It is called without arguments, as nobody could say which; and it is no model itself, which would be one and the
+    same, whatever the seed."""
+    if isinstance(functions.factory, nn.Module):
+        raise module_for_factory(functions)
     try:
         parameters = inspect.signature(functions.factory).parameters.values()
     except (TypeError, ValueError):  # something built in says nothing of what it takes
@@ -141,6 +155,17 @@ def check_factory(functions: Functions) -> None:
         f"{functions.words} needs arguments: {', '.join(needed)}",
         f"a factory is called without any{f'; it is defined at {line}' if line else ''}",
         f"give them defaults there, or name a function that does: `def build(): return {functions.name}({given})`",
+    )
+
+
+def module_for_factory(functions: Functions) -> UserError:
+    name, found = functions.name, assignment(functions.name, functions.file)
+    where, value = found or (None, "...")
+    return UserError(
+        f"{functions.words} is a module, a {type(functions.factory).__name__}, and not a function",
+        "a factory is called for a new model, whose weights come from the seed"
+        + (f"; it is made at {where}" if where else ""),
+        f"write `def {name}(): return {value if len(value) <= LONGEST_VALUE else '...'}`",
     )
 
 
@@ -159,16 +184,35 @@ def check_trainable(model: nn.Module, functions: Functions) -> None:
     raise UserError(f"{functions.words} has no parameters to train", why, fix)
 
 
-def silence_dropout(model: nn.Module) -> tuple[str, ...]:
-    """Rates become zero; returns the modules that had one."""
-    silenced = []
+def silence_dropout(model: nn.Module) -> dict[str, float]:
+    """Rates become zero; returns those that there were, by module."""
+    rates = {}
     for name, module in model.named_modules():
-        attribute = "p" if isinstance(module, _DropoutNd) else "dropout"
         drops = isinstance(module, (_DropoutNd, nn.MultiheadAttention, nn.RNNBase))
-        if drops and getattr(module, attribute) > 0:
-            setattr(module, attribute, 0.0)
-            silenced.append(name)
-    return tuple(silenced)
+        if drops and getattr(module, _rate_of(module)) > 0:
+            rates[name] = getattr(module, _rate_of(module))
+    _set_rates(model, dict.fromkeys(rates, 0.0))
+    return rates
+
+
+@contextlib.contextmanager
+def dropout_rates(model: nn.Module, rates: dict[str, float]) -> Iterator[None]:
+    """As they were before `silence_dropout`, meanwhile."""
+    _set_rates(model, rates)
+    try:
+        yield
+    finally:
+        _set_rates(model, dict.fromkeys(rates, 0.0))
+
+
+def _set_rates(model: nn.Module, rates: dict[str, float]) -> None:
+    for name, rate in rates.items():
+        module = model.get_submodule(name)
+        setattr(module, _rate_of(module), rate)
+
+
+def _rate_of(module: nn.Module) -> str:
+    return "p" if isinstance(module, _DropoutNd) else "dropout"
 
 
 def kept(input: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
@@ -226,11 +270,10 @@ def loss_function(functions: Functions, model: nn.Module, kind: str) -> Loss:
 
 def find_loss(functions: Functions, model: nn.Module, batch: Any) -> str:
     """How the file's loss comes about, seen by running it once."""
-    own = functions.loss
-    with blaming(functions.file, f"the forward pass of {functions.words}", own or type(model).forward):
-        if own is not None:
-            check_loss(own(model, batch), f"{functions.loss_name}() for {functions.words}", f"{functions.loss_name}()")
-            return "own"
+    if functions.loss is not None:
+        return find_own_loss(functions, functions.loss, model, batch)
+    given = "model(batch[0])" if is_pair(batch) and takes_inputs_only(model) else call_of(batch)
+    with blaming(functions.file, f"the forward pass of {functions.words}", type(model).forward, given):
         if is_pair(batch) and takes_inputs_only(model):
             return check_logits(logits_of(model(batch[0])), batch[1], functions)
         found = called(model, batch)
@@ -239,6 +282,36 @@ def find_loss(functions: Functions, model: nn.Module, batch: Any) -> str:
         return "attribute"
     check_loss(found, functions.words, call_of(batch))
     return "model"
+
+
+def find_own_loss(functions: Functions, own: Callable[[Any, Any], Any], model: nn.Module, batch: Any) -> str:
+    call, what = f"{functions.loss_name}(model, batch)", functions.loss_words
+
+    def whose(error: BaseException) -> str:
+        return f"the forward pass of {functions.words}" if ran_in(error, model) else what
+
+    try:
+        with blaming(functions.file, whose, own, call):
+            found = own(model, batch)
+    except UserError as error:
+        if (names := foreign_arguments(own)) is None:
+            raise
+        fix = f"write `def {call}` and call the model in it: it is given the model and the whole batch, not {names}"
+        raise UserError(error.problem, error.why, fix) from error
+    check_loss(found, what, f"{functions.loss_name}()")
+    return "own"
+
+
+def foreign_arguments(own: Callable[..., Any]) -> str | None:
+    """The arguments of a loss of another kind, 'logits and targets'; None where it seems to take model and batch."""
+    try:
+        parameters = inspect.signature(own).parameters.values()
+    except (TypeError, ValueError):  # something built in
+        return None
+    names = [each.name for each in parameters if each.default is each.empty]
+    if len(names) == 2 and not set(names) & {*TARGETS, "logits", "outputs", "output", "pred", "preds", "predictions"}:
+        return None
+    return " and ".join(filter(None, (", ".join(names[:-1]), *names[-1:]))) or "nothing"
 
 
 def call_of(batch: Any) -> str:
@@ -299,12 +372,31 @@ def cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 def check_logits(logits: Any, targets: torch.Tensor, functions: Functions) -> str:
     if are_logits(logits, targets):
+        check_targets(logits, targets, functions)
         return "cross-entropy"
     raise UserError(
         f"{functions.words} returned {described(logits)} for targets of {described(targets)}",
         "without a loss in the file, inputs and targets get cross-entropy: logits with one more dimension than the "
         "int64 targets",
         how_to_take_logits(logits, targets, functions.words.partition(":")[0]),
+    )
+
+
+def check_targets(logits: torch.Tensor, targets: torch.Tensor, functions: Functions) -> None:
+    """Before cross-entropy meets them: it knows neither who made them nor how many classes there are."""
+    classes = logits.size(-1) if logits.shape[:-1] == targets.shape else logits.size(1)
+    counted = targets[targets != IGNORED]
+    wrong = counted[(counted < 0) | (counted >= classes)]
+    if not wrong.numel():
+        return
+    line = definition(functions.make_batch, functions.file)
+    raise UserError(
+        f"{functions.batch_name} for {functions.words} gives the target {wrong[0].item()}, and the model has {classes} "
+        "classes",
+        f"its logits are for classes 0 to {classes - 1}, and the targets go from {counted.min().item()} to "
+        f"{counted.max().item()}{f'; they are made at {line}' if line else ''}",
+        f"let {functions.batch_name} give targets of 0 to {classes - 1}"
+        + (f", or the head {counted.max().item() + 1} outputs or more" if counted.max() >= classes else ""),
     )
 
 
@@ -352,6 +444,8 @@ def how_to_return(found: Any, call: str) -> str:
     if not call.startswith("model"):  # there is a loss() already
         if key is not None:
             return f"let {call} return element [{key!r}] of that alone"
+        if isinstance(found, (int, float)):
+            return f"let {call} return the tensor itself, not its .item()"
         several = isinstance(found, torch.Tensor) and found.is_floating_point()
         return f"let {call} return the mean loss of the batch, one number{': .mean() of that' if several else ''}"
     if key is None:

@@ -24,6 +24,7 @@ from redline.predict.sizes import round_up
 from redline.predict.tiles import ELEMENT_BYTES, estimate
 from redline.predict.traced import gemms_of
 
+VOCABULARY = 128  # as the rung padded-vocab pads it, and as the ladder advises
 GOOD_BYTES = 128  # of a row, on every tensor core since the A100
 FEW = 8  # a size below this means something: colours, a value, two classes
 CONVENTION = "more useful work per second of the whole step's products, forward and backward, each finding by itself"
@@ -68,19 +69,40 @@ def findings_of(
 # sizes
 
 
-def _sizes(traced: Traced, micro_batch: int, dtype: str, device: Device | None) -> Iterator[TracedFinding]:
-    """One for each size of a layer that is not a multiple of what a vector load takes."""
+@dataclass(frozen=True)
+class _Size:
+    """A width that is not a multiple of what a vector load takes."""
+
+    size: int
+    better: int
+    least: int
+    products: list[Product]
+    gain: float | None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(product.where for product in self.products))
+
+    @property
+    def counts(self) -> bool:
+        return self.gain is None or self.gain >= MEANINGFUL_GAIN
+
+
+def _odd(traced: Traced, micro_batch: int, dtype: str, device: Device | None) -> Iterator[_Size]:
     least, good = VECTOR_BYTES // ELEMENT_BYTES[dtype], GOOD_BYTES // ELEMENT_BYTES[dtype]
     for size, products in _widths(traced, good).items():
-        better = _better(size, products, least, good)
         if size % least == 0 or not _matters(traced, products):
             continue
+        better = _better(size, products, least, _multiple(size, traced, good))
         gain = None if device is None else _gain(traced, size, better, micro_batch, dtype, device)
-        if gain is not None and gain < MEANINGFUL_GAIN:
+        yield _Size(size, better, least, products, gain)
+
+
+def _sizes(traced: Traced, micro_batch: int, dtype: str, device: Device | None) -> Iterator[TracedFinding]:
+    for odd in _odd(traced, micro_batch, dtype, device):
+        if not odd.counts:
             continue
-        names = tuple(dict.fromkeys(product.where for product in products))
-        made = [each.made for each in traced.embeddings if each.width == size] + [each.made for each in products]
-        lines = ", ".join(dict.fromkeys(str(place) for place in made if place is not None))
+        size, least, names, lines = odd.size, odd.least, odd.names, _lines(odd, traced)
         yield TracedFinding(
             rule="layer-size",
             kind="alignment",
@@ -88,10 +110,32 @@ def _sizes(traced: Traced, micro_batch: int, dtype: str, device: Device | None) 
             problem=f"{size:,} is no multiple of {least}: rows of {', '.join(names[:3])} start at odd addresses",
             why=f"tensor cores load {VECTOR_BYTES} bytes at once, {least} numbers of {dtype}; rows that do not start "
             "at a multiple of that are loaded in pieces",
-            fix=f"{better:,}" + (f" at {lines}" if lines else "") + "; what is added may stay unused",
-            gain=gain,
+            fix=f"{odd.better:,}" + (f" at {lines}" if lines else "") + "; what is added may stay unused",
+            gain=odd.gain,
             no_gain="the device is unknown" if device is None else None,
         )
+
+
+def quiet_sizes(traced: Traced, *, micro_batch: int, dtype: str, device: Device | None) -> tuple[str, ...]:
+    """What was seen and is no finding, since too little is predicted of it: silence should not look like praise."""
+    return tuple(
+        f"{odd.size:,} ({', '.join(odd.names[:3])}) is no multiple of {odd.least}, and no finding: {odd.better:,} is "
+        f"predicted to give {100 * odd.gain:+.1f} %, and {100 * MEANINGFUL_GAIN:.0f} % are needed"
+        for odd in _odd(traced, micro_batch, dtype, device)
+        if not odd.counts and odd.gain is not None
+    )
+
+
+def _lines(odd: _Size, traced: Traced) -> str:
+    """Where the size is written: of layers, and of the embeddings that have it as rows or as width."""
+    made = [each.made for each in traced.embeddings if odd.size in (each.width, each.rows)]
+    made += [each.made for each in odd.products]
+    return ", ".join(dict.fromkeys(str(place) for place in made if place is not None))
+
+
+def _multiple(size: int, traced: Traced, good: int) -> int:
+    """A vocabulary is padded alike wherever it is advised."""
+    return VOCABULARY if size in {each.rows for each in traced.embeddings} else good
 
 
 def _widths(traced: Traced, good: int) -> dict[int, list[Product]]:

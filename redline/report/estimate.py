@@ -107,7 +107,8 @@ def model_words(shape: Document) -> Iterator[str]:
 
 def flops_table(document: Document) -> Table:
     flops = document["flops_per_token"]
-    table = plain_table(f"FLOPs per {flops.get('unit', 'token')}", "MFLOP ", f"convention ({flops['passes']})")
+    factor, unit = flops_unit(flops["model"])
+    table = plain_table(f"FLOPs per {flops.get('unit', 'token')}", f"{unit} ", f"convention ({flops['passes']})")
     for name, key, convention in (
         ("model (MFU counts it)", "model", flops["convention"]),
         ("model, causal", "causal", flops["causal_convention"]),
@@ -116,8 +117,13 @@ def flops_table(document: Document) -> Table:
         ("one more token", "decode", "with the keys and values of the tokens before it cached, window included"),
     ):
         if flops[key] is not None:
-            table.add_row(name, f"{flops[key] / 1e6:,.1f}", convention)
+            table.add_row(name, f"{flops[key] / factor:,.{0 if factor == 1 else 1}f}", convention)
     return table
+
+
+def flops_unit(flops: float) -> tuple[float, str]:
+    """MFLOP for all but the smallest models, whose figure would have no digit left."""
+    return next((each for each in ((1e6, "MFLOP"), (1e3, "kFLOP")) if flops >= each[0]), (1.0, "FLOP"))
 
 
 # memory

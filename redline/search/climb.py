@@ -23,7 +23,7 @@ from redline.predict.verdict import LEAST_LEARNING, Equivalence, judge
 from redline.rungs import LADDER, Maths, Rung, find_rung, group_of, own_rungs, plan_of, why_not
 from redline.rungs.parallel import RANK_RUNGS
 from redline.search.batch_size import HEADROOM, MEMORY_KINDS, BatchChoice, SizedJobs, best_batch, range_of
-from redline.search.noise import UNSEEN_RUN_TO_RUN, tolerated_noise
+from redline.search.noise import UNSEEN_RUN_TO_RUN, scatter_between, tolerated_noise
 from redline.search.ranks import not_measured, refused_beside
 
 COMPILE = "compile"
@@ -238,25 +238,29 @@ class Climb:
             if rung is not None and rung.stand_in and replaced is not None:
                 row.kept, row.reason = False, f"stands in for {replaced} where that does not apply"
             else:
-                self._decide_by_speed(row, current, replaces=replaced is not None)
+                self._decide_by_speed(row, current, rung, replaces=replaced is not None)
 
     def _nothing_compiled(self, row: Row) -> str | None:
         """Its step is the eager one: nothing that goes with compiled code belongs onto it."""
         compiled = row.measurements[0].proof.compiled
         return short(compiled.trouble or "") if compiled is not None and not compiled.graphs else None
 
-    def _decide_by_speed(self, row: Row, current: Row, replaces: bool) -> None:
+    def _decide_by_speed(self, row: Row, current: Row, rung: Rung | None, replaces: bool) -> None:
         """An alternative must win, or the kept one stays. An addition may cost what noise could explain, within reason;
-        and as disturbances only ever slow a step down, it has cost nothing when its quick steps keep up."""
+        and as disturbances only ever slow a step down, it has cost nothing when its quick steps keep up. That is for
+        rungs that should pay: amid scatter, one that gives up speed for memory is not kept for a lucky row."""
         ratio = current.seconds / row.seconds
-        if replaces:
-            row.kept = ratio >= 1.0
+        scatter = scatter_between(row.measurements, current.measurements)
+        doubtful = rung is not None and rung.when_named and scatter > 0
+        if replaces or (doubtful and self.settings.keep != "all"):
+            row.kept = ratio >= 1.0 + scatter
         else:
             noise = tolerated_noise(row.measurements, current.measurements, self.hardware.kind)
             at_best = max(ratio, current.quick_seconds / row.quick_seconds)
             row.kept = at_best >= 1.0 - noise or self.settings.keep == "all"
         if not row.kept:
-            row.reason = f"{ratio:.2f}x the speed of {current.name}"
+            doubt = f", within the noise of ±{scatter:.0%}" if abs(ratio - 1) <= scatter else ""
+            row.reason = f"{ratio:.2f}x the speed of {current.name}{doubt}"
 
     def _reference_curve(self, recipe: Recipe) -> tuple[float, ...] | None:
         """The fp32 curve of the recipe's maths. Rows that change nothing share one job."""

@@ -21,10 +21,12 @@ __all__ = [
     "is_disturbed",
     "looks_of",
     "noise_between",
+    "scatter_between",
     "standard_error",
     "tolerated_noise",
 ]
 STRETCHES = 4
+QUIET = 0.01  # scatter of a ratio below this is a quiet machine's
 MOST_NOISE = 0.25  # however noisy the machine: what is slower than its rival by more has lost
 
 
@@ -51,6 +53,12 @@ def noise_between(one: Sequence[Measurement], other: Sequence[Measurement], devi
     """Ratios of the two closer to 1 than this are noise."""
     fewest = min(len(one), len(other))
     return noise_of_ratio(standard_error(one), standard_error(other), device=device, repeats=fewest)
+
+
+def scatter_between(one: Sequence[Measurement], other: Sequence[Measurement]) -> float:
+    """The part of that noise that was seen in these steps; 0 on a quiet machine."""
+    scatter = 2 * math.hypot(standard_error(one), standard_error(other))
+    return scatter if scatter >= QUIET else 0.0
 
 
 def tolerated_noise(one: Sequence[Measurement], other: Sequence[Measurement], device: str) -> float:

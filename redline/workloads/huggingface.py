@@ -39,6 +39,13 @@ GPT2_NAMES = {
     "vocab": "vocab_size",
     "sequence": "n_positions",
 }
+# The other names of these (`GPT2Config.attribute_map`): transformers sets a size by either, and the last one counts.
+GPT2_ALIASES = {
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+    "n_embd": "hidden_size",
+    "n_positions": "max_position_embeddings",
+}
 MAY_BE_NULL = ("kv_heads", "head_dim")  # null means what it means in Shape: derived from the heads
 SLIDING, EVERYTHING = "sliding_attention", "full_attention"
 CAUSAL = ("ForCausalLM", "LMHeadModel")  # how the class of a causal language model ends; GPT-2's is the second
@@ -52,6 +59,17 @@ ACTIVATION_NAMES = (
 TANH_GELUS = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
 FUSED_LOSSES, FUSED_ATTENTION = ("fused-loss", "chunked-loss"), ("flash", "cudnn-attention")
 BF16_WEIGHTS = ("adamw-bf16", "adamw-bf16-kahan")
+SEES_NEXT = "the model sees what comes next, so predicting it teaches nothing"
+NOT_CAUSAL: tuple[tuple[str, bool, str], ...] = (  # key, the value that is refused, why
+    (
+        "add_cross_attention",
+        True,
+        "a decoder that attends to an encoder has layers for it, and is no causal language model by itself",
+    ),
+    ("is_encoder_decoder", True, "the config describes an encoder and a decoder, and here there is a decoder alone"),
+    ("is_causal", False, SEES_NEXT),
+    ("use_bidirectional_attention", True, SEES_NEXT),  # Gemmas that embed texts
+)
 QWEN = ("qwen2", "qwen3")  # their window is switched on by a key of its own
 
 
@@ -244,7 +262,9 @@ def read_config(config: Config) -> tuple[Shape, tuple[str, ...]]:
     model_type, text = text_model(config)
     family = FAMILIES[model_type]
     values = {**family.defaults, **text}
+    check_causal(config)
     _check_complete(values, family, model_type)
+    _check_aliases(values, model_type)
     _check_activation(model_type, values)
     sizes = {name: _size(values, key) for name, key in family.names.items()}
     shape = Shape(
@@ -330,13 +350,16 @@ def _activation(model_type: str, values: Config) -> tuple[str, Any]:
 
 
 def check_causal(config: Config) -> None:
-    """Gemmas that embed texts read them in both directions, and would see the token that they are to predict."""
-    if text_model(config)[1].get("use_bidirectional_attention"):
-        raise UserError(
-            "use_bidirectional_attention is on",
-            "the model sees what comes next, so predicting it teaches nothing",
-            "point at the config of a causal language model",
-        )
+    """What the family's code would build from these keys is no causal language model, or more than one. `is_decoder` is
+    none of them: GPT-NeoX files say false, and no family here reads it."""
+    text = text_model(config)[1]
+    for key, refused, why in NOT_CAUSAL:
+        if text.get(key) is refused or config.get(key) is refused:
+            raise UserError(
+                f"{key} is {shown(refused)}",
+                why,
+                f"point at the config of a causal language model, or take {key} out if the model is one",
+            )
 
 
 def dropouts(config: Config) -> dict[str, float]:
@@ -429,6 +452,17 @@ def _check_complete(values: Config, family: Family, model_type: str) -> None:
             f"a {model_type} config gives its sizes there, and none is guessed",
             f"add {', '.join(map(shown, missing))} to the file, or save it again with config.save_pretrained",
         )
+
+
+def _check_aliases(values: Config, model_type: str) -> None:
+    """transformers takes whichever comes last; no reader can tell."""
+    for key, alias in GPT2_ALIASES.items() if model_type == "gpt2" else ():
+        if alias in values and values[alias] != values[key]:
+            raise UserError(
+                f"{key} is {shown(values[key])} and {alias} is {shown(values[alias])}",
+                "both name the same size of a gpt2 config",
+                f"take {alias} out, or write the same into both",
+            )
 
 
 def _check_activation(model_type: str, values: Config) -> None:

@@ -20,6 +20,8 @@ from redline.core.errors import UserError, unknown_name
 from redline.core.traced import SAMPLE, Embedding, Place, Product, Traced, Unlisted
 from redline.core.workload import NO_TOKENIZER, Shape, Source, Workload
 from redline.predict.flops import parameters
+from redline.predict.sizes import round_up
+from redline.predict.traced_lint import VOCABULARY
 from redline.workloads.resolve import BY_SIZE
 
 WORDS = re.compile(r"(?P<path>.+\.py)(?::(?P<name>.*))?", re.DOTALL)
@@ -153,8 +155,9 @@ def for_training(workload: Workload, device: str) -> Workload:
     """With what the model drops."""
     traced, cannot = workload.shape, dict(workload.cannot)
     assert isinstance(traced, Traced)
-    if device == "cpu" and traced.sdpa and (traced.dropout or traced.random):
-        cannot |= dict.fromkeys(ATTENTION_RUNGS, "fused attention on a CPU has no dropout, and this model drops")
+    if device == "cpu" and traced.sdpa_drops:
+        reason = "fused attention on a CPU has no dropout, and this model drops in its attention"
+        cannot |= dict.fromkeys(ATTENTION_RUNGS, reason)
     notes = [note for note in workload.notes if not note.startswith(DROPOUT_OFF)]
     if traced.dropout:
         notes.append(f"dropout as the file has it ({_some(traced.dropout)}); measurements leave it out")
@@ -273,6 +276,18 @@ def _table(traced: Traced) -> Embedding | None:
     return max(traced.embeddings, key=lambda each: each.rows, default=None)
 
 
+def _no_vocabulary(traced: Traced) -> str | None:
+    """Why there are no logits of a vocabulary: a classifier of texts has an embedding and a head of its classes. A head
+    and a table that were padded differently are still one vocabulary's."""
+    table, head = _table(traced), head_of(traced)
+    if table is None or head is None or round_up(head.n, VOCABULARY) == round_up(table.rows, VOCABULARY):
+        return None
+    return (
+        f"the head is not the vocabulary's: {head.where or 'it'}{_at('made', head.made)} gives {head.n:,} outputs, and "
+        f"{table.name} has {table.rows:,} rows"
+    )
+
+
 def _at(verb: str, place: Place | None) -> str:
     return "" if place is None else f" ({verb} at {place})"
 
@@ -281,6 +296,8 @@ def _tying(traced: Traced, file: str) -> str:
     table, head = _table(traced), head_of(traced)
     if table is None:
         return f"no embedding was found in {file} that a head could share"
+    if reason := _no_vocabulary(traced):
+        return reason
     said = f"which weights to share is for {file} to say"
     if head is None or (head.n, head.k) != (table.rows, table.width):
         return f"{said}: `head.weight = embedding.weight` in its __init__"
@@ -302,13 +319,17 @@ def _stream(traced: Traced, file: str) -> str:
 
 
 def _padding(traced: Traced, file: str) -> str:
-    table = _table(traced)
+    table, head = _table(traced), head_of(traced)
     if table is None:
         return f"no embedding was found in {file}"
-    if table.rows % 128 == 0:
-        return f"the {table.rows:,} rows of {table.name} are a multiple of 128 already"
+    if reason := _no_vocabulary(traced):
+        return reason
+    if table.rows % VOCABULARY == 0:
+        return f"the {table.rows:,} rows of {table.name} are a multiple of {VOCABULARY} already"
     at = f" at {table.made}" if table.made is not None else ""
-    return f"{table.name} has {table.rows:,} rows{at}: make them {-(-table.rows // 128) * 128:,} there, and the head's"
+    heads = "" if head is None or head.made is None else f" at {head.made}"
+    better = f"{round_up(table.rows, VOCABULARY):,}"
+    return f"{table.name} has {table.rows:,} rows{at}: make them {better} there, and the head's{heads}"
 
 
 def _loss(traced: Traced, file: str) -> str:

@@ -23,7 +23,6 @@ from redline.workloads.huggingface import (
     FUSED_ATTENTION,
     Config,
     attention_dropout,
-    check_causal,
     dropouts,
     obstacles,
     without_dropout,
@@ -31,6 +30,7 @@ from redline.workloads.huggingface import (
 from redline.workloads.presets import PRESETS
 from redline.workloads.shapes import Resolved, resolve_shape
 
+RANDOM_WEIGHTS = "weights as the config initialises them"
 USUAL_SEQUENCE = 1024  # tokens, where a context is longer: GPT-2's, and enough for the matmuls to be large
 GPT2_TOKENS, BYTE_TOKENS = 50257, 257
 # Parameters up to which GPT-3's table (arXiv 2005.14165, table 2.1) gives a learning rate, and the micro batch that an
@@ -99,7 +99,6 @@ def _from_config(workload: Workload, config: Config, trained_on: str | None) -> 
     """transformers' own model of it. What it drops is written into the config that goes with the workload, so that
     whoever builds it need not know what it is for."""
     check_transformers()
-    check_causal(config)
     cannot = obstacles(config, workload.decoder)
     if trained_on == "cpu" and attention_dropout(config) is not None:
         key = attention_dropout(config)
@@ -121,13 +120,11 @@ def _config_notes(config: Config, tied: bool, trained_on: str | None) -> Iterato
     if tied:
         yield "the head is the embedding, as the config says: every recipe has tied-weights"
     if trained_on is None:
-        yield "weights as the config initialises them"
+        yield RANDOM_WEIGHTS
         if shares:
             yield f"dropout is off ({shares} in the config): with it no two runs could be compared"
-    else:
-        yield "weights as the config initialises them (--init FOLDER reads others)"
-        if shares:
-            yield f"dropout as in the config: {shares}; measurements leave it out"
+    elif shares:  # where training begins is for `redline train` to say
+        yield f"dropout as in the config: {shares}; measurements leave it out"
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -6,6 +6,7 @@ import importlib.util
 import inspect
 import json
 import math
+import operator
 import sys
 from pathlib import Path
 from typing import Any
@@ -122,6 +123,75 @@ MISTAKES = {
 def test_mistakes_are_told(given, said) -> None:
     with pytest.raises(UserError, match=said):
         redline.estimate(mlp(), **given)
+
+
+def test_a_frozen_module_has_sizes_and_no_step() -> None:
+    frozen = mlp().requires_grad_(False)
+    for look in (redline.estimate, redline.lint):
+        with pytest.raises(UserError, match="Sequential has no parameters to train") as caught:
+            look(frozen, batch=pair())
+        assert caught.value.why == "none of its 4 parameters takes a gradient: it is frozen"
+    assert redline.lint(frozen)["name"] == "Sequential"
+
+
+LOSSES = """
+import far
+
+def boom(model, batch):
+    return {"logits": model(batch[0])}["loss"]
+
+def further(model, batch):
+    return far.away(batch)
+
+def through(model, batch):
+    return model(batch[0][..., 1:]).sum()
+
+def one(model):
+    return 0
+
+unnamed = lambda model: 0
+"""
+FAR = """
+def away(batch):
+    return batch["x"]
+"""
+RAISING = {
+    "in the loss": ("boom", "the loss boom() of", "losses.py:5: return {", "mend that line"),
+    "in another folder": ("further", "the loss further() of", 'far.py:3: return batch["x"]', "mend that line"),
+    "in the model": ("through", "the forward pass of", "q, k, v = self.qkv(x)", "15 features come in"),
+    "not called so": ("one", "the loss one() of", "losses.py:13: def one(model):", "write `def one(model, batch)`"),
+    "a lambda": ("unnamed", "the loss of", "losses.py:16: unnamed = lambda model: 0", "write `def loss(model, batch)`"),
+}
+
+
+@pytest.mark.parametrize(("name", "problem", "why", "fix"), RAISING.values(), ids=RAISING)
+def test_what_raises_is_named_with_its_own_file(tmp_path, monkeypatch, name, problem, why, fix) -> None:
+    """The model, its loss and what that calls lie in three folders."""
+    for module, text in (("far", FAR), ("losses", LOSSES)):
+        (tmp_path / f"of_{module}").mkdir()
+        (tmp_path / f"of_{module}" / f"{module}.py").write_text(text, encoding="utf-8")
+        monkeypatch.syspath_prepend(tmp_path / f"of_{module}")
+    losses = importlib.import_module("losses")
+    monkeypatch.delitem(sys.modules, "far")
+    monkeypatch.delitem(sys.modules, "losses")
+    with pytest.raises(UserError) as caught:
+        redline.estimate(Naive(), batch=(torch.ones(4, 3, 16), CLASSES[:4]), loss=getattr(losses, name))
+    told = caught.value
+    assert told.problem.startswith(f"{problem} test_api_live.py:Naive raised ")
+    assert why in told.why
+    assert fix in told.fix
+
+
+def test_without_a_loss_it_is_the_forward_pass_that_raises() -> None:
+    with pytest.raises(UserError, match=r"^the forward pass of test_api_live.py:Naive raised RuntimeError") as caught:
+        redline.estimate(Naive(), batch=(torch.ones(4, 3, 15), CLASSES[:4]))
+    assert f"test_api_live.py:{line_of('q, k, v')}: " in caught.value.why
+
+
+def test_a_loss_that_nobody_can_mend_is_to_be_exchanged() -> None:
+    with pytest.raises(UserError, match=r"^the loss getitem\(\) of .* raised TypeError") as caught:
+        redline.estimate(Naive(), batch=pair(16), loss=operator.getitem)
+    assert caught.value.fix == "take a function of your own for getitem"
 
 
 def test_what_a_workload_brings_itself_is_refused() -> None:

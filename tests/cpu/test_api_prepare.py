@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import redline
+import redline.api.loss as loss_module
 import redline.api.prepare as prepare_module
 from redline.api.realise import calls_sdpa
 from redline.core.errors import UserError
@@ -184,6 +185,7 @@ MISTAKES = {
     "no such file": (Blocks, "nowhere.json", "cannot read the recipe nowhere.json"),
     "no module": (dict, [], "a recipe was put on a dict"),
     "no parameters": (nn.GELU, [], "GELU has no parameters"),
+    "frozen": (lambda: nn.Linear(2, 2).requires_grad_(False), [], "none of its 2 parameters takes a gradient"),
 }
 
 
@@ -344,6 +346,61 @@ def test_a_model_without_a_loss_is_told_what_it_returned(blocks, given, said) ->
     assert "loss=lambda model, batch" in caught.value.fix
 
 
+def error_of(model: nn.Module, batch: Any) -> torch.Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+
+BAD_LOSSES: dict[str, tuple[Callable[[torch.Tensor], Any], str, str]] = {
+    "a float": (lambda each: each.mean().item(), r"the loss bad\(\) returned a float", "not its .item()"),
+    "nothing": (lambda each: None, r"the loss bad\(\) returned nothing", "let bad() return the mean loss"),
+    "a vector": (lambda each: each, r"the loss bad\(\) returned a float32 tensor of \[16\]", ".mean() of that"),
+    "a tuple": (lambda each: (each.mean(), 3), r"the loss bad\(\) returned a tuple", r"let bad() return element [0]"),
+    "detached": (
+        lambda each: each.mean().detach(),
+        r"the loss bad\(\) has no gradient",
+        "a function of the model's parameters",
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # the compiler's own look at what .item() is called on
+@pytest.mark.parametrize("rungs", [[], ["compile"]], ids=["eager", "compiled"])
+@pytest.mark.parametrize(("spoil", "problem", "fix"), BAD_LOSSES.values(), ids=BAD_LOSSES)
+def test_a_loss_that_is_none_is_told_at_the_first_step(blocks, batch, eagerly, spoil, problem, fix, rungs) -> None:
+    before = {name: tensor.clone() for name, tensor in blocks.state_dict().items()}
+
+    def bad(model: nn.Module, batch: Any) -> Any:
+        return spoil(error_of(model, batch))
+
+    prepared = redline.prepare(blocks, rungs, loss=bad)
+    for _ in range(2):  # the first that is right ends the looking, not the first that was seen
+        with pytest.raises(UserError, match=problem) as caught:
+            prepared.step(batch)
+        assert fix in caught.value.fix
+    assert all(torch.equal(before[name], tensor) for name, tensor in blocks.state_dict().items())
+
+
+def test_only_the_first_loss_is_looked_at_and_none_of_an_evaluation(blocks, batch, monkeypatch) -> None:
+    looked: list[Any] = []
+    monkeypatch.setattr(loss_module, "check_loss", lambda found, *words: looked.append((found.requires_grad, *words)))
+    prepared = redline.prepare(blocks, [], loss=lambda model, batch: error_of(model, batch).mean())
+    with torch.no_grad():
+        prepared.step.loss(batch)
+    assert not looked
+    for _ in range(3):
+        prepared.step(batch)
+    assert looked == [(True, "the loss", "loss()")]
+
+
+def test_the_models_own_loss_has_a_gradient_too() -> None:
+    class Cut(WithLoss):
+        def forward(self, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            return super().forward(inputs, labels).loss.detach()
+
+    with pytest.raises(UserError, match="the model's loss has no gradient"):
+        redline.prepare(Cut(3, 3), []).step((torch.ones(2, 3), torch.zeros(2, 3)))
+
+
 # transformers
 
 
@@ -409,6 +466,11 @@ def test_a_mask_that_the_kernel_would_overlook_is_refused(gpt2) -> None:
         ({"learning_rate": "3e-4"}, "learning_rate is '3e-4'"),
         ({"learning_rate": -1}, "learning_rate is -1"),
         ({"learning_rate": float("nan")}, "learning_rate is nan"),
+        ({"clip_norm": 0}, "clip_norm is 0"),
+        ({"clip_norm": float("nan")}, "clip_norm is nan"),
+        ({"clip_norm": -1.0}, "clip_norm is -1.0"),
+        ({"weight_decay": -0.1}, "weight_decay is -0.1"),
+        ({"weight_decay": float("inf")}, "weight_decay is inf"),
         ({"device": "cuda:77"}, "the model cannot go to cuda:77"),
     ],
     ids=str,
@@ -422,6 +484,22 @@ def test_mistakes_are_told_and_not_raised_from_within(words: dict[str, Any], pro
 def test_a_step_that_is_none_is_told() -> None:
     with pytest.raises(UserError, match="redline.profile was given 3"):
         redline.profile(3)  # type: ignore[arg-type]
+    with pytest.raises(UserError) as caught:
+        redline.profile(redline.prepare(nn.Linear(400, 400), []))  # type: ignore[arg-type]
+    assert len(caught.value.problem) < 100, "not the whole model"
+    assert caught.value.fix == "such as redline.profile(prepared.step)"
+
+
+def test_without_clipping_gradients_stay_as_they_are() -> None:
+    batch = torch.full((2, 4), 100.0), torch.zeros(2, dtype=torch.int64)
+    found = {}
+    for clip_norm in (None, 1e-3, 1e9):
+        torch.manual_seed(0)
+        prepared = redline.prepare(nn.Linear(4, 4), [], clip_norm=clip_norm, learning_rate=1e-3)
+        prepared.step(batch)
+        found[clip_norm] = next(iter(prepared.optimizer.state.values()))["exp_avg"].clone()
+    assert torch.equal(found[None], found[1e9])
+    assert found[1e-3].norm() < 1e-2 * found[None].norm()
 
 
 @pytest.mark.parametrize("names", [["bf16", "fused-adamw"], ("fused-adamw", "bf16"), "bf16, fused-adamw"], ids=str)

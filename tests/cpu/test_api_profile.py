@@ -184,7 +184,7 @@ def test_batches_start_again_and_what_cannot_is_told() -> None:
 
     with pytest.raises(UserError, match="the batches came to an end"):
         redline.profile(step, batches=iter([torch.ones(2, 8)] * 3), model=model, steps=1)
-    with pytest.raises(UserError, match="the batches came to an end"):
+    with pytest.raises(UserError, match="there are no batches"):
         redline.profile(step, batches=[], model=model, steps=1)
     with pytest.raises(UserError, match="the step takes a batch and there are none"):
         redline.profile(step, model=model, steps=1)

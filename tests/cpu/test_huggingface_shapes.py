@@ -31,12 +31,13 @@ from transformers import (
 from transformers.activations import ACT2CLS
 from transformers.pytorch_utils import Conv1D
 
+from redline.core.errors import UserError
 from redline.core.plan import Plan
 from redline.core.workload import Shape
 from redline.predict.flops import flops_per_token, parameters
 from redline.predict.gemms import linear_layers
 from redline.workloads import changed_document, resolve_shape
-from redline.workloads.huggingface import ACTIVATION_NAMES, FAMILIES
+from redline.workloads.huggingface import ACTIVATION_NAMES, FAMILIES, GPT2_ALIASES, NOT_CAUSAL
 
 CLASSES = {
     "gpt2": GPT2Config,
@@ -215,6 +216,55 @@ def test_a_fixed_config_builds_the_suggested_model(name, resolve, tmp_path):
     model = build(AutoConfig.from_pretrained(tmp_path / "fixed"))
     assert linear_sizes(model) == implied_sizes(suggested, fused_gate=name == "phi3")
     assert resolve_shape(str(tmp_path / "fixed")).shape == suggested
+
+
+STRAY = {  # keys of other families, of other times and of other kinds of model, in a config that does not expect them
+    **{"num_key_value_heads": 3, "head_dim": 32, "attention_bias": True, "mlp_bias": True, "qk_layernorm": True},
+    **{"add_cross_attention": True, "is_decoder": True, "is_encoder_decoder": True, "tie_encoder_decoder": True},
+    **{"is_causal": False, "use_bidirectional_attention": True, "cross_attention_hidden_size": 48},
+    **{"num_experts": 4, "num_local_experts": 4, "mlp_only_layers": [0], "decoder_sparse_step": 1},
+    **{"pretraining_tp": 2, "use_parallel_residual": False, "partial_rotary_factor": 0.25, "rotary_pct": 0.5},
+    **{"num_kv_shared_layers": 1, "use_double_wide_mlp": True, "hidden_size_per_layer_input": 8, "use_qk_norm": True},
+    **{"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 3, "max_position_embeddings": 32},
+    **{"n_layer": 2, "n_head": 3, "n_embd": 48, "n_positions": 32, "n_inner": 24, "pruned_heads": {"0": [0]}},
+    **{"reorder_and_upcast_attn": True, "scale_attn_by_inverse_layer_idx": True, "num_labels": 7},
+}
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_a_key_that_changes_the_model_is_read_or_refused(model_type, tmp_path):
+    """By the model that transformers builds from the file: no key may change its size behind redline's back."""
+    told = {}
+    own = {key: value for key, value in CASES[model_type].to_dict().items() if key != "layer_types"}  # of all layers
+    for key, value in STRAY.items():
+        (tmp_path / "config.json").write_text(json.dumps({**own, key: value}, default=str))
+        try:
+            predicted = parameters(resolve_shape(str(tmp_path)).shape).total
+        except UserError as error:
+            told[key] = error.problem
+            continue
+        model = build(AutoConfig.from_pretrained(tmp_path))
+        assert sum(each.numel() for each in model.parameters()) == predicted, key
+    assert {key for key, _, _ in NOT_CAUSAL} <= set(told)
+    assert all(key in problem or "heads" in problem for key, problem in told.items()), told
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize(("key", "value"), [("is_decoder", False), ("is_decoder", True), ("is_causal", False)])
+def test_what_is_refused_looks_ahead_and_what_is_not_does_not(model_type, key, value):
+    config = copy.deepcopy(CASES[model_type])
+    setattr(config, key, value)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    tokens = torch.zeros(2, 4, dtype=torch.int64)
+    tokens[1, -1] = 7
+    with torch.no_grad():
+        first = model(tokens, use_cache=False).logits[:, 0]
+    refused = (key, value) in [(name, wrong) for name, wrong, _ in NOT_CAUSAL]
+    assert torch.equal(first[0], first[1]) != refused
+
+
+def test_the_other_names_of_gpt2s_sizes_are_transformers_own():
+    assert {key: alias for alias, key in GPT2Config.attribute_map.items()} == GPT2_ALIASES
 
 
 SEEN = {**GROUPED, "num_hidden_layers": 1}

@@ -566,8 +566,11 @@ def test_weights_that_are_not_read_are_told(here: Path, shards: Path, capsys: py
     capsys.readouterr()
     _, told = command(capsys, "train", folder, *words, "--out", "random")
     assert f"the weights in {folder} are not read, this run begins with random ones: --init {folder}" in told
+    assert "weights as the config initialises them" in told
     _, told = command(capsys, "train", folder, *words, "--init", folder, "--out", "read")
     assert "are not read" not in told
+    assert f"weights from {folder}" in told
+    assert "weights as the config initialises them" not in told
 
 
 def test_a_muted_logger_says_errors_and_speaks_again() -> None:
@@ -709,7 +712,7 @@ def test_the_benchmark_compares_both_at_their_best(
             super().close()
 
     words = [str(folder), "--recipe", "recipe.json", "--micro-batches", "3,2", "--rounds", "2", "--steps", "3"]
-    words += ["--eager", "--out", "record.json"]
+    words += ["--fixed", "--eager", "--out", "record.json"]
     assert benchmark.main(words, Contestant) == 0
     record = json.loads(capsys.readouterr().out)
     theirs, ours = ("transformers", 2), ("redline", 4)  # the recipe's own size
@@ -719,6 +722,8 @@ def test_the_benchmark_compares_both_at_their_best(
     assert {side: record["sides"][side]["micro_batch"] for side in record["sides"]} == dict((theirs, ours))
     assert [one["micro_batch"] for one in record["sides"]["transformers"]["sizes"]] == [2, 3]
     assert record["versions"]["transformers"]
+    assert "5e-5" in record["how"]
+    assert "not to be compared" in record["how"]
     assert record["config"]["attn_pdrop"] == 0.0  # both without dropout
     assert json.loads(Path("record.json").read_text()) == record
     assert benchmark.main(words, lambda *_: pytest.fail("what is finished is not run again")) == 0
@@ -748,10 +753,82 @@ def test_a_benchmark_that_is_interrupted_leaves_its_rounds(benchmark: Any, here:
             closed.append(self.order.name)
 
     with pytest.raises(KeyboardInterrupt):
-        benchmark.main([str(folder), "--micro-batches", "2", "--rounds", "5", "--out", "record.json"], Contestant)
+        benchmark.main(
+            [str(folder), "--micro-batches", "2", "--fixed", "--rounds", "5", "--out", "record.json"], Contestant
+        )
     record = json.loads(Path("record.json").read_text())
     assert (record["finished"], record["ratios"]) == (False, [2.0])
     assert sorted(closed) == ["redline-2", "transformers-2"]
+
+
+def test_both_sides_of_the_benchmark_begin_with_the_same_weights(benchmark: Any, workload: Any) -> None:
+    own = workload("gpt2")
+    ours = dict(TransformersAdapter(own).build(Plan(tied=True), CPU).named_parameters())
+    torch.manual_seed(3)  # whatever was drawn before
+    theirs = dict(benchmark.their_model(own, CPU).named_parameters())
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.parametrize(
+    ("rates", "tried"),
+    [
+        ({2: 1.0, 4: 2.0, 8: 3.0, 16: 2.5}, [2, 4, 8, 16]),
+        ({2: 1.0, 4: 2.0}, [2, 4, 8]),  # 8 does not fit
+        ({2: 3.0, 4: 2.0, 1: 2.0}, [2, 4, 1]),
+        ({2: 3.0, 4: 2.0, 1: 4.0}, [2, 4, 1]),  # no half of one
+        ({1: 5.0}, [2, 4, 1]),
+        ({}, [2, 4, 1]),
+    ],
+    ids=["slower-above", "full-above", "slower-below", "best-is-one", "only-one-fits", "nothing-fits"],
+)
+def test_a_side_goes_on_until_its_best_is_bracketed(
+    rates: dict[int, float], tried: list[int], benchmark: Any, workload: Any
+) -> None:
+    """And what rests is ended for what finds no room beside it: here everything needs the device for itself."""
+    order = benchmark.Order(
+        side="redline",
+        workload=workload("llama"),
+        recipe=Recipe(rungs=(), micro_batch=2),
+        device="cpu",
+        steps=1,
+        compiled=False,
+    )
+    orders = {
+        side: [replace(order, side=side, recipe=replace(order.recipe, micro_batch=size)) for size in (2, 4)]
+        for side in benchmark.SIDES
+    }
+    running: set[str] = set()
+    together: list[set[str]] = []
+
+    class Contestant:
+        def __init__(self, order: Any) -> None:
+            self.order = order
+
+        def prepare(self) -> None:
+            running.add(self.order.name)
+            together.append(set(running))
+
+        def measure(self) -> dict[str, Any]:
+            assert self.order.name in running
+            rate = rates.get(self.order.recipe.micro_batch)
+            if rate is None or len(running) > 1:
+                return dict(benchmark.failed(self.order, benchmark.OUT_OF_MEMORY))
+            return {**benchmark.failed(self.order, None), "tokens_per_second": rate, "step_seconds": 1.0}
+
+        def close(self) -> None:
+            running.discard(self.order.name)
+
+    contest = benchmark.Contest(orders, Contestant, lambda _: None)
+    result = contest.run(2, 2, grow=True)
+    assert not running
+    best = max(rates, key=lambda size: rates[size], default=None)
+    for side in result["sides"].values():
+        assert [one["micro_batch"] for one in side["sizes"]] == tried
+        assert [one["tokens_per_second"] for one in side["sizes"]] == [rates.get(size) for size in tried]
+        assert (side["micro_batch"], side["bracketed"]) == (best, True)
+    assert result["ratio"] == (1.0 if rates else None)
+    assert {"transformers-2", "transformers-4", "redline-2", "redline-4"} in together, "they compile side by side"
 
 
 def test_the_benchmark_says_what_did_not_fit(benchmark: Any, monkeypatch: pytest.MonkeyPatch, workload: Any) -> None:

@@ -12,6 +12,7 @@ import functools
 import json
 import re
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib.machinery import SourceFileLoader
@@ -22,6 +23,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves
 
 from redline.cli import main
@@ -244,6 +246,49 @@ def test_a_vision_transformer_by_hand(repository: Path) -> None:
         # Of each block its input; the embedding before it and the norm, the head and the loss behind it stay.
         assert kept[precision, "naive", "full"] < kept[precision, "naive", "none"] / 3
     assert kept["bf16", "naive", "none"] < kept["fp32", "naive", "none"]
+
+
+@pytest.mark.parametrize(
+    ("given", "drops"),
+    [
+        ("", False),
+        (", dropout_p=0.0", False),
+        (", dropout_p=0.1 if self.training else 0.0", True),
+        (", None, 0.1", True),
+        (", dropout_p=self.drop.p", True),  # the rate of a module that is silenced while measuring
+    ],
+    ids=["none", "zero", "number", "by-order", "of-a-module"],
+)
+def test_dropout_is_attentions_where_its_call_has_a_rate(
+    repository: Path, write: Callable[[str], Path], given: str, drops: bool
+) -> None:
+    """A CPU's fused kernel refuses just those, as torch itself says."""
+    text = (repository / "examples/vit.py").read_text(encoding="utf-8")
+    text = text.replace("attention(q, k, v)", f"attention(q, k, v{given})")
+    text = text.replace("self.heads = heads", "self.heads, self.drop = heads, nn.Dropout(0.1)")
+    path = write(text)
+    seen = traced(f"{path}:vit")
+    assert seen.sdpa
+    assert seen.sdpa_drops is drops
+    assert seen.dropout[0] == "blocks.0.attention.drop"
+    assert not any("F.dropout" in name for name in seen.dropout)  # the pass that looks for it notes no lines
+    found = find_python_file(f"{path}:vit")
+    assert found is not None
+    trained = for_training(python_workload(found, seen), "cpu")
+    assert ("flash" in trained.cannot) is drops
+    model = load_functions(found.source).factory().train()
+    refused = pytest.raises(RuntimeError, match="No available kernel") if drops else contextlib.nullcontext()
+    with refused, warnings.catch_warnings(), sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        warnings.simplefilter("ignore")  # torch's reasons
+        model(torch.randn(2, 3, 32, 32))
+
+
+def test_the_dropout_of_torchs_own_attention_is_found(write: Callable[[str], Path]) -> None:
+    elsewhere = ENCODER.replace("batch_first=True)", "batch_first=True); layer.self_attn.dropout = 0.0")
+    for text, drops in ((ENCODER, True), (elsewhere, False)):
+        seen = traced(f"{write(text)}:encoder")
+        assert (seen.sdpa_drops, seen.random) == (drops, False)
+        assert "layers.layers.0.dropout1" in seen.dropout
 
 
 def test_the_published_vision_transformer_has_its_published_size(repository: Path) -> None:
@@ -829,7 +874,13 @@ MISTAKES = {
         "net_batch(size, seed):\n    return torch.ones(3)",
         "net_batch(2, seed) for model.py:net returned",
     ),
-    "batch-takes-one": ("make_batch(size, seed)", "make_batch(size)", "TypeError", "model.py:5: def make_batch(size):"),
+    "batch-takes-one": (
+        "make_batch(size, seed)",
+        "make_batch(size)",
+        "TypeError",
+        "model.py:5: def make_batch(size):",
+        "it is called as make_batch(size, seed)",
+    ),
     "no-parameters": ("nn.Linear(3, 3)", "nn.ReLU()", "has no parameters to train", "nn.ModuleList"),
     "frozen": (
         "nn.Linear(3, 3)",
@@ -842,6 +893,7 @@ MISTAKES = {
         "class Net(nn.Linear):\n    def forward(self, x, y, z):\n        return x\ndef net():\n    return Net(3, 3)",
         "the forward pass of model.py:net raised TypeError",
         "model.py:4: def forward(self, x, y, z):",
+        "it is called as model(*batch)",
     ),
     "returns-a-tuple": (
         GOOD.partition("def net")[2],
@@ -889,7 +941,7 @@ MISTAKES = {
         "nn.Linear(3, 3)",
         "nn.Linear(4, 3)",
         "the forward pass of model.py:net raised RuntimeError",
-        "shapes",
+        "3 features come in and the layer takes 4",
     ),
     "float-targets": (
         "dtype=torch.int64",
@@ -912,10 +964,91 @@ MISTAKES = {
     "loss-raises": (
         "def make_batch",
         "def loss(model, batch):\n    return batch['x']\ndef make_batch",
-        "TypeError",
+        "problem: loss() for model.py:net raised TypeError",
         "model.py:6: return batch['x']",
+        "fix:     mend that line\n",
     ),
-    "leaves": ("import torch\n", "import torch, sys; sys.exit(3)\n", "raised SystemExit: 3", "model.py:1"),
+    "numpy": (
+        "torch.ones(size, 3), torch",
+        "__import__('numpy').ones((size, 3), dtype='float32'), torch",
+        "make_batch(2, seed) for model.py:net returned a float32 numpy array of [2, 3]",
+        "torch.from_numpy",
+    ),
+    "module-for-factory": (
+        "def net():\n    return nn.Linear(3, 3)",
+        "net = nn.Linear(3, 3)",
+        "model.py:net is a module, a Linear, and not a function",
+        "made at model.py:3: net = nn.Linear(3, 3)",
+        "write `def net(): return nn.Linear(3, 3)`",
+    ),
+    "target-too-large": (
+        "torch.zeros(size, dtype=torch.int64)",
+        "torch.arange(size) * 3",
+        "make_batch for model.py:net gives the target 3, and the model has 3 classes",
+        "the targets go from 0 to 3; they are made at model.py:5: def make_batch(size, seed):",
+        "targets of 0 to 2, or the head 4 outputs or more",
+    ),
+    "target-too-large-in-a-larger-batch": (
+        "torch.zeros(size, dtype=torch.int64)",
+        "torch.arange(size)",
+        "make_batch for model.py:net gives the target 3, and the model has 3 classes",
+        "the targets go from 0 to 3",
+    ),
+    "target-negative": (
+        "torch.zeros(size, dtype=torch.int64)",
+        "torch.full((size,), -1)",
+        "gives the target -1, and the model has 3 classes",
+        "targets of 0 to 2\n",
+    ),
+    "target-out-of-bounds-in-own-loss": (
+        "def make_batch",
+        "def loss(model, batch):\n    return nn.functional.cross_entropy(model(batch[0]), 8 + batch[1])\n"
+        "def make_batch",
+        "loss() for model.py:net raised IndexError: Target 8 is out of bounds.",
+        "model.py:6: return nn.functional.cross_entropy",
+        "or give the head more outputs",
+    ),
+    "loss-of-logits": (
+        "def make_batch",
+        "def loss(logits, targets):\n    return nn.functional.cross_entropy(logits, targets)\ndef make_batch",
+        "loss() for model.py:net raised TypeError",
+        "model.py:6: return",
+        "write `def loss(model, batch)` and call the model in it",
+        "the whole batch, not logits and targets",
+    ),
+    "ids-are-floats": (
+        "nn.Linear(3, 3)",
+        "nn.Sequential(nn.Embedding(5, 3), nn.Flatten(), nn.Linear(9, 3))",
+        "the forward pass of model.py:net raised RuntimeError",
+        "as int64: .long()",
+    ),
+    "recursion": (
+        "return nn.Linear(3, 3)",
+        "return net()",
+        "net() raised RecursionError",
+        "model.py:4: return net()",
+        "end the calls that go round in circles",
+    ),
+    "two-devices": (
+        "def make_batch",
+        "def loss(model, batch):\n    return (model(batch[0]) @ torch.ones(3, device='meta')).mean()\ndef make_batch",
+        "loss() for model.py:net raised RuntimeError",
+        "device=x.device",
+    ),
+    "loss-takes-three": (
+        "def make_batch",
+        "def loss(model, x, y):\n    return model(x).mean()\ndef make_batch",
+        "loss() for model.py:net raised TypeError",
+        "model.py:5: def loss(model, x, y):",
+        "the whole batch, not model, x and y",
+    ),
+    "leaves": (
+        "import torch\n",
+        "import torch, sys; sys.exit(3)\n",
+        "raised SystemExit: 3",
+        "model.py:1",
+        "take the exit out",
+    ),
 }
 
 

@@ -316,6 +316,58 @@ def test_a_rung_that_was_disturbed_is_judged_by_its_quick_steps(quick, stays):
     assert row.kept is stays
 
 
+@dataclass
+class Swaying(Machine):
+    """Its steps drift up and down around what they should take."""
+
+    sway: float = 0.0
+
+    def answer(self, job: Job) -> Measurement | Failure:
+        found = super().answer(job)
+        if isinstance(found, Failure) or not found.step_seconds:
+            return found
+        factors = (1 - self.sway, 1 + self.sway) * 4
+        return replace(found, step_seconds=tuple(found.step_seconds[0] * factors[step // 2] for step in range(8)))
+
+
+# Four stretches at 1 - sway, 1 + sway, ... deviate by sway * sqrt(4 / 3), the error of their mean is half of that,
+# and twice that of two rows is sway * 2 * sqrt(2 / 3) = 1.63 sway.
+@pytest.mark.parametrize(
+    ("sway", "ratio", "stays"),
+    [
+        (0.0, 0.985, True),  # a quiet machine: as every other rung
+        (0.006, 0.985, True),
+        (0.1, 0.99, False),
+        (0.1, 1.0, False),
+        (0.1, 1.15, False),
+        (0.1, 1.18, True),
+        (0.6, 1.9, False),  # a row of twice the speed, on a machine that knows nothing
+        (0.6, 2.1, True),
+    ],
+)
+def test_a_rung_that_gives_up_speed_is_not_kept_for_a_lucky_row(sway, ratio, stays):
+    climb = climbed(Swaying(factors={"checkpointing": 1 / ratio}, sway=sway), rungs=("checkpointing",))
+    row = climb.finished[1]
+    assert row.kept is stays, row.reason
+    if not stays:
+        assert row.reason == f"{ratio:.2f}x the speed of baseline, within the noise of ±{1.633 * sway:.0%}"
+    ordinary = climbed(Swaying(factors={"compile": 1 / ratio}, sway=sway), rungs=("compile",)).finished[1]
+    assert ordinary.kept, "one that should pay may cost what noise could explain"
+
+
+def test_amid_scatter_the_kept_alternative_stays():
+    for sway, wins in ((0.0, True), (0.1, False)):
+        machine = Swaying(factors={"cudnn-attention": 0.85}, sway=sway)  # flash's is 0.9
+        row = rows_of(climbed(machine))["cudnn-attention"]
+        assert row.kept is wins
+    assert row.reason == "1.06x the speed of flash, within the noise of ±16%"
+
+
+def test_keep_all_keeps_a_named_rung_amid_scatter():
+    machine = Swaying(factors={"checkpointing": 1.2}, sway=0.2)
+    assert climbed(machine, rungs=("checkpointing",), keep="all").finished[1].kept
+
+
 def test_keep_all_keeps_what_is_slower_but_right():
     climb = climbed(Machine(factors={"tf32": 1.5, "padded-vocab": 2.0}), keep="all")
     alternatives = {"fp16", "cudnn-attention"}

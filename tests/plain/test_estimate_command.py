@@ -21,7 +21,7 @@ from redline.core.units import human_bytes
 from redline.core.values import to_json
 from redline.machine import Gpu, Machine, local, save_measured
 from redline.predict.memory import predict_memory
-from redline.report.estimate import BAR_COLUMNS, PARTS, memory_bar, parts_of
+from redline.report.estimate import BAR_COLUMNS, PARTS, flops_table, memory_bar, parts_of
 from redline.rungs import plan_of
 from redline.workloads import PRESETS
 
@@ -602,3 +602,12 @@ def test_the_machine_is_asked_only_when_no_gpu_is_named(estimate, monkeypatch):
     monkeypatch.setattr("redline.machine.this_machine", never)
     monkeypatch.setattr(local, "this_machine", never)
     assert estimate("gpt2", "--gpu", "H200")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("flops", "shown"), [(854.4e6, ("MFLOP", "854.4")), (256_000, ("kFLOP", "256.0")), (256, ("FLOP", "256"))]
+)
+def test_flops_are_shown_in_a_unit_that_leaves_them_digits(flops: float, shown: tuple[str, str]) -> None:
+    unknown = dict.fromkeys(("causal", "hardware", "six_n", "decode", "causal_convention", "hardware_convention"))
+    table = flops_table({"flops_per_token": {**unknown, "model": flops, "convention": "full", "passes": "forward"}})
+    assert (str(table.columns[1].header).strip(), *table.columns[1].cells) == shown

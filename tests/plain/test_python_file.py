@@ -39,11 +39,12 @@ from redline.core.workload import Shape, Workload
 from redline.predict.efficiency import efficiency
 from redline.predict.estimate import Target
 from redline.predict.fitting import TracedCase, case_of
+from redline.predict.lint_rules import MEANINGFUL_GAIN
 from redline.predict.memory import predict_memory
 from redline.predict.tiles import estimate
 from redline.predict.traced import gemms_of, step_of
 from redline.predict.traced_estimate import TracedSubject, traced_document
-from redline.predict.traced_lint import findings_of
+from redline.predict.traced_lint import findings_of, quiet_sizes
 from redline.predict.verdict import judge
 from redline.report.estimate import print_estimate
 from redline.report.next_steps import ladder_steps
@@ -216,17 +217,58 @@ def test_why_a_vocabulary_is_not_padded_from_outside(
     rows: int | None, said: str, seen: Traced, write: Callable[[str], Path]
 ) -> None:
     tables = () if rows is None else (Embedding(name="wte", rows=rows, width=8, made=Place(file="m.py", line=31)),)
-    reason = workload_with(replace(seen, embeddings=tables), write).cannot["padded-vocab"]
+    head = Product(where="head", kind="linear", m=7, n=rows or 5, k=8, grows="m", made=Place(file="m.py", line=40))
+    reason = workload_with(replace(seen, embeddings=tables, products=(head,)), write).cannot["padded-vocab"]
     assert said in reason
-    assert ("m.py:31" in reason) == (rows == 50257)
+    assert ("m.py:31" in reason) == ("m.py:40" in reason) == (rows == 50257)
+
+
+def test_the_head_of_a_classifier_is_not_its_vocabularys(seen: Traced, write: Callable[[str], Path]) -> None:
+    table = Embedding(name="emb", rows=1000, width=8, made=Place(file="m.py", line=3))
+    head = Product(where="head", kind="linear", m=1, n=5, k=8, grows="m", made=Place(file="m.py", line=4))
+    cannot = workload_with(replace(seen, embeddings=(table,), products=(head,)), write).cannot
+    reason = "the head is not the vocabulary's: head (made at m.py:4) gives 5 outputs, and emb has 1,000 rows"
+    assert (cannot["padded-vocab"], cannot["tied-weights"]) == (reason, reason)
+
+
+def test_lint_and_ladder_pad_a_vocabulary_alike(seen: Traced, write: Callable[[str], Path]) -> None:
+    table = Embedding(name="wte", rows=257, width=64, made=Place(file="m.py", line=3))
+    head = Product(where="head", kind="linear", m=512, n=257, k=64, grows="m", made=Place(file="m.py", line=4))
+    model = replace(seen, embeddings=(table,), products=(head,))
+    (found,) = findings_of(model, micro_batch=16, dtype="bf16", device=None)
+    assert found.fix.startswith("384 at m.py:3, m.py:4;")
+    reason = workload_with(model, write).cannot["padded-vocab"]
+    assert reason == "wte has 257 rows at m.py:3: make them 384 there, and the head's at m.py:4"
+
+
+def test_a_size_that_costs_too_little_is_told_with_its_gain(seen: Traced) -> None:
+    """30 channels read more than they compute, on a fast device: mending them is predicted to give little."""
+    first, second = (
+        Product(where=where, kind="convolution", m=256, n=30, k=k, area=9, grows="m")
+        for where, k in (("a", 27), ("b", 270))
+    )
+    classes = Product(where="head", kind="linear", m=1, n=7, k=30, grows="m")
+    grouped = Product(where="c", kind="convolution", m=256, n=15, k=135, batch=2, area=9, grows="m", count=2)
+    model = replace(seen, products=(first, replace(second, count=2), grouped, classes), embeddings=())
+    device = find_device("NVIDIA H200")
+    assert findings_of(model, micro_batch=512, dtype="bf16", device=device) == ()
+    (told,) = quiet_sizes(model, micro_batch=512, dtype="bf16", device=device)
+    assert "30 (a, b, head) is no multiple of 8" in told
+    assert float(told.partition("give +")[2].partition(" %")[0]) < 100 * MEANINGFUL_GAIN
+    (finding,) = findings_of(model, micro_batch=512, dtype="bf16", device=None)  # nobody knows what it costs
+    assert finding.problem.startswith("30 is no multiple of 8")
+    assert quiet_sizes(model, micro_batch=512, dtype="bf16", device=None) == ()
 
 
 def test_training_drops_what_the_file_drops(seen: Traced, write: Callable[[str], Path]) -> None:
-    workload = workload_with(replace(seen, sdpa=True, dropout=("drop",)), write)
+    workload = workload_with(replace(seen, sdpa=True, sdpa_drops=True, dropout=("drop",)), write)
     assert not workload.source.dropout
     assert for_training(workload, "cuda").source.dropout
     assert "flash" not in for_training(workload, "cuda").cannot
     assert "no dropout" in for_training(workload, "cpu").cannot["flash"]
+    # What drops or draws elsewhere is no business of attention's kernel.
+    elsewhere = workload_with(replace(seen, sdpa=True, random=True, dropout=("mlp.3",)), write)
+    assert "flash" not in for_training(elsewhere, "cpu").cannot
 
 
 def test_a_shape_that_is_not_the_models_is_told(seen: Traced, write: Callable[[str], Path]) -> None:
@@ -364,7 +406,7 @@ def test_lint_is_silent_about_sizes_that_are_given(seen: Traced) -> None:
     assert advised(seen, layer("policy", 10, 64), layer("value", 1, 64)) == []
     assert advised(seen, layer("up", 30, 16), layer("down", 16, 30)) == [("64", ("up", "down"))]
     words = Embedding(name="wte", rows=51, width=16)
-    assert advised(seen, layer("head", 51, 16), embeddings=(words,)) == [("64", ("head",))]
+    assert advised(seen, layer("head", 51, 16), embeddings=(words,)) == [("128", ("head",))]
     narrow = Embedding(name="wte", rows=64, width=30)
     assert advised(seen, layer("head", 64, 30), embeddings=(narrow,)) == [("64", ("head",))]
 

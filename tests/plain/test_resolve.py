@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import redline
+from redline.cli import main
 from redline.commands.profile import choose_workload
 from redline.core.errors import UserError
 from redline.core.hardware import Hardware
@@ -262,10 +263,39 @@ def test_an_obstacle_keeps_a_rung_out_of_the_usual_ones(write: Write, h200: Hard
     assert not {"fused-loss", "padded-vocab"} & set(usual_rungs(phi, h200))
 
 
-def test_a_model_that_looks_ahead_is_refused(write: Write) -> None:
-    folder = write(config_of("gemma", use_bidirectional_attention=True))
-    assert "use_bidirectional_attention" in mistake(folder).problem
-    resolve_workload(write(config_of("gemma", use_bidirectional_attention=False)))
+NO_CAUSAL_MODEL = {
+    "cross-attention": (config_of("gpt2", add_cross_attention=True), "add_cross_attention is true"),
+    "encoder-decoder": (config_of("llama", is_encoder_decoder=True), "is_encoder_decoder is true"),
+    "not-causal": (config_of("qwen2", is_causal=False), "is_causal is false"),
+    "bidirectional": (config_of("gemma", use_bidirectional_attention=True), "use_bidirectional_attention is true"),
+    "two-names": (config_of("gpt2", num_hidden_layers=99), "num_hidden_layers is 99"),
+}
+
+
+@pytest.mark.parametrize("command", ["lint", "estimate", "ladder", "tune", "train", "profile"])
+@pytest.mark.parametrize("name", NO_CAUSAL_MODEL)
+def test_what_is_no_causal_model_is_refused_by_every_command(
+    name: str,
+    command: str,
+    write: Write,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)  # a command that took it would begin a run here
+    config, problem = NO_CAUSAL_MODEL[name]
+    words = write(config)
+    assert main([command, words, *(["--device", "cpu"] if command not in ("lint", "estimate") else [])]) == 2
+    shown = capsys.readouterr().err
+    assert problem in shown
+    assert [line.split(":")[0] for line in shown.splitlines()] == ["problem", "why", "fix"]
+    assert not (tmp_path / "runs").exists()
+
+
+def test_keys_that_say_no_more_than_is_so_are_taken(write: Write) -> None:
+    plain = {"add_cross_attention": False, "is_encoder_decoder": False, "is_decoder": False, "is_causal": True}
+    same = {"hidden_size": GPT2["n_embd"], "use_bidirectional_attention": False}
+    assert resolve_workload(write(config_of("gpt2", **plain, **same))).shape == resolve_workload(write(GPT2)).shape
 
 
 # dropout

@@ -10,12 +10,19 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from redline.core.measurement import GradientCheck, Measurement
+from redline.core.values import from_json, to_json
 from redline.predict.verdict import (
     CURVE_TOLERANCE,
     GRADIENT_CEILING,
     GRADIENT_FLOOR,
     LEAST_LEARNING,
+    MOST_CEILING,
+    NOISE_FACTOR,
+    NULL_BOUND,
+    NULL_NOISE,
+    NULL_YARDSTICK_FACTOR,
     START_TOLERANCE,
+    UPDATE_BOUND,
     YARDSTICK_FACTOR,
     curve_gap,
     gradient_bound,
@@ -255,6 +262,96 @@ def test_a_large_gradient_error_is_never_excused(maths, precision, error, yardst
     check = gradients(yardsticks={"wte": yardstick}, wte=error)
     measurement = measured(curve, check, pair_bitwise=pair)
     assert verdict_on(measurement, maths, precision, base=curve).verdict == "different"
+
+
+# gradients that are zero but for rounding
+
+
+def with_noise(check, updates=None, swing=None, **noise):
+    return replace(check, tensor_noise=noise, update_errors=updates or {}, tensor_swing=swing or {})
+
+
+@every_class
+@every_precision
+def test_a_tensor_of_rounding_alone_is_judged_by_its_rounding(maths, precision):
+    """6.3 and 2.5 are what a correct ResNet had, compiled."""
+    for error, fine in ((6.3, True), (NULL_BOUND, True), (1.01 * NULL_BOUND, False), (1e6, False)):
+        found = verdict_on(measured(check=with_noise(gradients(k=error), k=1.0)), maths, precision)
+        assert (found.verdict != "different") is fine, found.detail
+    assert "gradient of k is 1e+06 times fp32's, which is rounding alone, bound 1e+02" in found.detail
+
+
+@every_class
+@every_precision
+def test_a_record_without_noise_is_judged_as_before(maths, precision):
+    """Those of earlier versions: nothing is excused that nobody measured."""
+    old = to_json(gradients(k=6.3))
+    del old["tensor_noise"], old["tensor_swing"]
+    found = verdict_on(measured(check=from_json(GradientCheck, old)), maths, precision)
+    assert found.verdict == "different"
+    assert "gradient of k is 6.3 off fp32" in found.detail
+
+
+def test_at_another_precision_rounding_is_as_large_as_plain_codes():
+    for factor, verdict in ((0.99, "rounding"), (1.01, "different")):
+        error = factor * NULL_YARDSTICK_FACTOR * 1e4
+        check = with_noise(gradients(k=error, yardsticks={"k": 1e4}), k=1.0)
+        assert verdict_on(measured(check=check)).verdict == verdict
+
+
+@every_precision
+@pytest.mark.parametrize("error", [math.nan, math.inf])
+@pytest.mark.parametrize("yardstick", [0.0, math.inf, math.nan])
+def test_what_is_no_number_is_not_rounding(precision, error, yardstick):
+    check = with_noise(gradients(k=error, yardsticks={"k": yardstick}), k=1.0)
+    found = verdict_on(measured(check=check), precision=precision)
+    assert found.verdict == "different"
+    assert "gradient of k is" in found.detail
+
+
+@pytest.mark.parametrize(("noise", "judged"), [(NULL_NOISE * 0.99, True), (NULL_NOISE * 1.01, False)])
+def test_the_update_of_rounding_is_chance_and_of_the_others_is_not(noise, judged):
+    updates = {"k": 2.5, "wte": 0.1}
+    found = verdict_on(measured(check=with_noise(gradients(), updates, k=noise)))
+    assert (found.verdict == "different") is judged
+    wrong = {"k": 2.5, "wte": 1.01 * UPDATE_BOUND}
+    found = verdict_on(measured(check=with_noise(gradients(), wrong, k=1.0)))
+    assert "the first update of wte" in found.detail
+
+
+@pytest.mark.parametrize("noise", [1e-6, 3e-3, 0.09])
+def test_a_gradient_with_some_noise_may_err_by_twice_that(noise):
+    """A ReLU that rounding carries over zero; below half of the floor it makes no difference."""
+    bound = max(GRADIENT_FLOOR["fp32"], NOISE_FACTOR * noise)
+    for factor, verdict in ((0.99, "rounding"), (1.01, "different")):
+        check = with_noise(gradients(wte=factor * bound), wte=noise)
+        assert verdict_on(measured(NEAR, check), precision="fp32").verdict == verdict
+
+
+@pytest.mark.parametrize(
+    ("yardstick", "swing", "bound"),
+    [
+        (0.2, 0.0, 0.1),  # the ceiling
+        (0.2, 0.04, 0.1),  # a smooth model's: as before
+        (0.2, 0.1, 0.2),
+        (0.2, 0.2, 0.25),  # never more than a quarter over plain code
+        (0.001, 0.2, 0.01),  # and the floor stays
+        (9.0, 9.0, MOST_CEILING),
+    ],
+)
+def test_the_ceiling_gives_way_to_what_plain_fp32_does_with_such_weights(yardstick, swing, bound):
+    assert gradient_bound("bf16", yardstick, swing) == pytest.approx(bound)
+    for factor, verdict in ((0.99, "rounding"), (1.01, "different")):
+        check = gradients(wte=factor * bound, yardsticks={"wte": yardstick})
+        assert verdict_on(measured(NEAR, with_noise(check, swing={"wte": swing}))).verdict == verdict
+
+
+def test_the_detail_says_which_tensors_have_no_gradient():
+    check = gradients(k=1e-6, l=1e-6, m=1e-6)
+    said = [verdict_on(measured(NEAR, with_noise(check, **dict.fromkeys(names, 1.0)))).detail for names in ("k", "klm")]
+    assert "1 of 5 tensors has no gradient but rounding (k)" in said[0]
+    assert "3 of 5 tensors have no gradient but rounding (k, l and 1 more)" in said[1]
+    assert "rounding" not in verdict_on(measured(NEAR)).detail
 
 
 # the curve

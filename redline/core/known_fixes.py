@@ -1,0 +1,43 @@
+"""What to do about the errors that a user's file raises most often, by what torch and Python say of them.
+
+    known_fix(RuntimeError("mat1 and mat2 shapes cannot be multiplied (2x3 and 4x5)"))
+        -> "3 features come in and the layer takes 4: make them equal"
+    known_fix(KeyError("x"))  -> None: the user's own line says more than a guess would
+
+Left out: what depends on the file (`user_code.import_fix`).
+"""
+
+from __future__ import annotations
+
+import re
+
+# What an error says -> what to do; groups of the pattern stand in the fix.
+FIXES: tuple[tuple[str, str], ...] = (
+    (
+        r"mat1 and mat2 shapes cannot be multiplied \(\d+x(\d+) and (\d+)x\d+\)",
+        r"\1 features come in and the layer takes \2: make them equal",
+    ),
+    (
+        r"Target -?\d+ is out of bounds",
+        "let the targets be 0 to the number of classes less one, or give the head more outputs",
+    ),
+    (
+        r"expected scalar type Long|scalar types: Long, Int; but got",
+        "let make_batch return ids and classes as int64: .long()",
+    ),
+    (
+        r"all tensors to be on the same device|is not on the expected device",
+        "make tensors where the input is: device=x.device, or register_buffer",
+    ),
+    (r"maximum recursion depth", "end the calls that go round in circles there"),
+)
+
+
+def known_fix(error: BaseException) -> str | None:
+    """None where nothing is known that the message and the line do not say."""
+    if isinstance(error, SystemExit):
+        return "take the exit out: what ends its process cannot be measured"
+    for pattern, fix in FIXES:
+        if found := re.search(pattern, str(error)):
+            return found.expand(fix)
+    return None
