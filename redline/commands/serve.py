@@ -15,6 +15,7 @@ import threading
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 from redline.commands.common import EXIT_DONE
 from redline.commands.standing import kind_of_run, page_of, read_standing, stamp_of
@@ -69,6 +70,11 @@ class LocalServer(ThreadingHTTPServer):
         """Without http.server's question to the name server, which may take seconds to say who 127.0.0.1 is."""
         socketserver.TCPServer.server_bind(self)
         self.server_name, self.server_port = HOST, self.server_address[1]
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A connection that is gone is no error: its reader has left, or Ctrl-C came while it was taken."""
+        if not isinstance(sys.exc_info()[1], (OSError, ValueError)):
+            super().handle_error(request, client_address)
 
 
 def open_server(pages: Pages, port: int) -> LocalServer:

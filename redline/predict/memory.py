@@ -267,8 +267,8 @@ def _padded_rows(rank: Rank) -> int:
 
 
 def _head_loss(rank: Rank) -> LossMoments:
-    """Logits of one piece, which become their gradient where they lie. Twice at most: when the head's gradients of two
-    pieces are added, and when the pieces' gradients of the features are joined."""
+    """Logits of one piece, which become their gradient where they lie. Most is there when the head's gradient is made,
+    when those of two pieces are added, or when the pieces' gradients of the features are joined."""
     c, table, stream = rank.compute, rank.table, rank.tokens * rank.shape.d_model
     pieces = PIECES[rank.plan.loss]
     if rank.plan.narrow_head:
@@ -283,11 +283,15 @@ def _head_loss(rank: Rank) -> LossMoments:
         logits += 2 * c * piece * _padded_rows(rank)
     # What the head reads, in 16 bit, and eager also as the norm wrote it.
     features = c * stream + (FP32 * stream if rank.casts and not rank.plan.compile else 0)
+    alone = rank.weight if rank.casts and rank.plan.tuned_matmuls else c  # what one piece gives the head
     parts = 2 * c if rank.casts else c  # the second one meets the first, which is widened only then
     adding = (2 * FP32 + parts) * table + c * stream if pieces > 1 else 0  # two sums, parts; features' gradients
-    alone = rank.weight if rank.casts and rank.plan.tuned_matmuls else c  # what one piece gives the head
     joining = (FP32 + c if pieces > 1 else alone) * table + 2 * c * stream
-    yield LOSS_FORWARD, logits, features + max(adding, joining)
+    if pieces == 1 or rank.plan.compile:  # compiled code has the last logits meanwhile: measured peaks are so
+        yield LOSS_FORWARD, logits, features + max(adding, joining)
+        return
+    yield LOSS_FORWARD, logits, features + (FP32 + 2 * c) * table + c * stream  # the sum, the part before, the new one
+    yield LOSS_FORWARD, 0, features + max(adding, joining)
 
 
 def _narrow_loss(rank: Rank) -> LossMoments:

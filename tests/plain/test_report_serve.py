@@ -345,3 +345,20 @@ def test_the_job_at_work_is_the_newest_that_has_no_answer(half_done: Path, worke
     (run.path / "jobs" / "damaged").mkdir()
     (run.path / "jobs" / "damaged" / "job.json").write_text("{")
     assert running(run) == doing
+
+
+@pytest.mark.parametrize(
+    ("error", "is_told"),
+    [(OSError("gone"), False), (ValueError("closed file"), False), (KeyError("a bug"), True)],
+    ids=["the reader left", "closed by Ctrl-C", "a mistake of ours"],
+)
+def test_only_mistakes_of_ours_are_told(
+    half_done: Path, capsys: pytest.CaptureFixture[str], error: Exception, is_told: bool
+) -> None:
+    with open_server(Pages(half_done), 0) as server:
+        capsys.readouterr()
+        try:
+            raise error
+        except Exception:
+            server.handle_error(None, ("127.0.0.1", 1))
+        assert ("Exception occurred" in capsys.readouterr().err) == is_told
