@@ -97,8 +97,8 @@ def _word(low, high):  # type: ignore[no-untyped-def]
 def _out_word(low, high, no_number, NARROW: tl.constexpr):  # type: ignore[no-untyped-def]
     """Two numbers of the gradient as they are stored. e5m2 is the upper byte of fp16, rounded to even here, both at
     once: they end at 2^15, so that nothing carries from one into the other, but for a NaN. A row with one has no other
-    numbers, and `no_number` makes NaNs of whatever came out. Without 8-bit types: Triton's, packed into words like
-    these, had wrong bytes on an H200."""
+    numbers, and `no_number` makes NaNs of whatever came out. Without 8-bit types: the
+    version with Triton's wrote wrong bytes on an H200; why is not known."""
     if NARROW:
         low = low.to(tl.float16).to(tl.uint16, bitcast=True).to(tl.uint32)
         high = high.to(tl.float16).to(tl.uint16, bitcast=True).to(tl.uint32)
