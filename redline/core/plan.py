@@ -40,8 +40,9 @@ class Plan:
     loss: str = "full"
     """'full': logits wait for the backward pass; 'fused': one kernel turns them into their gradient at once; 'chunked':
     the same over an eighth of the tokens at a time."""
-    packed_attention: bool = False
-    """Of cuDNN's attention and the fused backward: q, k and v stay side by side, and so do their gradients."""
+    packed_attention: str = "none"
+    """Of cuDNN's attention and the fused backward: q, k and v stay side by side, and so do their gradients, which are
+    written by 'cudnn' or by 'flash4', the package flash-attn-4; 'none': they are put there afterwards."""
     tuned_matmuls: bool = False
     """Products of the blocks, and of a head that is neither in 8 bit nor of the full loss, by the algorithm that was
     fastest here, of those cuBLASLt proposes."""

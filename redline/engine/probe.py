@@ -42,7 +42,7 @@ def _cuda() -> Hardware:
     if not torch.cuda.is_available():
         raise SystemExit("torch sees no CUDA device")
     device = torch.cuda.get_device_properties(0)
-    missing = {**_cuda_missing((device.major, device.minor)), **_packages_missing()}
+    missing = {**_packages_missing(), **_cuda_missing((device.major, device.minor))}  # no package mends a device
     return Hardware(
         kind="cuda",
         name=device.name,
@@ -59,7 +59,7 @@ def _cuda() -> Hardware:
 
 
 def _cpu() -> Hardware:
-    missing = {**_cpu_missing(), **_packages_missing()}
+    missing = {**_packages_missing(), **_cpu_missing()}
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else None
     return Hardware(
         kind="cpu",
@@ -83,6 +83,7 @@ FEATURES = (
     "fp8",
     "cublaslt",
     "cudnn-frontend",
+    "flash4",
 )
 
 
@@ -92,7 +93,7 @@ def _features(missing: dict[str, str]) -> tuple[str, ...]:
 
 def _packages_missing() -> dict[str, str]:
     """Extras that a rung takes."""
-    extras = {"torchao": "torchao", "cudnn-frontend": "nvidia-cudnn-frontend"}
+    extras = {"torchao": "torchao", "cudnn-frontend": "nvidia-cudnn-frontend", "flash4": "flash-attn-4"}
     return {
         feature: f"the package {package} is not installed (pip install {package})"
         for feature, package in extras.items()
@@ -107,6 +108,7 @@ def _cuda_missing(capability: tuple[int, int]) -> dict[str, str]:
         missing["cudnn-attention"] = "cuDNN is NVIDIA's"
         missing["cublaslt"] = "cuBLASLt is NVIDIA's"
         missing["fp8"] = "AMD's first fp8 formats are others, and nobody has tried the later ones here"
+        missing["flash4"] = "flash-attn-4's kernel is for NVIDIA's GPUs"
     elif capability < (8, 0):
         missing["tf32"] = f"TF32 needs compute capability 8.0 or later, this device has {generation}"
         missing["bf16"] = f"bf16 tensor cores need compute capability 8.0 or later, this device has {generation}"
@@ -114,6 +116,8 @@ def _cuda_missing(capability: tuple[int, int]) -> dict[str, str]:
         missing["cudnn-attention"] = (
             f"cuDNN attention needs compute capability 8.0 or later, this device has {generation}"
         )
+    if capability[0] != 9 and not torch.version.hip:
+        missing["flash4"] = f"flash-attn-4's backward was tried on Hopper (9.0) only, this device has {generation}"
     if capability < (8, 9) and not torch.version.hip:
         missing["fp8"] = f"fp8 tensor cores need compute capability 8.9 or later, this device has {generation}"
     if capability < (7, 0) and not torch.version.hip:
@@ -136,6 +140,7 @@ def _cpu_missing() -> dict[str, str]:
         "fp16": "CPUs have no fp16 matmul units to gain from",
         "cudnn-attention": "cuDNN runs on NVIDIA GPUs only",
         "cublaslt": "cuBLASLt's algorithms are for CUDA devices",
+        "flash4": "flash-attn-4's kernel is for NVIDIA's GPUs",
         "fp8": "8-bit products are made by tensor cores: a CPU would widen their operands again",
         "triton": "the kernel is written in Triton, which runs on GPUs",
     }

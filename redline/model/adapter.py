@@ -146,7 +146,7 @@ class BuiltIn(Adapter):
         with device:
             model = make(
                 shape,
-                attention="packed" if plan.packed_attention else plan.attention,
+                attention=plan.attention if plan.packed_attention == "none" else f"packed-{plan.packed_attention}",
                 tied=plan.tied,
                 vocab_rows=plan.vocab_rows(shape.vocab),
                 checkpointing=plan.checkpointing,

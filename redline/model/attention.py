@@ -27,4 +27,5 @@ def fused_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, future: t
 
 
 ATTENTION: dict[str, Attention] = {"naive": naive_attention, "flash": fused_attention, "cudnn": fused_attention}
-ATTENTION["packed"] = fused_attention  # beside its own step, which `model/fused.py` takes: a sample
+# Beside their own step, which `model/fused.py` takes: a sample.
+ATTENTION |= {"packed-cudnn": fused_attention, "packed-flash4": fused_attention}

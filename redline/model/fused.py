@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from redline.kernels.flash4_attention import flash4_attention, flash4_attention_backward
 from redline.kernels.gelu_backward import gelu_backward_
 from redline.kernels.norm_backward import norm_backward
 from redline.kernels.packed_attention import packed_attention, packed_attention_backward
@@ -26,6 +27,11 @@ from redline.model.fp8 import Fp8Linear, forward_product, input_gradient
 from redline.model.tuned import TunedLinear
 
 Tensors = tuple[torch.Tensor, ...]
+# By whose kernels the gradients of q, k and v are written: forward and backward.
+PACKED = {
+    "cudnn": (packed_attention, packed_attention_backward),
+    "flash4": (flash4_attention, flash4_attention_backward),
+}
 
 
 def cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -59,11 +65,12 @@ class Projection(torch.autograd.Function):
         return of_rows.to(of_x), of_weights(gradient, rows, of_weight, ctx.by), sums.to(of_bias), None, None
 
 
-def attend_packed(x: torch.Tensor, linear: nn.Linear, heads: int, dtype: torch.dtype) -> torch.Tensor:
-    """What the heads give [B, T, C], of q, k and v that stay side by side, as their gradients do."""
+def attend_packed(x: torch.Tensor, linear: nn.Linear, heads: int, dtype: torch.dtype, kernels: str) -> torch.Tensor:
+    """What the heads give [B, T, C], of q, k and v that stay side by side, as their gradients do. `kernels`: PACKED."""
     by = products_of(linear)
     rows = PackedProjection.apply(x.flatten(0, 1), linear.weight, linear.bias, dtype, by)  # type: ignore[no-untyped-call]
-    mixed: torch.Tensor = PackedAttention.apply(rows.unflatten(0, x.shape[:2]), heads)  # type: ignore[no-untyped-call]
+    qkv = rows.unflatten(0, x.shape[:2])
+    mixed: torch.Tensor = PackedAttention.apply(qkv, heads, kernels)  # type: ignore[no-untyped-call]
     return mixed
 
 
@@ -88,15 +95,16 @@ class PackedProjection(torch.autograd.Function):
 
 class PackedAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, qkv: torch.Tensor, heads: int) -> torch.Tensor:
-        out, stats = packed_attention(qkv, heads)
+    def forward(ctx: Any, qkv: torch.Tensor, heads: int, kernels: str) -> torch.Tensor:
+        out, stats = PACKED[kernels][0](qkv, heads)
         ctx.save_for_backward(qkv, out, stats)
-        ctx.heads = heads
+        ctx.heads, ctx.kernels = heads, kernels
         return out
 
     @staticmethod
     def backward(ctx: Any, above: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return packed_attention_backward(above.contiguous(), *ctx.saved_tensors, ctx.heads), None
+        backward = PACKED[ctx.kernels][1]
+        return backward(above.contiguous(), *ctx.saved_tensors, ctx.heads), None, None
 
 
 def products_of(linear: nn.Linear) -> str:

@@ -56,7 +56,7 @@ class SelfAttention(nn.Module):
         self.heads = shape.heads
         self.c_attn = nn.Linear(shape.d_model, 3 * shape.d_model)
         self.c_proj = nn.Linear(shape.d_model, shape.d_model)
-        self.packed = attention == "packed"
+        self.packed = attention.removeprefix("packed-") if attention.startswith("packed-") else None
         self.attend = recomputed(ATTENTION[attention]) if recompute else ATTENTION[attention]
 
     def forward(self, x: torch.Tensor, future: torch.Tensor) -> torch.Tensor:
@@ -71,8 +71,8 @@ class SelfAttention(nn.Module):
 
     def fused(self, x: torch.Tensor, future: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """The same without its last bias, as model/fused.py has it."""
-        if self.packed:
-            return output(attend_packed(x, self.c_attn, self.heads, dtype), self.c_proj)
+        if self.packed is not None:
+            return output(attend_packed(x, self.c_attn, self.heads, dtype, self.packed), self.c_proj)
         return output(self.mix(project(x, self.c_attn, dtype), future), self.c_proj)
 
 

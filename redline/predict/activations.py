@@ -338,8 +338,10 @@ def _in_attention(rank: Rank) -> LayerBackward:
     naive = plan.attention == "naive"
     whole = layer_activations(shape, replace(plan, checkpointing="none"), tp)
     freed = whole["mlp"] + (residual_bytes(plan) + c) * shape.d_model  # with what the MLP's norm read and wrote
-    # A fused kernel: gradients of q, k, v, then the three side by side; dq is summed up in fp32.
-    core = _naive_backward(rank) if naive else 2 * c * (Q + 2 * KV) + FP32 * Q
+    # A fused kernel: gradients of q, k, v, then the three side by side, where they were not written so; dq is summed up
+    # in fp32. flash-attn-4 allocates that, and two numbers a row, itself: nothing of it outlives the call.
+    copies = 2 if plan.packed_attention == "none" else 1
+    core = _naive_backward(rank) if naive else copies * c * (Q + 2 * KV) + FP32 * Q
     again = {
         "none": 0,
         "selective": whole["attention core"] + (whole["qkv"] if naive else whole["attention output"]),

@@ -11,7 +11,7 @@ from redline.core.layout import Layout
 from redline.core.plan import Plan
 from redline.core.workload import Workload
 from redline.rungs.fp8 import Fp8Head, Fp8Linears
-from redline.rungs.matmuls import PackedAttention, TunedMatmuls
+from redline.rungs.matmuls import Flash4Backward, PackedAttention, TunedMatmuls
 from redline.rungs.optimizers import (
     FUSED_ADAMW,
     Adafactor,
@@ -546,6 +546,7 @@ LADDER: tuple[Rung, ...] = (
     CudaGraphs(),
     ExpandableSegments(),
     PackedAttention(),
+    Flash4Backward(),
     TunedMatmuls(),
     Fp8Head(),
     Fp8Linears(),

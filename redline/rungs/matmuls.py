@@ -12,6 +12,8 @@ from redline.core.plan import Plan
 from redline.core.workload import Workload
 from redline.rungs.rung import Maths, Rung, missing
 
+WIDEST_HEAD = 128  # flash-attn-4's own limit on Hopper is 256
+
 
 class TunedMatmuls(Rung):
     """Products of blocks and head by the cuBLASLt algorithm that is fastest here, GELU on the way out of one of them.
@@ -57,13 +59,47 @@ class PackedAttention(Rung):
     when_named = True
 
     def needs(self, workload: Workload, hardware: Hardware, plan: Plan) -> str | None:
-        if plan.backward != "fused":
-            return "the blocks are those of fused-backward: add it"
-        if plan.attention != "cudnn":
-            return "the kernel is cuDNN's: add cudnn-attention"
-        if plan.checkpointing == "selective":
-            return "selective-checkpointing computes attention again, which is one with its projection here"
-        return missing(hardware, "cudnn-frontend")
+        return _packed_needs(plan) or missing(hardware, "cudnn-frontend")
 
     def apply(self, plan: Plan) -> Plan:
-        return replace(plan, packed_attention=True)
+        return replace(plan, packed_attention="cudnn")
+
+
+class Flash4Backward(Rung):
+    """The same in place, with the gradients of q, k and v by flash-attn-4's kernel.
+
+    cuDNN's forward pass is the faster one on an H200, flash-attn-4's backward pass is: at 64 sequences of GPT-2 0.79 ms
+    where torch's call of cuDNN takes 1.18 with the three gradients put side by side. So cuDNN goes forward, called by
+    torch, and the package flash-attn-4 back; it takes the strides and the softmax's sums that cuDNN leaves. Its kernel
+    is compiled at its first call and kept in redline's cache folder; who sets FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED
+    decides that. dq is added up in fp32 in whatever order, so that two runs may round differently; --deterministic asks
+    for one order. The blocks are those of `fused-backward`, so it is for the built-in models.
+    """
+
+    name = "flash4-backward"
+    title = "attention's backward by flash-attn-4"
+    maths = Maths.ROUNDING
+    instead_of = "packed-attention"
+    when_named = True
+
+    def needs(self, workload: Workload, hardware: Hardware, plan: Plan) -> str | None:
+        if plan.autocast is None:
+            return "the kernel takes 16-bit inputs only: add bf16 or fp16"
+        width = workload.decoder.head_width
+        if width % 8 or width > WIDEST_HEAD:
+            return f"the kernel was tried with heads of a multiple of 8 up to {WIDEST_HEAD}; these have {width}"
+        return _packed_needs(plan) or missing(hardware, "flash4")
+
+    def apply(self, plan: Plan) -> Plan:
+        return replace(plan, packed_attention="flash4")
+
+
+def _packed_needs(plan: Plan) -> str | None:
+    """Of attention that reads q, k and v where they lie."""
+    if plan.backward != "fused":
+        return "the blocks are those of fused-backward: add it"
+    if plan.attention != "cudnn":
+        return "the kernel is cuDNN's: add cudnn-attention"
+    if plan.checkpointing == "selective":
+        return "selective-checkpointing computes attention again, which is one with its projection here"
+    return None

@@ -31,7 +31,7 @@ def _several(hardware: Hardware, plan: Plan) -> str | None:
 def _undone(plan: Plan) -> Plan:
     """What a model that is cut does without: blocks that know one another, and layers with products of their own."""
     return replace(
-        plan, backward="autograd", fp8_head=False, fp8_linears=False, tuned_matmuls=False, packed_attention=False
+        plan, backward="autograd", fp8_head=False, fp8_linears=False, tuned_matmuls=False, packed_attention="none"
     )
 
 

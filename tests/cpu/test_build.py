@@ -339,6 +339,13 @@ def test_tuned_layers_reach_the_model_where_autocast_does(train: Train, autocast
     assert {module.dtype for module in found} == ({torch.bfloat16} if tuned else set())
 
 
+@pytest.mark.parametrize("kernels", ["cudnn", "flash4"])
+def test_attention_that_stays_packed_reaches_every_block(train: Train, kernels: str) -> None:
+    training = train(Plan(backward="fused", packed_attention=kernels))
+    assert {block.attn.packed for block in training.model.h} == {kernels}
+    assert {block.attn.packed for block in train(Plan(backward="fused")).model.h} == {None}
+
+
 def test_a_tuned_head_reaches_the_step_where_autocast_does(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[str, object] = {}
     monkeypatch.setattr(adapter_module, "head_loss", lambda *_, **choices: seen.update(choices))

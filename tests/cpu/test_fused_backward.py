@@ -12,6 +12,7 @@ from redline.core.workload import Shape
 from redline.kernels.gelu_backward import gelu_backward_
 from redline.kernels.norm_backward import norm_backward
 from redline.kernels.side_by_side import side_by_side
+from redline.model.fused import PACKED
 from redline.model.gpt import GPT, initialise
 from redline.model.tuned import tune_layers
 
@@ -118,9 +119,10 @@ def test_products_of_ones_own_give_the_same_gradients() -> None:
         assert_equal(found[name], gradient, name)
 
 
-def test_attention_that_stays_packed_gives_the_same_gradients() -> None:
+@pytest.mark.parametrize("kernels", sorted(PACKED))
+def test_attention_that_stays_packed_gives_the_same_gradients(kernels: str) -> None:
     wanted = gradients(random_model().double())
-    found = gradients(random_model(fused=torch.float64, attention="packed").double())
+    found = gradients(random_model(fused=torch.float64, attention=f"packed-{kernels}").double())
     assert set(found) == set(wanted)
     for name, gradient in wanted.items():
         assert_equal(found[name], gradient, name)
@@ -134,11 +136,12 @@ def test_weights_in_bf16_get_gradients_in_bf16() -> None:
     assert len(found) == len(list(model.parameters()))
 
 
-def test_the_compiler_sees_one_graph() -> None:
+@pytest.mark.parametrize("attention", ["naive", *(f"packed-{kernels}" for kernels in sorted(PACKED))])
+def test_the_compiler_sees_one_graph(attention: str) -> None:
     """Traced as torch.compile traces it, with the same numbers; what Inductor makes of it is tested on GPUs. In fp64
     no cast changes anything, and torch 2.11 then loses gradients that are cast on their way out of a function."""
     wanted = gradients(random_model().double())
-    model = random_model(fused=torch.float64).double()
+    model = random_model(fused=torch.float64, attention=attention).double()
     found = gradients(model, torch.compile(model, backend="aot_eager", fullgraph=True))
     for name, gradient in wanted.items():
         assert_equal(found[name], gradient, name)

@@ -57,15 +57,21 @@ def test_what_is_there_and_what_is_missing_make_up_every_feature() -> None:
     assert {"tf32", "fp16", "cudnn-attention"} <= set(found.missing)
 
 
+def test_a_device_is_named_before_a_package_that_would_not_help(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe_module, "_installed", lambda package: None)
+    assert "pip install flash-attn-4" in probe_module._packages_missing()["flash4"]
+    assert "NVIDIA" in probe("cpu").missing["flash4"]
+
+
 @pytest.mark.parametrize(
     ("capability", "missing"),
     [
-        ((6, 1), {"tf32", "bf16", "fp16", "compile", "triton", "flash", "cudnn-attention", "fp8"}),
-        ((7, 5), {"tf32", "bf16", "flash", "cudnn-attention", "fp8"}),
-        ((8, 0), {"fp8"}),
-        ((8, 9), set()),
+        ((6, 1), {"tf32", "bf16", "fp16", "compile", "triton", "flash", "cudnn-attention", "fp8", "flash4"}),
+        ((7, 5), {"tf32", "bf16", "flash", "cudnn-attention", "fp8", "flash4"}),
+        ((8, 0), {"fp8", "flash4"}),
+        ((8, 9), {"flash4"}),
         ((9, 0), set()),
-        ((10, 0), set()),
+        ((10, 0), {"flash4"}),
     ],
     ids=["Pascal", "Turing", "Ampere", "Ada", "Hopper", "Blackwell"],
 )

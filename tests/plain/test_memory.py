@@ -18,7 +18,7 @@ from redline.core.errors import UserError
 from redline.core.plan import Plan
 from redline.core.workload import Shape
 from redline.predict import memory as model
-from redline.predict.activations import Rank, layer_activations
+from redline.predict.activations import Rank, layer_activations, layer_backward
 from redline.predict.fitting import Case, largest_micro_batch, what_to_change
 from redline.predict.flops import parameters
 from redline.predict.memory import Memory, predict_memory
@@ -174,10 +174,9 @@ def test_a_gpt2_layer_by_hand():
     assert eager["attention core"] == 6 * 12 * 1024  # softmax in fp32 and its 16-bit copy: 6 a s
 
 
-def losses_of(plan: Plan) -> list[Memory]:
-    """The moments of the loss, whether or not the peak is one of them."""
-    rank = Rank(
-        shape=GPT2,
+def rank_of(plan: Plan, shape: Shape = GPT2) -> Rank:
+    return Rank(
+        shape=shape,
         plan=plan,
         micro_batch=16,
         layout=Layout(gpus=1),
@@ -186,7 +185,23 @@ def losses_of(plan: Plan) -> list[Memory]:
         first=True,
         last=True,
     )
-    return list(model._loss_moments(rank))
+
+
+def losses_of(plan: Plan) -> list[Memory]:
+    """The moments of the loss, whether or not the peak is one of them."""
+    return list(model._loss_moments(rank_of(plan)))
+
+
+@pytest.mark.parametrize("kernels", ["cudnn", "flash4"])
+def test_gradients_of_q_k_and_v_that_are_written_side_by_side_are_there_once(kernels):
+    """Of a model whose attention is wider than its MLP: elsewhere the MLP's backward has the peak."""
+    shape = replace(GPT2, d_ff=64)
+    apart, packed = (
+        layer_backward(rank_of(replace(FAST, packed_attention=way), shape)).flowing for way in ("none", kernels)
+    )
+    assert apart - packed == 2 * 3 * shape.d_model
+    kept = [layer_activations(shape, replace(FAST, packed_attention=way)) for way in ("none", kernels)]
+    assert kept[0] == kept[1]  # q, k, v, the output and the sums' logarithms either way
 
 
 def test_gpt2_logits_by_hand():

@@ -51,6 +51,7 @@ ALWAYS = {
     "fp8-linears",
     "tuned-matmuls",
     "packed-attention",
+    "flash4-backward",
     "adamw-bf16",
     "adamw-bf16-kahan",
 }  # of every model of transformers

@@ -49,6 +49,7 @@ ORDER = (
     "cuda-graphs",
     "expandable-segments",
     "packed-attention",
+    "flash4-backward",
     "tuned-matmuls",
     "fp8-head",
     "fp8-linears",
@@ -57,8 +58,8 @@ ORDER = (
 RANKS = {"ddp", "fsdp", "fsdp-keep", "tensor-parallel", "pipeline-parallel", "pipeline-gpipe"}  # they need several
 HALF = replace(Plan(), autocast="bf16", compile=True)  # some rungs take 16-bit inputs or compiled code
 NARROW = {"fp8-head", "fp8-linears"}  # tests/plain/test_fp8.py asks what they need
-LIBRARIES = {"packed-attention", "tuned-matmuls"}  # NVIDIA's
-ONTO = {"fp8-head", "packed-attention"}  # without a fused loss, without a fused backward
+LIBRARIES = {"packed-attention", "flash4-backward", "tuned-matmuls"}  # others' kernels
+ONTO = {"fp8-head", "packed-attention", "flash4-backward"}  # without a fused loss, without a fused backward
 every_rung = pytest.mark.parametrize("rung", LADDER, ids=lambda rung: rung.name)
 
 
@@ -356,11 +357,35 @@ def test_packed_attention_wants_the_blocks_and_the_kernel_that_it_is_made_of(tin
     assert ask(without, whole) == "the package is not installed"
 
 
+def test_the_backward_of_flash_attn_4_wants_a_forward_a_card_and_heads_that_it_takes(tiny, h200):
+    ask = find_rung("flash4-backward").needs
+    whole = plan_of(("bf16", "compile", "cudnn-attention", "fused-backward"))
+    assert ask(tiny, h200, whole) is None
+    assert ask(tiny, h200, replace(whole, autocast="fp16")) is None
+    assert "16-bit" in ask(tiny, h200, replace(whole, autocast=None))
+    assert "fused-backward" in ask(tiny, h200, replace(whole, backward="autograd"))
+    assert "cudnn-attention" in ask(tiny, h200, replace(whole, attention="flash"))
+    assert "selective" in ask(tiny, h200, replace(whole, checkpointing="selective"))
+    for heads, width in ((8, 4), (1, 136)):
+        odd = replace(tiny, shape=replace(tiny.shape, heads=heads, d_model=heads * width))
+        assert f"these have {width}" in ask(odd, h200, whole)
+    widest = replace(tiny, shape=replace(tiny.shape, heads=1, d_model=128))
+    assert ask(widest, h200, whole) is None
+    without = replace(h200, features=(), missing={"flash4": "the package is not installed"})
+    assert ask(tiny, without, whole) == "the package is not installed"
+
+
+def test_a_recipe_has_one_way_of_packed_attention():
+    assert group_of(find_rung("flash4-backward")) == group_of(find_rung("packed-attention"))
+    assert plan_of(("packed-attention",)).packed_attention == "cudnn"
+    assert plan_of(("flash4-backward",)).packed_attention == "flash4"
+
+
 @pytest.mark.parametrize("way", sorted(RANKS - {"ddp"}))
 def test_a_model_that_is_cut_leaves_products_and_attention_to_torch(way):
     plan = plan_of(("bf16", "compile", "cudnn-attention", "fused-backward", *sorted(LIBRARIES), way))
     assert not plan.tuned_matmuls
-    assert not plan.packed_attention
+    assert plan.packed_attention == "none"
 
 
 def test_the_compiler_keeps_half_where_there_is_a_compiler(tiny, h200):
