@@ -34,6 +34,7 @@ OPERATOR_WORDS: tuple[tuple[str, tuple[str, ...]], ...] = (
         ATTENTION,
         ("scaled_dot_product", "scaleddotproduct", "flash_attention", "efficient_attention", "flex_attention"),
     ),
+    (ATTENTION, ("redline::packed_attention", "redline::flash4_attention")),
     (LOSS, ("cross_entropy", "crossentropy", "nll_loss", "nllloss", "log_softmax", "logsoftmax")),
     (NORMALISATION, ("layer_norm", "layernorm", "rms_norm", "rmsnorm", "batch_norm", "group_norm", "softmax")),
     (NORMALISATION, ("redline::norm_backward",)),
