@@ -74,6 +74,7 @@ def h200() -> Hardware:
         "fp8",
         "cublaslt",
         "cudnn-frontend",
+        "quack",
     )
     return Hardware(kind="cuda", name="NVIDIA H200", capability=(9, 0), cpu_cores=16, features=features)
 

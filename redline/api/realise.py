@@ -177,7 +177,9 @@ OBSTACLES: dict[str, Callable[[Live], str | None]] = {
     "bf16-residual": _stream,
     "sigmoid-gelu": _gelus,
     "fused-backward": _always("it needs blocks that are written for it: redline.model.fused has the parts"),
-    "packed-attention": _always("its blocks are those of fused-backward, of the built-in models"),
+    **dict.fromkeys(
+        ("packed-attention", "fused-matmuls"), _always("its blocks are those of fused-backward, of the built-in models")
+    ),
     "tuned-matmuls": _always("the layers are yours: redline.model.tuned.TunedLinear is one to use for nn.Linear"),
     "fp8-linears": _always("which of its layers may lose precision is not known: redline.model.fp8 has one to use"),
     "selective-checkpointing": _always("which of its operations are the core of attention is not known: checkpointing"),

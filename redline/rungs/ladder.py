@@ -11,7 +11,7 @@ from redline.core.layout import Layout
 from redline.core.plan import Plan
 from redline.core.workload import Workload
 from redline.rungs.fp8 import Fp8Head, Fp8Linears
-from redline.rungs.matmuls import PackedAttention, TunedMatmuls
+from redline.rungs.matmuls import FusedMatmuls, PackedAttention, TunedMatmuls
 from redline.rungs.optimizers import (
     FUSED_ADAMW,
     Adafactor,
@@ -547,6 +547,7 @@ LADDER: tuple[Rung, ...] = (
     ExpandableSegments(),
     PackedAttention(),
     TunedMatmuls(),
+    FusedMatmuls(),
     Fp8Head(),
     Fp8Linears(),
     Ddp(),

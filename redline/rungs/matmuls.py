@@ -42,6 +42,39 @@ class TunedMatmuls(Rung):
         return replace(plan, tuned_matmuls=True)
 
 
+class FusedMatmuls(Rung):
+    """GELU's gradient, and the sums that its bias's gradient is, at the end of the product before them.
+
+    The gradient of an MLP's second layer writes four times the stream's width, and a kernel of its own reads that and
+    what GELU was given and writes it again. QuACK's matmuls for Hopper do with a number what they are told before they
+    write it, so here that kernel is gone. The first step compiles the matmul, which takes some seconds. Everything else
+    is as `tuned-matmuls` and `fused-backward` have it; sizes that the matmul does not take (widths that are no multiple
+    of 8) fall back to theirs. From the package quack-kernels (pip install 'redline[epilogues]').
+    """
+
+    name = "fused-matmuls"
+    title = "GELU's gradient inside a matmul"
+    maths = Maths.ROUNDING
+    when_named = True
+
+    def needs(self, workload: Workload, hardware: Hardware, plan: Plan) -> str | None:
+        if plan.fp8_linears:
+            return "fp8-linears has products of its own"
+        if not plan.tuned_matmuls:
+            return "the layers are those of tuned-matmuls: add it"
+        if plan.backward != "fused":
+            return "the blocks are those of fused-backward: add it"
+        if not plan.compile:
+            return "add compile: in an eager step other kernels take the time"
+        shape = workload.decoder
+        if odd := [str(width) for width in (shape.d_model, shape.d_ff) if width % 8]:
+            return f"rows of 16-bit numbers must fill 16 bytes: {' and '.join(odd)} is no multiple of 8"
+        return missing(hardware, "quack")
+
+    def apply(self, plan: Plan) -> Plan:
+        return replace(plan, fused_matmuls=True)
+
+
 class PackedAttention(Rung):
     """Attention reads q, k and v where their projection wrote them, and writes their gradients side by side.
 

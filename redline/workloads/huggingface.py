@@ -306,6 +306,7 @@ def obstacles(config: Config, shape: Shape) -> dict[str, str]:
         "selective-checkpointing": "transformers recomputes whole blocks: use checkpointing",
         "fused-backward": "it needs blocks that are written for it, and transformers' are not",
         "packed-attention": "its blocks are those of fused-backward, of the built-in models",
+        "fused-matmuls": "its blocks are those of fused-backward, of the built-in models",
         "tuned-matmuls": "layers are exchanged in the built-in models only",
         "fp8-linears": "which of its layers may lose precision is known of the built-in models only",
         **dict.fromkeys(BF16_WEIGHTS, "it takes a model that adds up in fp32 what it stores in bf16"),

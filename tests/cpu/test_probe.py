@@ -60,12 +60,12 @@ def test_what_is_there_and_what_is_missing_make_up_every_feature() -> None:
 @pytest.mark.parametrize(
     ("capability", "missing"),
     [
-        ((6, 1), {"tf32", "bf16", "fp16", "compile", "triton", "flash", "cudnn-attention", "fp8"}),
-        ((7, 5), {"tf32", "bf16", "flash", "cudnn-attention", "fp8"}),
-        ((8, 0), {"fp8"}),
-        ((8, 9), set()),
+        ((6, 1), {"tf32", "bf16", "fp16", "compile", "triton", "flash", "cudnn-attention", "fp8", "quack"}),
+        ((7, 5), {"tf32", "bf16", "flash", "cudnn-attention", "fp8", "quack"}),
+        ((8, 0), {"fp8", "quack"}),
+        ((8, 9), {"quack"}),
         ((9, 0), set()),
-        ((10, 0), set()),
+        ((10, 0), {"quack"}),
     ],
     ids=["Pascal", "Turing", "Ampere", "Ada", "Hopper", "Blackwell"],
 )

@@ -50,6 +50,7 @@ ALWAYS = {
     "fused-backward",
     "fp8-linears",
     "tuned-matmuls",
+    "fused-matmuls",
     "packed-attention",
     "adamw-bf16",
     "adamw-bf16-kahan",
