@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from redline.kernels.gelu_backward import gelu_backward_
-from redline.kernels.gelu_product import product_and_gelu_backward
+from redline.kernels.gelu_products import gelu_product, gelu_product_backward
 from redline.kernels.norm_backward import norm_backward
 from redline.kernels.packed_attention import packed_attention, packed_attention_backward
 from redline.kernels.products import product, product_and_bias, product_and_gelu
@@ -196,7 +196,8 @@ class Mlp(torch.autograd.Function):
         rows = cast(x, dtype)
         narrow_up, narrow_down = (up, down) if by == "fp8" else (cast(up, dtype), cast(down, dtype))
         if by in TUNED:  # its GELU is the tanh one too, of the product before that is rounded
-            hidden, active = product_and_gelu(rows, narrow_up, cast(bias, dtype))
+            both = gelu_product if by == "fused" else product_and_gelu
+            hidden, active = both(rows, narrow_up, cast(bias, dtype))
         else:
             hidden = through(rows, narrow_up, cast(bias, dtype), by)
             active = gelu(hidden)
@@ -209,7 +210,7 @@ class Mlp(torch.autograd.Function):
         rows, hidden, active, up, down = ctx.saved_tensors
         of_x, of_up, of_bias, of_down = ctx.dtypes
         if ctx.by == "fused":
-            of_hidden, sums = product_and_gelu_backward(above, down, hidden)
+            of_hidden, sums = gelu_product_backward(above, down, hidden)
         else:
             of_hidden = back_through(above, down, ctx.by)
             sums = gelu_backward_(of_hidden, hidden)

@@ -44,7 +44,7 @@ class TunedLinear(nn.Linear):
 
     dtype: torch.dtype
     fused: bool = False
-    """An MLP that begins with it has GELU's gradient at the end of a product (model/fused.py)."""
+    """An MLP that begins with it has GELU, and its gradient, at the ends of QuACK's products (model/fused.py)."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.through(x, self.bias)

@@ -43,17 +43,18 @@ class TunedMatmuls(Rung):
 
 
 class FusedMatmuls(Rung):
-    """GELU's gradient, and the sums that its bias's gradient is, at the end of the product before them.
+    """GELU, its gradient, and the sums that are its bias's gradient, at the ends of an MLP's matmuls.
 
     The gradient of an MLP's second layer writes four times the stream's width, and a kernel of its own reads that and
     what GELU was given and writes it again. QuACK's matmuls for Hopper do with a number what they are told before they
-    write it, so here that kernel is gone. The first step compiles the matmul, which takes some seconds. Everything else
-    is as `tuned-matmuls` and `fused-backward` have it; sizes that the matmul does not take (widths that are no multiple
-    of 8) fall back to theirs. From the package quack-kernels (pip install 'redline[epilogues]').
+    write it, so here that kernel is gone; and forward they are faster with GELU behind them than cuBLASLt's are. The
+    first step compiles them, which takes some seconds, and times two ways of the second. Everything else is as
+    `tuned-matmuls` and `fused-backward` have it. GELU's tanh is the GPU's own instruction, whose eleven bits are more
+    than what is written keeps. From the package quack-kernels (pip install 'redline[hopper]').
     """
 
     name = "fused-matmuls"
-    title = "GELU's gradient inside a matmul"
+    title = "GELU inside the matmuls, both ways"
     maths = Maths.ROUNDING
     when_named = True
 
