@@ -75,6 +75,7 @@ def h200() -> Hardware:
         "cublaslt",
         "cudnn-frontend",
         "flash4",
+        "quack",
     )
     return Hardware(kind="cuda", name="NVIDIA H200", capability=(9, 0), cpu_cores=16, features=features)
 

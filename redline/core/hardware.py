@@ -45,7 +45,7 @@ class Hardware:
     cpu_cores: int = 1
     features: tuple[str, ...] = ()
     """What rungs ask for: 'bf16', 'fp16', 'tf32', 'flash', 'cudnn-attention', 'compile', 'triton', 'fp8',
-    'cublaslt', 'cudnn-frontend', 'flash4'."""
+    'cublaslt', 'cudnn-frontend', 'flash4', 'quack'."""
     missing: dict[str, str] = field(default_factory=dict)
     """Feature -> the reason this machine lacks it."""
 

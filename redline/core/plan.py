@@ -46,6 +46,8 @@ class Plan:
     tuned_matmuls: bool = False
     """Products of the blocks, and of a head that is neither in 8 bit nor of the full loss, by the algorithm that was
     fastest here, of those cuBLASLt proposes."""
+    fused_matmuls: bool = False
+    """Of those and the fused backward: GELU, its gradient and the sums for its bias are the ends of two products."""
     fp8_head: bool = False
     """The head's three products take 8-bit inputs. Of autocast's products only: without it, as the fp32 reference is,
     nothing is narrow."""

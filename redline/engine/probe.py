@@ -84,6 +84,7 @@ FEATURES = (
     "cublaslt",
     "cudnn-frontend",
     "flash4",
+    "quack",
 )
 
 
@@ -93,7 +94,12 @@ def _features(missing: dict[str, str]) -> tuple[str, ...]:
 
 def _packages_missing() -> dict[str, str]:
     """Extras that a rung takes."""
-    extras = {"torchao": "torchao", "cudnn-frontend": "nvidia-cudnn-frontend", "flash4": "flash-attn-4"}
+    extras = {
+        "torchao": "torchao",
+        "cudnn-frontend": "nvidia-cudnn-frontend",
+        "flash4": "flash-attn-4",
+        "quack": "quack-kernels",
+    }
     return {
         feature: f"the package {package} is not installed (pip install {package})"
         for feature, package in extras.items()
@@ -123,6 +129,10 @@ def _cuda_missing(capability: tuple[int, int]) -> dict[str, str]:
     if capability < (7, 0) and not torch.version.hip:
         missing["fp16"] = f"fp16 tensor cores need compute capability 7.0 or later, this device has {generation}"
         missing["triton"] = f"Triton needs compute capability 7.0 or later, this device has {generation}"
+    if capability != (9, 0) or torch.version.hip:
+        missing["quack"] = (
+            f"its products with GELU were tried on Hopper (compute capability 9.0), this has {generation}"
+        )
     if not _installed("triton"):
         missing["triton"] = "Triton is not installed"
     if "triton" in missing:
@@ -141,6 +151,7 @@ def _cpu_missing() -> dict[str, str]:
         "cudnn-attention": "cuDNN runs on NVIDIA GPUs only",
         "cublaslt": "cuBLASLt's algorithms are for CUDA devices",
         "flash4": "flash-attn-4's kernel is for NVIDIA's GPUs",
+        "quack": "QuACK's products are for GPUs",
         "fp8": "8-bit products are made by tensor cores: a CPU would widen their operands again",
         "triton": "the kernel is written in Triton, which runs on GPUs",
     }

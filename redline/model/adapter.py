@@ -157,7 +157,7 @@ class BuiltIn(Adapter):
         if plan.narrow_linears:
             narrow_layers(model.h, DTYPES[plan.autocast or ""])
         elif plan.tuned_matmuls and plan.autocast is not None:
-            tune_layers(model.h, DTYPES[plan.autocast])
+            tune_layers(model.h, DTYPES[plan.autocast], fused=plan.fused_matmuls)
         return model.to(
             DTYPES.get(plan.weights, torch.float32)
         )  # before the weights are drawn, as `restore` draws them

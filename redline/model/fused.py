@@ -19,6 +19,7 @@ from torch import nn
 
 from redline.kernels.flash4_attention import flash4_attention, flash4_attention_backward
 from redline.kernels.gelu_backward import gelu_backward_
+from redline.kernels.gelu_products import gelu_product, gelu_product_backward
 from redline.kernels.norm_backward import norm_backward
 from redline.kernels.packed_attention import packed_attention, packed_attention_backward
 from redline.kernels.products import product, product_and_bias, product_and_gelu
@@ -32,6 +33,7 @@ PACKED = {
     "cudnn": (packed_attention, packed_attention_backward),
     "flash4": (flash4_attention, flash4_attention_backward),
 }
+TUNED = ("tuned", "fused")  # which differ in what an MLP asks of a product
 
 
 def cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -108,17 +110,19 @@ class PackedAttention(torch.autograd.Function):
 
 
 def products_of(linear: nn.Linear) -> str:
-    """Who does a layer's products: 'torch', 'tuned' or 'fp8'."""
+    """Who does a layer's products: 'torch', 'tuned', 'fused' or 'fp8'."""
     if isinstance(linear, Fp8Linear):
         return "fp8"
-    return "tuned" if isinstance(linear, TunedLinear) else "torch"
+    if isinstance(linear, TunedLinear):
+        return "fused" if linear.fused else "tuned"
+    return "torch"
 
 
 def through(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, by: str) -> torch.Tensor:
     """The product of a layer. In 8 bits its operands are made of the weight as it is stored."""
     if by == "fp8":
         return forward_product(rows, weight, bias, rows.dtype)
-    if by == "tuned":
+    if by in TUNED:
         return product(rows, weight.t(), rows.dtype) if bias is None else product_and_bias(rows, weight, bias)
     return rows @ weight.t() if bias is None else torch.addmm(bias, rows, weight.t())
 
@@ -127,12 +131,12 @@ def back_through(above: torch.Tensor, weight: torch.Tensor, by: str) -> torch.Te
     """What a layer's gradient is to its input."""
     if by == "fp8":
         return input_gradient(above, weight, above.dtype)
-    return product(above, weight, above.dtype) if by == "tuned" else above @ weight
+    return product(above, weight, above.dtype) if by in TUNED else above @ weight
 
 
 def of_weights(above: torch.Tensor, rows: torch.Tensor, dtype: torch.dtype, by: str) -> torch.Tensor:
     """And to its weight, which has `dtype`."""
-    return product(above.t(), rows, dtype) if by == "tuned" else (above.t() @ rows).to(dtype)
+    return product(above.t(), rows, dtype) if by in TUNED else (above.t() @ rows).to(dtype)
 
 
 def output(x: torch.Tensor, linear: nn.Linear) -> torch.Tensor:
@@ -199,8 +203,9 @@ class Mlp(torch.autograd.Function):
     ) -> torch.Tensor:
         rows = cast(x, dtype)
         narrow_up, narrow_down = (up, down) if by == "fp8" else (cast(up, dtype), cast(down, dtype))
-        if by == "tuned":  # its GELU is the tanh one too, of the product before that is rounded
-            hidden, active = product_and_gelu(rows, narrow_up, cast(bias, dtype))
+        if by in TUNED:  # its GELU is the tanh one too, of the product before that is rounded
+            both = gelu_product if by == "fused" else product_and_gelu
+            hidden, active = both(rows, narrow_up, cast(bias, dtype))
         else:
             hidden = through(rows, narrow_up, cast(bias, dtype), by)
             active = gelu(hidden)
@@ -212,8 +217,11 @@ class Mlp(torch.autograd.Function):
     def backward(ctx: Any, above: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         rows, hidden, active, up, down = ctx.saved_tensors
         of_x, of_up, of_bias, of_down = ctx.dtypes
-        of_hidden = back_through(above, down, ctx.by)
-        sums = gelu_backward_(of_hidden, hidden)
+        if ctx.by == "fused":
+            of_hidden, sums = gelu_product_backward(above, down, hidden)
+        else:
+            of_hidden = back_through(above, down, ctx.by)
+            sums = gelu_backward_(of_hidden, hidden)
         return (
             back_through(of_hidden, up, ctx.by).to(of_x),
             of_weights(of_hidden, rows, of_up, ctx.by),

@@ -43,6 +43,8 @@ class TunedLinear(nn.Linear):
     """A linear layer that computes in `dtype`, whatever autocast says."""
 
     dtype: torch.dtype
+    fused: bool = False
+    """An MLP that begins with it has GELU, and its gradient, at the ends of QuACK's products (model/fused.py)."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.through(x, self.bias)
@@ -52,10 +54,10 @@ class TunedLinear(nn.Linear):
         return y.unflatten(0, x.shape[:-1])
 
 
-def tune_layers(module: nn.Module, dtype: torch.dtype) -> None:
+def tune_layers(module: nn.Module, dtype: torch.dtype, *, fused: bool = False) -> None:
     """Exchanges every nn.Linear below the module, in place."""
     for layer in exchange_layers(module, TunedLinear):
-        layer.dtype = dtype
+        layer.dtype, layer.fused = dtype, fused
 
 
 Kind = TypeVar("Kind", bound=nn.Linear)

@@ -11,7 +11,7 @@ from redline.core.layout import Layout
 from redline.core.plan import Plan
 from redline.core.workload import Workload
 from redline.rungs.fp8 import Fp8Head, Fp8Linears
-from redline.rungs.matmuls import Flash4Backward, PackedAttention, TunedMatmuls
+from redline.rungs.matmuls import Flash4Backward, FusedMatmuls, PackedAttention, TunedMatmuls
 from redline.rungs.optimizers import (
     FUSED_ADAMW,
     Adafactor,
@@ -548,6 +548,7 @@ LADDER: tuple[Rung, ...] = (
     PackedAttention(),
     Flash4Backward(),
     TunedMatmuls(),
+    FusedMatmuls(),
     Fp8Head(),
     Fp8Linears(),
     Ddp(),

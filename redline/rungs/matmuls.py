@@ -44,6 +44,40 @@ class TunedMatmuls(Rung):
         return replace(plan, tuned_matmuls=True)
 
 
+class FusedMatmuls(Rung):
+    """GELU, its gradient, and the sums that are its bias's gradient, at the ends of an MLP's matmuls.
+
+    The gradient of an MLP's second layer writes four times the stream's width, and a kernel of its own reads that and
+    what GELU was given and writes it again. QuACK's matmuls for Hopper do with a number what they are told before they
+    write it, so here that kernel is gone; and forward they are faster with GELU behind them than cuBLASLt's are. The
+    first step compiles them, which takes some seconds, and times two ways of the second. Everything else is as
+    `tuned-matmuls` and `fused-backward` have it. GELU's tanh is the GPU's own instruction, whose eleven bits are more
+    than what is written keeps. From the package quack-kernels (pip install 'redline[hopper]').
+    """
+
+    name = "fused-matmuls"
+    title = "GELU inside the matmuls, both ways"
+    maths = Maths.ROUNDING
+    when_named = True
+
+    def needs(self, workload: Workload, hardware: Hardware, plan: Plan) -> str | None:
+        if plan.fp8_linears:
+            return "fp8-linears has products of its own"
+        if not plan.tuned_matmuls:
+            return "the layers are those of tuned-matmuls: add it"
+        if plan.backward != "fused":
+            return "the blocks are those of fused-backward: add it"
+        if not plan.compile:
+            return "add compile: in an eager step other kernels take the time"
+        shape = workload.decoder
+        if odd := [str(width) for width in (shape.d_model, shape.d_ff) if width % 8]:
+            return f"rows of 16-bit numbers must fill 16 bytes: {' and '.join(odd)} is no multiple of 8"
+        return missing(hardware, "quack")
+
+    def apply(self, plan: Plan) -> Plan:
+        return replace(plan, fused_matmuls=True)
+
+
 class PackedAttention(Rung):
     """Attention reads q, k and v where their projection wrote them, and writes their gradients side by side.
 

@@ -31,7 +31,13 @@ def _several(hardware: Hardware, plan: Plan) -> str | None:
 def _undone(plan: Plan) -> Plan:
     """What a model that is cut does without: blocks that know one another, and layers with products of their own."""
     return replace(
-        plan, backward="autograd", fp8_head=False, fp8_linears=False, tuned_matmuls=False, packed_attention="none"
+        plan,
+        backward="autograd",
+        fp8_head=False,
+        fp8_linears=False,
+        tuned_matmuls=False,
+        fused_matmuls=False,
+        packed_attention="none",
     )
 
 
@@ -85,7 +91,8 @@ class Fsdp(Rung):
     With `--replicas R` there are R copies of the model, each cut among N/R ranks (hybrid sharding): with one per node,
     weights are gathered inside nodes and only gradients travel between them, once per update.
     `fused-backward` is undone: its blocks read a bias of the block before, which is not gathered then. So are
-    `tuned-matmuls`, `packed-attention`, `fp8-head` and `fp8-linears`, which were tried with whole layers only.
+    `tuned-matmuls`, `fused-matmuls`, `packed-attention`, `fp8-head` and `fp8-linears`, which were tried with whole
+    layers only.
     """
 
     name = FSDP

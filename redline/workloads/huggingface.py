@@ -306,7 +306,8 @@ def obstacles(config: Config, shape: Shape) -> dict[str, str]:
         "selective-checkpointing": "transformers recomputes whole blocks: use checkpointing",
         "fused-backward": "it needs blocks that are written for it, and transformers' are not",
         **dict.fromkeys(
-            ("packed-attention", "flash4-backward"), "its blocks are those of fused-backward, of the built-in models"
+            ("packed-attention", "flash4-backward", "fused-matmuls"),
+            "its blocks are those of fused-backward, of the built-in models",
         ),
         "tuned-matmuls": "layers are exchanged in the built-in models only",
         "fp8-linears": "which of its layers may lose precision is known of the built-in models only",

@@ -346,6 +346,12 @@ def test_attention_that_stays_packed_reaches_every_block(train: Train, kernels: 
     assert {block.attn.packed for block in train(Plan(backward="fused")).model.h} == {None}
 
 
+@pytest.mark.parametrize("fused", [True, False])
+def test_fused_products_reach_the_layers(train: Train, fused: bool) -> None:
+    model = train(Plan(autocast="bf16", tuned_matmuls=True, fused_matmuls=fused)).model
+    assert {module.fused for module in model.modules() if isinstance(module, TunedLinear)} == {fused}
+
+
 def test_a_tuned_head_reaches_the_step_where_autocast_does(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[str, object] = {}
     monkeypatch.setattr(adapter_module, "head_loss", lambda *_, **choices: seen.update(choices))
@@ -397,6 +403,7 @@ def test_every_field_of_a_plan_is_covered_above() -> None:
         "backward",
         "loss",
         "tuned_matmuls",
+        "fused_matmuls",
         "packed_attention",
         "fp8_head",
         "fp8_linears",

@@ -12,6 +12,7 @@ from redline.core.workload import Shape
 from redline.kernels.gelu_backward import gelu_backward_
 from redline.kernels.norm_backward import norm_backward
 from redline.kernels.side_by_side import side_by_side
+from redline.model import fused as fused_module
 from redline.model.fused import PACKED
 from redline.model.gpt import GPT, initialise
 from redline.model.tuned import tune_layers
@@ -108,12 +109,19 @@ def test_a_models_gradients_are_autograds(gelu: str, checkpointing: str) -> None
         assert_equal(found[name], gradient, name)
 
 
-def test_products_of_ones_own_give_the_same_gradients() -> None:
+@pytest.mark.parametrize("fused", [False, True])
+def test_products_of_ones_own_give_the_same_gradients(fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Here torch does them; which of them are asked for what is the model's."""
+    asked = []
+    for name in ("gelu_product", "gelu_product_backward"):
+        ask = getattr(fused_module, name)
+        monkeypatch.setattr(fused_module, name, lambda *words, name=name, ask=ask: (asked.append(name), ask(*words))[1])
     wanted = gradients(random_model().double())
     model = random_model(fused=torch.float64)
-    tune_layers(model.h, torch.float64)
+    tune_layers(model.h, torch.float64, fused=fused)
     found = gradients(model.double())
+    both = ["gelu_product"] * SHAPE.layers + ["gelu_product_backward"] * SHAPE.layers
+    assert asked == (both if fused else [])
     assert set(found) == set(wanted)
     for name, gradient in wanted.items():
         assert_equal(found[name], gradient, name)
@@ -136,12 +144,16 @@ def test_weights_in_bf16_get_gradients_in_bf16() -> None:
     assert len(found) == len(list(model.parameters()))
 
 
+@pytest.mark.parametrize("fused", [None, False, True], ids=["torch", "tuned", "fused"])
 @pytest.mark.parametrize("attention", ["naive", *(f"packed-{kernels}" for kernels in sorted(PACKED))])
-def test_the_compiler_sees_one_graph(attention: str) -> None:
+def test_the_compiler_sees_one_graph(attention: str, fused: bool | None) -> None:
     """Traced as torch.compile traces it, with the same numbers; what Inductor makes of it is tested on GPUs. In fp64
     no cast changes anything, and torch 2.11 then loses gradients that are cast on their way out of a function."""
     wanted = gradients(random_model().double())
     model = random_model(fused=torch.float64, attention=attention).double()
+    if fused is not None:
+        tune_layers(model.h, torch.float64, fused=fused)
+    torch.compiler.reset()
     found = gradients(model, torch.compile(model, backend="aot_eager", fullgraph=True))
     for name, gradient in wanted.items():
         assert_equal(found[name], gradient, name)

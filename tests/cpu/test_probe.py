@@ -17,6 +17,7 @@ from redline.engine import probe as probe_module
 from redline.engine.probe import FEATURES, probe, versions
 from redline.search.launch import probe_machine, worker_path
 
+HOPPERS = {"flash4", "quack"}
 needs_proc = pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="reads /proc")
 
 
@@ -66,12 +67,15 @@ def test_a_device_is_named_before_a_package_that_would_not_help(monkeypatch: pyt
 @pytest.mark.parametrize(
     ("capability", "missing"),
     [
-        ((6, 1), {"tf32", "bf16", "fp16", "compile", "triton", "flash", "cudnn-attention", "fp8", "flash4"}),
-        ((7, 5), {"tf32", "bf16", "flash", "cudnn-attention", "fp8", "flash4"}),
-        ((8, 0), {"fp8", "flash4"}),
-        ((8, 9), {"flash4"}),
+        (
+            (6, 1),
+            {"tf32", "bf16", "fp16", "compile", "triton", "flash", "cudnn-attention", "fp8", *HOPPERS},
+        ),
+        ((7, 5), {"tf32", "bf16", "flash", "cudnn-attention", "fp8", *HOPPERS}),
+        ((8, 0), {"fp8", *HOPPERS}),
+        ((8, 9), HOPPERS),
         ((9, 0), set()),
-        ((10, 0), {"flash4"}),
+        ((10, 0), HOPPERS),
     ],
     ids=["Pascal", "Turing", "Ampere", "Ada", "Hopper", "Blackwell"],
 )

@@ -9,8 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from redline.kernels import gelu_products
 from redline.kernels import products as products_module
 from redline.kernels.cublaslt import Operand, operand, takes
+from redline.kernels.gelu_backward import plain_gelu_backward_
+from redline.kernels.gelu_products import gelu_product, gelu_product_backward
 from redline.kernels.products import product, product_and_bias, product_and_gelu
 from redline.model import loss as loss_module
 from redline.model.loss import head_loss
@@ -64,16 +67,58 @@ def test_without_a_gpu_torch_does_them() -> None:
     rows, weight, bias = (torch.randn(*sizes).bfloat16() for sizes in ((M, K), (N, K), (N,)))
     torch.testing.assert_close(product(rows, weight.t(), torch.float32), (rows @ weight.t()).float())
     torch.testing.assert_close(product_and_bias(rows, weight, bias), F.linear(rows, weight, bias))
-    hidden, active = product_and_gelu(rows, weight, bias)
-    torch.testing.assert_close(hidden, F.linear(rows, weight, bias))
-    torch.testing.assert_close(active, F.gelu(hidden, approximate="tanh"))
+    for both in (product_and_gelu, gelu_product):
+        hidden, active = both(rows, weight, bias)
+        torch.testing.assert_close(hidden, F.linear(rows, weight, bias))
+        torch.testing.assert_close(active, F.gelu(hidden, approximate="tanh"))
 
 
-@pytest.mark.parametrize("operator", [product, product_and_bias, product_and_gelu], ids=lambda one: one._name)
+OPERATORS = (product, product_and_bias, product_and_gelu, gelu_product, gelu_product_backward)
+
+
+@pytest.mark.parametrize("operator", OPERATORS, ids=lambda one: one._name)
 def test_operators_keep_their_promises_to_the_compiler(operator: object) -> None:
     rows, weight, bias = (torch.randn(*sizes).bfloat16() for sizes in ((M, K), (N, K), (N,)))
-    words = (rows, weight.t(), torch.float32) if operator is product else (rows, weight, bias)
+    words: tuple[object, ...] = rows, weight, bias
+    if operator is product:
+        words = rows, weight.t(), torch.float32
+    if operator is gelu_product_backward:
+        words = rows, weight.t().contiguous(), torch.randn(M, N).bfloat16()
     torch.library.opcheck(operator, words)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_without_a_gpu_gelus_gradient_follows_the_product(dtype: torch.dtype) -> None:
+    above, weight, hidden = (torch.randn(*sizes, dtype=dtype) for sizes in ((M, K), (K, N), (M, N)))
+    kept = hidden.clone()
+    gradient, sums = gelu_product_backward(above, weight, hidden)
+    wanted = above @ weight
+    wanted_sums = plain_gelu_backward_(wanted, hidden)
+    assert gradient.dtype == dtype
+    assert torch.equal(gradient, wanted)
+    assert torch.equal(sums, wanted_sums)
+    assert torch.equal(hidden, kept)
+
+
+def test_quack_is_asked_only_where_it_is_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cuda", 0)
+    for version, capability, there in (("0.6.5", (9, 0), True), ("0.6.5", (10, 0), False), (None, (9, 0), False)):
+        monkeypatch.setattr(gelu_products, "is_installed", lambda version=version: version is not None)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        gelu_products.is_there.cache_clear()
+        assert gelu_products.is_there(device) is there
+    gelu_products.is_there.cache_clear()
+
+
+def test_only_matrices_whose_rows_touch_are_given_to_quack() -> None:
+    memory = torch.zeros(4096, dtype=torch.bfloat16)
+    memory = memory[-memory.data_ptr() % 256 // 2 :]
+    fits = memory[:256].view(16, 16)
+    assert gelu_products.lie_well(fits, fits)
+    assert not gelu_products.lie_well(fits, fits.t())
+    assert not gelu_products.lie_well(fits, memory[:512].view(16, 32)[:, :16])
+    assert not gelu_products.lie_well(fits, memory[:192].view(16, 12))
+    assert not gelu_products.lie_well(memory[:16].view(1, 16), fits)
 
 
 @pytest.mark.parametrize("bias", [True, False])

@@ -50,6 +50,7 @@ ALWAYS = {
     "fused-backward",
     "fp8-linears",
     "tuned-matmuls",
+    "fused-matmuls",
     "packed-attention",
     "flash4-backward",
     "adamw-bf16",

@@ -51,6 +51,7 @@ ORDER = (
     "packed-attention",
     "flash4-backward",
     "tuned-matmuls",
+    "fused-matmuls",
     "fp8-head",
     "fp8-linears",
     *("ddp", "fsdp", "fsdp-keep", "tensor-parallel", "pipeline-parallel", "pipeline-gpipe"),
@@ -58,8 +59,9 @@ ORDER = (
 RANKS = {"ddp", "fsdp", "fsdp-keep", "tensor-parallel", "pipeline-parallel", "pipeline-gpipe"}  # they need several
 HALF = replace(Plan(), autocast="bf16", compile=True)  # some rungs take 16-bit inputs or compiled code
 NARROW = {"fp8-head", "fp8-linears"}  # tests/plain/test_fp8.py asks what they need
-LIBRARIES = {"packed-attention", "flash4-backward", "tuned-matmuls"}  # others' kernels
-ONTO = {"fp8-head", "packed-attention", "flash4-backward"}  # without a fused loss, without a fused backward
+LIBRARIES = {"packed-attention", "flash4-backward", "tuned-matmuls", "fused-matmuls"}  # not torch's
+# without a fused loss, without a fused backward
+ONTO = {"fp8-head", "packed-attention", "flash4-backward", "fused-matmuls"}
 every_rung = pytest.mark.parametrize("rung", LADDER, ids=lambda rung: rung.name)
 
 
@@ -381,10 +383,32 @@ def test_a_recipe_has_one_way_of_packed_attention():
     assert plan_of(("flash4-backward",)).packed_attention == "flash4"
 
 
+def test_fused_matmuls_want_the_layers_and_the_blocks_that_they_are_made_of(tiny, h200):
+    ask = partial(find_rung("fused-matmuls").needs, tiny)
+    whole = plan_of(("bf16", "compile", "fused-backward", "tuned-matmuls"))
+    assert ask(h200, whole) is None
+    assert "tuned-matmuls" in ask(h200, replace(whole, tuned_matmuls=False))
+    assert "fused-backward" in ask(h200, replace(whole, backward="autograd"))
+    assert "compile" in ask(h200, replace(whole, compile=False))
+    assert "fp8-linears" in ask(h200, replace(whole, fp8_linears=True))
+    without = replace(h200, features=(), missing={"quack": "the package is not installed"})
+    assert ask(without, whole) == "the package is not installed"
+
+
+def test_fused_matmuls_name_the_width_that_no_kernel_takes(tiny, h200):
+    odd = replace(tiny, shape=replace(tiny.decoder, d_ff=tiny.decoder.d_ff + 4))
+    reason = find_rung("fused-matmuls").needs(
+        odd, h200, plan_of(("bf16", "compile", "fused-backward", "tuned-matmuls"))
+    )
+    assert str(odd.decoder.d_ff) in reason
+    assert "multiple of 8" in reason
+
+
 @pytest.mark.parametrize("way", sorted(RANKS - {"ddp"}))
 def test_a_model_that_is_cut_leaves_products_and_attention_to_torch(way):
     plan = plan_of(("bf16", "compile", "cudnn-attention", "fused-backward", *sorted(LIBRARIES), way))
     assert not plan.tuned_matmuls
+    assert not plan.fused_matmuls
     assert plan.packed_attention == "none"
 
 

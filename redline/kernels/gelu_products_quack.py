@@ -1,0 +1,137 @@
+"""The kernels of `kernels.gelu_products`, by QuACK. Imported only where that package and a Hopper GPU are.
+
+QuACK compiles the functions of one number below into the ends of its matmuls. That takes some seconds of a form's first
+call (sizes and type), and QuACK keeps the code in a folder of its own (QUACK_CACHE_DIR).
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from quack.activation import gelu_tanh_approx, tanh
+from quack.epilogue.frontend import gemm_epilogue
+from quack.epilogue.ops import ColVecReduce, RowVecLoad, RowVecReduce
+from quack.gemm_config import GemmConfig
+
+from redline.kernels.cublaslt import BUSY_CYCLES, LOOKS
+from redline.kernels.gelu_backward import CUBE, SLOPE
+
+# Two groups of warps in turns: while one multiplies, the other does GELU and writes. Of 25 sets of sizes the fastest on
+# an H200, forward and backward, at 65,536 x 768 x 3,072.
+TILE = GemmConfig(
+    tile_m=128,
+    tile_n=192,
+    cluster_m=1,
+    cluster_n=2,
+    pingpong=True,
+    is_dynamic_persistent=False,
+    device_capacity=9,
+)
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+@gemm_epilogue(outputs=("active",), ops={"bias": RowVecLoad("bias")})  # type: ignore[untyped-decorator]
+def with_gelu(acc: Any, bias: Any) -> dict[str, Any]:
+    """`acc` is a number of the product in fp32; `D` and `active` are written."""
+    return {"D": acc + bias, "active": gelu_tanh_approx(acc + bias)}
+
+
+def gradient_of(acc: Any, x: Any) -> Any:
+    """GELU is x (1 + tanh(z)) / 2 with z = SLOPE / 2 (x + CUBE x^3)."""
+    square = x * x
+    level = tanh(x * (SLOPE / 2 + SLOPE / 2 * CUBE * square))
+    half_of_dz = x * (SLOPE / 4 + 3 * SLOPE / 4 * CUBE * square)
+    return acc * ((level * (-level) + 1.0) * half_of_dz + (level * 0.5 + 0.5))
+
+
+@gemm_epilogue(reduces={"sums": RowVecReduce("sums")})  # type: ignore[untyped-decorator]
+def with_sums_of_columns(acc: Any, c: Any) -> dict[str, Any]:
+    """`c` is what GELU was given; `D` is written, `sums` added up."""
+    gradient = gradient_of(acc, c)
+    return {"D": gradient, "sums": gradient}
+
+
+@gemm_epilogue(reduces={"sums": ColVecReduce("sums")})  # type: ignore[untyped-decorator]
+def with_sums_of_rows(acc: Any, c: Any) -> dict[str, Any]:
+    gradient = gradient_of(acc, c)
+    return {"D": gradient, "sums": gradient}
+
+
+# --- forward ----------------------------------------------------------------------------------------------------------
+
+Key = tuple[Any, ...]
+FORWARD: dict[Key, Any] = {}
+
+
+def forward(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> Pair:
+    hidden, active = (rows.new_empty(rows.size(0), weight.size(0)) for _ in range(2))
+    out = {"D": hidden, "active": active}
+    key = rows.shape, weight.shape, rows.dtype, rows.device
+    plan = FORWARD.get(key)  # with a plan QuACK needs 2 us of the host for a call, without one 28
+    if plan is None:
+        plan = FORWARD[key] = with_gelu.plan(rows, weight.t(), out=out, config=TILE, bias=bias)
+    plan.run(rows, weight.t(), out=out, bias=bias)
+    return hidden, active
+
+
+# --- backward ---------------------------------------------------------------------------------------------------------
+
+
+class Backward:
+    """One of two ways, for operands of these sizes. `turned`: the matmul of the transposed matrices, which finds the
+    numbers of a sum in fewer threads."""
+
+    def __init__(self, turned: bool, above: torch.Tensor, weight: torch.Tensor, hidden: torch.Tensor) -> None:
+        self.turned = turned
+        a, b, c = self._seen(above, weight, hidden)
+        end = with_sums_of_rows if turned else with_sums_of_columns
+        self.plan = end.plan(a, b, c, out={"D": torch.empty_like(c)}, config=TILE)
+        self.parts = self.plan.scratch["sums"].shape
+        self.plan.scratch = {}  # every call has its own: they may be in a graph
+
+    def _seen(self, above: torch.Tensor, weight: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (weight.t(), above.t(), hidden.t()) if self.turned else (above, weight, hidden)
+
+    def __call__(self, above: torch.Tensor, weight: torch.Tensor, hidden: torch.Tensor) -> Pair:
+        gradient = torch.empty_like(hidden)
+        parts = hidden.new_empty(self.parts, dtype=torch.float32)
+        a, b, c = self._seen(above, weight, hidden)
+        self.plan.run(a, b, c, out={"D": gradient.t() if self.turned else gradient}, scratch={"sums": parts})
+        return gradient, parts.sum(dim=1 if self.turned else 0)
+
+
+BACKWARD: dict[Key, Backward] = {}
+
+
+def backward(above: torch.Tensor, weight: torch.Tensor, hidden: torch.Tensor) -> Pair:
+    key = above.shape, weight.shape, hidden.dtype, hidden.device
+    way = BACKWARD.get(key)
+    if way is None:
+        way = BACKWARD[key] = chosen(above, weight, hidden)
+    return way(above, weight, hidden)
+
+
+def chosen(*operands: torch.Tensor) -> Backward:
+    """The faster one here, or always the same where two runs must agree."""
+    if torch.are_deterministic_algorithms_enabled():
+        return Backward(False, *operands)
+    ways = [Backward(turned, *operands) for turned in (False, True)]
+    times: list[list[float]] = [[] for _ in ways]
+    for _ in range(1 + LOOKS):
+        for seconds, way in zip(times, ways, strict=True):
+            seconds.append(seconds_of(lambda way=way: way(*operands)))  # type: ignore[misc]
+    medians = [statistics.median(seconds[1:]) for seconds in times]  # the first loads the code
+    return ways[medians.index(min(medians))]
+
+
+def seconds_of(call: Callable[[], object]) -> float:
+    before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(BUSY_CYCLES)  # else the launch would be timed
+    before.record()
+    call()
+    after.record()
+    after.synchronize()
+    return before.elapsed_time(after) / 1e3
