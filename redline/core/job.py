@@ -28,6 +28,7 @@ from redline.core.workload import Workload
 
 RUN_FILE, RESULTS_FILE, REPORT_FILE, BEST_FILE = "run.json", "results.jsonl", "report.html", "best.json"
 REBATCHED_FILE = "best-rebatched.json"
+CACHE_FOLDER = "cache"  # what workers leave for one another; it ends with the run
 # In a job's folder: the answer, or why there is none; of several ranks, their process ids and who stands still now.
 MEASUREMENT_FILE, FAILURE_FILE = "measurement.json", "failure.json"
 RANK_FILE, STANDING_FILE = "rank-{}.pid", "standing.txt"

@@ -20,13 +20,16 @@ import torch
 from redline.core.job import Job
 from redline.core.layout import Layout
 from redline.core.measurement import Measurement, Proof, Sharing
+from redline.core.plan import Plan
+from redline.core.values import to_json
 from redline.engine import memory
 from redline.engine.build import Training, build
 from redline.engine.clock import Clock
 from redline.engine.distributed import Ranks, alone
-from redline.engine.equivalence import check_gradients, pair_is_bitwise, reference_gradients, told
+from redline.engine.equivalence import Expected, check_gradients, pair_is_bitwise, reference_gradients, told
 from redline.engine.findings import compiler_log
 from redline.engine.fit import free_memory, in_pieces_that_fit
+from redline.engine.kept import kept_reference
 from redline.engine.proof import Shares, prove
 from redline.rungs import plan_of, reference_plan
 
@@ -51,6 +54,8 @@ class Bench:
     device: torch.device
     report: Report
     ranks: Ranks = field(default_factory=alone)
+    references: Path | None = None
+    """A folder in which rows leave the plain model's first step for one another."""
 
 
 def measure(bench: Bench) -> Measurement:
@@ -58,8 +63,7 @@ def measure(bench: Bench) -> Measurement:
     plan = plan_of(job.recipe.rungs)
 
     bench.report("reference")
-    wanted = (job.workload, reference_plan(job.recipe.rungs), plan)
-    expected = told(reference_gradients(*wanted, **_whole_batch_of(bench)) if ranks.leads else None, ranks, device)
+    expected = told(expected_of(bench, plan) if ranks.leads else None, ranks, device)
     free_memory(device)
 
     bench.report("building")
@@ -108,6 +112,20 @@ def measure(bench: Bench) -> Measurement:
         proof=proof,
         sharing=sharing,
     )
+
+
+def expected_of(bench: Bench, plan: Plan) -> Expected:
+    """What the row's gradients are held against; of its plan only the precision counts, so that rows share it."""
+    reference, where = reference_plan(bench.job.recipe.rungs), _whole_batch_of(bench)
+    question = {
+        "workload": to_json(bench.job.workload),
+        "reference": to_json(reference),
+        "precision": (plan.precision, plan.matmul_precision, plan.autocast, plan.loss_scaling),
+        "micro_batch": where["micro_batch"],
+        "device": bench.device.type,
+    }
+    make = partial(reference_gradients, bench.job.workload, reference, plan, **where)
+    return kept_reference(bench.references, question, make)
 
 
 def fullest(bench: Bench, *, recorded: bool) -> tuple[int | None, int | None, int | None]:

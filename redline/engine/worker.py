@@ -24,7 +24,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from redline.core.errors import ModelError, UserError
-from redline.core.job import FAILURE_FILE, MEASUREMENT_FILE, RANK_FILE, STANDING_FILE, Job, write_atomically
+from redline.core.job import (
+    CACHE_FOLDER,
+    FAILURE_FILE,
+    MEASUREMENT_FILE,
+    RANK_FILE,
+    STANDING_FILE,
+    Job,
+    write_atomically,
+)
 from redline.core.measurement import Failure, Measurement
 from redline.core.profile import Profile
 from redline.core.rank_processes import agent_environment
@@ -89,6 +97,7 @@ def run(job: Job, run_directory: Path, report: Any, ranks: Ranks | None = None) 
         device=device,
         report=report,
         ranks=alone() if ranks is None else ranks,
+        references=run_directory / CACHE_FOLDER / "references",
     )
     with without_dropout(job.workload.source):
         return answer_of(bench, run_directory)

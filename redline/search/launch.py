@@ -24,6 +24,7 @@ import redline
 from redline.core.errors import UserError
 from redline.core.hardware import Hardware
 from redline.core.job import (
+    CACHE_FOLDER,
     FAILURE_FILE,
     MEASUREMENT_FILE,
     RANK_FILE,
@@ -124,11 +125,11 @@ def worker_environment(run: RunDirectory, job: Job, compile_cache: str | None = 
 
 
 def cache_folder(run: RunDirectory) -> Path:
-    return run.path.resolve() / "cache"
+    return run.path.resolve() / CACHE_FOLDER
 
 
 def remove_caches(run: RunDirectory) -> None:
-    """Compiled kernels are large and worthless once every repeat is in."""
+    """Compiled kernels, and the plain model's first step: large, and worthless once every row is in."""
     shutil.rmtree(cache_folder(run), ignore_errors=True)
 
 
