@@ -270,7 +270,7 @@ class Contest:
     def _look(self, side: str, challenger: Order) -> None:
         found, own = self._measured(challenger), self.sides[side]
         own["sizes"].append(found)
-        own["bracketed"] = next_size(own["sizes"]) is None
+        own["bracketed"] = is_bracketed(own["sizes"])
         loser: Order | None = challenger
         if (found["tokens_per_second"] or 0.0) > (own["tokens_per_second"] or 0.0):
             loser, self.best[side] = self.best.get(side), challenger
@@ -291,14 +291,27 @@ class Contest:
 
 def next_size(measured: list[dict[str, Any]]) -> int | None:
     """What to try so that the best of a side has a slower one, or one that does not fit, on either hand; None where it
-    has, and where half of one sequence would be asked for."""
-    rates = {each["micro_batch"]: each["tokens_per_second"] for each in measured}
+    has, and where what is missing was tried and broke."""
+    missing = missing_size(measured)
+    return None if missing in {each["micro_batch"] for each in measured} else missing
+
+
+def missing_size(measured: list[dict[str, Any]]) -> int | None:
+    """Sizes that broke for another reason than memory say nothing. Half of one sequence is never asked for."""
+    said = [each for each in measured if each["reason"] in (None, OUT_OF_MEMORY)]
+    if not said:
+        return None
+    rates = {each["micro_batch"]: each["tokens_per_second"] for each in said}
     known = {size: rate for size, rate in rates.items() if rate is not None}
     best = max(known, key=lambda size: known[size], default=0)  # 0: nothing fits, and all are larger than what would
     if best == max(rates):
         return 2 * best
     smallest = min(rates)
     return smallest // 2 if best in (0, smallest) and smallest > 1 else None
+
+
+def is_bracketed(measured: list[dict[str, Any]]) -> bool:
+    return any(each["reason"] is None for each in measured) and missing_size(measured) is None
 
 
 def ratios_of(sides: dict[str, Any]) -> dict[str, Any]:

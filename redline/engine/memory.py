@@ -10,8 +10,9 @@ _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """torch tells it by a class on a GPU and by words on a CPU."""
-    words = ("out of memory", "can't allocate memory")
+    """torch tells it by a class on a GPU and by words on a CPU; cuBLAS and cuDNN, which allocate themselves, by a
+    status."""
+    words = ("out of memory", "can't allocate memory", "status_alloc_failed")
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(word in str(error).lower() for word in words)
 
 

@@ -826,9 +826,28 @@ def test_a_side_goes_on_until_its_best_is_bracketed(
     for side in result["sides"].values():
         assert [one["micro_batch"] for one in side["sizes"]] == tried
         assert [one["tokens_per_second"] for one in side["sizes"]] == [rates.get(size) for size in tried]
-        assert (side["micro_batch"], side["bracketed"]) == (best, True)
+        assert (side["micro_batch"], side["bracketed"]) == (best, bool(rates))
     assert result["ratio"] == (1.0 if rates else None)
     assert {"transformers-2", "transformers-4", "redline-2", "redline-4"} in together, "they compile side by side"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "following"),
+    [
+        ({2: "exit code 1", 4: 9.0}, 8),
+        ({2: "exit code 1", 4: 9.0, 8: "out of memory"}, None),  # 2 is what is missing, and it broke
+        ({2: "exit code 1"}, None),
+    ],
+)
+def test_a_size_that_broke_brackets_nothing(sizes: dict[int, Any], following: int | None, benchmark: Any) -> None:
+    measured = [
+        {"micro_batch": size, "tokens_per_second": None, "reason": found}
+        if isinstance(found, str)
+        else {"micro_batch": size, "tokens_per_second": found, "reason": None}
+        for size, found in sizes.items()
+    ]
+    assert benchmark.next_size(measured) == following
+    assert not benchmark.is_bracketed(measured)
 
 
 def test_the_benchmark_says_what_did_not_fit(benchmark: Any, monkeypatch: pytest.MonkeyPatch, workload: Any) -> None:

@@ -132,3 +132,9 @@ class Nobody:
     def row_started(self, *_: Any) -> None: ...
     def phase(self, *_: Any, **__: Any) -> None: ...
     def row_finished(self, row: dict[str, Any]) -> None: ...
+
+
+@pytest.mark.parametrize("status", ["CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED"])
+def test_a_library_that_finds_no_room_for_itself_is_out_of_memory(status: str) -> None:
+    assert memory.is_out_of_memory(RuntimeError(f"CUDA error: {status} when calling `cublasCreate(handle)`"))
+    assert not memory.is_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED"))

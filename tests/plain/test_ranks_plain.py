@@ -185,6 +185,7 @@ def test_a_signal_is_an_interruption_unless_rank_0_answers_it(
     def press_keys() -> None:
         while not (tmp_path / "ready").exists() or signal.getsignal(signal.SIGINT) is before:
             time.sleep(0.01)
+        time.sleep(0.3)  # a signal just before the wait begins would be answered when that is over, which is never
         os.kill(os.getpid(), signal.SIGINT)
 
     threading.Thread(target=press_keys, daemon=True).start()
