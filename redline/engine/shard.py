@@ -178,6 +178,7 @@ class Sharded(Shared):
             self.root.set_requires_gradient_sync(last)
         if self.way == "fsdp-whole":
             self.root.set_reshard_after_backward(last)  # the next piece has the same weights
+            self.root.unshard()  # in the forward pass FSDP2 would hold what it sent until that is over
         return nullcontext()
 
     @contextmanager

@@ -71,7 +71,12 @@ def held(order: TrainOrder, ranks: Ranks) -> dict[str, Any]:
     }
     return {
         "building": {"left": building.bytes, "peak": building.peak},
-        "within": {"before": within.before, "forward": within.forward, "most whole": within.most_whole},
+        "within": {
+            "before": within.before,
+            "forward": within.forward,
+            "most whole": within.most_whole,
+            "peak": within.peak,
+        },
         "sent": wire.seen(),
         "checksums": {name: checksum(parameter) for name, parameter in step.model.named_parameters()},
         **{what: sum(local_bytes(tensor) for tensor in found) for what, found in tensors.items()},
@@ -80,12 +85,12 @@ def held(order: TrainOrder, ranks: Ranks) -> dict[str, Any]:
 
 class Within:
     """What a step holds: memory that was asked for since it began, before each piece of the batch (that is gradients);
-    whole weights when a forward has ended; and the most whole weights at any time."""
+    whole weights when a forward has ended; the most whole weights at any time, and the most of all that together."""
 
     def __init__(self, step: TrainStep) -> None:
         self.before: list[int] = []
         self.forward: list[int] = []
-        self.most_whole = 0
+        self.most_whole = self.peak = 0
         self._whole: dict[int, torch.UntypedStorage] = {}
         self.model, self.made = step.model, Storages(self.look)
         shared, piece, loss = step.shared, step.shared.piece, step.loss
@@ -102,7 +107,9 @@ class Within:
         shared.piece, step.loss = noted_piece, noted_loss  # type: ignore[method-assign]
 
     def look(self) -> None:
-        self.most_whole = max(self.most_whole, self.whole())
+        whole = self.whole()
+        self.most_whole = max(self.most_whole, whole)
+        self.peak = max(self.peak, whole + self.made.bytes)
 
     def whole(self) -> int:
         """FSDP puts plain tensors in the place of its own while weights are gathered, and takes their memory away,
