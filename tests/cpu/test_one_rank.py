@@ -18,10 +18,11 @@ from redline.core.hardware import Hardware
 from redline.core.recipe import Recipe
 from redline.core.values import to_json
 from redline.core.workload import Shape, Workload
+from redline.engine import build
 from redline.engine.build import build_step
 from redline.engine.distributed import Ranks
 from redline.engine.session import training_plan
-from redline.engine.shard import Replicated, Sharded, Shared
+from redline.engine.shard import Replicated, Sharded, Shared, whole
 from redline.engine.step import TrainStep
 from redline.predict.memory import predict_memory
 from redline.rungs import plan_of
@@ -107,13 +108,40 @@ def test_what_is_wrapped_trains_the_same_too(one: Ranks, few: Any, batch: torch.
             assert (weight - found["plain"][key]).abs().max() < 1e-6, (name, key)
 
 
+def test_a_model_that_is_gathered_as_one_is_compiled_as_one(
+    one: Ranks, batch: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One graph for all steps and pieces, though FSDP2 takes the weights' memory away after each update: forward and
+    loss below its hooks. With what `fsdp` undoes, and weights in 16 bits."""
+    seen: list[set[torch.dtype]] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        seen.append({one.dtype for one in inputs if one.is_floating_point()})
+        return graph
+
+    monkeypatch.setattr(
+        build, "compile_loss", lambda loss_of, _: torch.compile(loss_of, backend=backend, dynamic=False)
+    )
+    rungs = (*RUNGS, "bf16", "compile", "bf16-residual", "fused-backward")
+    plan = plan_of((*rungs, "fsdp-whole"))
+    assert plan == replace(plan_of(rungs), parallel="fsdp-whole"), "nothing is undone"
+    step = build_step(WORKLOAD, plan, device=CPU, ranks=one, chunk=1)
+    eager = build_step(WORKLOAD, replace(plan_of(rungs), compile=False), device=CPU, chunk=1)
+    for either in (step, eager):
+        either.compute_gradients(batch)
+    for (name, ours), theirs in zip(step.model.named_parameters(), eager.model.parameters(), strict=True):
+        assert ours.grad is not None
+        assert theirs.grad is not None
+        assert (whole(ours.grad) - theirs.grad).norm() < 0.02 * theirs.grad.norm(), name
+    step.apply_gradients()
+    trained(step, batch)
+    assert seen == [{torch.bfloat16}]
+
+
 def trained(step: TrainStep, batch: torch.Tensor) -> dict[str, torch.Tensor]:
     for _ in range(3):
         step(batch)
-    whole = {
-        name: getattr(weight, "full_tensor", lambda w=weight: w)() for name, weight in step.model.named_parameters()
-    }
-    return {name: weight.detach().clone() for name, weight in whole.items()}
+    return {name: whole(weight).detach().clone() for name, weight in step.model.named_parameters()}
 
 
 # --- the benchmark ----------------------------------------------------------------------------------------------------
