@@ -52,9 +52,9 @@ ORDER = (
     "tuned-matmuls",
     "fp8-head",
     "fp8-linears",
-    *("ddp", "fsdp", "fsdp-keep", "tensor-parallel", "pipeline-parallel", "pipeline-gpipe"),
+    *("ddp", "fsdp", "fsdp-keep", "fsdp-whole", "tensor-parallel", "pipeline-parallel", "pipeline-gpipe"),
 )
-RANKS = {"ddp", "fsdp", "fsdp-keep", "tensor-parallel", "pipeline-parallel", "pipeline-gpipe"}  # they need several
+RANKS = set(ORDER[ORDER.index("ddp") :])  # they need several
 HALF = replace(Plan(), autocast="bf16", compile=True)  # some rungs take 16-bit inputs or compiled code
 NARROW = {"fp8-head", "fp8-linears"}  # tests/plain/test_fp8.py asks what they need
 LIBRARIES = {"packed-attention", "tuned-matmuls"}  # NVIDIA's
@@ -356,7 +356,7 @@ def test_packed_attention_wants_the_blocks_and_the_kernel_that_it_is_made_of(tin
     assert ask(without, whole) == "the package is not installed"
 
 
-@pytest.mark.parametrize("way", sorted(RANKS - {"ddp"}))
+@pytest.mark.parametrize("way", sorted(RANKS - {"ddp", "fsdp-whole"}))
 def test_a_model_that_is_cut_leaves_products_and_attention_to_torch(way):
     plan = plan_of(("bf16", "compile", "cudnn-attention", "fused-backward", *sorted(LIBRARIES), way))
     assert not plan.tuned_matmuls
