@@ -132,8 +132,8 @@ class FsdpWhole(Rung):
     gradients within an update, which is what ZeRO 2 holds of gradients, and sends each of them once, however many micro
     batches there are. In between nothing is gathered: the model is compiled as one graph, and whatever changes layers
     or lets blocks know one another (`fused-backward`, `tuned-matmuls`, `packed-attention`, fp8) stays. Nothing hides
-    the traffic either, which `fsdp` hides behind blocks: it pays where weights fit, links are fast or an update has
-    many micro batches.
+    the traffic either, which `fsdp` hides behind blocks. It is meant for models whose weights fit, on fast links or
+    with many micro batches per update.
     """
 
     name = "fsdp-whole"
