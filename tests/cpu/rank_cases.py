@@ -51,7 +51,7 @@ def run(folder: Path) -> None:
 
 def held(order: TrainOrder, ranks: Ranks) -> dict[str, Any]:
     """Bytes of weights, gradients and optimizer state that this rank itself holds, between backward and update; what
-    it held and sent for a batch of three pieces; and every bit of the weights, as a checksum."""
+    it held and sent for a batch of three pieces, and held for one; and every bit of the weights, as a checksum."""
     ranks.arrange(order.layout or Layout(ranks=ranks.count))
     device, plan = ranks.connect("cpu"), training_plan(order.recipe, ranks.layout)
     with Storages() as building:
@@ -60,6 +60,10 @@ def held(order: TrainOrder, ranks: Ranks) -> dict[str, Any]:
     batch = torch.zeros((2, 3, shape.sequence), dtype=torch.int64)
     for _ in range(2):  # the optimizer's state; and DDP announces its buckets in the forward after the first backward
         step(batch)
+    short = Within(step)
+    with short.made:
+        step.compute_gradients(batch[:, :1])
+    step.optimizer.zero_grad()
     within = Within(step)
     with within.made, Wire() as wire:
         step.compute_gradients(batch)
@@ -71,12 +75,8 @@ def held(order: TrainOrder, ranks: Ranks) -> dict[str, Any]:
     }
     return {
         "building": {"left": building.bytes, "peak": building.peak},
-        "within": {
-            "before": within.before,
-            "forward": within.forward,
-            "most whole": within.most_whole,
-            "peak": within.peak,
-        },
+        "within": {"before": within.before, "forward": within.forward, "most whole": within.most_whole},
+        "peaks": [short.peak, within.peak],
         "sent": wire.seen(),
         "checksums": {name: checksum(parameter) for name, parameter in step.model.named_parameters()},
         **{what: sum(local_bytes(tensor) for tensor in found) for what, found in tensors.items()},

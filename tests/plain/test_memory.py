@@ -430,7 +430,7 @@ def test_what_zero_3_gathers_by_hand():
 
 
 def test_what_a_model_that_is_gathered_as_one_holds_by_hand():
-    """GPT-2 XL on eight GPUs, with next to no activations. Most is there when gradients are dealt out: all of them in 16
+    """GPT-2 XL on eight GPUs with next to no activations. Most is there when gradients are dealt out: all of them in 16
     bits and as they are sent, in fp32; weights have been given back by then. With several micro batches it is before
     that: the sum of the earlier ones in fp32, the last one's and the weights in 16 bits."""
     shape = Shape(layers=48, heads=25, d_model=1600, d_ff=6400, vocab=50257, sequence=64)
