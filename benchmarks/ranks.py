@@ -1,16 +1,18 @@
 """What sharing a step costs where nobody is there to share with, and what one GPU holds of large models.
 
     python benchmarks/ranks.py --json FILE              # GPT-2: one process, and one rank of DDP and of FSDP2
+    python benchmarks/ranks.py --ways plain "fsdp-whole, wrapped" --json FILE          # some of the ways
     python benchmarks/ranks.py --large --json FILE      # GPT-2 XL and a 7B shape: one rank of FSDP2, with what fits
 
-Each of six ways has a process that keeps its compiled step and takes a turn of ten steps when it is told to, so that
+Each way has a process that keeps its compiled step and takes a turn of ten steps when it is told to, so that
 the card's temperature is the same for all; a turn ends as a cycle of the trainer does, with the mean of its losses over
 the ranks. (In one process they would share compiled code: Dynamo takes the plain model's graph for DDP's, which torch
 cuts where a bucket is full.) The ratio is the median over rounds of a way's turn to the plain process's of the same
 round. *one rank* is what `redline train` builds under `torchrun --nproc-per-node 1`: the rung's wrapper is left out,
 with whatever it would undo. *wrapped* is torch's own DDP and FSDP2 around one rank, whose collectives (NCCL on a GPU,
-gloo on a CPU) end where they begin. *plain, by blocks* is one process that does without what FSDP2 undoes, compiled
-block by block as that is: what is left between the two is FSDP2's own.
+gloo on a CPU) end where they begin. *plain, by blocks* is one process that does without what `fsdp` and `fsdp-keep`
+undo, compiled block by block as those are: what is left between it and them is FSDP2's own. `fsdp-whole` undoes nothing
+and is compiled as one, so that all it costs more than *plain* is FSDP2's own.
 
 --large takes FSDP2's way in, wrapped: built without memory, compiled block by block (all of GPT-2 XL as one graph takes
 Inductor minutes). Each model is a process of its own, with the first recipe of LARGE_RECIPES that is predicted to hold
@@ -30,7 +32,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -65,6 +67,7 @@ SETTLING = 2  # steps before a turn is timed
 AT_ONCE = 3  # processes that compile: each holds the activations of a whole step, 28 GB of GPT-2 at 64
 WARM_UPS, LARGE_STEPS = 3, 8
 PLAIN, BY_BLOCKS = "plain", "plain, by blocks"
+SHARDING = ("fsdp", "fsdp-keep", "fsdp-whole")
 LESS_THAN = 0.01  # what one rank may cost more than one process
 SHARED = ("tf32", "no-sync", "bf16", "compile", "cudnn-attention", "padded-vocab", "tied-weights", "fused-adamw")
 SHARED += ("fused-loss", "bf16-residual", "sigmoid-gelu")
@@ -111,7 +114,7 @@ def ways(rungs: Sequence[str]) -> dict[str, Plan]:
         PLAIN: plan_of(rungs),
         BY_BLOCKS: replace(plan_of((*rungs, "fsdp")), parallel="none", compile=False),  # compiled once it is built
         **{f"{way}, one rank": plan for way, plan in alone_with.items()},
-        **{f"{way}, wrapped": plan_of((*rungs, way)) for way in ("ddp", "fsdp")},
+        **{f"{way}, wrapped": plan_of((*rungs, way)) for way in ("ddp", *SHARDING)},
     }
 
 
@@ -213,9 +216,15 @@ Rows = list[dict[str, Any]]
 Keep = Callable[[Rows], object]
 
 
-def compare(setting: Setting, rounds: int, keep: Keep, seat: Callable[[Setting], Seat] = Seat) -> Rows:
-    """`keep` gets the rows after every round."""
-    names = list(ways(setting.rungs))
+def compare(
+    setting: Setting,
+    rounds: int,
+    keep: Keep,
+    seat: Callable[[Setting], Seat] = Seat,
+    some: Collection[str] | None = None,
+) -> Rows:
+    """`keep` gets the rows after every round. `some`: those of the ways that take part; None: all."""
+    names = [name for name in ways(setting.rungs) if some is None or name in some]
     rows: dict[str, dict[str, Any]] = {}
     seats: dict[str, Seat] = {}
     taken: dict[str, Taken] = {}
@@ -233,9 +242,9 @@ def compare(setting: Setting, rounds: int, keep: Keep, seat: Callable[[Setting],
         say(f"{name} failed: {error}")
 
     try:
-        for some in (names[i : i + AT_ONCE] for i in range(0, len(names), AT_ONCE)):
-            seats |= {name: seat(replace(setting, way=name)) for name in some}
-            for name in some:
+        for together in (names[i : i + AT_ONCE] for i in range(0, len(names), AT_ONCE)):
+            seats |= {name: seat(replace(setting, way=name)) for name in together}
+            for name in together:
                 try:
                     taken[name] = Taken(build_seconds=seats[name].answer()["build_seconds"])
                     say(f"{name}: built and compiled in {taken[name].build_seconds:.1f} s")
@@ -283,11 +292,11 @@ def words_of(error: BaseException) -> str:
 
 def line_of(row: dict[str, Any]) -> str:
     if row["failed"] is not None:
-        return f"{row['way']:16} failed: {row['failed'][:80]}"
+        return f"{row['way']:20} failed: {row['failed'][:80]}"
     step = row["step_seconds"]
-    times = "  ".join(f"{name} {1e3 * step[name]:8.3f}" for name in ("median", "p10", "p90"))
+    times = "  ".join(f"{name} {1e3 * step[name]:7.2f}" for name in ("median", "p10", "p90"))
     ratio = "—" if row["ratio"] is None else f"{row['ratio']:.4f}"
-    return f"{row['way']:16} {times} ms  {row['tokens_per_second']:10,.0f} tok/s  x{ratio} of plain"
+    return f"{row['way']:20} {times} ms  {row['tokens_per_second']:10,.0f} tok/s  x{ratio} of plain"
 
 
 def verdict(rows: Sequence[dict[str, Any]]) -> bool | None:
@@ -455,6 +464,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--micro-batch", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=6, help="of ten steps for each way (default 6)")
+    parser.add_argument("--ways", nargs="+", metavar="WAY", choices=ways(FAST), help="these of the ways (default: all)")
     parser.add_argument("--large", nargs="*", metavar="MODEL", help="large models instead: gpt2-xl, gpt-7b, or these")
     parser.add_argument("--json", nargs="?", const="-", metavar="FILE", help="the record; a FILE grows with the rows")
     parser.add_argument("--child", metavar="JSON", help=argparse.SUPPRESS)
@@ -478,7 +488,7 @@ def measure(options: argparse.Namespace, machine: Machine, seat: Callable[[Setti
             run_large(options.large or LARGE, machine[0], keep, seat)
         else:
             setting = Setting(model="gpt2", micro_batch=options.micro_batch, device=machine[0].kind)
-            keep(compare(setting, options.rounds, keep, seat))
+            keep(compare(setting, options.rounds, keep, seat, options.ways))
     except KeyboardInterrupt:
         say("interrupted: what was finished is in the record")
         return keep(list(rows))

@@ -75,7 +75,7 @@ def add_estimate(commands: Any) -> None:
 
 def add_layout(estimate: argparse.ArgumentParser) -> None:
     """As `redline train` has them, and what it has not: ZeRO stages of their own. The short names are older."""
-    estimate.add_argument("--parallel", metavar="WAY", help="how GPUs share a step: ddp, fsdp or fsdp-keep")
+    estimate.add_argument("--parallel", metavar="WAY", help="how GPUs share a step: ddp, fsdp, fsdp-keep or fsdp-whole")
     estimate.add_argument("--tensor", metavar="N", type=int, help="GPUs that hold each layer together: TP (default: 1)")
     estimate.add_argument(
         "--pipeline", metavar="N", type=int, help="stages that hold the layers in turn: PP (default: 1)"

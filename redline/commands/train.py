@@ -95,7 +95,7 @@ def add_train(commands: Any) -> None:
     train.add_argument(
         "--parallel",
         metavar="WAY",
-        help="how ranks share a step: ddp, fsdp or fsdp-keep, short for its rung in the recipe",
+        help="how ranks share a step: ddp, fsdp, fsdp-keep or fsdp-whole, short for its rung in the recipe",
     )
     train.add_argument("--tensor", metavar="N", type=int, help="ranks that hold each layer together (default: 1)")
     train.add_argument("--pipeline", metavar="N", type=int, help="stages that hold the layers in turn (default: 1)")

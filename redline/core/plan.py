@@ -77,7 +77,8 @@ class Plan:
     # several ranks
     parallel: str = "none"
     """How ranks share a step: 'none' (there is one), 'ddp' (each holds the model), 'fsdp' (each holds a part; blocks
-    are gathered forward and backward) or 'fsdp-keep' (gathered once, and kept for the backward)."""
+    are gathered forward and backward), 'fsdp-keep' (gathered once, and kept for the backward) or 'fsdp-whole' (the
+    model is gathered as one, once per update)."""
     tensor_parallel: bool = False
     """Every layer is cut among the ranks of a tensor group; how many those are is the layout's affair."""
     pipeline: str = "none"
@@ -106,6 +107,13 @@ class Plan:
     @property
     def narrow_linears(self) -> bool:
         return self.fp8_linears and self.autocast is not None
+
+    @property
+    def runs_whole(self) -> bool:
+        """While a step goes on this rank has all layers, each of them whole, as one process has them. What exchanges
+        layers, lets blocks know one another or compiles across them needs that."""
+        by_blocks = self.parallel in ("fsdp", "fsdp-keep")
+        return not (by_blocks or self.tensor_parallel or self.pipeline != "none")
 
     def vocab_rows(self, vocab: int) -> int:
         return -(-vocab // self.vocab_multiple) * self.vocab_multiple

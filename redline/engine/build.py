@@ -102,10 +102,10 @@ def build_step(
     cuts = adapter.cut(model, ranks.mesh["tp"]) if plan.tensor_parallel else {}
     # 3. Compile wraps forward and loss together, so that the loss is fused into the head's epilogue.
     loss_of = plain_loss(adapter, model, plan)
-    if plan.compile and is_cut(plan):
-        compile_blocks(adapter.blocks(model), plan)
-    elif plan.compile:
+    if plan.compile and plan.runs_whole:
         loss_of = compile_loss(loss_of, plan)
+    elif plan.compile:
+        compile_blocks(adapter.blocks(model), plan)
     if plan.cuda_graphs:
         loss_of = outlive_replays(loss_of, model, accumulates=chunk is not None)
     # 4. Ranks share what was compiled: their hooks run between compiled parts. A model that is cut has its weights now.

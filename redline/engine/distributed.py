@@ -214,7 +214,7 @@ class Ranks:
 
     def mean(self, tensor: torch.Tensor) -> torch.Tensor:
         """Over ranks that take different data, in place. gloo has no average."""
-        if not self.joined:
+        if not self.joined or self.layout.data == 1:
             return tensor
         for group in [None] if self.layout.is_plain else self.data_mesh.get_all_groups():
             dist.all_reduce(tensor, group=group)
@@ -223,13 +223,13 @@ class Ranks:
 
     def spread(self, tensor: torch.Tensor) -> torch.Tensor:
         """Rank 0's, into everybody's."""
-        if self.joined:
+        if self.joined and self.count > 1:
             dist.broadcast(tensor, src=0)
         return tensor
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's, in their order, on every rank."""
-        if not self.joined:
+        if not self.joined or self.count == 1:
             return [value]
         found: list[Any] = [None] * self.count
         dist.all_gather_object(found, value, group=self.host_group)

@@ -132,7 +132,8 @@ class Sharded(Shared):
     """Every rank holds its rows of each tensor, of its gradient and of its optimizer state. A block's weights are
     gathered before it runs and given back after it, and its gradients are dealt out in every backward pass: that is
     `fsdp`. `fsdp-keep` gives memory for traffic: weights stay gathered until the backward pass, and whole gradients are
-    added up until the last piece, where they are dealt out once."""
+    added up until the last piece, where they are dealt out once. `fsdp-whole` has no blocks: all weights are gathered
+    before the first piece and stay until the last one's backward pass."""
 
     def __init__(
         self,
@@ -150,7 +151,7 @@ class Sharded(Shared):
             fully_shard,
         )  # dear to import, for ranks only
 
-        mesh, self.keeps = ranks.data_mesh, plan.parallel == "fsdp-keep"
+        mesh, self.way = ranks.data_mesh, plan.parallel
         policy = MixedPrecisionPolicy()
         if plan.autocast == "bf16":
             # Weights are gathered in 16 bits and autocast finds nothing to cast in them; it stays for what it keeps in
@@ -158,9 +159,9 @@ class Sharded(Shared):
             policy = MixedPrecisionPolicy(
                 param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
             )
-        for block in adapter.blocks(model):
-            fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=not self.keeps)
-        # The root holds embedding, last norm and head. The backward pass begins with them: they stay gathered.
+        for block in adapter.blocks(model) if self.way != "fsdp-whole" else ():
+            fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=self.way == "fsdp")
+        # The root holds embedding, last norm and head, or all. The backward pass begins with it: it stays gathered.
         root = WithLoss(model, loss_of)
         fully_shard(root, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
         if any(parameter.is_meta for parameter in root.parameters()):
@@ -171,10 +172,13 @@ class Sharded(Shared):
         super().__init__(root)
 
     def piece(self, last: bool) -> AbstractContextManager[object]:
-        if self.keeps:
+        if self.way == "fsdp":  # copies of the model average what each of their ranks has added up, once: that is
+            self.root.set_requires_all_reduce(last)  # between nodes
+        else:
             self.root.set_requires_gradient_sync(last)
-        else:  # copies of the model average what each of their ranks has added up, once: that is between nodes
-            self.root.set_requires_all_reduce(last)
+        if self.way == "fsdp-whole":
+            self.root.set_reshard_after_backward(last)  # the next piece has the same weights
+            self.root.unshard()  # in the forward pass FSDP2 would hold what it sent until that is over
         return nullcontext()
 
     @contextmanager

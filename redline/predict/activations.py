@@ -163,11 +163,17 @@ class Rank:
         return self.zero == 3 and self.plan.parallel == "fsdp-keep"
 
     @property
+    def gathers_all(self) -> bool:
+        """`fsdp-whole`: ZeRO 3 between updates. Within one all weights are there, and whole gradients wait for the end
+        of the last backward pass, in the type that the weights were gathered in."""
+        return self.zero == 3 and self.plan.parallel == "fsdp-whole"
+
+    @property
     def standing_gradients(self) -> int:
         """Those of earlier micro batches, during a forward."""
         if self.layout.accumulation == 1:
             return 0
-        return self.weight * self.parameters if self.keeps else self.gradient_bytes
+        return self.weight * self.parameters if self.keeps or self.gathers_all else self.gradient_bytes
 
     @cached_property
     def optimizer_bytes(self) -> int:
@@ -196,13 +202,22 @@ class Rank:
 
     def gathered_weights(self, waiting: int) -> int:
         """ZeRO 3: this layer, the next one on its way, and what lies outside the layers. Where they are kept: all
-        layers that are `waiting` for their backward."""
-        layers = waiting if self.keeps else 2
+        layers that are `waiting` for their backward; where they are gathered as one, all."""
+        layers = self.layers if self.gathers_all else waiting if self.keeps else 2
         return self.compute * (layers * self.layer + self.outer) if self.zero == 3 else 0
 
     def gathered_gradients(self, done: int) -> int:
-        """ZeRO 2 and 3: of the gradients that are `done`, those of one layer before they are shared out."""
+        """ZeRO 2 and 3: of the gradients that are `done`, those of one layer before they are shared out; or all, unless
+        they are added to others of their type at once."""
+        if self.gathers_all and (self.casts or self.layout.accumulation == 1):
+            return self.compute * done // self.weight
         return min(done, self.weight * self.layer) if self.zero >= 2 else 0
+
+    def shared_gradients(self, done: int) -> int:
+        """And those that have been shared out since."""
+        if self.gathers_all:
+            return 0
+        return min(self.gradient_bytes, self.shared(done - self.gathered_gradients(done), 2))
 
 
 def compute_bytes(plan: Plan) -> int:

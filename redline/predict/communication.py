@@ -161,16 +161,17 @@ def _whole_weights(rank: Rank, group: Group) -> Iterator[Collective]:
 
 def _sharded_weights(rank: Rank, group: Group) -> Iterator[Collective]:
     """FSDP2: a unit per layer, and one for the rest, which stays whole from forward to backward. `fsdp-keep` gathers
-    once per pass, and deals out gradients on the last micro batch only."""
-    passes, layers = rank.layout.accumulation, rank.layers
+    once per pass, and deals out gradients on the last micro batch only. `fsdp-whole` is one unit, which is gathered
+    before the first micro batch and dealt out after the last: while that goes on, nothing else does."""
+    passes, whole = rank.layout.accumulation, rank.gathers_all
+    units, numbers = _units(rank, group.ranks)
     layer = padded(rank.layer_tensors(), group.ranks)
-    rest = padded(rank.outer_tensors(), group.ranks)
-    units, numbers = layers + (rest > 0), layers * layer + rest
     gathered = rank.compute if rank.casts else rank.weight
-    again, reductions = (0, 1) if rank.keeps else (layers, passes)
+    again = 0 if rank.keeps or whole else rank.layers
+    gatherings, reductions = 1 if whole else passes, 1 if rank.keeps or whole else passes
     for what, kind, during, times, calls, size in (
-        ("weights", ALL_GATHER, "forward", passes, units, gathered * numbers),
-        ("weights again", ALL_GATHER, "backward", passes, again, gathered * again * layer),
+        ("weights", ALL_GATHER, "forward", gatherings, units, gathered * numbers),
+        ("weights again", ALL_GATHER, "backward", gatherings, again, gathered * again * layer),
         ("gradients", REDUCE_SCATTER, "backward", reductions, units, rank.weight * numbers),
     ):
         yield Collective(
@@ -181,26 +182,32 @@ def _sharded_weights(rank: Rank, group: Group) -> Iterator[Collective]:
             calls=times * calls,
             bytes=times * size,
             during=during,
-            hides=True,
+            hides=not whole,
             every_pass=times == passes,
         )
+
+
+def _units(rank: Rank, shards: int) -> tuple[int, int]:
+    """What FSDP2 gathers at a time: how many there are, and the numbers in all of them."""
+    rest = padded(rank.outer_tensors(), shards)
+    numbers = rank.layers * padded(rank.layer_tensors(), shards) + rest
+    return 1 if rank.gathers_all else rank.layers + (rest > 0), numbers
 
 
 def _between_copies(rank: Rank, group: Group) -> Collective:
     """Hybrid sharding: what a GPU was dealt of each unit's gradients is averaged over the copies, on the last micro
     batch only."""
     shards = rank.layout.shards
-    rest = padded(rank.outer_tensors(), shards)
-    numbers = (rank.layers * padded(rank.layer_tensors(), shards) + rest) // shards
+    units, numbers = _units(rank, shards)
     return Collective(
         what="gradients between copies",
         kind=ALL_REDUCE,
         axis="dp",
         group=group,
-        calls=rank.layers + (rest > 0),
-        bytes=rank.weight * numbers,
+        calls=units,
+        bytes=rank.weight * numbers // shards,
         during="backward",
-        hides=True,
+        hides=not rank.gathers_all,
         every_pass=False,
     )
 

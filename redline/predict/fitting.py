@@ -22,8 +22,9 @@ from redline.predict.parallel import Layout
 
 MOST_SEQUENCES = 2**20  # in one micro batch: beyond any use
 MOST_REPLICAS = 1024
-# The ZeRO stage of each way to share a step. What `fsdp-keep` holds beside it within an update is `Rank.keeps`.
-ZERO = {"none": 0, "ddp": 0, "fsdp-keep": 3, "fsdp": 3}
+# The ZeRO stage of each way to share a step. What `fsdp-keep` and `fsdp-whole` hold beside it within an
+# update is `Rank.keeps` and `Rank.gathers_all`.
+ZERO = {"none": 0, "ddp": 0, "fsdp-keep": 3, "fsdp-whole": 3, "fsdp": 3}
 FASTER = "nothing: faster too"
 SAME = 0.005  # a change that moves the peak by less is not worth naming
 

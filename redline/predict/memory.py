@@ -185,6 +185,8 @@ def _moments(rank: Rank) -> Iterator[Memory]:
     yield _layer_moment(rank, "backward of the first layer", behind=0)
     if rank.first:
         yield _embedding_moment(rank)
+    if rank.gathers_all:
+        yield _sharing_out_moment(rank)
     yield _moment(rank, "optimizer update", gradients=rank.gradient_bytes, temporary=rank.update_bytes)
 
 
@@ -283,7 +285,8 @@ def _head_loss(rank: Rank) -> LossMoments:
         logits += 2 * c * piece * _padded_rows(rank)
     # What the head reads, in 16 bit, and eager also as the norm wrote it.
     features = c * stream + (FP32 * stream if rank.casts and not rank.plan.compile else 0)
-    alone = rank.weight if rank.casts and rank.plan.tuned_matmuls else c  # what one piece gives the head
+    wide = rank.casts and rank.plan.tuned_matmuls and not rank.gathers_all
+    alone = rank.weight if wide else c  # what one piece gives the head
     parts = 2 * c if rank.casts else c  # the second one meets the first, which is widened only then
     adding = (2 * FP32 + parts) * table + c * stream if pieces > 1 else 0  # two sums, parts; features' gradients
     joining = (FP32 + c if pieces > 1 else alone) * table + 2 * c * stream
@@ -318,9 +321,9 @@ def _layer_moment(rank: Rank, name: str, behind: int) -> Memory:
     casts = behind + 1 if rank.plan.checkpointing != "full" else 1
     done = rank.weight * ((rank.layers - behind - 1) * rank.layer + rank.last * (rank.table + rank.vectors))
     gathered = rank.gathered_gradients(done)
-    gradients = max(rank.standing_gradients, min(rank.gradient_bytes, rank.shared(done - gathered, 2)))
+    gradients = max(rank.standing_gradients, rank.shared_gradients(done))
     # A weight's gradient comes out of the matmul in 16 bit before it is widened.
-    narrow = rank.compute * rank.matrices if rank.compute != rank.weight else 0
+    narrow = rank.compute * rank.matrices if rank.compute != rank.weight and not rank.gathers_all else 0
     return _moment(
         rank,
         name,
@@ -336,12 +339,26 @@ def _embedding_moment(rank: Rank) -> Memory:
     The stream's gradient feeds it."""
     stream = FP32 * rank.tokens * rank.shape.d_model
     own = 2 * rank.weight * rank.table if rank.head_is_embedding else 0
+    done = rank.weight * rank.parameters if rank.gathers_all else rank.gradient_bytes
     return _moment(
         rank,
         "gradient of the embedding",
         activations={"embedding": batch_bytes(rank)},
-        gradients=max(rank.gradient_bytes, rank.standing_gradients),
-        temporary=stream + own + rank.gathered_weights(0) + rank.gathered_gradients(rank.gradient_bytes),
+        gradients=max(0 if rank.gathers_all else rank.gradient_bytes, rank.standing_gradients),
+        temporary=stream + own + rank.gathered_weights(0) + rank.gathered_gradients(done),
+    )
+
+
+def _sharing_out_moment(rank: Rank) -> Memory:
+    """All gradients at once, when the weights have been given back: as they were computed or added up, beside what is
+    sent; or that beside this GPU's share."""
+    whole = rank.weight * rank.parameters
+    computed = max(rank.standing_gradients, rank.gathered_gradients(whole))
+    return _moment(
+        rank,
+        "gradients shared out",
+        gradients=rank.gradient_bytes,
+        temporary=whole + max(0, computed - rank.gradient_bytes),
     )
 
 

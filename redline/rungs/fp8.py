@@ -21,7 +21,7 @@ WHOLE = 16  # numbers: what a row of an 8-bit operand must be made of
 def _narrow_needs(hardware: Hardware, plan: Plan) -> str | None:
     if plan.autocast != "bf16":
         return "8-bit operands are made of bf16 ones: add bf16"
-    if plan.parallel.startswith("fsdp") or plan.tensor_parallel or plan.pipeline != "none":
+    if not plan.runs_whole:
         return "8-bit products were tried with whole layers only: a model that is cut undoes them"
     return missing(hardware, "fp8")
 

@@ -33,6 +33,7 @@ from redline.rungs.parallel import (
     Ddp,
     Fsdp,
     FsdpKeep,
+    FsdpWhole,
     PipelineGpipe,
     PipelineParallel,
     TensorParallel,
@@ -357,7 +358,7 @@ class FusedBackward(Rung):
     def needs(self, workload: Workload, hardware: Hardware, plan: Plan) -> str | None:
         if plan.autocast != "bf16":
             return "the kernels were made for matmuls in bf16: add bf16"
-        if plan.parallel.startswith("fsdp") or plan.tensor_parallel or plan.pipeline != "none":
+        if not plan.runs_whole:
             return "its blocks are whole, and hand one another more than the stream: a model that is cut undoes it"
         return missing(hardware, "triton") if plan.compile else "the forward pass is left to the compiler: add compile"
 
@@ -554,6 +555,7 @@ LADDER: tuple[Rung, ...] = (
     Ddp(),
     Fsdp(),
     FsdpKeep(),
+    FsdpWhole(),
     TensorParallel(),
     PipelineParallel(),
     PipelineGpipe(),

@@ -36,7 +36,7 @@ class TunedMatmuls(Rung):
             return "the layers compute in 16 bit: add bf16"
         if plan.fp8_linears:
             return "fp8-linears has products of its own"
-        if plan.parallel.startswith("fsdp") or plan.tensor_parallel or plan.pipeline != "none":
+        if not plan.runs_whole:
             return "it exchanges whole layers: a model that is cut undoes it"
         return missing(hardware, "cublaslt")
 

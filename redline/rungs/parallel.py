@@ -130,6 +130,32 @@ class FsdpKeep(Rung):
         return replace(_undone(plan), parallel="fsdp-keep")
 
 
+class FsdpWhole(Rung):
+    """As `fsdp`, with the model gathered as one, once per update, so that it runs as one process runs it.
+
+    Between updates every rank holds a part of each tensor and of its optimizer state, as with `fsdp`. One gathering
+    before the first forward pass of an update brings all weights, with bf16 in 16 bits; they stay until its last
+    backward pass is over, and then all gradients are dealt out at once. So a rank holds whole weights and whole
+    gradients within an update, which is what ZeRO 2 holds of gradients, and sends each of them once, however many micro
+    batches there are. In between nothing is gathered: the model is compiled as one graph, and whatever changes layers
+    or lets blocks know one another (`fused-backward`, `tuned-matmuls`, `packed-attention`, fp8) stays. Nothing hides
+    the traffic either, which `fsdp` hides behind blocks. It is meant for models whose weights fit, on fast links or
+    with many micro batches per update.
+    """
+
+    name = "fsdp-whole"
+    title = "FSDP2, the model gathered as one"
+    maths = Maths.ROUNDING
+    instead_of = DDP
+    when_named = True
+
+    def needs(self, workload: Workload, hardware: Hardware, plan: Plan) -> str | None:
+        return _sharding_needs(hardware, plan)
+
+    def apply(self, plan: Plan) -> Plan:
+        return replace(plan, parallel="fsdp-whole")
+
+
 class TensorParallel(Rung):
     """Ranks of a group hold every layer together: heads, the MLP's width and the vocabulary are cut.
 
@@ -211,5 +237,5 @@ class PipelineGpipe(Rung):
         return replace(_undone(plan), pipeline="gpipe")
 
 
-RANK_RUNGS = tuple(rung.name for rung in (Ddp, Fsdp, FsdpKeep, TensorParallel, PipelineParallel, PipelineGpipe))
-WAYS = tuple(rung.name for rung in (Ddp, Fsdp, FsdpKeep))  # `--parallel`
+WAYS = tuple(rung.name for rung in (Ddp, Fsdp, FsdpKeep, FsdpWhole))  # `--parallel`
+RANK_RUNGS = (*WAYS, *(rung.name for rung in (TensorParallel, PipelineParallel, PipelineGpipe)))

@@ -51,7 +51,7 @@ def run(folder: Path) -> None:
 
 def held(order: TrainOrder, ranks: Ranks) -> dict[str, Any]:
     """Bytes of weights, gradients and optimizer state that this rank itself holds, between backward and update; what
-    it held and sent for a batch of three pieces; and every bit of the weights, as a checksum."""
+    it held and sent for a batch of three pieces, and held for one; and every bit of the weights, as a checksum."""
     ranks.arrange(order.layout or Layout(ranks=ranks.count))
     device, plan = ranks.connect("cpu"), training_plan(order.recipe, ranks.layout)
     with Storages() as building:
@@ -60,6 +60,10 @@ def held(order: TrainOrder, ranks: Ranks) -> dict[str, Any]:
     batch = torch.zeros((2, 3, shape.sequence), dtype=torch.int64)
     for _ in range(2):  # the optimizer's state; and DDP announces its buckets in the forward after the first backward
         step(batch)
+    short = Within(step)
+    with short.made:
+        step.compute_gradients(batch[:, :1])
+    step.optimizer.zero_grad()
     within = Within(step)
     with within.made, Wire() as wire:
         step.compute_gradients(batch)
@@ -72,6 +76,7 @@ def held(order: TrainOrder, ranks: Ranks) -> dict[str, Any]:
     return {
         "building": {"left": building.bytes, "peak": building.peak},
         "within": {"before": within.before, "forward": within.forward, "most whole": within.most_whole},
+        "peaks": [short.peak, within.peak],
         "sent": wire.seen(),
         "checksums": {name: checksum(parameter) for name, parameter in step.model.named_parameters()},
         **{what: sum(local_bytes(tensor) for tensor in found) for what, found in tensors.items()},
@@ -80,12 +85,12 @@ def held(order: TrainOrder, ranks: Ranks) -> dict[str, Any]:
 
 class Within:
     """What a step holds: memory that was asked for since it began, before each piece of the batch (that is gradients);
-    whole weights when a forward has ended; and the most whole weights at any time."""
+    whole weights when a forward has ended; the most whole weights at any time, and the most of all that together."""
 
     def __init__(self, step: TrainStep) -> None:
         self.before: list[int] = []
         self.forward: list[int] = []
-        self.most_whole = 0
+        self.most_whole = self.peak = 0
         self._whole: dict[int, torch.UntypedStorage] = {}
         self.model, self.made = step.model, Storages(self.look)
         shared, piece, loss = step.shared, step.shared.piece, step.loss
@@ -102,7 +107,9 @@ class Within:
         shared.piece, step.loss = noted_piece, noted_loss  # type: ignore[method-assign]
 
     def look(self) -> None:
-        self.most_whole = max(self.most_whole, self.whole())
+        whole = self.whole()
+        self.most_whole = max(self.most_whole, whole)
+        self.peak = max(self.peak, whole + self.made.bytes)
 
     def whole(self) -> int:
         """FSDP puts plain tensors in the place of its own while weights are gathered, and takes their memory away,

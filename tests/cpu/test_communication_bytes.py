@@ -29,7 +29,7 @@ from redline.engine.shard import give_memory
 from redline.model.gpt import GPT, fill_buffers
 from redline.model.tensor_parallel import cut_gpt, vocabulary_loss
 from redline.predict.activations import Rank
-from redline.predict.communication import ALL_REDUCE, POINT, traffic
+from redline.predict.communication import ALL_GATHER, ALL_REDUCE, POINT, REDUCE_SCATTER, traffic
 from redline.predict.optimizers import find_optimizer
 from redline.predict.parallel import Layout
 
@@ -181,6 +181,22 @@ def sharded(model, blocks, mesh, policy, *, keep=False):
     return fully_shard(Trained(model), mesh=mesh, mp_policy=policy)
 
 
+def pieces_of_an_update(trained, way):
+    """What three micro batches send together, asked for as `engine/shard.py` does."""
+    sums = Counter()
+    for last in (False, False, True):
+        if way == "fsdp":
+            trained.set_requires_all_reduce(last)
+        else:
+            trained.set_requires_gradient_sync(last)
+        if way == "fsdp-whole":
+            trained.set_reshard_after_backward(last)
+        for kind, (calls, moved) in step(trained, SMALL).items():
+            sums[kind, "calls"] += calls
+            sums[kind, "bytes"] += moved
+    return {kind: (sums[kind, "calls"], sums[kind, "bytes"]) for kind in sorted({kind for kind, _ in sums})}
+
+
 @pytest.mark.parametrize(
     ("tied", "policy"), [(True, POLICY), (False, MixedPrecisionPolicy())], ids=["tied-bf16", "untied-fp32"]
 )
@@ -201,6 +217,17 @@ def test_fsdp2_gathers_and_scatters_every_micro_batch(flat):
         assert (sums[kind, "calls"], sums[kind, "bytes"]) == (calls, moved)
 
 
+@pytest.mark.parametrize(
+    ("tied", "policy"), [(True, POLICY), (False, MixedPrecisionPolicy())], ids=["tied-bf16", "untied-fp32"]
+)
+def test_fsdp2_with_the_model_as_one_gathers_and_scatters_once_per_update(flat, tied, policy):
+    trained = sharded(GPT(SMALL, tied=tied), (), flat, policy)
+    plan = Plan(tied=tied, autocast="bf16" if policy is POLICY else None, parallel="fsdp-whole")
+    found = predicted(SMALL, plan, zero=3, accumulation=3)
+    assert {kind: calls for kind, (calls, _) in found.items()} == {ALL_GATHER: 1, REDUCE_SCATTER: 1}
+    assert pieces_of_an_update(trained, "fsdp-whole") == found
+
+
 # hybrid sharding: copies of the model, each cut among some ranks
 
 
@@ -218,24 +245,13 @@ def test_hybrid_sharding(tied, policy, copies):
     assert step(sharded(model, model.h, mesh, policy), SMALL) == found
 
 
-@pytest.mark.parametrize("keep", [False, True], ids=["fsdp", "fsdp-keep"])
-def test_copies_are_averaged_on_the_last_micro_batch_only(keep):
-    """As `engine/shard.py` asks for it, of either way."""
+@pytest.mark.parametrize("way", ["fsdp", "fsdp-keep", "fsdp-whole"])
+def test_copies_are_averaged_on_the_last_micro_batch_only(way):
     mesh = init_device_mesh("cpu", (4, RANKS // 4), mesh_dim_names=("replicate", "shard"))
     model = GPT(SMALL)
-    trained, sums = sharded(model, model.h, mesh, POLICY, keep=keep), Counter()
-    for last in (False, False, True):
-        if keep:
-            trained.set_requires_gradient_sync(last)
-        else:
-            trained.set_requires_all_reduce(last)
-        for kind, (calls, moved) in step(trained, SMALL).items():
-            sums[kind, "calls"] += calls
-            sums[kind, "bytes"] += moved
-    plan = Plan(tied=True, autocast="bf16", parallel="fsdp-keep" if keep else "fsdp")
-    found = predicted(SMALL, plan, zero=3, accumulation=3, replicas=4)
-    assert {kind: (sums[kind, "calls"], sums[kind, "bytes"]) for kind in found} == found
-    assert len(sums) == 2 * len(found)
+    trained = sharded(model, () if way == "fsdp-whole" else model.h, mesh, POLICY, keep=way == "fsdp-keep")
+    found = predicted(SMALL, Plan(tied=True, autocast="bf16", parallel=way), zero=3, accumulation=3, replicas=4)
+    assert pieces_of_an_update(trained, way) == found
 
 
 def test_hybrid_sharding_and_tensor_parallel():

@@ -18,13 +18,15 @@ from redline.core.hardware import Hardware
 from redline.core.recipe import Recipe
 from redline.core.values import to_json
 from redline.core.workload import Shape, Workload
+from redline.engine import build
 from redline.engine.build import build_step
 from redline.engine.distributed import Ranks
 from redline.engine.session import training_plan
-from redline.engine.shard import Replicated, Sharded, Shared
+from redline.engine.shard import Replicated, Sharded, Shared, whole
 from redline.engine.step import TrainStep
 from redline.predict.memory import predict_memory
 from redline.rungs import plan_of
+from redline.rungs.parallel import WAYS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -84,7 +86,7 @@ def batch() -> torch.Tensor:
 # --- the engine -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("way", ["ddp", "fsdp", "fsdp-keep"])
+@pytest.mark.parametrize("way", WAYS)
 def test_one_rank_trains_what_one_process_trains_bit_for_bit(one: Ranks, batch: torch.Tensor, way: str) -> None:
     recipe = Recipe(rungs=(*RUNGS, way), micro_batch=2)
     plain = trained(build_step(WORKLOAD, plan_of(RUNGS), device=CPU), batch)
@@ -98,7 +100,7 @@ def test_what_is_wrapped_trains_the_same_too(one: Ranks, few: Any, batch: torch.
     found = {}
     for name, plan in few.ways(RUNGS).items():
         step = build_step(WORKLOAD, plan, device=CPU, ranks=one)
-        kind = {"ddp, wrapped": Replicated, "fsdp, wrapped": Sharded}.get(name, Shared)
+        kind = Shared if "wrapped" not in name else Replicated if name.startswith("ddp") else Sharded
         assert type(step.shared) is kind, name
         found[name] = trained(step, batch)
     for name, weights in found.items():
@@ -106,19 +108,46 @@ def test_what_is_wrapped_trains_the_same_too(one: Ranks, few: Any, batch: torch.
             assert (weight - found["plain"][key]).abs().max() < 1e-6, (name, key)
 
 
+def test_a_model_that_is_gathered_as_one_is_compiled_as_one(
+    one: Ranks, batch: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One graph for all steps and pieces, though FSDP2 takes the weights' memory away after each update: forward and
+    loss below its hooks. With what `fsdp` undoes, and weights in 16 bits."""
+    seen: list[set[torch.dtype]] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        seen.append({one.dtype for one in inputs if one.is_floating_point()})
+        return graph
+
+    monkeypatch.setattr(
+        build, "compile_loss", lambda loss_of, _: torch.compile(loss_of, backend=backend, dynamic=False)
+    )
+    rungs = (*RUNGS, "bf16", "compile", "bf16-residual", "fused-backward")
+    plan = plan_of((*rungs, "fsdp-whole"))
+    assert plan == replace(plan_of(rungs), parallel="fsdp-whole"), "nothing is undone"
+    step = build_step(WORKLOAD, plan, device=CPU, ranks=one, chunk=1)
+    eager = build_step(WORKLOAD, replace(plan_of(rungs), compile=False), device=CPU, chunk=1)
+    for either in (step, eager):
+        either.compute_gradients(batch)
+    for (name, ours), theirs in zip(step.model.named_parameters(), eager.model.parameters(), strict=True):
+        assert ours.grad is not None
+        assert theirs.grad is not None
+        assert (whole(ours.grad) - theirs.grad).norm() < 0.02 * theirs.grad.norm(), name
+    step.apply_gradients()
+    trained(step, batch)
+    assert seen == [{torch.bfloat16}]
+
+
 def trained(step: TrainStep, batch: torch.Tensor) -> dict[str, torch.Tensor]:
     for _ in range(3):
         step(batch)
-    whole = {
-        name: getattr(weight, "full_tensor", lambda w=weight: w)() for name, weight in step.model.named_parameters()
-    }
-    return {name: weight.detach().clone() for name, weight in whole.items()}
+    return {name: whole(weight).detach().clone() for name, weight in step.model.named_parameters()}
 
 
 # --- the benchmark ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("way", ["plain", "plain, by blocks", "fsdp, wrapped"])
+@pytest.mark.parametrize("way", ["plain", "plain, by blocks", "fsdp-whole, wrapped"])
 def test_a_process_takes_a_turn_for_every_order(few: Any, small: Any, way: str) -> None:
     told: list[dict[str, Any]] = []
     few.serve_turns(replace(small, way=way), ["turn\n", "turn\n"], told.append)
@@ -166,9 +195,9 @@ def test_a_ratio_is_of_turns_of_the_same_round(few: Any, small: Any, pretended: 
     kept: list[list[dict[str, Any]]] = []
     rows = few.compare(small, 3, lambda rows: kept.append(list(rows)), pretended)
     assert [row["way"] for row in rows] == list(few.ways(RUNGS))
-    assert [row.get("rounds") for row in kept[0]] == [1, 1, 1, 1, 1, None]
+    assert [row.get("rounds") for row in kept[0]] == [1, 1, 1, 1, 1, None, 1, 1]
     assert kept[-1] == rows
-    assert [row.get("ratio") for row in rows] == pytest.approx([1.0, 1.0, 1.0, 1.0, 1.1, None])
+    assert [row.get("ratio") for row in rows] == pytest.approx([1.0, 1.0, 1.0, 1.0, 1.1, None, 1.0, 1.0])
     assert (rows[4]["ratio_least"], rows[4]["ratio_most"]) == pytest.approx((1.1, 1.2))
     assert rows[0]["step_seconds"] == {"median": 2.0, "p10": 1.0, "p90": 4.0, "n": 6}
     assert rows[0]["tokens_per_second"] == pytest.approx(2 * 16 / 2.0)
@@ -180,6 +209,11 @@ def test_a_ratio_is_of_turns_of_the_same_round(few: Any, small: Any, pretended: 
     assert few.verdict(rows[:3]) is None
 
 
+def test_some_of_the_ways_take_turns(few: Any, pretended: type[Pretended]) -> None:
+    few.measure(few.parse(["--rounds", "1", "--ways", "fsdp-whole, wrapped", "plain"]), (H200, {}), pretended)
+    assert [seat.setting.way for seat in all_seats] == ["plain", "fsdp-whole, wrapped"]
+
+
 def test_what_was_finished_is_in_the_record(
     few: Any, pretended: type[Pretended], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -189,7 +223,7 @@ def test_what_was_finished_is_in_the_record(
     record = few.measure(few.parse(["--json", str(path)]), (H200, {"torch": "2.13"}), pretended)
     assert json.loads(path.read_text()) == record
     assert record["finished"] is False
-    assert [row.get("rounds") for row in record["rows"]] == [2, 2, 2, 2, 2, None]
+    assert [row.get("rounds") for row in record["rows"]] == [2, 2, 2, 2, 2, None, 2, 2]
     assert (record["hardware"]["name"], record["versions"], record["limit"]) == ("NVIDIA H200", {"torch": "2.13"}, 0.01)
     assert record["within_limit"] is True
     assert all(seat.closed for seat in all_seats)
@@ -279,6 +313,6 @@ def test_the_next_recipe_is_tried_after_one_that_ran_out(few: Any) -> None:
 def test_real_processes_take_turns_and_tell_what_is_wrong(few: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = few.Setting(model="tiny", micro_batch=1, rungs=("tied-weights",), device="cpu")
     rows = few.compare(plain, 1, lambda _: None)
-    assert [row["failed"] for row in rows] == [None] * 6
+    assert [row["failed"] for row in rows] == [None] * 8
     row = few.run_large(["tiny"], Hardware(kind="cpu", name="a CPU", memory_bytes=2**30), lambda _: None)[-1]
     assert row["failed"] is not None, "a CPU has no such kernels"

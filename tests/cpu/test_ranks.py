@@ -40,10 +40,11 @@ from redline.predict.activations import Rank
 from redline.predict.communication import ALL_REDUCE, REDUCE_SCATTER, traffic
 from redline.predict.fitting import ZERO
 from redline.predict.flops import parameters
-from redline.predict.memory import predict_memory
+from redline.predict.memory import WORKSPACES, predict_memory
 from redline.predict.optimizers import find_optimizer
 from redline.predict.parallel import Layout
 from redline.rungs import plan_of
+from redline.rungs.parallel import WAYS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -57,8 +58,11 @@ CASES = {
     "fsdp": ("fsdp",),
     "fsdp-tied": ("fsdp", "tied-weights", "fused-adamw", "checkpointing"),
     "fsdp-keep-padded": ("fsdp-keep", "padded-vocab", "chunked-loss", "foreach-adamw", "tied-weights"),
+    "fsdp-whole-tied": ("fsdp-whole", "tied-weights", "fused-adamw", "checkpointing"),
     "fsdp-bf16": ("fsdp", "bf16"),
+    "fsdp-whole-bf16": ("fsdp-whole", "bf16"),
 }
+ROUNDED = [name for name in CASES if name.endswith("bf16")]
 WORKLOAD = Workload(
     name="ranked",
     shape=Shape(layers=2, heads=2, d_model=32, d_ff=64, vocab=257, sequence=16),
@@ -69,7 +73,6 @@ WORKLOAD = Workload(
 
 # More blocks than FSDP has gathered at a time, and an update of three micro batches: what a step holds, and sends.
 DEEP = replace(WORKLOAD, name="deep", shape=replace(WORKLOAD.decoder, layers=6))
-WAYS = ("ddp", "fsdp", "fsdp-keep")
 PIECES = 3
 
 
@@ -136,7 +139,9 @@ def runs(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     data = folder / "data"
     prepare(Preparation(sources=(str(text),), out=data, tokenizer="bytes", val_fraction=0.2, processes=1))
     orders = {name: order_of(folder, data, name, rungs) for name, rungs in CASES.items()}
-    half = [order_of(folder, data, f"{name}-half", CASES[name], steps=2) for name in ("ddp", "fsdp-tied")]
+    half = [
+        order_of(folder, data, f"{name}-half", CASES[name], steps=2) for name in ("ddp", "fsdp-tied", "fsdp-whole-tied")
+    ]
     told = {4: start(folder / "of-4", 4, [*orders.values(), *half], [orders["fsdp"], orders["ddp"]])}
     # What four ranks began two go on with, each family with its own and with the other one's checkpoint.
     further = {
@@ -145,6 +150,9 @@ def runs(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
         "fsdp-tied-by-two": ("fsdp-tied-half", CASES["fsdp-tied"]),
         "fsdp-tied-as-ddp": ("fsdp-tied-half", CASES["ddp-tied"]),
         "fsdp-tied-by-one": ("fsdp-tied-half", CASES["fsdp-tied"]),
+        "fsdp-whole-tied-by-two": ("fsdp-whole-tied-half", CASES["fsdp-whole-tied"]),
+        "fsdp-whole-tied-as-fsdp": ("fsdp-whole-tied-half", CASES["fsdp-tied"]),
+        "fsdp-whole-tied-by-one": ("fsdp-whole-tied-half", CASES["fsdp-whole-tied"]),
         "ddp-by-one": ("ddp-half", CASES["ddp"]),
     }
     for name, (source, rungs) in further.items():
@@ -162,7 +170,7 @@ def one_process(runs: Runs) -> Callable[..., Path]:
     made: dict[tuple[str, ...], Path] = {}
 
     def train_alone(rungs: tuple[str, ...]) -> Path:
-        key = tuple(name for name in rungs if name not in ("ddp", "fsdp", "fsdp-keep"))
+        key = tuple(name for name in rungs if name not in WAYS)
         if key not in made:
             out = runs.folder / f"alone-{len(made)}"
             train(replace(runs.orders["ddp"], recipe=Recipe(rungs=rungs, micro_batch=1), out=str(out)), quiet)
@@ -185,26 +193,35 @@ def differences(run: Path, reference: Path) -> dict[str, float]:
     return found
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name != "fsdp-bf16"])
+@pytest.mark.parametrize("name", [name for name in CASES if name not in ROUNDED])
 def test_ranks_train_what_one_process_trains(runs: Runs, one_process: Callable[..., Path], name: str) -> None:
     found = differences(runs.at(name), one_process(CASES[name]))
     assert max(found.values()) < 1e-5, found
 
 
-def test_sharded_bf16_is_bf16(runs: Runs, one_process: Callable[..., Path]) -> None:
+@pytest.mark.parametrize("name", ROUNDED)
+def test_sharded_bf16_is_bf16(runs: Runs, one_process: Callable[..., Path], name: str) -> None:
     """As close to fp32 as autocast on one process is, and no closer: the weights really travel in 16 bits."""
-    exact, rounded = one_process(CASES["fsdp"]), one_process(CASES["fsdp-bf16"])
+    exact, rounded = one_process(CASES["fsdp"]), one_process(CASES[name])
     weights = [name for name in differences(exact, rounded) if name.startswith("model.")]
 
     def distance(run: Path) -> float:
         ours, theirs = last_of(run).tensors(), last_of(exact).tensors()
         return float(sum((ours[name] - theirs[name]).square().sum() for name in weights)) ** 0.5
 
-    assert 0.3 * distance(rounded) < distance(runs.at("fsdp-bf16")) < 2 * distance(rounded)
+    assert 0.3 * distance(rounded) < distance(runs.at(name)) < 2 * distance(rounded)
 
 
 @pytest.mark.parametrize(
-    "name", ["ddp-by-two", "ddp-as-fsdp", "fsdp-tied-by-two", "fsdp-tied-as-ddp"], ids=lambda name: str(name)
+    "name",
+    [
+        "ddp-by-two",
+        "ddp-as-fsdp",
+        "fsdp-tied-by-two",
+        "fsdp-tied-as-ddp",
+        "fsdp-whole-tied-by-two",
+        "fsdp-whole-tied-as-fsdp",
+    ],
 )
 def test_two_ranks_go_on_from_what_four_saved(runs: Runs, one_process: Callable[..., Path], name: str) -> None:
     notes = [fields["text"] for kind, fields in runs.told[2][0][str(runs.at(name))]["events"] if kind == "note"]
@@ -213,7 +230,7 @@ def test_two_ranks_go_on_from_what_four_saved(runs: Runs, one_process: Callable[
     assert max(found.values()) < 1e-5, found
 
 
-@pytest.mark.parametrize("name", ["fsdp-tied-by-one", "ddp-by-one"])
+@pytest.mark.parametrize("name", ["fsdp-tied-by-one", "fsdp-whole-tied-by-one", "ddp-by-one"])
 def test_one_process_goes_on_from_what_four_ranks_saved(
     runs: Runs, one_process: Callable[..., Path], name: str
 ) -> None:
@@ -337,20 +354,21 @@ def rank_of_two(way: str) -> Rank:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_step_sends_what_is_predicted(runs: Runs, way: str) -> None:
-    """Calls and bytes of three micro batches: DDP and `fsdp-keep` reduce once, `fsdp` in every pass."""
+    """Calls and bytes of three micro batches: DDP and `fsdp-keep` reduce once, `fsdp` in every pass. `fsdp-whole`
+    gathers once too, all of it."""
     calls: Counter[str] = Counter()
     sizes: Counter[str] = Counter()
     for one in traffic(rank_of_two(way), gpus_per_node=2):
         calls[one.kind] += one.calls
         sizes[one.kind] += round(one.bytes)
     units = DEEP.decoder.layers + 1
-    reductions = {"ddp": calls[ALL_REDUCE], "fsdp": PIECES * units, "fsdp-keep": units}[way]
+    reductions = {"ddp": calls[ALL_REDUCE], "fsdp": PIECES * units, "fsdp-keep": units, "fsdp-whole": 1}[way]
     for rank in held_by_two(runs, way):
         assert rank["sent"] == {kind: [calls[kind], sizes[kind]] for kind in calls}
         assert sum(rank["sent"].get(kind, [0])[0] for kind in (ALL_REDUCE, REDUCE_SCATTER)) == reductions
 
 
-@pytest.mark.parametrize(("way", "share"), [("fsdp", 2), ("fsdp-keep", 1)])
+@pytest.mark.parametrize(("way", "share"), [("fsdp", 2), ("fsdp-keep", 1), ("fsdp-whole", 1)])
 def test_gradients_between_micro_batches_are_what_is_predicted(runs: Runs, way: str, share: int) -> None:
     """A rank's share of them, or all: up to rows that cannot be shared evenly, and the numbers of the losses."""
     predicted = rank_of_two(way).standing_gradients
@@ -374,7 +392,27 @@ def test_weights_are_given_back_after_a_forward_unless_they_are_kept(runs: Runs)
         assert frugal["within"]["forward"] == pytest.approx([outer] * PIECES, rel=0.01)
 
 
-@pytest.mark.parametrize("way", ["fsdp", "fsdp-keep"])
+def test_a_model_that_is_gathered_as_one_is_there_in_all_pieces(runs: Runs) -> None:
+    predicted = rank_of_two("fsdp-whole").gathered_weights(0)
+    assert predicted == 4 * parameters(DEEP.decoder, tied=False).total
+    for rank in held_by_two(runs, "fsdp-whole"):
+        assert rank["within"]["most whole"] == pytest.approx(predicted, rel=0.01)
+        assert rank["within"]["forward"] == pytest.approx([predicted] * PIECES, rel=0.01)
+
+
+def test_the_peak_of_an_update_of_a_model_that_is_gathered_as_one_is_predicted(runs: Runs) -> None:
+    """Beside what a rank holds all the time: whole weights, whole gradients and activations. Nothing that was sent is
+    still there in a forward, which would be as much as the weights again."""
+    shape, plan, predicted = DEEP.decoder, plan_of(("fsdp-whole",)), []
+    for pieces in (1, PIECES):
+        layout = Layout(gpus=2, accumulation=pieces)
+        memory = predict_memory(shape, plan, micro_batch=1, layout=layout, zero=ZERO["fsdp-whole"])
+        predicted.append(memory.allocated - WORKSPACES - memory.weights - memory.optimizer)
+    for rank in held_by_two(runs, "fsdp-whole"):
+        assert rank["peaks"] == pytest.approx(predicted, rel=0.02)
+
+
+@pytest.mark.parametrize("way", ["fsdp", "fsdp-keep", "fsdp-whole"])
 def test_a_model_that_is_cut_is_built_in_a_ranks_share_of_memory(runs: Runs, way: str) -> None:
     """And one whole tensor at a time with this rank's rows of it, from which its share is taken; DDP takes it all."""
     whole, largest = 4 * parameters(DEEP.decoder, tied=False).total, 4 * rank_of_two(way).largest

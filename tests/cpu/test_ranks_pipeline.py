@@ -72,6 +72,7 @@ CASES = {
 MORE = {
     "ddp-gpipe-tied": Case(TWO_BY_TWO, ("ddp", "pipeline-gpipe", *TIED)),
     "fsdp-1f1b-tied": Case(TWO_BY_TWO, ("fsdp", "pipeline-parallel", *TIED)),
+    "fsdp-whole-1f1b-tied": Case(TWO_BY_TWO, ("fsdp-whole", "pipeline-parallel", *TIED)),
     "fsdp-half": Case(TWO_BY_TWO, ("fsdp", "pipeline-parallel", *TIED), steps=2),
     "four-tied": Case(FOUR, ("ddp", "pipeline-parallel", *TIED)),
     "four-from-two": Case(FOUR, ("ddp", "pipeline-gpipe", *TIED), goes_on_from="1f1b-half"),

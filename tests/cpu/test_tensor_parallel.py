@@ -60,6 +60,8 @@ LONG_CASES = {
     "hybrid-tp2": (Layout(ranks=8, tensor=2, replicas=2), (TENSOR, "fsdp", "tied-weights")),
     "tp2-bf16": (TWO, (TENSOR, "bf16")),
     "tp2-fsdp-bf16": (SQUARE, (TENSOR, "fsdp", "bf16")),
+    "tp2-fsdp-whole": (SQUARE, (TENSOR, "fsdp-whole", "tied-weights")),
+    "hybrid-whole": (HYBRID, ("fsdp-whole", "tied-weights", "fused-adamw")),
 }
 # What one layout began another goes on with; None is one process.
 FURTHER = {

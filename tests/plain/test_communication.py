@@ -213,6 +213,26 @@ def test_zero_3_by_its_formula():
     assert sent[REDUCE_SCATTER] == 7 / 8 * 4 * (count + padding)
 
 
+def test_a_model_that_is_gathered_as_one_is_sent_once_per_update_and_hides_behind_nothing():
+    """16-bit weights and fp32 gradients, once each; `fsdp` sends more and waits less."""
+    whole = replace(BF16, parallel="fsdp-whole")
+    numbers = parameters(GPT2, tied=True).total + 7 * 768  # 50257 rows become 50264
+    for accumulation in (1, 4):
+        sent = traffic(rank_of(plan=whole, zero=3, accumulation=accumulation), 8)
+        assert {one.kind: (one.calls, one.bytes) for one in sent} == {
+            ALL_GATHER: (1, 2 * numbers),
+            REDUCE_SCATTER: (1, 4 * numbers),
+        }
+        layout = Layout(gpus=8, accumulation=accumulation)
+        step, blocks = (
+            step_time(Compute(forward=1.0, backward=2.0), one, fabric_of("nvlink4"), LinkModel(), layout)
+            for one in (sent, traffic(rank_of(zero=3, accumulation=accumulation), 8))
+        )
+        assert step.exposed_seconds == pytest.approx(step.communication_seconds)
+        assert step.communication_seconds < blocks.communication_seconds
+        assert blocks.exposed_seconds == pytest.approx(0)
+
+
 def test_accumulation_multiplies_what_happens_every_pass():
     for zero, times in ((0, 1), (1, 1), (2, 4), (3, 4)):
         once, many = (sent_bytes(traffic(rank_of(zero=zero, accumulation=n), 8)) for n in (1, 4))

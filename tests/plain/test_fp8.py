@@ -82,6 +82,13 @@ def test_a_model_that_is_cut_undoes_it(way, h200):
         assert "a model that is cut undoes them" in refusal(h200, cut, rung=rung)
 
 
+def test_a_model_that_is_gathered_as_one_has_them(h200):
+    plan = plan_of((*FAST, "fp8-head", "fp8-linears", "fsdp-whole"))
+    assert (plan.fp8_head, plan.fp8_linears) == (True, True)
+    for rung in ("fp8-head", "fp8-linears"):
+        assert refusal(h200, plan_of((*FAST, "fsdp-whole")), rung=rung) is None
+
+
 def test_they_are_taken_by_name_only(h200):
     assert not {"fp8-head", "fp8-linears"} & set(usual_rungs(GPT2, h200))
 

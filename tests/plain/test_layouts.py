@@ -621,11 +621,12 @@ def test_the_options_of_train_are_understood(document, options, short):
     assert {**found, "command": ""} == {**other, "command": ""}
 
 
-def test_fsdp_keep_has_its_own_line(document):
-    found = document("gpt2", "--gpu", "H100-SXM", "--gpus", 8, "--parallel", "fsdp-keep")
-    assert found["settings"]["plan"]["parallel"] == "fsdp-keep"
-    assert "--parallel fsdp-keep" in found["parallel"]["train"]["command"]
-    assert found["words"].endswith("fsdp-keep")
+@pytest.mark.parametrize("way", ["fsdp-keep", "fsdp-whole"])
+def test_ways_without_a_stage_of_their_own_have_their_own_line(document, way):
+    found = document("gpt2", "--gpu", "H100-SXM", "--gpus", 8, "--parallel", way)
+    assert found["settings"]["plan"]["parallel"] == way
+    assert f"--parallel {way}" in found["parallel"]["train"]["command"]
+    assert found["words"].endswith(way)
 
 
 @pytest.fixture

@@ -444,6 +444,30 @@ def test_what_zero_3_gathers_by_hand():
     assert shared.autocast_cache == 0
 
 
+def test_what_a_model_that_is_gathered_as_one_holds_by_hand():
+    """GPT-2 XL on eight GPUs with next to no activations. Most is there when gradients are dealt out: all of them in 16
+    bits and as they are sent, in fp32; weights have been given back by then. With several micro batches it is before
+    that: the sum of the earlier ones in fp32, the last one's and the weights in 16 bits."""
+    shape = Shape(layers=48, heads=25, d_model=1600, d_ff=6400, vocab=50257, sequence=64)
+    count, table = parameters(shape, tied=True).total, 50257 * 1600
+    plan = replace(FAST, vocab_multiple=1, parallel="fsdp-whole")
+    once, added = (
+        predict_memory(shape, plan, micro_batch=1, layout=on(8, accumulation=pieces), zero=3) for pieces in (1, 4)
+    )
+    assert once.optimizer == added.optimizer == 8 * count / 8
+    assert once.moment == "gradients shared out"
+    assert once.gradients + once.temporary - model.WORKSPACES == (4 + 2) * count
+    assert added.moment == "gradient of the embedding"
+    assert added.gradients == 4 * count
+    stream = 4 * 64 * 1600
+    assert added.temporary - model.WORKSPACES == (2 + 2) * count + 2 * 4 * table + stream
+    others = [
+        predict_memory(shape, replace(plan, parallel=way), micro_batch=1, layout=on(8), zero=zero).total
+        for way, zero in (("fsdp", 3), ("fsdp-keep", 3), ("ddp", 0))
+    ]
+    assert others[0] < others[1] < once.total < others[2]
+
+
 def test_tensor_parallel_shares_the_insides_only():
     whole, half = layer_activations(GPT2, FAST), layer_activations(GPT2, FAST, tp=2)
     for kind in ("qkv", "attention core", "attention output", "mlp"):

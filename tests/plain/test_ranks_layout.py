@@ -298,7 +298,7 @@ EIGHT_BY_TWO = machine_with(Layout(ranks=8, tensor=2), tunes["H200"])
 def test_every_recipe_of_a_search_is_in_the_layout() -> None:
     space = open_space(GPT2, EIGHT_BY_TWO)
     assert space.cuts == ("tensor-parallel",)
-    assert space.ways == ("ddp", "fsdp", "fsdp-keep")
+    assert space.ways == ("ddp", "fsdp", "fsdp-keep", "fsdp-whole")
     start = space.start()
     for recipe in (space.baseline(), start, *space.neighbours(start)):
         assert "tensor-parallel" in recipe.rungs
@@ -311,7 +311,7 @@ def test_every_recipe_of_a_search_is_in_the_layout() -> None:
 def test_copies_are_searched_among_the_ways_that_cut() -> None:
     space = open_space(GPT2, machine_with(COPIES, tunes["H200"]), rungs=("bf16",))
     assert space.ways == ("fsdp",)
-    assert open_space(GPT2, machine_with(COPIES, tunes["H200"])).ways == ("fsdp", "fsdp-keep")
+    assert open_space(GPT2, machine_with(COPIES, tunes["H200"])).ways == ("fsdp", "fsdp-keep", "fsdp-whole")
     assert "fsdp" in space.start().rungs
     assert "nothing to cut" in space.left_out["ddp"]
 
@@ -364,10 +364,15 @@ def test_degrees_that_nobody_gives_are_one() -> None:
     [
         (("bf16", "fused-loss", "ddp"), {}),
         (("bf16", "compile", "fused-loss", "fused-backward", "fsdp"), {"fused-backward": "fsdp"}),
+        (("bf16", "compile", "fused-loss", "fused-backward", "tuned-matmuls", "fp8-head", "fsdp-whole"), {}),
+        (
+            ("bf16", "fused-loss", "fused-backward", "tensor-parallel", "fsdp-whole"),
+            {"fused-loss": "tensor-parallel", "fused-backward": "tensor-parallel"},
+        ),
         (("bf16", "chunked-loss", "tensor-parallel", "ddp"), {"chunked-loss": "tensor-parallel"}),
         (("bf16", "fused-loss", "fused-backward"), {}),
     ],
-    ids=["ddp", "fsdp", "tensor", "alone"],
+    ids=["ddp", "fsdp", "whole", "whole-tensor", "tensor", "alone"],
 )
 def test_what_a_layout_undoes_is_told(names, undone):
     assert undone_in(names) == undone

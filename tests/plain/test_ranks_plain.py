@@ -317,14 +317,14 @@ def test_what_is_left_of_ranks_is_ended_and_who_stood_still_is_known(
 def test_how_ranks_share_a_step_is_a_knob_that_always_has_a_choice() -> None:
     space = open_space(GPT2, EIGHT)
     knob = next(knob for knob in space.knobs if knob.name == "ddp")
-    assert knob.choices == ("ddp", "fsdp", "fsdp-keep")
+    assert knob.choices == ("ddp", "fsdp", "fsdp-keep", "fsdp-whole")
     assert all(len(set(recipe.rungs) & set(knob.choices)) == 1 for recipe in space.neighbours(space.start()))
     assert "ddp" in space.baseline().rungs
     assert "cuda-graphs" in space.left_out
     for name, why in NOT_MEASURED.items():
         assert why in space.left_out[name]
     assert open_space(GPT2, EIGHT, rungs=("bf16", "fsdp")).ways == ("ddp", "fsdp")
-    assert open_space(GPT2, EIGHT, without=("ddp",)).ways == ("fsdp", "fsdp-keep")
+    assert open_space(GPT2, EIGHT, without=("ddp",)).ways == ("fsdp", "fsdp-keep", "fsdp-whole")
     assert open_space(GPT2, replace(EIGHT, ranks=1)).ways == ()
 
 

@@ -54,9 +54,9 @@ ORDER = (
     "fused-matmuls",
     "fp8-head",
     "fp8-linears",
-    *("ddp", "fsdp", "fsdp-keep", "tensor-parallel", "pipeline-parallel", "pipeline-gpipe"),
+    *("ddp", "fsdp", "fsdp-keep", "fsdp-whole", "tensor-parallel", "pipeline-parallel", "pipeline-gpipe"),
 )
-RANKS = {"ddp", "fsdp", "fsdp-keep", "tensor-parallel", "pipeline-parallel", "pipeline-gpipe"}  # they need several
+RANKS = set(ORDER[ORDER.index("ddp") :])  # they need several
 HALF = replace(Plan(), autocast="bf16", compile=True)  # some rungs take 16-bit inputs or compiled code
 NARROW = {"fp8-head", "fp8-linears"}  # tests/plain/test_fp8.py asks what they need
 LIBRARIES = {"packed-attention", "flash4-backward", "tuned-matmuls", "fused-matmuls"}  # not torch's
@@ -404,7 +404,7 @@ def test_fused_matmuls_name_the_width_that_no_kernel_takes(tiny, h200):
     assert "multiple of 8" in reason
 
 
-@pytest.mark.parametrize("way", sorted(RANKS - {"ddp"}))
+@pytest.mark.parametrize("way", sorted(RANKS - {"ddp", "fsdp-whole"}))
 def test_a_model_that_is_cut_leaves_products_and_attention_to_torch(way):
     plan = plan_of(("bf16", "compile", "cudnn-attention", "fused-backward", *sorted(LIBRARIES), way))
     assert not plan.tuned_matmuls
