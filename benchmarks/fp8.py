@@ -29,8 +29,9 @@ from redline.core.plan import Plan
 from redline.core.workload import Shape
 from redline.engine.probe import versions
 from redline.kernels.cross_entropy import GRADIENT_FACTOR, cross_entropy_, cross_entropy_narrow
+from redline.kernels.narrow_products import narrow_product
 from redline.kernels.transpose import transposed
-from redline.model.fp8 import narrowed, product
+from redline.model.fp8 import narrowed
 from redline.predict.gemms import Gemm, linear_gemms
 from redline.rungs import plan_of
 from redline.workloads import resolve_workload
@@ -85,7 +86,7 @@ def time_product(gemm: Gemm) -> Timed:
         return (transposed(values) if turned else values), inverse
 
     def multiply(a: torch.Tensor, b: torch.Tensor, a_inverse: torch.Tensor, b_inverse: torch.Tensor) -> torch.Tensor:
-        return product(a, b, a_inverse, b_inverse, dtype=torch.bfloat16, fast=fast)
+        return narrow_product(a, b, a_inverse, b_inverse, dtype=torch.bfloat16, fast=fast)
 
     def whole(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         (values, inverse), (other, other_inverse) = prepared(a), prepared(b)

@@ -19,6 +19,10 @@ ADAMWS = ("adamw-loop", "adamw-foreach", "adamw-fused")
 # Widths of heads with which flash-attn-4's backward pass was held against fp64 on an H200. It compiles for others, but
 # of 16 (4.0.0b36) the gradients of whole rows stayed zero.
 FLASH4_HEADS = (32, 64, 128)
+# The blocks' products that 8 bits make faster by more than their casts take (H200, docs/speed-log.md), by their names
+# in predict/gemms.py. Two read what a norm writes, which the compiler narrows on the way, and the third writes four
+# times as much as it reads.
+PAYING = (("qkv", "forward"), ("up", "forward"), ("down", "dgrad"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +61,8 @@ class Plan:
     """The head's three products take 8-bit inputs. Of autocast's products only: without it, as the fp32 reference is,
     nothing is narrow."""
     fp8_linears: bool = False
-    """So do those of the blocks, but for the weights' gradients."""
+    """So do those of the blocks, but for the weights' gradients; with tuned products and the fused backward only those
+    that gain by it (PAYING)."""
     checkpointing: str = "none"
     """What the backward computes again instead of keeping it: 'none', 'selective' (the attention core) or 'full'."""
     activation_budget: float = 1.0
@@ -112,6 +117,17 @@ class Plan:
     @property
     def narrow_linears(self) -> bool:
         return self.fp8_linears and self.autocast is not None
+
+    @property
+    def narrows_what_pays(self) -> bool:
+        """Of the blocks' products PAYING alone are narrow, and all others are at their best in 16 bits."""
+        return self.narrow_linears and self.tuned_matmuls and self.backward == "fused"
+
+    def narrows(self, where: str, direction: str) -> bool:
+        """Whether this product of a block, by its names in predict/gemms.py, takes 8-bit operands."""
+        if not self.narrow_linears or direction == "wgrad":
+            return False
+        return not self.narrows_what_pays or (where, direction) in PAYING
 
     @property
     def runs_whole(self) -> bool:

@@ -47,6 +47,8 @@ CONTRACTIONS = frozenset(f"aten::{name}" for name in ("mm", "addmm", "bmm", "bad
     "redline::product_and_gelu",
     "redline::gelu_product",
     "redline::gelu_product_backward",
+    "redline::narrow_gelu_product",
+    "redline::narrow_gelu_product_backward",
 }
 CONTRACTION_WORDS = ("conv1d", "conv2d", "convolution")
 COPIES = frozenset(

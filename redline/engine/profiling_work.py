@@ -29,10 +29,11 @@ DTYPES = {
 # Where the left matrix stands.
 PRODUCTS = {"aten::mm": 0, "aten::bmm": 0, "aten::addmm": 1, "aten::baddbmm": 1, "aten::_scaled_mm": 0}
 PRODUCTS |= {"redline::product": 0, "redline::gelu_product_backward": 0}
+NARROW = ("redline::narrow_gelu_product", "redline::narrow_gelu_product_backward")
 # Rows [M, K] and a weight [N, K].
-LAYERS = frozenset(("redline::product_and_bias", "redline::product_and_gelu", "redline::gelu_product"))
+LAYERS = frozenset(("redline::product_and_bias", "redline::product_and_gelu", "redline::gelu_product", *NARROW))
 # GELU's input is written or read beside the product.
-TWO_OF_THEM = frozenset(("redline::product_and_gelu", "redline::gelu_product", "redline::gelu_product_backward"))
+TWO_OF_THEM = LAYERS - {"redline::product_and_bias"} | {"redline::gelu_product_backward"}
 FUSED_BACKWARD = 2.5  # a fused kernel computes the scores again: five products where the forward has two
 
 

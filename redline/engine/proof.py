@@ -31,6 +31,8 @@ OWN_PRODUCTS = (
     "redline::product_and_gelu",
     "redline::gelu_product",
     "redline::gelu_product_backward",
+    "redline::narrow_gelu_product",
+    "redline::narrow_gelu_product_backward",
 )
 MATMUL_LEAVES = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_scaled_mm", *OWN_PRODUCTS)
 MATMUL_WORDS = ("gemm", "nvjet", "cutlass", "xmma")  # cuBLAS, old and new, and CUTLASS

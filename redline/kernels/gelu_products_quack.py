@@ -7,8 +7,8 @@ call (sizes and type), and QuACK keeps the code in a folder of its own (QUACK_CA
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 import torch
 from quack.activation import gelu_tanh_approx, tanh
@@ -110,21 +110,25 @@ def backward(above: torch.Tensor, weight: torch.Tensor, hidden: torch.Tensor) ->
     key = above.shape, weight.shape, hidden.dtype, hidden.device
     way = BACKWARD.get(key)
     if way is None:
-        way = BACKWARD[key] = chosen(above, weight, hidden)
+        ways = (Backward(turned, above, weight, hidden) for turned in (False, True))
+        way = BACKWARD[key] = fastest(ways, (above, weight, hidden))
     return way(above, weight, hidden)
 
 
-def chosen(*operands: torch.Tensor) -> Backward:
-    """The faster one here, or always the same where two runs must agree."""
+Way = TypeVar("Way", bound=Callable[..., Pair])
+
+
+def fastest(ways: Iterable[Way], operands: tuple[torch.Tensor, ...]) -> Way:
+    """The one that is here, or always the first where two runs must agree."""
     if torch.are_deterministic_algorithms_enabled():
-        return Backward(False, *operands)
-    ways = [Backward(turned, *operands) for turned in (False, True)]
-    times: list[list[float]] = [[] for _ in ways]
+        return next(iter(ways))
+    made = list(ways)
+    times: list[list[float]] = [[] for _ in made]
     for _ in range(1 + LOOKS):
-        for seconds, way in zip(times, ways, strict=True):
+        for seconds, way in zip(times, made, strict=True):
             seconds.append(seconds_of(lambda way=way: way(*operands)))  # type: ignore[misc]
     medians = [statistics.median(seconds[1:]) for seconds in times]  # the first loads the code
-    return ways[medians.index(min(medians))]
+    return made[medians.index(min(medians))]
 
 
 def seconds_of(call: Callable[[], object]) -> float:

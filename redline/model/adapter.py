@@ -154,10 +154,11 @@ class BuiltIn(Adapter):
                 gelu=plan.gelu,
                 fused=DTYPES.get(plan.autocast or "", torch.float32) if plan.backward == "fused" else None,
             )
-        if plan.narrow_linears:
+        if plan.narrow_linears and not plan.narrows_what_pays:
             narrow_layers(model.h, DTYPES[plan.autocast or ""])
         elif plan.tuned_matmuls and plan.autocast is not None:
-            tune_layers(model.h, DTYPES[plan.autocast], fused=plan.fused_matmuls)
+            narrow, fused = plan.narrows_what_pays, plan.fused_matmuls
+            tune_layers(model.h, DTYPES[plan.autocast], fused=fused, narrow=narrow)
         return model.to(
             DTYPES.get(plan.weights, torch.float32)
         )  # before the weights are drawn, as `restore` draws them

@@ -1,7 +1,7 @@
 """Matrix products whose operands have 8 bits.
 
     values, inverse = narrowed(weight)                     # e4m3, and the factor that undoes the scale
-    y = product(rows, values, rows_inverse, inverse, dtype=torch.bfloat16)      # [M, K] x [N, K] -> [M, N]
+    y = narrow_product(rows, values, rows_inverse, inverse, dtype=torch.bfloat16)   # kernels/narrow_products.py
     narrow_layers(model.h, dtype=torch.bfloat16)           # every nn.Linear in it becomes an Fp8Linear
 
 A scale is a power of two, so that the cast is all that rounds: with it the largest number ends in the format's last two
@@ -10,8 +10,7 @@ whole tensor is enough, since e4m3 has 14 octaves at full precision and rounds a
 the errors). Zeros stay zeros. What shares a scale with an infinity or a NaN becomes NaN: that reaches the loss and the
 gradients' norm, where the step looks for it.
 
-Tensor cores take 8-bit operands with the summed index last, so each operand is a matrix of rows, and what is summed
-over rows is transposed first. torch._scaled_mm does the products, on a CPU too.
+Tensor cores take 8-bit operands with the summed index last, so what is summed over rows is transposed first.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ import torch
 from torch import nn
 
 from redline.kernels.cross_entropy import GRADIENT_FACTOR, cross_entropy_narrow
+from redline.kernels.narrow_products import narrow_product
 from redline.kernels.transpose import transposed
 from redline.model.tuned import exchange_layers
 
@@ -41,53 +41,26 @@ def narrowed(tensor: torch.Tensor, by_rows: bool = False) -> Narrowed:
     return (tensor.float() * scale).to(E4M3), scale.reciprocal()
 
 
-def product(
-    rows: torch.Tensor,
-    others: torch.Tensor,
-    rows_inverse: torch.Tensor,
-    others_inverse: torch.Tensor,
-    *,
-    dtype: torch.dtype,
-    fast: bool = False,
-    bias: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """rows [M, K] times others [N, K] transposed: [M, N]; both inverses are one number, or both one per row. `fast`
-    leaves partial sums in the tensor core's accumulator, which has fewer bits than fp32: fit for a sum over a layer's
-    width, not for one over a vocabulary or a batch. What does not lie in rows is copied."""
-    rows, others = rows.contiguous(), others.contiguous()
-    if rows_inverse.dim() == 2 and not rows.is_cuda:  # a CPU takes one scale per tensor
-        one = torch.ones((), device=rows.device)
-        wide: torch.Tensor = torch._scaled_mm(rows, others.t(), scale_a=one, scale_b=one, out_dtype=torch.float32)
-        wide = wide * rows_inverse * others_inverse.t()
-        return (wide if bias is None else wide + bias).to(dtype)
-    result: torch.Tensor = torch._scaled_mm(
-        rows,
-        others.t(),
-        scale_a=rows_inverse,
-        scale_b=others_inverse.t(),
-        bias=bias,
-        out_dtype=dtype,
-        use_fast_accum=fast,
-    )
-    return result
-
-
 # --- the blocks' layers -----------------------------------------------------------------------------------------------
+
+
+def operands(rows: torch.Tensor, others: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Of a product by rows: both in 8 bits, then what undoes their scales."""
+    (values, inverse), (other_values, other_inverse) = narrowed(rows, by_rows=True), narrowed(others, by_rows=True)
+    return values.contiguous(), other_values.contiguous(), inverse, other_inverse
 
 
 def forward_product(
     rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
 ) -> torch.Tensor:
     """rows [M, K] through a layer [N, K]."""
-    (values, inverse), (others, others_inverse) = narrowed(rows, by_rows=True), narrowed(weight, by_rows=True)
-    return product(values, others, inverse, others_inverse, dtype=dtype, fast=True, bias=bias)
+    return narrow_product(*operands(rows, weight), dtype=dtype, fast=True, bias=bias)
 
 
 def input_gradient(above: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """above [M, N] back through the layer: [M, K]. The weight's rows are its columns now, and have scales of their
     own."""
-    (values, inverse), (others, others_inverse) = narrowed(above, by_rows=True), narrowed(weight.t(), by_rows=True)
-    return product(values, others, inverse, others_inverse, dtype=dtype, fast=True)
+    return narrow_product(*operands(above, weight.t()), dtype=dtype, fast=True)
 
 
 class Layer(torch.autograd.Function):
@@ -145,10 +118,10 @@ def head_gradients(
     """Losses [N] of features [N, C] and a head [V, C], and what they give either, up to the mean's 1/N. The loss kernel
     writes its gradient in 8 bits at once; it is the only one of the tensors whose range is known beforehand."""
     rows, inverse = features
-    logits = product(rows, weight[0], inverse, weight[1], dtype=dtype, fast=True)
+    logits = narrow_product(rows, weight[0], inverse, weight[1], dtype=dtype, fast=True)
     losses, gradient = cross_entropy_narrow(logits, labels, vocab)
     del logits  # before the transpose is made
     undo = torch.full_like(inverse, 1 / GRADIENT_FACTOR)
-    of_features = product(gradient, turned_weight, undo, weight[1], dtype=dtype)
-    of_weight = product(transposed(gradient), transposed(rows), undo, inverse, dtype=dtype)
+    of_features = narrow_product(gradient, turned_weight, undo, weight[1], dtype=dtype)
+    of_weight = narrow_product(transposed(gradient), transposed(rows), undo, inverse, dtype=dtype)
     return losses, of_features, of_weight

@@ -17,14 +17,16 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from redline.core.plan import PAYING
 from redline.kernels.flash4_attention import flash4_attention, flash4_attention_backward
 from redline.kernels.gelu_backward import gelu_backward_
 from redline.kernels.gelu_products import gelu_product, gelu_product_backward
+from redline.kernels.narrow_products import narrow_gelu_product, narrow_gelu_product_backward
 from redline.kernels.norm_backward import norm_backward
 from redline.kernels.packed_attention import packed_attention, packed_attention_backward
 from redline.kernels.products import product, product_and_bias, product_and_gelu
 from redline.kernels.side_by_side import side_by_side
-from redline.model.fp8 import Fp8Linear, forward_product, input_gradient
+from redline.model.fp8 import Fp8Linear, forward_product, input_gradient, operands
 from redline.model.tuned import TunedLinear
 
 Tensors = tuple[torch.Tensor, ...]
@@ -33,7 +35,9 @@ PACKED = {
     "cudnn": (packed_attention, packed_attention_backward),
     "flash4": (flash4_attention, flash4_attention_backward),
 }
-TUNED = ("tuned", "fused")  # which differ in what an MLP asks of a product
+# Who does the products of a layer (`products_of`): these, or torch, or torch with all operands in 8 bits ("fp8").
+FUSED = ("fused", "fp8-fused")  # an MLP's with GELU at their ends
+TUNED = ("tuned", "fp8-tuned", *FUSED)
 
 
 def cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -56,14 +60,14 @@ class Projection(torch.autograd.Function):
         narrow, rows = weight if by == "fp8" else cast(weight, dtype), cast(x, dtype)
         ctx.save_for_backward(rows, narrow)
         ctx.dtypes, ctx.by = (x.dtype, weight.dtype, bias.dtype), by
-        return through(rows, narrow, cast(bias, dtype), by).chunk(3, dim=1)
+        return through(rows, narrow, cast(bias, dtype), by, is_narrow("qkv", "forward", by)).chunk(3, dim=1)
 
     @staticmethod
     def backward(ctx: Any, *above: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         rows, narrow = ctx.saved_tensors
         gradient, sums = side_by_side(*above)
         of_x, of_weight, of_bias = ctx.dtypes
-        of_rows = back_through(gradient, narrow, ctx.by)
+        of_rows = back_through(gradient, narrow, ctx.by, is_narrow("qkv", "dgrad", ctx.by))
         return of_rows.to(of_x), of_weights(gradient, rows, of_weight, ctx.by), sums.to(of_bias), None, None
 
 
@@ -84,14 +88,14 @@ class PackedProjection(torch.autograd.Function):
         narrow, rows = weight if by == "fp8" else cast(weight, dtype), cast(x, dtype)
         ctx.save_for_backward(rows, narrow)
         ctx.dtypes, ctx.by = (x.dtype, weight.dtype, bias.dtype), by
-        return through(rows, narrow, cast(bias, dtype), by)
+        return through(rows, narrow, cast(bias, dtype), by, is_narrow("qkv", "forward", by))
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         rows, narrow = ctx.saved_tensors
         of_x, of_weight, of_bias = ctx.dtypes
         sums = gradient.sum(dim=0, dtype=torch.promote_types(gradient.dtype, torch.float32))
-        of_rows = back_through(gradient, narrow, ctx.by)
+        of_rows = back_through(gradient, narrow, ctx.by, is_narrow("qkv", "dgrad", ctx.by))
         return of_rows.to(of_x), of_weights(gradient, rows, of_weight, ctx.by), sums.to(of_bias), None, None
 
 
@@ -110,26 +114,31 @@ class PackedAttention(torch.autograd.Function):
 
 
 def products_of(linear: nn.Linear) -> str:
-    """Who does a layer's products: 'torch', 'tuned', 'fused' or 'fp8'."""
+    """Who does a layer's products: 'torch', 'fp8', or one of TUNED."""
     if isinstance(linear, Fp8Linear):
         return "fp8"
     if isinstance(linear, TunedLinear):
-        return "fused" if linear.fused else "tuned"
+        return ("fp8-" if linear.narrow else "") + ("fused" if linear.fused else "tuned")
     return "torch"
 
 
-def through(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, by: str) -> torch.Tensor:
-    """The product of a layer. In 8 bits its operands are made of the weight as it is stored."""
-    if by == "fp8":
+def is_narrow(where: str, direction: str, by: str) -> bool:
+    """Whether a product takes 8-bit operands. Beside tuned ones only where it pays."""
+    return by == "fp8" or (by in ("fp8-tuned", "fp8-fused") and (where, direction) in PAYING)
+
+
+def through(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, by: str, narrow: bool) -> torch.Tensor:
+    """The product of a layer."""
+    if narrow:
         return forward_product(rows, weight, bias, rows.dtype)
     if by in TUNED:
         return product(rows, weight.t(), rows.dtype) if bias is None else product_and_bias(rows, weight, bias)
     return rows @ weight.t() if bias is None else torch.addmm(bias, rows, weight.t())
 
 
-def back_through(above: torch.Tensor, weight: torch.Tensor, by: str) -> torch.Tensor:
+def back_through(above: torch.Tensor, weight: torch.Tensor, by: str, narrow: bool) -> torch.Tensor:
     """What a layer's gradient is to its input."""
-    if by == "fp8":
+    if narrow:
         return input_gradient(above, weight, above.dtype)
     return product(above, weight, above.dtype) if by in TUNED else above @ weight
 
@@ -203,27 +212,18 @@ class Mlp(torch.autograd.Function):
     ) -> torch.Tensor:
         rows = cast(x, dtype)
         narrow_up, narrow_down = (up, down) if by == "fp8" else (cast(up, dtype), cast(down, dtype))
-        if by in TUNED:  # its GELU is the tanh one too, of the product before that is rounded
-            both = gelu_product if by == "fused" else product_and_gelu
-            hidden, active = both(rows, narrow_up, cast(bias, dtype))
-        else:
-            hidden = through(rows, narrow_up, cast(bias, dtype), by)
-            active = gelu(hidden)
+        hidden, active = through_gelu(rows, narrow_up, cast(bias, dtype), gelu, by)
         ctx.save_for_backward(rows, hidden, active, narrow_up, narrow_down)
         ctx.dtypes, ctx.by = (x.dtype, up.dtype, bias.dtype, down.dtype), by
-        return through(active, narrow_down, None, by)
+        return through(active, narrow_down, None, by, is_narrow("down", "forward", by))
 
     @staticmethod
     def backward(ctx: Any, above: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         rows, hidden, active, up, down = ctx.saved_tensors
         of_x, of_up, of_bias, of_down = ctx.dtypes
-        if ctx.by == "fused":
-            of_hidden, sums = gelu_product_backward(above, down, hidden)
-        else:
-            of_hidden = back_through(above, down, ctx.by)
-            sums = gelu_backward_(of_hidden, hidden)
+        of_hidden, sums = back_through_gelu(above, down, hidden, ctx.by)
         return (
-            back_through(of_hidden, up, ctx.by).to(of_x),
+            back_through(of_hidden, up, ctx.by, is_narrow("up", "dgrad", ctx.by)).to(of_x),
             of_weights(of_hidden, rows, of_up, ctx.by),
             sums.to(of_bias),
             None,
@@ -231,3 +231,31 @@ class Mlp(torch.autograd.Function):
             None,
             None,
         )
+
+
+def through_gelu(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, gelu: Any, by: str) -> Tensors:
+    """An MLP's first layer, and GELU of that. At the end of a product it is the tanh one too, of a number before that
+    is rounded."""
+    narrow = is_narrow("up", "forward", by)
+    if narrow and by in FUSED:
+        both: Tensors = narrow_gelu_product(*operands(rows, weight), bias)
+    elif by in TUNED and not narrow:
+        both = (gelu_product if by in FUSED else product_and_gelu)(rows, weight, bias)
+    else:
+        hidden = through(rows, weight, bias, by, narrow)
+        both = hidden, gelu(hidden)
+    return both
+
+
+def back_through_gelu(above: torch.Tensor, weight: torch.Tensor, hidden: torch.Tensor, by: str) -> Tensors:
+    """What an MLP's gradient is to its first layer's output `hidden`, and to that layer's bias."""
+    narrow = is_narrow("down", "dgrad", by)
+    if by in FUSED:
+        both: Tensors = (
+            narrow_gelu_product_backward(*operands(above, weight.t()), hidden)
+            if narrow
+            else gelu_product_backward(above, weight, hidden)
+        )
+        return both
+    of_hidden = back_through(above, weight, by, narrow)
+    return of_hidden, gelu_backward_(of_hidden, hidden)

@@ -45,6 +45,8 @@ class TunedLinear(nn.Linear):
     dtype: torch.dtype
     fused: bool = False
     """An MLP that begins with it has GELU, and its gradient, at the ends of QuACK's products (model/fused.py)."""
+    narrow: bool = False
+    """Those of a block's products that gain by it take 8-bit operands (core/plan.py, PAYING; model/fused.py)."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.through(x, self.bias)
@@ -54,10 +56,10 @@ class TunedLinear(nn.Linear):
         return y.unflatten(0, x.shape[:-1])
 
 
-def tune_layers(module: nn.Module, dtype: torch.dtype, *, fused: bool = False) -> None:
+def tune_layers(module: nn.Module, dtype: torch.dtype, *, fused: bool = False, narrow: bool = False) -> None:
     """Exchanges every nn.Linear below the module, in place."""
     for layer in exchange_layers(module, TunedLinear):
-        layer.dtype, layer.fused = dtype, fused
+        layer.dtype, layer.fused, layer.narrow = dtype, fused, narrow
 
 
 Kind = TypeVar("Kind", bound=nn.Linear)

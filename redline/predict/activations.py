@@ -324,8 +324,9 @@ class LayerBackward:
 def layer_backward(rank: Rank) -> LayerBackward:
     """The MLP's gradients come first, while everything is there; then attention's, when the MLP's tensors are gone."""
     worst = max(_in_mlp(rank), _in_attention(rank), key=lambda point: point.recomputed + point.flowing)
-    if rank.plan.narrow_linears:  # the gradient that a product reads, in 8 bits beside the 16-bit one
-        worst = replace(worst, flowing=worst.flowing + max(layer.outputs for layer in rank.linear))
+    # The gradient that a product reads, in 8 bits beside the 16-bit one.
+    narrow = [layer.outputs for layer in rank.linear if rank.plan.narrows(layer.where, "dgrad")]
+    worst = replace(worst, flowing=worst.flowing + max(narrow, default=0))
     if worst.flowing < 0:  # more was given up than is on its way
         return LayerBackward(recomputed=worst.recomputed + worst.flowing, flowing=0)
     return worst

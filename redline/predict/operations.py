@@ -178,7 +178,7 @@ def is_narrow(gemm: Gemm, plan: Plan) -> bool:
     """Its operands have 8 bits."""
     if gemm.where == "head":
         return plan.narrow_head
-    return plan.narrow_linears and gemm.where in LINEARS and gemm.direction != "wgrad"
+    return gemm.where in LINEARS and plan.narrows(gemm.where, gemm.direction)
 
 
 def _contraction(gemm: Gemm, z: Sizes, part: str) -> Operation:
@@ -394,9 +394,9 @@ def _weight_casts(z: Sizes) -> Iterator[Operation]:
     layers = linear_layers(z.shape, z.plan)
     weights = sum(layer.inputs * layer.outputs * layer.count for layer in layers)
     ideal = z.fusion == "ideal"
-    # An 8-bit copy takes the place of the 16-bit one.
+    # An 8-bit copy takes the place of the 16-bit one, unless other products of the layer want that.
     narrow = z.rows * z.shape.d_model if z.plan.narrow_head else 0
-    narrow += weights - z.rows * z.shape.d_model if z.plan.narrow_linears else 0
+    narrow += weights - z.rows * z.shape.d_model if z.plan.narrow_linears and not z.plan.narrows_what_pays else 0
     for direction in ("update",) if ideal else ("forward", "backward"):
         yield Operation(
             name="weight casts",
@@ -415,8 +415,10 @@ def _narrow_layers(z: Sizes) -> Iterator[Operation]:
         return
     layers = [layer for layer in linear_layers(z.shape, z.plan) if layer.where in LINEARS]
     alone = {"forward": ("proj",), "backward": LINEARS if z.plan.backward == "fused" else ()}
-    for direction in ("forward", "backward"):
-        for layer in layers:
+    # Forward a weight's row is read once; the other way round a column's largest number comes first.
+    for direction, product, reads in (("forward", "forward", 1), ("backward", "dgrad", 2)):
+        narrow = [layer for layer in layers if z.plan.narrows(layer.where, product)]
+        for layer in narrow:
             apart = z.fusion == "eager" or (z.fusion == "inductor" and layer.where in alone[direction])
             # Eager reads for the maximum and for the cast, with two fp32 copies between.
             read = {"eager": 2 * z.compute + 4 * FP32, "inductor": z.compute if apart else 0, "ideal": 0}[z.fusion]
@@ -428,15 +430,13 @@ def _narrow_layers(z: Sizes) -> Iterator[Operation]:
                 calls=layer.count,
                 kernels={"eager": 6, "inductor": int(apart), "ideal": 0}[z.fusion],
             )
-    weights = sum(layer.inputs * layer.outputs * layer.count for layer in layers)
-    # Forward a row is read once; the other way round a column's largest number comes first.
-    for direction, reads in (("forward", 1), ("backward", 2)):
+        weights = sum(layer.inputs * layer.outputs * layer.count for layer in narrow)
         yield Operation(
             name="8-bit weights",
             group=MOVEMENT,
             direction=direction,
             bytes=weights * (reads * z.weight + FP8),
-            kernels=reads * sum(layer.count for layer in layers),
+            kernels=reads * sum(layer.count for layer in narrow),
             part="rest",
         )
 

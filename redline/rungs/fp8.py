@@ -74,6 +74,11 @@ class Fp8Linears(Rung):
     cores want 8-bit operands transposed, and what copying both costs is near what the faster product brings. The
     blocks are exchanged layer by layer, so it is for the built-in models. Each product is off by 3.8 % of its size, and
     errors of all layers add up in the gradients: docs/fp8.md.
+
+    With `tuned-matmuls` and `fused-backward` only three of a block's products are in 8 bits, those that gain more than
+    their casts cost: q, k and v's, an MLP's first, and the gradient of its second's input. The others stay in 16 bits,
+    by the fastest algorithms. With `fused-matmuls` the MLP's two have GELU and its gradient at their ends, as the
+    16-bit ones do, and the first step times three sizes of tiles for each, which takes half a minute once.
     """
 
     name = "fp8-linears"
@@ -84,6 +89,8 @@ class Fp8Linears(Rung):
     def needs(self, workload: Workload, hardware: Hardware, plan: Plan) -> str | None:
         if not plan.compile:
             return "without compile every cast is six kernels: add compile"
+        if plan.tuned_matmuls and plan.backward != "fused":
+            return "beside tuned-matmuls it takes the blocks of fused-backward: add it"
         return _narrow_needs(hardware, plan) or _odd_blocks(workload)
 
     def apply(self, plan: Plan) -> Plan:

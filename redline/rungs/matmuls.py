@@ -32,8 +32,8 @@ class TunedMatmuls(Rung):
     def needs(self, workload: Workload, hardware: Hardware, plan: Plan) -> str | None:
         if plan.autocast is None:
             return "the layers compute in 16 bit: add bf16"
-        if plan.fp8_linears:
-            return "fp8-linears has products of its own"
+        if plan.fp8_linears and plan.backward != "fused":
+            return "beside fp8-linears it takes the blocks of fused-backward: add it"
         if not plan.runs_whole:
             return "it exchanges whole layers: a model that is cut undoes it"
         return missing(hardware, "cublaslt")
@@ -59,8 +59,6 @@ class FusedMatmuls(Rung):
     when_named = True
 
     def needs(self, workload: Workload, hardware: Hardware, plan: Plan) -> str | None:
-        if plan.fp8_linears:
-            return "fp8-linears has products of its own"
         if not plan.tuned_matmuls:
             return "the layers are those of tuned-matmuls: add it"
         if plan.backward != "fused":

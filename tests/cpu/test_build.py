@@ -19,6 +19,7 @@ from redline.core.workload import Shape, Workload
 from redline.engine.build import Training, build, pin_attention
 from redline.model.attention import ATTENTION
 from redline.model.fp8 import Fp8Linear
+from redline.model.fused import products_of
 from redline.model.gpt import GELU, GPT, initialise
 from redline.model.tuned import TunedLinear
 
@@ -378,6 +379,14 @@ def test_8_bit_layers_reach_the_model_where_autocast_does(train: Train, autocast
     found = [module for module in model.modules() if isinstance(module, Fp8Linear)]
     assert len(found) == narrow * len(model.h)
     assert {module.narrow_dtype for module in found} == ({torch.bfloat16} if narrow else set())
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_beside_tuned_products_only_some_of_a_block_are_narrow(train: Train, fused: bool) -> None:
+    plan = Plan(autocast="bf16", fp8_linears=True, tuned_matmuls=True, fused_matmuls=fused, backward="fused")
+    model = train(plan).model
+    found = {products_of(layer) for layer in model.h.modules() if isinstance(layer, torch.nn.Linear)}
+    assert found == {"fp8-fused" if fused else "fp8-tuned"}
 
 
 def test_switches_come_before_the_model(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,12 +22,15 @@ from redline.core.workload import Shape, Workload
 from redline.engine.profiling_work import work_of
 from redline.engine.proof import matmul_dtypes
 from redline.kernels.cross_entropy import GRADIENT_FACTOR, cross_entropy_narrow, plain_cross_entropy_
+from redline.kernels.narrow_products import narrow_product
 from redline.kernels.transpose import transposed
 from redline.model import fp8 as fp8_module
+from redline.model import fused as fused_module
 from redline.model.adapter import BuiltIn
-from redline.model.fp8 import E4M3, LARGEST_OF_E4M3, Fp8Linear, narrow_layers, narrowed, product
+from redline.model.fp8 import E4M3, LARGEST_OF_E4M3, Fp8Linear, narrow_layers, narrowed
 from redline.model.gpt import GPT
 from redline.model.loss import head_loss
+from redline.model.tuned import tune_layers
 from redline.rungs import plan_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -67,7 +70,7 @@ def test_a_tensor_of_zeros_stays_one(dtype: torch.dtype) -> None:
     values, inverse = narrowed(torch.zeros(16, 16, dtype=dtype))
     assert (values.float() == 0).all()
     assert inverse.isfinite()
-    assert (product(values, values, inverse, inverse, dtype=torch.float32) == 0).all()
+    assert (narrow_product(values, values, inverse, inverse, dtype=torch.float32) == 0).all()
 
 
 @pytest.mark.parametrize("odd", [math.inf, -math.inf, math.nan], ids=str)
@@ -76,7 +79,7 @@ def test_what_is_no_number_is_seen_in_the_product(odd: float) -> None:
     tensor[3, 4] = odd
     values, inverse = narrowed(tensor)
     other = narrowed(random(48, 32, seed=1))
-    assert not product(values, other[0], inverse, other[1], dtype=torch.bfloat16).isfinite().any()
+    assert not narrow_product(values, other[0], inverse, other[1], dtype=torch.bfloat16).isfinite().any()
 
 
 @pytest.mark.parametrize("narrow", [E4M3, torch.float8_e5m2], ids=str)
@@ -84,7 +87,7 @@ def test_what_is_no_number_is_seen_in_the_product(odd: float) -> None:
 def test_a_product_is_that_of_the_narrow_numbers(narrow: torch.dtype, dtype: torch.dtype) -> None:
     rows, others = random(32, 64, seed=0).to(narrow), random(48, 64, seed=1).to(E4M3)
     scales = torch.tensor(0.25), torch.tensor(8.0)
-    found = product(rows, others, *scales, dtype=dtype)
+    found = narrow_product(rows, others, *scales, dtype=dtype)
     assert found.shape == (32, 48)
     assert found.dtype == dtype
     assert relative(found, 2 * rows.double() @ others.double().t()) < (1e-6 if dtype == torch.float32 else 3e-3)
@@ -95,7 +98,7 @@ def test_a_profile_shows_them_and_their_work(tmp_path: Path) -> None:
     rows, others = narrowed(random(32, 64, seed=0)), narrowed(random(48, 64, seed=1))
     cpu = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=cpu, record_shapes=True, acc_events=True) as profiler:
-        product(rows[0], others[0], rows[1], others[1], dtype=torch.bfloat16)
+        narrow_product(rows[0], others[0], rows[1], others[1], dtype=torch.bfloat16)
     profiler.export_chrome_trace(str(tmp_path / "trace.json"))
     events = json.loads((tmp_path / "trace.json").read_text(encoding="utf-8"))["traceEvents"]
     assert "fp8" in matmul_dtypes(events)  # and fp32, by which a CPU does it
@@ -230,7 +233,7 @@ def test_a_product_by_rows_is_that_of_the_numbers() -> None:
         narrowed(random(size, 64, seed=size) * torch.logspace(-3, 3, size)[:, None], by_rows=True) for size in (32, 48)
     )
     bias = random(48, seed=2)
-    found = product(rows, others, inverse, others_inverse, dtype=torch.float32, bias=bias)
+    found = narrow_product(rows, others, inverse, others_inverse, dtype=torch.float32, bias=bias)
     wanted = (rows.double() * inverse) @ (others.double() * others_inverse).t() + bias
     torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-6)
 
@@ -305,9 +308,11 @@ def test_every_product_but_the_weights_gradients_is_narrow(
 ) -> None:
     """Of each layer of a block two, of the head three."""
     seen: list[tuple[int, ...]] = []
-    own = fp8_module.product
+    own = fp8_module.narrow_product
     monkeypatch.setattr(
-        fp8_module, "product", lambda a, b, *rest, **how: (seen.append((*a.shape, len(b))), own(a, b, *rest, **how))[1]
+        fp8_module,
+        "narrow_product",
+        lambda a, b, *rest, **how: (seen.append((*a.shape, len(b))), own(a, b, *rest, **how))[1],
     )
     model_gradients(*HEAD, "fp8-linears", *more)
     C, F, N, rows = SHAPE.d_model, SHAPE.d_ff, 2 * SHAPE.sequence, 384
@@ -316,8 +321,52 @@ def test_every_product_but_the_weights_gradients_is_narrow(
     assert sorted(seen) == sorted([*SHAPE.layers * blocks, (N, C, rows), (N, rows, C), (rows, N, C)])
 
 
-def test_the_compiler_sees_one_graph_of_a_model() -> None:
-    rungs = (*HEAD, "fp8-linears", "bf16-residual", "fused-backward")
+@pytest.mark.parametrize("fused", [False, True], ids=["tuned", "fused"])
+@pytest.mark.parametrize("attention", ["naive", "packed-cudnn"])
+def test_beside_tuned_products_those_that_pay_are_narrow(
+    monkeypatch: pytest.MonkeyPatch, fused: bool, attention: str
+) -> None:
+    """Three of a block: q, k and v's, the MLP's first, and its second's input gradient."""
+    seen: list[tuple[object, ...]] = []
+    for module, name in (
+        (fp8_module, "narrow_product"),
+        (fused_module, "narrow_gelu_product"),
+        (fused_module, "narrow_gelu_product_backward"),
+    ):
+        own = getattr(module, name)
+
+        def told(a: torch.Tensor, b: torch.Tensor, *rest: Any, name: str = name, own: Any = own, **how: Any) -> Any:
+            seen.append((name, *a.shape, len(b)))
+            return own(a, b, *rest, **how)
+
+        monkeypatch.setattr(module, name, told)
+    model = GPT(SHAPE, fused=torch.bfloat16, attention=attention)
+    tune_layers(model.h, torch.bfloat16, fused=fused, narrow=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        model(torch.zeros(2, SHAPE.sequence, dtype=torch.long)).float().sum().backward()
+    C, F, N = SHAPE.d_model, SHAPE.d_ff, 2 * SHAPE.sequence
+    forward, back = ("narrow_gelu_product", "narrow_gelu_product_backward") if fused else ("narrow_product",) * 2
+    block = [("narrow_product", N, C, 3 * C), (forward, N, C, F)]
+    assert seen == [*SHAPE.layers * block, *SHAPE.layers * [(back, N, C, F)]]
+
+
+TUNED = ("bf16-residual", "fused-backward", "tuned-matmuls", "fp8-linears")
+
+
+@pytest.mark.parametrize("more", [(), ("fused-matmuls",)], ids=["tuned", "fused"])
+def test_fewer_products_in_8_bits_are_nearer_to_fp32(more: tuple[str, ...]) -> None:
+    wanted = model_gradients()
+    some, all_of_them, none = (
+        relative(joined(model_gradients(*HEAD[:3], *rungs)), joined(wanted))
+        for rungs in ((*TUNED, *more), ("bf16-residual", "fused-backward", "fp8-linears"), TUNED[:-1])
+    )
+    assert 2 * none < some < 0.9 * all_of_them
+
+
+@pytest.mark.parametrize("more", [TUNED[:2], TUNED[:3], (*TUNED[:3], "fused-matmuls")], ids=["all", "tuned", "fused"])
+def test_the_compiler_sees_one_graph_of_a_model(more: tuple[str, ...]) -> None:
+    rungs = (*HEAD, "fp8-linears", *more)
+    torch.compiler.reset()
     eager, compiled = model_gradients(*rungs), model_gradients(*rungs, compiled=True)
     for name, gradient in eager.items():
         torch.testing.assert_close(compiled[name], gradient, msg=lambda text, name=name: f"{name}: {text}")

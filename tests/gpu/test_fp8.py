@@ -17,8 +17,9 @@ from redline.core.workload import Shape, Workload
 from redline.data.tokens import prepare_tokens
 from redline.engine.probe import probe
 from redline.kernels.cross_entropy import GRADIENT_FACTOR, cross_entropy_narrow, plain_cross_entropy_
+from redline.kernels.narrow_products import narrow_product
 from redline.kernels.transpose import transposed
-from redline.model.fp8 import narrow_layers, narrowed, product
+from redline.model.fp8 import narrow_layers, narrowed
 from redline.model.loss import head_loss
 from redline.predict.verdict import judge
 from redline.rungs import find_rung, plan_of
@@ -90,7 +91,7 @@ def test_a_product_adds_up_in_fp32(m: int, n: int, k: int, fast: bool) -> None:
     if fast and k > 4096:
         pytest.skip("not asked for")
     rows, others = (narrowed(torch.randn(size, k, device="cuda")) for size in (m, n))
-    found = product(rows[0], others[0], rows[1], others[1], dtype=torch.float32, fast=fast)
+    found = narrow_product(rows[0], others[0], rows[1], others[1], dtype=torch.float32, fast=fast)
     some = slice(0, 64)
     wanted = (rows[0][some].double() * rows[1]) @ (others[0].double() * others[1]).t()
     assert relative(found[some], wanted) < (5e-3 if fast else 1e-3)
@@ -104,7 +105,7 @@ def test_a_product_by_rows(bias: bool) -> None:
         for size in (999, 2304)
     )
     given = torch.randn(2304, device="cuda").bfloat16() if bias else None
-    found = product(rows, others, inverse, others_inverse, dtype=torch.bfloat16, fast=True, bias=given)
+    found = narrow_product(rows, others, inverse, others_inverse, dtype=torch.bfloat16, fast=True, bias=given)
     wanted = (rows.double() * inverse) @ (others.double() * others_inverse).t()
     wanted = wanted if given is None else wanted + given
     for mine, other in zip(

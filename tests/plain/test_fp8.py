@@ -27,6 +27,7 @@ NUMBERS = TOKENS * ROWS
 
 LINEARS = plan_of((*FAST, "fp8-linears"))
 BOTH = plan_of((*FAST, "fp8-head", "fp8-linears"))
+SOME = plan_of((*FAST, "fused-backward", "tuned-matmuls", "fp8-linears"))
 
 
 def refusal(hardware, plan, workload=GPT2, rung="fp8-head"):
@@ -71,6 +72,18 @@ def test_what_narrow_layers_need(h200, t4, cpu):
     assert "776 wide" in ask(h200, BEFORE, shaped(d_model=776, heads=8))
     assert "3080 wide" in ask(h200, BEFORE, shaped(d_ff=3080))
     assert ask(h200, BEFORE, shaped(sequence=1000)) is None  # no product of theirs sums over tokens
+
+
+def test_narrow_and_tuned_layers_meet_in_the_blocks_of_fused_backward(h200):
+    for first, then in (("fp8-linears", "tuned-matmuls"), ("tuned-matmuls", "fp8-linears")):
+        plan = plan_of((*FAST, first))
+        reason = refusal(h200, plan, rung=then)
+        assert f"beside {first}" in reason
+        assert "add it" in reason
+        assert refusal(h200, replace(plan, backward="fused"), rung=then) is None
+    assert SOME.narrows_what_pays
+    assert not plan_of((*FAST, "tuned-matmuls", "fp8-linears")).narrows_what_pays
+    assert not replace(SOME, autocast=None).narrows_what_pays
 
 
 @pytest.mark.parametrize("way", ["fsdp", "fsdp-keep", "tensor-parallel", "pipeline-parallel", "pipeline-gpipe"])
@@ -169,6 +182,26 @@ def test_weights_gradients_stay_in_16_bit():
         assert kinds[name, "forward"] == kinds[f"{name} dgrad", "backward"] == "fp8"
         assert kinds[f"{name} wgrad", "backward"] == "gemm"
     assert {kinds["head", "forward"], kinds["head dgrad", "backward"], kinds["head wgrad", "backward"]} == {"gemm"}
+
+
+def test_beside_tuned_products_those_that_pay_are_narrow():
+    listed = operations(GPT2.shape, SOME, micro_batch=MICRO_BATCH)
+    narrow = {each.name for each in listed if each.kind == "fp8"}
+    assert narrow == {"qkv", "up", "down dgrad"}
+    found = {(each.name, each.direction): each.bytes for each in listed}
+    numbers = 12 * TOKENS * WIDTH
+    casts = {name: size for name, size in found.items() if name[0].endswith("casts") and name[0] != "weight casts"}
+    assert casts == {
+        ("qkv casts", "forward"): numbers,
+        ("up casts", "forward"): numbers,
+        ("down casts", "backward"): 3 * numbers,  # a hand-written kernel writes the stream's gradient
+    }
+    assert found["8-bit weights", "forward"] == 5 * 7 * 12 * WIDTH**2
+    assert found["8-bit weights", "backward"] == 9 * 4 * 12 * WIDTH**2
+    in_16_bits = operations(GPT2.shape, replace(SOME, fp8_linears=False), micro_batch=MICRO_BATCH)
+    assert found["weight casts", "forward"] == next(
+        each.bytes for each in in_16_bits if (each.name, each.direction) == ("weight casts", "forward")
+    )
 
 
 def test_the_heads_16_bit_copy_is_gone():

@@ -1,0 +1,88 @@
+"""Products of 8-bit operands with GELU behind them, where torch does them: against fp64 of the same 8-bit numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from redline.kernels.gelu_backward import plain_gelu_backward_
+from redline.kernels.narrow_products import lie_well, narrow_gelu_product, narrow_gelu_product_backward
+from redline.model.fp8 import E4M3, operands
+
+M, C, WIDE = 24, 48, 64
+
+
+def random(*size: int, seed: int, scale: float = 1.0) -> torch.Tensor:
+    return scale * torch.randn(*size, generator=torch.Generator().manual_seed(seed))
+
+
+def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((found.double() - wanted).norm() / wanted.norm())
+
+
+def by_rows_apart(rows: int, others: int) -> tuple[torch.Tensor, ...]:
+    """Scales of rows that differ by several octaves, on either side."""
+    spread = [torch.logspace(-1, 1, size)[:, None] for size in (rows, others)]
+    return operands(spread[0] * random(rows, C, seed=0), spread[1] * random(others, C, seed=1, scale=C**-0.5))
+
+
+def in_fp64(rows: torch.Tensor, others: torch.Tensor, inverse: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    return (rows.double() * inverse) @ (others.double() * other).t()
+
+
+def test_both_operands_lie_in_rows() -> None:
+    rows, turned, inverse, turned_inverse = operands(random(M, C, seed=0), random(C, WIDE, seed=1).t())
+    assert (rows.shape, turned.shape) == ((M, C), (WIDE, C))
+    assert (inverse.shape, turned_inverse.shape) == ((M, 1), (WIDE, 1))
+    assert rows.dtype == turned.dtype == E4M3
+    assert turned.is_contiguous()
+
+
+def test_gelu_of_a_product_is_that_of_fp64() -> None:
+    words, bias = by_rows_apart(M, WIDE), random(WIDE, seed=2)
+    wanted = in_fp64(*words) + bias
+    for dtype, bound in ((torch.float32, 1e-6), (torch.bfloat16, 5e-3)):
+        hidden, active = narrow_gelu_product(*words, bias.to(dtype))
+        assert hidden.dtype == active.dtype == dtype
+        for mine, other in zip(hidden, wanted, strict=True):  # each row by itself: the largest would hide the others
+            assert relative(mine, other) < bound
+        assert relative(active, F.gelu(wanted, approximate="tanh")) < bound
+
+
+def test_gradient_and_sums_are_those_of_fp64() -> None:
+    words, hidden = by_rows_apart(M, WIDE), random(M, WIDE, seed=3, scale=2)
+    wanted = in_fp64(*words)
+    wanted_sums = plain_gelu_backward_(wanted, hidden.double())
+    kept = hidden.clone()
+    gradient, sums = narrow_gelu_product_backward(*words, hidden)
+    assert torch.equal(hidden, kept)
+    assert sums.dtype == torch.float32
+    assert relative(gradient, wanted) < 1e-5
+    assert relative(sums, wanted_sums) < 1e-5
+
+
+@pytest.mark.parametrize("back", [False, True])
+def test_operators_keep_their_promises_to_the_compiler(back: bool) -> None:
+    """But for the check of the schema, which multiplies 8-bit numbers: torch has no such kernel for a CPU."""
+    last = random(M, WIDE, seed=3) if back else random(WIDE, seed=2)
+    operator: Any = narrow_gelu_product_backward if back else narrow_gelu_product
+    checks = ("test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(operator, (*by_rows_apart(M, WIDE), last.bfloat16()), test_utils=checks)
+
+
+@pytest.mark.parametrize(
+    ("rows", "others", "well"),
+    [((24, 48), (64, 48), True), ((24, 40), (64, 40), False), ((24, 48), (60, 48), False), ((1, 48), (64, 48), False)],
+)
+def test_what_is_given_to_quack(rows: tuple[int, int], others: tuple[int, int], well: bool) -> None:
+    assert lie_well(torch.empty(rows, dtype=E4M3), torch.empty(others, dtype=E4M3)) is well
+
+
+def test_what_lies_otherwise_is_not() -> None:
+    fits, memory = torch.empty(64, 64, dtype=E4M3), torch.empty(8192, dtype=E4M3)
+    assert not lie_well(fits, fits.t())
+    assert not lie_well(memory[: 64 * 96].view(64, 96)[:, :64], fits)
+    assert not lie_well(memory[8 : 8 + 4096].view(64, 64), fits)
