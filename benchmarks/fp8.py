@@ -1,7 +1,8 @@
 """Products in 8 bits beside bf16 at a model's sizes on a CUDA device, and the whole step with and without them.
 
     python benchmarks/fp8.py [--workload gpt2] [--micro-batch 64] [--json]       # a minute: single products
-    python benchmarks/fp8.py --step [--rounds 5]                                 # the step, four recipes in turns
+    python benchmarks/fp8.py --gelu                                              # with GELU at their ends (fp8_gelu.py)
+    python benchmarks/fp8.py --step [--rounds 5]                                 # the step, five recipes in turns
 
 Of every product of a layer and of the head: bf16, 8 bits with the casts done before, 8 bits with them, and what a cast
 or a transpose takes by itself, in milliseconds (median of events around single calls, random numbers). `gain` is what
@@ -21,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from fp8_gelu import time_gelu
 from kernels import FAST, milliseconds, random
 from made import made
 from step import time_recipes
@@ -141,13 +143,15 @@ def time_passes(shape: Shape, plan: Plan, tokens: int) -> dict[str, dict[str, An
 
 def lines(found: dict[str, dict[str, Any]]) -> Iterator[str]:
     for name, figures in found.items():
-        yield f"{name:34}" + "".join(f"  {what} {figure:,.3f}" for what, figure in figures.items())
+        told = (f"{figure:,.4f}" if isinstance(figure, float) else str(figure) for figure in figures.values())
+        yield f"{name:52}" + "".join(f"  {what} {figure}" for what, figure in zip(figures, told, strict=True))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--workload", default="gpt2", help="a preset (default gpt2)")
     parser.add_argument("--micro-batch", type=int, default=64)
+    parser.add_argument("--gelu", action="store_true", help="a block's products beside fused-matmuls' kernels")
     parser.add_argument("--step", action="store_true", help="the whole step instead of single products")
     parser.add_argument("--rounds", type=int, default=5, help="of ten steps each (default 5)")
     parser.add_argument("--json", action="store_true")
@@ -160,6 +164,8 @@ def main() -> int:
     if asked.step:
         found: dict[str, dict[str, Any]]
         found = time_recipes(workload, RECIPES, asked.micro_batch, asked.rounds, torch.device("cuda"))
+    elif asked.gelu:
+        found = time_gelu(shape, asked.micro_batch * shape.sequence)
     else:
         found = time_products(shape, plan, asked.micro_batch)
         found |= time_passes(shape, plan, asked.micro_batch * shape.sequence)

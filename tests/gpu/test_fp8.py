@@ -153,7 +153,13 @@ def test_the_heads_gradients_are_fp64s_within_the_formats(pieces: int, compiled:
 
 @pytest.mark.parametrize(
     "narrow",
-    [("fp8-head",), ("fp8-linears",), ("fused-backward", "fp8-head", "fp8-linears")],
+    [
+        ("fp8-head",),
+        ("fp8-linears",),
+        ("fused-backward", "fp8-head", "fp8-linears"),
+        ("fused-backward", "tuned-matmuls", "fp8-linears"),
+        ("fused-backward", "tuned-matmuls", "fused-matmuls", "fp8-head", "fp8-linears"),
+    ],
     ids="+".join,
 )
 def test_a_row_of_a_ladder_is_changed(tmp_path: Path, narrow: tuple[str, ...]) -> None:

@@ -1,0 +1,169 @@
+"""What `fp8-linears` does beside `fused-matmuls`, kernel by kernel: the part of benchmarks/fp8.py behind --gelu.
+
+    python benchmarks/fp8.py --gelu [--workload gpt2] [--micro-batch 64] [--json]   # two minutes, mostly compiling
+
+Three products of a block, each in 16 bits as `tuned-matmuls` and `fused-matmuls` have it, by torch in 8 bits, and by
+QuACK in 8 bits with every tile below: milliseconds, medians of calls in turns, operands at hand. `cast` is what makes
+those of the larger operand, alone; in a step the compiler has it in the norm's kernel, but for the gradient's. `off` is
+the error of the product's first rows against fp64 of the same 8-bit numbers, `from 16 bits` against fp64 of what those
+were made of. What fails says so, and leaves the others.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from kernels import random
+
+from redline.core.workload import Shape
+from redline.kernels.gelu_backward import gelu_backward_, plain_gelu_backward_
+from redline.kernels.gelu_products import gelu_product, gelu_product_backward
+from redline.kernels.narrow_products import narrow_product
+from redline.kernels.products import product_and_bias, product_and_gelu
+from redline.model.fp8 import narrowed, operands
+
+LOOKS, WARM_UPS, BUSY_CYCLES = 20, 3, 200_000
+LOOKED_AT = 2048  # rows
+TILES = ((128, 192, True, (1, 2)), (128, 160, True, (1, 2)), (128, 128, True, (1, 2)))
+TILES += ((128, 256, False, (1, 2)), (256, 128, False, (2, 1)))
+
+Words = tuple[torch.Tensor, ...]
+Call = Callable[[], Any]
+Found = dict[str, dict[str, Any]]
+
+
+def time_gelu(shape: Shape, tokens: int) -> Found:
+    found: Found = {}
+    for make in (time_first, time_second, time_qkv):
+        found |= make(shape, tokens)
+        torch.cuda.empty_cache()
+    return found
+
+
+def time_first(shape: Shape, tokens: int) -> Found:
+    x, weight = random(tokens, shape.d_model), random(shape.d_ff, shape.d_model) * 0.03
+    bias, words = random(shape.d_ff) * 0.1, operands(x, weight)
+    calls: dict[str, Call] = {
+        "16 bits, QuACK": lambda: gelu_product(x, weight, bias),
+        "16 bits, cuBLASLt": lambda: product_and_gelu(x, weight, bias),
+        "8 bits, torch, no GELU": lambda: narrow_product(*words, dtype=torch.bfloat16, fast=True, bias=bias),
+        "cast": lambda: compiled_cast(x),
+    }
+    calls |= by_quack(lambda module, tile: module.Forward(tile, *words, bias), (*words, bias))
+    wanted = {name: before + bias.double() for name, before in in_fp64(x, weight, words).items()}
+
+    def error(result: Any) -> dict[str, float]:
+        hidden, active = result if isinstance(result, tuple) else (result, None)
+        told = {name: off(hidden, one) for name, one in wanted.items()}
+        if active is not None:
+            told["GELU off"] = off(active, F.gelu(wanted["off"], approximate="tanh"))
+        return told
+
+    return {f"up + GELU: {name}": told for name, told in measured(calls, error).items()}
+
+
+def time_second(shape: Shape, tokens: int) -> Found:
+    above, weight = random(tokens, shape.d_model), random(shape.d_model, shape.d_ff) * 0.03
+    hidden, words = random(tokens, shape.d_ff), operands(above, weight.t())
+
+    def by_torch() -> Words:
+        gradient = narrow_product(*words, dtype=torch.bfloat16, fast=True)
+        return gradient, gelu_backward_(gradient, hidden)
+
+    calls: dict[str, Call] = {
+        "16 bits, QuACK": lambda: gelu_product_backward(above, weight, hidden),
+        "8 bits, torch + Triton": by_torch,
+        "cast": lambda: compiled_cast(above),
+    }
+    for turned in (False, True):
+        made = by_quack(
+            lambda module, tile, turned=turned: module.Backward(tile, turned, *words, hidden), (*words, hidden)
+        )
+        calls |= {f"{name}{', turned' if turned else ''}": call for name, call in made.items()}
+    wanted = in_fp64(above, weight.t(), words)
+    for one in wanted.values():
+        plain_gelu_backward_(one, hidden[:LOOKED_AT].double())
+    sums = gelu_product_backward(above, weight, hidden)[1].double()
+
+    def error(result: Words) -> dict[str, float]:
+        told = {name: off(result[0], one) for name, one in wanted.items()}
+        return told | {"sums from 16 bits": off(result[1], sums)}
+
+    return {f"down dgrad + GELU': {name}": told for name, told in measured(calls, error).items()}
+
+
+def time_qkv(shape: Shape, tokens: int) -> Found:
+    x, weight = random(tokens, shape.d_model), random(3 * shape.d_model, shape.d_model) * 0.03
+    bias, words = random(3 * shape.d_model) * 0.1, operands(x, weight)
+    calls: dict[str, Call] = {
+        "16 bits, cuBLASLt": lambda: product_and_bias(x, weight, bias),
+        "8 bits, torch": lambda: narrow_product(*words, dtype=torch.bfloat16, fast=True, bias=bias),
+    }
+    wanted = {name: before + bias.double() for name, before in in_fp64(x, weight, words).items()}
+    found = measured(calls, lambda result: {name: off(result, one) for name, one in wanted.items()})
+    return {f"qkv: {name}": told for name, told in found.items()}
+
+
+compiled_cast = torch.compile(lambda tensor: narrowed(tensor, by_rows=True), dynamic=False)
+
+
+def by_quack(make: Callable[[Any, Any], Callable[..., Any]], words: Words) -> dict[str, Call]:
+    """A call for every tile. The first compiles it, so that a failure is that tile's own."""
+
+    def call_of(rows: int, columns: int, in_turns: bool, cluster: tuple[int, int]) -> Call:
+        @functools.cache
+        def kernel() -> Callable[..., Any]:
+            from redline.kernels import narrow_products_quack as module
+
+            return make(module, module.tile(rows, columns, in_turns=in_turns, cluster=cluster))
+
+        return lambda: kernel()(*words)
+
+    return {f"8 bits, QuACK {one[0]}x{one[1]}{' in turns' if one[2] else ''}": call_of(*one) for one in TILES}
+
+
+def in_fp64(rows: torch.Tensor, others: torch.Tensor, words: Words) -> dict[str, torch.Tensor]:
+    """Of the first rows: the product of the 8-bit numbers, and of what they were made of."""
+    values, other_values, inverse, other_inverse = words
+    some = slice(0, LOOKED_AT)
+    narrow = (values[some].double() * inverse[some]) @ (other_values.double() * other_inverse).t()
+    return {"off": narrow, "from 16 bits": rows[some].double() @ others.double().t()}
+
+
+def off(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    mine = found[:LOOKED_AT].double() if found.dim() == 2 else found.double()
+    return float((mine - wanted).norm() / wanted.norm())
+
+
+def measured(calls: Mapping[str, Call], error: Callable[[Any], dict[str, float]]) -> Found:
+    """Milliseconds in turns, and errors; or what went wrong."""
+    found: Found = {}
+    for name, call in calls.items():
+        try:
+            for _ in range(WARM_UPS):
+                result = call()
+            torch.cuda.synchronize()
+            found[name] = {} if name == "cast" else error(result)
+        except Exception as failure:  # noqa: BLE001 (of one kernel, and the others are still wanted)
+            found[name] = {"failed": f"{type(failure).__name__}: {failure}"[:300]}
+    works = {name: call for name, call in calls.items() if "failed" not in found[name]}
+    times: dict[str, list[float]] = {name: [] for name in works}
+    for _ in range(LOOKS):
+        for name, call in works.items():
+            times[name].append(milliseconds_of(call))
+    return {name: ({"ms": statistics.median(times[name])} if name in times else {}) | found[name] for name in calls}
+
+
+def milliseconds_of(call: Call) -> float:
+    before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(BUSY_CYCLES)  # else the launch would be timed
+    before.record()
+    call()
+    after.record()
+    after.synchronize()
+    return before.elapsed_time(after)
