@@ -2,7 +2,7 @@
 
     python benchmarks/fp8.py --gelu [--workload gpt2] [--micro-batch 64] [--json]   # two minutes, mostly compiling
 
-Three products of a block, each in 16 bits as `tuned-matmuls` and `fused-matmuls` have it, by torch in 8 bits, and by
+A block's products, each in 16 bits as `tuned-matmuls` and `fused-matmuls` have it, by torch in 8 bits, and by
 QuACK in 8 bits with every tile below: milliseconds, medians of calls in turns, operands at hand. `cast` is what makes
 those of the larger operand, alone; in a step the compiler has it in the norm's kernel, but for the gradient's. `off` is
 the error of the product's first rows against fp64 of the same 8-bit numbers, `from 16 bits` against fp64 of what those
@@ -24,8 +24,8 @@ from redline.core.workload import Shape
 from redline.kernels.gelu_backward import gelu_backward_, plain_gelu_backward_
 from redline.kernels.gelu_products import gelu_product, gelu_product_backward
 from redline.kernels.narrow_products import narrow_product
-from redline.kernels.products import product_and_bias, product_and_gelu
-from redline.model.fp8 import narrowed, operands
+from redline.kernels.products import product, product_and_bias, product_and_gelu
+from redline.model.fp8 import narrowed, operands, scale_beforehand
 
 LOOKS, WARM_UPS, BUSY_CYCLES = 20, 3, 200_000
 LOOKED_AT = 2048  # rows
@@ -39,7 +39,7 @@ Found = dict[str, dict[str, Any]]
 
 def time_gelu(shape: Shape, tokens: int) -> Found:
     found: Found = {}
-    for make in (time_first, time_second, time_qkv):
+    for make in (time_first, time_second, time_qkv, time_after_gelu):
         found |= make(shape, tokens)
         torch.cuda.empty_cache()
     return found
@@ -55,13 +55,17 @@ def time_first(shape: Shape, tokens: int) -> Found:
         "cast": lambda: compiled_cast(x),
     }
     calls |= by_quack(lambda module, tile: module.Forward(tile, *words, bias), (*words, bias))
+    both = (*words, bias, scale_beforehand(x, weight, bias))
+    made = by_quack(lambda module, tile: module.Forward(tile, *both), both)
+    calls |= {f"{name} and 8 bits out": call for name, call in made.items()}
     wanted = {name: before + bias.double() for name, before in in_fp64(x, weight, words).items()}
 
     def error(result: Any) -> dict[str, float]:
-        hidden, active = result if isinstance(result, tuple) else (result, None)
+        hidden, *rest = result if isinstance(result, tuple) else (result,)
         told = {name: off(hidden, one) for name, one in wanted.items()}
-        if active is not None:
-            told["GELU off"] = off(active, F.gelu(wanted["off"], approximate="tanh"))
+        gelu = F.gelu(wanted["off"], approximate="tanh")
+        for name, one in zip(("GELU off", "8 bits off"), rest, strict=False):
+            told[name] = off(one if name == "GELU off" else one[:LOOKED_AT].double() / both[-1][:LOOKED_AT], gelu)
         return told
 
     return {f"up + GELU: {name}": told for name, told in measured(calls, error).items()}
@@ -85,14 +89,19 @@ def time_second(shape: Shape, tokens: int) -> Found:
             lambda module, tile, turned=turned: module.Backward(tile, turned, *words, hidden), (*words, hidden)
         )
         calls |= {f"{name}{', turned' if turned else ''}": call for name, call in made.items()}
+    both = (*words, hidden, scale_beforehand(above, weight.t()))
+    made = by_quack(lambda module, tile: module.Backward(tile, False, *both), both)
+    calls |= {f"{name} and 8 bits out": call for name, call in made.items()}
     wanted = in_fp64(above, weight.t(), words)
     for one in wanted.values():
         plain_gelu_backward_(one, hidden[:LOOKED_AT].double())
     sums = gelu_product_backward(above, weight, hidden)[1].double()
 
     def error(result: Words) -> dict[str, float]:
-        told = {name: off(result[0], one) for name, one in wanted.items()}
-        return told | {"sums from 16 bits": off(result[1], sums)}
+        told = {name: off(result[0], one) for name, one in wanted.items()} | {"sums from 16 bits": off(result[1], sums)}
+        if len(result) == 3:
+            told["8 bits off"] = off(result[2][:LOOKED_AT].double() / both[-1][:LOOKED_AT], wanted["off"])
+        return told
 
     return {f"down dgrad + GELU': {name}": told for name, told in measured(calls, error).items()}
 
@@ -107,6 +116,21 @@ def time_qkv(shape: Shape, tokens: int) -> Found:
     wanted = {name: before + bias.double() for name, before in in_fp64(x, weight, words).items()}
     found = measured(calls, lambda result: {name: off(result, one) for name, one in wanted.items()})
     return {f"qkv: {name}": told for name, told in found.items()}
+
+
+def time_after_gelu(shape: Shape, tokens: int) -> Found:
+    """What reads 8 bits that were written besides: the second layer forward, and the first's input gradient, which have
+    the same sizes."""
+    x, weight = random(tokens, shape.d_ff), random(shape.d_model, shape.d_ff) * 0.03
+    words = operands(x, weight)
+    calls: dict[str, Call] = {
+        "16 bits, cuBLASLt": lambda: product(x, weight.t(), torch.bfloat16),
+        "8 bits, torch": lambda: narrow_product(*words, dtype=torch.bfloat16, fast=True),
+        "cast": lambda: compiled_cast(x),
+    }
+    wanted = in_fp64(x, weight, words)
+    found = measured(calls, lambda result: {name: off(result, one) for name, one in wanted.items()})
+    return {f"down, or up dgrad: {name}": told for name, told in found.items()}
 
 
 compiled_cast = torch.compile(lambda tensor: narrowed(tensor, by_rows=True), dynamic=False)

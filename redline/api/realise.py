@@ -178,7 +178,7 @@ OBSTACLES: dict[str, Callable[[Live], str | None]] = {
     "sigmoid-gelu": _gelus,
     "fused-backward": _always("it needs blocks that are written for it: redline.model.fused has the parts"),
     **dict.fromkeys(
-        ("packed-attention", "flash4-backward", "fused-matmuls"),
+        ("packed-attention", "flash4-backward", "fused-matmuls", "fp8-mlps"),
         _always("its blocks are those of fused-backward, of the built-in models"),
     ),
     "tuned-matmuls": _always("the layers are yours: redline.model.tuned.TunedLinear is one to use for nn.Linear"),

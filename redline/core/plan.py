@@ -23,6 +23,8 @@ FLASH4_HEADS = (32, 64, 128)
 # in predict/gemms.py. Two read what a norm writes, which the compiler narrows on the way, and the third writes four
 # times as much as it reads.
 PAYING = (("qkv", "forward"), ("up", "forward"), ("down", "dgrad"))
+# And those that read what two of these write, where their kernels can write it in 8 bits as well.
+MLPS = (("down", "forward"), ("up", "dgrad"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +65,8 @@ class Plan:
     fp8_linears: bool = False
     """So do those of the blocks, but for the weights' gradients; with tuned products and the fused backward only those
     that gain by it (PAYING)."""
+    fp8_mlps: bool = False
+    """And, with fused products, all others of the MLPs (MLPS)."""
     checkpointing: str = "none"
     """What the backward computes again instead of keeping it: 'none', 'selective' (the attention core) or 'full'."""
     activation_budget: float = 1.0
@@ -120,14 +124,19 @@ class Plan:
 
     @property
     def narrows_what_pays(self) -> bool:
-        """Of the blocks' products PAYING alone are narrow, and all others are at their best in 16 bits."""
+        """Of the blocks' products PAYING alone are narrow, or MLPS too, and all others are at their best in 16 bits."""
         return self.narrow_linears and self.tuned_matmuls and self.backward == "fused"
+
+    @property
+    def narrows_mlps(self) -> bool:
+        return self.narrows_what_pays and self.fused_matmuls and self.fp8_mlps
 
     def narrows(self, where: str, direction: str) -> bool:
         """Whether this product of a block, by its names in predict/gemms.py, takes 8-bit operands."""
         if not self.narrow_linears or direction == "wgrad":
             return False
-        return not self.narrows_what_pays or (where, direction) in PAYING
+        some = (*PAYING, *MLPS) if self.narrows_mlps else PAYING
+        return not self.narrows_what_pays or (where, direction) in some
 
     @property
     def runs_whole(self) -> bool:

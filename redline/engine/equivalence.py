@@ -151,6 +151,7 @@ def reference_gradients(
         autocast=plan.autocast,
         loss_scaling=plan.loss_scaling,
         fp8_head=False,
+        fp8_mlps=False,
         fp8_linears=False,  # 8 bits are held against 16: a yardstick of 8 would have the same faults
     )
     errors, overall = in_pieces_that_fit(

@@ -49,6 +49,8 @@ CONTRACTIONS = frozenset(f"aten::{name}" for name in ("mm", "addmm", "bmm", "bad
     "redline::gelu_product_backward",
     "redline::narrow_gelu_product",
     "redline::narrow_gelu_product_backward",
+    "redline::narrow_gelu_product_in_both",
+    "redline::narrow_gelu_product_backward_in_both",
 }
 CONTRACTION_WORDS = ("conv1d", "conv2d", "convolution")
 COPIES = frozenset(

@@ -29,7 +29,9 @@ DTYPES = {
 # Where the left matrix stands.
 PRODUCTS = {"aten::mm": 0, "aten::bmm": 0, "aten::addmm": 1, "aten::baddbmm": 1, "aten::_scaled_mm": 0}
 PRODUCTS |= {"redline::product": 0, "redline::gelu_product_backward": 0}
-NARROW = ("redline::narrow_gelu_product", "redline::narrow_gelu_product_backward")
+NARROW = tuple(
+    f"redline::narrow_gelu_product{way}{also}" for way in ("", "_backward") for also in ("", "_in_both")
+)  # what is written in 8 bits besides is left out
 # Rows [M, K] and a weight [N, K].
 LAYERS = frozenset(("redline::product_and_bias", "redline::product_and_gelu", "redline::gelu_product", *NARROW))
 # GELU's input is written or read beside the product.

@@ -33,6 +33,8 @@ OWN_PRODUCTS = (
     "redline::gelu_product_backward",
     "redline::narrow_gelu_product",
     "redline::narrow_gelu_product_backward",
+    "redline::narrow_gelu_product_in_both",
+    "redline::narrow_gelu_product_backward_in_both",
 )
 MATMUL_LEAVES = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_scaled_mm", *OWN_PRODUCTS)
 MATMUL_WORDS = ("gemm", "nvjet", "cutlass", "xmma")  # cuBLAS, old and new, and CUTLASS

@@ -115,7 +115,7 @@ def backward(above: torch.Tensor, weight: torch.Tensor, hidden: torch.Tensor) ->
     return way(above, weight, hidden)
 
 
-Way = TypeVar("Way", bound=Callable[..., Pair])
+Way = TypeVar("Way", bound=Callable[..., tuple[torch.Tensor, ...]])
 
 
 def fastest(ways: Iterable[Way], operands: tuple[torch.Tensor, ...]) -> Way:

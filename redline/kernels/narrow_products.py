@@ -3,6 +3,7 @@
     y = narrow_product(rows, others, rows_inverse, others_inverse, dtype=torch.bfloat16)    # [M, K] x [N, K] -> [M, N]
     hidden, active = narrow_gelu_product(rows, weight, rows_inverse, weight_inverse, bias)
     of_hidden, sums = narrow_gelu_product_backward(above, turned, above_inverse, turned_inverse, hidden)
+    hidden, active, narrow = narrow_gelu_product_in_both(..., bias, factors)     # and GELU's output in 8 bits besides
 
 Tensor cores take 8-bit operands with the summed index last, so each is a matrix of rows; the inverses undo the scales
 of their casts. torch._scaled_mm does the products, on a CPU too. Those with GELU are `kernels/gelu_products.py`'s with
@@ -52,39 +53,55 @@ def narrow_product(
     return result
 
 
+Tensors = tuple[torch.Tensor, ...]
+
+
 def _forward_shapes(
     rows: torch.Tensor,
     weight: torch.Tensor,
     rows_inverse: torch.Tensor,
     weight_inverse: torch.Tensor,
     bias: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    *factors: torch.Tensor,
+) -> Tensors:
     hidden = bias.new_empty(rows.size(0), weight.size(0))
-    return hidden, torch.empty_like(hidden)
+    return hidden, torch.empty_like(hidden), *(torch.empty_like(hidden, dtype=rows.dtype) for _ in factors)
 
 
-@operator(
-    "narrow_gelu_product(Tensor rows, Tensor weight, Tensor rows_inverse, Tensor weight_inverse, Tensor bias)"
-    " -> (Tensor, Tensor)",
-    fake=_forward_shapes,
-)
-def narrow_gelu_product(
+def _through_gelu(
     rows: torch.Tensor,
     weight: torch.Tensor,
     rows_inverse: torch.Tensor,
     weight_inverse: torch.Tensor,
     bias: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    *factors: torch.Tensor,
+) -> Tensors:
+    if is_taken(rows, weight) and bias.data_ptr() % WHOLE == 0 and _lies_well_in_8_bits(weight, *factors):
+        from redline.kernels import narrow_products_quack  # takes seconds to import, and is not there everywhere
+
+        return narrow_products_quack.forward(rows, weight, rows_inverse, weight_inverse, bias, *factors)
+    hidden = narrow_product(rows, weight, rows_inverse, weight_inverse, dtype=bias.dtype, fast=True, bias=bias)
+    active = F.gelu(hidden, approximate="tanh")
+    return hidden, active, *((active * each).to(rows.dtype) for each in factors)
+
+
+OPERANDS = "Tensor rows, Tensor weight, Tensor rows_inverse, Tensor weight_inverse"
+
+
+@operator(f"narrow_gelu_product({OPERANDS}, Tensor bias) -> (Tensor, Tensor)", fake=_forward_shapes)
+def narrow_gelu_product(*words: torch.Tensor) -> Tensors:
     """rows [M, C] through a layer [F, C], with inverses [M, 1] and [F, 1], and tanh GELU of that; both have the bias's
     type."""
-    if is_taken(rows, weight) and bias.data_ptr() % WHOLE == 0:
-        from redline.kernels.narrow_products_quack import (
-            forward,
-        )  # takes seconds to import, and is not there everywhere
+    return _through_gelu(*words)
 
-        return forward(rows, weight, rows_inverse, weight_inverse, bias)
-    hidden = narrow_product(rows, weight, rows_inverse, weight_inverse, dtype=bias.dtype, fast=True, bias=bias)
-    return hidden, F.gelu(hidden, approximate="tanh")
+
+@operator(
+    f"narrow_gelu_product_in_both({OPERANDS}, Tensor bias, Tensor factors) -> (Tensor, Tensor, Tensor)",
+    fake=_forward_shapes,
+)
+def narrow_gelu_product_in_both(*words: torch.Tensor) -> Tensors:
+    """The same, and once more what GELU gives in the operands' 8 bits, each row multiplied by its factor [M, 1]."""
+    return _through_gelu(*words)
 
 
 def _backward_shapes(
@@ -93,30 +110,44 @@ def _backward_shapes(
     above_inverse: torch.Tensor,
     turned_inverse: torch.Tensor,
     hidden: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return hidden.new_empty(hidden.shape), hidden.new_empty(hidden.size(1), dtype=torch.float32)
+    *factors: torch.Tensor,
+) -> Tensors:
+    gradient, sums = hidden.new_empty(hidden.shape), hidden.new_empty(hidden.size(1), dtype=torch.float32)
+    return gradient, sums, *(torch.empty_like(gradient, dtype=above.dtype) for _ in factors)
 
 
-@operator(
-    "narrow_gelu_product_backward(Tensor above, Tensor turned, Tensor above_inverse, Tensor turned_inverse,"
-    " Tensor hidden) -> (Tensor, Tensor)",
-    fake=_backward_shapes,
-)
-def narrow_gelu_product_backward(
+def _back_through_gelu(
     above: torch.Tensor,
     turned: torch.Tensor,
     above_inverse: torch.Tensor,
     turned_inverse: torch.Tensor,
     hidden: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """above [M, C] back through the second layer and through GELU, whose input was `hidden` [M, F], with the sums [F]
-    of its columns in fp32. `turned` [F, C] is the layer's weight, transposed."""
-    if is_taken(above, turned) and hidden.is_contiguous() and hidden.data_ptr() % WHOLE == 0:
-        from redline.kernels.narrow_products_quack import backward
+    *factors: torch.Tensor,
+) -> Tensors:
+    lies_well = hidden.is_contiguous() and hidden.data_ptr() % WHOLE == 0 and _lies_well_in_8_bits(turned, *factors)
+    if is_taken(above, turned) and lies_well:
+        from redline.kernels import narrow_products_quack
 
-        return backward(above, turned, above_inverse, turned_inverse, hidden)
+        return narrow_products_quack.backward(above, turned, above_inverse, turned_inverse, hidden, *factors)
     gradient = narrow_product(above, turned, above_inverse, turned_inverse, dtype=hidden.dtype, fast=True)
-    return gradient, gelu_backward_(gradient, hidden)
+    sums = gelu_backward_(gradient, hidden)
+    return gradient, sums, *((gradient * each).to(above.dtype) for each in factors)
+
+
+@operator(f"narrow_gelu_product_backward({OPERANDS}, Tensor hidden) -> (Tensor, Tensor)", fake=_backward_shapes)
+def narrow_gelu_product_backward(*words: torch.Tensor) -> Tensors:
+    """rows [M, C] back through the second layer and through GELU, whose input was `hidden` [M, F], with the sums [F] of
+    its columns in fp32. The weight [F, C] is the layer's, transposed."""
+    return _back_through_gelu(*words)
+
+
+@operator(
+    f"narrow_gelu_product_backward_in_both({OPERANDS}, Tensor hidden, Tensor factors) -> (Tensor, Tensor, Tensor)",
+    fake=_backward_shapes,
+)
+def narrow_gelu_product_backward_in_both(*words: torch.Tensor) -> Tensors:
+    """The same, and once more the gradient in the operands' 8 bits, each row multiplied by its factor [M, 1]."""
+    return _back_through_gelu(*words)
 
 
 def is_taken(rows: torch.Tensor, others: torch.Tensor) -> bool:
@@ -131,3 +162,8 @@ def lie_well(rows: torch.Tensor, others: torch.Tensor) -> bool:
     return sized and all(
         one.is_contiguous() and min(one.shape) > 1 and one.data_ptr() % WHOLE == 0 for one in (rows, others)
     )
+
+
+def _lies_well_in_8_bits(weight: torch.Tensor, *factors: torch.Tensor) -> bool:
+    """Of what is written besides, if it is."""
+    return not factors or weight.size(0) % WHOLE == 0

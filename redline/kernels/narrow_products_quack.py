@@ -2,7 +2,8 @@
 
 Like `kernels.gelu_products_quack`, but for two vectors more at the ends, which undo the scales of the operands. The
 product itself takes about half the time, so that other sizes of its tiles may be the fastest: the first call of a form
-times those of TILES. Compiled for sm_90a the tile of 128 x 192 spills up to 66 registers, the others five at most.
+times those of TILES. Compiled for sm_90a the tile of 128 x 192 spills up to 66 registers (300 with 8 bits written
+besides), the others five at most.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from quack.epilogue.ops import ColVecLoad, ColVecReduce, RowVecLoad, RowVecReduc
 from quack.gemm_config import GemmConfig
 from quack.gemm_sm90 import GemmSm90
 
-from redline.kernels.gelu_products_quack import Key, Pair, fastest, gradient_of
+from redline.kernels.gelu_products_quack import Key, fastest, gradient_of
 
 
 def tile(rows: int, columns: int, *, in_turns: bool, cluster: tuple[int, int]) -> GemmConfig:
@@ -33,8 +34,8 @@ def tile(rows: int, columns: int, *, in_turns: bool, cluster: tuple[int, int]) -
 
 
 TILES = (
-    tile(128, 192, in_turns=True, cluster=(1, 2)),
     tile(128, 160, in_turns=True, cluster=(1, 2)),
+    tile(128, 192, in_turns=True, cluster=(1, 2)),
     tile(128, 256, in_turns=False, cluster=(1, 2)),
 )
 
@@ -54,6 +55,8 @@ class Epilogue(EpiMod):  # type: ignore[misc]
 
 
 SCALES = {"of_row": ColVecLoad("of_row"), "of_column": RowVecLoad("of_column")}
+TO_NARROW = {"to_narrow": ColVecLoad("to_narrow")}
+BIAS = {"bias": RowVecLoad("bias")}
 
 
 def epilogue(**parts: Any) -> Callable[[Callable[..., dict[str, Any]]], Epilogue]:
@@ -61,10 +64,17 @@ def epilogue(**parts: Any) -> Callable[[Callable[..., dict[str, Any]]], Epilogue
     return lambda end: Epilogue(end, **parts)
 
 
-@epilogue(outputs=("active",), ops={**SCALES, "bias": RowVecLoad("bias")})
+@epilogue(outputs=("active",), ops=SCALES | BIAS)
 def with_gelu(acc: Any, of_row: Any, of_column: Any, bias: Any) -> dict[str, Any]:
     hidden = acc * of_row * of_column + bias
     return {"D": hidden, "active": gelu_tanh_approx(hidden)}
+
+
+@epilogue(outputs=("active", "narrow"), ops=SCALES | BIAS | TO_NARROW)
+def with_gelu_in_both(acc: Any, of_row: Any, of_column: Any, bias: Any, to_narrow: Any) -> dict[str, Any]:
+    hidden = acc * of_row * of_column + bias
+    active = gelu_tanh_approx(hidden)
+    return {"D": hidden, "active": active, "narrow": active * to_narrow}
 
 
 @epilogue(ops=SCALES, reduces={"sums": RowVecReduce("sums")})
@@ -80,36 +90,46 @@ def with_sums_of_rows(acc: Any, c: Any, of_row: Any, of_column: Any) -> dict[str
     return {"D": gradient, "sums": gradient}
 
 
+@epilogue(outputs=("narrow",), ops=SCALES | TO_NARROW, reduces={"sums": RowVecReduce("sums")})
+def with_sums_in_both(acc: Any, c: Any, of_row: Any, of_column: Any, to_narrow: Any) -> dict[str, Any]:
+    gradient = gradient_of(acc * of_row * of_column, c)
+    return {"D": gradient, "sums": gradient, "narrow": gradient * to_narrow}
+
+
+Tensors = tuple[torch.Tensor, ...]
+
+
 # --- forward ----------------------------------------------------------------------------------------------------------
 
 
 class Forward:
-    """With one tile, for operands of these sizes."""
+    """With one tile, for operands of these sizes: rows, weight, their inverses, the bias, and factors or none."""
 
     def __init__(self, config: GemmConfig, *operands: torch.Tensor) -> None:
         self.config = config
-        rows, weight, bias = operands[0], operands[1], operands[-1]
-        out = {name: bias.new_empty(rows.size(0), weight.size(0)) for name in ("D", "active")}
-        self.plan = with_gelu.plan(rows, weight.t(), out=out, config=config, **self._beside(*operands[2:]))
+        a, b, out, beside = self._seen(*operands)
+        end = with_gelu_in_both if "narrow" in out else with_gelu
+        self.plan = end.plan(a, b, out=out, config=config, **beside)
 
     @staticmethod
-    def _beside(
-        rows_inverse: torch.Tensor, weight_inverse: torch.Tensor, bias: torch.Tensor
-    ) -> dict[str, torch.Tensor]:
-        return {"of_row": rows_inverse.flatten(), "of_column": weight_inverse.flatten(), "bias": bias}
+    def _seen(rows: torch.Tensor, weight: torch.Tensor, *beside: torch.Tensor) -> tuple[Any, ...]:
+        given = dict(zip(("of_row", "of_column", "bias", "to_narrow"), map(torch.flatten, beside), strict=False))
+        out = {name: given["bias"].new_empty(rows.size(0), weight.size(0)) for name in ("D", "active")}
+        if "to_narrow" in given:
+            out["narrow"] = torch.empty_like(out["D"], dtype=rows.dtype)
+        return rows, weight.t(), out, given
 
-    def __call__(self, rows: torch.Tensor, weight: torch.Tensor, *beside: torch.Tensor) -> Pair:
-        hidden, active = (beside[-1].new_empty(rows.size(0), weight.size(0)) for _ in range(2))
-        self.plan.run(rows, weight.t(), out={"D": hidden, "active": active}, **self._beside(*beside))
-        return hidden, active
+    def __call__(self, *operands: torch.Tensor) -> Tensors:
+        a, b, out, beside = self._seen(*operands)
+        self.plan.run(a, b, out=out, **beside)
+        return tuple(out.values())
 
 
 FORWARD: dict[Key, Forward] = {}
 
 
-def forward(*operands: torch.Tensor) -> Pair:
-    rows, weight, *_, bias = operands
-    key = rows.shape, weight.shape, bias.dtype, rows.device
+def forward(*operands: torch.Tensor) -> Tensors:
+    key = key_of(*operands)
     way = FORWARD.get(key)
     if way is None:
         way = FORWARD[key] = fastest(forward_ways(*operands), operands)
@@ -120,18 +140,23 @@ def forward_ways(*operands: torch.Tensor) -> Iterable[Forward]:
     return (Forward(config, *operands) for config in TILES)
 
 
+def key_of(*operands: torch.Tensor) -> Key:
+    return operands[0].shape, operands[1].shape, operands[4].dtype, operands[0].device, len(operands)
+
+
 # --- backward ---------------------------------------------------------------------------------------------------------
 
 
 class Backward:
-    """With one tile, for operands of these sizes. `turned`: the matmul of the transposed matrices, which finds the
-    numbers of a sum in fewer threads."""
+    """With one tile, for operands of these sizes: rows, weight, their inverses, what GELU was given, and factors or
+    none. `turned`: the matmul of the transposed matrices, which finds the numbers of a sum in fewer threads; it writes
+    no 8 bits, whose columns no instruction turns on their way."""
 
     def __init__(self, config: GemmConfig, turned: bool, *operands: torch.Tensor) -> None:
         self.config, self.turned = config, turned
-        a, b, c, factors = self._seen(*operands)
-        end = with_sums_of_rows if turned else with_sums_of_columns
-        self.plan = end.plan(a, b, c, out={"D": torch.empty_like(c)}, config=config, **factors)
+        a, b, c, out, beside = self._seen(*operands)
+        end = with_sums_in_both if "narrow" in out else with_sums_of_rows if turned else with_sums_of_columns
+        self.plan = end.plan(a, b, c, out=out, config=config, **beside)
         self.parts = self.plan.scratch["sums"].shape
         self.plan.scratch = {}  # every call has its own: they may be in a graph
 
@@ -142,26 +167,30 @@ class Backward:
         above_inverse: torch.Tensor,
         weight_inverse: torch.Tensor,
         hidden: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+        *factors: torch.Tensor,
+    ) -> tuple[Any, ...]:
         rows, columns = above_inverse.flatten(), weight_inverse.flatten()
         if self.turned:
-            return weight, above.t(), hidden.t(), {"of_row": columns, "of_column": rows}
-        return above, weight.t(), hidden, {"of_row": rows, "of_column": columns}
+            out = {"D": torch.empty_like(hidden).t()}
+            return weight, above.t(), hidden.t(), out, {"of_row": columns, "of_column": rows}
+        out, beside = {"D": torch.empty_like(hidden)}, {"of_row": rows, "of_column": columns}
+        if factors:
+            out["narrow"], beside["to_narrow"] = torch.empty_like(hidden, dtype=above.dtype), factors[0].flatten()
+        return above, weight.t(), hidden, out, beside
 
-    def __call__(self, *operands: torch.Tensor) -> Pair:
-        a, b, c, factors = self._seen(*operands)
-        gradient = torch.empty_like(c)
+    def __call__(self, *operands: torch.Tensor) -> Tensors:
+        a, b, c, out, beside = self._seen(*operands)
         parts = c.new_empty(self.parts, dtype=torch.float32)
-        self.plan.run(a, b, c, out={"D": gradient}, scratch={"sums": parts}, **factors)
-        return (gradient.t() if self.turned else gradient), parts.sum(dim=1 if self.turned else 0)
+        self.plan.run(a, b, c, out=out, scratch={"sums": parts}, **beside)
+        gradient, *narrow = out.values()
+        return (gradient.t() if self.turned else gradient), parts.sum(dim=1 if self.turned else 0), *narrow
 
 
 BACKWARD: dict[Key, Backward] = {}
 
 
-def backward(*operands: torch.Tensor) -> Pair:
-    above, weight, *_, hidden = operands
-    key = above.shape, weight.shape, hidden.dtype, hidden.device
+def backward(*operands: torch.Tensor) -> Tensors:
+    key = key_of(*operands)
     way = BACKWARD.get(key)
     if way is None:
         way = BACKWARD[key] = fastest(backward_ways(*operands), operands)
@@ -169,4 +198,5 @@ def backward(*operands: torch.Tensor) -> Pair:
 
 
 def backward_ways(*operands: torch.Tensor) -> Iterable[Backward]:
-    return (Backward(config, turned, *operands) for config in TILES for turned in (False, True))
+    ways = (False,) if len(operands) == 6 else (False, True)
+    return (Backward(config, turned, *operands) for config in TILES for turned in ways)

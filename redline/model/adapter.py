@@ -157,8 +157,8 @@ class BuiltIn(Adapter):
         if plan.narrow_linears and not plan.narrows_what_pays:
             narrow_layers(model.h, DTYPES[plan.autocast or ""])
         elif plan.tuned_matmuls and plan.autocast is not None:
-            narrow, fused = plan.narrows_what_pays, plan.fused_matmuls
-            tune_layers(model.h, DTYPES[plan.autocast], fused=fused, narrow=narrow)
+            narrow, mlp = plan.narrows_what_pays, plan.narrows_mlps
+            tune_layers(model.h, DTYPES[plan.autocast], fused=plan.fused_matmuls, narrow=narrow, narrow_mlp=mlp)
         return model.to(
             DTYPES.get(plan.weights, torch.float32)
         )  # before the weights are drawn, as `restore` draws them

@@ -27,6 +27,8 @@ from redline.model.tuned import exchange_layers
 
 E4M3 = torch.float8_e4m3fn
 LARGEST_OF_E4M3 = 448.0
+LARGEST_SLOPE = 1.13  # of GELU
+ROUNDED_UP = (1 + 2.0**-4) ** 2  # by so much a product of e4m3 numbers may exceed that of what they were made of
 SMALLEST_LARGEST = 2.0**-100  # the largest number of a tensor of zeros is taken for this: its scale stays finite
 
 Narrowed = tuple[torch.Tensor, torch.Tensor]
@@ -36,9 +38,13 @@ def narrowed(tensor: torch.Tensor, by_rows: bool = False) -> Narrowed:
     """In e4m3, with the factors that undo the scale, on the device: one, or one for each row [M, 1]."""
     sizes = tensor.abs()
     largest = sizes.amax(dim=1, keepdim=True) if by_rows else sizes.amax()
-    largest = largest.float().clamp(min=SMALLEST_LARGEST)
-    scale = torch.exp2(torch.floor(torch.log2(LARGEST_OF_E4M3 / largest)))
+    scale = scale_of(largest)
     return (tensor.float() * scale).to(E4M3), scale.reciprocal()
+
+
+def scale_of(largest: torch.Tensor) -> torch.Tensor:
+    """The power of two that takes this number into the format's last two octaves."""
+    return torch.exp2(torch.floor(torch.log2(LARGEST_OF_E4M3 / largest.float().clamp(min=SMALLEST_LARGEST))))
 
 
 # --- the blocks' layers -----------------------------------------------------------------------------------------------
@@ -50,11 +56,27 @@ def operands(rows: torch.Tensor, others: torch.Tensor) -> tuple[torch.Tensor, ..
     return values.contiguous(), other_values.contiguous(), inverse, other_inverse
 
 
+def scale_beforehand(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Powers of two [M, 1] that keep every row of rows [M, K] x weight [N, K], and GELU of it or its gradient, inside
+    e4m3, whatever will come out: no sum of products is larger than the lengths of its two rows multiplied. A row's
+    largest number is some octaves below that (sqrt(K) / 4 for random ones), of which e4m3 has 14."""
+    bound = LARGEST_SLOPE * ROUNDED_UP * rows.float().norm(dim=1, keepdim=True) * weight.float().norm(dim=1).amax()
+    return scale_of(bound if bias is None else bound + bias.float().abs().amax())
+
+
 def forward_product(
     rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
 ) -> torch.Tensor:
     """rows [M, K] through a layer [N, K]."""
     return narrow_product(*operands(rows, weight), dtype=dtype, fast=True, bias=bias)
+
+
+def product_of_narrow(
+    values: torch.Tensor, scale: torch.Tensor, others: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """Of rows [M, K] that were written in 8 bits, times others [N, K] transposed."""
+    other_values, other_inverse = narrowed(others, by_rows=True)
+    return narrow_product(values, other_values, scale.reciprocal(), other_inverse, dtype=dtype, fast=True)
 
 
 def input_gradient(above: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

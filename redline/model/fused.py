@@ -17,16 +17,28 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from redline.core.plan import PAYING
+from redline.core.plan import MLPS, PAYING
 from redline.kernels.flash4_attention import flash4_attention, flash4_attention_backward
 from redline.kernels.gelu_backward import gelu_backward_
 from redline.kernels.gelu_products import gelu_product, gelu_product_backward
-from redline.kernels.narrow_products import narrow_gelu_product, narrow_gelu_product_backward
+from redline.kernels.narrow_products import (
+    narrow_gelu_product,
+    narrow_gelu_product_backward,
+    narrow_gelu_product_backward_in_both,
+    narrow_gelu_product_in_both,
+)
 from redline.kernels.norm_backward import norm_backward
 from redline.kernels.packed_attention import packed_attention, packed_attention_backward
 from redline.kernels.products import product, product_and_bias, product_and_gelu
 from redline.kernels.side_by_side import side_by_side
-from redline.model.fp8 import Fp8Linear, forward_product, input_gradient, operands
+from redline.model.fp8 import (
+    Fp8Linear,
+    forward_product,
+    input_gradient,
+    operands,
+    product_of_narrow,
+    scale_beforehand,
+)
 from redline.model.tuned import TunedLinear
 
 Tensors = tuple[torch.Tensor, ...]
@@ -36,8 +48,9 @@ PACKED = {
     "flash4": (flash4_attention, flash4_attention_backward),
 }
 # Who does the products of a layer (`products_of`): these, or torch, or torch with all operands in 8 bits ("fp8").
-FUSED = ("fused", "fp8-fused")  # an MLP's with GELU at their ends
+FUSED = ("fused", "fp8-fused", "fp8-mlp")  # an MLP's with GELU at their ends
 TUNED = ("tuned", "fp8-tuned", *FUSED)
+NARROW = {"fp8-tuned": PAYING, "fp8-fused": PAYING, "fp8-mlp": (*PAYING, *MLPS)}  # beside tuned ones
 
 
 def cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -118,13 +131,15 @@ def products_of(linear: nn.Linear) -> str:
     if isinstance(linear, Fp8Linear):
         return "fp8"
     if isinstance(linear, TunedLinear):
+        if linear.narrow_mlp:
+            return "fp8-mlp"
         return ("fp8-" if linear.narrow else "") + ("fused" if linear.fused else "tuned")
     return "torch"
 
 
 def is_narrow(where: str, direction: str, by: str) -> bool:
-    """Whether a product takes 8-bit operands. Beside tuned ones only where it pays."""
-    return by == "fp8" or (by in ("fp8-tuned", "fp8-fused") and (where, direction) in PAYING)
+    """Whether a product takes 8-bit operands."""
+    return by == "fp8" or (where, direction) in NARROW.get(by, ())
 
 
 def through(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, by: str, narrow: bool) -> torch.Tensor:
@@ -212,18 +227,18 @@ class Mlp(torch.autograd.Function):
     ) -> torch.Tensor:
         rows = cast(x, dtype)
         narrow_up, narrow_down = (up, down) if by == "fp8" else (cast(up, dtype), cast(down, dtype))
-        hidden, active = through_gelu(rows, narrow_up, cast(bias, dtype), gelu, by)
+        hidden, active, y = through_mlp(rows, narrow_up, cast(bias, dtype), gelu, narrow_down, by)
         ctx.save_for_backward(rows, hidden, active, narrow_up, narrow_down)
         ctx.dtypes, ctx.by = (x.dtype, up.dtype, bias.dtype, down.dtype), by
-        return through(active, narrow_down, None, by, is_narrow("down", "forward", by))
+        return y
 
     @staticmethod
     def backward(ctx: Any, above: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         rows, hidden, active, up, down = ctx.saved_tensors
         of_x, of_up, of_bias, of_down = ctx.dtypes
-        of_hidden, sums = back_through_gelu(above, down, hidden, ctx.by)
+        of_hidden, sums, of_rows = back_through_mlp(above, down, hidden, up, ctx.by)
         return (
-            back_through(of_hidden, up, ctx.by, is_narrow("up", "dgrad", ctx.by)).to(of_x),
+            of_rows.to(of_x),
             of_weights(of_hidden, rows, of_up, ctx.by),
             sums.to(of_bias),
             None,
@@ -231,6 +246,31 @@ class Mlp(torch.autograd.Function):
             None,
             None,
         )
+
+
+def through_mlp(
+    rows: torch.Tensor, up: torch.Tensor, bias: torch.Tensor, gelu: Any, down: torch.Tensor, by: str
+) -> Tensors:
+    """What GELU is given, what it gives, and the second layer of that."""
+    if by == "fp8-mlp":
+        scale = scale_beforehand(rows, up, bias)
+        hidden, active, narrow = narrow_gelu_product_in_both(*operands(rows, up), bias, scale)
+        return hidden, active, product_of_narrow(narrow, scale, down, rows.dtype)
+    hidden, active = through_gelu(rows, up, bias, gelu, by)
+    return hidden, active, through(active, down, None, by, is_narrow("down", "forward", by))
+
+
+def back_through_mlp(
+    above: torch.Tensor, down: torch.Tensor, hidden: torch.Tensor, up: torch.Tensor, by: str
+) -> Tensors:
+    """What an MLP's gradient is to its first layer's output `hidden`, to that layer's bias, and to the MLP's input."""
+    if by == "fp8-mlp":
+        scale = scale_beforehand(above, down.t())
+        words = operands(above, down.t())
+        of_hidden, sums, narrow = narrow_gelu_product_backward_in_both(*words, hidden, scale)
+        return of_hidden, sums, product_of_narrow(narrow, scale, up.t(), above.dtype)
+    of_hidden, sums = back_through_gelu(above, down, hidden, by)
+    return of_hidden, sums, back_through(of_hidden, up, by, is_narrow("up", "dgrad", by))
 
 
 def through_gelu(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, gelu: Any, by: str) -> Tensors:

@@ -47,6 +47,8 @@ class TunedLinear(nn.Linear):
     """An MLP that begins with it has GELU, and its gradient, at the ends of QuACK's products (model/fused.py)."""
     narrow: bool = False
     """Those of a block's products that gain by it take 8-bit operands (core/plan.py, PAYING; model/fused.py)."""
+    narrow_mlp: bool = False
+    """And all of an MLP that begins with it, but for the weights' gradients (MLPS)."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.through(x, self.bias)
@@ -56,10 +58,12 @@ class TunedLinear(nn.Linear):
         return y.unflatten(0, x.shape[:-1])
 
 
-def tune_layers(module: nn.Module, dtype: torch.dtype, *, fused: bool = False, narrow: bool = False) -> None:
+def tune_layers(
+    module: nn.Module, dtype: torch.dtype, *, fused: bool = False, narrow: bool = False, narrow_mlp: bool = False
+) -> None:
     """Exchanges every nn.Linear below the module, in place."""
     for layer in exchange_layers(module, TunedLinear):
-        layer.dtype, layer.fused, layer.narrow = dtype, fused, narrow
+        layer.dtype, layer.fused, layer.narrow, layer.narrow_mlp = dtype, fused, narrow, narrow_mlp
 
 
 Kind = TypeVar("Kind", bound=nn.Linear)

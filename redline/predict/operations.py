@@ -414,7 +414,8 @@ def _narrow_layers(z: Sizes) -> Iterator[Operation]:
     if not z.plan.narrow_linears:
         return
     layers = [layer for layer in linear_layers(z.shape, z.plan) if layer.where in LINEARS]
-    alone = {"forward": ("proj",), "backward": LINEARS if z.plan.backward == "fused" else ()}
+    by_hand = [where for where in LINEARS if z.plan.backward == "fused" and not (z.plan.narrows_mlps and where == "up")]
+    alone = {"forward": ["proj"], "backward": by_hand}
     # Forward a weight's row is read once; the other way round a column's largest number comes first.
     for direction, product, reads in (("forward", "forward", 1), ("backward", "dgrad", 2)):
         narrow = [layer for layer in layers if z.plan.narrows(layer.where, product)]

@@ -10,7 +10,7 @@ from redline.core.hardware import Hardware
 from redline.core.layout import Layout
 from redline.core.plan import Plan
 from redline.core.workload import Workload
-from redline.rungs.fp8 import Fp8Head, Fp8Linears
+from redline.rungs.fp8 import Fp8Head, Fp8Linears, Fp8Mlps
 from redline.rungs.matmuls import Flash4Backward, FusedMatmuls, PackedAttention, TunedMatmuls
 from redline.rungs.optimizers import (
     FUSED_ADAMW,
@@ -552,6 +552,7 @@ LADDER: tuple[Rung, ...] = (
     FusedMatmuls(),
     Fp8Head(),
     Fp8Linears(),
+    Fp8Mlps(),
     Ddp(),
     Fsdp(),
     FsdpKeep(),

@@ -35,6 +35,7 @@ def _undone(plan: Plan) -> Plan:
         backward="autograd",
         fp8_head=False,
         fp8_linears=False,
+        fp8_mlps=False,
         tuned_matmuls=False,
         fused_matmuls=False,
         packed_attention="none",

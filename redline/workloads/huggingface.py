@@ -306,7 +306,7 @@ def obstacles(config: Config, shape: Shape) -> dict[str, str]:
         "selective-checkpointing": "transformers recomputes whole blocks: use checkpointing",
         "fused-backward": "it needs blocks that are written for it, and transformers' are not",
         **dict.fromkeys(
-            ("packed-attention", "flash4-backward", "fused-matmuls"),
+            ("packed-attention", "flash4-backward", "fused-matmuls", "fp8-mlps"),
             "its blocks are those of fused-backward, of the built-in models",
         ),
         "tuned-matmuls": "layers are exchanged in the built-in models only",

@@ -210,7 +210,9 @@ def obstacles(traced: Traced, file: str) -> dict[str, str]:
     found |= dict.fromkeys(("fused-loss", "chunked-loss", "fp8-head"), _loss(traced, file))
     found["bf16-residual"] = _stream(traced, file)
     found["fused-backward"] = f"it needs blocks that are written for it, and those in {file} are not"
-    found |= dict.fromkeys(("packed-attention", "flash4-backward", "fused-matmuls"), found["fused-backward"])
+    found |= dict.fromkeys(
+        ("packed-attention", "flash4-backward", "fused-matmuls", "fp8-mlps"), found["fused-backward"]
+    )
     found["tuned-matmuls"] = f"redline.model.tuned.TunedLinear is a layer to use for nn.Linear in {file}"
     found["fp8-linears"] = f"which layers in {file} may lose precision is not known: redline.model.fp8 has one to use"
     found["selective-checkpointing"] = _recomputing(traced, file)

@@ -387,6 +387,9 @@ def test_beside_tuned_products_only_some_of_a_block_are_narrow(train: Train, fus
     model = train(plan).model
     found = {products_of(layer) for layer in model.h.modules() if isinstance(layer, torch.nn.Linear)}
     assert found == {"fp8-fused" if fused else "fp8-tuned"}
+    model = train(replace(plan, fp8_mlps=True)).model
+    found = {products_of(layer) for layer in model.h.modules() if isinstance(layer, torch.nn.Linear)}
+    assert found == {"fp8-mlp" if fused else "fp8-tuned"}
 
 
 def test_switches_come_before_the_model(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -416,6 +419,7 @@ def test_every_field_of_a_plan_is_covered_above() -> None:
         "packed_attention",
         "fp8_head",
         "fp8_linears",
+        "fp8_mlps",
         "checkpointing",
         "activation_budget",
         "compile",

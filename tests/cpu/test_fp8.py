@@ -353,6 +353,23 @@ def test_beside_tuned_products_those_that_pay_are_narrow(
 TUNED = ("bf16-residual", "fused-backward", "tuned-matmuls", "fp8-linears")
 
 
+def test_with_their_other_products_mlps_are_narrow_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[int, ...]] = []
+    own = fp8_module.narrow_product
+    monkeypatch.setattr(
+        fp8_module,
+        "narrow_product",
+        lambda a, b, *rest, **how: (seen.append((*a.shape, len(b))), own(a, b, *rest, **how))[1],
+    )
+    wanted = model_gradients()
+    found = model_gradients(*HEAD[:3], *TUNED, "fused-matmuls", "fp8-mlps")
+    C, F, N = SHAPE.d_model, SHAPE.d_ff, 2 * SHAPE.sequence
+    assert seen == SHAPE.layers * [(N, C, 3 * C), (N, F, C)] + SHAPE.layers * [(N, F, C)]
+    fewer = model_gradients(*HEAD[:3], *TUNED, "fused-matmuls")
+    assert relative(joined(fewer), joined(wanted)) < relative(joined(found), joined(wanted)) < 0.06
+    assert max(relative(found[name], wanted[name]) for name in wanted) < 0.15
+
+
 @pytest.mark.parametrize("more", [(), ("fused-matmuls",)], ids=["tuned", "fused"])
 def test_fewer_products_in_8_bits_are_nearer_to_fp32(more: tuple[str, ...]) -> None:
     wanted = model_gradients()
@@ -363,7 +380,11 @@ def test_fewer_products_in_8_bits_are_nearer_to_fp32(more: tuple[str, ...]) -> N
     assert 2 * none < some < 0.9 * all_of_them
 
 
-@pytest.mark.parametrize("more", [TUNED[:2], TUNED[:3], (*TUNED[:3], "fused-matmuls")], ids=["all", "tuned", "fused"])
+@pytest.mark.parametrize(
+    "more",
+    [TUNED[:2], TUNED[:3], (*TUNED[:3], "fused-matmuls"), (*TUNED[:3], "fused-matmuls", "fp8-mlps")],
+    ids=["all", "tuned", "fused", "MLPs"],
+)
 def test_the_compiler_sees_one_graph_of_a_model(more: tuple[str, ...]) -> None:
     rungs = (*HEAD, "fp8-linears", *more)
     torch.compiler.reset()

@@ -30,7 +30,7 @@ def benchmark(repository: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_every_kernel_is_timed_and_held_against_fp64(benchmark: Any) -> None:
     found = benchmark.time_gelu(SHAPE, 64)
-    works = {name: told for name, told in found.items() if "QuACK 1" not in name and "QuACK 2" not in name}
+    works = {name: told for name, told in found.items() if "8 bits, QuACK" not in name}
     assert all(told["ms"] == 1.0 for told in works.values()), works
     for name, told in works.items():
         if "8 bits" in name:
@@ -45,6 +45,6 @@ def test_a_kernel_that_fails_leaves_the_others(benchmark: Any, monkeypatch: pyte
     monkeypatch.setitem(sys.modules, "redline.kernels.narrow_products_quack", None)
     found = benchmark.time_gelu(SHAPE, 64)
     failed = [name for name, told in found.items() if "failed" in told]
-    assert len(failed) == 3 * len(benchmark.TILES)
+    assert len(failed) == 5 * len(benchmark.TILES)
     assert all("8 bits, QuACK" in name and "ms" not in found[name] for name in failed)
     assert len(found) > len(failed) + 6

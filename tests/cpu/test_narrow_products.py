@@ -9,8 +9,14 @@ import torch
 import torch.nn.functional as F
 
 from redline.kernels.gelu_backward import plain_gelu_backward_
-from redline.kernels.narrow_products import lie_well, narrow_gelu_product, narrow_gelu_product_backward
-from redline.model.fp8 import E4M3, operands
+from redline.kernels.narrow_products import (
+    lie_well,
+    narrow_gelu_product,
+    narrow_gelu_product_backward,
+    narrow_gelu_product_backward_in_both,
+    narrow_gelu_product_in_both,
+)
+from redline.model.fp8 import E4M3, operands, scale_beforehand
 
 M, C, WIDE = 24, 48, 64
 
@@ -64,13 +70,49 @@ def test_gradient_and_sums_are_those_of_fp64() -> None:
     assert relative(sums, wanted_sums) < 1e-5
 
 
-@pytest.mark.parametrize("back", [False, True])
-def test_operators_keep_their_promises_to_the_compiler(back: bool) -> None:
+IN_BOTH = narrow_gelu_product_in_both, narrow_gelu_product_backward_in_both
+
+
+@pytest.mark.parametrize(
+    "operator", [narrow_gelu_product, narrow_gelu_product_backward, *IN_BOTH], ids=lambda one: one._name
+)
+def test_operators_keep_their_promises_to_the_compiler(operator: Any) -> None:
     """But for the check of the schema, which multiplies 8-bit numbers: torch has no such kernel for a CPU."""
-    last = random(M, WIDE, seed=3) if back else random(WIDE, seed=2)
-    operator: Any = narrow_gelu_product_backward if back else narrow_gelu_product
-    checks = ("test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(operator, (*by_rows_apart(M, WIDE), last.bfloat16()), test_utils=checks)
+    last = random(M, WIDE, seed=3) if "backward" in operator._name else random(WIDE, seed=2)
+    words = (*by_rows_apart(M, WIDE), last.bfloat16(), *([torch.ones(M, 1)] if operator in IN_BOTH else []))
+    torch.library.opcheck(operator, words, test_utils=("test_autograd_registration", "test_faketensor"))
+
+
+@pytest.mark.parametrize("back", [False, True])
+def test_8_bits_besides_are_those_of_the_16_multiplied(back: bool) -> None:
+    words = (*by_rows_apart(M, WIDE), random(M, WIDE, seed=3) if back else random(WIDE, seed=2))
+    alone: Any = narrow_gelu_product_backward if back else narrow_gelu_product
+    factors = torch.exp2(torch.arange(M)[:, None] % 5 - 2.0)
+    *wide, narrow = IN_BOTH[back](*words, factors)
+    for mine, other in zip(wide, alone(*words), strict=True):
+        assert torch.equal(mine, other)
+    read = wide[0] if back else wide[1]
+    assert narrow.dtype == E4M3
+    torch.testing.assert_close(narrow.float() / factors, read, rtol=2.0**-4, atol=2.0**-6)
+
+
+@pytest.mark.parametrize("alike", [False, True], ids=["random", "every row the same"])
+def test_a_scale_beforehand_fits_whatever_comes_out(alike: bool) -> None:
+    """Rows that all point one way reach the bound; random ones lose a few of e4m3's octaves."""
+    one = random(1, C, seed=5)
+    rows = (one if alike else random(M, C, seed=0)) * torch.logspace(-4, 4, M)[:, None]
+    weight, bias = (one if alike else random(WIDE, C, seed=1)).expand(WIDE, C), random(WIDE, seed=2)
+    values, others, inverse, other = operands(rows, weight)
+    product = (values.float() * inverse) @ (others.float() * other).t()
+    for sizes, scale in (
+        (product + bias, scale_beforehand(rows, weight, bias)),
+        (1.13 * product, scale_beforehand(rows, weight)),
+    ):
+        largest = (sizes * scale).abs().amax(dim=1)
+        assert scale.shape == (M, 1)
+        assert torch.equal(torch.frexp(scale).mantissa, torch.full_like(scale, 0.5))
+        assert (largest <= 448).all()
+        assert (largest[M // 2 :] > (140 if alike else 6)).all()  # the bias is large beside the smallest rows
 
 
 @pytest.mark.parametrize(

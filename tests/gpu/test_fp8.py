@@ -159,6 +159,7 @@ def test_the_heads_gradients_are_fp64s_within_the_formats(pieces: int, compiled:
         ("fused-backward", "fp8-head", "fp8-linears"),
         ("fused-backward", "tuned-matmuls", "fp8-linears"),
         ("fused-backward", "tuned-matmuls", "fused-matmuls", "fp8-head", "fp8-linears"),
+        ("fused-backward", "tuned-matmuls", "fused-matmuls", "fp8-head", "fp8-linears", "fp8-mlps"),
     ],
     ids="+".join,
 )

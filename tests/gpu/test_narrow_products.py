@@ -14,8 +14,13 @@ import torch.nn.functional as F
 from redline.core.workload import Shape
 from redline.kernels.gelu_backward import plain_gelu_backward_
 from redline.kernels.gelu_products import HOPPER, is_installed
-from redline.kernels.narrow_products import narrow_gelu_product, narrow_gelu_product_backward
-from redline.model.fp8 import operands
+from redline.kernels.narrow_products import (
+    narrow_gelu_product,
+    narrow_gelu_product_backward,
+    narrow_gelu_product_backward_in_both,
+    narrow_gelu_product_in_both,
+)
+from redline.model.fp8 import operands, scale_beforehand
 from redline.model.gpt import GPT, initialise
 from redline.model.loss import next_token_loss
 from redline.model.tuned import tune_layers
@@ -95,6 +100,30 @@ def test_gradient_and_sums_are_those_of_fp64(rows: int, width: int, wide: int, f
         assert torch.equal(hidden, kept)
 
 
+@every_size
+@pytest.mark.parametrize("back", [False, True])
+def test_8_bits_besides_are_those_of_fp64(rows: int, width: int, wide: int, back: bool, forget: Any) -> None:
+    """Of random numbers a factor made beforehand loses a few octaves, not the format's precision."""
+    wide = -(-wide // 16) * 16
+    x, weight = drawn(rows, width), drawn(wide, width, scale=width**-0.5)
+    last = drawn(rows, wide, scale=3) if back else drawn(wide, scale=0.1)
+    words = operands(x, weight)
+    factors = scale_beforehand(x, weight, None if back else last)
+    wanted = in_fp64(*words)
+    if back:
+        plain_gelu_backward_(wanted, last.double())
+    else:
+        wanted = F.gelu(wanted + last.double(), approximate="tanh")
+    ways = (forget.backward_ways if back else forget.forward_ways)(*words, last, factors)
+    operator = narrow_gelu_product_backward_in_both if back else narrow_gelu_product_in_both
+    for way in [operator, *ways]:
+        first, second, narrow = way(*words, last, factors)
+        assert off(first if back else second, wanted) < BOUND
+        assert narrow.dtype == words[0].dtype
+        assert narrow.is_contiguous()
+        assert off(narrow.double() / factors, wanted) < 3.5e-2
+
+
 def test_what_is_no_number_stays_in_its_row() -> None:
     above, hidden = drawn(256, 64), drawn(256, 192)
     above[7, 3] = torch.nan
@@ -129,8 +158,9 @@ def test_a_graph_may_be_captured_and_nothing_waits(back: bool) -> None:
 
 
 @pytest.mark.parametrize("graphs", [False, True], ids=["compiled", "graphs"])
-@pytest.mark.parametrize("fused", [False, True], ids=["tuned", "fused"])
-def test_a_compiled_models_gradients_are_near_those_in_16_bits(fused: bool, graphs: bool, forget: Any) -> None:
+@pytest.mark.parametrize("way", ["tuned", "fused", "MLPs"])
+def test_a_compiled_models_gradients_are_near_those_in_16_bits(way: str, graphs: bool, forget: Any) -> None:
+    fused = way != "tuned"
     shape = Shape(layers=2, heads=4, d_model=256, d_ff=1024, vocab=512, sequence=128)
     tokens = torch.randint(shape.vocab, (8, shape.sequence), device="cuda")
     found = []
@@ -138,7 +168,7 @@ def test_a_compiled_models_gradients_are_near_those_in_16_bits(fused: bool, grap
         with torch.device("cuda"):
             model = GPT(shape, fused=torch.bfloat16, attention="flash")
         initialise(model, seed=3)
-        tune_layers(model.h, torch.bfloat16, fused=fused, narrow=narrow)
+        tune_layers(model.h, torch.bfloat16, fused=fused, narrow=narrow, narrow_mlp=narrow and way == "MLPs")
         torch.compiler.reset()
         run = torch.compile(partial(loss_of, model), options={"triton.cudagraphs": graphs}, fullgraph=True)
         for _ in range(4):  # graphs are recorded after a warm-up, and replayed after that

@@ -27,6 +27,7 @@ NUMBERS = TOKENS * ROWS
 
 LINEARS = plan_of((*FAST, "fp8-linears"))
 BOTH = plan_of((*FAST, "fp8-head", "fp8-linears"))
+MLPS = plan_of((*FAST, "fused-backward", "tuned-matmuls", "fused-matmuls", "fp8-linears", "fp8-mlps"))
 SOME = plan_of((*FAST, "fused-backward", "tuned-matmuls", "fp8-linears"))
 
 
@@ -84,6 +85,16 @@ def test_narrow_and_tuned_layers_meet_in_the_blocks_of_fused_backward(h200):
     assert SOME.narrows_what_pays
     assert not plan_of((*FAST, "tuned-matmuls", "fp8-linears")).narrows_what_pays
     assert not replace(SOME, autocast=None).narrows_what_pays
+
+
+def test_what_narrow_mlps_need(h200):
+    before = replace(MLPS, fp8_mlps=False)
+    assert refusal(h200, before, rung="fp8-mlps") is None
+    assert "add it" in refusal(h200, replace(before, fp8_linears=False), rung="fp8-mlps")
+    assert "fused-matmuls" in refusal(h200, replace(before, fused_matmuls=False), rung="fp8-mlps")
+    assert MLPS.narrows_mlps
+    assert not replace(MLPS, fused_matmuls=False).narrows_mlps
+    assert not plan_of((*FAST, "fp8-mlps", "fsdp")).fp8_mlps
 
 
 @pytest.mark.parametrize("way", ["fsdp", "fsdp-keep", "tensor-parallel", "pipeline-parallel", "pipeline-gpipe"])
@@ -202,6 +213,17 @@ def test_beside_tuned_products_those_that_pay_are_narrow():
     assert found["weight casts", "forward"] == next(
         each.bytes for each in in_16_bits if (each.name, each.direction) == ("weight casts", "forward")
     )
+
+
+def test_8_bits_that_a_product_writes_besides_are_read_by_the_next():
+    listed = operations(GPT2.shape, MLPS, micro_batch=MICRO_BATCH)
+    assert {each.name for each in listed if each.kind == "fp8"} == {"qkv", "up", "down", "up dgrad", "down dgrad"}
+    found = {(each.name, each.direction): each.bytes for each in listed}
+    numbers = 12 * TOKENS * WIDTH
+    assert (
+        found["down casts", "forward"] == found["up casts", "backward"] == 4 * numbers
+    )  # written, and not read before
+    assert found["down casts", "backward"] == 3 * numbers
 
 
 def test_the_heads_16_bit_copy_is_gone():

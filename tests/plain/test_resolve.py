@@ -49,6 +49,7 @@ ALWAYS = {
     "selective-checkpointing",
     "fused-backward",
     "fp8-linears",
+    "fp8-mlps",
     "tuned-matmuls",
     "fused-matmuls",
     "packed-attention",

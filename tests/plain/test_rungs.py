@@ -54,14 +54,15 @@ ORDER = (
     "fused-matmuls",
     "fp8-head",
     "fp8-linears",
+    "fp8-mlps",
     *("ddp", "fsdp", "fsdp-keep", "fsdp-whole", "tensor-parallel", "pipeline-parallel", "pipeline-gpipe"),
 )
 RANKS = set(ORDER[ORDER.index("ddp") :])  # they need several
 HALF = replace(Plan(), autocast="bf16", compile=True)  # some rungs take 16-bit inputs or compiled code
-NARROW = {"fp8-head", "fp8-linears"}  # tests/plain/test_fp8.py asks what they need
+NARROW = {"fp8-head", "fp8-linears", "fp8-mlps"}  # tests/plain/test_fp8.py asks what they need
 LIBRARIES = {"packed-attention", "flash4-backward", "tuned-matmuls", "fused-matmuls"}  # not torch's
 # without a fused loss, without a fused backward
-ONTO = {"fp8-head", "packed-attention", "flash4-backward", "fused-matmuls"}
+ONTO = {"fp8-head", "fp8-mlps", "packed-attention", "flash4-backward", "fused-matmuls"}
 every_rung = pytest.mark.parametrize("rung", LADDER, ids=lambda rung: rung.name)
 
 
