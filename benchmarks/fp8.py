@@ -2,7 +2,7 @@
 
     python benchmarks/fp8.py [--workload gpt2] [--micro-batch 64] [--json]       # a minute: single products
     python benchmarks/fp8.py --gelu                                              # with GELU at their ends (fp8_gelu.py)
-    python benchmarks/fp8.py --step [--rounds 5]                                 # the step, five recipes in turns
+    python benchmarks/fp8.py --step [--gelu] [--rounds 5]                        # the step, five recipes in turns
 
 Of every product of a layer and of the head: bf16, 8 bits with the casts done before, 8 bits with them, and what a cast
 or a transpose takes by itself, in milliseconds (median of events around single calls, random numbers). `gain` is what
@@ -45,6 +45,14 @@ RECIPES = {
     "fp8-linears": (*BASE, "fp8-linears"),
     "both": (*BASE, "fp8-head", "fp8-linears"),
     "both, without fused-backward": (*FAST, "fp8-head", "fp8-linears"),
+}
+FUSED = (*BASE, "flash4-backward", "tuned-matmuls", "fused-matmuls")
+FUSED_RECIPES = {
+    "bf16": FUSED,
+    "fp8-head": (*FUSED, "fp8-head"),
+    "and fp8-linears": (*FUSED, "fp8-head", "fp8-linears"),
+    "and fp8-mlps": (*FUSED, "fp8-head", "fp8-linears", "fp8-mlps"),
+    "and cuda-graphs": (*FUSED, "cuda-graphs", "fp8-head", "fp8-linears", "fp8-mlps"),
 }
 
 
@@ -163,7 +171,8 @@ def main() -> int:
     shape = workload.decoder
     if asked.step:
         found: dict[str, dict[str, Any]]
-        found = time_recipes(workload, RECIPES, asked.micro_batch, asked.rounds, torch.device("cuda"))
+        recipes = FUSED_RECIPES if asked.gelu else RECIPES
+        found = time_recipes(workload, recipes, asked.micro_batch, asked.rounds, torch.device("cuda"))
     elif asked.gelu:
         found = time_gelu(shape, asked.micro_batch * shape.sequence)
     else:

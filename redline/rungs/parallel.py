@@ -92,8 +92,8 @@ class Fsdp(Rung):
     With `--replicas R` there are R copies of the model, each cut among N/R ranks (hybrid sharding): with one per node,
     weights are gathered inside nodes and only gradients travel between them, once per update.
     `fused-backward` is undone: its blocks read a bias of the block before, which is not gathered then. So are
-    `tuned-matmuls`, `fused-matmuls`, `packed-attention`, `fp8-head` and `fp8-linears`, which were tried with whole
-    layers only.
+    `tuned-matmuls`, `fused-matmuls`, `packed-attention`, `fp8-head`, `fp8-linears` and `fp8-mlps`, which were tried
+    with whole layers only.
     """
 
     name = FSDP

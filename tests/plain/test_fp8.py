@@ -87,6 +87,15 @@ def test_narrow_and_tuned_layers_meet_in_the_blocks_of_fused_backward(h200):
     assert not replace(SOME, autocast=None).narrows_what_pays
 
 
+def test_8_bit_gradients_are_counted_where_there_are_some():
+    """Where blocks are computed again and the loss is in pieces, the peak is inside a block."""
+    small = {"checkpointing": "full", "loss": "chunked"}
+    plans = [replace(plan, **small) for plan in (replace(SOME, fp8_linears=False), SOME, MLPS)]
+    none, some, mlps = (predict_memory(GPT2.shape, plan, micro_batch=MICRO_BATCH).temporary for plan in plans)
+    assert some - none == TOKENS * WIDTH
+    assert mlps - none == TOKENS * 4 * WIDTH
+
+
 def test_what_narrow_mlps_need(h200):
     before = replace(MLPS, fp8_mlps=False)
     assert refusal(h200, before, rung="fp8-mlps") is None
