@@ -13,12 +13,10 @@ Groups = list[dict[str, Any]]
 
 
 def decay_groups(model: nn.Module, weight_decay: float) -> Groups:
-    """Matrices decay, embeddings among them; biases and LayerNorm gains do not. Integers, such as the codes of a frozen
-    quantised layer, are never trained, and torch's fused kernels refuse them."""
-    weights = [parameter for parameter in model.parameters() if parameter.is_floating_point()]
+    """Matrices decay, embeddings among them; biases and LayerNorm gains do not."""
     return [
-        {"params": [p for p in weights if p.dim() >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in weights if p.dim() < 2], "weight_decay": 0.0},
+        {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
     ]
 
 
@@ -26,4 +24,4 @@ def layer_matrices(model: nn.Module) -> list[nn.Parameter]:
     """Matrices inside a list of layers: neither embedding nor head, which stand beside the list."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     inside = {parameter: None for layers in lists for parameter in layers.parameters()}  # each once, in their order
-    return [parameter for parameter in inside if parameter.dim() == 2 and parameter.is_floating_point()]
+    return [parameter for parameter in inside if parameter.dim() == 2]
