@@ -164,6 +164,8 @@ class Traced:
     blocks: Blocks | None = None
     unlisted: Unlisted | None = None
     """Where there are no blocks: what could be."""
+    no_autocast: str | None = None
+    """What a step under bf16 autocast raised, and where; None: it ran. `saved` is then of fp32 alone."""
     sdpa: bool = False
     """F.scaled_dot_product_attention is called."""
     sdpa_calls: tuple[Place, ...] = ()

@@ -141,6 +141,29 @@ def test_what_goes_with_a_model_is_not_proposed_as_one(write: Callable[[str], Pa
     assert raised.value.fix == "known: a_loss, net"  # there is no a that a_loss could be the loss of
 
 
+@pytest.mark.parametrize(
+    ("text", "fix"),
+    [
+        pytest.param(
+            "def b(size, seed): ...\ndef net(): ...\ndef vit(width=3): ...\n", ":net (or vit)", id="batch-first"
+        ),
+        pytest.param("def b(size=2, *, seed=0): ...\ndef net(*_, **__): ...\n", ":net", id="batch-with-defaults"),
+        pytest.param("def loss(): ...\ndef main(): ...\ndef wide(*, width): ...\nclass Net: ...\n", ":Net", id="class"),
+        pytest.param(
+            "class Wide:\n    def __init__(self, width): ...\nclass Net:\n    def __init__(self, width=3): ...\n",
+            ":Net",
+            id="class-without-arguments",
+        ),
+        pytest.param("def b(size, seed): ...\n", ":build", id="none"),
+    ],
+)
+def test_a_file_alone_is_answered_with_what_can_make_a_model(text: str, fix: str, write: Callable[[str], Path]) -> None:
+    path = write(text)
+    with pytest.raises(UserError) as raised:
+        find_python_file(str(path))
+    assert raised.value.fix.endswith(f"behind a colon: {path}{fix}")
+
+
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot read"):
         find_python_file(f"{tmp_path}/nothing.py:net")
