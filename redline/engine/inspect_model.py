@@ -376,12 +376,27 @@ def kept_line(subject: Subject, precision: str, attention: str) -> Line | None:
             return kept(run, known)
 
     try:
-        small, large = (with_sizes_only(subject, size, measure) for size in (SMALL, LARGE))
+        with unrolled_lstms(subject.model):
+            small, large = (with_sizes_only(subject, size, measure) for size in (SMALL, LARGE))
     except RuntimeError:
         if attention == "naive":
             raise
         return None
     return line(small, large)
+
+
+@contextmanager
+def unrolled_lstms(model: nn.Module) -> Iterator[None]:
+    """As torch's own loop over the steps, which keeps the gates. oneDNN keeps them in a workspace of its own, which has
+    no size on tensors without numbers."""
+    if not any(isinstance(module, nn.LSTM) for module in model.modules()):
+        yield
+        return
+    before, *_ = torch.backends.mkldnn.set_flags(False)
+    try:
+        yield
+    finally:
+        torch.backends.mkldnn.set_flags(before)
 
 
 def kept(run: Callable[[], torch.Tensor], known: set[int]) -> int:

@@ -346,6 +346,7 @@ def test_a_recurrent_model_by_hand(write: Callable[[str], Path]) -> None:
     forward = 2 * T * (gates * (24 + 40) + gates * (40 + 40) + 40 * 50)
     assert (seen.flops_forward.per_sample, seen.flops_backward.per_sample) == (forward, 2 * forward)
     assert seen.uncounted == ()
+    assert seen.saved_bytes("fp32", "naive", "none").per_sample > 2 * T * gates * 4  # the gates of both layers
     # Of each layer the inputs at once and the state step by step, as torch's own loop has them.
     assert sum(2 * p.m * p.n * p.k * p.count for p in seen.products) == forward
     assert [(p.m, p.n, p.k, p.count) for p in seen.products] == [

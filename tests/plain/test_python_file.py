@@ -479,6 +479,14 @@ def test_weights_of_different_sizes_are_not_to_be_shared(seen: Traced, write: Ca
         assert reason == f"one weight cannot be both: {sizes}"
 
 
+def test_flops_that_are_incomplete_give_no_mfu(seen: Traced) -> None:
+    h200 = Hardware(kind="cuda", name="NVIDIA H200")
+    assert efficiency(seen, Plan(), h200, 1.0).mfu is not None
+    found = efficiency(replace(seen, uncounted=("aten._fft_r2c",)), Plan(), h200, 1.0)
+    assert (found.mfu, found.hfu) == (None, None)
+    assert found.convention == "no MFU: FLOPs are incomplete, operators without a formula: aten._fft_r2c"
+
+
 def test_only_equal_blocks_have_a_stream_between_them(seen: Traced, write: Callable[[str], Path]) -> None:
     """An embedding alone makes none: a recurrent layer behind it adds nothing up."""
     table = Embedding(name="wte", rows=50, width=24, called=Place(file="m.py", line=13))
