@@ -315,9 +315,15 @@ def test_a_model_that_reads_values_of_large_inputs_has_a_reason_instead_of_a_num
     assert f"at test_api_meter.py:{line}; give flops_per_step" in found["mfu_convention"]
 
 
-def test_recurrent_layers_are_counted_and_left_alone() -> None:
-    """They hold their weights twice; a gradient that counting left in them would be a fake one."""
-    model = nn.LSTM(8, 16, num_layers=2, batch_first=True)
+class ReadsRecurrent(nn.LSTM):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+        return super().forward(x if x.sum().item() else x + 1)
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, ReadsRecurrent])
+def test_recurrent_layers_are_counted_and_left_alone(kind: type[nn.LSTM]) -> None:
+    """They hold their weights twice, and counting must leave no gradient in either."""
+    model = kind(8, 16, num_layers=2, batch_first=True)
     meter = redline.Meter(tokens_per_step=1, model=model)
     train(model, meter, [torch.ones(3, 5, 8)] * 2, loss=lambda model, batch: model(batch)[0].sum())
     model.zero_grad()
