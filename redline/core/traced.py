@@ -157,6 +157,8 @@ class Traced:
     """Of one sample."""
     flops_forward: Line
     flops_backward: Line
+    uncounted: tuple[str, ...] = ()
+    """Operators that multiply and have no formula: with any of them the FLOPs are too low, and stand for nothing."""
     saved: tuple[Saved, ...]
     products: tuple[Product, ...] = ()
     products_left_out: int = 0
@@ -226,6 +228,11 @@ class Traced:
                 for mine, theirs in zip((one.precision, one.attention, one.checkpointing), wanted, strict=True)
             ],
         ).bytes
+
+    @property
+    def why_no_flops(self) -> str | None:
+        """Why the counted FLOPs are not those of the model; None where they are."""
+        return f"operators without a formula: {', '.join(self.uncounted)}" if self.uncounted else None
 
     @property
     def why_random(self) -> str | None:

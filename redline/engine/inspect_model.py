@@ -28,7 +28,6 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.flop_counter import FlopCounterMode
 
 from redline.core.errors import UserError
 from redline.core.job import write_atomically
@@ -47,6 +46,7 @@ from redline.core.values import from_json, to_json
 from redline.core.workload import Source
 from redline.data.made import make_batch
 from redline.engine.findings import Watch
+from redline.engine.flop_counter import Counter as FlopCounter
 from redline.engine.inspect_trace import FirstNan, Seen, Trace, has_nan, place, tracing
 from redline.engine.inspect_walk import Made, noting_places, starred, walked
 from redline.engine.worker import leave_with_parent
@@ -350,18 +350,19 @@ class kept_buffers:  # noqa: N801  used as a function
 def count(subject: Subject) -> dict[str, Any]:
     """FLOPs of forward and backward: of every product and convolution, and of attention the whole square."""
     found = {size: with_sizes_only(subject, size, _flops) for size in (SMALL, LARGE)}
-    return {
+    lines = {
         name: line(found[SMALL][index], found[LARGE][index])
         for index, name in enumerate(("flops_forward", "flops_backward"))
     }
+    return {**lines, "uncounted": found[SMALL][2]}
 
 
-def _flops(run: Callable[[], torch.Tensor], known: set[int]) -> tuple[int, int]:
-    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+def _flops(run: Callable[[], torch.Tensor], known: set[int]) -> tuple[int, int, tuple[str, ...]]:
+    with sdpa_kernel(SDPBackend.MATH), FlopCounter() as counter:
         loss = run()
         forward = counter.get_total_flops()
         loss.backward()
-    return forward, counter.get_total_flops() - forward
+    return forward, counter.get_total_flops() - forward, counter.uncounted
 
 
 def line(small: float, large: float) -> Line:
@@ -398,7 +399,8 @@ def kept_line(subject: Subject, precision: str, attention: str) -> Line | None:
     """None where the fused kernel does not take what it is given."""
     measure = partial(kept_under, precision, attention)
     try:
-        small, large = (with_sizes_only(subject, size, measure) for size in (SMALL, LARGE))
+        with unrolled_lstms(subject.model):
+            small, large = (with_sizes_only(subject, size, measure) for size in (SMALL, LARGE))
     except RuntimeError:
         if attention == "naive":
             raise
@@ -409,6 +411,20 @@ def kept_line(subject: Subject, precision: str, attention: str) -> Line | None:
 def kept_under(precision: str, attention: str, run: Callable[[], torch.Tensor], known: set[int]) -> int:
     with sdpa_kernel(BACKENDS[attention]), torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
         return kept(run, known)
+
+
+@contextmanager
+def unrolled_lstms(model: nn.Module) -> Iterator[None]:
+    """As torch's own loop over the steps, which keeps the gates. oneDNN keeps them in a workspace of its own, which has
+    no size on tensors without numbers."""
+    if not any(isinstance(module, nn.LSTM) for module in model.modules()):
+        yield
+        return
+    before, *_ = torch.backends.mkldnn.set_flags(False)
+    try:
+        yield
+    finally:
+        torch.backends.mkldnn.set_flags(before)
 
 
 def kept(run: Callable[[], torch.Tensor], known: set[int]) -> int:

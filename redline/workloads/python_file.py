@@ -331,8 +331,13 @@ def _tying(traced: Traced, file: str) -> str:
     if reason := _no_vocabulary(traced):
         return reason
     said = f"which weights to share is for {file} to say"
-    if head is None or (head.n, head.k) != (table.rows, table.width):
+    if head is None:
         return f"{said}: `head.weight = embedding.weight` in its __init__"
+    if (head.n, head.k) != (table.rows, table.width):
+        return (
+            f"one weight cannot be both: that of {table.name}{_at('made', table.made)} is {table.rows:,} x "
+            f"{table.width:,}, that of the head{_at('made', head.made)} {head.n:,} x {head.k:,}"
+        )
     if not all(part.isidentifier() for part in f"{head.where}.{table.name}".split(".")):  # '0' of a Sequential
         return f"{said}: the head's weight{_at('made', head.made)} and that of {table.name}{_at('made', table.made)}"
     return (
@@ -343,7 +348,7 @@ def _tying(traced: Traced, file: str) -> str:
 
 def _stream(traced: Traced, file: str) -> str:
     table = _table(traced)
-    if traced.blocks is None and table is None:
+    if traced.blocks is None and traced.unlisted is None:
         return f"no list of equal blocks was found in {file}, so no stream runs between any"
     behind = "" if table is None else _at("called", table.called) or _at("made", table.made)
     where = f"there, behind {table.name}{behind}" if table is not None and behind else "there"

@@ -318,6 +318,64 @@ def test_products_add_up_to_the_counted_flops(repository: Path) -> None:
         assert seen.products_left_out == 0
 
 
+RECURRENT = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.wte = nn.Embedding(50, 24)
+        self.layers = nn.LSTM(24, 40, num_layers=2, batch_first=True)
+        self.head = nn.Linear(40, 50)
+
+    def forward(self, x):
+        return self.head(self.layers(self.wte(x))[0])
+
+def net():
+    return Net()
+
+def make_batch(size, seed):
+    x = torch.randint(50, (size, 12), generator=torch.Generator().manual_seed(seed))
+    return x, x
+"""
+
+
+def test_a_recurrent_model_by_hand(write: Callable[[str], Path]) -> None:
+    seen = traced(f"{write(RECURRENT)}:net")
+    T, gates = 12, 4 * 40
+    forward = 2 * T * (gates * (24 + 40) + gates * (40 + 40) + 40 * 50)
+    assert (seen.flops_forward.per_sample, seen.flops_backward.per_sample) == (forward, 2 * forward)
+    assert seen.uncounted == ()
+    assert seen.saved_bytes("fp32", "naive", "none").per_sample > 2 * T * gates * 4  # the gates of both layers
+    # Of each layer the inputs at once and the state step by step, as torch's own loop has them.
+    assert sum(2 * p.m * p.n * p.k * p.count for p in seen.products) == forward
+    assert [(p.m, p.n, p.k, p.count) for p in seen.products] == [
+        (T, gates, 24, 1),
+        (1, gates, 40, 2 * T),
+        (T, gates, 40, 1),
+        (T, 50, 40, 1),
+    ]
+
+
+def test_operators_without_a_formula_leave_flops_unknown(
+    here: Path, write: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    lstm = "self.layers(self.wte(x))[0]"
+    text = RECURRENT.replace(lstm, f"torch.fft.fft({lstm}, dim=1).real")
+    words = f"{write(text)}:net"
+    assert "aten._fft_c2c" in traced(words).uncounted
+    estimated = command(capsys, "estimate", words, "--gpu", "H200")
+    assert (estimated["flops_per_token"]["model"], estimated["roofline"]) == (None, None)
+    assert "operators without a formula: aten._fft_r2c" in estimated["flops_per_token"]["convention"]
+    assert any(note.startswith("FLOPs are unknown") for note in estimated["notes"])
+    assert main(["estimate", words, "--gpu", "H200"]) == 0
+    assert re.search(r"model \(MFU counts it\) +— +unknown", capsys.readouterr().out)
+    (found,) = command(capsys, "lint", words, "--gpu", "H200")["findings"]
+    assert found["predicted_gain"] is None
+    assert "operators without a formula" in found["no_predicted_gain"]
+
+
 # --- lines ------------------------------------------------------------------------------------------------------------
 
 
