@@ -135,26 +135,26 @@ def _count(function: Callable[..., Any], model: nn.Module, given: tuple[Any, Any
 def replaced(model: nn.Module, faked: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
     """Fake parameters and buffers take the place of the real ones, a shared one once; gradients go to them."""
     own: dict[int, Any] = {}
+    recurrent = [(each, _second_lists(each)) for each in model.modules() if isinstance(each, nn.RNNBase)]
     places = [(module, name, tensor) for module in model.modules() for name, tensor in _held(module)]
     for module, name, tensor in places:
         if id(tensor) not in own:
             fake = faked(tensor)
             own[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
         _table(module, tensor)[name] = own[id(tensor)]
-    _refresh_recurrent(model)
     try:
         yield
     finally:
         for module, name, tensor in places:
             _table(module, tensor)[name] = tensor
-        _refresh_recurrent(model)
+        for module, lists in recurrent:
+            module.__dict__.update(lists)
 
 
-def _refresh_recurrent(model: nn.Module) -> None:
-    """nn.LSTM and its kin hold their weights a second time, in a list that only setattr keeps in step."""
-    for module in model.modules():
-        if isinstance(module, nn.RNNBase):
-            module._flat_weights = [getattr(module, name, None) for name in module._flat_weights_names]
+def _second_lists(module: nn.RNNBase) -> dict[str, Any]:
+    """nn.LSTM and its kin list their weights a second time, and list them anew, in other memory on a GPU, once they see
+    that these are others: put back as they were, nothing of that happens to the real ones."""
+    return {name: module.__dict__[name] for name in ("_flat_weights", "_flat_weight_refs") if name in module.__dict__}
 
 
 def _held(module: nn.Module) -> list[tuple[str, torch.Tensor]]:

@@ -324,13 +324,16 @@ class ReadsRecurrent(nn.LSTM):
 def test_recurrent_layers_are_counted_and_left_alone(kind: type[nn.LSTM]) -> None:
     """They hold their weights twice, and counting must leave no gradient in either."""
     model = kind(8, 16, num_layers=2, batch_first=True)
+    weights = model._flat_weights
     meter = redline.Meter(tokens_per_step=1, model=model)
     train(model, meter, [torch.ones(3, 5, 8)] * 2, loss=lambda model, batch: model(batch)[0].sum())
     model.zero_grad()
     forward = 2 * 3 * 5 * (4 * 16 * (8 + 16) + 4 * 16 * (16 + 16))
     assert meter.summary()["flops_per_step"] == 3 * forward
     assert all(parameter.grad is None for parameter in model.parameters())
-    assert all(mine is own for mine, own in zip(model._flat_weights, model.parameters(), strict=True))
+    assert model._flat_weights is weights
+    assert all(mine is own for mine, own in zip(weights, model.parameters(), strict=True))
+    assert not model._weights_have_changed()
 
 
 class Transforms(nn.Linear):
