@@ -16,6 +16,11 @@ PIECES = {"fused": 1, "chunked": 8}
 ADAMWS = ("adamw-loop", "adamw-foreach", "adamw-fused")
 
 
+# Widths of heads with which flash-attn-4's backward pass was held against fp64 on an H200. It compiles for others, but
+# of 16 (4.0.0b36) the gradients of whole rows stayed zero.
+FLASH4_HEADS = (32, 64, 128)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     # process switches

@@ -45,6 +45,8 @@ CONTRACTIONS = frozenset(f"aten::{name}" for name in ("mm", "addmm", "bmm", "bad
     "redline::product",
     "redline::product_and_bias",
     "redline::product_and_gelu",
+    "redline::gelu_product",
+    "redline::gelu_product_backward",
 }
 CONTRACTION_WORDS = ("conv1d", "conv2d", "convolution")
 COPIES = frozenset(

@@ -28,8 +28,11 @@ DTYPES = {
 }
 # Where the left matrix stands.
 PRODUCTS = {"aten::mm": 0, "aten::bmm": 0, "aten::addmm": 1, "aten::baddbmm": 1, "aten::_scaled_mm": 0}
-PRODUCTS["redline::product"] = 0
-LAYERS = frozenset(("redline::product_and_bias", "redline::product_and_gelu"))  # rows [M, K] and a weight [N, K]
+PRODUCTS |= {"redline::product": 0, "redline::gelu_product_backward": 0}
+# Rows [M, K] and a weight [N, K].
+LAYERS = frozenset(("redline::product_and_bias", "redline::product_and_gelu", "redline::gelu_product"))
+# GELU's input is written or read beside the product.
+TWO_OF_THEM = frozenset(("redline::product_and_gelu", "redline::gelu_product", "redline::gelu_product_backward"))
 FUSED_BACKWARD = 2.5  # a fused kernel computes the scores again: five products where the forward has two
 
 
@@ -84,10 +87,11 @@ def work_of(name: str, arguments: Mapping[str, Any], parameter_bytes: int | None
     dims, types = arguments.get("Input Dims"), arguments.get("Input type")
     if not dims or not types:
         return None
+    matrices = 2 if name in TWO_OF_THEM else 1
     if name in PRODUCTS:
-        return _product(dims[PRODUCTS[name] :], types[PRODUCTS[name]])
+        return _product(dims[PRODUCTS[name] :], types[PRODUCTS[name]], matrices)
     if name in LAYERS:
-        return _product([dims[0], dims[1][::-1]], types[0])
+        return _product([dims[0], dims[1][::-1]], types[0], matrices)
     if name in ATTENTIONS:
         return _attention(ATTENTIONS[name], dims, types, arguments.get("Concrete Inputs") or [])
     sizes = list(_sizes(arguments, parameter_bytes))
@@ -104,14 +108,15 @@ def work_of(name: str, arguments: Mapping[str, Any], parameter_bytes: int | None
     return None
 
 
-def _product(dims: list[list[int]], kind: str) -> Work | None:
+def _product(dims: list[list[int]], kind: str, matrices: int) -> Work | None:
+    """`matrices`: of the product's size, that are written or read."""
     left, right = dims[0], dims[1]
     if len(left) < 2 or len(right) < 2 or kind not in DTYPES:
         return None
     dtype, width = DTYPES[kind]
     batch, (m, k), n = math.prod(left[:-2]), left[-2:], right[-1]
     result = max(width, 2)  # products of 8-bit numbers come out in 16
-    return Work(2 * batch * m * n * k, batch * (width * (m * k + k * n) + result * m * n), dtype)
+    return Work(2 * batch * m * n * k, batch * (width * (m * k + k * n) + matrices * result * m * n), dtype)
 
 
 def _attention(fused: Fused, dims: list[list[int]], types: list[str], values: list[str]) -> Work | None:

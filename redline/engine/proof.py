@@ -25,7 +25,13 @@ from redline.engine.profiling_timeline import DATA_RANGE, STEP, WINDOW, Timeline
 
 PROFILED_STEPS, SHARED_STEPS = 1, 3  # of one process; of several, whose waits for one another differ from step to step
 SYNC_STEPS = 10  # a whole cycle of the no-sync rung, so that its one read counts as a tenth
-OWN_PRODUCTS = ("redline::product", "redline::product_and_bias", "redline::product_and_gelu")
+OWN_PRODUCTS = (
+    "redline::product",
+    "redline::product_and_bias",
+    "redline::product_and_gelu",
+    "redline::gelu_product",
+    "redline::gelu_product_backward",
+)
 MATMUL_LEAVES = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_scaled_mm", *OWN_PRODUCTS)
 MATMUL_WORDS = ("gemm", "nvjet", "cutlass", "xmma")  # cuBLAS, old and new, and CUTLASS
 SHORT_DTYPES = {

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from redline.core.job import user_cache
+from redline.core.plan import FLASH4_HEADS
 from redline.kernels.packed_attention import plain_packed_attention, plain_packed_attention_backward
 
 PACKAGE = "flash-attn-4"  # as it is installed: its module's name is older packages' as well
@@ -33,7 +34,7 @@ CACHE, FOLDER = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "FLASH_ATTENTION_CUTE_
 @torch.library.custom_op("redline::flash4_attention", mutates_args=())
 def flash4_attention(qkv: torch.Tensor, heads: int) -> tuple[torch.Tensor, torch.Tensor]:
     """What the heads give, side by side, and the logarithms of the softmax's sums, [B, heads, T, 1] in fp32."""
-    if not takes(qkv):
+    if not takes(qkv, heads):
         return plain_packed_attention(qkv, heads)
     return by_cudnn(qkv, heads)
 
@@ -50,7 +51,7 @@ def flash4_attention_backward(
     above: torch.Tensor, qkv: torch.Tensor, out: torch.Tensor, stats: torch.Tensor, heads: int
 ) -> torch.Tensor:
     """`above` [B, T, C], contiguous as `out` is -> [B, T, 3C]."""
-    if not takes(qkv):
+    if not takes(qkv, heads):
         return plain_packed_attention_backward(above, qkv, out, stats, heads)
     return by_flash4(above, qkv, out, stats, heads)
 
@@ -89,8 +90,9 @@ def parts(packed: torch.Tensor, heads: int) -> tuple[torch.Tensor, ...]:
     return packed.unflatten(2, (3, heads, -1)).unbind(2)
 
 
-def takes(qkv: torch.Tensor) -> bool:
-    return qkv.is_cuda and qkv.dtype in HALVES and is_there() and _is_hopper(qkv.device)
+def takes(qkv: torch.Tensor, heads: int) -> bool:
+    fits = qkv.dtype in HALVES and qkv.size(2) // 3 // heads in FLASH4_HEADS
+    return qkv.is_cuda and fits and is_there() and _is_hopper(qkv.device)
 
 
 @functools.cache

@@ -8,11 +8,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from redline.core.hardware import Hardware
-from redline.core.plan import Plan
+from redline.core.plan import FLASH4_HEADS, Plan
 from redline.core.workload import Workload
 from redline.rungs.rung import Maths, Rung, missing
-
-WIDEST_HEAD = 128  # flash-attn-4's own limit on Hopper is 256
 
 
 class TunedMatmuls(Rung):
@@ -120,8 +118,9 @@ class Flash4Backward(Rung):
         if plan.autocast is None:
             return "the kernel takes 16-bit inputs only: add bf16 or fp16"
         width = workload.decoder.head_width
-        if width % 8 or width > WIDEST_HEAD:
-            return f"the kernel was tried with heads of a multiple of 8 up to {WIDEST_HEAD}; these have {width}"
+        if width not in FLASH4_HEADS:
+            tried = ", ".join(map(str, FLASH4_HEADS))
+            return f"the kernel is right with heads of {tried} (of 16 it was wrong); these have {width}"
         return _packed_needs(plan) or missing(hardware, "flash4")
 
     def apply(self, plan: Plan) -> Plan:

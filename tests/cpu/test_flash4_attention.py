@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from redline.kernels import flash4_attention as module
 from redline.kernels.flash4_attention import (
@@ -26,6 +27,7 @@ from redline.kernels.flash4_attention import (
     flash4_attention_backward,
     keep_kernels,
 )
+from redline.model.fused import PackedAttention
 from redline.search.launch import worker_path
 
 BATCH, SEQUENCE, HEADS, HEAD = 2, 7, 3, 5
@@ -68,6 +70,27 @@ def test_the_operators_keep_their_promises_to_the_compiler(dtype: torch.dtype) -
     qkv, above = (random(BATCH, SEQUENCE, width, seed=width, dtype=dtype) for width in (3 * WIDTH, WIDTH))
     torch.library.opcheck(flash4_attention, (qkv, HEADS))
     torch.library.opcheck(flash4_attention_backward, (above, qkv, *flash4_attention(qkv, HEADS), HEADS))
+
+
+class Called(TorchDispatchMode):
+    """The operators of a namespace, by name."""
+
+    def __init__(self, namespace: str) -> None:
+        super().__init__()
+        self.namespace = namespace
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == self.namespace:
+            self.names.append(func.__name__.removesuffix(".default"))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("kernels", "operator"), [("cudnn", "packed_attention"), ("flash4", "flash4_attention")])
+def test_a_block_asks_the_kernels_that_it_was_given(qkv: torch.Tensor, kernels: str, operator: str) -> None:
+    with Called("redline") as called:
+        PackedAttention.apply(qkv.requires_grad_(), HEADS, kernels).sum().backward()  # type: ignore[no-untyped-call]
+    assert called.names == [operator, f"{operator}_backward"]
 
 
 # --- what the package is asked for ------------------------------------------------------------------------------------
@@ -132,7 +155,9 @@ def test_cudnns_output_lies_as_the_next_layer_reads_it(sizes: tuple[int, int, in
     """By torch's own account of shapes and strides, which its kernel follows."""
     batch, sequence, heads, head = sizes
     qkv = torch.empty(batch, sequence, 3 * heads * head, dtype=torch.bfloat16, device="meta")
-    out, stats = by_cudnn(qkv, heads)
+    with Called("aten") as called:
+        out, stats = by_cudnn(qkv, heads)
+    assert "clone" not in called.names  # neither of what it is given nor of what it gives
     wanted = flash4_attention(qkv, heads)  # the operator's promise
     for found, promised in zip((out, stats), wanted, strict=True):
         assert (found.shape, found.dtype, found.is_contiguous()) == (promised.shape, promised.dtype, True)

@@ -15,7 +15,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not is_there(), reason="flash-attn-4 is not installed"),
 ]
-SIZES = [(64, 1024, 12, 64), (2, 128, 4, 64), (3, 200, 2, 128), (1, 77, 3, 32), (5, 1000, 1, 64), (2, 96, 2, 16)]
+SIZES = [(64, 1024, 12, 64), (2, 128, 4, 64), (3, 200, 2, 128), (1, 77, 3, 32), (5, 1000, 1, 64), (2, 300, 2, 32)]
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +48,7 @@ def true(qkv: torch.Tensor, above: torch.Tensor, heads: int) -> tuple[torch.Tens
 def test_attention_and_its_gradients_are_the_formulas(sizes: tuple[int, int, int, int], dtype: torch.dtype) -> None:
     qkv, above = drawn(sizes, dtype)
     heads = sizes[2]
-    assert takes(qkv)
+    assert takes(qkv, heads)
     out, stats = flash4_attention(qkv, heads)
     assert out.is_contiguous()
     gradient = flash4_attention_backward(above, qkv, out, stats, heads)
@@ -59,6 +59,14 @@ def test_attention_and_its_gradients_are_the_formulas(sizes: tuple[int, int, int
     for found, part in zip(gradient[last].chunk(3, dim=2), of_qkv.chunk(3, dim=2), strict=True):
         assert off(found, part) < 1e-2
     assert torch.isfinite(gradient).all()
+
+
+def test_heads_that_the_kernel_gets_wrong_go_by_the_formulas() -> None:
+    qkv, above = drawn((2, 96, 2, 16))
+    assert not takes(qkv, 2)
+    out, stats = flash4_attention(qkv, 2)
+    gradient = flash4_attention_backward(above, qkv, out, stats, 2)
+    assert off(gradient, true(qkv, above, 2)[2]) < 1e-2
 
 
 def by_cudnn_alone(qkv: torch.Tensor, above: torch.Tensor, heads: int) -> torch.Tensor:

@@ -312,6 +312,8 @@ def test_kernels_scale_as_the_parts_do():
         (["redline::norm_backward", "aten::sum"], names.NORMALISATION),
         (["redline::gelu_backward_", "aten::sum"], names.ELEMENTWISE),
         (["redline::side_by_side"], names.ELEMENTWISE),
+        (["redline::gelu_product"], names.CONTRACTION),
+        (["redline::gelu_product_backward"], names.CONTRACTION),
         (["redline::packed_attention_backward"], names.ATTENTION),
         (["redline::flash4_attention_backward", "aten::empty"], names.ATTENTION),
         (["aten::scaled_dot_product_attention", "aten::_scaled_dot_product_flash_attention"], names.ATTENTION),
@@ -383,6 +385,24 @@ FLOATS = {"Input type": ["float", "float"], "Input Strides": [[4, 1], [0, 1]]}
             {"Input Dims": [[6, 3, 5], [6, 5, 7]], "Input type": ["float"] * 2},
             6 * 2 * 3 * 5 * 7,
             4 * 6 * (15 + 35 + 21),
+        ),
+        (
+            "redline::product_and_bias",
+            {"Input Dims": [[3, 5], [7, 5], [7]], "Input type": ["c10::BFloat16"] * 3},
+            2 * 3 * 5 * 7,
+            2 * (15 + 35 + 21),
+        ),
+        (
+            "redline::gelu_product",
+            {"Input Dims": [[3, 5], [7, 5], [7]], "Input type": ["c10::BFloat16"] * 3},
+            2 * 3 * 5 * 7,
+            2 * (15 + 35 + 2 * 21),
+        ),
+        (
+            "redline::gelu_product_backward",
+            {"Input Dims": [[3, 5], [5, 7], [3, 7]], "Input type": ["c10::BFloat16"] * 3},
+            2 * 3 * 5 * 7,
+            2 * (15 + 35 + 2 * 21),
         ),
         ("aten::add", {"Input Dims": [[3, 4], [3, 4]], **FLOATS}, 0, 4 * (12 + 4 + 12)),  # the second is broadcast
         ("aten::copy_", {"Input Dims": [[3, 4], [3, 4]], **FLOATS}, 0, 4 * (12 + 4)),

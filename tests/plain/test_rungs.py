@@ -361,6 +361,7 @@ def test_packed_attention_wants_the_blocks_and_the_kernel_that_it_is_made_of(tin
 
 def test_the_backward_of_flash_attn_4_wants_a_forward_a_card_and_heads_that_it_takes(tiny, h200):
     ask = find_rung("flash4-backward").needs
+    tiny = replace(tiny, shape=replace(tiny.shape, heads=1))  # of 32
     whole = plan_of(("bf16", "compile", "cudnn-attention", "fused-backward"))
     assert ask(tiny, h200, whole) is None
     assert ask(tiny, h200, replace(whole, autocast="fp16")) is None
@@ -368,7 +369,7 @@ def test_the_backward_of_flash_attn_4_wants_a_forward_a_card_and_heads_that_it_t
     assert "fused-backward" in ask(tiny, h200, replace(whole, backward="autograd"))
     assert "cudnn-attention" in ask(tiny, h200, replace(whole, attention="flash"))
     assert "selective" in ask(tiny, h200, replace(whole, checkpointing="selective"))
-    for heads, width in ((8, 4), (1, 136)):
+    for heads, width in ((8, 4), (2, 16), (1, 136)):
         odd = replace(tiny, shape=replace(tiny.shape, heads=heads, d_model=heads * width))
         assert f"these have {width}" in ask(odd, h200, whole)
     widest = replace(tiny, shape=replace(tiny.shape, heads=1, d_model=128))
