@@ -6,8 +6,10 @@ import argparse
 import json
 import shutil
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -280,7 +282,8 @@ def chosen_order(
         console.print(text, style="bold yellow", markup=False, highlight=False, soft_wrap=True)
     if recipe is None:
         recipe = Recipe(rungs=usual_rungs(workload, hardware), micro_batch=workload.micro_batch)
-    recipe = as_published(recipe, workload, lambda note: console.print(note, markup=False, highlight=False))
+    say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
+    recipe = as_published(without_refused(recipe, workload, say), workload, say)
     if options.micro_batch is not None:
         recipe = replace(recipe, micro_batch=options.micro_batch)
     if options.optimizer is not None:
@@ -378,8 +381,19 @@ def why_not_shared(name: str, recipe: Recipe, workload: Workload, hardware: Hard
     return why_not(find_rung(name), workload, hardware, plan_of(others))
 
 
+def without_refused(recipe: Recipe, workload: Workload, say: Callable[[str], None]) -> Recipe:
+    """A recipe is measured without dropout, and perhaps on another model: what this one does not take with it is left
+    out, where that changes no maths, and said."""
+    from redline.rungs import Maths, find_rung
+
+    refused = [name for name in recipe.rungs if name in workload.cannot and find_rung(name).maths is not Maths.CHANGES]
+    for name in refused:
+        say(f"the recipe's {name} is left out: {workload.cannot[name]}")
+    return replace(recipe, rungs=tuple(name for name in recipe.rungs if name not in refused))
+
+
 def check_allowed(recipe: Recipe, workload: Workload) -> None:
-    """A recipe was measured on some model; this one's code may not take it."""
+    """What would change the maths is not left out: the user decides."""
     for name in recipe.rungs:
         if name in workload.cannot:
             raise UserError(

@@ -256,8 +256,10 @@ class Climb:
             row.kept = ratio >= 1.0 + scatter
         else:
             noise = tolerated_noise(row.measurements, current.measurements, self.hardware.kind)
-            at_best = max(ratio, current.quick_seconds / row.quick_seconds)
-            row.kept = at_best >= 1.0 - noise or self.settings.keep == "all"
+            quick = current.quick_seconds / row.quick_seconds
+            row.kept = max(ratio, quick) >= 1.0 - noise or self.settings.keep == "all"
+            if row.kept and ratio < 1.0 - noise <= quick:
+                row.reason = f"{ratio:.2f}x the speed of {current.name}, kept: its quickest steps are at {quick:.2f}x"
         if not row.kept:
             doubt = f", within the noise of ±{scatter:.0%}" if abs(ratio - 1) <= scatter else ""
             row.reason = f"{ratio:.2f}x the speed of {current.name}{doubt}"

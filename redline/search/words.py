@@ -91,12 +91,12 @@ class Words:
         return Found(workload=workload, hardware=hardware, versions=versions, notes=(*notes, *workload.notes))
 
     def _refused_in_training(self, name: str, workload: Workload, hardware: Hardware) -> Iterator[str]:
-        """What is measured without dropout may not go with it: the recipe would be refused where it is to be used."""
+        """What is measured without dropout may not go with it: the recipe is another where it is to be used."""
         trained = find_workload(name, self.data, self.sequence, trained_on=hardware.kind)
         refused = {rung: reason for rung, reason in trained.cannot.items() if rung not in workload.cannot}
         for reason in dict.fromkeys(refused.values()):
             rungs = ", ".join(rung for rung in refused if refused[rung] == reason)
-            yield f"`redline train` on this {hardware.kind.upper()} will refuse a recipe with {rungs}: {reason}"
+            yield f"`redline train` on this {hardware.kind.upper()} will leave {rungs} out of a recipe: {reason}"
 
 
 def with_layout(hardware: Hardware, layout: Layout) -> Hardware:

@@ -437,7 +437,7 @@ def test_a_config_goes_through_every_command(
         allowed = {"not-checked"} if refused else {"rounding", "same"}
         assert rows[rung]["equivalence"]["verdict"] in allowed
     assert "weights as the config initialises them" in told
-    refuses = [note for note in ladder["workload"]["notes"] if "`redline train` on this CPU will refuse" in note]
+    refuses = [note for note in ladder["workload"]["notes"] if "`redline train` on this CPU will leave" in note]
     assert len(refuses) == (family == "gpt2")  # whose config drops attention's weights
     assert ladder["workload"]["source"]["config"]["model_type"] == family
 
@@ -602,26 +602,27 @@ def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) ->
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_a_recipe_of_another_model_is_refused(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_recipe_that_makes_another_model_is_refused(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = written(here, CONFIGS["phi"])
-    Path("recipe.json").write_text(json.dumps({"rungs": ["padded-vocab"], "micro_batch": 2}))
+    Path("recipe.json").write_text(json.dumps({"rungs": ["tied-weights"], "micro_batch": 2}))
     assert main(["train", str(folder), "--recipe", "recipe.json", "--steps", "1", "--device", "cpu"]) == 2
     shown = capsys.readouterr().err
-    assert "the recipe's padded-vocab does not go with phi" in shown
-    assert "the head has a bias" in shown
+    assert "the recipe's tied-weights does not go with phi" in shown
     assert not Path("runs").exists()
 
 
-def test_a_recipe_that_dropout_refuses_names_what_works(
-    here: Path, workload: Any, capsys: pytest.CaptureFixture[str]
+def test_what_this_model_does_not_take_of_a_recipe_is_left_out(
+    here: Path, workload: Any, shards: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It was measured without dropout, by a ladder or a tune, which have said so."""
-    folder = written(here, CONFIGS["gpt2"])
-    Path("recipe.json").write_text(json.dumps({"rungs": ["flash"], "micro_batch": 2}))
-    assert main(["train", str(folder), "--recipe", "recipe.json", "--steps", "2", "--device", "cpu"]) == 2
-    shown = " ".join(capsys.readouterr().err.split())
-    assert "leave it out, or set attn_pdrop to 0 in the config" in shown
-    assert "leave --recipe out: what applies here is taken then" in shown
+    folder = written(here, {**CONFIGS["gpt2"], "attn_pdrop": 0.1})
+    Path("recipe.json").write_text(json.dumps({"rungs": ["flash", "fused-adamw"], "micro_batch": 2}))
+    words = ("--recipe", "recipe.json", "--data", shards, "--steps", 2, *TRAIN, "--out", "run")
+    _, shown = command(capsys, "train", folder, *words)
+    assert "the recipe's flash is left out" in " ".join(shown.split())
+    assert "set attn_pdrop to 0 in the config" in " ".join(shown.split())
+    order = from_json(TrainOrder, json.loads(Path("run/run.json").read_text())["order"])
+    assert set(order.recipe.rungs) == {"tied-weights", "fused-adamw"}  # the tie is the config's own
     assert "flash" not in usual_rungs(workload("gpt2", trained_on="cpu"), probe.probe("cpu"))
     assert "flash" not in workload("gpt2", trained_on="cpu", attn_pdrop=0.0).cannot
 

@@ -314,6 +314,8 @@ def test_a_rung_that_was_disturbed_is_judged_by_its_quick_steps(quick, stays):
 
     row = climbed(Disturbed(), rungs=("tf32",)).finished[1]
     assert row.kept is stays
+    assert ("kept: its quickest steps are at 1.00x" in row.reason) is stays
+    assert row.reason.startswith("0.88x the speed of baseline")
 
 
 @dataclass
