@@ -199,6 +199,8 @@ def test_a_ratio_is_of_turns_of_the_same_round(few: Any, small: Any, pretended: 
     assert kept[-1] == rows
     assert [row.get("ratio") for row in rows] == pytest.approx([1.0, 1.0, 1.0, 1.0, 1.1, None, 1.0, 1.0])
     assert (rows[4]["ratio_least"], rows[4]["ratio_most"]) == pytest.approx((1.1, 1.2))
+    assert rows[4]["ratios"] == pytest.approx([1.1, 1.1, 1.2])
+    assert rows[4]["slowest_step_seconds"] == 4.8
     assert rows[0]["step_seconds"] == {"median": 2.0, "p10": 1.0, "p90": 4.0, "n": 6}
     assert rows[0]["tokens_per_second"] == pytest.approx(2 * 16 / 2.0)
     assert rows[5]["failed"] == "RuntimeError: no such collective"
