@@ -43,7 +43,7 @@ from redline.core.user_code import (
     users_line,
 )
 from redline.core.values import from_json, to_json
-from redline.core.workload import Source
+from redline.core.workload import ON_CPUS, Source
 from redline.data.made import make_batch
 from redline.engine.findings import Watch
 from redline.engine.flop_counter import Counter as FlopCounter
@@ -379,7 +379,7 @@ def why_no_autocast(subject: Subject) -> str | None:
     except Exception as error:
         line = users_line(error, subject.functions.file, anywhere=True)
         raised = f"{type(error).__name__}: {first_line(error).rstrip('.')}"
-        return f"a step under bf16 autocast, on the host, raises {raised}" + (f" (at {line})" if line else "")
+        return f"{ON_CPUS}a step under bf16 autocast raises {raised}" + (f" (at {line})" if line else "")
     return None
 
 

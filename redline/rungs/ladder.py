@@ -164,8 +164,7 @@ class Compile(Rung):
 def _attention_needs(workload: Workload, hardware: Hardware, plan: Plan, feature: str) -> str | None:
     lacks = missing(hardware, feature)
     if lacks is None and hardware.kind == "cuda" and plan.autocast is None:
-        no_autocast = workload.cannot.get("bf16")
-        return "the kernel takes 16-bit inputs only" + (f", and {no_autocast}" if no_autocast else ": add bf16 or fp16")
+        return "the kernel takes 16-bit inputs only: add bf16 or fp16"
     return lacks
 
 

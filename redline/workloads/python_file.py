@@ -218,7 +218,8 @@ def _notes(traced: Traced, rate: float, micro_batch: int) -> Iterator[str]:
 
 
 def without_autocast(reason: str) -> str:
-    return f"bf16 and fp16 are left out: {reason}"
+    """A CPU leaves them out; a GPU tries, and the row says what came of it."""
+    return f"bf16 and fp16 are left out on a CPU, and may fail on a GPU: {reason}"
 
 
 def _some(names: tuple[str, ...], most: int = 3) -> str:

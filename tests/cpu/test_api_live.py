@@ -450,16 +450,12 @@ class Scatters(nn.Module):
 
 
 def test_a_module_that_autocast_breaks_is_looked_at_in_fp32() -> None:
+    """What a GPU's autocast would make of it nobody knows here: the note says that it may fail there."""
     said = "return out.index_add_(0, torch.ones(len(x)).nonzero().flatten(), self.layer(x))"
     found = redline.estimate(Scatters(), batch=pair(), gpu="H200")
-    assert not {"bf16", "fp16"} & set(found["settings"]["rungs"])
-    assert found["settings"]["precision"] == "tf32"
+    assert "bf16" in found["settings"]["rungs"]
     for document in (found, redline.lint(Scatters(), batch=pair())):
-        assert any(note.startswith("bf16 and fp16 are left out") and said in note for note in document["notes"])
-    with pytest.raises(UserError, match="bf16 does not apply") as caught:
-        redline.estimate(Scatters(), batch=pair(), gpu="H200", rungs="bf16")
-    assert said in caught.value.why
-    assert caught.value.fix == "leave bf16 out of the rungs"
+        assert any("may fail on a GPU" in note and said in note for note in document["notes"])
 
 
 def test_lazy_and_narrow_modules_are_refused_before_anything_runs() -> None:
