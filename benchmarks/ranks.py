@@ -280,6 +280,8 @@ def figures(name: str, taken: Taken, plain: Taken | None, tokens: int) -> dict[s
         "ratio": statistics.median(ratios) if ratios else None,
         "ratio_least": min(ratios, default=None),
         "ratio_most": max(ratios, default=None),
+        "ratios": ratios,
+        "slowest_step_seconds": ordered[-1],
         "build_seconds": taken.build_seconds,
         "failed": None,
     }

@@ -1,10 +1,11 @@
 """FLOPs of a step of any module, counted on tensors that hold nothing.
 
-    count_flops(lambda batch: loss(model, batch), model, (batch,))  ->  6_690_816
+    count_flops(lambda batch: loss(model, batch), model, (batch,))  ->  Count(flops=6_690_816, uncounted=())
 
 torch's FlopCounterMode watches forward and backward go by on fake tensors: no memory, no device, no effect on the
-module. Counted are matmuls and convolutions, a multiply-add as two, of attention the full square, its backward as
-twice its forward; what checkpointing computes again is not counted. That is the convention of MFU (docs/flops.md).
+module. Code that looks at values runs on real ones instead, and again nothing of it stays. Counted are matmuls and
+convolutions, a multiply-add as two, of attention the full square, its backward as twice its forward; what checkpointing
+computes again is not counted. That is the convention of MFU (docs/flops.md).
 """
 
 from __future__ import annotations
@@ -18,10 +19,18 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.flop_counter import FlopCounterMode
+
+from redline.engine import flop_counter
 
 CONVENTION = "matmuls of forward and backward as counted, full attention square, nothing that is computed again"
 aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Count:
+    flops: int
+    uncounted: tuple[str, ...] = ()
+    """Operators that ran and have no formula: then the number is too low."""
 
 
 @dataclass(frozen=True)
@@ -57,41 +66,76 @@ FORMULAS = {getattr(aten, f"_scaled_dot_product_{name}"): _forward for name in _
 }
 
 
-class Counter(FlopCounterMode):
+class Counter(flop_counter.Counter):
     def __init__(self) -> None:
-        super().__init__(display=False, custom_mapping=dict(FORMULAS))
+        super().__init__(dict(FORMULAS))
 
     def _count_flops(self, func_packet: Any, out: Any, args: Any, kwargs: Any) -> Any:
         # The backward pass runs without recording gradients; what records them in it is computed again.
         if torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled():
             return out
-        return super()._count_flops(func_packet, out, args, kwargs)  # type: ignore[no-untyped-call]
+        return super()._count_flops(func_packet, out, args, kwargs)
 
 
-def count_flops(function: Callable[..., Any], model: nn.Module, arguments: Any, named: Any = None) -> int:
+def count_flops(function: Callable[..., Any], model: nn.Module, arguments: Any, named: Any = None) -> Count:
     """Of function(*arguments, **named), which calls the module, and of the backward pass of all it returns. Tensors
     may be `Blank`s."""
+    given = (arguments, named or {})
+    try:
+        return _count_on_sizes(function, model, given)
+    except Exception:
+        # It looks at values, or an operator cannot tell its sizes beforehand (cuDNN's recurrent backward): the real
+        # pass works, or raises what is the model's own fault.
+        if any(isinstance(leaf, Blank) for leaf in tree_leaves(given)):
+            raise
+        return _count_on_values(function, model, given)
+
+
+def _count_on_sizes(function: Callable[..., Any], model: nn.Module, given: tuple[Any, Any]) -> Count:
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    with fake, torch.random.fork_rng(devices=[]), torch.compiler.set_stance("force_eager"):
 
-        def faked(leaf: Any) -> Any:
-            if isinstance(leaf, Blank):
-                return torch.empty(leaf.shape, dtype=leaf.dtype, device=leaf.device)
-            return fake.from_tensor(leaf.detach()) if isinstance(leaf, torch.Tensor) else leaf
+    def faked(leaf: Any) -> Any:
+        if isinstance(leaf, Blank):
+            return torch.empty(leaf.shape, dtype=leaf.dtype, device=leaf.device)
+        return fake.from_tensor(leaf.detach()) if isinstance(leaf, torch.Tensor) else leaf
 
-        inputs, words = tree_map(faked, (arguments, named or {}))
-        with replaced(model, faked), Counter() as counter:
+    with fake:
+        return _count(function, model, given, faked)
+
+
+def _count_on_values(function: Callable[..., Any], model: nn.Module, given: tuple[Any, Any]) -> Count:
+    """Weights are read where they are; buffers and inputs, which code may write to, are copies."""
+
+    def own(leaf: Any) -> Any:
+        if isinstance(leaf, nn.Parameter):
+            return leaf.detach()
+        return leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf
+
+    devices = {tensor.device for tensor in tree_leaves((given, list(model.parameters()))) if _is_on_gpu(tensor)}
+    with torch.random.fork_rng(devices=devices):
+        return _count(function, model, given, own)
+
+
+def _is_on_gpu(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.is_cuda
+
+
+def _count(function: Callable[..., Any], model: nn.Module, given: tuple[Any, Any], convert: Any) -> Count:
+    with torch.random.fork_rng(devices=[]), torch.compiler.set_stance("force_eager"):
+        inputs, words = tree_map(convert, given)
+        with replaced(model, convert), Counter() as counter:
             result = function(*inputs, **words)
             outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
             if outputs:
                 torch.autograd.backward([output.sum() for output in outputs])
-        return int(counter.get_total_flops())
+        return Count(int(counter.get_total_flops()), counter.uncounted)
 
 
 @contextmanager
 def replaced(model: nn.Module, faked: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
     """Fake parameters and buffers take the place of the real ones, a shared one once; gradients go to them."""
     own: dict[int, Any] = {}
+    recurrent = [(each, _second_lists(each)) for each in model.modules() if isinstance(each, nn.RNNBase)]
     places = [(module, name, tensor) for module in model.modules() for name, tensor in _held(module)]
     for module, name, tensor in places:
         if id(tensor) not in own:
@@ -103,6 +147,14 @@ def replaced(model: nn.Module, faked: Callable[[torch.Tensor], torch.Tensor]) ->
     finally:
         for module, name, tensor in places:
             _table(module, tensor)[name] = tensor
+        for module, lists in recurrent:
+            module.__dict__.update(lists)
+
+
+def _second_lists(module: nn.RNNBase) -> dict[str, Any]:
+    """nn.LSTM and its kin list their weights a second time, and list them anew, in other memory on a GPU, once they see
+    that these are others: put back as they were, nothing of that happens to the real ones."""
+    return {name: module.__dict__[name] for name in ("_flat_weights", "_flat_weight_refs") if name in module.__dict__}
 
 
 def _held(module: nn.Module) -> list[tuple[str, torch.Tensor]]:

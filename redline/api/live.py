@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import copy
 import datetime
-import inspect
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
@@ -23,7 +22,8 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from redline.api.loss import Loss, loss_of_call, name_of
-from redline.api.prepare import check_module, check_unfrozen
+from redline.api.prepare import TO_FP32, check_module, check_unfrozen
+from redline.api.raised import file_of
 from redline.commands import lint as lint_command
 from redline.commands.estimate import check_options
 from redline.commands.estimate_subject import check_one_gpu, choose_machine, traced_subject
@@ -33,10 +33,10 @@ from redline.core.user_code import Functions, described
 from redline.core.workload import Workload
 from redline.engine.inspect_model import look_at
 from redline.engine.inspect_walk import starred, walked
-from redline.model.python_adapter import functional_dropout_off, takes_inputs_only
+from redline.model.python_adapter import check_fp32, functional_dropout_off, takes_inputs_only
 from redline.predict.traced_estimate import traced_document
 from redline.predict.traced_lint import findings_of, traced_lint_document
-from redline.workloads.python_file import PythonFile, python_workload
+from redline.workloads.python_file import PythonFile, python_workload, without_autocast
 
 ORIGIN = "a module of yours"
 SIZES_ONLY = (
@@ -103,21 +103,16 @@ def live_workload(model: nn.Module, traced: Traced) -> Workload:
     """As a file that made the model would be."""
     kind = type(model)
     workload = python_workload(PythonFile(path=Path(file_of(kind)), factory=kind.__name__, digest=""), traced)
-    dropped = (f"dropout was off while the model was looked at ({traced.dropout[0]}, ...)",) if traced.dropout else ()
-    return replace(workload, notes=dropped)
-
-
-def file_of(kind: type) -> str:
-    """Where its code is; a class that was typed in has no file, and gets the name of its module."""
-    try:
-        return str(Path(inspect.getfile(kind)))
-    except (TypeError, OSError):
-        return kind.__module__
+    notes = [f"dropout was off while the model was looked at ({traced.dropout[0]}, ...)"] if traced.dropout else []
+    if traced.no_autocast is not None:
+        notes.append(without_autocast(traced.no_autocast))
+    return replace(workload, notes=tuple(notes))
 
 
 def trace_module(model: nn.Module, batch: Any, loss: Loss | None) -> Traced:
     """The module itself is left alone: a copy of it, on the host, is looked at."""
     check_unfrozen(model)
+    check_fp32(model, type(model).__name__, TO_FP32)
     functions = Functions(
         file=file_of(type(model)),
         name=type(model).__name__,

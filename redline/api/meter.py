@@ -7,49 +7,56 @@
     print(meter)
 
 Nothing waits for the device until somebody asks: steps are marked with CUDA events, which are read by `summary`. FLOPs
-are counted once, on tensors that hold nothing, when first asked for. One step of the warm-up is run under torch's sync
+are counted once, when first asked for, on tensors that hold nothing; where the model looks at values, on those of the
+first step, which are kept until then if they are few. One step of the warm-up is run under torch's sync
 debug mode, to count the calls that made the host wait.
 """
 
 from __future__ import annotations
 
 import time
+import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.hooks import RemovableHandle
 
 from redline.api.arguments import PLACE, checked
-from redline.api.counting import CONVENTION, Blank, count_flops
+from redline.api.counting import CONVENTION, Blank, Count, count_flops
 from redline.api.document import Document
 from redline.api.prepare import Prepared
 from redline.core.errors import UserError
 from redline.core.measurement import spread_of
 from redline.core.profile import Finding
+from redline.core.user_code import PACKAGE
 from redline.core.values import to_json
 from redline.core.workload import check_positive
 from redline.engine.clock import Clock
 from redline.engine.findings import collecting_syncs, merge
+from redline.engine.flop_counter import incomplete
 from redline.engine.memory import peak_bytes
 from redline.engine.probe import probe
+from redline.engine.profiling_frames import is_users
 from redline.engine.step import TrainStep
 from redline.model.adapter import LossOf
 from redline.predict.efficiency import share_of_peak
 
 WARMUP_STEPS = 3  # the first compile and fill the allocator; the last of them is the one whose waits are counted
 KEPT_STEPS = 1000  # an event per step: a long run is judged by its latest steps
+KEPT_BYTES = 64 * 2**20  # of the first step's inputs: token ids are far less
 
 Batch = TypeVar("Batch")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """One call of the model, with nothing of its tensors but their sizes."""
+    """One call of the model with its tensors, or with nothing of them but their sizes where they are large."""
 
     arguments: Any
     named: Any
@@ -90,6 +97,7 @@ class Meter:
         self._waited = 0.0
         self._fed = False
         self._flops = _Flops(model, flops_per_step, self.device)
+        self._peaks_of_counting: tuple[int | None, int | None] | None = None
         self._syncs: tuple[Finding, ...] | None = None
         self._watching: tuple[ExitStack, list[Finding]] | None = None
 
@@ -161,7 +169,7 @@ class Meter:
         """The numbers so far; on a GPU this waits for the steps that are queued. What is not known is None."""
         seconds = self._clock.seconds()[self._warming :]
         step = spread_of(seconds) if seconds else None
-        flops, counted = self._flops.count()
+        flops, counted = self._count_flops()
         hardware = probe(self.device.type)
         mfu, convention = None, counted
         if flops is not None and step is not None:
@@ -180,13 +188,26 @@ class Meter:
                 "flops_per_step": flops,
                 "mfu": mfu,
                 "mfu_convention": convention,
-                "peak_bytes": peak_bytes(self.device),
+                "peak_bytes": self._peak_bytes(),
                 "data_wait_share": self._data_wait_share(),
                 "syncs_per_step": None if self._syncs is None else sum(each.per_step or 0 for each in self._syncs),
                 "syncs": None if self._syncs is None else to_json(self._syncs),
             },
             kind="meter",
         )
+
+    def _count_flops(self) -> tuple[float | None, str]:
+        before = peak_bytes(self.device)
+        found = self._flops.count()
+        if self._peaks_of_counting is None and self._flops.counted is not None:
+            self._peaks_of_counting = before, peak_bytes(self.device)
+        return found
+
+    def _peak_bytes(self) -> int | None:
+        """Of the loop: a peak that counting left behind, on real values, is not the loop's."""
+        found = peak_bytes(self.device)
+        before, after = self._peaks_of_counting or (None, None)
+        return before if found is not None and found == after else found
 
     def _data_wait_share(self) -> float | None:
         """Of the host's time. A GPU may have had work queued meanwhile: it is starved only when this is the whole."""
@@ -216,6 +237,7 @@ class _Flops:
         self.calls: list[Call] = []
         self.batches: list[Call] = []
         """What `data` handed out: the calls of a loop that calls the prepared model by itself."""
+        self.kept_bytes = 0
         self.counted: tuple[float | None, str] | None = None
         self.hook: RemovableHandle | None = None
         self.open = given is None
@@ -248,11 +270,16 @@ class _Flops:
     def _call(self, arguments: Any, named: Any) -> Call:
         kind = self.device.type
         cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        blank, words = tree_map(self._blank, (arguments, named))
-        return Call(arguments=blank, named=words, autocast=cast, gradients=torch.is_grad_enabled())
+        given = (arguments, named)
+        self.kept_bytes += sum(leaf.nbytes for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor))
+        held, words = tree_map(self._blank if self.kept_bytes > KEPT_BYTES else _detached, given)
+        return Call(arguments=held, named=words, autocast=cast, gradients=torch.is_grad_enabled())
 
     def _blank(self, leaf: Any) -> Any:
         return Blank(leaf.shape, leaf.dtype, self.device) if isinstance(leaf, torch.Tensor) else leaf
+
+    def _placed(self, leaf: Any) -> Any:
+        return leaf.to(self.device) if isinstance(leaf, torch.Tensor) else leaf
 
     def end_step(self) -> None:
         self.open = False
@@ -271,6 +298,7 @@ class _Flops:
             return None, "no MFU: no step has ended yet"
         if self.counted is None:
             self.counted = self._count()
+            self.calls, self.batches = [], []  # with the tensors they hold
         return self.counted
 
     def _count(self) -> tuple[float | None, str]:
@@ -278,23 +306,44 @@ class _Flops:
             return None, "no MFU: give model or flops_per_step"
         calls = self.calls or self.batches
         if not calls:
-            instead = "give what prepare gave" if self.prepared is None else "call prepared.step, loop over meter.data"
+            instead = (
+                "give what prepare gave"
+                if self.prepared is None
+                else "call prepared.step, loop over meter.data, or, where a trainer such as Lightning has the loop and "
+                "calls prepared.model, pass model=prepared.model"
+            )
             return None, f"no MFU: no call of the model was seen in the first step; {instead}, or give flops_per_step"
         try:
-            return float(sum(map(self._count_call, calls))), CONVENTION
+            counts = [self._count_call(call) for call in calls]
         except Exception as error:  # somebody's model, on tensors without values: whatever it raises is the reason
             text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-            return None, f"no MFU: FLOPs could not be counted, {type(error).__name__}: {text}; give flops_per_step"
+            reason = f"{type(error).__name__}: {text}".removesuffix(": ") + line_of(error)
+            return None, f"no MFU: FLOPs could not be counted, {reason}; give flops_per_step"
+        if uncounted := tuple(dict.fromkeys(name for count in counts for name in count.uncounted)):
+            return None, f"no MFU: {incomplete(uncounted)}; give flops_per_step"
+        return float(sum(count.flops for count in counts)), CONVENTION
 
-    def _count_call(self, call: Call) -> int:
+    def _count_call(self, call: Call) -> Count:
+        arguments, named = tree_map(self._placed, (call.arguments, call.named))
         if self.prepared is not None:
             with self.prepared.autocast():
-                return count_flops(self.prepared.loss, self.prepared.step.model, call.arguments)
+                return count_flops(self.prepared.loss, self.prepared.step.model, arguments)
         assert self.module is not None
         module: nn.Module = getattr(self.module, "_orig_mod", self.module)  # what a compiled one was made of
         cast = torch.autocast(self.device.type, dtype=call.autocast, enabled=call.autocast is not None)
         with cast, torch.set_grad_enabled(call.gradients):
-            return count_flops(module, module, call.arguments, call.named)
+            return count_flops(module, module, arguments, named)
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
+
+
+def line_of(error: Exception) -> str:
+    """' at mine.py:12', the innermost line of the user's that led to it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [each for each in frames if is_users(each.filename) and not each.filename.startswith(PACKAGE)]
+    return f" at {Path(lines[-1].filename).name}:{lines[-1].lineno}" if lines else ""
 
 
 def _place(device: torch.device | str | None, model: nn.Module | Prepared | None) -> torch.device:

@@ -21,6 +21,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from redline.api.loss import Loss, checked_once, live_loss
+from redline.api.raised import told
 from redline.api.realise import BF16_WEIGHTS, obstacles_of, realise
 from redline.core.errors import UserError
 from redline.core.plan import Plan
@@ -30,12 +31,14 @@ from redline.engine.memory import is_out_of_memory
 from redline.engine.probe import probe
 from redline.engine.step import TrainStep
 from redline.model.adapter import LossOf
+from redline.model.python_adapter import check_fp32, check_sized
 from redline.optim import build_optimizer, settings_for
 from redline.rungs import LADDER, find_rung, plan_of
 from redline.rungs.ladder import check_alternatives
 from redline.rungs.optimizers import FUSED_ADAMW
 from redline.workloads.resolve import BY_SIZE
 
+TO_FP32 = "pass model.float(), and batches of float32"
 Rate = float | Callable[[int], float]
 
 
@@ -98,6 +101,7 @@ def prepare(
 ) -> Prepared:
     check_module(model)
     check_unfrozen(model)
+    check_fp32(model, type(model).__name__, TO_FP32)
     check_rate(learning_rate)
     if device is not None:
         move_to(model, device)
@@ -116,7 +120,7 @@ def prepare(
     step = TrainStep(
         adapter=None,
         model=model,
-        loss_of=moved_first(compiled_loss(plain, model, plan, loss), place),
+        loss_of=moved_first(told(compiled_loss(plain, model, plan, loss), plain, model, plan), place),
         optimizer=optimizer,
         plan=plan,
         learning_rate=schedule,
@@ -147,6 +151,7 @@ def check_module(model: object) -> None:
             "there is nothing to train",
             "pass the module that holds the weights, after its layers are made",
         )
+    check_sized(model, type(model).__name__, "first")
 
 
 def check_unfrozen(model: nn.Module) -> None:

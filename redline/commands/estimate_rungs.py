@@ -47,9 +47,8 @@ def check_rungs_apply(names: Iterable[str], workload: Workload, machine: Target)
     for rung in map(find_rung, names):
         reason = why_not(rung, workload, machine.hardware, plan)
         if reason is not None:
-            raise UserError(
-                f"{rung.name} does not apply", reason, f"leave {rung.name} out of the rungs, or choose another --gpu"
-            )
+            other = "" if workload.refusal(rung.name, machine.hardware.kind) else ", or choose another --gpu"
+            raise UserError(f"{rung.name} does not apply", reason, f"leave {rung.name} out of the rungs{other}")
         plan = rung.apply(plan)
 
 

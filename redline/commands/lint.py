@@ -141,6 +141,7 @@ def lint_traced(
     from redline.predict.lint import lint as lint_subject
     from redline.predict.subject import Subject
     from redline.predict.traced_lint import findings_of, quiet_sizes, traced_lint_document
+    from redline.workloads.python_file import without_autocast
 
     traced = workload.shape
     assert isinstance(traced, Traced)
@@ -168,6 +169,7 @@ def lint_traced(
         "command": command_line(),
         **body,
         "notes": [
+            *([] if traced.no_autocast is None else [without_autocast(traced.no_autocast)]),
             *(quiet_sizes(traced, micro_batch=size, dtype=dtype, device=device) if sizes_are_linted else ()),
             *([] if options.micro_batch else [f"micro batch {size} is assumed (--micro-batch)"]),
         ],

@@ -283,7 +283,7 @@ def chosen_order(
     if recipe is None:
         recipe = Recipe(rungs=usual_rungs(workload, hardware), micro_batch=workload.micro_batch)
     say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
-    recipe = as_published(without_refused(recipe, workload, say), workload, say)
+    recipe = as_published(without_refused(recipe, workload, hardware.kind, say), workload, say)
     if options.micro_batch is not None:
         recipe = replace(recipe, micro_batch=options.micro_batch)
     if options.optimizer is not None:
@@ -292,7 +292,7 @@ def chosen_order(
     layout = layout_of(options, ranks, workload, beside)
     hardware = check_ranks(hardware, ranks, layout)
     recipe = shared_recipe(recipe, options.parallel, layout)
-    check_allowed(recipe, workload)
+    check_allowed(recipe, workload, hardware.kind)
     if ranks > 1:
         check_parallel(recipe, workload, hardware, layout)
         check_layout(layout, recipe)
@@ -381,24 +381,25 @@ def why_not_shared(name: str, recipe: Recipe, workload: Workload, hardware: Hard
     return why_not(find_rung(name), workload, hardware, plan_of(others))
 
 
-def without_refused(recipe: Recipe, workload: Workload, say: Callable[[str], None]) -> Recipe:
+def without_refused(recipe: Recipe, workload: Workload, kind: str, say: Callable[[str], None]) -> Recipe:
     """A recipe is measured without dropout, and perhaps on another model: what this one does not take with it is left
     out, where that changes no maths, and said."""
     from redline.rungs import Maths, find_rung
 
-    refused = [name for name in recipe.rungs if name in workload.cannot and find_rung(name).maths is not Maths.CHANGES]
-    for name in refused:
-        say(f"the recipe's {name} is left out: {workload.cannot[name]}")
+    reasons = {name: workload.refusal(name, kind) for name in recipe.rungs}
+    refused = {name: why for name, why in reasons.items() if why and find_rung(name).maths is not Maths.CHANGES}
+    for name, why in refused.items():
+        say(f"the recipe's {name} is left out: {why}")
     return replace(recipe, rungs=tuple(name for name in recipe.rungs if name not in refused))
 
 
-def check_allowed(recipe: Recipe, workload: Workload) -> None:
+def check_allowed(recipe: Recipe, workload: Workload, kind: str) -> None:
     """What would change the maths is not left out: the user decides."""
     for name in recipe.rungs:
-        if name in workload.cannot:
+        if why := workload.refusal(name, kind):
             raise UserError(
                 f"the recipe's {name} does not go with {workload.name}",
-                workload.cannot[name],
+                why,
                 f"take {name} out of the recipe, or leave --recipe out: what applies here is taken then",
             )
 
@@ -571,7 +572,7 @@ def resumed_order(options: argparse.Namespace, ranks: int = 1) -> TrainOrder:
     layout = layout_of(options, ranks, order.workload, kept)
     check_resumed_shares(str(options.resume), recipe.micro_batch, order.settings.global_batch, layout)
     recipe = shared_recipe(recipe, options.parallel, layout)
-    check_allowed(recipe, order.workload)
+    check_allowed(recipe, order.workload, order.device)
     if ranks > 1:
         check_parallel(recipe, order.workload, replace(from_json(Hardware, record["hardware"]), ranks=ranks), layout)
         check_layout(layout, recipe)

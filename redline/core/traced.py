@@ -157,6 +157,8 @@ class Traced:
     """Of one sample."""
     flops_forward: Line
     flops_backward: Line
+    uncounted: tuple[str, ...] = ()
+    """Operators that multiply and have no formula: with any of them the FLOPs are too low, and stand for nothing."""
     saved: tuple[Saved, ...]
     products: tuple[Product, ...] = ()
     products_left_out: int = 0
@@ -164,6 +166,8 @@ class Traced:
     blocks: Blocks | None = None
     unlisted: Unlisted | None = None
     """Where there are no blocks: what could be."""
+    no_autocast: str | None = None
+    """What a step under bf16 autocast raised, and where; None: it ran. `saved` is then of fp32 alone."""
     sdpa: bool = False
     """F.scaled_dot_product_attention is called."""
     sdpa_calls: tuple[Place, ...] = ()
@@ -224,6 +228,11 @@ class Traced:
                 for mine, theirs in zip((one.precision, one.attention, one.checkpointing), wanted, strict=True)
             ],
         ).bytes
+
+    @property
+    def why_no_flops(self) -> str | None:
+        """Why the counted FLOPs are not those of the model; None where they are."""
+        return f"operators without a formula: {', '.join(self.uncounted)}" if self.uncounted else None
 
     @property
     def why_random(self) -> str | None:

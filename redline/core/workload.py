@@ -15,6 +15,7 @@ from redline.core.traced import TOKEN, Traced
 SIZES = ("layers", "heads", "d_model", "d_ff", "vocab", "sequence")
 OPTIONAL_SIZES = ("max_positions", "kv_heads", "head_dim", "window", "windowed_layers")
 CHOICES = {"positions": ("learned", "rope", "none"), "norm": ("layernorm", "rmsnorm")}
+ON_CPUS = "on a CPU "  # a reason that was found there, and that a GPU may not share: its autocast casts more functions
 SAMPLE_CORPUS = "sample"  # the prose that ships with every Python; see data/text.py
 NO_TOKENIZER = "none"
 
@@ -205,11 +206,18 @@ class Workload:
     seed: int = 1337
     source: Source = BUILT_IN
     cannot: dict[str, str] = field(default_factory=dict, hash=False)
-    """Rungs that this model's code does not allow from outside, with the reason. The built-in model allows all."""
+    """Rungs that this model's code does not allow from outside, with the reason; one that begins with ON_CPUS holds
+    there alone. The built-in model allows all."""
     notes: tuple[str, ...] = ()
     """Choices that were made for the user, with their reasons."""
     words: str | None = None
     """What to type to get it again, where that is not its name."""
+
+    def refusal(self, rung: str, kind: str) -> str | None:
+        """Why its code does not allow the rung on a device of this kind; None where it does, or where only trying
+        would tell."""
+        reason = self.cannot.get(rung)
+        return None if reason is not None and reason.startswith(ON_CPUS) and kind != "cpu" else reason
 
     @property
     def decoder(self) -> Shape:

@@ -79,6 +79,10 @@ EXCEPTION, CONTEXT = "Observed exception", "Developer debug context:"
 RECOMPILE = re.compile(
     r"Recompiling function (?P<function>\S+) in (?P<file>.+):(?P<line>\d+)\n.*guard failure\(s\):\n\s*- (?P<why>.*)"
 )
+# As dynamo ends a reason: the code that the guard is of, the end of its file's path, its line and function, a hint.
+GUARD = re.compile(r"\s+# (?P<code>.*?)\s+# (?P<file>\S+):(?P<line>\d+) in .*")
+GRAPH_NUMBER = re.compile(r"^\d+/\d+: ")
+RESUMED = re.compile(r"^_*torch_dynamo_resume_in_(?P<function>.+)_at_\d+$")  # what is left of a function behind a break
 
 
 class Watch:
@@ -257,8 +261,18 @@ class CompilerLog(logging.Handler):
         self.messages.append(record.getMessage())
 
     def findings(self) -> tuple[Finding, ...]:
-        unique = dict.fromkeys(filter(None, map(compiler_finding, self.messages)))
-        return tuple(unique)
+        """A line that made the compiler start again many times is one finding, with the reason of the first time."""
+        found: dict[Finding, None] = {}
+        again: dict[str | None, list[Finding]] = {}
+        for each in filter(None, map(compiler_finding, self.messages)):
+            if each.kind == "recompile":
+                again.setdefault(each.where, []).append(each)
+            else:
+                found[each] = None
+        return (
+            *found,
+            *(replace(first, detail=_times(first.detail, 1 + len(rest))) for first, *rest in again.values()),
+        )
 
     def compiled(self) -> Compiled:
         """What was compiled since the log was opened."""
@@ -303,19 +317,37 @@ def _frames_and_graphs() -> tuple[int, int]:
     return counters["frames"]["total"], counters["stats"]["unique_graphs"]
 
 
+def _times(reason: str, count: int) -> str:
+    return f"recompiled {'once' if count == 1 else f'{count} times'}: {reason}"
+
+
 def compiler_finding(message: str) -> Finding | None:
     for kind, pattern in (("graph-break", GRAPH_BREAK), ("recompile", RECOMPILE)):
         match = pattern.search(message)
         if match is not None:
             parts = match.groupdict()
-            return Finding(
+            found = Finding(
                 kind=kind,
                 detail=whole_reason(parts["why"].strip(), message[match.end() :].splitlines()),
                 file=parts["file"],
                 line=int(parts["line"]),
                 function=parts.get("function"),
             )
+            return guarded(found) if kind == "recompile" else found
     return None
+
+
+def guarded(found: Finding) -> Finding:
+    """At the line that the guard is of, which dynamo writes behind the reason with the start of its path cut off."""
+    reason = GRAPH_NUMBER.sub("", found.detail)
+    found = replace(found, function=RESUMED.sub(r"\g<function>", found.function or "") or None)
+    match = GUARD.search(reason)
+    if match is None:
+        return replace(found, detail=reason)
+    cut, number, code = match["file"], int(match["line"]), match["code"].strip()
+    line = number if found.file is not None and found.file.endswith(cut) else found.line
+    elsewhere = "" if line == number else f" at {Path(cut).name}:{number}"
+    return replace(found, detail=f"{reason[: match.start()].strip()}, of `{code}`{elsewhere}", line=line)
 
 
 def whole_reason(why: str, more: list[str]) -> str:

@@ -152,6 +152,8 @@ def look(trace: Trace, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         left, right = args[BATCHED[operator] :][:2]
         _product(trace, "product", left, right)
         _attention(trace, left, result)
+    elif operator is aten.mkldnn_rnn_layer:
+        _recurrent(trace, *args[:3])
     elif operator is aten.convolution:
         _convolution(trace, args, result)
     elif operator is aten.embedding and trace.modules and (where := place()) is not None:
@@ -166,6 +168,14 @@ def _product(trace: Trace, kind: str, left: torch.Tensor, right: torch.Tensor) -
     (m, k), n = left.shape[-2:], right.size(-1)
     batch = left.size(0) if left.dim() == 3 else 1
     _note(trace, kind, m, n, k, batch)
+
+
+def _recurrent(trace: Trace, rows: torch.Tensor, of_input: torch.Tensor, of_state: torch.Tensor) -> None:
+    """A layer in one direction, as torch's loop over the steps has it: the inputs at once, the state at each step."""
+    steps, samples, width = rows.shape
+    _note(trace, "linear", steps * samples, of_input.size(0), width, 1)
+    for _ in range(steps):
+        _note(trace, "linear", samples, of_state.size(0), of_state.size(1), 1)
 
 
 def _convolution(trace: Trace, args: Any, result: torch.Tensor) -> None:

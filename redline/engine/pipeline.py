@@ -86,6 +86,7 @@ class Pipelined(Shared):
             if isinstance(error.__cause__, Exception):
                 raise error.__cause__ from None  # torch wraps it in the shapes of what failed
             raise
+        self.inner.finish()
         if self.ends is not None:
             assert self.model.wte.weight.grad is not None
             dist.all_reduce(local(self.model.wte.weight.grad), group=self.ends)

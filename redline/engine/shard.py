@@ -72,7 +72,11 @@ class Shared:
         for number, (piece, share) in enumerate(pieces, 1):
             with self.piece(last=number == len(pieces)):
                 losses.append(backward(piece, share))
+        self.finish()
         return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
+
+    def finish(self) -> None:
+        """After the last backward pass of an update: gradients that nobody has averaged yet."""
 
     def told(self, figures: torch.Tensor) -> torch.Tensor:
         """Losses and norms as those ranks know them that computed them; once per cycle, since it is a collective."""
@@ -82,7 +86,8 @@ class Shared:
         """Scales gradients down to a norm of `most` over all ranks; returns the norm they had."""
         moved = [parameter for parameter in parameters if parameter.grad is not None]
         norm = self.norm(moved)
-        nn.utils.clip_grads_with_norm_(moved, most, norm)
+        for alike in kinds_of(moved):
+            nn.utils.clip_grads_with_norm_(alike, most, norm)
         return norm
 
     def norm(self, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -133,7 +138,8 @@ class Sharded(Shared):
     gathered before it runs and given back after it, and its gradients are dealt out in every backward pass: that is
     `fsdp`. `fsdp-keep` gives memory for traffic: weights stay gathered until the backward pass, and whole gradients are
     added up until the last piece, where they are dealt out once. `fsdp-whole` has no blocks: all weights are gathered
-    before the first piece and stay until the last one's backward pass."""
+    before the first piece and stay until the last one's backward pass. What is no matrix it leaves whole on every rank:
+    most of a model's tensors are, and next to none of its numbers, and FSDP2's work is one by the tensor."""
 
     def __init__(
         self,
@@ -151,7 +157,7 @@ class Sharded(Shared):
             fully_shard,
         )  # dear to import, for ranks only
 
-        mesh, self.way = ranks.data_mesh, plan.parallel
+        mesh, self.way, self.ranks = ranks.data_mesh, plan.parallel, ranks
         policy = MixedPrecisionPolicy()
         if plan.autocast == "bf16":
             # Weights are gathered in 16 bits and autocast finds nothing to cast in them; it stays for what it keeps in
@@ -163,12 +169,17 @@ class Sharded(Shared):
             fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=self.way == "fsdp")
         # The root holds embedding, last norm and head, or all. The backward pass begins with it: it stays gathered.
         root = WithLoss(model, loss_of)
-        fully_shard(root, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+        left_out = {one for one in root.parameters() if one.dim() < 2} if self.way == "fsdp-whole" else set()
+        for tensor in (*left_out, *root.buffers()):
+            if not tensor.is_meta:  # FSDP2 moves what it cuts and its modules' buffers, and nothing else
+                tensor.data = tensor.to(device)
+        fully_shard(root, mesh=mesh, mp_policy=policy, reshard_after_forward=False, ignored_params=left_out)
         if any(parameter.is_meta for parameter in root.parameters()):
             root.to_empty(device=device)
             fill(adapter, model, cuts)
         assert isinstance(root, FSDPModule)  # it has become one, in place
         self.root = root
+        self.uncut = [parameter for parameter in root.parameters() if not is_dtensor(parameter)]
         super().__init__(root)
 
     def piece(self, last: bool) -> AbstractContextManager[object]:
@@ -180,6 +191,14 @@ class Sharded(Shared):
             self.root.set_reshard_after_backward(last)  # the next piece has the same weights
             self.root.unshard()  # in the forward pass FSDP2 would hold what it sent until that is over
         return nullcontext()
+
+    def finish(self) -> None:
+        moved = [parameter for parameter in self.uncut if parameter.grad is not None]
+        if not moved or self.ranks.layout.data == 1:
+            return
+        means = self.ranks.mean(torch.cat([one.grad.flatten() for one in moved if one.grad is not None]))
+        for parameter, mean in zip(moved, means.split([one.numel() for one in moved]), strict=True):
+            parameter.grad = mean.view_as(parameter)
 
     @contextmanager
     def whole(self) -> Iterator[None]:
@@ -288,5 +307,14 @@ def piece_of(whole: torch.Tensor, cut: Cut) -> torch.Tensor:
 
 def norm_of(parameters: Iterable[torch.Tensor]) -> torch.Tensor:
     """Of their gradients together, over the ranks that FSDP has cut them among."""
-    norm = nn.utils.get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
-    return whole(norm)
+    moved = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    norms = [whole(nn.utils.get_total_norm(alike)) for alike in kinds_of(moved) or [[]]]
+    return norms[0] if len(norms) == 1 else torch.stack(norms).norm()
+
+
+def kinds_of(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Those that FSDP has cut and those that it has not: torch's functions of many tensors take one kind at a time."""
+    kinds: dict[bool, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        kinds.setdefault(is_dtensor(tensor), []).append(tensor)
+    return list(kinds.values())

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
@@ -64,7 +65,8 @@ class PythonAdapter(Adapter):
         if plan.checkpointing == "full" and self.traced.blocks is not None:
             checkpoint_blocks(model, self.traced.blocks)
         for parameter in model.parameters():
-            parameter.data = parameter.data.to(DTYPES.get(plan.weights, parameter.dtype))
+            if parameter.dtype is torch.float32:  # a frozen one may be of another type, and stays as it is
+                parameter.data = parameter.data.to(DTYPES.get(plan.weights, parameter.dtype))
         self._initial = {name: tensor.detach().clone() for name, tensor in held(model)}
         return model.to(device)
 
@@ -133,6 +135,10 @@ def make_model(functions: Functions, seed: int) -> nn.Module:
             f"return {model.__name__}()" if is_class else f"let {functions.name}() return a torch.nn.Module",
         )
     check_trainable(model, functions)
+    check_sized(model, functions.words, f"in {functions.name}(), before it is returned")
+    check_fp32(
+        model, functions.words, f"let {functions.name}() return model.float(), and {functions.batch_name} float32"
+    )
     return model.to("cpu").train()
 
 
@@ -182,6 +188,35 @@ def check_trainable(model: nn.Module, functions: Functions) -> None:
         why = f"{kind} has none at all"
         fix = "assign layers as attributes, or in an nn.ModuleList: a plain list hides them from torch"
     raise UserError(f"{functions.words} has no parameters to train", why, fix)
+
+
+def check_sized(model: nn.Module, what: str, where: str) -> None:
+    """Lazy layers have no tensors yet: nothing can be counted, drawn or trained. `where`: to run a batch."""
+    name = next((name for name, tensor in held(model) if is_lazy(tensor)), None)
+    if name is None:
+        return
+    owner = model.get_submodule(name.rpartition(".")[0])
+    raise UserError(
+        f"{what} has no size for {name}",
+        f"it belongs to a {type(owner).__name__}, which takes its sizes from the first batch, and weights are counted "
+        "and given to the optimizer before there is one",
+        f"run one batch through the model {where}, or make the layer with its sizes",
+    )
+
+
+def check_fp32(model: nn.Module, what: str, fix: str) -> None:
+    """Those that are trained: frozen ones may be of any type, such as the codes of quantised layers."""
+    trained = [(name, each.dtype) for name, each in model.named_parameters() if each.requires_grad]
+    wrong = [(name, dtype) for name, dtype in trained if dtype is not torch.float32]
+    if not wrong:
+        return
+    name, dtype = wrong[0]
+    more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+    raise UserError(
+        f"{what} has parameters that are not float32: {name} ({str(dtype).removeprefix('torch.')}){more}",
+        "weights are trained in float32, which every recipe is compared with; fewer bits are a recipe's choice (bf16)",
+        fix,
+    )
 
 
 def silence_dropout(model: nn.Module) -> dict[str, float]:

@@ -66,7 +66,7 @@ class TransformersAdapter(Adapter):
                 self._config(plan), attn_implementation=ATTENTION[plan.attention], dtype=torch.float32
             )
         except (ValueError, AssertionError, KeyError) as error:
-            raise refused(error) from error
+            raise refused(error, self.workload.source.config or {}) from error
         return model.train()
 
     def _config(self, plan: Plan) -> Any:
@@ -75,7 +75,7 @@ class TransformersAdapter(Adapter):
         try:
             config = AutoConfig.for_model(settings.pop("model_type"), **settings)
         except Exception as error:  # its own classes for what it finds wrong are not public
-            raise refused(error) from error
+            raise refused(error, self.workload.source.config or {}) from error
         text = config.get_text_config()
         text.tie_word_embeddings = config.tie_word_embeddings = plan.tied
         text.use_cache = False  # keys and values of a step are of no use to the next
@@ -123,11 +123,24 @@ class TransformersAdapter(Adapter):
             model.train()
 
 
-def refused(error: Exception) -> ModelError:
+def refused(error: Exception, config: dict[str, Any]) -> ModelError:
     text = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-    why = f"it knows no {text}" if isinstance(error, KeyError) else text  # such as a rope_type that is newer than it
+    why = text
+    if isinstance(error, KeyError):  # such as a rope_type that is newer than it; or a sentence
+        field = field_of(error.args[0], config)
+        why = str(error.args[0]) if field is None else f"{field} is {text}, and it knows no such one"
     fix = "mend it, or install a newer transformers; `redline estimate` reads its sizes alone"
     return ModelError("transformers cannot build the config", why, fix)
+
+
+def field_of(value: object, config: dict[str, Any]) -> str | None:
+    """Where a config has it, 'rope_type in rope_parameters'; None where it has it nowhere."""
+    for key, each in config.items():
+        if each == value:
+            return key
+        if isinstance(each, dict) and (inner := field_of(value, each)):
+            return f"{inner} in {key}"
+    return None
 
 
 def drops(model: nn.Module) -> bool:

@@ -102,14 +102,16 @@ def check_package(name: str, package: str | None) -> None:
 
 
 def check_weights(name: str, model: nn.Module, wanted: torch.dtype) -> None:
-    wrong = {parameter.dtype for parameter in model.parameters()} - {wanted}
+    wrong = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad} - {wanted}
     if not wrong:
         return
     found = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in wrong))
     if wanted is torch.bfloat16:
         why, fix = "it is made for weights without an fp32 copy", "convert the model first: model.bfloat16()"
     else:
-        why = "rounded to 16 bits, most updates are smaller than the last bit of their weight and are lost"
+        why = "it is made for fp32 weights"
+        if all(dtype.itemsize < wanted.itemsize for dtype in wrong):
+            why = "rounded to 16 bits, most updates are smaller than the last bit of their weight and are lost"
         fix = "keep fp32 weights and use autocast, or take adamw-bf16 or adamw-bf16-kahan with model.bfloat16()"
     raise UserError(f"{name} wants {str(wanted).removeprefix('torch.')} weights and got {found}", why, fix)
 

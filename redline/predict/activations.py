@@ -150,11 +150,11 @@ class Rank:
     def weight_bytes(self) -> int:
         # A mask of a byte per pair of tokens, once for all layers; the built-in GPT has it whatever its attention.
         mask = self.plan.attention == "naive" or self.shape.positions == "learned"
-        return self.shared(self.weight * self.parameters, 3) + mask * self.shape.sequence**2
+        return self._shared_numbers(self.weight, 3) + mask * self.shape.sequence**2
 
     @property
     def gradient_bytes(self) -> int:
-        return self.shared(self.weight * self.parameters, 2)
+        return self._shared_numbers(self.weight, 2)
 
     @property
     def keeps(self) -> bool:
@@ -164,9 +164,27 @@ class Rank:
 
     @property
     def gathers_all(self) -> bool:
-        """`fsdp-whole`: ZeRO 3 between updates. Within one all weights are there, and whole gradients wait for the end
-        of the last backward pass, in the type that the weights were gathered in."""
+        """`fsdp-whole`: ZeRO 3 between updates, but for vectors, which every GPU has. Within one all weights are there,
+        and whole gradients wait for the end of the last backward pass, in the type that the weights were gathered
+        in."""
         return self.zero == 3 and self.plan.parallel == "fsdp-whole"
+
+    def is_cut(self, sizes: tuple[int, ...]) -> bool:
+        """Whether a tensor of these sizes is shared among replicas, where any is."""
+        return len(sizes) > 1 or not self.gathers_all
+
+    @cached_property
+    def uncut(self) -> int:
+        """Parameters in tensors that are not."""
+        inside, outside = (
+            sum(count * math.prod(sizes) for sizes, count in tensors if not self.is_cut(sizes))
+            for tensors in (self.layer_tensors(), self.outer_tensors())
+        )
+        return self.layers * inside + outside
+
+    def _shared_numbers(self, size: int, stage: int) -> int:
+        """Bytes of so many for each parameter."""
+        return self.shared(size * (self.parameters - self.uncut), stage) + size * self.uncut
 
     @property
     def standing_gradients(self) -> int:
@@ -177,10 +195,12 @@ class Rank:
 
     @cached_property
     def optimizer_bytes(self) -> int:
-        state = self.optimizer.state_bytes
-        inside = sum(count * state(sizes, of_layer=len(sizes) > 1) for sizes, count in self.layer_tensors())
-        outside = sum(count * state(sizes, of_layer=False) for sizes, count in self.outer_tensors())
-        return self.shared(self.layers * inside + outside, 1)
+        state, sums = self.optimizer.state_bytes, {True: 0, False: 0}
+        for sizes, count in self.layer_tensors():
+            sums[self.is_cut(sizes)] += self.layers * count * state(sizes, of_layer=len(sizes) > 1)
+        for sizes, count in self.outer_tensors():
+            sums[self.is_cut(sizes)] += count * state(sizes, of_layer=False)
+        return self.shared(sums[True], 1) + sums[False]
 
     @property
     def update_bytes(self) -> int:
@@ -203,7 +223,9 @@ class Rank:
     def gathered_weights(self, waiting: int) -> int:
         """ZeRO 3: this layer, the next one on its way, and what lies outside the layers. Where they are kept: all
         layers that are `waiting` for their backward; where they are gathered as one, all."""
-        layers = self.layers if self.gathers_all else waiting if self.keeps else 2
+        if self.gathers_all:
+            return self.compute * (self.parameters - self.uncut)
+        layers = waiting if self.keeps else 2
         return self.compute * (layers * self.layer + self.outer) if self.zero == 3 else 0
 
     def gathered_gradients(self, done: int) -> int:

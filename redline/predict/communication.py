@@ -124,9 +124,12 @@ def _data_parallel(rank: Rank, gpus_per_node: int) -> Iterator[Collective]:
     if rank.zero < 3:
         yield from _whole_weights(rank, group_of(rank.layout, "dp", gpus_per_node))
         return
-    yield from _sharded_weights(rank, group_of(rank.layout, "shard", gpus_per_node))
+    shard, copies = (group_of(rank.layout, axis, gpus_per_node) for axis in ("shard", "copies"))
+    yield from _sharded_weights(rank, shard)
     if rank.layout.replicas > 1:
-        yield _between_copies(rank, group_of(rank.layout, "copies", gpus_per_node))
+        yield _between_copies(rank, copies)
+    if rank.uncut:
+        yield from (_of_vectors(rank, group) for group in (shard, copies) if group.ranks > 1)
 
 
 def _whole_weights(rank: Rank, group: Group) -> Iterator[Collective]:
@@ -162,7 +165,8 @@ def _whole_weights(rank: Rank, group: Group) -> Iterator[Collective]:
 def _sharded_weights(rank: Rank, group: Group) -> Iterator[Collective]:
     """FSDP2: a unit per layer, and one for the rest, which stays whole from forward to backward. `fsdp-keep` gathers
     once per pass, and deals out gradients on the last micro batch only. `fsdp-whole` is one unit, which is gathered
-    before the first micro batch and dealt out after the last: while that goes on, nothing else does."""
+    before the first micro batch and dealt out after the last: while that goes on, nothing else does. Vectors are not
+    cut there, and their gradients averaged."""
     passes, whole = rank.layout.accumulation, rank.gathers_all
     units, numbers = _units(rank, group.ranks)
     layer = padded(rank.layer_tensors(), group.ranks)
@@ -189,8 +193,11 @@ def _sharded_weights(rank: Rank, group: Group) -> Iterator[Collective]:
 
 def _units(rank: Rank, shards: int) -> tuple[int, int]:
     """What FSDP2 gathers at a time: how many there are, and the numbers in all of them."""
-    rest = padded(rank.outer_tensors(), shards)
-    numbers = rank.layers * padded(rank.layer_tensors(), shards) + rest
+    layer, rest = (
+        padded((one for one in tensors if rank.is_cut(one[0])), shards)
+        for tensors in (rank.layer_tensors(), rank.outer_tensors())
+    )
+    numbers = rank.layers * layer + rest
     return 1 if rank.gathers_all else rank.layers + (rest > 0), numbers
 
 
@@ -208,6 +215,21 @@ def _between_copies(rank: Rank, group: Group) -> Collective:
         bytes=rank.weight * numbers // shards,
         during="backward",
         hides=not rank.gathers_all,
+        every_pass=False,
+    )
+
+
+def _of_vectors(rank: Rank, group: Group) -> Collective:
+    """What is not cut, averaged in one call after the last backward pass."""
+    return Collective(
+        what="gradients of vectors",
+        kind=ALL_REDUCE,
+        axis="dp",
+        group=group,
+        calls=1,
+        bytes=rank.weight * rank.uncut,
+        during="backward",
+        hides=False,
         every_pass=False,
     )
 

@@ -48,6 +48,8 @@ def efficiency(
         raise unknown_name(f"peak of {hardware.name}", dtype, peaks)
     rate = peaks[dtype] * 1e12
     if isinstance(shape, Traced):
+        if shape.why_no_flops is not None:
+            return _none(f"FLOPs are incomplete, {shape.why_no_flops}")
         mfu, hfu, counted = flops_per_item(shape) * tokens_per_second / rate, None, COUNTED
     else:
         mfu, counted = flops_per_token(shape) * tokens_per_second / rate, CONVENTION

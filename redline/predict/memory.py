@@ -352,13 +352,11 @@ def _embedding_moment(rank: Rank) -> Memory:
 def _sharing_out_moment(rank: Rank) -> Memory:
     """All gradients at once, when the weights have been given back: as they were computed or added up, beside what is
     sent; or that beside this GPU's share."""
-    whole = rank.weight * rank.parameters
-    computed = max(rank.standing_gradients, rank.gathered_gradients(whole))
+    vectors = rank.weight * rank.uncut
+    sent, share = rank.weight * rank.parameters - vectors, rank.gradient_bytes - vectors
+    computed = max(rank.standing_gradients - vectors, rank.gathered_gradients(sent))
     return _moment(
-        rank,
-        "gradients shared out",
-        gradients=rank.gradient_bytes,
-        temporary=whole + max(0, computed - rank.gradient_bytes),
+        rank, "gradients shared out", gradients=rank.gradient_bytes, temporary=sent + max(0, computed - share)
     )
 
 

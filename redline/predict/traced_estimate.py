@@ -92,20 +92,21 @@ def settings_json(subject: TracedSubject) -> dict[str, Any]:
 def flops_json(traced: Traced) -> dict[str, Any]:
     """Of an item: a token, or a sample."""
     unknown = ("hardware", "hardware_convention", "causal", "causal_convention", "six_n", "decode")
+    counted = CONVENTION if traced.sdpa or traced.attention else WITHOUT_ATTENTION
     return {
-        "model": flops_per_item(traced),
+        "model": None if traced.why_no_flops else flops_per_item(traced),
         "unit": traced.unit,
         "passes": "forward and backward",
-        "convention": CONVENTION if traced.sdpa or traced.attention else WITHOUT_ATTENTION,
+        "convention": f"unknown, {traced.why_no_flops}" if traced.why_no_flops else counted,
         **dict.fromkeys(unknown),
     }
 
 
 def roofline_json(subject: TracedSubject, target: Target) -> dict[str, Any] | None:
-    """None where no device is known, or not at the plan's precision."""
+    """None where no device is known, or not at the plan's precision, or where FLOPs are missing in it."""
     traced, plan, device = subject.case.shape, subject.case.plan, target.device
     sheet = None if device is None else sheet_peaks(plan, device)
-    if sheet is None:
+    if sheet is None or traced.why_no_flops is not None:
         return None
     bound = step_of(
         traced,
@@ -115,10 +116,11 @@ def roofline_json(subject: TracedSubject, target: Target) -> dict[str, Any] | No
         bandwidth=sheet.bandwidth,
     )
     items = subject.micro_batch * traced.items_per_sample
+    rate = items / bound.floor_seconds if bound.floor_seconds else None  # a model without products has no such floor
     return {
         "tokens": items,
         "unit": traced.unit,
-        "floor": {"seconds": bound.floor_seconds, "tokens_per_second": items / bound.floor_seconds},
+        "floor": {"seconds": bound.floor_seconds, "tokens_per_second": rate},
         "light": {"seconds": bound.seconds, "tokens_per_second": items / bound.seconds, "groups": groups(bound)},
         "expected": None,
     }
@@ -133,6 +135,8 @@ def notes_of(traced: Traced) -> list[str]:
         "memory is what autograd was seen to keep, in eager mode, and all of it at once: compiled code keeps less, and "
         "what lives for a moment inside a step is not in it"
     ]
+    if traced.why_no_flops is not None:
+        found.append(f"FLOPs are unknown and nothing is derived from them: {traced.why_no_flops}")
     if traced.products_left_out:
         found.append(f"{traced.products_left_out} products whose sizes do not simply grow with the batch are left out")
     return found

@@ -94,7 +94,7 @@ def _odd(traced: Traced, micro_batch: int, dtype: str, device: Device | None) ->
         if size % least == 0 or not _matters(traced, products):
             continue
         better = _better(size, products, least, _multiple(size, traced, good))
-        gain = None if device is None else _gain(traced, size, better, micro_batch, dtype, device)
+        gain = None if device is None or traced.uncounted else _gain(traced, size, better, micro_batch, dtype, device)
         yield _Size(size, better, least, products, gain)
 
 
@@ -112,7 +112,7 @@ def _sizes(traced: Traced, micro_batch: int, dtype: str, device: Device | None) 
             "at a multiple of that are loaded in pieces",
             fix=f"{odd.better:,}" + (f" at {lines}" if lines else "") + "; what is added may stay unused",
             gain=odd.gain,
-            no_gain="the device is unknown" if device is None else None,
+            no_gain="the device is unknown" if device is None else traced.why_no_flops,
         )
 
 

@@ -107,7 +107,7 @@ def model_words(shape: Document) -> Iterator[str]:
 
 def flops_table(document: Document) -> Table:
     flops = document["flops_per_token"]
-    factor, unit = flops_unit(flops["model"])
+    factor, unit = flops_unit(flops["model"] or 0.0)
     table = plain_table(f"FLOPs per {flops.get('unit', 'token')}", f"{unit} ", f"convention ({flops['passes']})")
     for name, key, convention in (
         ("model (MFU counts it)", "model", flops["convention"]),
@@ -118,6 +118,8 @@ def flops_table(document: Document) -> Table:
     ):
         if flops[key] is not None:
             table.add_row(name, f"{flops[key] / factor:,.{0 if factor == 1 else 1}f}", convention)
+        elif key == "model":
+            table.add_row(name, UNKNOWN, convention)
     return table
 
 

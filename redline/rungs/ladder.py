@@ -161,7 +161,7 @@ class Compile(Rung):
         return replace(plan, compile=True)
 
 
-def _attention_needs(hardware: Hardware, plan: Plan, feature: str) -> str | None:
+def _attention_needs(workload: Workload, hardware: Hardware, plan: Plan, feature: str) -> str | None:
     lacks = missing(hardware, feature)
     if lacks is None and hardware.kind == "cuda" and plan.autocast is None:
         return "the kernel takes 16-bit inputs only: add bf16 or fp16"
@@ -181,7 +181,7 @@ class Flash(Rung):
     maths = Maths.ROUNDING
 
     def needs(self, workload: Workload, hardware: Hardware, plan: Plan) -> str | None:
-        return _attention_needs(hardware, plan, "flash")
+        return _attention_needs(workload, hardware, plan, "flash")
 
     def apply(self, plan: Plan) -> Plan:
         return replace(plan, attention="flash")
@@ -200,7 +200,7 @@ class CudnnAttention(Rung):
     instead_of = "flash"
 
     def needs(self, workload: Workload, hardware: Hardware, plan: Plan) -> str | None:
-        return _attention_needs(hardware, plan, "cudnn-attention")
+        return _attention_needs(workload, hardware, plan, "cudnn-attention")
 
     def apply(self, plan: Plan) -> Plan:
         return replace(plan, attention="cudnn")

@@ -53,7 +53,7 @@ class Rung(ABC):
 
 def why_not(rung: Rung, workload: Workload, hardware: Hardware, plan: Plan) -> str | None:
     """The reason a rung does not apply to this model on this machine on top of this plan; None when it does."""
-    return workload.cannot.get(rung.name) or rung.needs(workload, hardware, plan)
+    return workload.refusal(rung.name, hardware.kind) or rung.needs(workload, hardware, plan)
 
 
 def missing(hardware: Hardware, feature: str) -> str | None:

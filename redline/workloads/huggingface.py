@@ -56,6 +56,9 @@ ACTIVATION_NAMES = (
     *("gelu_pytorch_tanh", "hardswish", "laplace", "leaky_relu", "linear", "mish", "prelu", "quick_gelu", "relu"),
     *("relu2", "relu6", "sigmoid", "silu", "sqrtsoftplus", "swish", "tanh", "xielu"),
 )
+# Ways of turning positions (`transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS`), the plain one, and a name that old
+# files of Phi-3 have for longrope.
+ROPE_TYPES = ("default", "dynamic", "linear", "llama3", "longrope", "proportional", "yarn", "su")
 TANH_GELUS = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
 FUSED_LOSSES, FUSED_ATTENTION = ("fused-loss", "chunked-loss"), ("flash", "cudnn-attention")
 BF16_WEIGHTS = ("adamw-bf16", "adamw-bf16-kahan")
@@ -476,6 +479,24 @@ def _check_activation(model_type: str, values: Config) -> None:
             "transformers has no activation of that name",
             f"known: {', '.join(ACTIVATION_NAMES)}",
         )
+
+
+def check_rope(config: Config) -> None:
+    """Of a model that is to be built; its sizes do not depend on it. Some families give one for each kind of layer."""
+    model_type, text = text_model(config)
+    if FAMILIES[model_type].positions != "rope":
+        return
+    for key in ("rope_scaling", "rope_parameters"):
+        given = text.get(key)
+        values = (given, *given.values()) if isinstance(given, dict) else ()
+        for each in filter(lambda value: isinstance(value, dict), values):
+            field = "rope_type" if "rope_type" in each else "type"
+            if field in each and each[field] not in ROPE_TYPES:
+                raise UserError(
+                    f"{field} in {key} is {shown(each[field])}",
+                    "transformers has no rotary embedding of that name",
+                    f"known: {', '.join(ROPE_TYPES)}; `redline estimate` reads the sizes alone",
+                )
 
 
 def _size(values: Config, key: str) -> int | None:

@@ -25,6 +25,7 @@ from redline.predict.traced_lint import VOCABULARY
 from redline.workloads.resolve import BY_SIZE
 
 WORDS = re.compile(r"(?P<path>.+\.py)(?::(?P<name>.*))?", re.DOTALL)
+AUTOCAST_RUNGS = ("bf16", "fp16", "adamw-bf16", "adamw-bf16-kahan")
 ATTENTION_RUNGS = ("flash", "cudnn-attention")
 PAGE = "docs/your-model.md"
 DROPOUT_OFF = "dropout is off"
@@ -63,10 +64,10 @@ def find_python_file(words: str) -> PythonFile | None:
         raise UserError(
             f"{path.name} alone does not say which model",
             "a file may hold several functions that make one",
-            f"name one behind a colon: {words.rstrip(':')}:{next(iter(names.makers), 'factory')}",
+            _how_to_name(words.rstrip(":"), names.makers),
         )
     if not names.star and name not in names.bound:
-        known = names.makers or ("none: the file defines no function",)
+        known = names.makers or ("none: the file defines no function without arguments",)
         raise unknown_name(f"function in {path.name}", name, known)
     if not names.star and not {f"{name}_batch", "make_batch"} & names.bound:
         raise UserError(
@@ -75,6 +76,13 @@ def find_python_file(words: str) -> PythonFile | None:
             f"write `def make_batch(size, seed)` that returns tensors whose first dimension is size ({PAGE})",
         )
     return PythonFile(path=path.resolve(), factory=name, digest=hashlib.sha256(data).hexdigest())
+
+
+def _how_to_name(file: str, makers: list[str]) -> str:
+    if not makers:
+        return f"write `def build(): return MyModel()` into it, and name that behind a colon: {file}:build"
+    others = f" (or {', '.join(makers[1:])})" if len(makers) > 1 else ""
+    return f"name one behind a colon: {file}:{makers[0]}{others}"
 
 
 def _read(path: Path) -> bytes:
@@ -90,7 +98,7 @@ def _read(path: Path) -> bytes:
 class _Names:
     bound: set[str]
     makers: list[str]
-    """What could make a model: functions; classes where there is none."""
+    """What could make a model: functions without arguments; classes where there is none."""
     star: bool
     """`from ... import *`: nobody knows without running it."""
 
@@ -102,25 +110,41 @@ def _top_level(path: Path, data: bytes) -> _Names:
         line = f"{path.name}:{error.lineno}: {(error.text or '').strip()}" if isinstance(error, SyntaxError) else ""
         why = error.msg if isinstance(error, SyntaxError) else str(error)
         raise UserError(f"{path.name} is not Python", f"{why} at {line}" if line else why, "mend that line") from error
-    bound, functions, classes, star = set[str](), list[str](), list[str](), False
+    bound, star = set[str](), False
+    functions, classes = list[ast.FunctionDef](), list[ast.ClassDef]()
     for node in _statements(tree.body):
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+        if isinstance(node, ast.FunctionDef):
             bound.add(node.name)
-            (functions if isinstance(node, ast.FunctionDef) else classes).append(node.name)
+            functions.append(node)
+        elif isinstance(node, ast.ClassDef):
+            bound.add(node.name)
+            classes.append(node)
         elif isinstance(node, (ast.Import, ast.ImportFrom)):
             bound |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
             star |= any(alias.name == "*" for alias in node.names)
         elif isinstance(node, (ast.Assign, ast.AnnAssign)):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             bound |= {name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)}
-    makers = [name for name in functions if _may_make(name, bound)]
-    return _Names(bound, makers or [name for name in classes if not name.startswith("_")], star)
+    makers = [node.name for node in functions if _is_free(node.name, bound) and _may_make(node.args)]
+    return _Names(bound, makers or [node.name for node in classes if _is_free(node.name, bound) and _makes(node)], star)
 
 
-def _may_make(name: str, bound: set[str]) -> bool:
-    """Neither hidden, nor what goes with a model: make_batch, vit_loss beside vit."""
+def _is_free(name: str, bound: set[str]) -> bool:
+    """Neither hidden, nor what goes with a model, make_batch, or vit_loss beside vit, nor what runs a script."""
     model, _, part = name.rpartition("_")
-    return not (name.startswith("_") or name in PARTS.values() or (part in PARTS and model in bound))
+    return not (name.startswith("_") or name in (*PARTS.values(), "main") or (part in PARTS and model in bound))
+
+
+def _may_make(arguments: ast.arguments, given: int = 0) -> bool:
+    """A factory is called without arguments, but for those that Python gives; one of size and seed makes batches."""
+    placed = [*arguments.posonlyargs, *arguments.args][given:]
+    needed = len(placed) > len(arguments.defaults) or None in arguments.kw_defaults
+    return not needed and not {"size", "seed"} <= {each.arg for each in (*placed, *arguments.kwonlyargs)}
+
+
+def _makes(kind: ast.ClassDef) -> bool:
+    own = [node for node in kind.body if isinstance(node, ast.FunctionDef) and node.name == "__init__"]
+    return all(_may_make(node.args, given=1) for node in own)
 
 
 def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
@@ -175,6 +199,8 @@ def _notes(traced: Traced, rate: float, micro_batch: int) -> Iterator[str]:
         said = parameters(Shape(**traced.described)).total
         if said != traced.parameters:
             yield f"shape() describes {said:,} parameters, and the model has {traced.parameters:,}"
+    if traced.no_autocast is not None:
+        yield without_autocast(traced.no_autocast)
     if traced.dropout:
         yield (
             f"{DROPOUT_OFF} while measuring ({_some(traced.dropout)}): no two runs could be compared with it; "
@@ -189,6 +215,11 @@ def _notes(traced: Traced, rate: float, micro_batch: int) -> Iterator[str]:
         )
     if traced.sdpa and traced.attention:
         yield f"attention is also written out at {_places(traced)}, which no attention kernel reaches"
+
+
+def without_autocast(reason: str) -> str:
+    """A CPU leaves them out; a GPU tries, and the row says what came of it."""
+    return f"bf16 and fp16 are left out on a CPU, and may fail on a GPU: {reason}"
 
 
 def _some(names: tuple[str, ...], most: int = 3) -> str:
@@ -218,6 +249,8 @@ def obstacles(traced: Traced, file: str) -> dict[str, str]:
     found["selective-checkpointing"] = _recomputing(traced, file)
     if traced.blocks is None:
         found["checkpointing"] = _listing(traced.unlisted)
+    if traced.no_autocast is not None:
+        found |= dict.fromkeys(AUTOCAST_RUNGS, traced.no_autocast)
     if not traced.tanh_gelus:
         found["sigmoid-gelu"] = _gelu(traced.gelu_calls)
     return {name: reason for name, reason in found.items() if reason}
@@ -301,8 +334,13 @@ def _tying(traced: Traced, file: str) -> str:
     if reason := _no_vocabulary(traced):
         return reason
     said = f"which weights to share is for {file} to say"
-    if head is None or (head.n, head.k) != (table.rows, table.width):
+    if head is None:
         return f"{said}: `head.weight = embedding.weight` in its __init__"
+    if (head.n, head.k) != (table.rows, table.width):
+        return (
+            f"one weight cannot be both: that of {table.name}{_at('made', table.made)} is {table.rows:,} x "
+            f"{table.width:,}, that of the head{_at('made', head.made)} {head.n:,} x {head.k:,}"
+        )
     if not all(part.isidentifier() for part in f"{head.where}.{table.name}".split(".")):  # '0' of a Sequential
         return f"{said}: the head's weight{_at('made', head.made)} and that of {table.name}{_at('made', table.made)}"
     return (
@@ -313,7 +351,7 @@ def _tying(traced: Traced, file: str) -> str:
 
 def _stream(traced: Traced, file: str) -> str:
     table = _table(traced)
-    if traced.blocks is None and table is None:
+    if traced.blocks is None and traced.unlisted is None:
         return f"no list of equal blocks was found in {file}, so no stream runs between any"
     behind = "" if table is None else _at("called", table.called) or _at("made", table.made)
     where = f"there, behind {table.name}{behind}" if table is not None and behind else "there"

@@ -23,6 +23,7 @@ from redline.workloads.huggingface import (
     FUSED_ATTENTION,
     Config,
     attention_dropout,
+    check_rope,
     dropouts,
     obstacles,
     without_dropout,
@@ -99,6 +100,7 @@ def _from_config(workload: Workload, config: Config, trained_on: str | None) -> 
     """transformers' own model of it. What it drops is written into the config that goes with the workload, so that
     whoever builds it need not know what it is for."""
     check_transformers()
+    check_rope(config)
     cannot = obstacles(config, workload.decoder)
     if trained_on == "cpu" and attention_dropout(config) is not None:
         key = attention_dropout(config)

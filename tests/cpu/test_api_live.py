@@ -434,3 +434,36 @@ def refusal(model: nn.Module, batch: Any) -> str:
     with pytest.raises(UserError) as raised:
         redline.estimate(model, batch=batch)
     return raised.value.why
+
+
+# what autocast breaks, and parameters that are not as they should be
+
+
+class Scatters(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros(len(x), 4)
+        return out.index_add_(0, torch.ones(len(x)).nonzero().flatten(), self.layer(x))
+
+
+def test_a_module_that_autocast_breaks_is_looked_at_in_fp32() -> None:
+    """What a GPU's autocast would make of it nobody knows here: the note says that it may fail there."""
+    said = "return out.index_add_(0, torch.ones(len(x)).nonzero().flatten(), self.layer(x))"
+    found = redline.estimate(Scatters(), batch=pair(), gpu="H200")
+    assert "bf16" in found["settings"]["rungs"]
+    for document in (found, redline.lint(Scatters(), batch=pair())):
+        assert any("may fail on a GPU" in note and said in note for note in document["notes"])
+
+
+def test_lazy_and_narrow_modules_are_refused_before_anything_runs() -> None:
+    for look in (redline.lint, redline.estimate):
+        with pytest.raises(UserError, match="LazyLinear has no size for weight"):
+            look(nn.LazyLinear(4), batch=pair())
+        with pytest.raises(UserError, match=r"not float32: 0\.weight \(float64\) and 3 more"):
+            look(mlp().double(), batch=(torch.ones(6, 8, dtype=torch.float64), CLASSES))
+    with pytest.raises(UserError, match="LazyLinear has no size for weight"):
+        redline.lint(nn.LazyLinear(4))
+    assert redline.lint(mlp().bfloat16())["name"] == "Sequential"  # sizes alone are of any type

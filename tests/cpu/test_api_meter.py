@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import warnings
 
@@ -206,7 +207,8 @@ def test_a_prepared_model_that_nobody_saw_called_says_what_to_do() -> None:
     meter.step()
     found = meter.summary()
     assert found["flops_per_step"] is None
-    assert "call prepared.step, loop over meter.data, or give flops_per_step" in found["mfu_convention"]
+    assert "call prepared.step, loop over meter.data, or, where a trainer such as" in found["mfu_convention"]
+    assert "pass model=prepared.model, or give flops_per_step" in found["mfu_convention"]
     meter = redline.Meter(tokens_per_step=32, model=prepared)
     for batch in meter.data([IDS] * 2):
         prepared.loss(batch).backward()
@@ -262,20 +264,98 @@ class Reads(nn.Linear):
         return super().forward(x) * (2 if x.sum().item() > 0 else 1)
 
 
-def test_a_model_that_reads_values_has_a_reason_instead_of_a_number() -> None:
+class Repeats(nn.Linear):
+    """As often as its input says: only the values of the first step tell."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(int(x.sum().item())):
+            x = super().forward(x)
+        return x
+
+
+def test_a_model_that_reads_values_is_counted_on_those_of_the_first_step() -> None:
+    model, batches = Repeats(8, 8), [torch.full((3, 8), times / 24) for times in (4.5, 1.5)]
+    meter = redline.Meter(tokens_per_step=1, model=model)
+    train(model, meter, batches, loss=lambda model, batch: model(batch).sum())
+    # four products forward, and backward two of each but the first, whose input needs no gradient
+    assert meter.summary()["flops_per_step"] == (4 + 2 * 4 - 1) * (2 * 3 * 8 * 8)
+
+
+def test_counting_on_values_leaves_no_trace() -> None:
+    model = nn.Sequential(Reads(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5))
+    meter = redline.Meter(tokens_per_step=1, model=model)
+    train(model, meter, [torch.ones(3, 8)] * 2, loss=lambda model, batch: model(batch).sum())
+    tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    gradients = [parameter.grad for parameter in model.parameters()]
+    random = torch.get_rng_state()
+    assert meter.summary()["flops_per_step"] == 2 * (2 * 3 * 8 * 8)
+    assert all(torch.equal(tensor, tensors[name]) for name, tensor in model.state_dict().items())
+    assert all(one.grad is other for one, other in zip(model.parameters(), gradients, strict=True))
+    assert torch.equal(torch.get_rng_state(), random)
+
+
+def test_the_peak_is_the_loops_and_not_that_of_counting(monkeypatch) -> None:
+    peaks = iter([100, 250, 250, 250, 250, 300, 300])  # before counting, after it, ...; then the loop needs more
+    monkeypatch.setattr(meter_module, "peak_bytes", lambda device: next(peaks))
+    model = nn.Linear(8, 4)
+    meter = redline.Meter(tokens_per_step=1, model=model)
+    train(model, meter, [torch.ones(3, 8)] * 2, loss=lambda model, batch: model(batch).sum())
+    assert [meter.summary()["peak_bytes"] for _ in range(3)] == [100, 100, 300]
+
+
+def test_a_model_that_reads_values_of_large_inputs_has_a_reason_instead_of_a_number(monkeypatch) -> None:
+    monkeypatch.setattr(meter_module, "KEPT_BYTES", 3 * 8 * 4 - 1)
     model = Reads(8, 4)
     meter = redline.Meter(tokens_per_step=1, model=model)
     train(model, meter, [torch.ones(3, 8)] * 2, loss=lambda model, batch: model(batch).sum())
     found = meter.summary()
     assert found["flops_per_step"] is None
     assert "FLOPs could not be counted, DataDependentOutputException" in found["mfu_convention"]
-    assert "give flops_per_step" in found["mfu_convention"]
+    line = inspect.getsourcelines(Reads.forward)[1] + 1
+    assert f"at test_api_meter.py:{line}; give flops_per_step" in found["mfu_convention"]
+
+
+class ReadsRecurrent(nn.LSTM):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+        return super().forward(x if x.sum().item() else x + 1)
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, ReadsRecurrent])
+def test_recurrent_layers_are_counted_and_left_alone(kind: type[nn.LSTM]) -> None:
+    """They hold their weights twice, and counting must leave no gradient in either."""
+    model = kind(8, 16, num_layers=2, batch_first=True)
+    weights = model._flat_weights
+    meter = redline.Meter(tokens_per_step=1, model=model)
+    train(model, meter, [torch.ones(3, 5, 8)] * 2, loss=lambda model, batch: model(batch)[0].sum())
+    model.zero_grad()
+    forward = 2 * 3 * 5 * (4 * 16 * (8 + 16) + 4 * 16 * (16 + 16))
+    assert meter.summary()["flops_per_step"] == 3 * forward
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert model._flat_weights is weights
+    assert all(mine is own for mine, own in zip(weights, model.parameters(), strict=True))
+    assert not model._weights_have_changed()
+
+
+class Transforms(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(torch.fft.fft(x).real)
+
+
+def test_operators_without_a_formula_make_flops_unknown() -> None:
+    model = Transforms(8, 4)
+    meter = redline.Meter(tokens_per_step=1, model=model)
+    train(model, meter, [torch.ones(3, 8)] * 2, loss=lambda model, batch: model(batch).sum())
+    found = meter.summary()
+    assert found["flops_per_step"] is None
+    assert found["mfu"] is None
+    assert "FLOPs are incomplete, operators without a formula: aten._fft_r2c" in found["mfu_convention"]
+    assert found["mfu_convention"].endswith("; give flops_per_step")
 
 
 def test_randomness_and_averages_stay_as_they_were() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5))
     before, state = model.state_dict()["1.running_mean"].clone(), torch.get_rng_state()
-    assert count_flops(model, model, (torch.ones(4, 8),)) == 2 * (2 * 4 * 8 * 8)
+    assert count_flops(model, model, (torch.ones(4, 8),)).flops == 2 * (2 * 4 * 8 * 8)
     assert torch.equal(model.state_dict()["1.running_mean"], before)
     assert torch.equal(torch.get_rng_state(), state)
 

@@ -346,6 +346,70 @@ def test_a_model_without_a_loss_is_told_what_it_returned(blocks, given, said) ->
     assert "loss=lambda model, batch" in caught.value.fix
 
 
+@pytest.mark.parametrize("given", ["abc", None, 3, [], {"x": 3}, torch.ones(2, 8).numpy()], ids=repr)
+def test_a_step_without_a_tensor_is_told_what_it_was_given(blocks, given) -> None:
+    with pytest.raises(UserError, match=r"^the step was given (an? |nothing)") as caught:
+        redline.prepare(blocks, ["bf16"]).step(given)
+    assert "TypeError" in caught.value.why
+    assert "a tensor, or tuples and dicts of tensors" in caught.value.fix
+
+
+def test_a_model_may_read_strings_and_objects() -> None:
+    class Reads(nn.Linear):
+        def forward(self, words: Any) -> torch.Tensor:
+            return super().forward(torch.tensor([[float(len(word))] for word in words])).square().mean()
+
+    prepared = redline.prepare(Reads(1, 1), [])
+    assert prepared.step((["a", "be"],)).item() > 0
+    with pytest.raises(TypeError, match="not iterable"):  # the user's own affair, as it came
+        prepared.step(object())
+
+
+class Scatters(nn.Module):
+    """Adds what a linear layer gives, which autocast makes bf16, to what is fp32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.layer = nn.BatchNorm1d(8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros_like(x)
+        return out.index_add_(0, torch.arange(len(x)), self.layer(self.norm(x)))  # adds
+
+
+SCATTERS = {"bf16": "RuntimeError: index_add_", "fp16": "RuntimeError: index_add_"}
+
+
+@pytest.mark.parametrize("precision", SCATTERS)
+def test_a_step_that_autocast_breaks_is_told_with_the_line(precision) -> None:
+    model, batch = Scatters(), (torch.ones(4, 8), torch.zeros(4, dtype=torch.int64))
+    with pytest.raises(UserError, match=f"^a step under {precision} autocast raised {SCATTERS[precision]}") as caught:
+        redline.prepare(model, [precision]).step(batch)
+    lines, first = inspect.getsourcelines(Scatters)
+    number = first + next(index for index, line in enumerate(lines) if "# adds" in line)
+    assert f"it happened at {__file__.rpartition('/')[2]}:{number}: return out.index_add_" in caught.value.why
+    assert f"leave {precision} out" in caught.value.fix
+    assert redline.prepare(model, []).step(batch).item() > 0
+
+
+def test_what_autocast_did_not_break_is_raised_as_it_came() -> None:
+    with pytest.raises(RuntimeError, match="cannot be multiplied"):
+        redline.prepare(nn.Linear(8, 8), ["bf16"]).step((torch.ones(4, 3), torch.zeros(4, dtype=torch.int64)))
+
+
+def test_parameters_without_a_size_or_not_in_fp32_are_refused(batch) -> None:
+    with pytest.raises(UserError, match="LazyLinear has no size for weight") as caught:
+        redline.prepare(nn.LazyLinear(4), [])
+    assert "run one batch through the model first" in caught.value.fix
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 5, bias=False).bfloat16())
+    for rungs in ([], ["bf16", "adamw-bf16"]):
+        with pytest.raises(UserError, match=r"not float32: 1\.weight \(bfloat16\)") as caught:
+            redline.prepare(model, rungs)
+        assert "model.float()" in caught.value.fix
+    model[1].requires_grad_(False)
+    redline.prepare(model, ["bf16", "fused-adamw"]).step(batch)
+
+
 def error_of(model: nn.Module, batch: Any) -> torch.Tensor:
     return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
 

@@ -23,9 +23,12 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from redline.core.layout import Layout as Ranked
 from redline.core.plan import Plan
-from redline.core.workload import Shape
-from redline.engine.shard import give_memory
+from redline.core.workload import Shape, Workload
+from redline.engine.distributed import Ranks
+from redline.engine.shard import give_memory, share
+from redline.model.adapter import adapter_of
 from redline.model.gpt import GPT, fill_buffers
 from redline.model.tensor_parallel import cut_gpt, vocabulary_loss
 from redline.predict.activations import Rank
@@ -175,26 +178,37 @@ def test_ddp_sends_on_the_last_micro_batch_only():
     assert wire.seen() == step_bytes
 
 
-def sharded(model, blocks, mesh, policy, *, keep=False):
+def sharded(model, blocks, mesh, policy):
     for block in blocks:
-        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=not keep)
+        fully_shard(block, mesh=mesh, mp_policy=policy)
     return fully_shard(Trained(model), mesh=mesh, mp_policy=policy)
 
 
-def pieces_of_an_update(trained, way):
-    """What three micro batches send together, asked for as `engine/shard.py` does."""
-    sums = Counter()
-    for last in (False, False, True):
-        if way == "fsdp":
-            trained.set_requires_all_reduce(last)
-        else:
-            trained.set_requires_gradient_sync(last)
-        if way == "fsdp-whole":
-            trained.set_reshard_after_backward(last)
-        for kind, (calls, moved) in step(trained, SMALL).items():
-            sums[kind, "calls"] += calls
-            sums[kind, "bytes"] += moved
-    return {kind: (sums[kind, "calls"], sums[kind, "bytes"]) for kind in sorted({kind for kind, _ in sums})}
+class ManyRanks(Ranks):
+    """Of the fake group, which has no store."""
+
+    joined = True
+
+
+def update_of_the_engine(way, layout, *, tied, autocast):
+    """What `engine/shard.py` sends for three micro batches."""
+    ranks = ManyRanks(rank=dist.get_rank(), count=RANKS)
+    ranks.arrange(layout)
+    workload = Workload(name="small", shape=SMALL, tokenizer="bytes", micro_batch=2, learning_rate=1e-3)
+    plan, cpu = Plan(tied=tied, autocast=autocast, parallel=way), torch.device("cpu")
+    adapter = adapter_of(workload)
+    model = adapter.build_unplaced(plan)
+    shared = share(adapter, model, adapter.loss_of(model, plan), plan=plan, ranks=ranks, device=cpu, cuts={})
+
+    def backward(tokens, _):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast is not None):
+            loss = shared.loss_of(tokens, tokens)
+        loss.backward()
+        return loss.detach()
+
+    with Wire() as wire:
+        shared.gradients([(tokens_for(SMALL), 1 / 3)] * 3, backward)
+    return wire.seen()
 
 
 @pytest.mark.parametrize(
@@ -217,15 +231,12 @@ def test_fsdp2_gathers_and_scatters_every_micro_batch(flat):
         assert (sums[kind, "calls"], sums[kind, "bytes"]) == (calls, moved)
 
 
-@pytest.mark.parametrize(
-    ("tied", "policy"), [(True, POLICY), (False, MixedPrecisionPolicy())], ids=["tied-bf16", "untied-fp32"]
-)
-def test_fsdp2_with_the_model_as_one_gathers_and_scatters_once_per_update(flat, tied, policy):
-    trained = sharded(GPT(SMALL, tied=tied), (), flat, policy)
-    plan = Plan(tied=tied, autocast="bf16" if policy is POLICY else None, parallel="fsdp-whole")
-    found = predicted(SMALL, plan, zero=3, accumulation=3)
-    assert {kind: calls for kind, (calls, _) in found.items()} == {ALL_GATHER: 1, REDUCE_SCATTER: 1}
-    assert pieces_of_an_update(trained, "fsdp-whole") == found
+@pytest.mark.parametrize(("tied", "autocast"), [(True, "bf16"), (False, None)], ids=["tied-bf16", "untied-fp32"])
+def test_the_model_as_one_is_gathered_and_scattered_once_per_update(tied, autocast):
+    found = predicted(SMALL, Plan(tied=tied, autocast=autocast, parallel="fsdp-whole"), zero=3, accumulation=3)
+    calls = {kind: calls for kind, (calls, _) in found.items()}
+    assert calls == {ALL_GATHER: 1, REDUCE_SCATTER: 1, ALL_REDUCE: 1}, "the last for what is not cut"
+    assert update_of_the_engine("fsdp-whole", Ranked(ranks=RANKS), tied=tied, autocast=autocast) == found
 
 
 # hybrid sharding: copies of the model, each cut among some ranks
@@ -247,11 +258,8 @@ def test_hybrid_sharding(tied, policy, copies):
 
 @pytest.mark.parametrize("way", ["fsdp", "fsdp-keep", "fsdp-whole"])
 def test_copies_are_averaged_on_the_last_micro_batch_only(way):
-    mesh = init_device_mesh("cpu", (4, RANKS // 4), mesh_dim_names=("replicate", "shard"))
-    model = GPT(SMALL)
-    trained = sharded(model, () if way == "fsdp-whole" else model.h, mesh, POLICY, keep=way == "fsdp-keep")
     found = predicted(SMALL, Plan(tied=True, autocast="bf16", parallel=way), zero=3, accumulation=3, replicas=4)
-    assert pieces_of_an_update(trained, way) == found
+    assert update_of_the_engine(way, Ranked(ranks=RANKS, replicas=4), tied=True, autocast="bf16") == found
 
 
 def test_hybrid_sharding_and_tensor_parallel():

@@ -302,7 +302,51 @@ def test_recompilations_name_the_guard():
     (found,) = compiled_findings(changing, torch.randn(4), torch.randn(5))
     assert (found.kind, found.function) == ("recompile", "changing")
     assert found.line == inspect.getsourcelines(changing)[1]
-    assert "size mismatch" in found.detail
+    assert found.detail.startswith("recompiled once: tensor 'x' size mismatch")
+
+
+class Counts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        torch._dynamo.graph_break()
+        return x * self.calls
+
+
+def test_a_line_that_is_compiled_again_and_again_is_one_finding():
+    """Where the guard is, and not where its function begins; the number of a graph and a path cut short say nothing."""
+    torch._dynamo.reset()
+    model = torch.compile(Counts(), backend="eager")
+    with compiler_log() as log:
+        for _ in range(5):
+            model(torch.ones(3))
+    found = [each for each in log.findings() if each.kind == "recompile"]
+    first = inspect.getsourcelines(Counts.forward)[1]
+    assert len({each.where for each in found}) == len(found)
+    assert {each.function for each in found} == {"forward"}
+    counted = next(each for each in found if each.line == first + 1)
+    assert counted.detail == "recompiled 4 times: self.calls == 0, of `self.calls += 1`"
+    assert counted.file == __file__
+    assert not any("/" in each.detail for each in found)
+    torch._dynamo.reset()
+
+
+RECOMPILED = """Recompiling function {function} in /home/me/model.py:8
+    triggered by the following guard failure(s):
+    - 2/0: ___stack0 == 0.5                        # return self.b(x * s)  # {path}:12 in {function} (HINT: so)
+    - User stack trace:"""
+
+
+@pytest.mark.parametrize(("path", "line", "end"), [("e/me/model.py", 12, ""), ("e/me/other.py", 8, " at other.py:12")])
+def test_the_line_of_a_guard_is_the_findings_where_it_is_in_that_file(path, line, end):
+    message = RECOMPILED.format(function="torch_dynamo_resume_in_forward_at_11", path=path)
+    wanted = f"___stack0 == 0.5, of `return self.b(x * s)`{end}"
+    assert compiler_finding(message) == Finding(
+        kind="recompile", detail=wanted, file="/home/me/model.py", line=line, function="forward"
+    )
 
 
 @pytest.mark.parametrize(

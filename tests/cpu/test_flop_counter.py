@@ -1,24 +1,33 @@
 """Our formulas against torch's own counter, which watches the operators of a real forward and backward go by.
 
 On the meta device nothing is computed, so full sizes cost nothing. The counter sees matmuls alone, as the formulas do.
-Its pitfalls are tested too: it never halves causal attention, and sees nothing of SDPA on a CPU.
+Its pitfalls are tested too: it never halves causal attention, and sees nothing of SDPA on a CPU. What
+engine/flop_counter.py adds to it is held against the same products written out.
 """
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import set_checkpoint_early_stop
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from redline.core.plan import PIECES, Plan
 from redline.core.workload import Shape
+from redline.engine.flop_counter import FORMULAS, Counter, aten
+from redline.kernels.packed_attention import packed_attention, packed_attention_backward
 from redline.model.gpt import GPT
 from redline.model.loss import head_loss, next_token_loss
+from redline.model.tuned import tune_layers
 from redline.predict.flops import (
     executed_flops,
     executed_flops_per_token,
@@ -215,3 +224,155 @@ def test_torch_never_halves_causal_attention() -> None:
             F.scaled_dot_product_attention(q, q, q, is_causal=causal).sum().backward()
         counts.append(counter.get_total_flops())
     assert counts[0] == counts[1] == 3 * 4 * B * 3 * 32 * 32 * 8
+
+
+# what torch's counter lacks: recurrent layers, and operators that it takes for nothing
+
+RECURRENT = {
+    "lstm": nn.LSTM(24, 40),
+    "lstm, two layers": nn.LSTM(24, 40, num_layers=2),
+    "lstm, both directions": nn.LSTM(24, 40, num_layers=2, bidirectional=True),
+    "lstm, projected": nn.LSTM(24, 40, num_layers=2, bidirectional=True, proj_size=7),
+    "lstm, no biases": nn.LSTM(24, 40, bias=False),
+    "gru": nn.GRU(24, 40, num_layers=2, bidirectional=True),
+    "rnn": nn.RNN(24, 40, num_layers=2),
+}
+every_recurrent = pytest.mark.parametrize("layer", RECURRENT.values(), ids=RECURRENT)
+STEPS = 12
+
+
+def states(layer: nn.RNNBase) -> Any:
+    """That want a gradient, as a fused kernel computes it in any case."""
+    count = layer.num_layers * (2 if layer.bidirectional else 1)
+    made: dict[str, Any] = {"dtype": layer.weight_ih_l0.dtype, "requires_grad": True}
+    state = torch.zeros(count, B, layer.proj_size or layer.hidden_size, **made)
+    cells = torch.zeros(count, B, layer.hidden_size, **made)
+    return (state, cells) if isinstance(layer, nn.LSTM) else state
+
+
+def recurrent_pass(layer: nn.RNNBase, counter: FlopCounterMode) -> tuple[int, int]:
+    """FLOPs of forward and of backward."""
+    rows = torch.ones(STEPS, B, 24, dtype=layer.weight_ih_l0.dtype, requires_grad=True)
+    with counter:
+        out, _ = layer(rows, states(layer))
+        forward = counter.get_total_flops()
+        out.sum().backward()
+    return forward, counter.get_total_flops() - forward
+
+
+def unrolled(layer: nn.RNNBase) -> tuple[int, int]:
+    """The layer as torch's own loop over the steps, whose products its counter sees."""
+    return recurrent_pass(copy.deepcopy(layer).double(), FlopCounterMode(display=False))  # which oneDNN does not take
+
+
+@every_recurrent
+@pytest.mark.filterwarnings("ignore:LSTM with projections")
+def test_recurrent_layers_count_as_their_unrolled_products(layer: nn.RNNBase) -> None:
+    counter = Counter()
+    assert recurrent_pass(layer, counter) == unrolled(layer)
+    assert counter.uncounted == ()
+
+
+def test_an_lstm_counts_as_by_hand() -> None:
+    every_weight = 4 * 40 * (24 + 40) + 4 * 40 * (40 + 40)
+    assert recurrent_pass(RECURRENT["lstm, two layers"], Counter())[0] == 2 * STEPS * B * every_weight
+    with FlopCounterMode(display=False) as torchs:
+        RECURRENT["lstm, two layers"](torch.ones(STEPS, B, 24))
+    assert torchs.get_total_flops() == 0  # or the formula can go
+
+
+@every_recurrent
+@pytest.mark.parametrize("packed", [False, True])
+def test_cudnns_operator_counts_as_the_unrolled_products(layer: nn.RNNBase, packed: bool) -> None:
+    """No GPU is needed for the arithmetic; tests/gpu runs the operator. A packed sequence has no dimension of steps."""
+    rows = (STEPS * B, 24) if packed else (STEPS, B, 24)
+    weights = [weight.shape for weight in layer._flat_weights]
+    found = [FORMULAS[each](rows, weights, 4) for each in (aten._cudnn_rnn, aten._cudnn_rnn_backward)]
+    assert tuple(found) == unrolled(layer)
+
+
+@torch.library.custom_op("redline_test::stranger", mutates_args=())
+def stranger(x: torch.Tensor) -> torch.Tensor:
+    return x @ x
+
+
+SQUARE = torch.eye(6) + 0.1
+UNCOUNTED = {
+    "fft": (lambda: torch.fft.rfft(SQUARE), "aten._fft_r2c"),
+    "inverse": (lambda: torch.linalg.inv(SQUARE), "aten.linalg_inv_ex"),
+    "solve": (lambda: torch.linalg.solve(SQUARE, SQUARE), "aten._linalg_solve_ex"),
+    "bilinear": (lambda: F.bilinear(SQUARE, SQUARE, torch.ones(3, 6, 6)), "aten._trilinear"),
+    "distances": (lambda: torch.cdist(SQUARE, SQUARE, p=1.0), "aten._cdist_forward"),
+    "somebody's own": (lambda: stranger(SQUARE), "redline_test.stranger"),
+}
+
+
+@pytest.mark.parametrize(("run", "name"), UNCOUNTED.values(), ids=UNCOUNTED)
+def test_operators_without_a_formula_are_named(run: Callable[[], object], name: str) -> None:
+    with Counter() as counter:
+        run()
+    assert name in counter.uncounted
+
+
+def test_operators_that_only_move_and_add_are_not_named() -> None:
+    layers = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), nn.BatchNorm1d(5), nn.Conv1d(5, 5, 3)
+    model = nn.Sequential(*layers, nn.Upsample(scale_factor=2.0), nn.Softmax(-1))
+    with sdpa_kernel(SDPBackend.MATH), Counter() as counter:
+        out = model(torch.randn(2, 5, 16))
+        F.embedding(torch.zeros(2, dtype=torch.int64), out.flatten(1)).cumsum(0).sort().values.sum().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        torch.optim.AdamW(model.parameters()).step()
+    assert counter.uncounted == ()
+
+
+PRODUCTS = {
+    "mv": (lambda: torch.mv(torch.ones(3, 5), torch.ones(5)), 2 * 3 * 5),
+    "addmv_": (lambda: torch.ones(3).addmv_(torch.ones(3, 5), torch.ones(5)), 2 * 3 * 5),
+    "addmm_": (lambda: torch.ones(3, 4).addmm_(torch.ones(3, 5), torch.ones(5, 4)), 2 * 3 * 4 * 5),
+    "addbmm": (lambda: torch.addbmm(torch.ones(3, 4), torch.ones(7, 3, 5), torch.ones(7, 5, 4)), 2 * 7 * 3 * 4 * 5),
+    "baddbmm_": (lambda: torch.ones(7, 3, 4).baddbmm_(torch.ones(7, 3, 5), torch.ones(7, 5, 4)), 2 * 7 * 3 * 4 * 5),
+}
+
+
+@pytest.mark.parametrize(("run", "flops"), PRODUCTS.values(), ids=PRODUCTS)
+def test_products_under_other_names_count(run: Callable[[], object], flops: int) -> None:
+    with Counter() as counter:
+        run()
+    assert counter.get_total_flops() == flops
+
+
+# rows of two groups, 6 and 4: those of a, the inner dimension, or the columns of b
+GROUPED = {
+    "rows": ((10, 8), (2, 8, 16), 2 * 10 * 8 * 16),
+    "inner": ((8, 10), (10, 16), 2 * 8 * 10 * 16),
+    "columns": ((2, 8, 16), (16, 10), 2 * 8 * 16 * 10),
+    "batched": ((2, 10, 8), (2, 8, 16), 2 * 2 * 10 * 8 * 16),
+}
+
+
+@pytest.mark.parametrize(("a", "b", "flops"), GROUPED.values(), ids=GROUPED)
+def test_grouped_products_count_the_work_of_all_groups(a: tuple[int, ...], b: tuple[int, ...], flops: int) -> None:
+    assert FORMULAS[aten._grouped_mm](a, b) == flops
+
+
+def test_our_own_products_count_as_torchs() -> None:
+    plain, tuned = nn.Sequential(nn.Linear(24, 40)), nn.Sequential(nn.Linear(24, 40))
+    tune_layers(tuned, torch.float32)
+    rows = torch.ones(3, 5, 24, requires_grad=True)
+    counts = []
+    for layer in (tuned, plain):
+        with Counter() as counter:
+            layer(rows).sum().backward()
+        counts.append((counter.get_total_flops(), counter.uncounted))
+    assert counts[0] == counts[1] == (3 * 2 * 15 * 24 * 40, ())
+
+
+def test_packed_attention_counts_the_whole_square() -> None:
+    heads, qkv = 3, torch.randn(B, 8, 3 * 24)
+    q, k, v = (each.unflatten(-1, (heads, -1)).transpose(1, 2).requires_grad_() for each in qkv.chunk(3, -1))
+    with sdpa_kernel(SDPBackend.MATH), Counter() as plain:
+        F.scaled_dot_product_attention(q, k, v).sum().backward()
+    with Counter() as counter:
+        out, stats = packed_attention(qkv, heads)
+        packed_attention_backward(torch.ones_like(out), qkv, out, stats, heads)
+    assert (counter.get_total_flops(), counter.uncounted) == (plain.get_total_flops(), ())

@@ -29,6 +29,7 @@ from transformers import (
     Qwen3Config,
 )
 from transformers.activations import ACT2CLS
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.pytorch_utils import Conv1D
 
 from redline.core.errors import UserError
@@ -37,7 +38,7 @@ from redline.core.workload import Shape
 from redline.predict.flops import flops_per_token, parameters
 from redline.predict.gemms import linear_layers
 from redline.workloads import changed_document, resolve_shape
-from redline.workloads.huggingface import ACTIVATION_NAMES, FAMILIES, GPT2_ALIASES, NOT_CAUSAL
+from redline.workloads.huggingface import ACTIVATION_NAMES, FAMILIES, GPT2_ALIASES, NOT_CAUSAL, ROPE_TYPES
 
 CLASSES = {
     "gpt2": GPT2Config,
@@ -185,6 +186,10 @@ def test_windows_are_those_of_the_model(name, resolve):
 
 def test_every_activation_of_transformers_is_known():
     assert set(ACT2CLS) <= set(ACTIVATION_NAMES)
+
+
+def test_every_rotary_embedding_of_transformers_is_known():
+    assert set(ROPE_INIT_FUNCTIONS) <= set(ROPE_TYPES)
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)

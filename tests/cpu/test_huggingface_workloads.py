@@ -662,12 +662,13 @@ def test_the_cache_is_huggingface_hubs(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_what_transformers_cannot_build_is_a_mistake_in_the_model(workload: Any) -> None:
     """A worker says so, and whoever asked it stops (tests/plain/test_cli.py)."""
-    rope = {"rope_type": "magic", "rope_theta": 10000.0, "factor": 2.0}
+    known, rope = workload("llama"), {"rope_type": "magic", "rope_theta": 10000.0, "factor": 2.0}
+    asked = replace(known, source=replace(known.source, config={**known.source.config, "rope_parameters": rope}))
     with pytest.raises(ModelError) as raised:
-        TransformersAdapter(workload("llama", rope_parameters=rope)).build(Plan(), CPU)
+        TransformersAdapter(asked).build(Plan(), CPU)
     failure = worker.describe(raised.value)
     assert failure.mistake == (raised.value.problem, raised.value.why, raised.value.fix)
-    assert "magic" in failure.reason
+    assert "rope_type in rope_parameters is 'magic'" in failure.reason
     assert "UserError" not in failure.reason
     assert worker.describe(UserError("a", "b", "c")).mistake is None
 

@@ -112,11 +112,11 @@ def test_a_model_that_is_gathered_as_one_is_compiled_as_one(
     one: Ranks, batch: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One graph for all steps and pieces, though FSDP2 takes the weights' memory away after each update: forward and
-    loss below its hooks. With what `fsdp` undoes, and weights in 16 bits."""
-    seen: list[set[torch.dtype]] = []
+    loss below its hooks. With what `fsdp` undoes, and matrices in 16 bits."""
+    seen: list[list[set[torch.dtype]]] = []
 
     def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
-        seen.append({one.dtype for one in inputs if one.is_floating_point()})
+        seen.append([{one.dtype for one in inputs if one.is_floating_point() and one.dim() == dim} for dim in (1, 2)])
         return graph
 
     monkeypatch.setattr(
@@ -135,7 +135,7 @@ def test_a_model_that_is_gathered_as_one_is_compiled_as_one(
         assert (whole(ours.grad) - theirs.grad).norm() < 0.02 * theirs.grad.norm(), name
     step.apply_gradients()
     trained(step, batch)
-    assert seen == [{torch.bfloat16}]
+    assert seen == [[{torch.float32}, {torch.bfloat16}]], "vectors and matrices"
 
 
 def trained(step: TrainStep, batch: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -199,6 +199,8 @@ def test_a_ratio_is_of_turns_of_the_same_round(few: Any, small: Any, pretended: 
     assert kept[-1] == rows
     assert [row.get("ratio") for row in rows] == pytest.approx([1.0, 1.0, 1.0, 1.0, 1.1, None, 1.0, 1.0])
     assert (rows[4]["ratio_least"], rows[4]["ratio_most"]) == pytest.approx((1.1, 1.2))
+    assert rows[4]["ratios"] == pytest.approx([1.1, 1.1, 1.2])
+    assert rows[4]["slowest_step_seconds"] == 4.8
     assert rows[0]["step_seconds"] == {"median": 2.0, "p10": 1.0, "p90": 4.0, "n": 6}
     assert rows[0]["tokens_per_second"] == pytest.approx(2 * 16 / 2.0)
     assert rows[5]["failed"] == "RuntimeError: no such collective"

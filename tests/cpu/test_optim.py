@@ -774,6 +774,8 @@ def test_weights_of_the_wrong_width_are_refused() -> None:
     found = refusal("adamw-fused", nn.Linear(2, 2).bfloat16())
     assert "adamw-fused wants float32 weights and got bfloat16" in found
     assert "adamw-bf16-kahan with model.bfloat16()" in found
+    assert "16 bits" in found
+    assert "16 bits" not in refusal("adamw-fused", nn.Linear(2, 2).double())
     assert "convert the model first: model.bfloat16()" in refusal("adamw-bf16", nn.Linear(2, 2))
 
 

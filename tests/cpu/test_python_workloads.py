@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_leaves
 
 from redline.cli import main
 from redline.core.errors import UserError
+from redline.core.hardware import Hardware
 from redline.core.plan import Plan
 from redline.core.recipe import Recipe
 from redline.core.traced import Traced
@@ -42,7 +43,7 @@ from redline.engine.equivalence import relative_errors
 from redline.model.adapter import adapter_of
 from redline.model.python_adapter import PythonAdapter
 from redline.predict.flops import model_flops, parameters
-from redline.rungs import plan_of
+from redline.rungs import find_rung, plan_of, usual_rungs, why_not
 from redline.search.inspect import inspect_file
 from redline.workloads.python_file import PythonFile, find_python_file, for_training, python_workload
 
@@ -315,6 +316,64 @@ def test_products_add_up_to_the_counted_flops(repository: Path) -> None:
         products = sum(2 * p.m * p.n * p.k * p.batch * p.count for p in seen.products)
         assert products == seen.flops_forward.per_sample
         assert seen.products_left_out == 0
+
+
+RECURRENT = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.wte = nn.Embedding(50, 24)
+        self.layers = nn.LSTM(24, 40, num_layers=2, batch_first=True)
+        self.head = nn.Linear(40, 50)
+
+    def forward(self, x):
+        return self.head(self.layers(self.wte(x))[0])
+
+def net():
+    return Net()
+
+def make_batch(size, seed):
+    x = torch.randint(50, (size, 12), generator=torch.Generator().manual_seed(seed))
+    return x, x
+"""
+
+
+def test_a_recurrent_model_by_hand(write: Callable[[str], Path]) -> None:
+    seen = traced(f"{write(RECURRENT)}:net")
+    T, gates = 12, 4 * 40
+    forward = 2 * T * (gates * (24 + 40) + gates * (40 + 40) + 40 * 50)
+    assert (seen.flops_forward.per_sample, seen.flops_backward.per_sample) == (forward, 2 * forward)
+    assert seen.uncounted == ()
+    assert seen.saved_bytes("fp32", "naive", "none").per_sample > 2 * T * gates * 4  # the gates of both layers
+    # Of each layer the inputs at once and the state step by step, as torch's own loop has them.
+    assert sum(2 * p.m * p.n * p.k * p.count for p in seen.products) == forward
+    assert [(p.m, p.n, p.k, p.count) for p in seen.products] == [
+        (T, gates, 24, 1),
+        (1, gates, 40, 2 * T),
+        (T, gates, 40, 1),
+        (T, 50, 40, 1),
+    ]
+
+
+def test_operators_without_a_formula_leave_flops_unknown(
+    here: Path, write: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    lstm = "self.layers(self.wte(x))[0]"
+    text = RECURRENT.replace(lstm, f"torch.fft.fft({lstm}, dim=1).real")
+    words = f"{write(text)}:net"
+    assert "aten._fft_c2c" in traced(words).uncounted
+    estimated = command(capsys, "estimate", words, "--gpu", "H200")
+    assert (estimated["flops_per_token"]["model"], estimated["roofline"]) == (None, None)
+    assert "operators without a formula: aten._fft_r2c" in estimated["flops_per_token"]["convention"]
+    assert any(note.startswith("FLOPs are unknown") for note in estimated["notes"])
+    assert main(["estimate", words, "--gpu", "H200"]) == 0
+    assert re.search(r"model \(MFU counts it\) +— +unknown", capsys.readouterr().out)
+    (found,) = command(capsys, "lint", words, "--gpu", "H200")["findings"]
+    assert found["predicted_gain"] is None
+    assert "operators without a formula" in found["no_predicted_gain"]
 
 
 # --- lines ------------------------------------------------------------------------------------------------------------
@@ -747,6 +806,123 @@ def make_batch(size, seed):
     assert "only the plain kernel" in rows["flash"]["reason"]
 
 
+MIXES_TYPES = """
+import numpy
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q = nn.Linear(8, 8)
+
+    def forward(self, x):
+        out = torch.zeros_like(x)
+        y = F.scaled_dot_product_attention(self.q(x), x.to(self.q(x).dtype), x.to(self.q(x).dtype))
+        USES
+        return (out + y).square().mean()
+
+def net():
+    return Net()
+
+def make_batch(size, seed):
+    return torch.randn(size, 2, 5, 8, generator=torch.Generator().manual_seed(seed))
+"""
+USES = {
+    "index_add": ("out.index_add_(0, torch.ones(len(x)).nonzero().flatten(), y)", "RuntimeError: index_add_()"),
+    "numpy": ("self.seen = numpy.asarray(y.detach())", "TypeError: Got unsupported ScalarType BFloat16"),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_a_model_that_autocast_breaks_is_measured_without_it(
+    use: str, here: Path, verdict_only: None, write: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    line, raised = USES[use]
+    path = write(MIXES_TYPES.replace("USES", line))
+    words, said = f"{path}:net", f"(at model.py:{line_of(path.read_text(), line)}: {line})"
+    found = traced(words)
+    assert {each.precision for each in found.saved} == {"fp32"}
+    assert found.no_autocast is not None
+    assert found.no_autocast.startswith(f"on a CPU a step under bf16 autocast raises {raised}")
+    assert found.no_autocast.endswith(said)
+    rungs = ("--rungs", "bf16,fp16,flash,fused-adamw,adamw-bf16")
+    ladder = command(capsys, "ladder", words, *rungs, *QUICK, "--out", "ladder")
+    rows = {row["rung"]: row for row in ladder["rows"]}
+    assert {name: row["status"] for name, row in rows.items()} == {
+        **dict.fromkeys(("bf16", "fp16", "adamw-bf16"), "skipped"),
+        **dict.fromkeys(("baseline", "flash", "fused-adamw"), "ok"),
+    }
+    assert all(said in row["reason"] for row in rows.values() if row["status"] == "skipped")
+    for name in ("estimate", "lint"):
+        assert any(said in note for note in command(capsys, name, words)["notes"])
+    assert main(["train", words, *map(str, PLAIN), "--steps", "2", "--out", "trained"]) == 0
+    capsys.readouterr()
+
+
+def test_a_cpu_leaves_autocast_out_and_a_gpu_tries(write: Callable[[str], Path], h200: Hardware) -> None:
+    """CUDA's autocast leaves sums and softmax in fp32: a mixture of experts that breaks here may well run there."""
+    line = USES["index_add"][0]
+    workload, cpu = workload_of(f"{write(MIXES_TYPES.replace('USES', line))}:net"), replace(h200, kind="cpu")
+    for name in ("bf16", "fp16", "adamw-bf16", "adamw-bf16-kahan"):
+        assert line in (why_not(find_rung(name), workload, cpu, Plan()) or "")
+    assert not {"bf16", "fp16"} & set(usual_rungs(workload, cpu))
+    assert {"bf16", "fused-adamw"} <= set(usual_rungs(workload, h200))
+    assert why_not(find_rung("bf16"), workload, h200, Plan()) is None
+
+
+def test_a_fault_that_sizes_do_not_show_is_a_row(
+    here: Path, verdict_only: None, write: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The worker names the line: see below."""
+    words = f"{write(MIXES_TYPES.replace('USES', 'out[torch.arange(len(x))] = y'))}:net"
+    ladder = command(capsys, "ladder", words, "--rungs", "bf16,fused-adamw", *QUICK, "--out", "ladder")
+    assert [row["status"] for row in ladder["rows"]] == ["ok", "failed", "ok"]
+    assert "Index put requires" in ladder["rows"][1]["reason"]
+
+
+QUANTISED = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.codes = nn.Parameter(torch.randint(-9, 9, (6, 6), dtype=torch.int8), requires_grad=False)
+        self.scale = nn.Parameter(torch.full((6,), 0.1, dtype=torch.bfloat16), requires_grad=False)
+        self.register_buffer("mean", torch.zeros(6, dtype=torch.float64))
+        self.down, self.up = nn.Linear(6, 2), nn.Linear(2, 6)
+
+    def forward(self, x):
+        weight = self.codes.to(x.dtype) * self.scale.to(x.dtype)
+        return (x @ weight + self.up(self.down(x)) - self.mean.float()).square().mean()
+
+def net():
+    return Net()
+
+def make_batch(size, seed):
+    return torch.randn(size, 6, generator=torch.Generator().manual_seed(seed))
+"""
+
+
+def test_what_is_not_trained_may_be_of_any_type(
+    here: Path, write: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = f"{write(QUANTISED)}:net"
+    ladder = command(capsys, "ladder", words, "--rungs", "bf16,fused-adamw,adamw-bf16", *QUICK, "--out", "ladder")
+    assert [(row["rung"], row["status"]) for row in ladder["rows"]] == [
+        (name, "ok") for name in ("baseline", "bf16", "fused-adamw", "adamw-bf16")
+    ]
+    built = PythonAdapter(workload_of(words)).build(plan_of(("bf16", "adamw-bf16")), CPU)
+    assert {name: each.dtype for name, each in built.named_parameters() if name in ("codes", "down.weight")} == {
+        "codes": torch.int8,
+        "down.weight": torch.bfloat16,
+    }
+    assert main(["train", words, *map(str, PLAIN), "--steps", "2", "--out", "trained"]) == 0
+    capsys.readouterr()
+
+
 def test_a_worker_names_the_users_line(tmp_path: Path, write: Callable[[str], Path]) -> None:
     path = write("def broken():\n    return 1 / 0\n")
     (tmp_path / "job.json").write_text(json.dumps({"workload": {"source": {"file": str(path)}}}))
@@ -827,6 +1003,31 @@ MISTAKES = {
     "factory-raises": ("nn.Linear(3, 3)", "nn.Linear(3, int('x'))", "ValueError", "model.py:4: return nn.Linear"),
     "no-module": ("nn.Linear(3, 3)", "[nn.Linear(3, 3)]", "returned a list", "torch.nn.Module"),
     "a-class": ("nn.Linear(3, 3)", "nn.Linear", "model.py:net returned the class Linear", "return Linear()"),
+    "lazy": (
+        "nn.Linear(3, 3)",
+        "nn.Sequential(nn.Linear(3, 4), nn.LazyLinear(3))",
+        "model.py:net has no size for 1.weight",
+        "it belongs to a LazyLinear",
+        "run one batch through the model in net(), before it is returned",
+    ),
+    "lazy-averages": (
+        "nn.Linear(3, 3)",
+        "nn.Sequential(nn.LazyBatchNorm1d(affine=False), nn.Linear(3, 3))",
+        "model.py:net has no size for 0.running_mean",
+    ),
+    "float64": (
+        "nn.Linear(3, 3)",
+        "nn.Linear(3, 3).double()",
+        "model.py:net has parameters that are not float32: weight (float64) and 1 more",
+        "weights are trained in float32",
+        "let net() return model.float(), and make_batch float32",
+    ),
+    "bf16": (
+        "nn.Linear(3, 3)",
+        "nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3, bias=False, dtype=torch.bfloat16))",
+        "not float32: 1.weight (bfloat16)\n",
+        "model.float()",
+    ),
     "factory-takes-something": (
         "def net()",
         "def net(width, depth=2, *, heads)",

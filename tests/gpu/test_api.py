@@ -83,3 +83,22 @@ def test_a_step_is_profiled_in_this_process_and_put_back() -> None:
     assert found["device"] == "cuda"
     assert "flash" in found["attention"]
     assert [each for each in found["findings"] if each["kind"] == "synchronisation"] == []
+
+
+@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
+def test_cudnns_recurrent_layers_count(kind: str) -> None:
+    """Its backward cannot tell sizes beforehand, so they are counted on values."""
+    import torch
+    from torch import nn
+
+    import redline
+
+    model = getattr(nn, kind)(24, 40, num_layers=2, bidirectional=True, batch_first=True, device="cuda")
+    meter = redline.Meter(tokens_per_step=1, model=model)
+    for rows in meter.data([torch.randn(3, 5, 24, device="cuda", requires_grad=True) for _ in range(2)]):
+        model(rows)[0].sum().backward()
+        meter.step()
+    gradients = [parameter.grad for parameter in model.parameters()]
+    matrices = sum(parameter.numel() for parameter in model.parameters() if parameter.dim() == 2)
+    assert meter.summary()["flops_per_step"] == 3 * 2 * 15 * matrices
+    assert all(one.grad is other for one, other in zip(model.parameters(), gradients, strict=True))

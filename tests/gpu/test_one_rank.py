@@ -48,9 +48,10 @@ def gradients(step: TrainStep, batch: torch.Tensor) -> dict[str, torch.Tensor]:
     [
         ((), 0.03),
         (("packed-attention", "tuned-matmuls"), 0.03),
+        (("flash4-backward", "tuned-matmuls", "fused-matmuls"), 0.03),
         (("fp8-head", "fp8-linears"), 0.15),  # each of the two rounds by more than that: docs/fp8.md
     ],
-    ids=["usual", "libraries", "fp8"],
+    ids=["usual", "libraries", "fused", "fp8"],
 )
 @pytest.mark.parametrize("chunk", [None, 4], ids=["at-once", "two-pieces"])
 def test_what_is_gathered_as_one_computes_what_one_process_computes(

@@ -214,14 +214,17 @@ def test_zero_3_by_its_formula():
 
 
 def test_a_model_that_is_gathered_as_one_is_sent_once_per_update_and_hides_behind_nothing():
-    """16-bit weights and fp32 gradients, once each; `fsdp` sends more and waits less."""
+    """16-bit matrices and their fp32 gradients, once each, and the mean of the vectors' gradients. `fsdp` sends more
+    and waits less."""
     whole = replace(BF16, parallel="fsdp-whole")
-    numbers = parameters(GPT2, tied=True).total + 7 * 768  # 50257 rows become 50264
+    vectors = 12 * 13 * 768 + 2 * 768
+    numbers = parameters(GPT2, tied=True).total - vectors + 7 * 768  # 50257 rows become 50264
     for accumulation in (1, 4):
         sent = traffic(rank_of(plan=whole, zero=3, accumulation=accumulation), 8)
         assert {one.kind: (one.calls, one.bytes) for one in sent} == {
             ALL_GATHER: (1, 2 * numbers),
             REDUCE_SCATTER: (1, 4 * numbers),
+            ALL_REDUCE: (1, 4 * vectors),
         }
         layout = Layout(gpus=8, accumulation=accumulation)
         step, blocks = (

@@ -450,17 +450,20 @@ def test_what_a_model_that_is_gathered_as_one_holds_by_hand():
     that: the sum of the earlier ones in fp32, the last one's and the weights in 16 bits."""
     shape = Shape(layers=48, heads=25, d_model=1600, d_ff=6400, vocab=50257, sequence=64)
     count, table = parameters(shape, tied=True).total, 50257 * 1600
+    vectors = 48 * (4 + 4 + 1 + 4) * 1600 + 2 * 1600  # biases and norms of a block, and the last norm: not cut
+    matrices = count - vectors
     plan = replace(FAST, vocab_multiple=1, parallel="fsdp-whole")
     once, added = (
         predict_memory(shape, plan, micro_batch=1, layout=on(8, accumulation=pieces), zero=3) for pieces in (1, 4)
     )
-    assert once.optimizer == added.optimizer == 8 * count / 8
+    assert once.optimizer == added.optimizer == 8 * matrices / 8 + 8 * vectors
+    assert once.weights == 4 * matrices / 8 + 4 * vectors + 64**2
     assert once.moment == "gradients shared out"
-    assert once.gradients + once.temporary - model.WORKSPACES == (4 + 2) * count
+    assert once.gradients + once.temporary - model.WORKSPACES == (4 + 2) * matrices + 4 * vectors
     assert added.moment == "gradient of the embedding"
     assert added.gradients == 4 * count
     stream = 4 * 64 * 1600
-    assert added.temporary - model.WORKSPACES == (2 + 2) * count + 2 * 4 * table + stream
+    assert added.temporary - model.WORKSPACES == 2 * matrices + 2 * count + 2 * 4 * table + stream
     others = [
         predict_memory(shape, replace(plan, parallel=way), micro_batch=1, layout=on(8), zero=zero).total
         for way, zero in (("fsdp", 3), ("fsdp-keep", 3), ("ddp", 0))

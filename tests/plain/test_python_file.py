@@ -141,6 +141,29 @@ def test_what_goes_with_a_model_is_not_proposed_as_one(write: Callable[[str], Pa
     assert raised.value.fix == "known: a_loss, net"  # there is no a that a_loss could be the loss of
 
 
+@pytest.mark.parametrize(
+    ("text", "fix"),
+    [
+        pytest.param(
+            "def b(size, seed): ...\ndef net(): ...\ndef vit(width=3): ...\n", ":net (or vit)", id="batch-first"
+        ),
+        pytest.param("def b(size=2, *, seed=0): ...\ndef net(*_, **__): ...\n", ":net", id="batch-with-defaults"),
+        pytest.param("def loss(): ...\ndef main(): ...\ndef wide(*, width): ...\nclass Net: ...\n", ":Net", id="class"),
+        pytest.param(
+            "class Wide:\n    def __init__(self, width): ...\nclass Net:\n    def __init__(self, width=3): ...\n",
+            ":Net",
+            id="class-without-arguments",
+        ),
+        pytest.param("def b(size, seed): ...\n", ":build", id="none"),
+    ],
+)
+def test_a_file_alone_is_answered_with_what_can_make_a_model(text: str, fix: str, write: Callable[[str], Path]) -> None:
+    path = write(text)
+    with pytest.raises(UserError) as raised:
+        find_python_file(str(path))
+    assert raised.value.fix.endswith(f"behind a colon: {path}{fix}")
+
+
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot read"):
         find_python_file(f"{tmp_path}/nothing.py:net")
@@ -454,7 +477,9 @@ def test_reasons_name_the_lines_of_embedding_and_head(seen: Traced, write: Calla
         name="wte", rows=64, width=16, made=Place(file="m.py", line=3), called=Place(file="m.py", line=13)
     )
     head = Product(where="head", kind="linear", m=7, n=64, k=16, grows="m", made=made, place=called)
-    cannot = workload_with(replace(seen, embeddings=(table,), products=(*seen.products, head)), write).cannot
+    blocks = Blocks(name="layers", kind="Layer", count=2)
+    whole = replace(seen, blocks=blocks, embeddings=(table,), products=(*seen.products, head))
+    cannot = workload_with(whole, write).cannot
     assert "`self.head.weight = self.wte.weight`" in cannot["tied-weights"]
     assert "(wte at m.py:3) (head at m.py:4)" in cannot["tied-weights"]
     assert "the head (called at m.py:14)" in cannot["fused-loss"]
@@ -463,8 +488,36 @@ def test_reasons_name_the_lines_of_embedding_and_head(seen: Traced, write: Calla
     cannot = workload_with(replace(seen, embeddings=(table,), products=(other,)), write).cannot
     assert "the head's weight (made at m.py:4) and that of wte (made at m.py:3)" in cannot["tied-weights"]
     assert "the head (made at m.py:4)" in cannot["chunked-loss"]
-    nothing = workload_with(replace(seen, products=()), write).cannot
+    nothing = workload_with(replace(seen, blocks=blocks, products=()), write).cannot
     assert not any("m.py" in nothing[name].replace("model.py", "") for name in ("fused-loss", "bf16-residual"))
+
+
+def test_weights_of_different_sizes_are_not_to_be_shared(seen: Traced, write: Callable[[str], Path]) -> None:
+    table = Embedding(name="wte", rows=50, width=24, made=Place(file="m.py", line=3))
+    head = Product(where="head", kind="linear", m=7, n=50, k=40, grows="m", made=Place(file="m.py", line=4))
+    for n, k, size in ((50, 40, "50 x 40"), (128, 24, "128 x 24")):
+        other = replace(seen, embeddings=(table,), products=(replace(head, n=n, k=k),))
+        reason = workload_with(other, write).cannot["tied-weights"]
+        sizes = f"that of wte (made at m.py:3) is 50 x 24, that of the head (made at m.py:4) {size}"
+        assert reason == f"one weight cannot be both: {sizes}"
+
+
+def test_flops_that_are_incomplete_give_no_mfu(seen: Traced) -> None:
+    h200 = Hardware(kind="cuda", name="NVIDIA H200")
+    assert efficiency(seen, Plan(), h200, 1.0).mfu is not None
+    found = efficiency(replace(seen, uncounted=("aten._fft_r2c",)), Plan(), h200, 1.0)
+    assert (found.mfu, found.hfu) == (None, None)
+    assert found.convention == "no MFU: FLOPs are incomplete, operators without a formula: aten._fft_r2c"
+
+
+def test_only_equal_blocks_have_a_stream_between_them(seen: Traced, write: Callable[[str], Path]) -> None:
+    """An embedding alone makes none: a recurrent layer behind it adds nothing up."""
+    table = Embedding(name="wte", rows=50, width=24, called=Place(file="m.py", line=13))
+    alone = replace(seen, blocks=None, unlisted=None, embeddings=(table,))
+    reason = "no list of equal blocks was found in model.py, so no stream runs between any"
+    assert workload_with(alone, write).cannot["bf16-residual"] == reason
+    beside = replace(alone, unlisted=Unlisted(kind="Block", count=4))
+    assert "x = x.bfloat16()" in workload_with(beside, write).cannot["bf16-residual"]
 
 
 @pytest.mark.parametrize(

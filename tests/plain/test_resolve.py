@@ -182,6 +182,24 @@ def test_tokens_rates_and_sizes_follow_the_model(write: Write) -> None:
     assert "vocabulary of 256" in mistake(write({**LLAMA, "vocab_size": 256})).problem
 
 
+@pytest.mark.parametrize(
+    ("key", "given", "said"),
+    [
+        ("rope_scaling", {"rope_type": "magic", "factor": 2.0}, 'rope_type in rope_scaling is "magic"'),
+        ("rope_parameters", {"full_attention": {"type": 3}}, "type in rope_parameters is 3"),
+    ],
+)
+def test_an_unknown_rotary_embedding_is_refused_by_its_field(
+    key: str, given: dict[str, Any], said: str, write: Write
+) -> None:
+    found = mistake(write({**LLAMA, key: given}))
+    assert found.problem == said
+    assert "longrope" in found.fix
+    for known in ({"rope_type": "llama3", "factor": 8.0}, {"type": "linear"}, {"rope_theta": 1e4}, None):
+        resolve_workload(write({**LLAMA, key: known}))
+    resolve_shape(write({**LLAMA, key: given}))  # its sizes are what they are
+
+
 def test_what_goes_on_in_a_job_is_the_config(write: Write) -> None:
     workload = resolve_workload(write(LLAMA, "mine"), corpus="novel.txt")
     assert (workload.name, workload.source.kind, workload.corpus) == ("mine", "huggingface", "novel.txt")

@@ -1,0 +1,80 @@
+"""What a step of a user's own module raised, told by what it is where that can be seen.
+
+    loss_of = told(loss_of, plain, model, plan)      # a string for a batch, or code that autocast breaks: a UserError
+
+Everything else is raised as it came. Nothing is looked at while nothing is raised.
+"""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from redline.core.errors import UserError
+from redline.core.plan import Plan
+from redline.core.user_code import described, first_line, is_numpy, users_line
+from redline.engine.inspect_model import kept_buffers
+from redline.engine.memory import is_out_of_memory
+from redline.model.adapter import LossOf
+
+
+def told(loss_of: LossOf, plain: LossOf, model: nn.Module, plan: Plan) -> LossOf:
+    """What it raises is told by what it is, where that can be seen: no batch at all, or code that autocast breaks."""
+
+    def run(batch: Any) -> torch.Tensor:
+        try:
+            return loss_of(batch)
+        except UserError:
+            raise
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            mistake = no_batch(error, batch) or broken_by_autocast(error, plain, batch, model, plan)
+            if mistake is None:
+                raise
+            raise mistake from error
+
+    return run
+
+
+def no_batch(error: Exception, batch: Any) -> UserError | None:
+    """Objects of a user's own may hold tensors, and a model may read strings: only what raises is looked at."""
+    leaves = tree_leaves(batch)
+    if not all(leaf is None or isinstance(leaf, (str, bytes, int, float)) or is_numpy(leaf) for leaf in leaves):
+        return None
+    return UserError(
+        f"the step was given {described(batch)}, with no tensor in it",
+        f"the model was called with it and raised {type(error).__name__}: {first_line(error)}",
+        "pass what the model is called with: a tensor, or tuples and dicts of tensors",
+    )
+
+
+def broken_by_autocast(error: Exception, plain: LossOf, batch: Any, model: nn.Module, plan: Plan) -> UserError | None:
+    """None where it is not autocast's doing: without it, the same batch raises as well."""
+    if plan.autocast is None:
+        return None
+    device = next(model.parameters()).device.type
+    try:
+        with kept_buffers(model), torch.no_grad(), torch.autocast(device, enabled=False):
+            plain(batch)
+    except Exception:  # whatever that is, the user gets the error that came first
+        return None
+    line = users_line(error, file_of(type(model)), anywhere=True)
+    return UserError(
+        f"a step under {plan.autocast} autocast raised {type(error).__name__}: {first_line(error).rstrip('.')}",
+        f"{f'it happened at {line}; ' if line else ''}without autocast the same batch goes through",
+        f"leave {plan.autocast} out of the recipe, or cast there to the type that is wanted: y.to(x.dtype)",
+    )
+
+
+def file_of(kind: type) -> str:
+    """Where its code is; a class that was typed in has no file, and gets the name of its module."""
+    try:
+        return str(Path(inspect.getfile(kind)))
+    except (TypeError, OSError):
+        return kind.__module__
