@@ -38,6 +38,10 @@ NULL_BOUND, NULL_YARDSTICK_FACTOR = 100.0, 10.0
 NULL_NAMES = 2  # of them that are named
 # Largest distance of a loss curve from the reference, in nats, over the first steps.
 CURVE_TOLERANCE = {"fp32": 0.002, "tf32": 0.01, "fp16": 0.03, "bf16": 0.03, "fp8": 0.06}
+# One step in so many may be further away, by this factor at most: some batches swing. On a CPU plain fp32 from weights
+# moved by bf16's epsilon left the tiny model's curve by 0.047, 0.013 and 0.008 nats in three steps of twenty and by
+# 0.001 in the others, and honest bf16 was as far away in the same steps (0.046, 0.027, 0.008).
+ODD_STEPS, ODD_FACTOR = 10, 3.0
 USUAL_LOSS = 12.0  # above ln V of every vocabulary here; a user's own loss may be larger, and rounds in proportion
 # A first update this far from the reference's, by its own size, is no rounding: 1 is a tensor that never moves or moves
 # twice as far. AdamW's first step is the gradient's sign, and rounding's sign is chance: elements with no gradient but
@@ -176,7 +180,7 @@ def _curve_faults(curve: Sequence[float], reference: Sequence[float] | None, pre
     if not _is_finite(reference):  # max() passes over a NaN that is not first: the gap would look small
         return []
     gap, tolerance = curve_gap(curve, reference), CURVE_TOLERANCE[precision] * max(1.0, abs(reference[0]) / USUAL_LOSS)
-    if gap <= tolerance:
+    if gap <= tolerance or (gap <= ODD_FACTOR * tolerance and usual_gap(curve, reference) <= tolerance):
         return []
     return [f"loss curve leaves fp32 by {gap:.3f} nats, tolerance {tolerance:g}"]
 
@@ -206,7 +210,17 @@ def _is_finite(curve: Sequence[float] | None) -> TypeGuard[Sequence[float]]:
 
 
 def curve_gap(curve: Sequence[float], reference: Sequence[float]) -> float:
-    return max(abs(mine - theirs) for mine, theirs in zip(curve, reference, strict=True))
+    return max(_gaps(curve, reference))
+
+
+def usual_gap(curve: Sequence[float], reference: Sequence[float]) -> float:
+    """Without the steps that may be odd."""
+    gaps = sorted(_gaps(curve, reference))
+    return gaps[-1 - len(gaps) // ODD_STEPS]
+
+
+def _gaps(curve: Sequence[float], reference: Sequence[float]) -> list[float]:
+    return [abs(mine - theirs) for mine, theirs in zip(curve, reference, strict=True)]
 
 
 def learned(curve: Sequence[float]) -> float:

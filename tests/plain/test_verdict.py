@@ -28,6 +28,7 @@ from redline.predict.verdict import (
     gradient_bound,
     judge,
     learned,
+    usual_gap,
 )
 
 LN_VOCAB = math.log(50257)  # 10.82
@@ -360,14 +361,28 @@ def test_the_detail_says_which_tensors_have_no_gradient():
 @every_class
 @every_precision
 def test_a_curve_may_leave_the_reference_by_its_tolerance(maths, precision):
+    """And in one step of ten, which is two of these twenty, by three times that."""
     tolerance = CURVE_TOLERANCE[precision]
+
+    def judged(amount, *steps):
+        curve = list(NEAR)
+        for step in steps:
+            curve[step] = shifted(amount, step)[step]
+        return verdict_on(measured(tuple(curve)), maths, precision)
+
     for sign in (1, -1):
-        for step in (0, 19):
-            inside, outside = shifted(sign * tolerance * 0.999, step), shifted(sign * tolerance * 1.001, step)
-            assert verdict_on(measured(inside), maths, precision).verdict != "different"
-            equivalence = verdict_on(measured(outside), maths, precision)
+        assert judged(sign * tolerance * 0.999, *range(20)).verdict != "different"
+        for odd in ((0,), (0, 19), (18, 19)):
+            assert judged(sign * tolerance * 2.999, *odd).verdict != "different"
+        for amount, steps in ((1.001, (0, 7, 19)), (3.001, (0,)), (3.001, (19,))):
+            equivalence = judged(sign * tolerance * amount, *steps)
             assert equivalence.verdict == "different"
             assert f"tolerance {tolerance:g}" in equivalence.detail
+
+
+def test_in_a_short_curve_no_step_is_odd():
+    assert usual_gap((1.0,) * 9, (1.0,) * 8 + (1.5,)) == 0.5
+    assert usual_gap((1.0,) * 10, (1.0,) * 9 + (1.5,)) == 0.0
 
 
 def test_the_tolerance_itself_passes():
