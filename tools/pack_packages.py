@@ -6,8 +6,8 @@
 There: `mkdir -p /tmp/site-packages && tar -xJf packages.tar.xz -C /tmp/site-packages`, and that folder on PYTHONPATH;
 for --hopper also its nvidia_cutlass_dsl/dsl_packages, which pip's own .pth file would add. The folder must be called
 site-packages: CUTLASS' DSL looks for its libraries from there. Dependencies are not followed: name what is not there.
-One stream with a filter for x86 code and a dictionary as long as the longest library makes 280 MB 55 MiB; that takes a
-core ten minutes.
+One stream with a filter for x86 code and a dictionary as long as the longest library makes 280 MB 55 MiB; that took a
+busy core eight minutes.
 """
 
 from __future__ import annotations

@@ -105,6 +105,8 @@ FORMULAS: dict[Any, Formula] = {
 OURS: dict[str, Formula] = {
     "product": _our_product,
     **dict.fromkeys(("product_and_bias", "product_and_gelu", "gelu_product", "gelu_product_backward"), _our_layer),
+    **dict.fromkeys(("narrow_gelu_product", "narrow_gelu_product_in_both"), _our_layer),
+    **dict.fromkeys(("narrow_gelu_product_backward", "narrow_gelu_product_backward_in_both"), _our_layer),
     **dict.fromkeys(("packed_attention", "flash4_attention"), _packed_attention),
     **dict.fromkeys(("packed_attention_backward", "flash4_attention_backward"), _packed_attention_backward),
 }

@@ -41,7 +41,7 @@ OPERATOR_WORDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (ELEMENTWISE, ("redline::gelu_backward", "redline::side_by_side")),
     (MOVEMENT, ("aten::embedding", "embeddingbackward", "embedding_backward", "embedding_dense_backward")),
 )
-CONTRACTIONS = frozenset(f"aten::{name}" for name in ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "addmv", "mv")) | {
+OWN_PRODUCTS = (
     "redline::product",
     "redline::product_and_bias",
     "redline::product_and_gelu",
@@ -51,7 +51,9 @@ CONTRACTIONS = frozenset(f"aten::{name}" for name in ("mm", "addmm", "bmm", "bad
     "redline::narrow_gelu_product_backward",
     "redline::narrow_gelu_product_in_both",
     "redline::narrow_gelu_product_backward_in_both",
-}
+)  # of redline/kernels
+_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "addmv", "mv")
+CONTRACTIONS = frozenset((*(f"aten::{name}" for name in _PRODUCTS), *OWN_PRODUCTS))
 CONTRACTION_WORDS = ("conv1d", "conv2d", "convolution")
 COPIES = frozenset(
     f"aten::{name}"

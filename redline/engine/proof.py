@@ -20,22 +20,12 @@ from redline.core.measurement import Compiled, Proof
 from redline.core.plan import Plan
 from redline.core.profile import COMMUNICATION, GROUPS
 from redline.engine.build import Training
+from redline.engine.profiling_groups import OWN_PRODUCTS
 from redline.engine.profiling_summary import parts_of, work_factor
 from redline.engine.profiling_timeline import DATA_RANGE, STEP, WINDOW, Timeline, read_timeline
 
 PROFILED_STEPS, SHARED_STEPS = 1, 3  # of one process; of several, whose waits for one another differ from step to step
 SYNC_STEPS = 10  # a whole cycle of the no-sync rung, so that its one read counts as a tenth
-OWN_PRODUCTS = (
-    "redline::product",
-    "redline::product_and_bias",
-    "redline::product_and_gelu",
-    "redline::gelu_product",
-    "redline::gelu_product_backward",
-    "redline::narrow_gelu_product",
-    "redline::narrow_gelu_product_backward",
-    "redline::narrow_gelu_product_in_both",
-    "redline::narrow_gelu_product_backward_in_both",
-)
 MATMUL_LEAVES = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_scaled_mm", *OWN_PRODUCTS)
 MATMUL_WORDS = ("gemm", "nvjet", "cutlass", "xmma")  # cuBLAS, old and new, and CUTLASS
 SHORT_DTYPES = {

@@ -78,7 +78,7 @@ class Fp8Linears(Rung):
     With `tuned-matmuls` and `fused-backward` only three of a block's products are in 8 bits, those that gain more than
     their casts cost: q, k and v's, an MLP's first, and the gradient of its second's input. The others stay in 16 bits,
     by the fastest algorithms. With `fused-matmuls` the MLP's two have GELU and its gradient at their ends, as the
-    16-bit ones do, and the first step times three sizes of tiles for each, which takes half a minute once.
+    16-bit ones do, and the first step compiles and times three sizes of tiles for each.
     """
 
     name = "fp8-linears"

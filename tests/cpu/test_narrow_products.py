@@ -8,6 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from redline.engine import flop_counter
+from redline.engine.profiling_groups import OWN_PRODUCTS
 from redline.kernels.gelu_backward import plain_gelu_backward_
 from redline.kernels.narrow_products import (
     lie_well,
@@ -128,3 +130,10 @@ def test_what_lies_otherwise_is_not() -> None:
     assert not lie_well(fits, fits.t())
     assert not lie_well(memory[: 64 * 96].view(64, 96)[:, :64], fits)
     assert not lie_well(memory[8 : 8 + 4096].view(64, 64), fits)
+
+
+@pytest.mark.parametrize("name", OWN_PRODUCTS)
+def test_every_product_of_ours_has_its_flops(name: str) -> None:
+    """Two for each row and each weight, whatever is done at the ends."""
+    rows, weight = torch.Size((8, 16)), torch.Size((16, 32) if name.endswith("::product") else (32, 16))
+    assert flop_counter.OURS[name.removeprefix("redline::")](rows, weight) == 2 * 8 * 16 * 32
