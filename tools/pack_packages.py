@@ -65,6 +65,7 @@ def download(packages: list[str], python: str, into: Path) -> None:
 def pack(folder: Path, out: Path) -> None:
     """Libraries first and largest first, so that the dictionary has one while the next like it comes by."""
     files = sorted((path for path in folder.rglob("*") if path.is_file()), key=lambda path: -path.stat().st_size)
+    out.parent.mkdir(parents=True, exist_ok=True)
     with lzma.open(out, "wb", filters=FILTERS) as stream, tarfile.open(fileobj=stream, mode="w|") as tar:
         for path in files:
             tar.add(path, arcname=str(path.relative_to(folder)))

@@ -18,6 +18,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import statistics
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -139,9 +140,12 @@ class Library:
         return out
 
     def workspace(self, device: torch.device) -> torch.Tensor:
-        """One for all: calls follow each other on one stream."""
+        """One for all: calls follow each other on one stream. Another thread asks for it: while this one warms up for a
+        CUDA graph, what it asks for is the graph's, and torch refuses to let anything of that live on."""
         if device not in self.workspaces:
-            self.workspaces[device] = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+            with ThreadPoolExecutor(1) as aside:
+                made = aside.submit(torch.empty, WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+            self.workspaces[device] = made.result()
         return self.workspaces[device]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -75,3 +76,22 @@ def test_a_call_that_fails_says_so(fake: Any) -> None:
     lt.matmul = lambda *_: 13
     with pytest.raises(LtError, match="cublasLtMatmul: status 13"):
         lt.product(drawn(M, K), drawn(K, N))
+
+
+def test_a_thread_that_warms_up_for_a_graph_does_not_own_the_workspace(
+    fake: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch gives a graph what the thread that warms up asks for meanwhile, and wants it back."""
+    asked, empty = [], torch.empty
+
+    def seen(*words: Any, **named: Any) -> torch.Tensor:
+        asked.append(threading.get_ident())
+        return empty(*words, **named)
+
+    monkeypatch.setattr(torch, "empty", seen)
+    lt = Library(fake)
+    first, again = lt.workspace(torch.device("cpu")), lt.workspace(torch.device("cpu"))
+    assert first is again
+    assert first.numel() == cublaslt.WORKSPACE_BYTES
+    assert len(asked) == 1
+    assert asked[0] != threading.get_ident()

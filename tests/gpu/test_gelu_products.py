@@ -23,7 +23,6 @@ pytestmark = [
     pytest.mark.skipif(
         not torch.cuda.is_available() or torch.cuda.get_device_capability() != HOPPER, reason="it was tried on Hopper"
     ),
-    pytest.mark.filterwarnings("default"),  # QuACK and its DSL warn of their own affairs
 ]
 NARROW = {torch.float16: 1e-3, torch.bfloat16: 5e-3}
 SIZES = [(3, 8, 8), (128, 64, 192), (1000, 72, 200), (129, 768, 3072), (4099, 1600, 6400), (40_000, 768, 3072)]

@@ -31,7 +31,6 @@ pytestmark = [
     pytest.mark.skipif(
         not torch.cuda.is_available() or torch.cuda.get_device_capability() != HOPPER, reason="it is for Hopper"
     ),
-    pytest.mark.filterwarnings("default"),  # QuACK and its DSL warn of their own affairs
 ]
 # bf16 rounds by 2^-9 at most; the tensor core adds 8-bit products up in fewer bits than fp32.
 BOUND = 8e-3

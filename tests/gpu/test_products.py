@@ -82,6 +82,20 @@ def test_a_graph_may_be_captured_and_nothing_waits() -> None:
     torch.testing.assert_close(found, 2 * wanted)
 
 
+def test_the_first_call_of_all_may_warm_up_for_a_graph() -> None:
+    a, b = drawn(256, 128, dtype=torch.bfloat16), drawn(128, 64, dtype=torch.bfloat16)
+    lt = cublaslt.library()
+    assert lt is not None
+    lt.plans.clear()
+    lt.workspaces.clear()
+    run = torch.compile(lambda a, b: product(a, b, torch.bfloat16) + 1, options={"triton.cudagraphs": True})
+    for _ in range(4):  # a graph is recorded after a warm-up, and replayed after that
+        torch.compiler.cudagraph_mark_step_begin()
+        found = run(a, b).clone()
+    assert len(lt.workspaces) == len(lt.plans) == 1
+    torch.testing.assert_close(found, a @ b + 1)
+
+
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("pieces", [1, 8])
 def test_a_tuned_heads_gradients_are_those_of_fp64(pieces: int, compiled: bool) -> None:
