@@ -144,7 +144,7 @@ class Library:
         CUDA graph, what it asks for is the graph's, and torch refuses to let anything of that live on."""
         if device not in self.workspaces:
             with ThreadPoolExecutor(1) as aside:
-                made = aside.submit(torch.empty, WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+                made = aside.submit(lambda: torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device))
             self.workspaces[device] = made.result()
         return self.workspaces[device]
 
