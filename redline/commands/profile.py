@@ -437,15 +437,14 @@ def beside(rung: Rung, recipe: Recipe) -> tuple[str, ...]:
 
 def candidates_of(recipe: Recipe, workload: Workload, hardware: Hardware) -> tuple[Candidate, ...]:
     """Rungs that would go onto the recipe here, or in the place of one of its own, without changing the maths. Those
-    that are taken by name give up speed for memory; only recorded graphs are another matter."""
+    that are taken by name give up speed for memory."""
     from redline.predict.advice import Candidate
     from redline.rungs import LADDER, Maths, plan_of, why_not
     from redline.search.ranks import refused_beside
 
     found = []
     for rung in LADDER[1:]:
-        by_name = rung.when_named and rung.name != "cuda-graphs"
-        if rung.name in recipe.rungs or rung.maths is Maths.CHANGES or by_name:
+        if rung.name in recipe.rungs or rung.maths is Maths.CHANGES or rung.when_named:
             continue
         rest = beside(rung, recipe)
         reason = why_not(rung, workload, hardware, plan_of(rest)) or refused_beside(rung, rest, workload, hardware)

@@ -477,7 +477,7 @@ class CudaGraphs(Rung):
     name = "cuda-graphs"
     title = "kernels recorded once, then replayed"
     maths = Maths.ROUNDING
-    when_named = True
+    when_measured = True
 
     def needs(self, workload: Workload, hardware: Hardware, plan: Plan) -> str | None:
         if hardware.ranks > 1:
@@ -539,17 +539,17 @@ LADDER: tuple[Rung, ...] = (
     Bf16Residual(),
     SigmoidGelu(),
     FusedBackward(),
+    PackedAttention(),
+    Flash4Backward(),
+    TunedMatmuls(),
+    FusedMatmuls(),
+    CudaGraphs(),
     ChunkedLoss(),
     SelectiveCheckpointing(),
     Checkpointing(),
     BudgetCheckpointing(),
     MaxAutotune(),
-    CudaGraphs(),
     ExpandableSegments(),
-    PackedAttention(),
-    Flash4Backward(),
-    TunedMatmuls(),
-    FusedMatmuls(),
     Fp8Head(),
     Fp8Linears(),
     Fp8Mlps(),
@@ -680,7 +680,7 @@ def usual_rungs(workload: Workload, hardware: Hardware) -> tuple[str, ...]:
     chosen: list[str] = []
     for rung in LADDER[1:]:
         another_model = rung.maths is Maths.CHANGES and rung.name not in published_rungs(workload)
-        if rung.when_named or another_model or rung.instead_of in chosen:
+        if not rung.is_usual or another_model or rung.instead_of in chosen:
             continue
         if why_not(rung, workload, hardware, plan_of(chosen)) is None:
             chosen.append(rung.name)

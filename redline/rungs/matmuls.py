@@ -1,7 +1,4 @@
-"""NVIDIA's libraries asked for more than torch asks of them: rungs that are taken when they are named.
-
-redline ladder gpt2 --from best.json --rungs packed-attention,tuned-matmuls
-"""
+"""Libraries asked for more than torch asks of them: NVIDIA's own, and those of the extra `hopper`."""
 
 from __future__ import annotations
 
@@ -27,7 +24,6 @@ class TunedMatmuls(Rung):
     name = "tuned-matmuls"
     title = "matmul algorithms measured"
     maths = Maths.ROUNDING
-    when_named = True
 
     def needs(self, workload: Workload, hardware: Hardware, plan: Plan) -> str | None:
         if plan.autocast is None:
@@ -56,9 +52,10 @@ class FusedMatmuls(Rung):
     name = "fused-matmuls"
     title = "GELU inside the matmuls, both ways"
     maths = Maths.ROUNDING
-    when_named = True
 
     def needs(self, workload: Workload, hardware: Hardware, plan: Plan) -> str | None:
+        if hardware.kind != "cuda":
+            return missing(hardware, "quack")
         if not plan.tuned_matmuls:
             return "the layers are those of tuned-matmuls: add it"
         if plan.backward != "fused":
@@ -110,9 +107,10 @@ class Flash4Backward(Rung):
     title = "attention's backward by flash-attn-4"
     maths = Maths.ROUNDING
     instead_of = "packed-attention"
-    when_named = True
 
     def needs(self, workload: Workload, hardware: Hardware, plan: Plan) -> str | None:
+        if hardware.kind != "cuda":
+            return missing(hardware, "flash4")
         if plan.autocast is None:
             return "the kernel takes 16-bit inputs only: add bf16 or fp16"
         width = workload.decoder.head_width

@@ -39,8 +39,15 @@ class Rung(ABC):
     when_named: ClassVar[bool] = False
     """Not part of the plain ladder: taken when --rungs names it, and weighed by `tune`. It gives up speed for memory,
     or pays only sometimes."""
+    when_measured: ClassVar[bool] = False
+    """Part of the plain ladder, which keeps it where it is faster beyond the noise; no recipe has it unmeasured."""
     compile_factor: ClassVar[float] = 1.0
     """How many times as long as plain torch.compile it compiles, so that `tune` starts nothing it cannot finish."""
+
+    @property
+    def is_usual(self) -> bool:
+        """Fit for a recipe that nobody measured."""
+        return not (self.when_named or self.when_measured)
 
     def needs(self, workload: Workload, hardware: Hardware, plan: Plan) -> str | None:
         """The reason it does not apply on top of this plan here, or None when it does."""

@@ -251,7 +251,7 @@ class Climb:
         rungs that should pay: amid scatter, one that gives up speed for memory is not kept for a lucky row."""
         ratio = current.seconds / row.seconds
         scatter = scatter_between(row.measurements, current.measurements)
-        doubtful = rung is not None and rung.when_named and scatter > 0
+        doubtful = rung is not None and not rung.is_usual and scatter > 0
         if replaces or (doubtful and self.settings.keep != "all"):
             row.kept = ratio >= 1.0 + scatter
         else:

@@ -255,7 +255,7 @@ class Tuner:
         idle = self._saves_memory(current, changed) and changed.micro_batch == current.micro_batch
         if compile_factor(changed) > max(1.0, compile_factor(current)):
             stage = Stage.DEAR
-        elif compiled_part(changed) == compiled_part(current) or (idle and any(map(is_when_named, came))):
+        elif compiled_part(changed) == compiled_part(current) or (idle and not all(map(is_usual, came))):
             stage = Stage.REST
         else:
             stage = Stage.CODE
@@ -628,11 +628,11 @@ def compile_factor(recipe: Recipe) -> float:
 
 def price_of(recipe: Recipe) -> tuple[float, int]:
     """What a recipe costs before it is fast: its compiling, and rungs beyond the usual ones."""
-    return compile_factor(recipe), sum(map(is_when_named, recipe.rungs))
+    return compile_factor(recipe), sum(not is_usual(name) for name in recipe.rungs)
 
 
-def is_when_named(rung: str) -> bool:
-    return find_rung(rung).when_named
+def is_usual(rung: str) -> bool:
+    return find_rung(rung).is_usual
 
 
 def difference(before: Recipe, after: Recipe) -> str:

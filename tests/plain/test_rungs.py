@@ -41,17 +41,17 @@ ORDER = (
     "bf16-residual",
     "sigmoid-gelu",
     "fused-backward",
+    "packed-attention",
+    "flash4-backward",
+    "tuned-matmuls",
+    "fused-matmuls",
+    "cuda-graphs",
     "chunked-loss",
     "selective-checkpointing",
     "checkpointing",
     "budget-checkpointing",
     "max-autotune",
-    "cuda-graphs",
     "expandable-segments",
-    "packed-attention",
-    "flash4-backward",
-    "tuned-matmuls",
-    "fused-matmuls",
     "fp8-head",
     "fp8-linears",
     "fp8-mlps",
@@ -288,11 +288,11 @@ def test_the_order_of_a_recipe_does_not_matter(pair):
 
 
 def test_plan_of_the_whole_ladder():
-    alternatives = ("fp16", "cudnn-attention")
+    alternatives = ("fp16", "flash")
     plan = plan_of(rung.name for rung in LADDER if rung.name not in alternatives and not rung.when_named)
     assert plan == Plan(
         matmul_precision="high",
-        attention="flash",
+        attention="cudnn",
         tied=True,
         vocab_multiple=128,
         compile=True,
@@ -304,6 +304,10 @@ def test_plan_of_the_whole_ladder():
         residual="bf16",
         gelu="sigmoid",
         backward="fused",
+        packed_attention="flash4",
+        tuned_matmuls=True,
+        fused_matmuls=True,
+        cuda_graphs=True,
     )
     assert plan_of(()) == plan_of(("baseline",)) == Plan()
 
