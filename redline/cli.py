@@ -6,7 +6,6 @@ at once.
 
 from __future__ import annotations
 
-import _thread
 import argparse
 import importlib
 import io
@@ -87,9 +86,10 @@ def interrupt(*_: object) -> NoReturn:
 
 def repeat_interrupt(lost: Any) -> None:
     """Where Python cannot pass an exception on (a callback, half of torch's import), Ctrl-C would be a traceback on the
-    screen, and nothing would stop: it comes once more, a moment later, where it can be caught."""
+    screen, and nothing would stop: it comes once more, a moment later, where it can be caught. As a signal of its own,
+    which ends a wait too."""
     if issubclass(lost.exc_type, KeyboardInterrupt):
-        again = threading.Timer(0.05, _thread.interrupt_main)
+        again = threading.Timer(0.05, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
         again.daemon = True
         again.start()
     else:

@@ -50,7 +50,13 @@ def add_ladder(commands: Any) -> None:
         type=Path,
         help="start from a recipe file, such as best.json of a run, instead of the baseline",
     )
-    ladder.add_argument("--micro-batch", metavar="N", type=int, help="sequences per step (default: the workload's)")
+    ladder.add_argument(
+        "--micro-batch",
+        metavar="N",
+        type=int,
+        help="sequences per step (default: the workload's; of a preset on a GPU, the most up to four times that with "
+        "which the baseline is predicted to fit)",
+    )
     add_sequence(ladder)
     ladder.add_argument(
         "--data", metavar="FILE", help="a UTF-8 text file to train on (default: the prose that ships with Python)"

@@ -20,13 +20,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from redline.core.errors import UserError
+from redline.core.hardware import Hardware
 from redline.core.job import Job, Result
 from redline.core.layout import Layout
 from redline.core.measurement import Failure, Measurement, Spread, spread_of
 from redline.core.plan import Plan
 from redline.core.traced import Traced
-from redline.core.units import human_percent
-from redline.core.workload import Shape, check_positive
+from redline.core.units import human_bytes, human_percent
+from redline.core.workload import BUILT_IN, Shape, Workload, check_positive
 from redline.predict.fitting import case_of
 from redline.predict.memory import FRAGMENTATION
 from redline.predict.parallel import divisors, layout_for_batch
@@ -39,6 +40,9 @@ LOST = 1.25  # times the time of the fastest size: a trial whose quickest step t
 # What a trial's steps may take in all, and how many steps that is: both gradients, the curve, warming up, timing.
 STEPPING_SECONDS = {"cuda": 60.0, "cpu": 20.0}
 STEPS_PER_TRIAL = 25
+# Times the usual size of a preset, which is a small card's: the most that a ladder takes of itself. Its first rows take
+# that much longer, too.
+MOST_OF_ITSELF = 4
 MEMORY_KINDS = ("oom", "killed")  # a host that runs out of memory kills the worker
 
 Point = tuple[int, float]
@@ -85,6 +89,22 @@ class BatchChoice:
     def trial(self) -> Trial | None:
         """The one that was chosen."""
         return next((trial for trial in self.trials if trial.micro_batch == self.micro_batch), None)
+
+
+def size_of_ladder(workload: Workload, plan: Plan, hardware: Hardware) -> tuple[int, tuple[str, ...]]:
+    """The size of all rows where nobody names one, and why it is not the usual one: doubled or halved so that the first
+    row, which holds most, fits the card. Only where that is predicted tensor by tensor."""
+    usual, room = workload.micro_batch, hardware.memory_bytes
+    if hardware.kind != "cuda" or room is None or workload.source != BUILT_IN or not isinstance(workload.shape, Shape):
+        return usual, ()
+    case = case_of(workload.shape, plan, hardware.arranged)
+    size = MOST_OF_ITSELF * usual
+    while size > 1 and case.memory(size).total > (1 - HEADROOM) * room:
+        size //= 2
+    if size == usual:
+        return usual, ()
+    taken = f"{human_bytes(case.memory(size).total)} of {human_bytes(room)}"
+    return size, (f"micro batch {size}: the first row is predicted to take {taken} with it (--micro-batch sets it)",)
 
 
 def best_batch(

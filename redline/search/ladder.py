@@ -40,7 +40,7 @@ from redline.core.workload import Workload
 from redline.rungs import LADDER, find_rung, group_of, own_rungs, plan_of, why_not, with_own
 from redline.search.ahead import compile_side_by_side, graphs_of
 from redline.search.answers import graph_key, surroundings_of
-from redline.search.batch_size import check_headroom, host_memory_bytes
+from redline.search.batch_size import check_headroom, host_memory_bytes, size_of_ladder
 from redline.search.climb import TOKENS_FILE, Climb, LadderSettings, Row
 from redline.search.document import best_rebatched, best_row, ladder_document, row_json
 from redline.search.launch import launch, remove_caches
@@ -271,10 +271,11 @@ def begin_ladder(
     """The machine is asked, which completes the settings that were said, and the run directory is opened."""
     found = words.meet_machine()
     hardware = found.hardware
-    size = words.micro_batch or (start.micro_batch if start else found.workload.micro_batch)
+    first = ranked_rungs(start.rungs if start else (), words.layout)
+    named = words.micro_batch or (start.micro_batch if start else None)
+    size, why = (named, ()) if named else size_of_ladder(found.workload, plan_of(first), hardware)
     resolved = replace(found.workload, micro_batch=size)
     check_not_own(without, resolved)
-    first = ranked_rungs(start.rungs if start else (), words.layout)
     beginning = Recipe(rungs=with_own(first, resolved), micro_batch=size)
     check_measured(first, words.layout, resolved, hardware, words.global_batch)
     check_recipe_applies(beginning, resolved, hardware)
@@ -290,7 +291,7 @@ def begin_ladder(
     )
     path = words.out or default_directory(resolved)
     directory = open_directory(path, resolved, hardware, found.versions, settings, command)
-    notes = (*found.notes, *notes_of_ways(start.rungs if start else (), first))
+    notes = (*found.notes, *why, *notes_of_ways(start.rungs if start else (), first))
     return LadderRun(directory=directory, workload=resolved, hardware=hardware, settings=settings, notes=notes)
 
 

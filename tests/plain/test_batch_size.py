@@ -12,6 +12,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from unittest.mock import ANY
 
 import pytest
 from hypothesis import example, given, settings
@@ -22,9 +23,10 @@ from redline.core.errors import UserError
 from redline.core.hardware import Hardware
 from redline.core.job import Job, Result
 from redline.core.measurement import Failure, GradientCheck, Measurement
+from redline.core.plan import Plan
 from redline.core.recipe import Recipe
 from redline.core.values import to_json
-from redline.core.workload import Shape, Workload
+from redline.core.workload import Shape, Source, Workload
 from redline.predict.memory import predict_memory
 from redline.predict.parallel import divisors
 from redline.report.live import finished_line
@@ -38,10 +40,12 @@ from redline.search.batch_size import (
     best_batch,
     host_memory_bytes,
     range_of,
+    size_of_ladder,
 )
 from redline.search.climb import AGAIN, Climb, LadderSettings
 from redline.search.document import ladder_document, row_json
 from redline.search.ladder import check_rebatch
+from redline.workloads import resolve_workload
 
 # Another run on the same cores must not fail a test, and neither must another draw.
 quick = settings(deadline=None, max_examples=150, derandomize=True)
@@ -774,3 +778,32 @@ def test_options_of_the_second_view_need_it(choices: dict, name: str) -> None:
     with pytest.raises(UserError, match=f"{name} without --rebatch"):
         check_rebatch(**{"rebatch": False, "headroom": None, "global_batch": None, **choices})
     check_rebatch(**{"rebatch": True, "headroom": None, "global_batch": None, **choices})
+
+
+# the size of a ladder that nobody named
+
+
+@pytest.mark.parametrize(
+    ("gibibytes", "size"), [(139.8, 64), (79.2, 32), (44.5, 16), (23.5, 8), (15.6, 4), (5.8, 1), (1.0, 1)]
+)
+def test_the_first_row_fits_the_card(h200, gibibytes, size):
+    card = replace(h200, memory_bytes=int(gibibytes * 2**30))
+    gpt2 = resolve_workload("gpt2")
+    found, notes = size_of_ladder(gpt2, Plan(), card)
+    assert found == size
+
+    def total(sequences: int) -> int:
+        return predict_memory(gpt2.shape, Plan(), micro_batch=sequences).total
+
+    assert size == 1 or total(size) < 0.95 * card.memory_bytes
+    assert size == 4 * gpt2.micro_batch or total(2 * size) > 0.95 * card.memory_bytes
+    assert [str(size) in note for note in notes] == ([] if size == gpt2.micro_batch else [True])
+
+
+def test_a_size_is_left_alone_where_nothing_is_predicted_tensor_by_tensor(h200, cpu):
+    gpt2, card = resolve_workload("gpt2"), replace(h200, memory_bytes=2**38)
+    others = replace(gpt2, source=Source(kind="huggingface", config={}))
+    assert size_of_ladder(gpt2, Plan(), card) == (64, (ANY,))
+    assert size_of_ladder(others, Plan(), card) == (16, ())
+    assert size_of_ladder(gpt2, Plan(), replace(card, memory_bytes=None)) == (16, ())
+    assert size_of_ladder(gpt2, Plan(), replace(cpu, memory_bytes=2**38)) == (16, ())

@@ -18,7 +18,7 @@ from redline.core.measurement import Compiled, Failure, GradientCheck, Measureme
 from redline.core.plan import Plan
 from redline.core.recipe import Recipe
 from redline.core.workload import Shape, Workload
-from redline.rungs import LADDER, find_rung
+from redline.rungs import LADDER, find_rung, usual_rungs
 from redline.search.climb import AGAIN, Climb, LadderSettings
 from redline.search.document import compile_note
 
@@ -368,6 +368,14 @@ def test_amid_scatter_the_kept_alternative_stays():
         row = rows_of(climbed(machine))["cudnn-attention"]
         assert row.kept is wins
     assert row.reason == "1.06x the speed of flash, within the noise of ±16%"
+
+
+def test_what_nobody_takes_unmeasured_must_win_amid_scatter():
+    assert "cuda-graphs" not in usual_rungs(TINY, H200)
+    for factor, wins in ((1.0, False), (0.5, True)):
+        machine = Swaying(factors={"cuda-graphs": factor}, sway=0.2)
+        row = climbed(machine, rungs=("compile", "cuda-graphs")).finished[-1]
+        assert row.kept is wins, row.reason
 
 
 def test_keep_all_keeps_a_named_rung_amid_scatter():
