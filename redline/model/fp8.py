@@ -31,20 +31,36 @@ LARGEST_SLOPE = 1.13  # of GELU
 ROUNDED_UP = (1 + 2.0**-4) ** 2  # by so much a product of e4m3 numbers may exceed that of what they were made of
 SMALLEST_LARGEST = 2.0**-100  # the largest number of a tensor of zeros is taken for this: its scale stays finite
 
+MANTISSA = 23  # bits of fp32
+BEYOND_448 = (
+    2**21 - 1
+)  # added to the bits of 1.75 x 2^n it fills the mantissa, to those of anything larger it overflows
+OCTAVE_OF_448 = 2 * 127 + 8
+
 Narrowed = tuple[torch.Tensor, torch.Tensor]
 
 
 def narrowed(tensor: torch.Tensor, by_rows: bool = False) -> Narrowed:
-    """In e4m3, with the factors that undo the scale, on the device: one, or one for each row [M, 1]."""
-    sizes = tensor.abs()
-    largest = sizes.amax(dim=1, keepdim=True) if by_rows else sizes.amax()
-    scale = scale_of(largest)
-    return (tensor.float() * scale).to(E4M3), scale.reciprocal()
+    """In e4m3, with the factors that undo the scale, on the device: one, or one for each row [M, 1]. The largest number
+    is found in fp32: the compiler may make scale and factor in two kernels, of which one has the number as it was found
+    and the other as it was stored, and in 16 bits those are two numbers."""
+    sizes = tensor.float().abs()
+    scale, inverse = scales_of(sizes.amax(dim=1, keepdim=True) if by_rows else sizes.amax())
+    return (tensor.float() * scale).to(E4M3), inverse
 
 
 def scale_of(largest: torch.Tensor) -> torch.Tensor:
     """The power of two that takes this number into the format's last two octaves."""
-    return torch.exp2(torch.floor(torch.log2(LARGEST_OF_E4M3 / largest.float().clamp(min=SMALLEST_LARGEST))))
+    return scales_of(largest)[0]
+
+
+def scales_of(largest: torch.Tensor) -> Narrowed:
+    """That, and its inverse. By the bits of the number: logarithms of two kernels might round to either side."""
+    bits = largest.float().clamp(min=SMALLEST_LARGEST).view(torch.int32)
+    octave = (bits + BEYOND_448) >> MANTISSA  # the exponent, one more beyond 448's mantissa
+    undefined = 0 * largest.float()  # NaN of what is no finite number
+    scale, inverse = ((exponent << MANTISSA).view(torch.float32) for exponent in (OCTAVE_OF_448 - octave, octave - 8))
+    return scale + undefined, inverse + undefined
 
 
 # --- the blocks' layers -----------------------------------------------------------------------------------------------

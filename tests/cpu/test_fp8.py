@@ -10,12 +10,14 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from redline.core.plan import Plan
 from redline.core.workload import Shape, Workload
@@ -27,7 +29,7 @@ from redline.kernels.transpose import transposed
 from redline.model import fp8 as fp8_module
 from redline.model import fused as fused_module
 from redline.model.adapter import BuiltIn
-from redline.model.fp8 import E4M3, LARGEST_OF_E4M3, Fp8Linear, narrow_layers, narrowed
+from redline.model.fp8 import E4M3, LARGEST_OF_E4M3, Fp8Linear, narrow_layers, narrowed, scales_of
 from redline.model.gpt import GPT
 from redline.model.loss import head_loss
 from redline.model.tuned import tune_layers
@@ -63,6 +65,24 @@ def test_a_scale_is_a_power_of_two_that_fills_the_format(size: float) -> None:
     wide = values.double() * inverse.double()
     usual = tensor.abs() > size * 2.0**-14  # below, e4m3 has fewer bits
     assert (((wide - tensor) / tensor).abs()[usual] <= 2.0**-4).all()
+
+
+def test_scales_are_those_of_the_logarithm_on_either_side_of_an_octave() -> None:
+    octaves = torch.arange(-90, 120).double()
+    edges = (1.75 * torch.exp2(octaves)).float()
+    below, above = (edges.nextafter(torch.tensor(end)) for end in (0.0, math.inf))
+    numbers = torch.cat((edges, below, above, torch.exp2(octaves).float(), random(999, seed=0).abs()))
+    scale, inverse = scales_of(numbers)
+    assert torch.equal(scale.double(), torch.exp2(torch.floor(torch.log2(448 / numbers.double()))))
+    assert (scale * inverse == 1).all()
+
+
+@pytest.mark.parametrize("by_rows", [False, True])
+def test_no_kernel_stores_the_largest_number_in_16_bits(by_rows: bool) -> None:
+    """The compiler makes one kernel or several of a cast: in all of them the number must be the same."""
+    graph = make_fx(partial(narrowed, by_rows=by_rows))(random(16, 32, seed=0).bfloat16()).graph
+    found = [node.meta["tensor_meta"].dtype for node in graph.nodes if node.target is torch.ops.aten.amax.default]
+    assert found == [torch.float32]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

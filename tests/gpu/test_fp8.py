@@ -19,7 +19,7 @@ from redline.engine.probe import probe
 from redline.kernels.cross_entropy import GRADIENT_FACTOR, cross_entropy_narrow, plain_cross_entropy_
 from redline.kernels.narrow_products import narrow_product
 from redline.kernels.transpose import transposed
-from redline.model.fp8 import narrow_layers, narrowed
+from redline.model.fp8 import input_gradient, narrow_layers, narrowed
 from redline.model.loss import head_loss
 from redline.predict.verdict import judge
 from redline.rungs import find_rung, plan_of
@@ -112,6 +112,14 @@ def test_a_product_by_rows(bias: bool) -> None:
         found[::100], wanted[::100], strict=True
     ):  # each row by itself: the last would hide the first
         assert relative(mine, other) < 1e-2
+
+
+def test_scale_and_inverse_of_a_column_are_made_of_one_number() -> None:
+    """The compiler makes them in two kernels, from fp32 weights that it does not round to 16 bits in between."""
+    above, weight = torch.randn(256, 768, device="cuda").bfloat16(), torch.randn(768, 65_536, device="cuda")
+    run = torch.compile(lambda above, weight: input_gradient(above, weight.bfloat16(), torch.bfloat16), fullgraph=True)
+    found, wanted = run(above, weight), above.float() @ weight
+    assert ((found - wanted).norm(dim=0) < 0.1 * wanted.norm(dim=0)).all(), "no column is twice or half"
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])

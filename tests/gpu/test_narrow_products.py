@@ -182,7 +182,7 @@ def test_a_compiled_models_gradients_are_near_those_in_16_bits(way: str, graphs:
     for name, gradient in found[0].items():
         assert off(found[1][name], gradient.double()) < 0.12, name
     whole = [torch.cat([gradient.flatten() for gradient in each.values()]) for each in found]
-    assert 5e-3 < off(whole[1], whole[0].double()) < 0.06
+    assert 5e-3 < off(whole[1], whole[0].double()) < (0.07 if way == "MLPs" else 0.055)  # on a CPU 0.058 and 0.045
 
 
 def loss_of(model: GPT, tokens: torch.Tensor) -> torch.Tensor:
