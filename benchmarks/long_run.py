@@ -1,6 +1,7 @@
 """Does a fast recipe still learn what plain TF32 learns? The same updates on the same batches, several seeds.
 
     python benchmarks/long_run.py gpt2 --recipe best.json --data shards --out runs/long --json > records/DATE-...json
+    python benchmarks/long_run.py ... --changed fp8.json --speed-up 1.17     # and what other maths is worth
 
 A seed draws the initial weights and the order of the data, for both sides alike. The last updates of every run are made
 on the same batches, whatever its seed, and their mean loss is the run's final loss; the validation loss is taken on the
@@ -11,6 +12,12 @@ the band of the baseline's mean; whether every single seed does is said too.
 The baseline computes in TF32 and fp32 alone: naive attention, no autocast; compiling, a padded vocabulary and fused
 AdamW only make it affordable. Runs share the device, several at a time, since only their losses count. A finished one
 is a file in --out and is not run again: after an interruption give the same command once more.
+
+A recipe that changes the maths (--changed, such as fp8's) is not asked to be equal. It makes as many updates, and the
+fast one makes its runs once more with a tenth fewer, their schedules shortened too. Between the two the fast one's loss
+is taken to fall evenly with the logarithm of the updates: that tells after how many of them it is where the changed one
+ends. Their share of all updates is what the changed updates are worth; the speed-up of a step (--speed-up, which other
+benchmarks measure) times that is the speed-up at equal loss.
 """
 
 from __future__ import annotations
@@ -58,6 +65,8 @@ from redline.search.launch import kill_group, probe_machine, worker_environment
 from redline.workloads import resolve_workload
 
 PLAIN, FAST = SIDES = ("plain", "fast")
+CHANGED, SHORTER = "changed", "shorter"
+SHORTER_BY = 0.9  # of the updates
 PLAIN_RUNGS = ("tf32", "no-sync", "compile", "padded-vocab", "tied-weights", "fused-adamw", "loader-workers")
 METRICS = {"final_loss": "final loss", "validation_loss": "validation loss"}
 COMMON_SEED = 1337  # of the batches that all runs see: the last ones, and the held-out ones
@@ -107,6 +116,10 @@ def read_options(words: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("workload", nargs="?", default="gpt2", help="a preset or a config (default: gpt2)")
     parser.add_argument("--recipe", type=Path, help="the fast side, such as best.json of a ladder")
+    parser.add_argument(
+        "--changed", type=Path, help="a recipe that changes the maths, to be weighed against the fast one"
+    )
+    parser.add_argument("--speed-up", type=float, help="of its step over the fast one's, as it was measured elsewhere")
     parser.add_argument("--data", type=Path, required=True, help="a folder made by `redline data prepare`")
     parser.add_argument("--out", type=Path, required=True, help="where finished runs are kept")
     parser.add_argument("--plain", default=",".join(PLAIN_RUNGS), metavar="A,B", help="rungs of the baseline")
@@ -133,6 +146,7 @@ def run(options: argparse.Namespace) -> int:
         tuple(options.plain.split(",")),
     )
     check_sides(plain, fast)
+    sides = {PLAIN: (plain, options.steps), FAST: (fast, options.steps)} | weighed_sides(options, plain, fast)
     data = open_dataset(options.data, vocab=workload.decoder.vocab, tokenizer_name=workload.tokenizer)
     hardware, versions = probe_machine(options.device)
     orders = [
@@ -141,7 +155,7 @@ def run(options: argparse.Namespace) -> int:
             seed=seed,
             workload=workload,
             rungs=rungs,
-            steps=options.steps,
+            steps=steps,
             tail=options.tail,
             batch=options.batch,
             warmup_steps=options.warmup_steps,
@@ -150,7 +164,7 @@ def run(options: argparse.Namespace) -> int:
             data=data.fingerprint,
         )
         for seed in seeds
-        for side, rungs in ((PLAIN, plain), (FAST, fast))
+        for side, (rungs, steps) in sides.items()
     ]
     options.out.mkdir(parents=True, exist_ok=True)
     missing = [order for order in orders if finished(order, options.out) is None]
@@ -168,12 +182,13 @@ def run(options: argparse.Namespace) -> int:
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         **about,
         "workload": workload.name,
-        "recipes": {PLAIN: list(plain), FAST: list(fast)},
+        "recipes": {side: list(rungs) for side, (rungs, _) in sides.items()},
         "data": data.identity,
         "settings": {name: getattr(orders[0], name) for name in ("steps", "tail", "batch", "warmup_steps")},
         "seeds": list(seeds),
         "runs": {name: {**found, "losses": thinned(found["losses"])} for name, found in runs.items()},
         **judged(runs, seeds),
+        **({} if options.changed is None else {"worth": worth(runs, seeds, options.speed_up)}),
     }
     show(record, Console(file=sys.stderr if options.json else sys.stdout, width=WIDTH))
     if options.json:
@@ -212,6 +227,19 @@ def check_sides(plain: tuple[str, ...], fast: tuple[str, ...]) -> None:
             "their losses would differ by that",
             "give both tied-weights or neither, and AdamW: --plain, --recipe",
         )
+
+
+def weighed_sides(
+    options: argparse.Namespace, plain: tuple[str, ...], fast: tuple[str, ...]
+) -> dict[str, tuple[tuple[str, ...], int]]:
+    """The changed recipe, and the fast one with fewer updates."""
+    if options.changed is None:
+        if options.speed_up is not None:
+            raise UserError("--speed-up without --changed", "it is that recipe's", "give --changed RECIPE")
+        return {}
+    changed = load_recipe(options.changed).rungs
+    check_sides(plain, changed)
+    return {CHANGED: (changed, options.steps), SHORTER: (fast, round(SHORTER_BY * options.steps))}
 
 
 def cost_words(orders: list[Order], device: str) -> str:
@@ -431,6 +459,43 @@ def words_of(metric: str, one: dict[str, Any]) -> str:
     )
 
 
+# what changed maths is worth
+
+
+def worth(runs: dict[str, dict[str, Any]], seeds: tuple[int, ...], speed_up: float | None) -> dict[str, Any]:
+    found = {metric: worth_by(runs, seeds, metric) for metric in METRICS}
+    share = found["final_loss"]["share"]
+    matched = None if share is None or speed_up is None else speed_up * share
+    told = [worth_words(METRICS[metric], one) for metric, one in found.items() if one["gap"] is not None]
+    if matched is not None:
+        told.append(f"Its steps are {speed_up:.3f} times as fast: {matched:.3f} times at equal loss.")
+    return {**found, "speed_up": speed_up, "at_equal_loss": matched, "words": " ".join(told) or "Not known yet."}
+
+
+def worth_by(runs: dict[str, dict[str, Any]], seeds: tuple[int, ...], metric: str) -> dict[str, Any]:
+    """`share`: of the changed updates, so many of the fast recipe's do as much; None where that is not known, or the
+    fast one did not get better by its last updates."""
+    values = {side: [runs.get(f"{side}-{seed}", {}).get(metric) for seed in seeds] for side in (FAST, CHANGED, SHORTER)}
+    if any(None in one for one in values.values()):
+        return {**values, "gaps": None, "gap": None, "gain": None, "share": None}
+    gaps = [changed - fast for fast, changed in zip(values[FAST], values[CHANGED], strict=True)]
+    gain = statistics.fmean(values[SHORTER]) - statistics.fmean(values[FAST])
+    gap = statistics.fmean(gaps)
+    share = SHORTER_BY ** (gap / gain) if gain > 0 else None
+    return {**values, "gaps": gaps, "gap": gap, "gain": gain, "share": share}
+
+
+def worth_words(metric: str, one: dict[str, Any]) -> str:
+    gaps = one["gaps"]
+    far = f"{abs(one['gap']):.4f} {'above' if one['gap'] > 0 else 'below'}"
+    text = (
+        f"The changed recipe's {metric} is {far} the fast one's ({min(gaps):+.4f} to {max(gaps):+.4f} over the seeds)"
+    )
+    if one["share"] is None:
+        return f"{text}; what that is in updates is not known: {1 - SHORTER_BY:.0%} more of them did not help."
+    return f"{text}, which the fast one reaches with {one['share']:.1%} of the updates."
+
+
 def show(record: dict[str, Any], console: Console) -> None:
     settings = record["settings"]
     console.print(
@@ -447,6 +512,8 @@ def show(record: dict[str, Any], console: Console) -> None:
         table.add_row(str(seed), *(UNKNOWN if value is None else f"{value:.4f}" for value in values))
     console.print(table)
     console.print(record["verdict"], markup=False, highlight=False)
+    if "worth" in record:
+        console.print(record["worth"]["words"], markup=False, highlight=False)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import replace
@@ -261,6 +262,40 @@ def test_what_is_not_known_is_not_equal(bench: Any) -> None:
     del runs["plain-3"]
     found = bench.judged(runs, SEEDS)
     assert (found["equal"], found["verdict"]) == (None, "Not finished: plain-3.")
+
+
+@pytest.mark.parametrize(("after", "gains"), [(0.95, True), (1.05, True), (1.0, False)])
+def test_changed_maths_is_worth_the_updates_that_the_fast_recipe_needs_for_as_much(
+    bench: Any, after: float, gains: bool
+) -> None:
+    def loss(seed: int, updates: float) -> float:
+        return 4 + 0.01 * seed - (0.5 * math.log(updates) if gains else 0)
+
+    runs = runs_of([3.0, 3.1, 3.2], [loss(seed, 1.0) for seed in SEEDS])
+    for seed in SEEDS:
+        runs[f"changed-{seed}"] = {"final_loss": loss(seed, after), "validation_loss": None}
+        runs[f"shorter-{seed}"] = {"final_loss": loss(seed, 0.9), "validation_loss": None}
+    found = bench.worth(runs, SEEDS, speed_up=1.2)
+    assert found["final_loss"]["share"] == (pytest.approx(after) if gains else None)
+    assert found["at_equal_loss"] == (pytest.approx(1.2 * after) if gains else None)
+    assert (f"{after:.1%} of the updates" if gains else "is not known") in found["words"]
+    assert found["validation_loss"]["gap"] is None
+    del runs["changed-2"]
+    assert bench.worth(runs, SEEDS, speed_up=1.2)["at_equal_loss"] is None
+
+
+def test_a_changed_recipe_is_run_beside_and_weighed(
+    command: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "changed.json").write_text(json.dumps({"rungs": ["tied-weights", "bf16"], "micro_batch": 2}))
+    more = ("--changed", f"{tmp_path}/changed.json", "--steps", "10", "--speed-up", "1.5")
+    _, record, made = command(capsys, *more)
+    assert made == [f"{side}-{seed}" for seed in (1, 2) for side in ("plain", "fast", "changed", "shorter")]
+    assert [record["runs"][f"{side}-1"]["order"]["steps"] for side in ("fast", "changed", "shorter")] == [10, 10, 9]
+    assert record["recipes"]["changed"] == ["tied-weights", "bf16"]
+    assert record["recipes"]["shorter"] == record["recipes"]["fast"]
+    assert 0 < abs(record["worth"]["final_loss"]["gap"]) < 0.1
+    assert command(capsys, "--speed-up", "1.5")[0] == 2
 
 
 @pytest.mark.long
