@@ -49,6 +49,7 @@ from redline.engine.findings import Watch
 from redline.engine.flop_counter import Counter as FlopCounter
 from redline.engine.inspect_trace import FirstNan, Seen, Trace, has_nan, place, tracing
 from redline.engine.inspect_walk import Made, noting_places, starred, walked
+from redline.engine.replaced import replaced
 from redline.engine.worker import leave_with_parent
 from redline.model.python_adapter import (
     checkpoint_blocks,
@@ -443,17 +444,6 @@ def kept(run: Callable[[], torch.Tensor], known: set[int]) -> int:
     return sum(storage.nbytes() for storage in storages.values())
 
 
-class _Whole(nn.Module):
-    """Model and loss as one module, so that other tensors can take the place of the model's."""
-
-    def __init__(self, subject: Subject) -> None:
-        super().__init__()
-        self.model, self.loss = subject.model, subject.loss
-
-    def forward(self, batch: Any) -> torch.Tensor:
-        return self.loss(batch)
-
-
 def with_sizes_only(subject: Subject, size: int, measure: Callable[[Callable[[], torch.Tensor], set[int]], Any]) -> Any:
     """`measure(run, known storages)` with tensors that hold no numbers: a large model costs nothing. Code that looks at
     a value cannot run so; then the numbers are real."""
@@ -468,11 +458,10 @@ def with_sizes_only(subject: Subject, size: int, measure: Callable[[Callable[[],
 
 
 def _measured(subject: Subject, batch: Any, measure: Any, convert: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    whole = _Whole(subject)
-    tensors = {name: convert(tensor) for name, tensor in (*whole.named_parameters(), *whole.named_buffers())}
     inputs = tree_map(convert, batch)
-    known = {tensor.untyped_storage()._cdata for tensor in (*tensors.values(), *tree_leaves(inputs))}
-    return measure(lambda: torch.func.functional_call(whole, tensors, (inputs,)), known)
+    with replaced(subject.model, convert) as tensors:
+        known = {tensor.untyped_storage()._cdata for tensor in (*tensors, *tree_leaves(inputs))}
+        return measure(lambda: subject.loss(inputs), known)
 
 
 if __name__ == "__main__":

@@ -459,6 +459,51 @@ def test_shared_weights_are_told_and_counted_once(write: Callable[[str], Path]) 
     assert untied.shape.parameters - tied.shape.parameters == 64 * 16 + 64
 
 
+TWO_NAMES = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(12, 24), nn.BatchNorm1d(24), nn.Linear(24, 5)
+        self.net = nn.Sequential(self.up, self.norm, nn.ReLU(), self.down)
+
+    def forward(self, x):
+        return self.net(x)
+
+def net():
+    return Net()
+
+def make_batch(size, seed):
+    x = torch.randn(size, 12, generator=torch.Generator().manual_seed(seed))
+    return x, x[:, :5].argmax(1)
+"""
+
+
+def test_a_module_of_two_names_is_traced_as_one_of_one_name(write: Callable[[str], Path]) -> None:
+    once = TWO_NAMES.replace("return self.net(x)", "return self.down(self.norm(self.up(x)).relu())")
+    once = "\n".join(line for line in once.splitlines() if "self.net =" not in line)
+    two, one = traced(f"{write(TWO_NAMES)}:net"), traced(f"{write(once)}:net")
+    for field in ("parameters", "flops_forward", "flops_backward", "saved", "batch_bytes"):
+        assert getattr(two, field) == getattr(one, field), field
+
+
+def test_a_block_that_is_listed_again_and_again_is_traced_as_one_that_is_called_so(
+    write: Callable[[str], Path],
+) -> None:
+    text = TWO_NAMES.replace(
+        "self.net = nn.Sequential(self.up, self.norm, nn.ReLU(), self.down)", "self.blocks = BLOCKS"
+    )
+    text = text.replace("return self.net(x)", "for block in LIST: x = block(x)\n        return self.down(self.up(x))")
+    again = text.replace("BLOCKS", "nn.ModuleList([nn.Linear(12, 12)] * 3)").replace("LIST", "self.blocks")
+    looped = text.replace("BLOCKS", "nn.Linear(12, 12)").replace("LIST", "[self.blocks] * 3")
+    listed, called = traced(f"{write(again)}:net"), traced(f"{write(looped)}:net")
+    assert (listed.parameters, listed.flops) == (called.parameters, called.flops)
+    ways = ("bf16", "naive", "none")
+    assert listed.saved_bytes(*ways) == called.saved_bytes(*ways)
+
+
 def test_a_model_that_looks_at_values_is_traced_with_values(write: Callable[[str], Path]) -> None:
     plain = traced(f"{write(PLANTED.replace('.item()', ''))}:net")
     looks = traced(f"{write(PLANTED)}:net")
