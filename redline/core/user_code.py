@@ -34,7 +34,7 @@ from types import ModuleType
 from typing import Any
 
 from redline.core.errors import UserError
-from redline.core.known_fixes import known_fix
+from redline.core.known_fixes import DEVICE_ASSERT, known_fix
 from redline.core.traced import SAMPLE
 from redline.core.units import counted
 from redline.core.workload import Source, check_positive
@@ -288,20 +288,49 @@ def blaming(
     except UserError:
         raise
     except (Exception, SystemExit) as error:
-        line, fix = users_line(error, file, anywhere=True), known_fix(error)
-        whose = own_file(function) or file
-        if line is None and isinstance(error, TypeError) and function is not None:
-            line = definition(function, whose)
-            fix = f"let it take what it is given: it is called as {call}" if line and call else fix
-        if line is None and inspect.isbuiltin(function):
-            fix = fix or f"take a function of your own for {function.__name__}"
-        if isinstance(error, ImportError):
-            fix = import_fix(error, file)
-        raise UserError(
-            f"{what if isinstance(what, str) else what(error)} raised {type(error).__name__}: {first_line(error)}",
-            f"it happened at {line}" if line else "no line of the file was running",
-            fix or ("mend that line" if line else f"mend {Path(whose).name}"),
-        ) from error
+        line = users_line(error, file, anywhere=True)
+        whose = what if isinstance(what, str) else what(error)
+        raise blamed(error, line, file, whose, function, call) from error
+
+
+def blamed(
+    error: BaseException,
+    line: str | None,
+    file: str,
+    what: str,
+    function: Callable[..., Any] | None = None,
+    call: str | None = None,
+) -> UserError:
+    """What was raised, as problem, why and fix. `line`: the user's own that was running, as `users_line` found it."""
+    fix, whose = known_fix(error), own_file(function) or file
+    if line is None and isinstance(error, TypeError) and function is not None:
+        line = definition(function, whose)
+        fix = f"let it take what it is given: it is called as {call}" if line and call else fix
+    if line is None and inspect.isbuiltin(function):
+        fix = fix or f"take a function of your own for {function.__name__}"
+    if isinstance(error, ImportError):
+        fix = import_fix(error, file)
+    return UserError(
+        f"{what} raised {type(error).__name__}: {first_line(error)}",
+        f"it happened at {line}" if line else "no line of the file was running",
+        fix or ("mend that line" if line else f"mend {Path(whose).name}"),
+    )
+
+
+def raised_in(file: str, error: BaseException, what: str) -> UserError | None:
+    """The same of a run that may be compiled and on a GPU; None where the file is not to blame."""
+    if DEVICE_ASSERT in str(error):
+        found = blamed(error, None, file, what)
+        return UserError(found.problem, "a GPU tells it later than it happens, so that no line can be named", found.fix)
+    line = users_line(error, file)
+    return None if line is None or is_ours(error) else blamed(error, line, file, what)
+
+
+def is_ours(error: BaseException) -> bool:
+    """Whether of all code that is not a library's, redline's own was running: then it is no mistake of the user's."""
+    files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
+    last = next((file for file in reversed(files) if file.startswith(PACKAGE) or is_own(Path(file))), "")
+    return last.startswith(PACKAGE) and not getattr(error, "real_stack", ())
 
 
 def import_fix(error: ImportError, file: str) -> str | None:
@@ -329,6 +358,9 @@ def users_line(error: BaseException, file: str, anywhere: bool = False) -> str |
     folder, frames = users_folder(file), traceback.extract_tb(error.__traceback__)
     while frames and frames[0].filename == __file__:
         del frames[0]
+    frames.extend(
+        getattr(error, "real_stack", ())
+    )  # of code that torch.compile was reading, and Python was not running
     running = [(frame, Path(frame.filename)) for frame in reversed(frames[1:])]  # the first is of whoever asks
     own = [(frame, path) for frame, path in running if is_own(path) and (anywhere or folder in path.parents)]
     for frame, path in own or [(frame, path) for frame, path in running if str(path) == file]:

@@ -32,7 +32,7 @@ from redline.core.hardware import Hardware
 from redline.core.plan import Plan
 from redline.core.recipe import Recipe
 from redline.core.traced import Traced
-from redline.core.user_code import check_neighbours, load_functions, load_module, neighbours
+from redline.core.user_code import PACKAGE, check_neighbours, load_functions, load_module, neighbours, raised_in
 from redline.core.values import from_json, to_json
 from redline.core.workload import Shape, Source, Workload
 from redline.data.batches import stream_batches
@@ -1005,6 +1005,106 @@ def test_a_run_that_was_cut_goes_on_to_the_same_bits(
     assert {"1.running_mean", "0.weight"} <= whole.keys()
     for name, tensor in whole.items():
         assert torch.equal(tensor, cut[name]), name
+
+
+RAISES_LATE = """
+import torch
+from torch import nn
+
+class Net(nn.Linear):
+    calls = 0
+
+    def forward(self, x):
+        Net.calls += 1
+        FORWARD
+        return super().forward(x)
+
+def net():
+    return Net(3, 3)
+
+def make_batch(size, seed):
+    BATCH
+    return torch.ones(size, 3), torch.zeros(size, dtype=torch.int64)
+"""
+UNDER_WAY = {  # (in forward, in make_batch), and the line that is told
+    "forward": ("if Net.calls > CALLS: raise ConnectionError('late')", "pass", "model.py:10: if Net.calls"),
+    "evaluation": ("if not self.training: [][0]", "pass", "model.py:10: if not self.training: [][0]"),
+    "exit": ("if Net.calls > CALLS: raise SystemExit(0)", "pass", "model.py:10: if Net.calls"),
+    "batch": ("pass", "if seed > 1341: open('gone')", "model.py:17: if seed > 1341: open('gone')"),
+}
+
+
+@pytest.mark.parametrize("name", UNDER_WAY)
+def test_what_a_file_raises_under_way_is_told_with_its_line(
+    name: str, here: Path, write: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    forward, batch, line = UNDER_WAY[name]
+    looks = 2 * 20  # more calls than an inspection makes
+    text = RAISES_LATE.replace("FORWARD", forward.replace("CALLS", str(looks))).replace("BATCH", batch)
+    words = f"{write(text)}:net"
+    often = ("--steps", 60, "--cycle", 2, "--checkpoint-every", 2, "--eval-every", 4, "--out", "run")
+    assert main(["train", words, *map(str, (*PLAIN, *often)), "--json"]) == 1
+    out, shown = capsys.readouterr()
+    problem, why, fix = shown.splitlines()[-3:]
+    assert problem.startswith("problem: ")
+    assert f"it happened at {line}" in why
+    assert "and start a new run" in fix
+    assert (out, "Traceback" in shown) == ("", False)
+    saved = sorted((here / "run" / "checkpoints").iterdir())
+    assert f"{Path('run', 'checkpoints', saved[-1].name)} was saved before" in why
+    told = json.loads((here / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert (told["kind"], told["ended"]) == ("end", "failed")
+
+
+def test_code_that_the_compiler_was_reading_is_named(write: Callable[[str], Path]) -> None:
+    """Dynamo reads it without running it: no frame is left of it, but a list of its lines."""
+    text = RAISES_LATE.replace("FORWARD", "x @ torch.zeros(7, 7)").replace("BATCH", "pass")
+    found = find_python_file(f"{write(text)}:net")
+    assert found is not None
+    compiled = torch.compile(load_functions(found.source).factory(), backend="eager", fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.TorchDynamoException) as raised:
+        compiled(torch.ones(2, 3))
+    mistake = raised_in(str(found.path), raised.value, "training")
+    assert mistake is not None
+    assert "model.py:10: x @ torch.zeros(7, 7)" in mistake.why
+
+
+def test_an_index_out_of_range_on_a_gpu_names_no_line(write: Callable[[str], Path]) -> None:
+    """The line that runs when it is told has nothing to do with it."""
+    mistake = raised_in("model.py", RuntimeError("CUDA error: device-side assert triggered"), "training")
+    assert mistake is not None
+    assert "no line can be named" in mistake.why
+    assert "CUDA_LAUNCH_BLOCKING=1" in mistake.fix
+
+
+def test_the_traceback_of_a_failed_run_is_shown_to_whoever_asks(
+    here: Path, write: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(RAISES_LATE.replace("FORWARD", "if not self.training: [][1]").replace("BATCH", "pass"))
+    assert main(["train", f"{path}:net", *map(str, PLAIN), "--steps", "2", "--debug"]) == 1
+    shown = capsys.readouterr().err
+    assert "Traceback" in shown
+    assert "IndexError: list index out of range" in shown
+
+
+def test_a_mistake_of_ours_stays_a_traceback(
+    here: Path, write: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though a line of the file was running when ours was called."""
+    text = RAISES_LATE.replace("FORWARD", "self.inner(x)").replace("BATCH", "pass")
+    path = write(text.replace("return Net(3, 3)", "net = Net(3, 3)\n    net.inner = nn.Identity()\n    return net"))
+    namespace: dict[str, Any] = {}
+    exec(compile("def ours(*_):\n    1 / 0\n", f"{PACKAGE}/model/ours.py", "exec"), namespace)
+    build_own = PythonAdapter.build
+
+    def build_broken(self: PythonAdapter, plan: Plan, device: torch.device) -> nn.Module:
+        model = build_own(self, plan, device)
+        model.get_submodule("inner").register_forward_hook(namespace["ours"])
+        return model
+
+    monkeypatch.setattr(PythonAdapter, "build", build_broken)
+    with pytest.raises(ZeroDivisionError):
+        main(["train", f"{path}:net", *map(str, PLAIN), "--steps", "2"])
 
 
 def test_a_run_does_not_go_on_with_another_file(
