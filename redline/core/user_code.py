@@ -33,7 +33,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from redline.core.errors import UserError
+from redline.core.errors import ModelError, UserError
 from redline.core.known_fixes import DEVICE_ASSERT, known_fix
 from redline.core.traced import SAMPLE
 from redline.core.units import counted
@@ -42,6 +42,7 @@ from redline.core.workload import Source, check_positive
 PACKAGE = str(Path(__file__).resolve().parents[1])
 STANDARD_LIBRARY = sysconfig.get_path("stdlib") + os.sep
 INIT = "__init__.py"
+IGNORED = -100  # cross-entropy's ignore_index: such targets count for nothing
 GENERATED = ("<frozen ", "<string>", "<eval")  # names of code without a file; what is typed in has such, too
 
 
@@ -268,6 +269,27 @@ def users_folder(file: str) -> Path:
         return home_of(Path(file), Path(file).read_bytes()).folder
     except (OSError, UserError):
         return Path(file).parent
+
+
+def check_targets(targets: Any, classes: int, functions: Functions) -> None:
+    """Before cross-entropy meets them: it knows neither who made them nor how many classes there are. Every batch of a
+    file comes by here, while its tensors are on the host."""
+    least, most = targets.aminmax() if targets.numel() else (0, 0)  # one pass, which is all that most batches cost
+    if least >= 0 and most < classes:
+        return
+    wrong = (targets >= classes) | ((targets < 0) & (targets != IGNORED))
+    if not wrong.any():
+        return
+    counted, first = targets[targets != IGNORED], targets[wrong][0].item()
+    line = definition(functions.make_batch, functions.file)
+    least, most = counted.min().item(), counted.max().item()
+    raise ModelError(
+        f"{functions.batch_name} for {functions.words} gives the target {first}, and the model has {classes} classes",
+        f"its logits are for classes 0 to {classes - 1}, and the targets go from {least} to {most}"
+        f"{f'; they are made at {line}' if line else ''}",
+        f"let {functions.batch_name} give targets of 0 to {classes - 1}"
+        + (f", or the head {most + 1} outputs or more" if most >= classes else ""),
+    )
 
 
 # whose fault it was

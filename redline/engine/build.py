@@ -18,6 +18,7 @@ import torch._functorch.config as functorch
 from torch import nn
 
 from redline.core.plan import Plan
+from redline.core.traced import Traced
 from redline.core.workload import Workload
 from redline.data.batches import Batches, TokenBatches, stream_batches, worker_context
 from redline.data.made import MadeBatches
@@ -77,8 +78,8 @@ def build(
 def batches_of(workload: Workload, micro_batch: int, tokens: Path, ranks: Ranks) -> Batches:
     place, parts = ranks.place, ranks.layout.data
     own: dict[str, Any] = {"seed": workload.seed, "micro_batch": micro_batch, "rank": place.data, "ranks": parts}
-    if not workload.reads_text:
-        return MadeBatches(source=workload.source, **own)
+    if isinstance(workload.shape, Traced):
+        return MadeBatches(source=workload.source, classes=workload.shape.classes, **own)
     return TokenBatches(path=tokens, sequence=workload.shape.sequence, **own)
 
 

@@ -53,10 +53,12 @@ from redline.engine.replaced import replaced
 from redline.engine.worker import leave_with_parent
 from redline.model.python_adapter import (
     checkpoint_blocks,
+    classes_of,
     dropout_rates,
     find_loss,
     functional_dropout_off,
     held,
+    logits_of,
     loss_function,
     make_model,
     silence_dropout,
@@ -136,6 +138,7 @@ def look_at(functions: Functions, model: nn.Module, made: Made, seed: int) -> Tr
         **counted,
         **described_by(functions),
         loss=subject.kind,
+        classes=classes_in(subject),
         batch_bytes=sum(leaf.nbytes for leaf in tree_leaves(batches[SMALL])) // SMALL,
         dropout=tuple(rates),
         random=random,
@@ -156,6 +159,15 @@ class Subject:
     @property
     def loss(self) -> Callable[[Any], torch.Tensor]:
         return loss_function(self.functions, self.model, self.kind)
+
+
+def classes_in(subject: Subject) -> int | None:
+    """That its targets are of; None where no cross-entropy of ours is taken."""
+    if subject.kind != "cross-entropy":
+        return None
+    inputs, targets = subject.batches[SMALL]
+    with kept_buffers(subject.model), torch.no_grad():
+        return classes_of(logits_of(subject.model(inputs)), targets)
 
 
 def repeatable_batch(functions: Functions, size: int, seed: int) -> Any:

@@ -233,7 +233,8 @@ def open_data(order: TrainOrder, emit: Emit) -> Data:
     """Checked before anything is built: whole, unchanged, and of the model's tokenizer."""
     folder, workload = Path(order.data), order.workload
     if isinstance(workload.shape, Traced):
-        return MadeData(source=workload.source, imports=workload.shape.imports)
+        traced = workload.shape
+        return MadeData(source=workload.source, imports=traced.imports, classes=traced.classes)
     opened = open_text if (folder / TEXT_FILE).exists() else open_dataset
     return opened(
         folder,
@@ -286,7 +287,7 @@ def open_whole(
     """Of whole global batches."""
     if isinstance(data, MadeData):
         return MadeLoader(
-            data.source,
+            data,
             seed=order.workload.seed,
             global_batch=order.settings.global_batch,
             device=device,
@@ -311,7 +312,7 @@ def validation_batches(order: TrainOrder, data: Data, device: torch.device) -> I
     makes them from seeds of their own. The micro batch of the session changes none of them: the trainer cuts them."""
     size, count = order.settings.eval_batch, order.settings.eval_batches
     if isinstance(data, MadeData):
-        yield from made_validation(data.source, seed=order.workload.seed, micro_batch=size, count=count, device=device)
+        yield from made_validation(data, seed=order.workload.seed, micro_batch=size, count=count, device=device)
         return
     if data.val is None or data.val.tokens <= order.workload.shape.sequence:
         return

@@ -30,6 +30,7 @@ from redline.core.user_code import (
     assignment,
     blaming,
     check_neighbours,
+    check_targets,
     definition,
     described,
     load_functions,
@@ -42,7 +43,6 @@ Loss = Callable[[Any], torch.Tensor]
 """Of a whole batch, as the file's make_batch returned it."""
 FUNCTIONAL_DROPOUT = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
 LONGEST_VALUE = 60  # characters of a user's expression that a fix repeats
-IGNORED = -100  # cross-entropy's ignore_index: such targets count for nothing
 TARGETS = ("target", "targets", "label", "labels", "y")
 
 
@@ -407,7 +407,7 @@ def cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 def check_logits(logits: Any, targets: torch.Tensor, functions: Functions) -> str:
     if are_logits(logits, targets):
-        check_targets(logits, targets, functions)
+        check_targets(targets, classes_of(logits, targets), functions)
         return "cross-entropy"
     raise UserError(
         f"{functions.words} returned {described(logits)} for targets of {described(targets)}",
@@ -417,22 +417,9 @@ def check_logits(logits: Any, targets: torch.Tensor, functions: Functions) -> st
     )
 
 
-def check_targets(logits: torch.Tensor, targets: torch.Tensor, functions: Functions) -> None:
-    """Before cross-entropy meets them: it knows neither who made them nor how many classes there are."""
-    classes = logits.size(-1) if logits.shape[:-1] == targets.shape else logits.size(1)
-    counted = targets[targets != IGNORED]
-    wrong = counted[(counted < 0) | (counted >= classes)]
-    if not wrong.numel():
-        return
-    line = definition(functions.make_batch, functions.file)
-    raise UserError(
-        f"{functions.batch_name} for {functions.words} gives the target {wrong[0].item()}, and the model has {classes} "
-        "classes",
-        f"its logits are for classes 0 to {classes - 1}, and the targets go from {counted.min().item()} to "
-        f"{counted.max().item()}{f'; they are made at {line}' if line else ''}",
-        f"let {functions.batch_name} give targets of 0 to {classes - 1}"
-        + (f", or the head {counted.max().item() + 1} outputs or more" if counted.max() >= classes else ""),
-    )
+def classes_of(logits: torch.Tensor, targets: torch.Tensor) -> int:
+    """Of logits that `are_logits` takes."""
+    return logits.size(-1) if logits.shape[:-1] == targets.shape else logits.size(1)
 
 
 def how_to_take_logits(found: Any, targets: torch.Tensor, file: str) -> str:

@@ -981,6 +981,26 @@ def test_a_worker_names_the_users_line(tmp_path: Path, write: Callable[[str], Pa
     assert failure.reason == "ZeroDivisionError: division by zero (at model.py:2: return 1 / 0)"
 
 
+@pytest.mark.parametrize(
+    "use",
+    [("ladder", "--rungs", "none", "--micro-batch", 4, "--device", "cpu"), ("train", "--steps", 8, *PLAIN)],
+    ids=["ladder", "train"],
+)
+def test_a_target_that_an_inspection_does_not_meet_is_told(
+    use: tuple[Any, ...], here: Path, write: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of batches of two and four, none has it; targets that count for nothing may be anywhere."""
+    late = "torch.tensor([-100, 2, 1, 3 if seed > 1339 else 0])[torch.arange(size) % 4]"
+    name, *options = map(str, use)
+    path = write(GOOD.replace("torch.zeros(size, dtype=torch.int64)", late) + f"# for {name}\n")
+    code = {"ladder": 2, "train": 1}[name]
+    assert main([name, f"{path}:net", *options, "--out", "run"]) == code
+    problem, why, fix = capsys.readouterr().err.splitlines()[-3:]
+    assert problem == "problem: make_batch for model.py:net gives the target 3, and the model has 3 classes"
+    assert "the targets go from 1 to 3; they are made at model.py:5: def make_batch(size, seed):" in why
+    assert "targets of 0 to 2, or the head 4 outputs or more" in fix
+
+
 # --- training ---------------------------------------------------------------------------------------------------------
 
 
