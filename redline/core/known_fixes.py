@@ -30,6 +30,7 @@ FIXES: tuple[tuple[str, str], ...] = (
         r"all tensors to be on the same device|is not on the expected device",
         "make tensors where the input is: device=x.device, or register_buffer",
     ),
+    (r"modified by an inplace operation", "make a new tensor where that one is changed: x = x + 1, not x += 1"),
     (DEVICE_ASSERT, "look for an index out of range: CUDA_LAUNCH_BLOCKING=1, or --device cpu, names the line"),
     (r"maximum recursion depth", "end the calls that go round in circles there"),
 )

@@ -1408,6 +1408,63 @@ MISTAKES = {
         "model.py:5: def loss(model, x, y):",
         "the whole batch, not model, x and y",
     ),
+    "logits-without-gradient": (
+        "def net():\n    return nn.Linear(3, 3)",
+        "class Net(nn.Linear):\n    @torch.no_grad()\n    def forward(self, x):\n        return super().forward(x)\n"
+        "def net():\n    return Net(3, 3)",
+        "the logits of model.py:net carry no gradient",
+        "they come from model.py:5: def forward(self, x):",
+    ),
+    "changed-in-place": (
+        "def make_batch",
+        "def loss(model, batch):\n    kept = model(batch[0]).sigmoid()\n    kept += 1\n    return kept.mean()\n"
+        "def make_batch",
+        "the backward pass of model.py:net raised RuntimeError: one of the variables needed for gradient",
+        "it fails at what came from model.py:6: kept = model(batch[0]).sigmoid()",
+        "x = x + 1, not x += 1",
+    ),
+    "sparse": (
+        "def net():\n    return nn.Linear(3, 3)",
+        "class Net(nn.EmbeddingBag):\n    def forward(self, x):\n        return super().forward(x.long())\n"
+        "def net():\n    return nn.Sequential(Net(9, 3, sparse=True))",
+        "model.py:net has a sparse gradient: that of 0.weight",
+        "dense gradients; the layer is made at model.py:7: return nn.Sequential(Net(9, 3, sparse=True))",
+        "take sparse=True out",
+    ),
+    "sparse-by-a-function": (
+        "def net():\n    return nn.Linear(3, 3)",
+        "class Net(nn.Linear):\n    def forward(self, x):\n"
+        "        return nn.functional.embedding(x[:, 0].long(), self.weight, sparse=True)\n"
+        "def net():\n    return Net(3, 3, bias=False)",
+        "model.py:net has a sparse gradient: that of weight",
+        "take sparse=True out",
+    ),
+    "meta": (
+        "nn.Linear(3, 3)",
+        "nn.Linear(3, 3, device='meta')",
+        "model.py:net has no numbers in weight",
+        "meta device",
+        "make it on the host in net()",
+    ),
+    "complex": (
+        "nn.Linear(3, 3)",
+        "nn.Linear(3, 3, dtype=torch.complex64)",
+        "not float32: weight (complex64) and 1 more",
+        "keep weight as torch.view_as_real(...) of it",
+    ),
+    "async": (
+        "def net()",
+        "async def net()",
+        "model.py:net is an async function",
+        "it is defined at model.py:3",
+        "write `def net()` there",
+    ),
+    "interrupts-itself": (
+        "return nn.Linear(3, 3)",
+        "raise KeyboardInterrupt",
+        "model.py raised KeyboardInterrupt",
+        "model.py:4: raise KeyboardInterrupt",
+    ),
     "leaves": (
         "import torch\n",
         "import torch, sys; sys.exit(3)\n",
