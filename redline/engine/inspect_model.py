@@ -248,10 +248,13 @@ def look_once(subject: Subject, made: Made) -> dict[str, Any]:
     """Forward and backward with values: lines that wait, lines that draw, attention, products."""
     small, large = subject.batches[SMALL], subject.batches[LARGE]
     # The watch comes last, so that the lines it blames are the user's and not ours.
-    with sdpa_kernel(SDPBackend.MATH), tracing(subject.model) as trace, Watch(torch.device("cpu")) as watch:
-        loss = subject.loss(small)
-        with blaming_forward(subject):
-            loss.backward()
+    with (
+        blaming_forward(subject),
+        sdpa_kernel(SDPBackend.MATH),
+        tracing(subject.model) as trace,
+        Watch(torch.device("cpu")) as watch,
+    ):
+        subject.loss(small).backward()
     check_gradients(subject, made)
     with sdpa_kernel(SDPBackend.MATH), tracing(subject.model) as larger, torch.no_grad():
         subject.loss(large)
