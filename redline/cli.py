@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from redline import __version__
-from redline.commands.common import EXIT_DONE, EXIT_INTERRUPTED, EXIT_MISTAKE
-from redline.core.errors import UserError
+from redline.commands.common import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_MISTAKE
+from redline.core.errors import FailedRunError, UserError
 
 DESCRIPTION = "Finds out how fast a machine can train a GPT, gets it there, and proves that nothing broke on the way."
 COMMANDS = {  # in the order of --help: the file in redline/commands, and its function add_NAME
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             traceback.print_exc()
         for label, text in error.lines():
             print(f"{label + ':':9}{' '.join(text.splitlines())}", file=sys.stderr)
-        return EXIT_MISTAKE
+        return EXIT_FAILED if isinstance(error, FailedRunError) else EXIT_MISTAKE
     except KeyboardInterrupt:
         if own:
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # we are leaving: a second one has nothing to add

@@ -10,8 +10,7 @@ computes again is not counted. That is the convention of MFU (docs/flops.md).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from redline.engine import flop_counter
+from redline.engine.replaced import replaced
 
 CONVENTION = "matmuls of forward and backward as counted, full attention square, nothing that is computed again"
 aten = torch.ops.aten
@@ -121,46 +121,16 @@ def _is_on_gpu(leaf: Any) -> bool:
 
 
 def _count(function: Callable[..., Any], model: nn.Module, given: tuple[Any, Any], convert: Any) -> Count:
+    def own(tensor: torch.Tensor) -> torch.Tensor:
+        """Gradients go to it, and not to the model's."""
+        found = convert(tensor)
+        return nn.Parameter(found, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else found
+
     with torch.random.fork_rng(devices=[]), torch.compiler.set_stance("force_eager"):
         inputs, words = tree_map(convert, given)
-        with replaced(model, convert), Counter() as counter:
+        with replaced(model, own), Counter() as counter:
             result = function(*inputs, **words)
             outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
             if outputs:
                 torch.autograd.backward([output.sum() for output in outputs])
         return Count(int(counter.get_total_flops()), counter.uncounted)
-
-
-@contextmanager
-def replaced(model: nn.Module, faked: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
-    """Fake parameters and buffers take the place of the real ones, a shared one once; gradients go to them."""
-    own: dict[int, Any] = {}
-    recurrent = [(each, _second_lists(each)) for each in model.modules() if isinstance(each, nn.RNNBase)]
-    places = [(module, name, tensor) for module in model.modules() for name, tensor in _held(module)]
-    for module, name, tensor in places:
-        if id(tensor) not in own:
-            fake = faked(tensor)
-            own[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
-        _table(module, tensor)[name] = own[id(tensor)]
-    try:
-        yield
-    finally:
-        for module, name, tensor in places:
-            _table(module, tensor)[name] = tensor
-        for module, lists in recurrent:
-            module.__dict__.update(lists)
-
-
-def _second_lists(module: nn.RNNBase) -> dict[str, Any]:
-    """nn.LSTM and its kin list their weights a second time, and list them anew, in other memory on a GPU, once they see
-    that these are others: put back as they were, nothing of that happens to the real ones."""
-    return {name: module.__dict__[name] for name in ("_flat_weights", "_flat_weight_refs") if name in module.__dict__}
-
-
-def _held(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    tables = (module._parameters, module._buffers)
-    return [(name, tensor) for table in tables for name, tensor in table.items() if tensor is not None]
-
-
-def _table(module: nn.Module, tensor: torch.Tensor) -> dict[str, Any]:
-    return module._parameters if isinstance(tensor, nn.Parameter) else module._buffers

@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from redline.api.loss import Loss, loss_of_call, name_of
-from redline.api.prepare import TO_FP32, check_module, check_unfrozen
+from redline.api.prepare import HOST, TO_FP32, check_module, check_unfrozen
 from redline.api.raised import file_of
 from redline.commands import lint as lint_command
 from redline.commands.estimate import check_options
@@ -33,7 +33,7 @@ from redline.core.user_code import Functions, described
 from redline.core.workload import Workload
 from redline.engine.inspect_model import look_at
 from redline.engine.inspect_walk import starred, walked
-from redline.model.python_adapter import check_fp32, functional_dropout_off, takes_inputs_only
+from redline.model.python_adapter import check_filled, check_fp32, functional_dropout_off, takes_inputs_only
 from redline.predict.traced_estimate import traced_document
 from redline.predict.traced_lint import findings_of, traced_lint_document
 from redline.workloads.python_file import PythonFile, python_workload, without_autocast
@@ -112,6 +112,7 @@ def live_workload(model: nn.Module, traced: Traced) -> Workload:
 def trace_module(model: nn.Module, batch: Any, loss: Loss | None) -> Traced:
     """The module itself is left alone: a copy of it, on the host, is looked at."""
     check_unfrozen(model)
+    check_filled(model, type(model).__name__, HOST)
     check_fp32(model, type(model).__name__, TO_FP32)
     functions = Functions(
         file=file_of(type(model)),

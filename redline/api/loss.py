@@ -25,8 +25,10 @@ from redline.model.python_adapter import (
     called,
     check_loss,
     cross_entropy,
+    cross_entropy_line,
     has_part,
     is_pair,
+    key_of_loss,
     logits_of,
     part,
     takes_inputs_only,
@@ -74,16 +76,22 @@ def loss_of_call(model: nn.Module, batch: Any, inputs_only: bool) -> torch.Tenso
     if isinstance(loss, torch.Tensor) and loss.dim() == 0:
         return loss
     why = f"called with the batch it returned {described(found)}, which is no scalar and has no loss in it"
-    raise UserError("the model gives no loss", why, how_to_give(found, batch))
+    raise UserError("the model gives no loss", why, how_to_give(found, batch, call_of(batch)))
 
 
-def how_to_give(found: Any, batch: Any) -> str:
-    """A loss for such a batch, as a user writes it: of the next token where it can only be that."""
+def how_to_give(found: Any, batch: Any, call: str) -> str:
+    """A loss for such a batch, as a user writes it: a part of what came back, of the targets, or of the next token,
+    where it can only be that. `call`: what returned `found`."""
     write = "give one: loss=lambda model, batch: "
+    if (key := key_of_loss(found)) is not None:
+        return f"{write}{call}[{key!r}]"
     if is_pair(batch):
-        return f"{write}F.mse_loss(model(batch[0]), batch[1])"
-    call, ids = call_of(batch), batch if isinstance(batch, torch.Tensor) else None
-    if ids is not None and ids.dim() == 2 and are_logits(found, ids):
+        targets = batch[1]
+        line = cross_entropy_line(found, targets, call)
+        if line is None and isinstance(found, torch.Tensor) and found.shape == targets.shape:
+            line = f"F.mse_loss({call}, batch[1])"
+        return f"{write}{line or f'my_loss({call}, batch[1]), one number'}"
+    if isinstance(batch, torch.Tensor) and batch.dim() == 2 and are_logits(found, batch):
         return f"{write}F.cross_entropy({call}[:, :-1].flatten(0, 1), batch[:, 1:].flatten())"
     return f"{write}my_loss({call}, ...), one number"
 
@@ -92,4 +100,4 @@ def loss_of_logits(logits: Any, targets: torch.Tensor) -> torch.Tensor:
     if are_logits(logits, targets):
         return cross_entropy(logits, targets)
     why = f"it returned {described(logits)} for targets of {described(targets)}, and cross-entropy takes classes"
-    raise UserError("the model gives no loss", why, how_to_give(logits, (None, targets)))
+    raise UserError("the model gives no loss", why, how_to_give(logits, (None, targets), "model(batch[0])"))

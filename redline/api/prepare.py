@@ -31,13 +31,14 @@ from redline.engine.memory import is_out_of_memory
 from redline.engine.probe import probe
 from redline.engine.step import TrainStep
 from redline.model.adapter import LossOf
-from redline.model.python_adapter import check_fp32, check_sized
+from redline.model.python_adapter import check_dense, check_filled, check_fp32, check_sized
 from redline.optim import build_optimizer, settings_for
 from redline.rungs import LADDER, find_rung, plan_of
 from redline.rungs.ladder import check_alternatives
 from redline.rungs.optimizers import FUSED_ADAMW
 from redline.workloads.resolve import BY_SIZE
 
+HOST = "make the model where it is to run"
 TO_FP32 = "pass model.float(), and batches of float32"
 Rate = float | Callable[[int], float]
 
@@ -101,7 +102,9 @@ def prepare(
 ) -> Prepared:
     check_module(model)
     check_unfrozen(model)
+    check_filled(model, type(model).__name__, HOST)
     check_fp32(model, type(model).__name__, TO_FP32)
+    check_dense(model, type(model).__name__)
     check_rate(learning_rate)
     if device is not None:
         move_to(model, device)

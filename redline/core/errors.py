@@ -24,6 +24,10 @@ class ModelError(UserError):
     """A mistake in the model itself: no recipe can be measured, whatever it does."""
 
 
+class FailedRunError(UserError):
+    """A mistake in a user's file that ended a run under way. The exit code is 1, as of every run that failed."""
+
+
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> UserError:
     """An unknown name is answered with the nearest known one and the whole list."""
     known = list(known)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 
+DEVICE_ASSERT = "device-side assert"
 # What an error says -> what to do; groups of the pattern stand in the fix.
 FIXES: tuple[tuple[str, str], ...] = (
     (
@@ -29,6 +30,8 @@ FIXES: tuple[tuple[str, str], ...] = (
         r"all tensors to be on the same device|is not on the expected device",
         "make tensors where the input is: device=x.device, or register_buffer",
     ),
+    (r"modified by an inplace operation", "make a new tensor where that one is changed: x = x + 1, not x += 1"),
+    (DEVICE_ASSERT, "look for an index out of range: CUDA_LAUNCH_BLOCKING=1, or --device cpu, names the line"),
     (r"maximum recursion depth", "end the calls that go round in circles there"),
 )
 

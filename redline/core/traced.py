@@ -153,6 +153,8 @@ class Traced:
     loss: str
     """'own': the file's; 'model': the model returns it; 'attribute': the model returns an object with .loss;
     'cross-entropy': of the logits that the model returns."""
+    classes: int | None = None
+    """Of those logits: what targets may be."""
     batch_bytes: int
     """Of one sample."""
     flops_forward: Line

@@ -33,8 +33,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from redline.core.errors import UserError
-from redline.core.known_fixes import known_fix
+from redline.core.errors import ModelError, UserError
+from redline.core.known_fixes import DEVICE_ASSERT, known_fix
 from redline.core.traced import SAMPLE
 from redline.core.units import counted
 from redline.core.workload import Source, check_positive
@@ -42,6 +42,7 @@ from redline.core.workload import Source, check_positive
 PACKAGE = str(Path(__file__).resolve().parents[1])
 STANDARD_LIBRARY = sysconfig.get_path("stdlib") + os.sep
 INIT = "__init__.py"
+IGNORED = -100  # cross-entropy's ignore_index: such targets count for nothing
 GENERATED = ("<frozen ", "<string>", "<eval")  # names of code without a file; what is typed in has such, too
 
 
@@ -270,6 +271,27 @@ def users_folder(file: str) -> Path:
         return Path(file).parent
 
 
+def check_targets(targets: Any, classes: int, functions: Functions) -> None:
+    """Before cross-entropy meets them: it knows neither who made them nor how many classes there are. Every batch of a
+    file comes by here, while its tensors are on the host."""
+    least, most = targets.aminmax() if targets.numel() else (0, 0)  # one pass, which is all that most batches cost
+    if least >= 0 and most < classes:
+        return
+    wrong = (targets >= classes) | ((targets < 0) & (targets != IGNORED))
+    if not wrong.any():
+        return
+    counted, first = targets[targets != IGNORED], targets[wrong][0].item()
+    line = definition(functions.make_batch, functions.file)
+    least, most = counted.min().item(), counted.max().item()
+    raise ModelError(
+        f"{functions.batch_name} for {functions.words} gives the target {first}, and the model has {classes} classes",
+        f"its logits are for classes 0 to {classes - 1}, and the targets go from {least} to {most}"
+        f"{f'; they are made at {line}' if line else ''}",
+        f"let {functions.batch_name} give targets of 0 to {classes - 1}"
+        + (f", or the head {most + 1} outputs or more" if most >= classes else ""),
+    )
+
+
 # whose fault it was
 
 
@@ -288,20 +310,49 @@ def blaming(
     except UserError:
         raise
     except (Exception, SystemExit) as error:
-        line, fix = users_line(error, file, anywhere=True), known_fix(error)
-        whose = own_file(function) or file
-        if line is None and isinstance(error, TypeError) and function is not None:
-            line = definition(function, whose)
-            fix = f"let it take what it is given: it is called as {call}" if line and call else fix
-        if line is None and inspect.isbuiltin(function):
-            fix = fix or f"take a function of your own for {function.__name__}"
-        if isinstance(error, ImportError):
-            fix = import_fix(error, file)
-        raise UserError(
-            f"{what if isinstance(what, str) else what(error)} raised {type(error).__name__}: {first_line(error)}",
-            f"it happened at {line}" if line else "no line of the file was running",
-            fix or ("mend that line" if line else f"mend {Path(whose).name}"),
-        ) from error
+        line = users_line(error, file, anywhere=True)
+        whose = what if isinstance(what, str) else what(error)
+        raise blamed(error, line, file, whose, function, call) from error
+
+
+def blamed(
+    error: BaseException,
+    line: str | None,
+    file: str,
+    what: str,
+    function: Callable[..., Any] | None = None,
+    call: str | None = None,
+) -> UserError:
+    """What was raised, as problem, why and fix. `line`: the user's own that was running, as `users_line` found it."""
+    fix, whose = known_fix(error), own_file(function) or file
+    if line is None and isinstance(error, TypeError) and function is not None:
+        line = definition(function, whose)
+        fix = f"let it take what it is given: it is called as {call}" if line and call else fix
+    if line is None and inspect.isbuiltin(function):
+        fix = fix or f"take a function of your own for {function.__name__}"
+    if isinstance(error, ImportError):
+        fix = import_fix(error, file)
+    return UserError(
+        f"{what} raised {type(error).__name__}: {first_line(error)}",
+        f"it happened at {line}" if line else "no line of the file was running",
+        fix or ("mend that line" if line else f"mend {Path(whose).name}"),
+    )
+
+
+def raised_in(file: str, error: BaseException, what: str) -> UserError | None:
+    """The same of a run that may be compiled and on a GPU; None where the file is not to blame."""
+    if DEVICE_ASSERT in str(error):
+        found = blamed(error, None, file, what)
+        return UserError(found.problem, "a GPU tells it later than it happens, so that no line can be named", found.fix)
+    line = users_line(error, file)
+    return None if line is None or is_ours(error) else blamed(error, line, file, what)
+
+
+def is_ours(error: BaseException) -> bool:
+    """Whether of all code that is not a library's, redline's own was running: then it is no mistake of the user's."""
+    files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
+    last = next((file for file in reversed(files) if file.startswith(PACKAGE) or is_own(Path(file))), "")
+    return last.startswith(PACKAGE) and not getattr(error, "real_stack", ())
 
 
 def import_fix(error: ImportError, file: str) -> str | None:
@@ -329,6 +380,9 @@ def users_line(error: BaseException, file: str, anywhere: bool = False) -> str |
     folder, frames = users_folder(file), traceback.extract_tb(error.__traceback__)
     while frames and frames[0].filename == __file__:
         del frames[0]
+    frames.extend(
+        getattr(error, "real_stack", ())
+    )  # of code that torch.compile was reading, and Python was not running
     running = [(frame, Path(frame.filename)) for frame in reversed(frames[1:])]  # the first is of whoever asks
     own = [(frame, path) for frame, path in running if is_own(path) and (anywhere or folder in path.parents)]
     for frame, path in own or [(frame, path) for frame, path in running if str(path) == file]:

@@ -18,7 +18,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from redline.core.errors import UserError
-from redline.core.user_code import Functions, blaming, described, is_numpy, load_functions
+from redline.core.user_code import Functions, blaming, check_targets, described, is_numpy, load_functions
 from redline.core.workload import Source
 from redline.data.batches import Batches, moved, stream_batches
 
@@ -34,9 +34,13 @@ class MadeBatches(Batches):
     rank: int = 0
     ranks: int = 1
     """Every rank makes the whole batch and keeps its own rows."""
+    classes: int | None = None
+    """What the second of a pair, its targets, may be; None: nobody knows."""
 
     def __getitem__(self, index: int) -> Any:
         whole = make_batch(self.functions, self.ranks * self.micro_batch, self.seed + index)
+        if self.classes is not None:
+            check_targets(whole[1], self.classes, self.functions)
         if self.ranks == 1:
             return whole
         return tree_map(lambda leaf: leaf[self.rank * self.micro_batch :][: self.micro_batch], whole)
@@ -89,10 +93,10 @@ def _is_part(leaf: Any, size: int) -> bool:
 
 
 def validation_batches(
-    source: Source, *, seed: int, micro_batch: int, count: int, device: torch.device
+    data: MadeData, *, seed: int, micro_batch: int, count: int, device: torch.device
 ) -> Iterator[Any]:
     """Of seeds that no training step has."""
-    batches = MadeBatches(source=source, seed=seed + VALIDATION_SEEDS, micro_batch=micro_batch)
+    batches = data.batches(seed=seed + VALIDATION_SEEDS, micro_batch=micro_batch)
     for index in range(count):
         yield moved(batches[index], device)
 
@@ -103,6 +107,10 @@ class MadeData:
 
     source: Source
     imports: dict[str, str]
+    classes: int | None = None
+
+    def batches(self, *, seed: int, micro_batch: int) -> MadeBatches:
+        return MadeBatches(source=self.source, seed=seed, micro_batch=micro_batch, classes=self.classes)
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -117,9 +125,9 @@ class MadeLoader:
     documents = 0  # nothing here is one
 
     def __init__(
-        self, source: Source, *, seed: int, global_batch: int, device: torch.device, workers: int, position: int
+        self, data: MadeData, *, seed: int, global_batch: int, device: torch.device, workers: int, position: int
     ) -> None:
-        batches = MadeBatches(source=source, seed=seed, micro_batch=global_batch)
+        batches = data.batches(seed=seed, micro_batch=global_batch)
         self._stream = stream_batches(batches, device, workers, start=position // global_batch)
         self.waited_seconds = 0.0
 

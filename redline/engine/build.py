@@ -18,11 +18,13 @@ import torch._functorch.config as functorch
 from torch import nn
 
 from redline.core.plan import Plan
+from redline.core.traced import Traced
 from redline.core.workload import Workload
 from redline.data.batches import Batches, TokenBatches, stream_batches, worker_context
 from redline.data.made import MadeBatches
 from redline.engine.distributed import Ranks, alone
 from redline.engine.pipeline import Pipelined, build_stage
+from redline.engine.replaced import replaced
 from redline.engine.shard import fill, is_cut, is_pipelined, share
 from redline.engine.step import TrainStep
 from redline.model.adapter import Adapter, LossOf, adapter_of
@@ -76,8 +78,8 @@ def build(
 def batches_of(workload: Workload, micro_batch: int, tokens: Path, ranks: Ranks) -> Batches:
     place, parts = ranks.place, ranks.layout.data
     own: dict[str, Any] = {"seed": workload.seed, "micro_batch": micro_batch, "rank": place.data, "ranks": parts}
-    if not workload.reads_text:
-        return MadeBatches(source=workload.source, **own)
+    if isinstance(workload.shape, Traced):
+        return MadeBatches(source=workload.source, classes=workload.shape.classes, **own)
     return TokenBatches(path=tokens, sequence=workload.shape.sequence, **own)
 
 
@@ -169,27 +171,23 @@ def pin_attention(backend: str) -> None:
     torch.backends.cuda.enable_math_sdp(backend == "naive")
 
 
-class Widened(nn.Module):
+def in_fp32(model: nn.Module, loss_of: LossOf) -> LossOf:
     """A loss in fp32 of a model whose weights are stored in bf16: copies take the weights' place for one pass, and the
     gradients are rounded on their way to the stored ones. Slow, and what a recipe with bf16 weights is held against."""
 
-    def __init__(self, model: nn.Module, loss_of: LossOf) -> None:
-        super().__init__()
-        self.model, self.loss_of = model, loss_of
+    def wide(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.float() if tensor.is_floating_point() else tensor
 
-    def forward(self, *batch: torch.Tensor) -> torch.Tensor:
-        return self.loss_of(*batch)
+    def run(*batch: torch.Tensor) -> torch.Tensor:
+        with replaced(model, wide):
+            return loss_of(*batch)
 
-    def in_fp32(self, *batch: torch.Tensor) -> torch.Tensor:
-        stored = (*self.named_parameters(), *self.named_buffers())
-        wide = {name: tensor.float() for name, tensor in stored if tensor.is_floating_point()}
-        loss: torch.Tensor = torch.func.functional_call(self, wide, batch)
-        return loss
+    return run
 
 
 def plain_loss(adapter: Adapter, model: nn.Module, plan: Plan) -> LossOf:
     loss_of = adapter.loss_of(model, plan)
-    return Widened(model, loss_of).in_fp32 if plan.weights == "bf16" and plan.autocast is None else loss_of
+    return in_fp32(model, loss_of) if plan.weights == "bf16" and plan.autocast is None else loss_of
 
 
 def compile_loss(loss_of: LossOf, plan: Plan) -> LossOf:

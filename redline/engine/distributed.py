@@ -36,7 +36,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from torch.distributed.rendezvous import rendezvous
 
-from redline.core.errors import UserError
+from redline.core.errors import FailedRunError, UserError
 from redline.core.layout import Layout, Place
 from redline.core.rank_processes import RANK_PID_FILE
 
@@ -399,7 +399,7 @@ def recorded(ranks: Ranks) -> Iterator[None]:
             raise
         time.sleep(MISTAKE_SECONDS)  # the agent ends this rank meanwhile, where rank 0 has found the same
         record_failure(error)
-        raise SystemExit(EXIT_MISTAKE) from error
+        raise SystemExit(1 if isinstance(error, FailedRunError) else EXIT_MISTAKE) from error
     except Exception as error:
         ranks.tell_end(f"rank {ranks.rank} failed: {type(error).__name__}: {error}")
         record_failure(error)

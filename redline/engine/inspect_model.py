@@ -13,11 +13,13 @@ import inspect
 import json
 import linecache
 import math
+import re
 import sys
 import threading
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -35,9 +37,11 @@ from redline.core.traced import TOKEN, Attention, Line, Place, Product, Saved, S
 from redline.core.user_code import (
     PACKAGE,
     Functions,
+    blamed,
     blaming,
     definition,
     first_line,
+    is_own,
     load_functions,
     neighbours,
     users_line,
@@ -49,16 +53,20 @@ from redline.engine.findings import Watch
 from redline.engine.flop_counter import Counter as FlopCounter
 from redline.engine.inspect_trace import FirstNan, Seen, Trace, has_nan, place, tracing
 from redline.engine.inspect_walk import Made, noting_places, starred, walked
+from redline.engine.replaced import replaced
 from redline.engine.worker import leave_with_parent
 from redline.model.python_adapter import (
     checkpoint_blocks,
+    classes_of,
     dropout_rates,
     find_loss,
     functional_dropout_off,
     held,
+    logits_of,
     loss_function,
     make_model,
     silence_dropout,
+    sparse_gradient,
 )
 from redline.workloads.shapes import shape_of
 
@@ -75,6 +83,10 @@ def main(order: Path, answer: Path) -> int:
         found: dict[str, Any] = {"traced": to_json(inspect_model(from_json(Source, asked["source"]), asked["seed"]))}
     except UserError as error:
         found = {"mistake": [error.problem, error.why, error.fix]}
+    except KeyboardInterrupt as error:  # of the user's code: after Ctrl-C nobody is there to read the answer
+        file = asked["source"]["file"]
+        mistake = blamed(error, users_line(error, file, anywhere=True), file, f"{Path(file).name}")
+        found = {"mistake": [mistake.problem, mistake.why, mistake.fix]}
     write_atomically(answer, json.dumps(found))
     return 0
 
@@ -135,6 +147,7 @@ def look_at(functions: Functions, model: nn.Module, made: Made, seed: int) -> Tr
         **counted,
         **described_by(functions),
         loss=subject.kind,
+        classes=classes_in(subject),
         batch_bytes=sum(leaf.nbytes for leaf in tree_leaves(batches[SMALL])) // SMALL,
         dropout=tuple(rates),
         random=random,
@@ -155,6 +168,15 @@ class Subject:
     @property
     def loss(self) -> Callable[[Any], torch.Tensor]:
         return loss_function(self.functions, self.model, self.kind)
+
+
+def classes_in(subject: Subject) -> int | None:
+    """That its targets are of; None where no cross-entropy of ours is taken."""
+    if subject.kind != "cross-entropy":
+        return None
+    inputs, targets = subject.batches[SMALL]
+    with kept_buffers(subject.model), torch.no_grad():
+        return classes_of(logits_of(subject.model(inputs)), targets)
 
 
 def repeatable_batch(functions: Functions, size: int, seed: int) -> Any:
@@ -219,16 +241,21 @@ def why_nan(subject: Subject) -> str:
         subject.loss(subject.batches[SMALL])
     if first.place is None:
         return "no line of the file was running when the first NaN came about"
-    text = linecache.getline(first.place.file, first.place.line).strip()
-    return f"the first NaN comes about at {first.place}: {text}".rstrip(": ")
+    return f"the first NaN comes about at {with_text(first.place)}"
 
 
 def look_once(subject: Subject, made: Made) -> dict[str, Any]:
     """Forward and backward with values: lines that wait, lines that draw, attention, products."""
     small, large = subject.batches[SMALL], subject.batches[LARGE]
     # The watch comes last, so that the lines it blames are the user's and not ours.
-    with sdpa_kernel(SDPBackend.MATH), tracing(subject.model) as trace, Watch(torch.device("cpu")) as watch:
+    with (
+        blaming_forward(subject),
+        sdpa_kernel(SDPBackend.MATH),
+        tracing(subject.model) as trace,
+        Watch(torch.device("cpu")) as watch,
+    ):
         subject.loss(small).backward()
+    check_gradients(subject, made)
     with sdpa_kernel(SDPBackend.MATH), tracing(subject.model) as larger, torch.no_grad():
         subject.loss(large)
     subject.model.zero_grad(set_to_none=True)
@@ -250,6 +277,52 @@ def look_once(subject: Subject, made: Made) -> dict[str, Any]:
         "products": products,
         "products_left_out": left_out,
     }
+
+
+@contextmanager
+def blaming_forward(subject: Subject) -> Iterator[None]:
+    """A backward pass runs no line of the file. Where it raises, torch can tell in a second one from which line of the
+    forward pass the operation came."""
+    try:
+        yield
+    except Exception as error:
+        if users_line(error, subject.functions.file, anywhere=True) is not None:
+            raise
+        line = failing_line(subject)
+        if line is None:
+            raise
+        mistake = blamed(error, line, subject.functions.file, f"the backward pass of {subject.functions.words}")
+        raise UserError(mistake.problem, f"it fails at what came from {line}", mistake.fix) from error
+
+
+def failing_line(subject: Subject) -> str | None:
+    with (
+        kept_buffers(subject.model),
+        warnings.catch_warnings(record=True) as told,
+        suppress(Exception),
+        torch.autograd.set_detect_anomaly(True, check_nan=False),
+    ):
+        warnings.simplefilter("always")
+        subject.loss(subject.batches[SMALL]).backward()
+    frames = [found for each in told for found in re.findall(r'File "(.+)", line (\d+)', str(each.message))]
+    for file, number in reversed(frames):
+        if file.startswith(PACKAGE):  # what lies beyond is whoever called us
+            return None
+        if is_own(Path(file)):
+            return with_text(Place(file=file, line=int(number)))
+    return None
+
+
+def check_gradients(subject: Subject, made: Made) -> None:
+    """As they are after a backward pass: a layer of the user's own may call F.embedding(..., sparse=True)."""
+    for name, parameter in subject.model.named_parameters():
+        if parameter.grad is not None and parameter.grad.layout is not torch.strided:
+            place = made.get(subject.model.get_submodule(name.rpartition(".")[0]))
+            raise sparse_gradient(subject.functions.words, name, None if place is None else with_text(place))
+
+
+def with_text(place: Place) -> str:
+    return f"{place}: {linecache.getline(place.file, place.line).strip()}".rstrip(": ")
 
 
 def attention_drops(subject: Subject, rates: dict[str, float]) -> bool:
@@ -443,17 +516,6 @@ def kept(run: Callable[[], torch.Tensor], known: set[int]) -> int:
     return sum(storage.nbytes() for storage in storages.values())
 
 
-class _Whole(nn.Module):
-    """Model and loss as one module, so that other tensors can take the place of the model's."""
-
-    def __init__(self, subject: Subject) -> None:
-        super().__init__()
-        self.model, self.loss = subject.model, subject.loss
-
-    def forward(self, batch: Any) -> torch.Tensor:
-        return self.loss(batch)
-
-
 def with_sizes_only(subject: Subject, size: int, measure: Callable[[Callable[[], torch.Tensor], set[int]], Any]) -> Any:
     """`measure(run, known storages)` with tensors that hold no numbers: a large model costs nothing. Code that looks at
     a value cannot run so; then the numbers are real."""
@@ -468,11 +530,10 @@ def with_sizes_only(subject: Subject, size: int, measure: Callable[[Callable[[],
 
 
 def _measured(subject: Subject, batch: Any, measure: Any, convert: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    whole = _Whole(subject)
-    tensors = {name: convert(tensor) for name, tensor in (*whole.named_parameters(), *whole.named_buffers())}
     inputs = tree_map(convert, batch)
-    known = {tensor.untyped_storage()._cdata for tensor in (*tensors.values(), *tree_leaves(inputs))}
-    return measure(lambda: torch.func.functional_call(whole, tensors, (inputs,)), known)
+    with replaced(subject.model, convert) as tensors:
+        known = {tensor.untyped_storage()._cdata for tensor in (*tensors, *tree_leaves(inputs))}
+        return measure(lambda: subject.loss(inputs), known)
 
 
 if __name__ == "__main__":

@@ -25,14 +25,15 @@ import torch
 from torch import nn
 
 from redline.core.checkpoints import STATE_FILE, list_checkpoints, order_of
-from redline.core.errors import UserError
+from redline.core.errors import FailedRunError, UserError
 from redline.core.hardware import Hardware
 from redline.core.layout import Layout
 from redline.core.plan import ADAMWS, Plan
 from redline.core.recipe import Recipe
 from redline.core.traced import Traced
-from redline.core.training import TrainSettings
+from redline.core.training import TrainSettings, resume_command
 from redline.core.units import counted
+from redline.core.user_code import raised_in
 from redline.core.values import from_json, to_json
 from redline.core.workload import BUILT_IN, Shape, Source, Workload
 from redline.data.batches import BatchSource
@@ -63,6 +64,7 @@ from redline.workloads import resolve_workload
 
 SAMPLE_TOKENS = 60
 STREAM_WORKERS = 2  # tokenising in the training process itself would stop the device for it
+LOST_WORKER = "DataLoader worker"  # torch's words: raised by a signal, wherever the code happens to be
 SMALLER = "a smaller --micro-batch makes the same updates"
 
 
@@ -138,21 +140,39 @@ def train(order: TrainOrder, emit: Emit, ranks: Ranks | None = None) -> dict[str
         why, reason = "diverged", str(error)
     except NotSavedError as error:
         why, reason = "failed", str(error)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
+        if (mistake := mistake_in_file(error, order, trainer)) is not None:
+            raise mistake from error
         why, reason = "failed", known_failure(error, order, plan)
         if reason is None:
             raise
     return {**summary_of(trainer, why), "reason": reason}
 
 
-def known_failure(error: Exception, order: TrainOrder, plan: Plan) -> str | None:
+def mistake_in_file(error: BaseException, order: TrainOrder, trainer: Trainer) -> FailedRunError | None:
+    """What a user's own file raised under way, with its line. None where it is nobody's mistake, or ours."""
+    source = order.workload.source
+    if source.file is None or is_out_of_memory(error) or LOST_WORKER in str(error):
+        return None
+    what = f"training {Path(source.file).name}:{source.factory}"
+    mistake = error if isinstance(error, UserError) else raised_in(source.file, error, what)
+    if mistake is None:
+        return None
+    saved = newest_checkpoint(trainer.store.folder, trainer.progress.updates)
+    stays = f"; {saved} was saved before" if saved else ""
+    ranks = "" if order.layout is None else order.layout.options()
+    go_on = f"; if the cause lies elsewhere, go on: {resume_command(order.out, ranks)}" if saved else ""
+    return FailedRunError(mistake.problem, f"{mistake.why}{stays}", f"{mistake.fix}, and start a new run{go_on}")
+
+
+def known_failure(error: BaseException, order: TrainOrder, plan: Plan) -> str | None:
     """What ends a run without being anybody's mistake; None for everything else."""
     if is_out_of_memory(error):
         size = order.settings.micro_batch
         ways = [SMALLER] if size > 1 else ways_to_less_memory(order, plan)
         told = f" ({'; '.join(ways)})" if ways else ""
         return f"out of memory with micro batches of {counted(size, 'sequence')}{told}"
-    if isinstance(error, (ConnectionError, EOFError)) or "DataLoader worker" in str(error):
+    if isinstance(error, (ConnectionError, EOFError)) or LOST_WORKER in str(error):
         text = str(error).splitlines()[0] if str(error) else type(error).__name__
         return f"a process of the loader died ({text}): killed, or out of memory on the host"
     return None
@@ -213,7 +233,8 @@ def open_data(order: TrainOrder, emit: Emit) -> Data:
     """Checked before anything is built: whole, unchanged, and of the model's tokenizer."""
     folder, workload = Path(order.data), order.workload
     if isinstance(workload.shape, Traced):
-        return MadeData(source=workload.source, imports=workload.shape.imports)
+        traced = workload.shape
+        return MadeData(source=workload.source, imports=traced.imports, classes=traced.classes)
     opened = open_text if (folder / TEXT_FILE).exists() else open_dataset
     return opened(
         folder,
@@ -266,7 +287,7 @@ def open_whole(
     """Of whole global batches."""
     if isinstance(data, MadeData):
         return MadeLoader(
-            data.source,
+            data,
             seed=order.workload.seed,
             global_batch=order.settings.global_batch,
             device=device,
@@ -291,7 +312,7 @@ def validation_batches(order: TrainOrder, data: Data, device: torch.device) -> I
     makes them from seeds of their own. The micro batch of the session changes none of them: the trainer cuts them."""
     size, count = order.settings.eval_batch, order.settings.eval_batches
     if isinstance(data, MadeData):
-        yield from made_validation(data.source, seed=order.workload.seed, micro_batch=size, count=count, device=device)
+        yield from made_validation(data, seed=order.workload.seed, micro_batch=size, count=count, device=device)
         return
     if data.val is None or data.val.tokens <= order.workload.shape.sequence:
         return

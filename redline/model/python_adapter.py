@@ -30,9 +30,11 @@ from redline.core.user_code import (
     assignment,
     blaming,
     check_neighbours,
+    check_targets,
     definition,
     described,
     load_functions,
+    own_file,
     ran_in,
 )
 from redline.core.workload import Workload
@@ -42,7 +44,6 @@ Loss = Callable[[Any], torch.Tensor]
 """Of a whole batch, as the file's make_batch returned it."""
 FUNCTIONAL_DROPOUT = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
 LONGEST_VALUE = 60  # characters of a user's expression that a fix repeats
-IGNORED = -100  # cross-entropy's ignore_index: such targets count for nothing
 TARGETS = ("target", "targets", "label", "labels", "y")
 
 
@@ -136,6 +137,7 @@ def make_model(functions: Functions, seed: int) -> nn.Module:
         )
     check_trainable(model, functions)
     check_sized(model, functions.words, f"in {functions.name}(), before it is returned")
+    check_filled(model, functions.words, f"make it on the host in {functions.name}()")
     check_fp32(
         model, functions.words, f"let {functions.name}() return model.float(), and {functions.batch_name} float32"
     )
@@ -204,6 +206,17 @@ def check_sized(model: nn.Module, what: str, where: str) -> None:
     )
 
 
+def check_filled(model: nn.Module, what: str, fix: str) -> None:
+    """Tensors of the meta device have sizes and no numbers."""
+    name = next((name for name, tensor in held(model) if tensor.is_meta), None)
+    if name is not None:
+        raise UserError(
+            f"{what} has no numbers in {name}",
+            "it is on the meta device, which keeps sizes alone, and a step starts from weights that were drawn",
+            f"{fix}, without torch.device('meta')",
+        )
+
+
 def check_fp32(model: nn.Module, what: str, fix: str) -> None:
     """Those that are trained: frozen ones may be of any type, such as the codes of quantised layers."""
     trained = [(name, each.dtype) for name, each in model.named_parameters() if each.requires_grad]
@@ -211,11 +224,28 @@ def check_fp32(model: nn.Module, what: str, fix: str) -> None:
     if not wrong:
         return
     name, dtype = wrong[0]
+    if dtype.is_complex:
+        fix = f"keep {name} as torch.view_as_real(...) of it, and take torch.view_as_complex(...) of that in forward"
     more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
     raise UserError(
         f"{what} has parameters that are not float32: {name} ({str(dtype).removeprefix('torch.')}){more}",
         "weights are trained in float32, which every recipe is compared with; fewer bits are a recipe's choice (bf16)",
         fix,
+    )
+
+
+def check_dense(model: nn.Module, what: str) -> None:
+    """Layers that say beforehand that their gradients will be sparse."""
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight.requires_grad:
+            raise sparse_gradient(what, f"{name}.weight".lstrip("."))
+
+
+def sparse_gradient(what: str, name: str, made: str | None = None) -> UserError:
+    return UserError(
+        f"{what} has a sparse gradient: that of {name}",
+        f"AdamW and clipping take dense gradients{f'; the layer is made at {made}' if made else ''}",
+        "take sparse=True out",
     )
 
 
@@ -310,7 +340,10 @@ def find_loss(functions: Functions, model: nn.Module, batch: Any) -> str:
     given = "model(batch[0])" if is_pair(batch) and takes_inputs_only(model) else call_of(batch)
     with blaming(functions.file, f"the forward pass of {functions.words}", type(model).forward, given):
         if is_pair(batch) and takes_inputs_only(model):
-            return check_logits(logits_of(model(batch[0])), batch[1], functions)
+            logits = logits_of(model(batch[0]))
+            kind = check_logits(logits, batch[1], functions)
+            check_gradient(logits, model, functions)
+            return kind
         found = called(model, batch)
     if has_part(found, "loss"):
         check_loss(part(found, "loss"), f"the loss in what {functions.words} returns", f"{call_of(batch)}.loss")
@@ -407,7 +440,7 @@ def cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 def check_logits(logits: Any, targets: torch.Tensor, functions: Functions) -> str:
     if are_logits(logits, targets):
-        check_targets(logits, targets, functions)
+        check_targets(targets, classes_of(logits, targets), functions)
         return "cross-entropy"
     raise UserError(
         f"{functions.words} returned {described(logits)} for targets of {described(targets)}",
@@ -417,34 +450,39 @@ def check_logits(logits: Any, targets: torch.Tensor, functions: Functions) -> st
     )
 
 
-def check_targets(logits: torch.Tensor, targets: torch.Tensor, functions: Functions) -> None:
-    """Before cross-entropy meets them: it knows neither who made them nor how many classes there are."""
-    classes = logits.size(-1) if logits.shape[:-1] == targets.shape else logits.size(1)
-    counted = targets[targets != IGNORED]
-    wrong = counted[(counted < 0) | (counted >= classes)]
-    if not wrong.numel():
+def check_gradient(logits: torch.Tensor, model: nn.Module, functions: Functions) -> None:
+    if logits.requires_grad:
         return
-    line = definition(functions.make_batch, functions.file)
+    line = definition(type(model).forward, own_file(type(model).forward) or functions.file)
     raise UserError(
-        f"{functions.batch_name} for {functions.words} gives the target {wrong[0].item()}, and the model has {classes} "
-        "classes",
-        f"its logits are for classes 0 to {classes - 1}, and the targets go from {counted.min().item()} to "
-        f"{counted.max().item()}{f'; they are made at {line}' if line else ''}",
-        f"let {functions.batch_name} give targets of 0 to {classes - 1}"
-        + (f", or the head {counted.max().item() + 1} outputs or more" if counted.max() >= classes else ""),
+        f"the logits of {functions.words} carry no gradient",
+        "they do not depend on the parameters, or were cut off from them by no_grad(), inference_mode() or detach()"
+        + (f"; they come from {line}" if line else ""),
+        "let forward return them as the layers gave them",
     )
 
 
+def classes_of(logits: torch.Tensor, targets: torch.Tensor) -> int:
+    """Of logits that `are_logits` takes."""
+    return logits.size(-1) if logits.shape[:-1] == targets.shape else logits.size(1)
+
+
 def how_to_take_logits(found: Any, targets: torch.Tensor, file: str) -> str:
-    """A tuple, as of a model that hands its cache on as well: where one of its elements would do, it is named."""
     write = f"write `def loss(model, batch)` into {file}"
+    line = cross_entropy_line(found, targets, "model(batch[0])")
+    return f"{write}: it returns the mean loss of a batch" if line is None else f"{write}: `return {line}`"
+
+
+def cross_entropy_line(found: Any, targets: torch.Tensor, call: str) -> str | None:
+    """Of a tuple, as of a model that hands its cache on as well: where one of its elements would do, it is named.
+    `call`: what returned it, as a user writes it."""
     several = enumerate(found) if isinstance(found, (tuple, list)) else ()
     key = next((key for key, each in several if are_logits(each, targets)), None)
     if key is None:
-        return f"{write}: it returns the mean loss of a batch"
+        return None
     flat = found[key].shape[:-1] == targets.shape
     logits, classes = (".flatten(0, -2)", ".flatten()") if flat else ("", "")  # else they are second, as F takes them
-    return f"{write}: `return F.cross_entropy(model(batch[0])[{key}].float(){logits}, batch[1]{classes})`"
+    return f"F.cross_entropy({call}[{key}].float(){logits}, batch[1]{classes})"
 
 
 def check_loss(found: Any, what: str, call: str) -> None:
@@ -468,14 +506,19 @@ def is_scalar(found: Any) -> bool:
     return isinstance(found, torch.Tensor) and found.dim() == 0 and found.is_floating_point()
 
 
-def how_to_return(found: Any, call: str) -> str:
-    """Where a part of what came back is a loss, it is named."""
+def key_of_loss(found: Any) -> Any:
+    """Of the first loss among the parts of what a model returned; None: there is none."""
     parts: list[tuple[Any, Any]] = []
     if isinstance(found, (tuple, list)):
         parts = list(enumerate(found))
     elif isinstance(found, dict):
         parts = list(found.items())
-    key = next((key for key, part in parts if is_scalar(part) and part.requires_grad), None)
+    return next((key for key, part in parts if is_scalar(part) and part.requires_grad), None)
+
+
+def how_to_return(found: Any, call: str) -> str:
+    """Where a part of what came back is a loss, it is named."""
+    key = key_of_loss(found)
     if not call.startswith("model"):  # there is a loss() already
         if key is not None:
             return f"let {call} return element [{key!r}] of that alone"

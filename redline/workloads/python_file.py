@@ -69,6 +69,12 @@ def find_python_file(words: str) -> PythonFile | None:
     if not names.star and name not in names.bound:
         known = names.makers or ("none: the file defines no function without arguments",)
         raise unknown_name(f"function in {path.name}", name, known)
+    if (line := names.later.get(name)) is not None:
+        raise UserError(
+            f"{path.name}:{name} is an async function",
+            f"a call of it gives no model, and nobody waits for one; it is defined at {path.name}:{line}",
+            f"write `def {name}()` there",
+        )
     if not names.star and not {f"{name}_batch", "make_batch"} & names.bound:
         raise UserError(
             f"{path.name} makes no batches",
@@ -101,6 +107,8 @@ class _Names:
     """What could make a model: functions without arguments; classes where there is none."""
     star: bool
     """`from ... import *`: nobody knows without running it."""
+    later: dict[str, int]
+    """Functions that are async, and their lines."""
 
 
 def _top_level(path: Path, data: bytes) -> _Names:
@@ -110,12 +118,15 @@ def _top_level(path: Path, data: bytes) -> _Names:
         line = f"{path.name}:{error.lineno}: {(error.text or '').strip()}" if isinstance(error, SyntaxError) else ""
         why = error.msg if isinstance(error, SyntaxError) else str(error)
         raise UserError(f"{path.name} is not Python", f"{why} at {line}" if line else why, "mend that line") from error
-    bound, star = set[str](), False
+    bound, star, later = set[str](), False, dict[str, int]()
     functions, classes = list[ast.FunctionDef](), list[ast.ClassDef]()
     for node in _statements(tree.body):
         if isinstance(node, ast.FunctionDef):
             bound.add(node.name)
             functions.append(node)
+        elif isinstance(node, ast.AsyncFunctionDef):
+            bound.add(node.name)
+            later[node.name] = node.lineno
         elif isinstance(node, ast.ClassDef):
             bound.add(node.name)
             classes.append(node)
@@ -126,7 +137,8 @@ def _top_level(path: Path, data: bytes) -> _Names:
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             bound |= {name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)}
     makers = [node.name for node in functions if _is_free(node.name, bound) and _may_make(node.args)]
-    return _Names(bound, makers or [node.name for node in classes if _is_free(node.name, bound) and _makes(node)], star)
+    makers = makers or [node.name for node in classes if _is_free(node.name, bound) and _makes(node)]
+    return _Names(bound, makers, star, later)
 
 
 def _is_free(name: str, bound: set[str]) -> bool:

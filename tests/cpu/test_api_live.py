@@ -430,6 +430,41 @@ def test_a_missing_loss_is_written_for_the_batch_that_was_given(batch: Any, writ
     assert "samples were taken" not in refusal(model, torch.zeros(2, 20, dtype=torch.int64))
 
 
+class Several(nn.Module):
+    """Returns more than its loss, or more than its logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return self.head(x), x
+
+
+class SeveralWithLoss(Several):
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
+        logits = self.head(x)
+        return F.cross_entropy(logits, y), logits
+
+
+@pytest.mark.parametrize(
+    ("model", "written"),
+    [
+        (Several(), "F.cross_entropy(model(batch[0])[0].float().flatten(0, -2), batch[1].flatten())"),
+        (SeveralWithLoss(), "model(*batch)[0]"),
+    ],
+    ids=["logits", "loss"],
+)
+def test_a_loss_in_a_tuple_is_pointed_at_and_the_line_works(model: nn.Module, written: str) -> None:
+    batch = torch.randn(5, 4), torch.arange(5) % 3
+    with pytest.raises(UserError) as raised:
+        redline.prepare(model, [], learning_rate=1e-3).step(batch)
+    assert raised.value.fix == f"give one: loss=lambda model, batch: {written}"
+    loss = eval(f"lambda model, batch: {written}", {"F": F})
+    found = redline.prepare(model, [], learning_rate=1e-3, loss=loss).step(batch)
+    assert found.item() == pytest.approx(F.cross_entropy(model.head(batch[0]), batch[1]).item(), rel=0.1)
+
+
 def refusal(model: nn.Module, batch: Any) -> str:
     with pytest.raises(UserError) as raised:
         redline.estimate(model, batch=batch)

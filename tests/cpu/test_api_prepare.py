@@ -410,6 +410,21 @@ def test_parameters_without_a_size_or_not_in_fp32_are_refused(batch) -> None:
     redline.prepare(model, ["bf16", "fused-adamw"]).step(batch)
 
 
+def test_weights_without_numbers_and_sparse_gradients_are_refused() -> None:
+    with pytest.raises(UserError, match="Linear has no numbers in weight") as caught:
+        redline.prepare(nn.Linear(8, 5, device="meta"), [])
+    assert "meta device" in caught.value.why
+    for layer in (nn.Embedding(9, 5, sparse=True), nn.EmbeddingBag(9, 5, sparse=True)):
+        with pytest.raises(UserError, match=r"Sequential has a sparse gradient: that of 0\.weight") as caught:
+            redline.prepare(nn.Sequential(layer), [])
+        assert caught.value.fix == "take sparse=True out"
+        ids = torch.zeros(4, 3, dtype=torch.int64)
+        with pytest.raises(UserError, match=r"Sequential has a sparse gradient: that of 0\.weight"):
+            redline.lint(nn.Sequential(layer), batch=ids, loss=lambda model, ids: model(ids).mean())
+        layer.requires_grad_(False)
+        redline.prepare(nn.Sequential(layer, nn.Linear(5, 5)), [])
+
+
 def error_of(model: nn.Module, batch: Any) -> torch.Tensor:
     return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
 

@@ -10,13 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 import redline.engine.build as build_module
 import redline.model.adapter as adapter_module
 import redline.model.gpt as gpt_module
 from redline.core.plan import Plan
 from redline.core.workload import Shape, Workload
-from redline.engine.build import Training, build, pin_attention
+from redline.engine.build import Training, build, in_fp32, pin_attention
 from redline.model.attention import ATTENTION
 from redline.model.fp8 import Fp8Linear
 from redline.model.fused import products_of
@@ -156,6 +157,18 @@ def test_stored_bf16_weights_without_autocast_compute_in_fp32(train: Train, chan
     assert torch.equal(stored.step.compute_gradients(batch), wide.step.compute_gradients(batch))
     for mine, theirs in zip(stored.model.parameters(), wide.model.parameters(), strict=True):
         assert torch.equal(mine.grad, theirs.grad.bfloat16())
+
+
+def test_a_module_of_two_names_keeps_its_stored_weights() -> None:
+    """A pass in fp32 puts back what it took, and gradients reach it."""
+    layer = nn.Linear(3, 1, dtype=torch.bfloat16)
+    twice = nn.ModuleDict({"a": layer, "b": nn.Sequential(layer)})
+    before = list(twice.named_parameters(remove_duplicate=False))
+    loss = in_fp32(twice, lambda x: twice["b"](x).sum())(torch.ones(2, 3))
+    after = list(twice.named_parameters(remove_duplicate=False))
+    assert all(mine is theirs for (_, mine), (_, theirs) in zip(before, after, strict=True))
+    loss.backward()
+    assert torch.equal(layer.weight.grad, torch.full((1, 3), 2.0, dtype=torch.bfloat16))
 
 
 def test_step_fields_reach_the_step(train: Train, small: Workload) -> None:

@@ -32,7 +32,7 @@ from redline.core.hardware import Hardware
 from redline.core.plan import Plan
 from redline.core.recipe import Recipe
 from redline.core.traced import Traced
-from redline.core.user_code import check_neighbours, load_functions, load_module, neighbours
+from redline.core.user_code import PACKAGE, check_neighbours, load_functions, load_module, neighbours, raised_in
 from redline.core.values import from_json, to_json
 from redline.core.workload import Shape, Source, Workload
 from redline.data.batches import stream_batches
@@ -457,6 +457,51 @@ def test_shared_weights_are_told_and_counted_once(write: Callable[[str], Path]) 
     assert isinstance(tied.shape, Traced)
     assert isinstance(untied.shape, Traced)
     assert untied.shape.parameters - tied.shape.parameters == 64 * 16 + 64
+
+
+TWO_NAMES = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(12, 24), nn.BatchNorm1d(24), nn.Linear(24, 5)
+        self.net = nn.Sequential(self.up, self.norm, nn.ReLU(), self.down)
+
+    def forward(self, x):
+        return self.net(x)
+
+def net():
+    return Net()
+
+def make_batch(size, seed):
+    x = torch.randn(size, 12, generator=torch.Generator().manual_seed(seed))
+    return x, x[:, :5].argmax(1)
+"""
+
+
+def test_a_module_of_two_names_is_traced_as_one_of_one_name(write: Callable[[str], Path]) -> None:
+    once = TWO_NAMES.replace("return self.net(x)", "return self.down(self.norm(self.up(x)).relu())")
+    once = "\n".join(line for line in once.splitlines() if "self.net =" not in line)
+    two, one = traced(f"{write(TWO_NAMES)}:net"), traced(f"{write(once)}:net")
+    for field in ("parameters", "flops_forward", "flops_backward", "saved", "batch_bytes"):
+        assert getattr(two, field) == getattr(one, field), field
+
+
+def test_a_block_that_is_listed_again_and_again_is_traced_as_one_that_is_called_so(
+    write: Callable[[str], Path],
+) -> None:
+    text = TWO_NAMES.replace(
+        "self.net = nn.Sequential(self.up, self.norm, nn.ReLU(), self.down)", "self.blocks = BLOCKS"
+    )
+    text = text.replace("return self.net(x)", "for block in LIST: x = block(x)\n        return self.down(self.up(x))")
+    again = text.replace("BLOCKS", "nn.ModuleList([nn.Linear(12, 12)] * 3)").replace("LIST", "self.blocks")
+    looped = text.replace("BLOCKS", "nn.Linear(12, 12)").replace("LIST", "[self.blocks] * 3")
+    listed, called = traced(f"{write(again)}:net"), traced(f"{write(looped)}:net")
+    assert (listed.parameters, listed.flops) == (called.parameters, called.flops)
+    ways = ("bf16", "naive", "none")
+    assert listed.saved_bytes(*ways) == called.saved_bytes(*ways)
 
 
 def test_a_model_that_looks_at_values_is_traced_with_values(write: Callable[[str], Path]) -> None:
@@ -936,6 +981,26 @@ def test_a_worker_names_the_users_line(tmp_path: Path, write: Callable[[str], Pa
     assert failure.reason == "ZeroDivisionError: division by zero (at model.py:2: return 1 / 0)"
 
 
+@pytest.mark.parametrize(
+    "use",
+    [("ladder", "--rungs", "none", "--micro-batch", 4, "--device", "cpu"), ("train", "--steps", 8, *PLAIN)],
+    ids=["ladder", "train"],
+)
+def test_a_target_that_an_inspection_does_not_meet_is_told(
+    use: tuple[Any, ...], here: Path, write: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of batches of two and four, none has it; targets that count for nothing may be anywhere."""
+    late = "torch.tensor([-100, 2, 1, 3 if seed > 1339 else 0])[torch.arange(size) % 4]"
+    name, *options = map(str, use)
+    path = write(GOOD.replace("torch.zeros(size, dtype=torch.int64)", late) + f"# for {name}\n")
+    code = {"ladder": 2, "train": 1}[name]
+    assert main([name, f"{path}:net", *options, "--out", "run"]) == code
+    problem, why, fix = capsys.readouterr().err.splitlines()[-3:]
+    assert problem == "problem: make_batch for model.py:net gives the target 3, and the model has 3 classes"
+    assert "the targets go from 1 to 3; they are made at model.py:5: def make_batch(size, seed):" in why
+    assert "targets of 0 to 2, or the head 4 outputs or more" in fix
+
+
 # --- training ---------------------------------------------------------------------------------------------------------
 
 
@@ -960,6 +1025,106 @@ def test_a_run_that_was_cut_goes_on_to_the_same_bits(
     assert {"1.running_mean", "0.weight"} <= whole.keys()
     for name, tensor in whole.items():
         assert torch.equal(tensor, cut[name]), name
+
+
+RAISES_LATE = """
+import torch
+from torch import nn
+
+class Net(nn.Linear):
+    calls = 0
+
+    def forward(self, x):
+        Net.calls += 1
+        FORWARD
+        return super().forward(x)
+
+def net():
+    return Net(3, 3)
+
+def make_batch(size, seed):
+    BATCH
+    return torch.ones(size, 3), torch.zeros(size, dtype=torch.int64)
+"""
+UNDER_WAY = {  # (in forward, in make_batch), and the line that is told
+    "forward": ("if Net.calls > CALLS: raise ConnectionError('late')", "pass", "model.py:10: if Net.calls"),
+    "evaluation": ("if not self.training: [][0]", "pass", "model.py:10: if not self.training: [][0]"),
+    "exit": ("if Net.calls > CALLS: raise SystemExit(0)", "pass", "model.py:10: if Net.calls"),
+    "batch": ("pass", "if seed > 1341: open('gone')", "model.py:17: if seed > 1341: open('gone')"),
+}
+
+
+@pytest.mark.parametrize("name", UNDER_WAY)
+def test_what_a_file_raises_under_way_is_told_with_its_line(
+    name: str, here: Path, write: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    forward, batch, line = UNDER_WAY[name]
+    looks = 2 * 20  # more calls than an inspection makes
+    text = RAISES_LATE.replace("FORWARD", forward.replace("CALLS", str(looks))).replace("BATCH", batch)
+    words = f"{write(text)}:net"
+    often = ("--steps", 60, "--cycle", 2, "--checkpoint-every", 2, "--eval-every", 4, "--out", "run")
+    assert main(["train", words, *map(str, (*PLAIN, *often)), "--json"]) == 1
+    out, shown = capsys.readouterr()
+    problem, why, fix = shown.splitlines()[-3:]
+    assert problem.startswith("problem: ")
+    assert f"it happened at {line}" in why
+    assert "and start a new run" in fix
+    assert (out, "Traceback" in shown) == ("", False)
+    saved = sorted((here / "run" / "checkpoints").iterdir())
+    assert f"{Path('run', 'checkpoints', saved[-1].name)} was saved before" in why
+    told = json.loads((here / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert (told["kind"], told["ended"]) == ("end", "failed")
+
+
+def test_code_that_the_compiler_was_reading_is_named(write: Callable[[str], Path]) -> None:
+    """Dynamo reads it without running it: no frame is left of it, but a list of its lines."""
+    text = RAISES_LATE.replace("FORWARD", "x @ torch.zeros(7, 7)").replace("BATCH", "pass")
+    found = find_python_file(f"{write(text)}:net")
+    assert found is not None
+    compiled = torch.compile(load_functions(found.source).factory(), backend="eager", fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.TorchDynamoException) as raised:
+        compiled(torch.ones(2, 3))
+    mistake = raised_in(str(found.path), raised.value, "training")
+    assert mistake is not None
+    assert "model.py:10: x @ torch.zeros(7, 7)" in mistake.why
+
+
+def test_an_index_out_of_range_on_a_gpu_names_no_line(write: Callable[[str], Path]) -> None:
+    """The line that runs when it is told has nothing to do with it."""
+    mistake = raised_in("model.py", RuntimeError("CUDA error: device-side assert triggered"), "training")
+    assert mistake is not None
+    assert "no line can be named" in mistake.why
+    assert "CUDA_LAUNCH_BLOCKING=1" in mistake.fix
+
+
+def test_the_traceback_of_a_failed_run_is_shown_to_whoever_asks(
+    here: Path, write: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(RAISES_LATE.replace("FORWARD", "if not self.training: [][1]").replace("BATCH", "pass"))
+    assert main(["train", f"{path}:net", *map(str, PLAIN), "--steps", "2", "--debug"]) == 1
+    shown = capsys.readouterr().err
+    assert "Traceback" in shown
+    assert "IndexError: list index out of range" in shown
+
+
+def test_a_mistake_of_ours_stays_a_traceback(
+    here: Path, write: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though a line of the file was running when ours was called."""
+    text = RAISES_LATE.replace("FORWARD", "self.inner(x)").replace("BATCH", "pass")
+    path = write(text.replace("return Net(3, 3)", "net = Net(3, 3)\n    net.inner = nn.Identity()\n    return net"))
+    namespace: dict[str, Any] = {}
+    exec(compile("def ours(*_):\n    1 / 0\n", f"{PACKAGE}/model/ours.py", "exec"), namespace)
+    build_own = PythonAdapter.build
+
+    def build_broken(self: PythonAdapter, plan: Plan, device: torch.device) -> nn.Module:
+        model = build_own(self, plan, device)
+        model.get_submodule("inner").register_forward_hook(namespace["ours"])
+        return model
+
+    monkeypatch.setattr(PythonAdapter, "build", build_broken)
+    with pytest.raises(ZeroDivisionError):
+        main(["train", f"{path}:net", *map(str, PLAIN), "--steps", "2"])
 
 
 def test_a_run_does_not_go_on_with_another_file(
@@ -1242,6 +1407,63 @@ MISTAKES = {
         "loss() for model.py:net raised TypeError",
         "model.py:5: def loss(model, x, y):",
         "the whole batch, not model, x and y",
+    ),
+    "logits-without-gradient": (
+        "def net():\n    return nn.Linear(3, 3)",
+        "class Net(nn.Linear):\n    @torch.no_grad()\n    def forward(self, x):\n        return super().forward(x)\n"
+        "def net():\n    return Net(3, 3)",
+        "the logits of model.py:net carry no gradient",
+        "they come from model.py:5: def forward(self, x):",
+    ),
+    "changed-in-place": (
+        "def make_batch",
+        "def loss(model, batch):\n    kept = model(batch[0]).sigmoid()\n    kept += 1\n    return kept.mean()\n"
+        "def make_batch",
+        "the backward pass of model.py:net raised RuntimeError: one of the variables needed for gradient",
+        "it fails at what came from model.py:6: kept = model(batch[0]).sigmoid()",
+        "x = x + 1, not x += 1",
+    ),
+    "sparse": (
+        "def net():\n    return nn.Linear(3, 3)",
+        "class Net(nn.EmbeddingBag):\n    def forward(self, x):\n        return super().forward(x.long())\n"
+        "def net():\n    return nn.Sequential(Net(9, 3, sparse=True))",
+        "model.py:net has a sparse gradient: that of 0.weight",
+        "dense gradients; the layer is made at model.py:7: return nn.Sequential(Net(9, 3, sparse=True))",
+        "take sparse=True out",
+    ),
+    "sparse-by-a-function": (
+        "def net():\n    return nn.Linear(3, 3)",
+        "class Net(nn.Linear):\n    def forward(self, x):\n"
+        "        return nn.functional.embedding(x[:, 0].long(), self.weight, sparse=True)\n"
+        "def net():\n    return Net(3, 3, bias=False)",
+        "model.py:net has a sparse gradient: that of weight",
+        "take sparse=True out",
+    ),
+    "meta": (
+        "nn.Linear(3, 3)",
+        "nn.Linear(3, 3, device='meta')",
+        "model.py:net has no numbers in weight",
+        "meta device",
+        "make it on the host in net()",
+    ),
+    "complex": (
+        "nn.Linear(3, 3)",
+        "nn.Linear(3, 3, dtype=torch.complex64)",
+        "not float32: weight (complex64) and 1 more",
+        "keep weight as torch.view_as_real(...) of it",
+    ),
+    "async": (
+        "def net()",
+        "async def net()",
+        "model.py:net is an async function",
+        "it is defined at model.py:3",
+        "write `def net()` there",
+    ),
+    "interrupts-itself": (
+        "return nn.Linear(3, 3)",
+        "raise KeyboardInterrupt",
+        "model.py raised KeyboardInterrupt",
+        "model.py:4: raise KeyboardInterrupt",
     ),
     "leaves": (
         "import torch\n",
