@@ -144,6 +144,9 @@ class Traced:
     parameters: int
     """Numbers in all, a shared tensor once."""
     trainable: int
+    other_numbers: int = 0
+    """Of frozen parameters that are no float32: whatever the recipe, they stay of their type."""
+    other_bytes: int = 0
     tensors: tuple[Tensors, ...]
     """That are trained, by their sizes."""
     buffer_bytes: int

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
@@ -55,9 +56,12 @@ def noting_places() -> Iterator[Made]:
 def walked(model: nn.Module, made: Made) -> dict[str, Any]:
     """Fields of a Traced."""
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    others = [parameter for parameter in model.parameters() if parameter.dtype is not torch.float32]
     return {
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "trainable": sum(parameter.numel() for parameter in trainable),
+        "other_numbers": sum(parameter.numel() for parameter in others),
+        "other_bytes": sum(parameter.nbytes for parameter in others),
         "tensors": tuple(tensors(model)),
         "buffer_bytes": sum(buffer.numel() * buffer.element_size() for buffer in model.buffers()),
         "blocks": (blocks := longest_list(model)),

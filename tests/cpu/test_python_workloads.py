@@ -43,6 +43,7 @@ from redline.engine.equivalence import relative_errors
 from redline.model.adapter import adapter_of
 from redline.model.python_adapter import PythonAdapter
 from redline.predict.flops import model_flops, parameters
+from redline.predict.memory import predict_memory
 from redline.rungs import find_rung, plan_of, usual_rungs, why_not
 from redline.search.inspect import inspect_file
 from redline.workloads.python_file import PythonFile, find_python_file, for_training, python_workload
@@ -904,6 +905,15 @@ def net():
 def make_batch(size, seed):
     return torch.randn(size, 6, generator=torch.Generator().manual_seed(seed))
 """
+
+
+def test_frozen_weights_count_with_the_bytes_that_they_have(write: Callable[[str], Path]) -> None:
+    seen = traced(f"{write(QUANTISED)}:net")
+    trained, codes, scale, mean = 6 * 2 + 2 + 2 * 6 + 6, 36, 2 * 6, 8 * 6
+    assert predict_memory(seen, Plan(), micro_batch=2).weights == 4 * trained + codes + scale + mean
+    narrow = predict_memory(seen, plan_of(("bf16", "adamw-bf16")), micro_batch=2)
+    assert narrow.weights == 2 * trained + codes + scale + mean
+    assert narrow.gradients == 2 * trained
 
 
 def test_what_is_not_trained_may_be_of_any_type(
