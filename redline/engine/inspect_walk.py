@@ -21,7 +21,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-from redline.core.traced import Blocks, Embedding, Place, Tensors, Unlisted
+from redline.core.traced import Blocks, Embedding, Place, Recurrent, Tensors, Unlisted
 from redline.engine.inspect_trace import place
 from redline.model.python_adapter import is_tanh_gelu
 from redline.optim.groups import layer_matrices
@@ -67,6 +67,7 @@ def walked(model: nn.Module, made: Made) -> dict[str, Any]:
         "blocks": (blocks := longest_list(model)),
         "unlisted": side_by_side(model, made) if blocks is None else None,
         "embeddings": tuple(embeddings(model, made)),
+        "recurrent": tuple(dict.fromkeys(recurrent(model))),
         "shared": tuple(shared(model)),
         "tanh_gelus": sum(map(is_tanh_gelu, model.modules())),
     }
@@ -113,6 +114,14 @@ def embeddings(model: nn.Module, made: Made) -> Iterator[Embedding]:
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding):
             yield Embedding(name=name, rows=module.num_embeddings, width=module.embedding_dim, made=made.get(module))
+
+
+def recurrent(model: nn.Module) -> Iterator[Recurrent]:
+    names = starred(model)
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
+            weight, width = next(module.parameters()), module.hidden_size
+            yield Recurrent(where=names[name], width=width, gates=weight.size(0) // width)
 
 
 def shared(model: nn.Module) -> Iterator[str]:

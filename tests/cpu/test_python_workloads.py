@@ -677,6 +677,57 @@ def test_lint_names_the_lines(
     assert "--fix with a Python file" in capsys.readouterr().err
 
 
+GATED = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rnn = nn.LAYER(8, 77)
+        self.head = nn.Linear(77, 64)
+
+    def forward(self, x):
+        return self.head(self.rnn(CALL)).square().mean()
+
+def net():
+    return Net()
+
+def make_batch(size, seed):
+    return torch.randn(size, 5, 8, generator=torch.Generator().manual_seed(seed))
+"""
+
+
+@pytest.mark.parametrize(
+    ("layer", "call", "gates"),
+    [("LSTM", "x.transpose(0, 1))[0]", 4), ("GRU", "x.transpose(0, 1))[0]", 3), ("GRUCell", "x[:, 0])", 3)],
+    ids=["LSTM", "GRU", "GRUCell"],
+)
+def test_lint_knows_the_width_of_a_recurrent_layer(
+    layer: str, call: str, gates: int, here: Path, write: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = GATED.replace("LAYER", layer).replace("CALL)", call)
+    words = f"{write(text)}:net"
+    (seen,) = traced(words).recurrent
+    assert (seen.where, seen.width, seen.gates) == ("rnn", 77, gates)
+    (found,) = command(capsys, "lint", words, "--gpu", "H200", "--micro-batch", "512")["findings"]
+    assert (found["problem"].split()[0], found["where"]) == ("77", ["rnn", "head"])
+    assert f"128 at model.py:{line_of(text, 'self.rnn')}" in found["fix"]
+
+
+def test_lint_tells_what_it_does_not_judge(
+    here: Path, write: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = (
+        GATED.replace("nn.LAYER(8, 77)", "nn.Parameter(torch.randn(4, 8, 333))")
+        .replace("77", "333")
+        .replace("self.rnn(CALL)", "torch.einsum('bti,eio->beto', x, self.rnn)")
+    )
+    notes = command(capsys, "lint", f"{write(text)}:net", "--gpu", "H200")["notes"]
+    (note,) = [note for note in notes if "no layer's" in note]
+    assert note.startswith(f"model.py:{line_of(text, 'einsum')} multiplies by")
+
+
 def test_layers_keep_their_names_unless_they_are_alike(write: Callable[[str], Path]) -> None:
     text = NORMED.replace(
         "nn.Linear(4 * 36, 3),", "nn.Linear(4 * 36, 3), nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)),"
