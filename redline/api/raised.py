@@ -22,9 +22,12 @@ from redline.engine.inspect_model import kept_buffers
 from redline.engine.memory import is_out_of_memory
 from redline.model.adapter import LossOf
 
+NO_KERNEL = "No available kernel"  # torch's words, of every backend
+
 
 def told(loss_of: LossOf, plain: LossOf, model: nn.Module, plan: Plan) -> LossOf:
-    """What it raises is told by what it is, where that can be seen: no batch at all, or code that autocast breaks."""
+    """What it raises is told by what it is, where that can be seen: no batch at all, attention that the pinned kernel
+    does not take, or code that autocast breaks."""
 
     def run(batch: Any) -> torch.Tensor:
         try:
@@ -34,7 +37,11 @@ def told(loss_of: LossOf, plain: LossOf, model: nn.Module, plan: Plan) -> LossOf
         except Exception as error:
             if is_out_of_memory(error):
                 raise
-            mistake = no_batch(error, batch) or broken_by_autocast(error, plain, batch, model, plan)
+            mistake = (
+                no_batch(error, batch)
+                or no_kernel(error, model, plan)
+                or broken_by_autocast(error, plain, batch, model, plan)
+            )
             if mistake is None:
                 raise
             raise mistake from error
@@ -51,6 +58,18 @@ def no_batch(error: Exception, batch: Any) -> UserError | None:
         f"the step was given {described(batch)}, with no tensor in it",
         f"the model was called with it and raised {type(error).__name__}: {first_line(error)}",
         "pass what the model is called with: a tensor, or tuples and dicts of tensors",
+    )
+
+
+def no_kernel(error: Exception, model: nn.Module, plan: Plan) -> UserError | None:
+    """The recipe leaves one kernel for attention, and it takes not every call: torch then has none."""
+    if plan.attention == "naive" or NO_KERNEL not in str(error):
+        return None
+    line = users_line(error, file_of(type(model)), anywhere=True)
+    return UserError(
+        f"no kernel of {plan.attention} attention takes this call",
+        f"{f'it is at {line}; ' if line else ''}a dropout_p above zero (on a CPU), some masks and types are beyond it",
+        "leave flash and cudnn-attention out of the recipe, or call it without those",
     )
 
 

@@ -91,6 +91,8 @@ def _attention(feature: str) -> Callable[[Live], str | None]:
             return _masked(live)
         if lacks is None and not calls_sdpa(live.model):
             return f"no call of F.{SDPA} was found in the model's code, and there is nothing else to pin: call it there"
+        if lacks is None and live.hardware.kind == "cpu" and attention_drops(live.model):
+            return "the kernel for CPUs drops nothing, and the model's attention does"
         return lacks
 
     return reason
@@ -206,18 +208,42 @@ def is_transformers(model: nn.Module) -> bool:
 
 def calls_sdpa(model: nn.Module) -> bool:
     """Whether the code of its modules, or of the functions it names, mentions SDPA. Nothing is run."""
-    waiting = [function for module in model.modules() for function in _functions_of(module)]
-    seen: set[CodeType] = set()
+    functions = [function for module in model.modules() for function in _functions_of(module)]
+    return any(SDPA in _names_in(code) for code in _read(functions))
+
+
+def attention_drops(model: nn.Module) -> bool:
+    """By what stands there: torch's own attention with a rate, or a module with one that gives SDPA a dropout_p. A rate
+    that is kept elsewhere is not seen; what the kernel then raises is told (raised.py)."""
+    return any(
+        module.dropout > 0
+        if isinstance(module, nn.MultiheadAttention)
+        else any(rate > 0 for rate in _rates(module)) and _gives_a_rate(module)
+        for module in model.modules()
+    )
+
+
+def _rates(module: nn.Module) -> Iterator[float]:
+    """Of its own dropout: self.dropout = 0.1, or self.drop = nn.Dropout(0.1)."""
+    yield from (value for name, value in vars(module).items() if "drop" in name and isinstance(value, float))
+    yield from (child.p for child in module.children() if isinstance(child, nn.Dropout))
+
+
+def _gives_a_rate(module: nn.Module) -> bool:
+    codes = _read(_functions_of(module))
+    return any(SDPA in _names_in(code) and "dropout_p" in _keywords_in(code) for code in codes)
+
+
+def _read(functions: Iterable[FunctionType]) -> Iterator[CodeType]:
+    """The code of functions, and of those that they call by names that are known."""
+    waiting, seen = list(functions), set[CodeType]()
     while waiting:
         function = waiting.pop()
         if function.__code__ in seen:
             continue
         seen.add(function.__code__)
-        names = set(_names_in(function.__code__))
-        if SDPA in names:
-            return True
-        waiting += _called(names, function.__globals__)
-    return False
+        yield function.__code__
+        waiting += _called(set(_names_in(function.__code__)), function.__globals__)
 
 
 def _functions_of(module: nn.Module) -> Iterator[FunctionType]:
@@ -232,6 +258,15 @@ def _names_in(code: CodeType) -> Iterator[str]:
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _names_in(constant)
+
+
+def _keywords_in(code: CodeType) -> Iterator[str]:
+    """Names of arguments in its calls, which Python keeps as tuples of constants."""
+    for constant in code.co_consts:
+        if isinstance(constant, tuple):
+            yield from (name for name in constant if isinstance(name, str))
+        elif isinstance(constant, CodeType):
+            yield from _keywords_in(constant)
 
 
 def _called(names: set[str], known: dict[str, Any]) -> Iterator[FunctionType]:

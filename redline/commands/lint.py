@@ -140,7 +140,7 @@ def lint_traced(
     from redline.predict.lint import document
     from redline.predict.lint import lint as lint_subject
     from redline.predict.subject import Subject
-    from redline.predict.traced_lint import findings_of, quiet_sizes, traced_lint_document
+    from redline.predict.traced_lint import findings_of, quiet_sizes, traced_lint_document, unjudged_products
     from redline.workloads.python_file import without_autocast
 
     traced = workload.shape
@@ -171,6 +171,7 @@ def lint_traced(
         "notes": [
             *([] if traced.no_autocast is None else [without_autocast(traced.no_autocast)]),
             *(quiet_sizes(traced, micro_batch=size, dtype=dtype, device=device) if sizes_are_linted else ()),
+            *(unjudged_products(traced, dtype) if sizes_are_linted else ()),
             *([] if options.micro_batch else [f"micro batch {size} is assumed (--micro-batch)"]),
         ],
     }

@@ -63,7 +63,7 @@ class Product:
     where: str
     """The module that ran it, numbers of layers as a star: 'blocks.*.mlp.up'."""
     kind: str
-    """'linear' and 'convolution' have a weight; 'product' is of two activations."""
+    """'linear' and 'convolution' have a weight; 'product' is of two activations, or of a stack of weights."""
     m: int
     n: int
     k: int
@@ -130,6 +130,20 @@ class Embedding:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Recurrent:
+    """A layer whose products give several gates at once."""
+
+    where: str
+    """As a product's."""
+    width: int
+    gates: int
+
+    @property
+    def rows(self) -> int:
+        return self.gates * self.width
+
+
+@dataclass(frozen=True, kw_only=True)
 class Sync:
     """A line that makes the host wait for the device."""
 
@@ -144,6 +158,9 @@ class Traced:
     parameters: int
     """Numbers in all, a shared tensor once."""
     trainable: int
+    other_numbers: int = 0
+    """Of frozen parameters that are no float32: whatever the recipe, they stay of their type."""
+    other_bytes: int = 0
     tensors: tuple[Tensors, ...]
     """That are trained, by their sizes."""
     buffer_bytes: int
@@ -178,6 +195,7 @@ class Traced:
     attention: tuple[Attention, ...] = ()
     syncs: tuple[Sync, ...] = ()
     embeddings: tuple[Embedding, ...] = ()
+    recurrent: tuple[Recurrent, ...] = ()
     dropout: tuple[str, ...] = ()
     """Modules with a rate above zero; it is zero while measuring."""
     draws: tuple[Place, ...] = ()
@@ -230,6 +248,12 @@ class Traced:
                 for mine, theirs in zip((one.precision, one.attention, one.checkpointing), wanted, strict=True)
             ],
         ).bytes
+
+    @property
+    def left_out_words(self) -> str | None:
+        if not self.products_left_out:
+            return None
+        return f"{self.products_left_out} products whose sizes do not simply grow with the batch are left out"
 
     @property
     def why_no_flops(self) -> str | None:

@@ -14,13 +14,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
 
-from redline.core.traced import Blocks, Embedding, Place, Tensors, Unlisted
+from redline.core.traced import Blocks, Embedding, Place, Recurrent, Tensors, Unlisted
 from redline.engine.inspect_trace import place
 from redline.model.python_adapter import is_tanh_gelu
 from redline.optim.groups import layer_matrices
@@ -55,14 +56,18 @@ def noting_places() -> Iterator[Made]:
 def walked(model: nn.Module, made: Made) -> dict[str, Any]:
     """Fields of a Traced."""
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    others = [parameter for parameter in model.parameters() if parameter.dtype is not torch.float32]
     return {
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "trainable": sum(parameter.numel() for parameter in trainable),
+        "other_numbers": sum(parameter.numel() for parameter in others),
+        "other_bytes": sum(parameter.nbytes for parameter in others),
         "tensors": tuple(tensors(model)),
         "buffer_bytes": sum(buffer.numel() * buffer.element_size() for buffer in model.buffers()),
         "blocks": (blocks := longest_list(model)),
         "unlisted": side_by_side(model, made) if blocks is None else None,
         "embeddings": tuple(embeddings(model, made)),
+        "recurrent": tuple(dict.fromkeys(recurrent(model))),
         "shared": tuple(shared(model)),
         "tanh_gelus": sum(map(is_tanh_gelu, model.modules())),
     }
@@ -109,6 +114,14 @@ def embeddings(model: nn.Module, made: Made) -> Iterator[Embedding]:
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding):
             yield Embedding(name=name, rows=module.num_embeddings, width=module.embedding_dim, made=made.get(module))
+
+
+def recurrent(model: nn.Module) -> Iterator[Recurrent]:
+    names = starred(model)
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
+            weight, width = next(module.parameters()), module.hidden_size
+            yield Recurrent(where=names[name], width=width, gates=weight.size(0) // width)
 
 
 def shared(model: nn.Module) -> Iterator[str]:

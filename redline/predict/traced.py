@@ -50,7 +50,7 @@ def traced_bytes(traced: Traced, plan: Plan, *, micro_batch: int, optimizer: str
         "full" if plan.checkpointing == "full" else "none",
     )
     return Bytes(
-        weights=row.weights * traced.parameters + traced.buffer_bytes,
+        weights=row.weights * (traced.parameters - traced.other_numbers) + traced.other_bytes + traced.buffer_bytes,
         gradients=row.weights * traced.trainable,
         optimizer=sum(each.count * row.state_bytes(each.sizes, of_layer=each.of_layer) for each in traced.tensors),
         activations=round(plan.activation_budget * saved.at(micro_batch)),

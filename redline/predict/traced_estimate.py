@@ -137,6 +137,6 @@ def notes_of(traced: Traced) -> list[str]:
     ]
     if traced.why_no_flops is not None:
         found.append(f"FLOPs are unknown and nothing is derived from them: {traced.why_no_flops}")
-    if traced.products_left_out:
-        found.append(f"{traced.products_left_out} products whose sizes do not simply grow with the batch are left out")
+    if traced.left_out_words is not None:
+        found.append(traced.left_out_words)
     return found

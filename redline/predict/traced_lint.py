@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,7 +27,10 @@ from redline.predict.traced import gemms_of
 VOCABULARY = 128  # as the rung padded-vocab pads it, and as the ladder advises
 GOOD_BYTES = 128  # of a row, on every tensor core since the A100
 FEW = 8  # a size below this means something: colours, a value, two classes
-CONVENTION = "more useful work per second of the whole step's products, forward and backward, each finding by itself"
+CONVENTION = (
+    "more useful work per second of the whole step's products, forward and backward, "
+    "each finding on top of those above it"
+)
 RULES = ("layer-size", "written-out-attention", "synchronisation")
 
 
@@ -70,6 +73,27 @@ def findings_of(
 
 
 @dataclass(frozen=True)
+class _Layer:
+    """A product with weights, and the widths that are written where they are made."""
+
+    product: Product
+    gates: int
+    """So many times its outputs are computed: 4 in an LSTM."""
+
+    @property
+    def out(self) -> int:
+        return self.product.n // self.gates
+
+    @property
+    def into(self) -> int:
+        return self.product.k // self.product.area
+
+    def grown(self, better: Mapping[int, int]) -> Product:
+        n, k = (better.get(size, size) for size in (self.out, self.into))
+        return replace(self.product, n=n * self.gates, k=k * self.product.area)
+
+
+@dataclass(frozen=True)
 class _Size:
     """A width that is not a multiple of what a vector load takes."""
 
@@ -77,39 +101,76 @@ class _Size:
     better: int
     least: int
     products: list[Product]
-    gain: float | None
+    gain: float | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(product.where for product in self.products))
-
-    @property
-    def counts(self) -> bool:
-        return self.gain is None or self.gain >= MEANINGFUL_GAIN
+        return tuple(dict.fromkeys(product.where or "model" for product in self.products))
 
 
-def _odd(traced: Traced, micro_batch: int, dtype: str, device: Device | None) -> Iterator[_Size]:
+@dataclass(frozen=True, kw_only=True)
+class _Judged:
+    findings: Sequence[_Size]
+    """Each with its gain on top of those above it."""
+    quiet: Sequence[_Size] = ()
+
+
+def _judged(traced: Traced, micro_batch: int, dtype: str, device: Device | None) -> _Judged:
+    """A product is quick when both of its sizes are good, so either alone may mend nothing. All are mended at first;
+    the one that brings least on top of the others is given up, until each brings enough."""
+    kept, quiet = list(_odd(traced, dtype)), []
+    if device is None or traced.uncounted:
+        return _Judged(findings=kept)
+
+    def gain(some: Sequence[_Size], more: Sequence[_Size]) -> float:
+        """Useful work per second with `more` of the sizes mended: the added numbers are no use."""
+        before, after = (_seconds(_mended(traced, each), micro_batch, dtype, device) for each in (some, more))
+        return before / after - 1
+
+    while kept:
+        on_top = [gain([other for other in kept if other is not each], kept) for each in kept]
+        least = min(on_top)
+        if least >= MEANINGFUL_GAIN:
+            break
+        given_up = kept.pop(on_top.index(least))
+        quiet.append(replace(given_up, gain=least))
+    onto = [replace(each, gain=gain(kept[:number], kept[: number + 1])) for number, each in enumerate(kept)]
+    return _Judged(findings=onto, quiet=quiet)
+
+
+def _odd(traced: Traced, dtype: str) -> Iterator[_Size]:
     least, good = VECTOR_BYTES // ELEMENT_BYTES[dtype], GOOD_BYTES // ELEMENT_BYTES[dtype]
     for size, products in _widths(traced, good).items():
-        if size % least == 0 or not _matters(traced, products):
-            continue
-        better = _better(size, products, least, _multiple(size, traced, good))
-        gain = None if device is None or traced.uncounted else _gain(traced, size, better, micro_batch, dtype, device)
-        yield _Size(size, better, least, products, gain)
+        if size % least and _matters(traced, products):
+            yield _Size(size, _better(size, products, least, _multiple(size, traced, good)), least, products)
+
+
+def _mended(traced: Traced, sizes: Sequence[_Size]) -> Traced:
+    better = {each.size: each.better for each in sizes}
+    layers = (_layer(product, traced) for product in traced.products)
+    grown = (
+        product if layer is None else layer.grown(better)
+        for product, layer in zip(traced.products, layers, strict=True)
+    )
+    return replace(traced, products=tuple(grown))
+
+
+def _seconds(traced: Traced, micro_batch: int, dtype: str, device: Device) -> float:
+    return math.fsum(gemm.count * estimate(gemm, device, dtype).seconds for gemm in gemms_of(traced, micro_batch))
 
 
 def _sizes(traced: Traced, micro_batch: int, dtype: str, device: Device | None) -> Iterator[TracedFinding]:
-    for odd in _odd(traced, micro_batch, dtype, device):
-        if not odd.counts:
-            continue
+    for odd in _judged(traced, micro_batch, dtype, device).findings:
         size, least, names, lines = odd.size, odd.least, odd.names, _lines(odd, traced)
+        together = odd.gain is not None and odd.gain < MEANINGFUL_GAIN
         yield TracedFinding(
             rule="layer-size",
             kind="alignment",
             where=names,
             problem=f"{size:,} is no multiple of {least}: rows of {', '.join(names[:3])} start at odd addresses",
             why=f"tensor cores load {VECTOR_BYTES} bytes at once, {least} numbers of {dtype}; rows that do not start "
-            "at a multiple of that are loaded in pieces",
+            "at a multiple of that are loaded in pieces"
+            + ("; by itself it brings little, it pays together with the sizes below" if together else ""),
             fix=f"{odd.better:,}" + (f" at {lines}" if lines else "") + "; what is added may stay unused",
             gain=odd.gain,
             no_gain="the device is unknown" if device is None else traced.why_no_flops,
@@ -120,10 +181,36 @@ def quiet_sizes(traced: Traced, *, micro_batch: int, dtype: str, device: Device 
     """What was seen and is no finding, since too little is predicted of it: silence should not look like praise."""
     return tuple(
         f"{odd.size:,} ({', '.join(odd.names[:3])}) is no multiple of {odd.least}, and no finding: {odd.better:,} is "
-        f"predicted to give {100 * odd.gain:+.1f} %, and {100 * MEANINGFUL_GAIN:.0f} % are needed"
-        for odd in _odd(traced, micro_batch, dtype, device)
-        if not odd.counts and odd.gain is not None
+        f"predicted to give {100 * (odd.gain or 0.0):+.1f} %, and {100 * MEANINGFUL_GAIN:.0f} % are needed"
+        for odd in _judged(traced, micro_batch, dtype, device).quiet
     )
+
+
+def unjudged_products(traced: Traced, dtype: str) -> tuple[str, ...]:
+    """What was not looked at, and may be ugly."""
+    bare = (_of_bare_weights(product, dtype) for product in traced.products if _matters(traced, [product]))
+    return tuple(dict.fromkeys(note for note in (*bare, traced.left_out_words) if note is not None))
+
+
+def _of_bare_weights(product: Product, dtype: str) -> str | None:
+    weights, least = _bare_weights(product), VECTOR_BYTES // ELEMENT_BYTES[dtype]
+    odd = [f"{size:,}" for size in weights if size % least]
+    if not odd:
+        return None
+    where = product.place or product.where or "the model"
+    return (
+        f"{where} multiplies by {' x '.join(f'{size:,}' for size in weights)} weights that are no layer's: "
+        f"{' and '.join(odd)} {'are' if len(odd) > 1 else 'is'} no multiple of {least}, and no finding: where that is "
+        "written is not known"
+    )
+
+
+def _bare_weights(product: Product) -> tuple[int, ...]:
+    """Sizes of the side without samples in it, of a batched product: a parameter, as in einsum with a stack of experts.
+    Two activations grow together, in their batch."""
+    if product.kind != "product" or product.grows not in ("m", "n"):
+        return ()
+    return (product.k, product.n) if product.grows == "m" else (product.m, product.k)
 
 
 def _lines(odd: _Size, traced: Traced) -> str:
@@ -141,33 +228,38 @@ def _multiple(size: int, traced: Traced, good: int) -> int:
 def _widths(traced: Traced, good: int) -> dict[int, list[Product]]:
     """Sizes that somebody can set, and the layers that have them. The features that a batch brings, what flattening
     makes of channels, and outputs that mean something are given: about those it is better to be silent."""
-    layers = [each for each in traced.products if _is_layer(each)]
-    made = {each.n for each in layers if not _is_given(each, layers, traced, good)}
+    layers = [layer for product in traced.products if (layer := _layer(product, traced)) is not None]
+    made = {each.out for each in layers if not _is_given(each, layers, traced, good)}
     made |= {each.width for each in traced.embeddings}
     users: dict[int, list[Product]] = defaultdict(list)
-    for product in layers:
-        for size in {product.n, product.k // product.area} & made:
-            users[size].append(product)
+    for layer in layers:
+        for size in dict.fromkeys((layer.into, layer.out)):
+            if size in made:
+                users[size].append(layer.product)
     return {size: products for size, products in users.items() if size >= FEW}
 
 
-def _is_layer(product: Product) -> bool:
-    """The groups of a convolution share its channels: none of their sizes is written anywhere."""
-    return product.kind == "linear" or (product.kind == "convolution" and product.batch == 1)
+def _layer(product: Product, traced: Traced) -> _Layer | None:
+    """None: no weights. The groups of a convolution share its channels: none of their sizes is written anywhere."""
+    if product.kind == "product" or (product.kind == "convolution" and product.batch > 1):
+        return None
+    gates = (each.gates for each in traced.recurrent if (each.where, each.rows) == (product.where, product.n))
+    return _Layer(product, next(gates, 1))
 
 
-def _is_given(product: Product, layers: Sequence[Product], traced: Traced, good: int) -> bool:
+def _is_given(layer: _Layer, layers: Sequence[_Layer], traced: Traced, good: int) -> bool:
     """A few outputs that nothing takes in, ten classes or a value, are those the loss is of. A vocabulary is known by
     its embedding: rows can be added to it."""
-    if product.n >= good or product.n in {each.rows for each in traced.embeddings}:
+    if layer.product.n >= good or layer.out in {each.rows for each in traced.embeddings}:
         return False
-    return product is layers[-1] or not any(_takes_in(each, product) for each in traced.products)
+    return layer is layers[-1] or not any(_takes_in(each, layer) for each in traced.products)
 
 
-def _takes_in(later: Product, product: Product) -> bool:
+def _takes_in(later: Product, layer: _Layer) -> bool:
     """By their sizes: as they are, or as a convolution's channels are flattened."""
+    product = layer.product
     flattened = product.kind == "convolution" and later.kind == "linear" and later.k % product.n == 0
-    return later is not product and (later.k // later.area == product.n or flattened)
+    return later is not product and (later.k // later.area == layer.out or flattened)
 
 
 def _better(size: int, products: Sequence[Product], least: int, good: int) -> int:
@@ -183,23 +275,6 @@ def _matters(traced: Traced, products: Sequence[Product]) -> bool:
         return sum(each.m * each.n * each.k * each.batch * each.count for each in some)
 
     return work(products) >= MEANINGFUL_GAIN * work(traced.products)
-
-
-def _gain(traced: Traced, size: int, better: int, micro_batch: int, dtype: str, device: Device) -> float:
-    """Useful work per second with that size everywhere, over that without: the added numbers are no use."""
-
-    def grown(product: Product) -> Product:
-        if not _is_layer(product):
-            return product
-        n = better if product.n == size else product.n
-        return replace(product, n=n, k=better * product.area if product.k == size * product.area else product.k)
-
-    after = replace(traced, products=tuple(map(grown, traced.products)))
-    before_seconds, after_seconds = (
-        math.fsum(gemm.count * estimate(gemm, device, dtype).seconds for gemm in gemms_of(model, micro_batch))
-        for model in (traced, after)
-    )
-    return before_seconds / after_seconds - 1
 
 
 # lines
@@ -238,6 +313,7 @@ def traced_lint_document(
     traced: Traced, findings: Sequence[TracedFinding], *, hardware: dict[str, Any], micro_batch: int, dtype: str
 ) -> dict[str, Any]:
     """The keys are those of `predict/lint.py`."""
+    gains = [finding.gain for finding in findings if finding.gain is not None]
     return {
         "shape": to_json(traced),
         "hardware": hardware,
@@ -246,7 +322,7 @@ def traced_lint_document(
         "suggested": None,
         "suggested_settings": None,
         "gain_convention": CONVENTION,
-        "predicted_gain": None,
+        "predicted_gain": math.prod(1 + gain for gain in gains) - 1 if gains else None,
         "measured_gain": None,
         "gemms": None,
     }

@@ -54,7 +54,7 @@ def clean_text(document: Document) -> str:
     if document["settings"]["micro_batch"] is None:
         return "nothing ugly: the rows of every layer's matrix"
     if "parameters" in document["shape"]:
-        return "nothing ugly: the rows of every product that was seen, attention, and lines that make the host wait"
+        return "nothing ugly: the rows of every layer that ran, attention, and lines that make the host wait"
     known = document["hardware"]["name"] is not None
     checked = "alignment, tiles, waves and rules of thumb" if known else "alignment and rules of thumb"
     return f"nothing ugly: {checked} of every GEMM, forward and backward"
@@ -103,7 +103,7 @@ def notes_of(document: Document) -> Iterator[Note]:
             yield Note(about="", text="mild: --strict lets it pass")
     if any(finding["predicted_gain"] is not None for finding in findings):
         yield Note(about="gains", text=one_line(document["gain_convention"]))
-    if len(findings) > 1 and document["predicted_gain"] is not None:
+    if sum(finding["predicted_gain"] is not None for finding in findings) > 1:
         text = f"predicted {gain_text(document['predicted_gain'])}"
         if document["measured_gain"] is not None:
             text += f", measured {gain_text(document['measured_gain'])}"

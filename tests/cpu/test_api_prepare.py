@@ -264,6 +264,72 @@ def test_attention_that_is_written_out_is_left_out_and_nothing_is_pinned(small) 
     assert torch.backends.cuda.math_sdp_enabled()
 
 
+class Attends(nn.Module):
+    """Drops in its attention, by a rate of its own or by one that stands in the call."""
+
+    def __init__(self, rate: float, *, literal: bool = False) -> None:
+        super().__init__()
+        self.linear, self.drop, self.literal = nn.Linear(8, 8), nn.Dropout(rate), literal
+
+    def forward(self, x):
+        x = self.linear(x)
+        if self.literal:
+            return literal_rate(x).square().mean()
+        return self.drop(own_rate(x, self.drop.p)).square().mean()
+
+
+class Streams(nn.Module):
+    """Drops, and not in its attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.drop = nn.Linear(8, 8), nn.Dropout(0.1)
+
+    def forward(self, x):
+        x = self.linear(x)
+        return self.drop(F.scaled_dot_product_attention(x, x, x, is_causal=True)).square().mean()
+
+
+def own_rate(x, rate):
+    return F.scaled_dot_product_attention(x, x, x, dropout_p=rate, is_causal=True)
+
+
+def literal_rate(x):
+    return F.scaled_dot_product_attention(x, x, x, None, 0.1)
+
+
+HEADS = torch.randn(2, 2, 4, 8, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize(
+    ("make", "drops"),
+    [
+        (lambda: nn.Transformer(8, 2, 1, 1, 16, dropout=0.1, batch_first=True), True),
+        (lambda: nn.Transformer(8, 2, 1, 1, 16, dropout=0.0, batch_first=True), False),
+        (lambda: Attends(0.1), True),
+        (lambda: Attends(0.0), False),
+        (Streams, False),
+    ],
+    ids=["torch's", "torch's-without", "own", "own-without", "stream-alone"],
+)
+def test_a_cpu_has_no_fused_attention_that_drops(make, drops) -> None:
+    prepared = redline.prepare(make(), ["bf16", "flash"], loss=lambda model, batch: model(*batch).square().mean())
+    assert ("flash" in prepared.left_out) is drops
+    assert prepared.rungs == (("bf16",) if drops else ("bf16", "flash"))
+    batch = (HEADS[0], HEADS[1]) if isinstance(prepared.model, nn.Transformer) else (HEADS,)
+    assert torch.isfinite(prepared.step(batch))
+    if drops:
+        assert prepared.left_out["flash"] == "the kernel for CPUs drops nothing, and the model's attention does"
+
+
+def test_a_rate_that_nobody_saw_is_told_when_the_kernel_refuses_it() -> None:
+    prepared = redline.prepare(Attends(0.0, literal=True), ["flash"])
+    with pytest.raises(UserError, match="no kernel of flash attention takes this call") as caught:
+        prepared.step(HEADS)
+    assert "test_api_prepare.py" in caught.value.why
+    assert "leave flash and cudnn-attention out" in caught.value.fix
+
+
 @pytest.mark.parametrize(
     ("make", "calls"),
     [

@@ -43,6 +43,7 @@ from redline.engine.equivalence import relative_errors
 from redline.model.adapter import adapter_of
 from redline.model.python_adapter import PythonAdapter
 from redline.predict.flops import model_flops, parameters
+from redline.predict.memory import predict_memory
 from redline.rungs import find_rung, plan_of, usual_rungs, why_not
 from redline.search.inspect import inspect_file
 from redline.workloads.python_file import PythonFile, find_python_file, for_training, python_workload
@@ -721,6 +722,57 @@ def test_lint_names_the_lines(
     assert "--fix with a Python file" in capsys.readouterr().err
 
 
+GATED = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rnn = nn.LAYER(8, 77)
+        self.head = nn.Linear(77, 64)
+
+    def forward(self, x):
+        return self.head(self.rnn(CALL)).square().mean()
+
+def net():
+    return Net()
+
+def make_batch(size, seed):
+    return torch.randn(size, 5, 8, generator=torch.Generator().manual_seed(seed))
+"""
+
+
+@pytest.mark.parametrize(
+    ("layer", "call", "gates"),
+    [("LSTM", "x.transpose(0, 1))[0]", 4), ("GRU", "x.transpose(0, 1))[0]", 3), ("GRUCell", "x[:, 0])", 3)],
+    ids=["LSTM", "GRU", "GRUCell"],
+)
+def test_lint_knows_the_width_of_a_recurrent_layer(
+    layer: str, call: str, gates: int, here: Path, write: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = GATED.replace("LAYER", layer).replace("CALL)", call)
+    words = f"{write(text)}:net"
+    (seen,) = traced(words).recurrent
+    assert (seen.where, seen.width, seen.gates) == ("rnn", 77, gates)
+    (found,) = command(capsys, "lint", words, "--gpu", "H200", "--micro-batch", "512")["findings"]
+    assert (found["problem"].split()[0], found["where"]) == ("77", ["rnn", "head"])
+    assert f"128 at model.py:{line_of(text, 'self.rnn')}" in found["fix"]
+
+
+def test_lint_tells_what_it_does_not_judge(
+    here: Path, write: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = (
+        GATED.replace("nn.LAYER(8, 77)", "nn.Parameter(torch.randn(4, 8, 333))")
+        .replace("77", "333")
+        .replace("self.rnn(CALL)", "torch.einsum('bti,eio->beto', x, self.rnn)")
+    )
+    notes = command(capsys, "lint", f"{write(text)}:net", "--gpu", "H200")["notes"]
+    (note,) = [note for note in notes if "no layer's" in note]
+    assert note.startswith(f"model.py:{line_of(text, 'einsum')} multiplies by")
+
+
 def test_layers_keep_their_names_unless_they_are_alike(write: Callable[[str], Path]) -> None:
     text = NORMED.replace(
         "nn.Linear(4 * 36, 3),", "nn.Linear(4 * 36, 3), nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)),"
@@ -949,6 +1001,15 @@ def net():
 def make_batch(size, seed):
     return torch.randn(size, 6, generator=torch.Generator().manual_seed(seed))
 """
+
+
+def test_frozen_weights_count_with_the_bytes_that_they_have(write: Callable[[str], Path]) -> None:
+    seen = traced(f"{write(QUANTISED)}:net")
+    trained, codes, scale, mean = 6 * 2 + 2 + 2 * 6 + 6, 36, 2 * 6, 8 * 6
+    assert predict_memory(seen, Plan(), micro_batch=2).weights == 4 * trained + codes + scale + mean
+    narrow = predict_memory(seen, plan_of(("bf16", "adamw-bf16")), micro_batch=2)
+    assert narrow.weights == 2 * trained + codes + scale + mean
+    assert narrow.gradients == 2 * trained
 
 
 def test_what_is_not_trained_may_be_of_any_type(

@@ -26,6 +26,7 @@ from redline.core.traced import (
     Line,
     Place,
     Product,
+    Recurrent,
     Saved,
     Sync,
     Tensors,
@@ -44,7 +45,7 @@ from redline.predict.memory import predict_memory
 from redline.predict.tiles import estimate
 from redline.predict.traced import gemms_of, step_of
 from redline.predict.traced_estimate import TracedSubject, traced_document
-from redline.predict.traced_lint import findings_of, quiet_sizes
+from redline.predict.traced_lint import findings_of, quiet_sizes, traced_lint_document, unjudged_products
 from redline.predict.verdict import judge
 from redline.report.estimate import print_estimate
 from redline.report.next_steps import ladder_steps
@@ -419,6 +420,70 @@ def test_a_wider_convolution_has_a_wider_kernel(seen: Traced) -> None:
     )
     (found,) = findings_of(replace(seen, products=layers), micro_batch=64, dtype="bf16", device=device)
     assert found.gain == pytest.approx(before / after - 1)
+
+
+def seconds_of(seen: Traced, *layers: Product) -> float:
+    gemms = gemms_of(replace(seen, products=layers), 16)
+    return sum(gemm.count * estimate(gemm, find_device("H200"), "bf16").seconds for gemm in gemms)
+
+
+@pytest.mark.parametrize("area", [1, 9], ids=["linear", "convolution"])
+def test_sizes_of_a_product_that_pay_only_together_are_found(area: int, seen: Traced) -> None:
+    def layers(middle: int, last: int) -> tuple[Product, ...]:
+        return layer("up", middle, 128), layer("head", last, middle, area=area)
+
+    model = replace(seen, products=layers(333, 5001), embeddings=())
+    found = findings_of(model, micro_batch=16, dtype="bf16", device=find_device("H200"))
+    assert [(each.fix.partition(";")[0], each.where) for each in found] == [
+        ("384", ("up", "head")),
+        ("5,056", ("head",)),
+    ]
+    states = [seconds_of(seen, *layers(*sizes)) for sizes in ((333, 5001), (384, 5001), (384, 5056))]
+    assert [each.gain for each in found] == pytest.approx([states[0] / states[1] - 1, states[1] / states[2] - 1])
+    assert found[0].gain is not None
+    alone = states[0] / seconds_of(seen, *layers(333, 5056)) - 1
+    assert max(found[0].gain, alone) < MEANINGFUL_GAIN
+    assert "pays together with the sizes below" in found[0].why
+    assert "together" not in found[1].why
+    document = traced_lint_document(model, found, hardware={}, micro_batch=16, dtype="bf16")
+    assert document["predicted_gain"] == pytest.approx(states[0] / states[2] - 1)
+    assert quiet_sizes(model, micro_batch=16, dtype="bf16", device=find_device("H200")) == ()
+
+
+def test_a_size_that_brings_nothing_beside_others_is_no_finding(seen: Traced) -> None:
+    """100 goes into one small product; what its neighbours bring is not put down to it."""
+    small = replace(layer("up", 100, 64), m=300)
+    layers = small, replace(layer("down", 64, 100), m=300), layer("a", 333, 4096), layer("b", 4097, 333)
+    model = replace(seen, products=layers, embeddings=())
+    device = find_device("H200")
+    found = findings_of(model, micro_batch=16, dtype="bf16", device=device)
+    assert [each.problem.split()[0] for each in found] == ["333", "4,097"]
+
+
+def test_the_width_of_a_recurrent_layer_is_not_that_of_its_gates(seen: Traced) -> None:
+    inputs, state = layer("rnn", 308, 33), replace(layer("rnn", 308, 77), m=1, count=20)
+    head = layer("head", 64, 77)
+    model = replace(seen, products=(inputs, state, head), recurrent=(Recurrent(where="rnn", width=77, gates=4),))
+    (found,) = findings_of(model, micro_batch=16, dtype="bf16", device=find_device("H200"))
+    assert found.problem.startswith("77 is no multiple of 8: rows of rnn, head")
+    after = replace(inputs, n=512), replace(state, n=512, k=128), replace(head, k=128)
+    assert found.gain == pytest.approx(seconds_of(seen, inputs, state, head) / seconds_of(seen, *after) - 1)
+
+
+@pytest.mark.parametrize("grows", ["m", "n"])
+def test_weights_that_are_no_layers_are_told(grows: str, seen: Traced) -> None:
+    """The side that does not grow with the batch, as einsum gives it; attention's products grow in their batch."""
+    m, n = (16, 332) if grows == "m" else (332, 16)
+    line = Place(file="m.py", line=9)
+    stack = Product(where="", kind="product", m=m, n=n, k=96, batch=4, grows=grows, place=line)
+    scores = Product(where="mix", kind="product", m=197, n=197, k=30, batch=2, grows="batch")
+    model = replace(seen, products=(stack, scores), products_left_out=3)
+    bare, left_out = unjudged_products(model, "bf16")
+    shown = "96 x 332" if grows == "m" else "332 x 96"
+    assert bare.startswith(f"m.py:9 multiplies by {shown} weights that are no layer's: 332 is no multiple of 8")
+    assert left_out.startswith("3 products whose sizes do not simply grow")
+    good = replace(stack, m=16, n=336, grows="m")
+    assert unjudged_products(replace(model, products=(good, scores), products_left_out=0), "bf16") == ()
 
 
 def test_lint_is_silent_about_sizes_that_are_given(seen: Traced) -> None:

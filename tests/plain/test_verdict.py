@@ -23,6 +23,7 @@ from redline.predict.verdict import (
     NULL_YARDSTICK_FACTOR,
     START_TOLERANCE,
     UPDATE_BOUND,
+    WELL_WITHIN,
     YARDSTICK_FACTOR,
     curve_gap,
     gradient_bound,
@@ -263,6 +264,48 @@ def test_a_large_gradient_error_is_never_excused(maths, precision, error, yardst
     check = gradients(yardsticks={"wte": yardstick}, wte=error)
     measurement = measured(curve, check, pair_bitwise=pair)
     assert verdict_on(measurement, maths, precision, base=curve).verdict == "different"
+
+
+# tensors over the ceiling in a gradient that is not
+
+
+def of_an_expert(error, yardstick, whole, **fields):
+    """One small tensor, so that the whole gradient is closer to fp32 than it is."""
+    return replace(gradients(expert=error, yardsticks={"expert": yardstick}, **fields), error=whole)
+
+
+def test_plain_code_over_the_ceiling_in_a_tensor_is_rounding_where_the_whole_gradient_is_far_below_it():
+    """The figures of bf16 on a small mixture of experts: one token went to another expert."""
+    found = verdict_on(measured(NEAR, of_an_expert(0.1406, 0.1406, whole=0.0175)))
+    assert found.verdict == "rounding"
+    assert "1 of 3 tensors over the ceiling 0.1 (expert 0.14, plain code at this precision 0.14)" in found.detail
+    assert "ceiling" not in verdict_on(measured(NEAR, of_an_expert(0.09, 0.09, whole=0.0175))).detail
+
+
+@pytest.mark.parametrize("precision", [*PRECISIONS, "fp8"])
+def test_a_tensor_over_the_ceiling_and_worse_than_plain_code_is_different(precision):
+    whole, yardstick = 0.1 * GRADIENT_CEILING[precision], 1.5 * GRADIENT_CEILING[precision]
+    for factor, fine in ((0.99, True), (1.01, False)):
+        check = of_an_expert(factor * YARDSTICK_FACTOR * yardstick, yardstick, whole)
+        assert (verdict_on(measured(NEAR, check), precision=precision).verdict != "different") is fine
+    check = of_an_expert(yardstick, 0.001 * yardstick, whole)
+    assert verdict_on(measured(NEAR, check), precision=precision).verdict == "different"
+
+
+@every_precision
+def test_a_whole_gradient_near_the_ceiling_excuses_no_tensor(precision):
+    ceiling = GRADIENT_CEILING[precision]
+    for factor, fine in ((0.99, True), (1.01, False), (2 / WELL_WITHIN, False), (math.nan, False)):
+        check = of_an_expert(1.4 * ceiling, 1.4 * ceiling, whole=factor * WELL_WITHIN * ceiling)
+        assert (verdict_on(measured(NEAR, check), precision=precision).verdict != "different") is fine
+
+
+@every_precision
+@pytest.mark.parametrize("yardstick", [1.0, 9.0, math.inf, math.nan])
+def test_a_gradient_that_is_missing_is_never_excused(precision, yardstick):
+    for error in (1.01 * MOST_CEILING, 1.0, math.inf, math.nan):
+        check = of_an_expert(error, yardstick, whole=0.0)
+        assert verdict_on(measured(NEAR, check), precision=precision).verdict == "different"
 
 
 # gradients that are zero but for rounding
