@@ -233,8 +233,9 @@ def train_along(ranks: Ranks) -> int:
     log_to(Path(order.out))
     summary = train(order, say_nothing, ranks)
     if summary["ended"] == "failed":
-        if ranks.hears("over", MISTAKE_SECONDS):
-            return EXIT_FAILED  # rank 0 has failed too, and told why
+        # Rank 0 may have failed too, and tells why; it must not take this rank for one that hangs meanwhile.
+        if ranks.hears("over", min(MISTAKE_SECONDS, ranks.limit_seconds / 4)):
+            return EXIT_FAILED
         raise RuntimeError(summary["reason"])
     ranks.hear("over")  # whoever left earlier would look like one that failed
     ranks.take_leave()

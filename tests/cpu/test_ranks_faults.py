@@ -22,6 +22,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -31,7 +32,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from redline.cli import main
-from redline.commands.ranks import agent_words
+from redline.commands.ranks import agent_words, train_along
 from redline.core.checkpoints import list_checkpoints
 from redline.core.errors import UserError
 from redline.core.rank_processes import mark_over
@@ -560,6 +561,25 @@ def test_a_mistake_is_rank_0s_to_tell_if_it_finds_it(monkeypatch: pytest.MonkeyP
         raise mistake
     assert happened == ([] if rank == 0 else [distributed.MISTAKE_SECONDS, mistake])
     assert raised.value is mistake if rank == 0 else raised.value.code == 2
+
+
+@pytest.mark.parametrize("rank_0_tells", [True, False])
+def test_a_failure_of_all_ranks_is_told_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, rank_0_tells: bool
+) -> None:
+    waited: list[float] = []
+    monkeypatch.setattr("redline.commands.ranks.log_to", lambda _: None)
+    monkeypatch.setattr("redline.core.values.from_json", lambda *_: SimpleNamespace(out=str(tmp_path)))
+    monkeypatch.setattr("redline.engine.session.train", lambda *_: {"ended": "failed", "reason": "out of memory"})
+    ranks: Any = Ranks(rank=1, count=2, limit_seconds=8)
+    ranks.hear = lambda key: {}
+    ranks.hears = lambda key, seconds: waited.append(seconds) or rank_0_tells
+    if rank_0_tells:
+        assert train_along(ranks) == 1
+    else:
+        with pytest.raises(RuntimeError, match="out of memory"):
+            train_along(ranks)
+    assert waited == [2.0], "much less than what makes it a rank that hangs"
 
 
 @cache
