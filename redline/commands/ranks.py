@@ -34,6 +34,7 @@ from redline.core.rank_processes import (
     agent_environment,
     log_to,
     mark_left,
+    mark_over,
     rank_pid_file,
     take_screen,
     was_interrupted,
@@ -201,7 +202,10 @@ def lead(ranks: Ranks, options: argparse.Namespace) -> int:
         raise
     ranks.say("order", to_json(order))
     code = train_and_show(order, options, console, ranks)
+    mark_over(ranks.limit_seconds)
     ranks.say("over", code)
+    if code == EXIT_DONE:  # any other makes torchrun end them
+        ranks.take_leave()
     return code
 
 
@@ -219,6 +223,7 @@ def gone_on(options: argparse.Namespace, ranks: Ranks) -> argparse.Namespace:
 
 def train_along(ranks: Ranks) -> int:
     from redline.core.values import from_json
+    from redline.engine.distributed import MISTAKE_SECONDS
     from redline.engine.session import TrainOrder, train
 
     told = ranks.hear("order")
@@ -228,8 +233,12 @@ def train_along(ranks: Ranks) -> int:
     log_to(Path(order.out))
     summary = train(order, say_nothing, ranks)
     if summary["ended"] == "failed":
+        # Rank 0 may have failed too, and tells why; it must not take this rank for one that hangs meanwhile.
+        if ranks.hears("over", min(MISTAKE_SECONDS, ranks.limit_seconds / 4)):
+            return EXIT_FAILED
         raise RuntimeError(summary["reason"])
     ranks.hear("over")  # whoever left earlier would look like one that failed
+    ranks.take_leave()
     return EXIT_DONE
 
 

@@ -35,6 +35,23 @@ ASKED, LEFT = "asked", "left"
 """Beside it too, and empty: the user has asked the ranks to stop; rank 0 has left at once, without a checkpoint and a
 summary, as it does when it is asked before it trains, or twice."""
 
+OVER = "over"
+"""Beside it too: the training is over, and ranks have nothing to do but to end. It says within how many seconds."""
+
+
+def mark_over(seconds: float) -> None:
+    """In rank 0."""
+    if (path := rank_pid_file()) is not None:
+        draft = path.with_name(f"{OVER}.draft")
+        draft.write_text(str(seconds), encoding="utf-8")
+        draft.rename(path.with_name(OVER))  # whoever sees it can read it
+
+
+def seconds_to_end(pid_file: Path) -> float | None:
+    """None: the training is not over."""
+    path = pid_file.with_name(OVER)
+    return float(path.read_text(encoding="utf-8")) if path.exists() else None
+
 
 def mark_left() -> None:
     """In rank 0."""

@@ -12,6 +12,8 @@ import json
 import os
 import signal
 import sys
+import threading
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -20,30 +22,46 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.run import parse_args, run
 
 from redline.core.checkpoints import list_checkpoints
-from redline.core.rank_processes import RUN_NAME, open_screen, rank_pid_file, was_interrupted
+from redline.core.rank_processes import RUN_NAME, open_screen, rank_pid_file, seconds_to_end, was_interrupted
 from redline.core.training import resume_command
-from redline.engine.distributed import LostRankError, leave_with_parent
+from redline.engine.distributed import BEAT_SECONDS, LostRankError, leave_with_parent
 
 NO_FILE = "<N/A>"  # torch's word for a rank that recorded nothing
 LOST = f"{LostRankError.__name__}: "  # said by the rank that watched, of another
+LATE = "rank 0 does not end"
 GRACE_SECONDS = 30  # torch's agent waits so long after its SIGTERM, then it kills
 
 
 def main(words: Sequence[str]) -> int:
+    pid_file, late = rank_pid_file(), threading.Event()
+    if pid_file is not None:
+        threading.Thread(target=limit_the_end, args=(pid_file, late), name="limit-the-end", daemon=True).start()
     try:
         failures = run_ranks(words)
     except SignalException as error:
-        return 128 + error.sigval.value
+        if not late.is_set():
+            return 128 + error.sigval.value
+        print(f"training is over: {LATE}", file=open_screen())
+        return 1
     if not failures:
         return 0
     rank, cause = cause_of(failures)
-    pid_file = rank_pid_file()
     if pid_file is not None and was_interrupted(pid_file, cause.exitcode):
         return 128 + signal.SIGTERM  # as above: whoever asked us says the rest
     if (text := words_of(rank, cause)) is not None:
-        lines = [] if pid_file is None else ways_on(pid_file)
-        print(f"training stopped: {text}", *lines, sep="\n", file=open_screen())
+        over = pid_file is not None and seconds_to_end(pid_file) is not None
+        lines = [] if pid_file is None or over else ways_on(pid_file)  # rank 0 has told them
+        print(f"training {'is over' if over else 'stopped'}: {text}", *lines, sep="\n", file=open_screen())
     return cause.exitcode if 0 < cause.exitcode < 256 else 1
+
+
+def limit_the_end(pid_file: Path, late: threading.Event) -> None:
+    """In a thread. Rank 0 sees the others off, and nobody is left to do that for rank 0."""
+    while (seconds := seconds_to_end(pid_file)) is None:
+        time.sleep(BEAT_SECONDS)
+    time.sleep(2 * seconds + GRACE_SECONDS)  # rank 0's limit, what ending another may take, and as long again
+    late.set()
+    os.kill(os.getpid(), signal.SIGTERM)  # its handler ends the ranks
 
 
 def ways_on(pid_file: Path) -> list[str]:

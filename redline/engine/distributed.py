@@ -5,10 +5,12 @@
         device = ranks.connect("cuda")                                    # from here on collectives work
         ranks.arrange(Layout(ranks=8, tensor=2));  ranks.mesh["tp"]       # who holds a layer together with whom
         ranks.mean(losses);  ranks.gather({"asked": False})               # on the device; on the host
+        ranks.take_leave()                                                # rank 0 is the last to go
 
 Every rank tells the store once a second that it lives, and how far its training has come (`mark`). Rank 0 looks at the
-others, rank 1 at rank 0: one that stands still for `limit_seconds` ends the job with a message that names it. Starting
-processes is torchrun's affair (`engine/agent.py`), cutting the model that of `engine/shard.py`.
+others, rank 1 at rank 0, from the first moment to the last: one whose process is frozen for `limit_seconds`, or that
+stands still for so long where steps are due (`marking`), ends the job with a message that names it. Starting processes
+is torchrun's affair (`engine/agent.py`), cutting the model that of `engine/shard.py`.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import socket
 import sys
 import sysconfig
 import threading
@@ -61,8 +64,16 @@ class Ranks:
     """This process among those that train together. Rank 0 leads: it alone talks, makes folders and writes metrics."""
 
     def __init__(
-        self, *, rank: int = 0, count: int = 1, local: int = 0, store: Any = None, limit_seconds: float = LIMIT_SECONDS
+        self,
+        *,
+        rank: int = 0,
+        count: int = 1,
+        local: int = 0,
+        store: Any = None,
+        limit_seconds: float = LIMIT_SECONDS,
+        watches: bool = True,
     ) -> None:
+        """`watches`: False where whoever started the ranks has a time limit of their own."""
         self.rank, self.count, self.local, self.limit_seconds = rank, count, local, limit_seconds
         self.layout = Layout(ranks=count)
         self.kind = "cpu"
@@ -78,12 +89,14 @@ class Ranks:
         self._mark: tuple[int, int, str] = (0, 0, "getting ready")
         self._beats = 0
         self._ended = threading.Event()
-        self._watching = False
-        self._seen: dict[int, tuple[str, float]] = {}
+        self._watches = watches and rank < 2
+        self._marks_since: float | None = None
+        self._seen: dict[str, tuple[int, float]] = {}
         self.on_standing: Callable[[str], None] | None = None
         """Rank 0 is told by this, once a second, who stands still; '' while nobody does."""
         self._thread: threading.Thread | None = None
         if self._store is not None:
+            self.say(f"process/{rank}", this_process())
             self._beat()
             self._thread = threading.Thread(target=self._live, name="rank-beat", daemon=True)
             self._thread.start()
@@ -123,8 +136,38 @@ class Ranks:
         if self._thread is not None:
             self._thread.join()
         # After a failure the others may wait in a collective: to take leave of them would be to wait as well.
-        if kind is None and self.host_group is not None:
+        if kind is None:
+            self._close_collectives()
+
+    def _close_collectives(self) -> None:
+        if self.host_group is not None:
             dist.destroy_process_group()
+            self.host_group = None
+
+    def take_leave(self) -> None:
+        """After the last word that anybody hears: from here on ranks end. Rank 0 stays until the others have, since
+        torchrun would wait without a limit for one that does not."""
+        self._watches = False  # whoever has gone gives no signs of life
+        self._close_collectives()  # all at once: NCCL's may wait for one another
+        self.say(f"left/{self.rank}", True)
+        if self.leads:
+            self._see_off()
+
+    def _see_off(self) -> None:
+        here = list(range(1, self.count))
+        beats, until = {rank: self._beat_of(rank) for rank in here}, time.monotonic() + self.limit_seconds
+        while here := [rank for rank in here if not self._is_gone(rank)]:
+            if time.monotonic() > until:
+                last = self._beat_of(here[0])
+                mark, lives = Mark(*json.loads(last)[1:]), last != beats[here[0]]
+                raise LostRankError(words_of_staying(here[0], mark, lives, self.limit_seconds))
+            time.sleep(POLL_SECONDS)
+
+    def _is_gone(self, rank: int) -> bool:
+        """Of a rank on another machine its word is all that can be known."""
+        assert self._store is not None
+        machine, process = json.loads(self._store.get(f"process/{rank}"))
+        return bool(self._store.check([f"left/{rank}"])) and (machine != this_process()[0] or has_ended(process))
 
     # --- over the store -----------------------------------------------------------------------------------------------
 
@@ -145,6 +188,14 @@ class Ranks:
             time.sleep(POLL_SECONDS)
         return json.loads(self._store.get(key))
 
+    def hears(self, key: str, seconds: float) -> bool:
+        """Whether anybody says it within that time."""
+        assert self._store is not None, "there is nobody to listen to"
+        until = time.monotonic() + seconds
+        while not (said := bool(self._store.check([key]))) and time.monotonic() < until:
+            time.sleep(POLL_SECONDS)
+        return said
+
     def remember(self, key: str, value: Any) -> None:
         """For those that torchrun may start after these ranks have failed."""
         if self._lasting is not None:
@@ -157,7 +208,7 @@ class Ranks:
     def tell_end(self, text: str) -> None:
         """To those that torchrun may start next. Whoever is killed tells nothing."""
         with suppress(dist.DistError):  # the store may be gone, and the job with it
-            self.remember(f"end/{self.attempt}/{self.rank}", [time.time(), first_line(text)])
+            self.remember(f"end/{self.attempt}/{self.rank}", [time.time(), first_sentence(text)])
 
     def lost_before(self) -> str | None:
         """Why there was an attempt before this one that is over; None: there was none, or nobody knows."""
@@ -242,13 +293,14 @@ class Ranks:
         self._mark = (self._mark[0] + 1, step, doing)
 
     @contextmanager
-    def watched(self) -> Iterator[None]:
-        """Around what makes marks. Reading and writing large files before and after it may take as long as it takes."""
-        self._watching = True
+    def marking(self) -> Iterator[None]:
+        """Around what makes marks in a row: whoever makes no more hangs. Reading and writing large files before and
+        after it may take as long as it takes, in a process that lives."""
+        self._marks_since = time.monotonic()
         try:
             yield
         finally:
-            self._watching = False
+            self._marks_since = None
 
     def _beat(self) -> None:
         assert self._store is not None
@@ -265,31 +317,38 @@ class Ranks:
             while not self._ended.wait(BEAT_SECONDS):
                 self._beat()
                 # Rank 0 looks at all; rank 1 at rank 0, whose process may be the one that is frozen.
-                if self._watching and self.rank < 2 and (found := self._standing_still()) is not None:
+                if self._watches and (found := self._standing_still(self.limit_seconds, self._marks_since)) is not None:
                     found = found if self._mark[1] else f"{found} ({SLOW_START})"
                     self.tell_end(found)
                     end_with(LostRankError(found))
                 if self.on_standing is not None:
-                    self.on_standing(self._standing_still(STANDING_SECONDS) or "")
+                    self.on_standing(self._standing_still(STANDING_SECONDS, 0.0) or "")
         except dist.DistError:
             return  # the store is gone, and with it the job: whoever ended it says why
 
-    def _standing_still(self, limit_seconds: float | None = None) -> str | None:
-        limit = self.limit_seconds if limit_seconds is None else limit_seconds
+    def _standing_still(self, limit: float, marks_since: float | None) -> str | None:
+        """Who is frozen; and on rank 0 who has made no mark, while there are any to be made: since then, None: not."""
         now = time.monotonic()
         watched = range(self.count) if self.leads else (0,)
+        beats: dict[int, float] = {}
         seconds: dict[int, float] = {}
         marks: dict[int, Mark] = {}
         for rank in watched:
-            beat = self._beat_of(rank)
-            said = json.loads(beat) if beat else [0, 0, 0, "getting ready", "nowhere"]
+            text = self._beat_of(rank)
+            said: list[Any] = json.loads(text) if text else [0, *NEVER_SEEN]
             marks[rank] = Mark(*said[1:])
-            for key, text in ((rank, str(said[1])), (-1 - rank, str(said[0]))):  # how far it has come; does it live
-                if self._seen.get(key, ("", 0.0))[0] != text:
-                    self._seen[key] = (text, now)
-            seconds[rank] = now - self._seen[rank][1]
-        frozen = [rank for rank in watched if now - self._seen[-1 - rank][1] > limit]
-        return words_of_standing(marks, seconds, frozen, limit) if self.leads or frozen else None
+            beats[rank] = now - self._unchanged_since(f"beat of {rank}", said[0], now)
+            seen = self._unchanged_since(f"mark of {rank}", said[1], now)
+            seconds[rank] = now - max(seen, marks_since or 0.0)
+        frozen = {rank: passed for rank, passed in beats.items() if passed > limit}
+        if not frozen and (marks_since is None or not self.leads):
+            return None
+        return words_of_standing(marks, {**seconds, **frozen}, list(frozen), limit)
+
+    def _unchanged_since(self, key: str, value: int, now: float) -> float:
+        if self._seen.get(key, (-1, now))[0] != value:
+            self._seen[key] = (value, now)
+        return self._seen[key][1]
 
 
 class Mark(NamedTuple):
@@ -303,27 +362,62 @@ class Mark(NamedTuple):
     """Where it is in Python."""
 
 
+NEVER_SEEN = Mark(0, 0, "getting ready", "")
+
+
 def words_of_standing(
     marks: Mapping[int, Mark], seconds: Mapping[int, float], frozen: Sequence[int], limit: float
 ) -> str | None:
     """Who holds the others up, or None. `seconds`: since a rank made its last mark; `frozen`: ranks whose process has
-    given no sign at all."""
+    given no sign at all, and since when."""
     behind = min(marks, key=lambda rank: (rank not in frozen, marks[rank].number, -seconds[rank]))
     mark = marks[behind]
-    when = f"{seconds[behind]:.0f} s ago at step {mark.step:,}, {mark.doing} ({mark.frame})"
+    ago = f"{seconds[behind]:.0f} s"
+    if behind in frozen and mark == NEVER_SEEN:
+        return f"rank {behind} has not been seen in {ago}; its process gives no sign of life"
     if behind in frozen:
-        return f"rank {behind} was last seen {when}; its process gives no sign of life"
+        return f"rank {behind} was last seen {ago} ago {words_of_last(mark)}; its process gives no sign of life"
     if seconds[behind] <= limit:
         return None
     if any(other.number > mark.number for other in marks.values()):
+        when = f"{ago} ago at step {mark.step:,}, {mark.doing} ({mark.frame})"
         return f"rank {behind} was last seen {when}; the others are further"
     # Most of them wait in the same line for the one that does not come.
     lines = Counter(other.frame for other in marks.values())
     places = sorted(marks, key=lambda rank: (lines[marks[rank].frame], -rank))[:SHOWN]
-    return (
-        f"no rank has got any further for {seconds[behind]:.0f} s, at step {mark.step:,}, {mark.doing}: "
-        + ", ".join(f"rank {rank} is in {marks[rank].frame}" for rank in places)
+    return f"no rank has got any further for {ago}, at step {mark.step:,}, {mark.doing}: " + ", ".join(
+        f"rank {rank} is in {marks[rank].frame}" for rank in places
     )
+
+
+def words_of_last(mark: Mark) -> str:
+    """Of a process that tells no more: what it did in the second after its last beat, nobody knows."""
+    return f"at step {mark.step:,} or later, {mark.doing} ({mark.frame})"
+
+
+def words_of_staying(rank: int, mark: Mark, lives: bool, seconds: float) -> str:
+    sign = "its process is still there" if lives else "its process gives no sign of life"
+    return f"rank {rank} has not ended {seconds:.0f} s after the training, last seen {words_of_last(mark)}; {sign}"
+
+
+def this_process() -> tuple[str, int]:
+    """Where its number means something: on its machine, and there in its container. Then the number."""
+    try:
+        numbers = os.readlink("/proc/self/ns/pid")
+    except OSError:
+        numbers = ""
+    return f"{socket.gethostname()} {numbers}", os.getpid()
+
+
+def has_ended(process: int) -> bool:
+    """Of this machine. One that nobody has asked for its exit code yet has ended too ('Z')."""
+    try:
+        state = (
+            Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0]
+        )
+    except OSError:
+        return True
+    return state in ("Z", "X")
 
 
 def main_frame() -> str:
@@ -357,7 +451,7 @@ def alone() -> Ranks:
     return Ranks()
 
 
-def join(limit_seconds: float | None = None) -> Ranks:
+def join(limit_seconds: float | None = None, *, watches: bool = True) -> Ranks:
     """The job that the environment tells of (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT: torchrun's)."""
     leave_with_parent(lambda: os._exit(1))
     limit = LIMIT_SECONDS if limit_seconds is None else limit_seconds
@@ -366,7 +460,7 @@ def join(limit_seconds: float | None = None) -> Ranks:
         with open(path, "w", encoding="utf-8") as file:
             file.write(str(os.getpid()))
     local = int(os.environ.get("LOCAL_RANK", "0"))
-    return Ranks(rank=rank, count=count, local=local, store=store, limit_seconds=limit)
+    return Ranks(rank=rank, count=count, local=local, store=store, limit_seconds=limit, watches=watches)
 
 
 def own_stores() -> tuple[Any, Any]:
@@ -418,8 +512,10 @@ def words_of_ends(ends: Mapping[int, tuple[float, str] | None]) -> str | None:
     return f"torchrun has started all ranks again: {'; '.join(words)}" if words else None
 
 
-def first_line(text: str) -> str:
-    return next(iter(text.strip().splitlines()), "")
+def first_sentence(text: str) -> str:
+    """Of the first line: what happened. gloo's goes on with causes that it knows nothing of; the log has it all."""
+    line = next(iter(text.strip().splitlines()), "")
+    return line.split(". ")[0]
 
 
 def record_failure(error: Exception) -> None:

@@ -107,6 +107,7 @@ def train(order: TrainOrder, emit: Emit, ranks: Ranks | None = None) -> dict[str
     if ranks.joined and ranks.count == 1:
         emit("note", text="one rank: it shares with nobody, so that nothing is gathered or averaged")
     data = open_data(order, emit)
+    ranks.mark(0, "building the model")
     step = build_step(
         order.workload,
         plan,
@@ -132,6 +133,7 @@ def train(order: TrainOrder, emit: Emit, ranks: Ranks | None = None) -> dict[str
     torch.manual_seed(
         order.workload.seed + ranks.place.data
     )  # for what a model drops; a checkpoint holds where its numbers had got to
+    ranks.mark(0, "looking for a checkpoint")
     if not trainer.resume() and order.init is not None:
         load_weights(step.adapter, step.model, Path(order.init))
     try:

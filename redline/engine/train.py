@@ -175,12 +175,13 @@ class Trainer:
         self.began = (self.progress.tokens, loader.epoch)
         # Asked to stop, a run still finishes the checkpoint that is being written: the store waits for it inside.
         with asked_to_stop() as asked, self.store, closing(loader):
-            with self.ranks.watched():
+            with self.ranks.marking():
                 while (why := self._why_over(asked)) is None:
                     if self._cycle(loader, asked):
                         self._between_cycles()
             if why != "interrupted":
                 self._validate()
+            self.ranks.mark(self.step.steps_taken, "saving")
             self.save()
             failure = self.store.wait()
             self._tell_saves()

@@ -58,7 +58,7 @@ def main(folder: Path) -> int:
     from redline.engine.distributed import join
 
     write_atomically(folder / RANK_FILE.format(os.environ["RANK"]), str(os.getpid()))
-    with join() as ranks:
+    with join(watches=False) as ranks:  # --timeout ends a job that hangs, and names who stands still
         return work(job, folder, RANK_FAILURE_FILE.format(ranks.rank), ranks)
 
 

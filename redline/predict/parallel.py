@@ -316,7 +316,11 @@ def _cuts_near(shape: Shape | None, gpus: int, tp: int, pp: int, node: Node = No
     possible = [cut for cut in possible if beside.stages or cut[1] == 1]
     changes = {cut: beside.change(gpus // math.prod(cut)) for cut in possible}
     as_said = [cut for cut in possible if changes[cut] == ""]
-    cuts = (as_said or [cut for cut in possible if changes[cut] is not None])[:2]
+    cuts = as_said or [cut for cut in possible if changes[cut] is not None]
+    if (tp == 1) != (pp == 1):  # of two options one was given: the other is proposed only where nothing else helps
+        other = 0 if tp == 1 else 1
+        cuts = [cut for cut in cuts if cut[other] == 1] or cuts
+    cuts = cuts[:2]
     if not cuts:
         return "another number of GPUs"
     said = [(axis, name) for axis, name in enumerate(CUTS) if any(cut[axis] > 1 for cut in ((tp, pp), *cuts))]

@@ -311,6 +311,12 @@ def pipeline_text(pipeline: Mapping[str, Any] | None) -> str:
     return f"{pipeline['stages']} stages, {per_update}: a bubble of {human_percent(pipeline['bubble'])}"
 
 
+def way_on(summary: dict[str, Any]) -> str:
+    """Nothing where nothing was saved: it would begin anew, and end as it did."""
+    layout = Layout(**(summary.get("layout") or {})).options()
+    return resume_command(summary["out"], layout) if summary["checkpoint"] else ""
+
+
 def summary_lines(summary: dict[str, Any]) -> list[str]:
     """What a run came to, for people."""
     tokens, loss, best = summary["tokens"], summary["loss"], summary["best_validation_loss"]
@@ -329,6 +335,6 @@ def summary_lines(summary: dict[str, Any]) -> list[str]:
         ("loss", f"{loss_text(loss)} train, best validation {loss_text(best)}"),
         ("saved", summary["checkpoint"] or UNKNOWN),
         ("page", summary["page"] or ""),
-        ("go on", resume_command(summary["out"], Layout(**(summary.get("layout") or {})).options())),
+        ("go on", way_on(summary)),
     ]
     return [f"{name:10}{text}" for name, text in lines if text]

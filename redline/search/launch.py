@@ -227,9 +227,9 @@ def probe_machine(device: str | None) -> tuple[Hardware, dict[str, str | None]]:
     if done.returncode:
         reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
         raise UserError(
-            "torch could not describe this machine" if device is None else f"no {device} device to measure on",
+            "torch could not describe this machine" if device is None else f"no {device} device on this machine",
             reason,
-            "run `python -c 'import torch; print(torch.cuda.is_available())'`; --device cpu measures the CPU",
+            "run `python -c 'import torch; print(torch.cuda.is_available())'`; --device cpu takes the CPU",
         )
     answer = json.loads(done.stdout.splitlines()[-1])
     return from_json(Hardware, answer["hardware"]), answer["versions"]

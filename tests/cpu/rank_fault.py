@@ -1,5 +1,5 @@
 """`redline` with a fault: at one step one rank is killed, alone or with its agent, raises, runs out of memory, hangs or
-is frozen. Once, if a file says so.
+is frozen. Once, if a file says so. Or it is frozen before the first step, or after the last, until rank 0 is gone.
 
 python -m redline.engine.agent --standalone --nproc-per-node 2 rank_fault.py KIND STEP FLAG train gpt2 ...
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -16,6 +17,8 @@ from typing import Any
 import torch
 
 from redline.cli import main
+from redline.core.rank_processes import RANK_PID_FILE
+from redline.engine.distributed import Ranks
 from redline.engine.step import TrainStep
 
 
@@ -55,6 +58,42 @@ FAULTS = {
 }
 
 
+THAW = """
+tries=0
+while [ $tries -lt 200 ] && { [ ! -s "$1" ] || kill -0 $(cat "$1"); }; do sleep 0.2; tries=$((tries + 1)); done
+kill -CONT $2
+"""
+
+
+def freeze_while_rank_0_is_there() -> None:
+    """The agent's SIGTERM ends it then, and nobody waits for the 30 s after which it kills."""
+    nothing = subprocess.DEVNULL
+    words = ["sh", "-c", THAW, "thaw", os.environ[RANK_PID_FILE], str(os.getpid())]
+    subprocess.Popen(words, stdin=nothing, stdout=nothing, stderr=nothing, start_new_session=True)
+    freeze()
+
+
+def freeze_at(moment: str) -> None:
+    """When its process has just begun, when it is to meet the others, or when it waits for the last word."""
+    connect, hear = Ranks.connect, Ranks.hear
+
+    def frozen_connect(self: Ranks, kind: str) -> torch.device:
+        freeze_while_rank_0_is_there()
+        return connect(self, kind)
+
+    def frozen_hear(self: Ranks, key: str, speaker: int = 0) -> Any:
+        if key == "over":
+            freeze_while_rank_0_is_there()
+        return hear(self, key, speaker)
+
+    if moment == "begun":
+        freeze_while_rank_0_is_there()
+    elif moment == "connect":
+        Ranks.connect = frozen_connect  # type: ignore[method-assign]
+    else:
+        Ranks.hear = frozen_hear  # type: ignore[method-assign]
+
+
 def plant(kind: str, at_step: int, flag: Path) -> None:
     real = TrainStep.__call__
 
@@ -68,6 +107,7 @@ def plant(kind: str, at_step: int, flag: Path) -> None:
 
 
 if __name__ == "__main__":
+    kind, at_step, flag = sys.argv[1:4]
     if os.environ["RANK"] == "1":
-        plant(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]))
+        freeze_at(kind) if kind in ("begun", "connect", "over") else plant(kind, int(at_step), Path(flag))
     raise SystemExit(main(sys.argv[4:]))

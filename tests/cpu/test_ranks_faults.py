@@ -22,22 +22,25 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
 import pytest
 import torch
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from redline.cli import main
-from redline.commands.ranks import agent_words
+from redline.commands.ranks import agent_words, train_along
 from redline.core.checkpoints import list_checkpoints
 from redline.core.errors import UserError
+from redline.core.rank_processes import mark_over
 from redline.core.recipe import Recipe
 from redline.core.values import to_json
 from redline.engine import agent, distributed
 from redline.engine.checkpoint import load_from
-from redline.engine.distributed import Mark, Ranks, words_of_standing
+from redline.engine.distributed import NEVER_SEEN, Mark, Ranks, words_of_standing
 from redline.search.launch import probe_machine
 
 HERE = Path(__file__).resolve().parent
@@ -177,6 +180,28 @@ def test_what_was_lost_is_told_by_those_that_go_on(
     assert found is None if expected is None else expected in (found or "")
 
 
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (
+            "rank 0 failed: RuntimeError: [pair.cc:553] Read error [127.0.0.1]:31: Connection reset by peer. This is "
+            "typically caused by another. Good luck",
+            "rank 0 failed: RuntimeError: [pair.cc:553] Read error [127.0.0.1]:31: Connection reset by peer",
+        ),
+        ("rank 0 failed: ValueError: 1.5 is odd\nand more", "rank 0 failed: ValueError: 1.5 is odd"),
+        ("", ""),
+    ],
+    ids=["gloo", "lines", "nothing"],
+)
+def test_those_that_go_on_are_told_what_happened_in_a_sentence(
+    monkeypatch: pytest.MonkeyPatch, text: str, told: str
+) -> None:
+    ranks, remembered = Ranks(), {}
+    monkeypatch.setattr(ranks, "remember", lambda key, value: remembered.update({key: value[1]}))
+    ranks.tell_end(text)
+    assert remembered == {"end/0/0": told}
+
+
 @pytest.mark.long
 def test_a_lost_node_leaves_the_others_to_go_on_with_the_same_global_batch(
     words: list[str], never_stopped: Path, tmp_path: Path, left_behind: Callable[[Path], list[str]]
@@ -233,6 +258,29 @@ def test_a_rank_that_fails_is_named_with_the_cause(
     only_ours(done.stderr, out)
     if kind == "raise":
         assert "rank_fault.py" in (out / "ranks.log").read_text(), "the line that failed"
+    assert left_behind(out) == []
+
+
+@pytest.mark.parametrize(
+    ("moment", "text"),
+    [
+        pytest.param("begun", "training stopped: rank 1 has not been seen in ", marks=pytest.mark.long),
+        ("connect", "training stopped: rank 1 was last seen "),
+        ("over", "training is over: rank 1 has not ended 6 s after the training, last seen at step "),
+    ],
+    ids=["begun", "connect", "over"],
+)
+def test_a_rank_that_freezes_before_the_first_step_or_after_the_last_is_named(
+    words: list[str], with_fault: Run, tmp_path: Path, moment: str, text: str, left_behind: Callable[[Path], list[str]]
+) -> None:
+    out = tmp_path / "run"
+    done = with_fault(moment, [*words, "--steps", "2", "--out", str(out), "--rank-timeout", "6"])
+    assert done.returncode == 1
+    told = [line for line in done.stderr.splitlines() if line.startswith("training ")]
+    assert len(told) == 1, done.stderr
+    assert told[0].startswith(text)
+    assert "; its process gives no sign of life" in told[0]
+    assert ("all steps are done" in done.stdout) == (moment == "over")
     assert left_behind(out) == []
 
 
@@ -295,6 +343,39 @@ def test_the_agent_tells_of_failures_and_not_of_what_the_user_asked_for(
     ways = [f"saved     {run}/checkpoints/step-00000004", f"go on     redline train --resume {run} --gpus 2"]
     assert agent.main([]) == answer
     assert screen.getvalue().splitlines() == [line for part in told for line in (ways if part is ... else [part])]
+
+
+def test_what_rank_0_has_told_in_its_summary_the_agent_tells_not_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine" / "checkpoints" / "step-00000004").mkdir(parents=True)
+    (tmp_path / "run").write_text(json.dumps([str(tmp_path / "mine"), "--gpus 2"]))
+    (tmp_path / "error.json").write_text(json.dumps({"message": {"message": LOST, "extraInfo": {"timestamp": 100}}}))
+    screen = io.StringIO()
+    monkeypatch.setenv("REDLINE_RANK_PID_FILE", str(tmp_path / "rank-0"))
+    mark_over(600.0)
+    failures = {0: ProcessFailure(0, 0, 1, str(tmp_path / "error.json")), 1: ProcessFailure(1, 0, KILLED, "<N/A>")}
+    monkeypatch.setattr(agent, "run_ranks", lambda words: failures)
+    monkeypatch.setattr(agent, "open_screen", lambda: screen)
+    assert agent.main([]) == 1
+    assert screen.getvalue() == "training is over: rank 1 was last seen 25 s ago\n"
+
+
+def test_the_agent_ends_a_rank_0_that_does_not_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    screen, ended = io.StringIO(), threading.Event()
+
+    def run_ranks(words: list[str]) -> None:
+        mark_over(0.0)
+        assert ended.wait(30), "nobody ended the agent"
+        raise SignalException("by the thread", signal.SIGTERM)
+
+    monkeypatch.setenv("REDLINE_RANK_PID_FILE", str(tmp_path / "rank-0"))
+    monkeypatch.setattr(agent, "run_ranks", run_ranks)
+    monkeypatch.setattr(agent, "open_screen", lambda: screen)
+    monkeypatch.setattr(agent, "GRACE_SECONDS", 0.0)
+    monkeypatch.setattr(agent.os, "kill", lambda process, number: ended.set() if number == signal.SIGTERM else None)
+    assert agent.main([]) == 1
+    assert screen.getvalue() == "training is over: rank 0 does not end\n"
 
 
 GONE, LOST = "RuntimeError: connection closed by peer", "LostRankError: rank 1 was last seen 25 s ago"
@@ -482,6 +563,25 @@ def test_a_mistake_is_rank_0s_to_tell_if_it_finds_it(monkeypatch: pytest.MonkeyP
     assert raised.value is mistake if rank == 0 else raised.value.code == 2
 
 
+@pytest.mark.parametrize("rank_0_tells", [True, False])
+def test_a_failure_of_all_ranks_is_told_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, rank_0_tells: bool
+) -> None:
+    waited: list[float] = []
+    monkeypatch.setattr("redline.commands.ranks.log_to", lambda _: None)
+    monkeypatch.setattr("redline.core.values.from_json", lambda *_: SimpleNamespace(out=str(tmp_path)))
+    monkeypatch.setattr("redline.engine.session.train", lambda *_: {"ended": "failed", "reason": "out of memory"})
+    ranks: Any = Ranks(rank=1, count=2, limit_seconds=8)
+    ranks.hear = lambda key: {}
+    ranks.hears = lambda key, seconds: waited.append(seconds) or rank_0_tells
+    if rank_0_tells:
+        assert train_along(ranks) == 1
+    else:
+        with pytest.raises(RuntimeError, match="out of memory"):
+            train_along(ranks)
+    assert waited == [2.0], "much less than what makes it a rank that hangs"
+
+
 @cache
 def asked_once(device: str | None) -> Any:
     """The machine does not change between two mistakes, and asking takes seconds."""
@@ -506,15 +606,119 @@ ELSEWHERE = Mark(6, 2, "in the step", "sleep, user.py")
             [],
             "further for 11 s, at step 2, in the step: rank 1 is in sleep, user.py, rank 2 is in all_reduce, c10d.py",
         ),
-        ({0: BEHIND, 1: FURTHER}, {0: 11.0, 1: 11.0}, [1], "rank 1 was last seen 11 s ago at step 2, in the step"),
+        ({0: BEHIND, 1: FURTHER}, {0: 11.0, 1: 11.0}, [1], "rank 1 was last seen 11 s ago at step 2 or later, in"),
+        ({0: BEHIND, 1: NEVER_SEEN}, {0: 1.0, 1: 11.0}, [1], "rank 1 has not been seen in 11 s; its process gives no"),
     ],
-    ids=["well", "in-time", "behind", "first", "all", "frozen"],
+    ids=["well", "in-time", "behind", "first", "all", "frozen", "never"],
 )
 def test_the_watch_names_whoever_is_behind(
     marks: dict[int, Mark], seconds: dict[int, float], frozen: list[int], text: str | None
 ) -> None:
     found = words_of_standing(marks, seconds, frozen, 10)
     assert found is None if text is None else text in (found or "")
+
+
+class Told:
+    """A store."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+
+    def set(self, key: str, value: str) -> None:
+        self.values[key] = value.encode()
+
+    def get(self, key: str) -> bytes:
+        return self.values[key]
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self.values for key in keys)
+
+    def beat(self, rank: int, number: int, mark: Mark) -> None:
+        self.set(f"beat/{rank}", json.dumps([number, *mark]))
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Its last number is the time, and waiting adds one."""
+    now = [1000.0]
+    monkeypatch.setattr(distributed.time, "monotonic", lambda: now[-1])
+    monkeypatch.setattr(distributed.time, "sleep", lambda _: now.append(now[-1] + 1.0))
+    return now
+
+
+def two_ranks(store: Told) -> Ranks:
+    ranks = Ranks(rank=0, count=2, limit_seconds=10)
+    ranks._store = store
+    return ranks
+
+
+def test_a_process_that_lives_may_stand_still_where_no_steps_are_due(clock: list[float]) -> None:
+    """Building and reading may take long; what they took does not count in the loop that follows."""
+    store = Told()
+    ranks, building = two_ranks(store), Mark(1, 0, "building the model", "build, build.py")
+
+    def looked_at(seconds: int) -> str | None:
+        found = None
+        for _ in range(seconds):
+            clock.append(clock[-1] + 1)
+            for rank in (0, 1):
+                store.beat(rank, len(clock), building)
+            found = ranks._standing_still(10, ranks._marks_since)
+        return found
+
+    assert looked_at(30) is None
+    with ranks.marking():
+        assert looked_at(9) is None
+        assert (looked_at(3) or "").startswith("no rank has got any further for 12 s")
+    assert looked_at(1) is None
+    store.beat(0, 99, building)
+    clock.append(clock[-1] + 11)
+    store.beat(0, 100, building)
+    frozen = "rank 1 was last seen 11 s ago at step 0 or later, building the model (build, build.py); its process gives"
+    assert (ranks._standing_still(10, None) or "").startswith(frozen)
+
+
+MINE, ANOTHER = distributed.this_process()[0], "another machine"
+
+
+@pytest.mark.parametrize(
+    ("machine", "left", "ended", "text"),
+    [
+        (MINE, True, True, None),
+        (MINE, True, False, "rank 1 has not ended 10 s after the training, last seen at step 2 or later, in the step"),
+        (MINE, False, True, "its process gives no sign of life"),
+        (ANOTHER, True, False, None),
+        (ANOTHER, False, False, "its process gives no sign of life"),
+    ],
+    ids=["ended", "does-not-end", "killed", "left-elsewhere", "frozen-elsewhere"],
+)
+def test_rank_0_waits_for_the_others_to_end_and_no_longer_than_the_limit(
+    monkeypatch: pytest.MonkeyPatch, clock: list[float], machine: str, left: bool, ended: bool, text: str | None
+) -> None:
+    store = Told()
+    ranks = two_ranks(store)
+    store.beat(1, 7, FURTHER)
+    store.set("process/1", json.dumps([machine, 4711]))
+    if left:
+        store.set("left/1", "true")
+    monkeypatch.setattr(distributed, "has_ended", lambda process: {4711: ended}[process])
+    if text is None:
+        ranks.take_leave()
+        assert len(clock) == 1, "nobody waited"
+    else:
+        with pytest.raises(distributed.LostRankError, match=re.escape(text)):
+            ranks.take_leave()
+        assert clock[-1] - clock[0] == 11
+
+
+def test_a_process_has_ended_though_nobody_has_asked_for_its_code() -> None:
+    process = subprocess.Popen(["sleep", "60"])
+    assert not distributed.has_ended(process.pid)
+    process.kill()
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    assert distributed.has_ended(process.pid), "it is a zombie"
+    process.wait()
+    assert distributed.has_ended(process.pid)
 
 
 def test_a_rank_is_where_our_code_or_the_users_is_and_not_in_a_selector(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -577,10 +781,10 @@ def test_a_watch_that_ends_a_slow_start_says_that_starting_counts(monkeypatch: p
     ranks = Ranks(rank=0, count=2)
     ranks.mark(step, "waiting for its batch")
     monkeypatch.setattr(ranks, "_beat", lambda: ended and ranks._ended.set())
-    monkeypatch.setattr(ranks, "_standing_still", lambda: "no rank has got any further for 10 s")
+    monkeypatch.setattr(ranks, "_standing_still", lambda *_: "no rank has got any further for 10 s")
     monkeypatch.setattr(distributed, "BEAT_SECONDS", 0.0)
     monkeypatch.setattr(distributed, "end_with", lambda error: ended.append(str(error)))
-    with ranks.watched():
+    with ranks.marking():
         ranks._live()
     assert all(text.startswith("no rank has got any further for 10 s") for text in ended)
     assert ended

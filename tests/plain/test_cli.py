@@ -478,11 +478,11 @@ def test_resuming_on_another_machine(mistake, machine, h200, finished_run):
 def test_a_machine_that_cannot_be_asked(mistake, workplace, monkeypatch):
     def no_device(device):
         raise UserError(
-            f"no {device} device to measure on", "torch sees no CUDA device", "--device cpu measures the CPU"
+            f"no {device} device on this machine", "torch sees no CUDA device", "--device cpu takes the CPU"
         )
 
     monkeypatch.setattr("redline.search.words.probe_machine", no_device)
-    assert mistake("ladder", "tiny", "--device", "cuda")["problem"] == "no cuda device to measure on"
+    assert mistake("ladder", "tiny", "--device", "cuda")["problem"] == "no cuda device on this machine"
 
 
 # help

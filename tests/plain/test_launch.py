@@ -518,7 +518,7 @@ def test_the_probe_is_told_the_device(tmp_path, run, worker):
 
 
 @pytest.mark.parametrize(
-    ("device", "problem"), [("cuda", "no cuda device to measure on"), (None, "torch could not describe this machine")]
+    ("device", "problem"), [("cuda", "no cuda device on this machine"), (None, "torch could not describe this machine")]
 )
 def test_a_probe_that_fails_is_the_users_to_mend(tmp_path, run, worker, device, problem):
     write_module(tmp_path / "fake", "probe", "raise SystemExit('torch sees no CUDA device')")

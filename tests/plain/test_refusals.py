@@ -29,7 +29,6 @@ quick = settings(deadline=None, max_examples=100)  # another run on the same cor
 few, some = st.integers(1, 6), st.integers(1, 24)
 TINY = PRESETS["tiny"]
 CUDA = Hardware(kind="cuda", name="a GPU", count=8, cpu_cores=8, features=("bf16",))
-EITHER_STAGES = "use --tensor 4 --pipeline 1 or --tensor 4 --pipeline 2"
 LLAMA = replace(TINY, source=Source(kind="huggingface", config={"model_type": "llama"}))
 
 
@@ -145,7 +144,7 @@ def test_cuts_that_are_proposed_to_a_run_that_goes_on_keep_its_batch(
     ("words", "fix"),
     [
         ("train tiny --gpus 8 --tensor 3 --micro-batch 1 --global-batch 4", "use --tensor 4 or --tensor 2"),
-        ("train tiny --gpus 8 --tensor 3 --micro-batch 1 --global-batch 2", EITHER_STAGES),
+        ("train tiny --gpus 8 --tensor 3 --micro-batch 1 --global-batch 2", "use --tensor 4"),
         (
             "train tiny --gpus 2 --tensor 3 --micro-batch 4 --global-batch 2",
             "use --tensor 2 with --micro-batch 2 or --tensor 1 with --micro-batch 1",
@@ -163,7 +162,7 @@ def test_cuts_that_are_proposed_to_a_run_that_goes_on_keep_its_batch(
             "train tiny --tensor 2 --replicas 2 --micro-batch 1 --global-batch 3",
             "say --gpus 8 with --global-batch 4 too",
         ),
-        ("estimate tiny --gpus 8 --tensor 3 --micro-batch 1 --global-batch 2", EITHER_STAGES),
+        ("estimate tiny --gpus 8 --tensor 3 --micro-batch 1 --global-batch 2", "use --tensor 4"),
         (
             "estimate tiny --gpus 8 --dp 2 --micro-batch 1 --global-batch 2",
             "use --dp 8, or leave --dp out, with --global-batch 8",

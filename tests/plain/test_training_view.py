@@ -293,5 +293,7 @@ def test_the_summary_says_what_the_lecture_s_did_and_where_things_are() -> None:
     assert worse[0].startswith("ended     not yet, or killed")
     assert "skipped   3 updates whose gradients were not finite" in worse
     assert not any(line.startswith("page") for line in worse)
+    nothing = summary_lines({**SUMMARY, "ended": "failed", "checkpoint": None})
+    assert nothing[-2:] == ["saved     —", "page      run/report.html"], "to go on would be to fail again"
     ranked = summary_lines({**SUMMARY, "layout": {"ranks": 4, "tensor": 2, "pipeline": 1, "replicas": 1}})
     assert ranked[-1] == "go on     redline train --resume run --gpus 4 --tensor 2"
