@@ -24,7 +24,7 @@ from redline.search.document import compile_note
 
 TINY = Workload(
     name="tiny",
-    shape=Shape(layers=2, heads=1, d_model=32, d_ff=128, vocab=257, sequence=16),
+    shape=Shape(layers=2, heads=2, d_model=32, d_ff=128, vocab=257, sequence=16),
     tokenizer="bytes",
     micro_batch=4,
     learning_rate=3e-3,
@@ -34,8 +34,11 @@ H200 = Hardware(
     name="NVIDIA H200",
     capability=(9, 0),
     cpu_cores=16,
-    features=("tf32", "bf16", "fp16", "flash", "cudnn-attention", "compile", "triton", "cublaslt", "quack", "flash4"),
+    features=("tf32", "bf16", "fp16", "flash", "cudnn-attention", "compile", "triton"),
 )
+# Where every rung of the plain ladder applies.
+WIDE_HEADS = replace(TINY, shape=replace(TINY.shape, heads=1))
+WITH_PACKAGES = replace(H200, features=(*H200.features, "cublaslt", "quack", "flash4"))
 ALL = tuple(rung.name for rung in LADDER[1:] if not rung.when_named)
 START = 5.6  # near ln 257 = 5.549
 CURVE = tuple(START - 0.1 * step for step in range(5))
@@ -108,7 +111,9 @@ def measurement(seconds: float, curve=CURVE, **fields) -> Measurement:
     return Measurement(loss_curve=curve, step_seconds=(seconds,) * 8, gradients=check, peak_bytes=10**9, **fields)
 
 
-def climb_with(machine: Machine, hardware: Hardware = H200, rungs=ALL, start=(), micro_batch=4, **choices) -> Climb:
+def climb_with(
+    machine: Machine, hardware: Hardware = H200, rungs=ALL, start=(), micro_batch=4, workload=TINY, **choices
+) -> Climb:
     chosen = LadderSettings(
         rungs=tuple(rungs),
         start=Recipe(rungs=tuple(start), micro_batch=micro_batch),
@@ -116,7 +121,7 @@ def climb_with(machine: Machine, hardware: Hardware = H200, rungs=ALL, start=(),
         check_steps=5,
         **choices,
     )
-    return Climb(TINY, hardware, chosen, machine.ask)
+    return Climb(workload, hardware, chosen, machine.ask)
 
 
 def climbed(machine: Machine, *args, **choices) -> Climb:
@@ -174,7 +179,7 @@ def test_what_is_foreseen_is_only_the_beginning_where_a_rung_does_not_pay():
 
 def test_every_rung_is_put_onto_the_recipe_so_far():
     machine = Machine(factors={"flash": 1.0})
-    climb = climbed(machine)
+    climb = climbed(machine, WITH_PACKAGES, workload=WIDE_HEADS)
     fast = ("tf32", "no-sync", "bf16", "compile")
     late = (*fast, "cudnn-attention", "padded-vocab", "tied-weights")
     last = (*late, "fused-adamw", "loader-workers", "fused-loss", "bf16-residual", "sigmoid-gelu", "fused-backward")
@@ -384,7 +389,8 @@ def test_keep_all_keeps_a_named_rung_amid_scatter():
 
 
 def test_keep_all_keeps_what_is_slower_but_right():
-    climb = climbed(Machine(factors={"tf32": 1.5, "padded-vocab": 2.0, "cudnn-attention": 0.8}), keep="all")
+    machine = Machine(factors={"tf32": 1.5, "padded-vocab": 2.0, "cudnn-attention": 0.8})
+    climb = climbed(machine, WITH_PACKAGES, workload=WIDE_HEADS, keep="all")
     alternatives = {"fp16", "flash"}
     assert set(kept(climb)) | alternatives == {"baseline", *ALL}
     assert "tf32" in climb.finished[-1].recipe.rungs
