@@ -1140,6 +1140,7 @@ def test_what_a_file_raises_under_way_is_told_with_its_line(
 def test_code_that_the_compiler_was_reading_is_named(write: Callable[[str], Path]) -> None:
     """Dynamo reads it without running it: no frame is left of it, but a list of its lines."""
     text = RAISES_LATE.replace("FORWARD", "x @ torch.zeros(7, 7)").replace("BATCH", "pass")
+    text = text.replace("Net.calls += 1", "pass")  # which torch 2.11 does not read
     found = find_python_file(f"{write(text)}:net")
     assert found is not None
     compiled = torch.compile(load_functions(found.source).factory(), backend="eager", fullgraph=True)
