@@ -6,7 +6,6 @@ import argparse
 import json
 import shutil
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
@@ -25,6 +24,15 @@ from redline.commands.common import (
     only_our_words_on_stdout,
 )
 from redline.commands.ranks import change_of_ranks
+from redline.commands.train_recipe import (
+    check_allowed,
+    check_init,
+    check_needs,
+    check_parallel,
+    other_optimizer,
+    shared_recipe,
+    without_refused,
+)
 from redline.commands.training_data import (
     TEXT_OPTIONS,
     add_data_options,
@@ -36,14 +44,11 @@ from redline.commands.training_data import (
 from redline.core.errors import UserError
 from redline.core.units import counted
 from redline.core.workload import check_positive
-from redline.rungs.parallel import DDP, WAYS
 
 if TYPE_CHECKING:
     from redline.commands.watchers import Session
     from redline.core.hardware import Hardware
     from redline.core.layout import Layout
-    from redline.core.recipe import Recipe
-    from redline.core.workload import Workload
     from redline.engine.distributed import Ranks
     from redline.engine.session import TrainOrder
 
@@ -315,118 +320,6 @@ def chosen_order(
         layout=layout,
     )
     return order, hardware, versions
-
-
-def shared_recipe(recipe: Recipe, way: str | None, layout: Layout) -> Recipe:
-    """With a way for the ranks to share a step; one process keeps what the recipe has, and does without it."""
-    from redline.rungs.ladder import cuts_of, with_parallel
-
-    if layout.ranks == 1 and way is None:
-        return recipe
-    cuts = cuts_of(recipe.rungs, layout)
-    others = [name for name in recipe.rungs if name not in cuts]
-    return replace(recipe, rungs=with_parallel([*others, *cuts], way))
-
-
-def check_parallel(recipe: Recipe, workload: Workload, hardware: Hardware, layout: Layout) -> None:
-    """Ways to share a step that do not go with the rest of the recipe. The fix names the options of all of them."""
-    from redline.rungs.ladder import cuts_of
-    from redline.search.ranks import OF_LAYOUTS
-
-    way = recipe.rungs[-1]  # where `with_parallel` has put it
-    refused = {
-        name: reason
-        for name in (*cuts_of(recipe.rungs, layout), way)
-        if (reason := why_not_shared(name, recipe, workload, hardware)) is not None
-    }
-    if not refused:
-        return
-    first = next(iter(refused))
-    said = {name: f"{option} {getattr(layout, option[2:])}" for name, option in OF_LAYOUTS.items()}
-    fixes = [f"leave {said[name]} out" for name in refused if name in said]
-    others = [other for other in WAYS if not why_not_shared(other, recipe, workload, hardware)]
-    if way in refused:
-        copies = " without --replicas" if layout.replicas > 1 else ""
-        fixes = [*fixes, f"say --parallel {others[0]}{copies}"] if others else []
-    elif fixes and layout.replicas > 1 and others == [DDP]:  # which would be refused next, with fsdp for a way out
-        fixes.append(f"leave --replicas {layout.replicas} out")
-    raise UserError(
-        f"{said.get(first, first)} does not apply here",
-        refused[first],
-        ", or ".join(filter(None, (" and ".join(fixes), "choose another recipe"))),
-    )
-
-
-def check_needs(options: argparse.Namespace, ranks: int, recipe: Recipe, workload: Workload) -> None:
-    """The same, of the options before anybody knows whether their degrees divide: a degree that is proposed instead
-    would be refused in turn. A model that nobody knows how to cut has fsdp, if the recipe goes with that."""
-    from redline.commands.ranks import asked_layout
-    from redline.rungs.ladder import cuts_of
-    from redline.rungs.parallel import FSDP, where_to_cut
-    from redline.search.ranks import some_machine
-
-    asked = asked_layout(options, ranks)
-    if asked.ranks == 1:
-        return
-    shared, machine = shared_recipe(recipe, options.parallel, asked), some_machine(asked.ranks)
-    unknown = any(where_to_cut(name, workload) for name in cuts_of(shared.rungs, asked))
-    if not unknown or why_not_shared(FSDP, shared, workload, machine) is not None:
-        check_parallel(shared, workload, machine, asked)
-
-
-def why_not_shared(name: str, recipe: Recipe, workload: Workload, hardware: Hardware) -> str | None:
-    from redline.rungs import find_rung, plan_of, why_not
-
-    others = [other for other in recipe.rungs if other != name and (name not in WAYS or other not in WAYS)]
-    return why_not(find_rung(name), workload, hardware, plan_of(others))
-
-
-def without_refused(recipe: Recipe, workload: Workload, kind: str, say: Callable[[str], None]) -> Recipe:
-    """A recipe is measured without dropout, and perhaps on another model: what this one does not take with it is left
-    out, where that changes no maths, and said."""
-    from redline.rungs import Maths, find_rung
-
-    reasons = {name: workload.refusal(name, kind) for name in recipe.rungs}
-    refused = {name: why for name, why in reasons.items() if why and find_rung(name).maths is not Maths.CHANGES}
-    for name, why in refused.items():
-        say(f"the recipe's {name} is left out: {why}")
-    return replace(recipe, rungs=tuple(name for name in recipe.rungs if name not in refused))
-
-
-def check_allowed(recipe: Recipe, workload: Workload, kind: str) -> None:
-    """What would change the maths is not left out: the user decides."""
-    for name in recipe.rungs:
-        if why := workload.refusal(name, kind):
-            raise UserError(
-                f"the recipe's {name} does not go with {workload.name}",
-                why,
-                f"take {name} out of the recipe, or leave --recipe out: what applies here is taken then",
-            )
-
-
-def other_optimizer(name: str, rungs: tuple[str, ...], workload: Any, hardware: Any) -> tuple[str, ...]:
-    """The rungs with this optimizer's in the place of theirs."""
-    from redline.rungs import find_rung, plan_of, why_not
-    from redline.rungs.ladder import with_optimizer
-
-    chosen = with_optimizer(rungs, name)
-    for rung in map(find_rung, set(chosen) - set(rungs)):
-        reason = why_not(rung, workload, hardware, plan_of(other for other in chosen if other != rung.name))
-        if reason is not None:
-            raise UserError(f"--optimizer {name} does not apply here", reason, "choose another, or another recipe")
-    return chosen
-
-
-def check_init(recipe: Recipe, init: Path | None, layout: Layout) -> None:
-    from redline.rungs.ladder import cuts_of
-
-    cut = [*cuts_of(recipe.rungs, layout), *(name for name in recipe.rungs[-1:] if name != DDP)]
-    if init is not None and cut:
-        raise UserError(
-            f"--init with {' and '.join(cut)}",
-            "the weights of a folder are put into whole tensors, and no rank has one",
-            "begin with --parallel ddp alone and few --steps, then --resume with what you want",
-        )
 
 
 def settings_of(options: argparse.Namespace, workload: Any, recipe: Any, budget: Any, layout: Layout) -> Any:

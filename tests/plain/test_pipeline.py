@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from redline.commands.train import shared_recipe
+from redline.commands.train_recipe import shared_recipe
 from redline.core.errors import UserError
 from redline.core.hardware import Hardware
 from redline.core.layout import Layout, bubble

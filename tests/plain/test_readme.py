@@ -13,7 +13,8 @@ import pytest
 from redline.cli import build_parser
 from redline.commands.estimate import estimate
 from redline.commands.ranks import batch_beside, check_shares, layout_of
-from redline.commands.train import check_parallel, global_sequences, shared_recipe
+from redline.commands.train import global_sequences
+from redline.commands.train_recipe import check_parallel, shared_recipe
 from redline.core.hardware import Hardware
 from redline.core.recipe import Recipe
 from redline.rungs import usual_rungs
