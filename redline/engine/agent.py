@@ -13,7 +13,6 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -33,9 +32,9 @@ GRACE_SECONDS = 30  # torch's agent waits so long after its SIGTERM, then it kil
 
 
 def main(words: Sequence[str]) -> int:
-    pid_file, late = rank_pid_file(), threading.Event()
+    pid_file, late, ended = rank_pid_file(), threading.Event(), threading.Event()
     if pid_file is not None:
-        threading.Thread(target=limit_the_end, args=(pid_file, late), name="limit-the-end", daemon=True).start()
+        threading.Thread(target=limit_the_end, args=(pid_file, late, ended), name="limit-the-end", daemon=True).start()
     try:
         failures = run_ranks(words)
     except SignalException as error:
@@ -43,6 +42,8 @@ def main(words: Sequence[str]) -> int:
             return 128 + error.sigval.value
         print(f"training is over: {LATE}", file=open_screen())
         return 1
+    finally:
+        ended.set()
     if not failures:
         return 0
     rank, cause = cause_of(failures)
@@ -55,13 +56,14 @@ def main(words: Sequence[str]) -> int:
     return cause.exitcode if 0 < cause.exitcode < 256 else 1
 
 
-def limit_the_end(pid_file: Path, late: threading.Event) -> None:
-    """In a thread. Rank 0 sees the others off, and nobody is left to do that for rank 0."""
+def limit_the_end(pid_file: Path, late: threading.Event, ended: threading.Event) -> None:
+    """In a thread, until the ranks have ended. Rank 0 sees the others off, and nobody is left to do that for rank 0."""
     while (seconds := seconds_to_end(pid_file)) is None:
-        time.sleep(BEAT_SECONDS)
-    time.sleep(2 * seconds + GRACE_SECONDS)  # rank 0's limit, what ending another may take, and as long again
-    late.set()
-    os.kill(os.getpid(), signal.SIGTERM)  # its handler ends the ranks
+        if ended.wait(BEAT_SECONDS):
+            return
+    if not ended.wait(2 * seconds + GRACE_SECONDS):  # its limit, what ending another may take, and as long again
+        late.set()
+        os.kill(os.getpid(), signal.SIGTERM)  # its handler ends the ranks
 
 
 def ways_on(pid_file: Path) -> list[str]:

@@ -359,6 +359,10 @@ def test_what_rank_0_has_told_in_its_summary_the_agent_tells_not_again(
     monkeypatch.setattr(agent, "open_screen", lambda: screen)
     assert agent.main([]) == 1
     assert screen.getvalue() == "training is over: rank 1 was last seen 25 s ago\n"
+    left = [thread for thread in threading.enumerate() if thread.name == "limit-the-end"]
+    for thread in left:
+        thread.join(10)
+    assert not any(thread.is_alive() for thread in left), "it would end a process that has nothing to do with it"
 
 
 def test_the_agent_ends_a_rank_0_that_does_not_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,8 +10,10 @@ import json
 import runpy
 import shutil
 import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,6 +37,12 @@ def signal_kept() -> Iterator[None]:
     before = signal.getsignal(signal.SIGTERM)
     yield
     signal.signal(signal.SIGTERM, before)
+
+
+@pytest.fixture(autouse=True)
+def time_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What these tests put in the place of sleep() is for the watch alone: other threads sleep too."""
+    monkeypatch.setattr(watch_module, "time", SimpleNamespace(sleep=time.sleep, monotonic=time.monotonic))
 
 
 class Played:
