@@ -60,7 +60,6 @@ def test_flops_and_mfu_are_those_of_the_formulas() -> None:
         assert found["mfu"] == pytest.approx(rate / (hardware.peak_tflops["bf16"] * 1e12))
 
 
-# torch records an empty graph to begin with, and hides the warning from all who do not make errors of them.
 def test_compiled_and_recorded_steps_learn_as_plain_ones_do() -> None:
     plain, ids = prepared_gpt("bf16", "flash", "fused-adamw")
     fast, _ = prepared_gpt("bf16", "flash", "fused-adamw", "compile", "cuda-graphs", "sigmoid-gelu")
