@@ -57,8 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UserError as error:
         if debug:
             traceback.print_exc()
-        for label, text in error.lines():
-            print(f"{label + ':':9}{' '.join(text.splitlines())}", file=sys.stderr)
+        print(error.told(), end="", file=sys.stderr)
         return EXIT_FAILED if isinstance(error, FailedRunError) else EXIT_MISTAKE
     except KeyboardInterrupt:
         if own:

@@ -19,6 +19,10 @@ class UserError(Exception):
     def lines(self) -> tuple[tuple[str, str], ...]:
         return (("problem", self.problem), ("why", self.why), ("fix", self.fix))
 
+    def told(self) -> str:
+        """As a terminal has it."""
+        return "".join(f"{label + ':':9}{' '.join(text.splitlines())}\n" for label, text in self.lines())
+
 
 class ModelError(UserError):
     """A mistake in the model itself: no recipe can be measured, whatever it does."""

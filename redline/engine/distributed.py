@@ -527,5 +527,8 @@ def record_failure(error: Exception) -> None:
 
 def end_with(error: Exception) -> None:
     """From another thread than the one that hangs."""
-    record_failure(error)
+    try:
+        raise error  # torch's handler writes down what is being handled, and torchrun shows that
+    except Exception:
+        record_failure(error)
     os._exit(1)

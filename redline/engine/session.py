@@ -27,6 +27,7 @@ from torch import nn
 from redline.core.checkpoints import STATE_FILE, list_checkpoints, order_of
 from redline.core.errors import FailedRunError, UserError
 from redline.core.hardware import Hardware
+from redline.core.known_fixes import DEVICE_ASSERT, known_fix
 from redline.core.layout import Layout
 from redline.core.plan import ADAMWS, Plan
 from redline.core.recipe import Recipe
@@ -49,6 +50,7 @@ from redline.engine.build import build_step
 from redline.engine.checkpoint import CheckpointStore, Loaded, latest_checkpoint, load_from
 from redline.engine.distributed import Ranks, alone
 from redline.engine.export import CONFIG_FILE, load_weights
+from redline.engine.last_words import last_words
 from redline.engine.memory import is_out_of_memory
 from redline.engine.rank_stores import FollowingStore, LeadingStore, ShardedStore, Store
 from redline.engine.sample import sample
@@ -137,7 +139,8 @@ def train(order: TrainOrder, emit: Emit, ranks: Ranks | None = None) -> dict[str
     if not trainer.resume() and order.init is not None:
         load_weights(step.adapter, step.model, Path(order.init))
     try:
-        why, reason = trainer.run(), None
+        with nullcontext() if ranks.joined else last_words(lambda: end_in_c(order, trainer)):  # an agent tells of ranks
+            why, reason = trainer.run(), None
     except DivergedError as error:
         why, reason = "diverged", str(error)
     except NotSavedError as error:
@@ -156,10 +159,27 @@ def mistake_in_file(error: BaseException, order: TrainOrder, trainer: Trainer) -
     source = order.workload.source
     if source.file is None or is_out_of_memory(error) or LOST_WORKER in str(error):
         return None
-    what = f"training {Path(source.file).name}:{source.factory}"
-    mistake = error if isinstance(error, UserError) else raised_in(source.file, error, what)
-    if mistake is None:
-        return None
+    mistake = error if isinstance(error, UserError) else raised_in(source.file, error, training_of(order))
+    return None if mistake is None else failed_run(mistake, order, trainer)
+
+
+def training_of(order: TrainOrder) -> str:
+    source = order.workload.source
+    return f"training {order.workload.name if source.file is None else f'{Path(source.file).name}:{source.factory}'}"
+
+
+def end_in_c(order: TrainOrder, trainer: Trainer) -> FailedRunError:
+    gpu = known_fix(RuntimeError(DEVICE_ASSERT)) if order.device == "cuda" else None
+    mistake = UserError(
+        f"{training_of(order)} ended in C++ code, which called abort()",
+        "what it has to say about that stands above" + (f"; a {DEVICE_ASSERT} is an index out of range" if gpu else ""),
+        gpu or "mend what it complains of",
+    )
+    return failed_run(mistake, order, trainer)
+
+
+def failed_run(mistake: UserError, order: TrainOrder, trainer: Trainer) -> FailedRunError:
+    """With what is left of the run, and how to go on."""
     saved = newest_checkpoint(trainer.store.folder, trainer.progress.updates)
     stays = f"; {saved} was saved before" if saved else ""
     ranks = "" if order.layout is None else order.layout.options()

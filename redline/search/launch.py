@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -202,9 +203,15 @@ def answer_of(kind: type[Answer], folder: Path, returncode: int, phase: str) -> 
     if returncode < 0:
         known = {number.value: number.name for number in signal.Signals}  # real-time signals have no name
         name = known.get(-returncode, f"signal {-returncode}")
-        hint = " (the system may be out of memory)" if name == "SIGKILL" else ""
+        hint = " (the system may be out of memory)" if name == "SIGKILL" else last_words_of_c(log)
         return Failure(kind="killed", reason=f"the worker was killed by {name}{hint} while {phase}; see {log}")
     return Failure(kind="error", reason=f"the worker left with exit code {returncode} while {phase}: {last_line(log)}")
+
+
+def last_words_of_c(log: Path) -> str:
+    """What C++ writes of an exception that nobody caught; nothing where it was another end."""
+    found = re.findall(r"^ *what\(\): *(\S.*)$", log.read_text(encoding="utf-8", errors="replace"), re.MULTILINE)
+    return f" ({found[-1][:200]})" if found else ""
 
 
 def last_line(log: Path) -> str:

@@ -11,6 +11,8 @@ import contextlib
 import functools
 import json
 import re
+import signal
+import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -1135,6 +1137,34 @@ def test_what_a_file_raises_under_way_is_told_with_its_line(
     assert f"{Path('run', 'checkpoints', saved[-1].name)} was saved before" in why
     told = json.loads((here / "run" / "metrics.jsonl").read_text().splitlines()[-1])
     assert (told["kind"], told["ended"]) == ("end", "failed")
+
+
+def test_an_abort_of_c_under_way_is_told_too(here: Path, write: Callable[[str], Path]) -> None:
+    """Where a GPU is lost, torch's destructors call it: no exception comes, and the process is gone."""
+    text = RAISES_LATE.replace("FORWARD", "if Net.calls > 40: __import__('os').abort()").replace("BATCH", "pass")
+    often = ("--steps", 60, "--cycle", 2, "--checkpoint-every", 2, "--out", "run")
+    line = [sys.executable, "-m", "redline", "train", f"{write(text)}:net", *map(str, (*PLAIN, *often))]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1, done.stderr
+    problem, why, fix = (text for text in done.stderr.splitlines() if text.startswith(("problem:", "why:", "fix:")))
+    assert "training model.py:net ended in C++ code" in problem
+    whole = sorted((here / "run" / "checkpoints").glob("step-*[0-9]"))  # another was being written
+    assert f"{Path('run', 'checkpoints', whole[-1].name)} was saved before" in why
+    assert "redline train --resume run" in fix
+
+
+def test_an_abort_behind_an_exception_adds_nothing_to_it() -> None:
+    code = (
+        "from redline.engine.last_words import last_words; import os\ntry:\n  with last_words(lambda: 1/0):\n    [][0]"
+    )
+    code += "\nexcept IndexError:\n  print('told', flush=True)\n  os.abort()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (1, "told\n", "")
+
+
+def test_an_abort_behind_the_block_is_as_it_was() -> None:
+    code = "from redline.engine.last_words import last_words; import os\nwith last_words(lambda: 1/0): pass\nos.abort()"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == -signal.SIGABRT
 
 
 def test_code_that_the_compiler_was_reading_is_named(write: Callable[[str], Path]) -> None:

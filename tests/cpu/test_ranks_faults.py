@@ -554,6 +554,20 @@ def test_a_mistake_that_all_ranks_find_is_told_once_and_leaves_nothing(
     assert left_behind(out) == []
 
 
+def test_whoever_runs_torchrun_reads_why_the_watch_ended_a_rank(tmp_path: Path) -> None:
+    """torchrun shows the call stack of the error file, which torch's handler takes of what is being handled."""
+    code = "from redline.engine import distributed; distributed.end_with(distributed.LostRankError('rank 3 stands'))"
+    file = tmp_path / "error.json"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "TORCHELASTIC_ERROR_FILE": str(file)},
+        capture_output=True,
+        timeout=60,
+    )
+    assert done.returncode == 1
+    assert "rank 3 stands" in json.loads(file.read_text())["message"]["extraInfo"]["py_callstack"]
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_mistake_is_rank_0s_to_tell_if_it_finds_it(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
     """Another rank's own comes with the exit code of a mistake, after it has left rank 0 the time."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -34,3 +36,39 @@ def test_a_recipe_on_a_users_module(
 ) -> None:
     found = only_rounds(find_workload(str(EXAMPLES / words)), rungs)
     assert syncs is None or found.proof.syncs_per_step == pytest.approx(syncs)
+
+
+OUT_OF_RANGE_LATE = """
+import torch
+from torch import nn
+
+def net():
+    return nn.Sequential(nn.Embedding(64, 32), nn.Linear(32, 64))
+
+def make_batch(size, seed):
+    ids = torch.randint(64, (size, 16), generator=torch.Generator().manual_seed(seed))
+    return ids, ids.roll(1, 1)
+
+calls = 0
+
+def loss(model, batch):
+    global calls
+    calls += 1
+    ids, targets = batch
+    return nn.functional.cross_entropy(model(ids + (60 if calls > 40 else 0)).flatten(0, 1), targets.flatten())
+"""
+
+
+def test_a_gpu_that_is_lost_under_way_ends_in_three_lines(tmp_path: Path) -> None:
+    """Whether Python is told of it or torch's destructors call abort() first: that is a race."""
+    (tmp_path / "late.py").write_text(OUT_OF_RANGE_LATE)
+    (tmp_path / "recipe.json").write_text('{"rungs": ["no-sync", "loader-workers"], "micro_batch": 4}')
+    words = "train late.py:net --steps 100 --cycle 5 --checkpoint-every 5 --recipe recipe.json --out run"
+    line = [sys.executable, "-m", "redline", *words.split()]
+    done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (1, ""), done.stderr
+    told = [text for text in done.stderr.splitlines() if text.startswith(("problem:", "why:", "fix:"))]
+    assert len(told) == 3, done.stderr
+    assert "training late.py:net" in told[0]
+    assert "was saved before" in told[1]
+    assert "index out of range: CUDA_LAUNCH_BLOCKING=1" in told[2]

@@ -217,6 +217,12 @@ def test_a_worker_that_crashes(run, job, worker):
     assert "memory)" not in failure.reason
 
 
+def test_a_worker_that_c_ends_says_why(run, job, worker):
+    worker("report('timing'); print('  what():  CUDA error: lost', file=sys.stderr, flush=True); os.abort()")
+    failure = launch(run, job, PATIENCE_SECONDS, quietly)
+    assert "killed by SIGABRT (CUDA error: lost) while timing" in failure.reason
+
+
 def test_a_signal_without_a_name(run, job, worker):
     worker("os.kill(os.getpid(), 40)")
     assert launch(run, job, PATIENCE_SECONDS, quietly).kind == "killed"
