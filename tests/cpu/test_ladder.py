@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 
 import redline
-from redline.core.job import RunDirectory
+from redline.core.job import Job, RunDirectory
 from redline.core.recipe import Recipe, load_recipe
-from redline.search.launch import worker_path
+from redline.search.launch import worker_environment, worker_path
+from redline.workloads import resolve_workload
 
 QUICK = ("--steps", "3", "--check-steps", "4", "--micro-batch", "2", "--device", "cpu", "--json")
 LIMIT_SECONDS = 240
@@ -288,3 +289,30 @@ def test_the_same_ladder_from_python(tmp_path: Path) -> None:
     assert document["best"]["rung"] == "baseline"
     assert json.loads((out / "run.json").read_text())["settings"]["check_steps"] == 3
     assert len(RunDirectory(out).results()) == 2
+
+
+COMPILES = """
+import torch
+from torch._dynamo.utils import counters
+
+class Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, g):
+        return 2 * g
+
+torch.compile(lambda x: Double.apply(x).sum())(torch.ones(4, requires_grad=True)).backward()
+print(*(name for name in counters["aot_autograd"] if name.startswith("autograd_cache_")))
+"""
+
+
+def test_a_graph_with_an_autograd_function_is_traced_once_for_all_processes_of_a_recipe(tmp_path: Path) -> None:
+    """torch leaves such graphs out of its cache unless a worker's environment says otherwise."""
+    job = Job(workload=resolve_workload("tiny"), recipe=Recipe(rungs=(), micro_batch=1), device="cpu", tokens="none")
+    environment = worker_environment(RunDirectory(tmp_path), job)
+    line = [sys.executable, "-c", COMPILES]
+    seen = [subprocess.run(line, env=environment, capture_output=True, text=True, check=True).stdout for _ in range(2)]
+    assert [text.split()[0] for text in seen] == ["autograd_cache_miss", "autograd_cache_hit"]
