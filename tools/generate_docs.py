@@ -134,15 +134,16 @@ def replaces(rung: Rung) -> str:
     return link(rung.instead_of) if rung.instead_of else ""
 
 
-def records_with(folder: Path, rung: str) -> list[dict[str, Any]]:
-    """Documents of ladders whose rows have this one: a ladder has a baseline, a recipe measured alone has 'recipe'. The
-    README shows the built-in models; records of others' lie beside them."""
+def records_with(folder: Path, *rungs: str) -> list[dict[str, Any]]:
+    """Documents of ladders whose rows have one of these: a ladder has a baseline, one that starts with a recipe, as
+    `ladder --from best.json` does, has 'recipe'. The README shows the built-in models; records of others' lie beside
+    them."""
     loaded = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
     return [
         document
         for document in loaded
         if isinstance(document, dict)
-        and any(row.get("rung") == rung for row in document.get("rows", ()))
+        and any(row.get("rung") in rungs for row in document.get("rows", ()))
         and is_built_in(document.get("workload"))
     ]
 
@@ -158,8 +159,9 @@ def newest_ladder(folder: Path) -> dict[str, Any] | None:
 
 
 def fastest_recipe(folder: Path) -> dict[str, Any] | None:
-    """Of the ladders that start with a recipe, as `ladder --from best.json --micro-batch 64` does."""
-    return max(records_with(folder, "recipe"), key=lambda document: rate_of(fastest_row(document)), default=None)
+    """The ladder with the fastest row of all."""
+    measured = [found for found in records_with(folder, "baseline", "recipe") if rate_of(fastest_row(found))]
+    return max(measured, key=lambda document: rate_of(fastest_row(document)), default=None)
 
 
 def fastest_row(document: dict[str, Any]) -> dict[str, Any]:
@@ -168,7 +170,10 @@ def fastest_row(document: dict[str, Any]) -> dict[str, Any]:
 
 
 def rate_of(row: dict[str, Any]) -> float:
-    return float(row["tokens_per_second"] or 0.0)
+    """None of a row that was not measured, or trains wrongly."""
+    if row.get("tokens_per_second") is None or row["equivalence"]["verdict"] == "different":
+        return 0.0
+    return float(row["tokens_per_second"])
 
 
 def recipe_line(record: dict[str, Any]) -> str:

@@ -1,6 +1,6 @@
 """Pictures of a ladder's page for the README and the docs, light and dark, taken with Debian's Chromium.
 
-    python tools/screenshots.py records/2026-11-15-h200-ladder-gpt2-b16.json docs/images/h200
+    python tools/screenshots.py records/2026-11-16-h200-ladder-gpt2-b64.json docs/images/h200
 
 writes docs/images/h200-ladder-light.png, -ladder-dark.png, and the same of memory and training. What the page draws in
 and an older record lacks (limits, the memory's anatomy) is computed from its recipes. Needs Chromium and the Python
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from playwright.sync_api import Page
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
-WIDTH_PX, SCALE = 1060, 1.5
+WIDTH_PX, SCALE = 1060, 1.3
 MARGIN_PX = 12
 MOST_BYTES = 200_000  # a README that takes longer to load than to read helps nobody
 LEFT_OUT = "#next, .todo { display: none } .figures + h2, .todo + h2 { margin-top: 28px }"  # the picture is of a result

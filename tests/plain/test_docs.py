@@ -102,6 +102,18 @@ def test_the_newest_record_is_chosen_by_its_date_and_others_are_passed_over(tool
     assert tool.newest_ladder(copy / "absent") is None
 
 
+def test_the_fastest_recipe_is_of_a_ladder_that_trains_right(tool, copy):
+    records = copy / "records"
+    records.mkdir()
+    for name, rung, rates in (
+        ("a", "baseline", {1: "same", 3: "rounding"}),
+        ("b", "recipe", {2: "same", 4: "different"}),
+    ):
+        rows = [{"rung": rung, "tokens_per_second": rate, "equivalence": {"verdict": v}} for rate, v in rates.items()]
+        (records / f"{name}.json").write_text(json.dumps({"rows": rows, "workload": name, "date": "2026-11-14"}))
+    assert tool.fastest_recipe(records)["workload"] == "a"
+
+
 def test_a_page_says_what_the_class_says(tool):
     page = tool.rung_page(find_rung("fp16"))
     assert page.startswith("# fp16\n")
