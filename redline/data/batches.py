@@ -122,7 +122,8 @@ def _stream_from_workers(
                 yield moved(batch, device)
     finally:
         # torch ends and joins the workers when the last reference to their iterator goes, so none may stay behind in
-        # this frame, which an exception's traceback can keep alive.
+        # this frame, which an exception's traceback can keep alive. At the process's end Python would ask them to leave
+        # by a signal that they outlive, and wait.
         del host_batches
 
 
@@ -192,18 +193,21 @@ def copy_ahead(host_batches: Iterator[Any], device: torch.device) -> Iterator[An
         with torch.cuda.stream(copies):
             return moved(host_batch, device, non_blocking=True)
 
-    ahead = send(next(host_batches))
-    for host_batch in host_batches:
-        batch = ahead
-        compute = torch.cuda.current_stream(device)  # asked each time: the caller may have changed streams
-        # The step's kernels start after this copy. Before the next copy is queued, or they would wait for that too.
-        compute.wait_stream(copies)
-        # The block belongs to the copy stream's pool. Without this note, freeing `batch` on the host would let the
-        # next copy overwrite it while queued kernels of the step have yet to read it.
-        for tensor in tree_leaves(batch):
-            tensor.record_stream(compute)
-        ahead = send(host_batch)
-        yield batch
+    try:
+        ahead = send(next(host_batches))
+        for host_batch in host_batches:
+            batch = ahead
+            compute = torch.cuda.current_stream(device)  # asked each time: the caller may have changed streams
+            # The step's kernels start after this copy. Before the next copy is queued, or they would wait for that too.
+            compute.wait_stream(copies)
+            # The block belongs to the copy stream's pool. Without this note, freeing `batch` on the host would let the
+            # next copy overwrite it while queued kernels of the step have yet to read it.
+            for tensor in tree_leaves(batch):
+                tensor.record_stream(compute)
+            ahead = send(host_batch)
+            yield batch
+    finally:
+        del host_batches  # a traceback keeps this frame too: see _stream_from_workers
 
 
 def worker_context() -> ForkServerContext:

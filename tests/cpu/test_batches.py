@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -21,6 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from redline.core.errors import UserError
+from redline.data import batches as batches_module
 from redline.data.batches import TokenBatches, stream_batches
 from redline.data.tokens import open_tokens, write_tokens
 
@@ -183,6 +185,37 @@ def test_an_abandoned_stream_ends_its_workers(batches: TokenBatches) -> None:
     gc.collect()
     assert workers_running() == []
     stream_batches(batches, CPU, workers=2).close()  # never begun
+    assert workers_running() == []
+
+
+class NoStream:
+    def __init__(self, *_: object) -> None:
+        pass
+
+    def wait_stream(self, _: object) -> None:
+        pass
+
+
+@needs_proc
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true but no accelerator")
+@pytest.mark.parametrize("ahead", [False, True], ids=["cpu", "ahead"])
+def test_an_error_that_is_kept_does_not_keep_the_workers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead: bool
+) -> None:
+    """Its traceback holds every frame that it came through. `ahead`: the way to a GPU, without its streams."""
+    if ahead:
+        monkeypatch.setattr(batches_module, "moved", lambda batch, *_, **__: batch)
+        monkeypatch.setattr(torch.cuda, "Stream", NoStream)
+        monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+        monkeypatch.setattr(torch.cuda, "current_stream", NoStream)
+        monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
+    gone = TokenBatches(path=tmp_path / "gone.npy", seed=1337, micro_batch=B, sequence=T)
+    write_tokens(gone.path, numpy.arange(COUNT), 65536)
+    stream = stream_batches(gone, torch.device("cuda", 0) if ahead else CPU, workers=2)
+    gone.path.unlink()  # before the workers open it
+    with pytest.raises(UserError, match=r"gone\.npy") as raised:
+        next(stream)
+    assert raised.value.__traceback__ is not None
     assert workers_running() == []
 
 
