@@ -6,6 +6,7 @@ import argparse
 import json
 import shutil
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
@@ -246,7 +247,6 @@ def chosen_order(
     from redline.commands.ranks import batch_beside, layout_of
     from redline.core.recipe import Recipe, load_recipe
     from redline.core.training import Budget
-    from redline.engine.session import TrainOrder, rate_of
     from redline.rungs import usual_rungs
     from redline.rungs.ladder import check_alternatives, with_optimizer
     from redline.search.inspect import find_workload
@@ -271,7 +271,10 @@ def chosen_order(
     check_alternatives(recipe.rungs if recipe else ())
     if options.optimizer is not None:
         with_optimizer((), options.optimizer)  # likewise
-    hardware, versions = probe_machine(options.device)
+    with ThreadPoolExecutor(max_workers=1) as beside_us:  # torch takes seconds to import, in its process and in ours
+        asked = beside_us.submit(probe_machine, options.device)
+        from redline.engine.session import TrainOrder, rate_of
+    hardware, versions = asked.result()
     name = options.workload or default_workload(hardware.kind)
     workload = find_workload(name, sequence=options.sequence, trained_on=hardware.kind)
     if workload.source.kind == "huggingface":
