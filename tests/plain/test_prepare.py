@@ -278,7 +278,7 @@ def test_workers_that_have_nothing_to_say_end_with_a_killed_parent_too(corpus, t
 @needs_proc
 def test_a_killed_worker_is_told_and_what_is_finished_stays(corpus, prepared, tmp_path):
     out = tmp_path / "out"
-    process = subprocess.Popen(slow_command(corpus, out), stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(slow_command(corpus, out, pause=0.03), stderr=subprocess.PIPE, text=True)
     wait_for(lambda: finished_lines(out) >= 1)
     os.kill(children_of(process.pid)[0], signal.SIGKILL)
     _, said = process.communicate(timeout=30)
