@@ -54,7 +54,7 @@ GAP_PLOT_PX, GAP_SPACE_PX = 110, 40  # the plot of differences, and the space ab
 GAP_TITLE = "minus its own fp32 reference"
 LOOKS = 5  # colours that thin lines on either background tell apart
 MOST_SLICES = 40  # of a plot: where losses can be asked for
-DASHES = ("none", "7 4", "2 3")  # tell apart what colours cannot
+DASHES = ("none", "7 4", "2 3", "9 3 2 3", "5 2 1 2 1 2")  # tell apart what colours cannot: a plain ladder has 20 rows
 
 Curve = Sequence[float | None]
 

@@ -18,6 +18,7 @@ from redline.report.groups import groups_chart, groups_table
 from redline.report.points import Point, front_of, points_chart
 from redline.report.steps import limit_words, steps_chart, steps_key, tells_limits
 from redline.report.svg import CHAR_PX, Scale, name_lines, short_number
+from redline.rungs import LADDER
 
 DOCUMENTS: dict[str, Any] = runpy.run_path(str(Path(__file__).with_name("test_report_documents.py")))
 full_document, ok_row = DOCUMENTS["full_document"], DOCUMENTS["ok_row"]
@@ -226,10 +227,11 @@ def test_a_reference_that_failed_leaves_its_rows_out_of_the_lower_plot() -> None
     assert len(loss_points(loss_chart(rows, REFERENCE), "flash")) == 3
 
 
-def test_looks_tell_twelve_curves_apart() -> None:
-    rows = [ok_row(f"rung-{index}", 10.0, 1.0, reference_curve=None) for index in range(12)]
+def test_looks_tell_the_curves_of_a_plain_ladder_apart() -> None:
+    names = [rung.name for rung in LADDER if not rung.when_named]
+    rows = [ok_row(name, 10.0, 1.0, reference_curve=None) for name in names]
     looks = {(m.get("class"), m.get("stroke-dasharray")) for m in marks(loss_chart(rows, None), "curve")}
-    assert len(looks) == 12
+    assert len(looks) == len(names)
 
 
 def test_a_curve_that_blows_up_does_not_flatten_the_others_or_break_the_file() -> None:
