@@ -137,9 +137,13 @@ def read_timeline(events: Iterable[dict[str, Any]], *, parameter_bytes: int | No
     describe_nodes(host)
     kernels = [event for event in whole if event.get("cat") in DEVICE]
     calls = list(device_calls(kernels, host, parameter_bytes) if kernels else host_calls(host, parameter_bytes))
-    segments = fill(calls, host) if kernels else list(waits_told_apart(fill(calls, host), host.collectives))
+    # Before its first kernel a device waits for the profiler to begin and for nothing that a step would wait for.
+    start = min((call.segment.start for call in calls), default=host.window.start) if kernels else host.window.start
+    segments = fill(calls, host, start)
+    if not kernels:
+        segments = list(waits_told_apart(segments, host.collectives))
     return Timeline(
-        start=host.window.start,
+        start=start,
         end=host.window.end,
         steps=len(host.steps),
         segments=tuple(segments),
@@ -372,10 +376,10 @@ def own_pieces(host: Host) -> Iterator[tuple[Node, float, float]]:
 # filling the window
 
 
-def fill(calls: Sequence[Call], host: Host) -> list[Segment]:
-    """Segments from the start of the window to its end: work where there is any, else waiting."""
-    busy = list(without_overlap([call.segment for call in calls], host.window.start, host.window.end))
-    filled, clock = [], host.window.start
+def fill(calls: Sequence[Call], host: Host, start: float) -> list[Segment]:
+    """Segments from the start to the window's end: work where there is any, else waiting."""
+    busy = list(without_overlap([call.segment for call in calls], start, host.window.end))
+    filled, clock = [], start
     for segment in busy:
         filled += waiting(clock, segment.start, segment.phase, host)
         filled.append(segment)
