@@ -95,7 +95,7 @@ def read_options(words: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("workload", nargs="?", default="gpt2", help="a GPT-2: a preset (default: gpt2)")
     parser.add_argument("--nanogpt", type=Path, metavar="DIR", help="a checkout of nanoGPT; without it it is left out")
-    parser.add_argument("--recipe", type=Path, help="of ours (default: all rungs that apply, with fused-backward)")
+    parser.add_argument("--recipe", type=Path, help="of ours (default: all usual rungs that apply here)")
     parser.add_argument("--candidates", metavar="A,B", help=f"among {', '.join(CANDIDATES)} (default: not {NO_BIAS})")
     parser.add_argument("--micro-batches", default="16,32,64", help="to choose from, for all (default: 16,32,64)")
     parser.add_argument("--at", action="append", default=[], metavar="NAME=N,N", help="those of one candidate instead")
