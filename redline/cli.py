@@ -22,6 +22,8 @@ from redline.commands.common import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EX
 from redline.core.errors import FailedRunError, UserError
 
 DESCRIPTION = "Finds out how fast a machine can train a GPT, gets it there, and proves that nothing broke on the way."
+RANK = "RANK"
+"""Of the environment: torchrun has it, or whoever starts ranks in its way."""
 COMMANDS = {  # in the order of --help: the file in redline/commands, and its function add_NAME
     "ladder": "ladder",
     "tune": "tune",
@@ -51,12 +53,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     before = signal.signal(signal.SIGTERM, interrupt)
     try:
         options = build_parser(words[:1]).parse_args(words, argparse.Namespace(words=words))
+        if RANK in os.environ and words[0] != "train":
+            from redline.commands.ranks import check_alone
+
+            check_alone(words[0])
         code = int(options.run(options))
         sys.stdout.flush()  # here, where a reader that has left can be answered for
         return code
     except UserError as error:
         if debug:
             traceback.print_exc()
+        if RANK in os.environ:
+            from redline.commands.ranks import wait_for_rank_0
+
+            if wait_for_rank_0():
+                return EXIT_MISTAKE
         print(error.told(), end="", file=sys.stderr)
         return EXIT_FAILED if isinstance(error, FailedRunError) else EXIT_MISTAKE
     except KeyboardInterrupt:

@@ -18,6 +18,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,12 +51,36 @@ if TYPE_CHECKING:
     from redline.predict.parallel import Beside
 
 
+TELLING_SECONDS = 5.0
+
+
 def ranks_here() -> int | None:
     """How many there are, where this process is one of them: torchrun says so in the environment."""
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return None
     count = int(os.environ["WORLD_SIZE"])
     return count if count > 1 or "TORCHELASTIC_RUN_ID" in os.environ else None
+
+
+def check_alone(command: str) -> None:
+    """Of every command but `train`, which is made for ranks."""
+    count = ranks_here()
+    if count is not None and count > 1:
+        gpus = f", with --gpus {count} instead" if command in ("ladder", "tune", "profile") else ""
+        raise UserError(
+            f"redline {command} in one of {count} processes that torchrun started",
+            "each of them would run the whole command",
+            f"leave torchrun out{gpus}: only `redline train` runs under it",
+        )
+
+
+def wait_for_rank_0() -> bool:
+    """In a rank that has found a mistake before it joined the others: whether another has found the same. That one
+    ends them all; who leaves first would have it ended before it could say why."""
+    if (ranks_here() or 1) == 1 or os.environ["RANK"] == "0":
+        return False
+    time.sleep(TELLING_SECONDS)
+    return True
 
 
 # --- starting them ----------------------------------------------------------------------------------------------------
@@ -194,8 +219,7 @@ def lead(ranks: Ranks, options: argparse.Namespace) -> int:
         order = make_order(options, console, ranks=ranks.count)
         ranks.remember("out", order.out)
         if (path := rank_pid_file()) is not None:
-            go_on = "" if order.layout is None else order.layout.options()
-            path.with_name(RUN_NAME).write_text(json.dumps([order.out, go_on]), encoding="utf-8")
+            path.with_name(RUN_NAME).write_text(json.dumps([order.out, order.options_of_ranks]), encoding="utf-8")
         log_to(Path(order.out))
     except BaseException:
         ranks.say("order", None)  # nobody waits for what does not come

@@ -480,6 +480,7 @@ def resumed_order(options: argparse.Namespace, ranks: int = 1) -> TrainOrder:
         device=options.device or order.device,
         out=str(options.resume),
         layout=layout,
+        parallel=options.parallel,
     )
 
 
@@ -522,6 +523,7 @@ def show_summary(summary: dict[str, Any], order: TrainOrder, options: argparse.N
         "rungs": list(order.recipe.rungs),
         "pipeline": pipeline_of(order),
         "layout": None if order.layout is None else to_json(order.layout),
+        "parallel": order.parallel,
         "out": order.out,
     }
     if summary["reason"] is not None:

@@ -257,7 +257,7 @@ def open_run_directory(path: Path) -> RunDirectory:
         raise UserError(
             f"{path} is not a run directory",
             f"its {RUN_FILE} cannot be read ({error.strerror})",
-            "give the directory a ladder printed at its end, such as runs/ladder-tiny-20261115-101500",
+            "give the directory that the command named at its end, such as runs/ladder-tiny-20261115-101500",
         ) from error
     except ValueError as error:
         raise UserError(

@@ -88,6 +88,12 @@ class Layout:
         return f"{self.ranks} ranks: {' x '.join([*said, data])}{shared}"
 
 
+def options_of_ranks(layout: Layout | None, parallel: str | None) -> str:
+    """The layout's, and `--parallel` where somebody gave it."""
+    degrees = "" if layout is None else layout.options()
+    return degrees if parallel is None else f"{degrees} --parallel {parallel}".lstrip()
+
+
 def bubble(stages: int, micro_batches: int) -> float:
     """(p-1)/(m+p-1), for stages that take equally long (GPipe, arXiv 1811.06965)."""
     return (stages - 1) / (micro_batches + stages - 1)

@@ -18,6 +18,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import socket
 import sys
 import sysconfig
@@ -434,13 +435,22 @@ def words_of_place(stack: Sequence[tuple[str, str]]) -> str:
         return "nowhere"
     own = next((depth for depth, (_, file) in enumerate(stack) if is_own(file)), 0)
     name, file = stack[own]
+    if any(is_compiled(other) for _, other in stack[:own]):
+        return f"{name}, {Path(file).name}, which calls compiled code"
     called = (one for one, other in stack[:own] if is_library(other) and not one.startswith(("_", "<")))
     return ", which calls ".join([f"{name}, {Path(file).name}", *itertools.islice(called, 1)])
 
 
 def is_own(file: str) -> bool:
     """Ours, wherever redline is installed, or the user's; '<frozen ...>' and the like are nobody's."""
-    return file.startswith(PACKAGE) or not (file.startswith((STANDARD_LIBRARY, "<")) or is_library(file))
+    nobodys = file.startswith((STANDARD_LIBRARY, "<")) or is_library(file) or is_compiled(file)
+    return file.startswith(PACKAGE) or not nobodys
+
+
+def is_compiled(file: str) -> bool:
+    """What Inductor has written: a file in a folder of two letters, which its name begins with behind a c."""
+    path = Path(file)
+    return re.fullmatch(r"c[a-z2-7]{51}\.py", path.name) is not None and path.name[1:3] == path.parent.name
 
 
 def is_library(file: str) -> bool:

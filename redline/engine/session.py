@@ -28,7 +28,7 @@ from redline.core.checkpoints import STATE_FILE, list_checkpoints, order_of
 from redline.core.errors import FailedRunError, UserError
 from redline.core.hardware import Hardware
 from redline.core.known_fixes import DEVICE_ASSERT, known_fix
-from redline.core.layout import Layout
+from redline.core.layout import Layout, options_of_ranks
 from redline.core.plan import ADAMWS, Plan
 from redline.core.recipe import Recipe
 from redline.core.traced import Traced
@@ -83,6 +83,13 @@ class TrainOrder:
     """A Hugging Face folder whose weights the run begins with; None: drawn from the seed."""
     layout: Layout | None = None
     """Of the ranks of this session; a resumed one has its own. None: they differ in their data alone."""
+    parallel: str | None = None
+    """How a resumed session was told to share its steps, which run.json does not say."""
+
+    @property
+    def options_of_ranks(self) -> str:
+        """With which a session goes on as this one does."""
+        return options_of_ranks(self.layout, self.parallel)
 
     @property
     def micro_batches(self) -> int:
@@ -182,8 +189,8 @@ def failed_run(mistake: UserError, order: TrainOrder, trainer: Trainer) -> Faile
     """With what is left of the run, and how to go on."""
     saved = newest_checkpoint(trainer.store.folder, trainer.progress.updates)
     stays = f"; {saved} was saved before" if saved else ""
-    ranks = "" if order.layout is None else order.layout.options()
-    go_on = f"; if the cause lies elsewhere, go on: {resume_command(order.out, ranks)}" if saved else ""
+    command = resume_command(order.out, order.options_of_ranks)
+    go_on = f"; if the cause lies elsewhere, go on: {command}" if saved else ""
     return FailedRunError(mistake.problem, f"{mistake.why}{stays}", f"{mistake.fix}, and start a new run{go_on}")
 
 

@@ -21,7 +21,7 @@ from typing import IO, Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from redline.core.layout import Layout
+from redline.core.layout import Layout, options_of_ranks
 from redline.core.training import Budget, resume_command
 from redline.core.units import UNKNOWN, human_bytes, human_percent, human_rate, rate_unit
 from redline.report import one_line
@@ -313,8 +313,8 @@ def pipeline_text(pipeline: Mapping[str, Any] | None) -> str:
 
 def way_on(summary: dict[str, Any]) -> str:
     """Nothing where nothing was saved: it would begin anew, and end as it did."""
-    layout = Layout(**(summary.get("layout") or {})).options()
-    return resume_command(summary["out"], layout) if summary["checkpoint"] else ""
+    options = options_of_ranks(Layout(**(summary.get("layout") or {})), summary.get("parallel"))
+    return resume_command(summary["out"], options) if summary["checkpoint"] else ""
 
 
 def summary_lines(summary: dict[str, Any]) -> list[str]:

@@ -766,6 +766,7 @@ WAIT = [("select", selectors.__file__), ("wait", threading.__file__)]
 REDUCE = [("all_reduce", torch.distributed.distributed_c10d.__file__)]
 OURS, USERS = [("fetch", distributed.__file__)], [("make_batch", str(HERE / "my_model.py"))]
 START = [("<module>", "<frozen runpy>")]
+COMPILED = [("call", "/tmp/torchinductor_me/ei/ceiktq3vifii4ra4uztncp7jv5mcfz7wqyghtybudlb6z6xnqitl.py")]
 
 
 @pytest.mark.parametrize(
@@ -778,12 +779,33 @@ START = [("<module>", "<frozen runpy>")]
         ([*USERS, *REDUCE, *OURS], "make_batch, my_model.py"),
         ([*REPEAT[:1], *OURS], "fetch, distributed.py"),
         (REPEAT, "_wrapfunc, fromnumeric.py"),
+        ([*COMPILED, *REDUCE, *OURS], "fetch, distributed.py, which calls compiled code"),
+        ([*USERS, *COMPILED, *OURS], "make_batch, my_model.py"),
         ([], "nowhere"),
     ],
-    ids=["ours", "users", "collective", "lock", "user-below-torch", "private", "nobodys", "none"],
+    ids=["ours", "users", "collective", "lock", "user-below-torch", "private", "nobodys", "compiled", "below", "none"],
 )
 def test_a_place_is_told_by_the_function_that_its_reader_knows(stack: list[tuple[str, str]], place: str) -> None:
     assert distributed.words_of_place(stack) == place
+
+
+@pytest.mark.parametrize("words", [["ladder", "tiny"], ["watch", "run"], ["train", "--stepz", "3"]], ids=lambda w: w[0])
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_a_mistake_that_all_ranks_find_is_told_by_the_first(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], rank: str
+) -> None:
+    """`ladder` and the like are one: every rank would run all of it."""
+    waited: list[float] = []
+    monkeypatch.setattr("time.sleep", waited.append)
+    for name, value in {"RANK": rank, "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "here"}.items():
+        monkeypatch.setenv(name, value)
+    assert main(words) == 2
+    told = capsys.readouterr().err
+    assert bool(waited) == (rank == "1")
+    assert told.count("problem:") == (rank == "0")
+    if rank == "0" and words[0] != "train":
+        assert "leave torchrun out" in told
+        assert ("--gpus 2" in told) == (words[0] == "ladder")
 
 
 def test_our_own_files_are_ours_in_site_packages_too(monkeypatch: pytest.MonkeyPatch) -> None:

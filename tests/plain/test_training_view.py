@@ -297,3 +297,5 @@ def test_the_summary_says_what_the_lecture_s_did_and_where_things_are() -> None:
     assert nothing[-2:] == ["saved     —", "page      run/report.html"], "to go on would be to fail again"
     ranked = summary_lines({**SUMMARY, "layout": {"ranks": 4, "tensor": 2, "pipeline": 1, "replicas": 1}})
     assert ranked[-1] == "go on     redline train --resume run --gpus 4 --tensor 2"
+    again = summary_lines({**SUMMARY, "layout": {"ranks": 2}, "parallel": "fsdp"})
+    assert again[-1] == "go on     redline train --resume run --gpus 2 --parallel fsdp", "run.json has another way"
