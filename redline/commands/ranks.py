@@ -247,7 +247,6 @@ def gone_on(options: argparse.Namespace, ranks: Ranks) -> argparse.Namespace:
 
 def train_along(ranks: Ranks) -> int:
     from redline.core.values import from_json
-    from redline.engine.distributed import MISTAKE_SECONDS
     from redline.engine.session import TrainOrder, train
 
     told = ranks.hear("order")
@@ -257,8 +256,7 @@ def train_along(ranks: Ranks) -> int:
     log_to(Path(order.out))
     summary = train(order, say_nothing, ranks)
     if summary["ended"] == "failed":
-        # Rank 0 may have failed too, and tells why; it must not take this rank for one that hangs meanwhile.
-        if ranks.hears("over", min(MISTAKE_SECONDS, ranks.limit_seconds / 4)):
+        if ranks.hears("over", ranks.mistake_seconds):  # rank 0 has failed too, and tells why
             return EXIT_FAILED
         raise RuntimeError(summary["reason"])
     ranks.hear("over")  # whoever left earlier would look like one that failed

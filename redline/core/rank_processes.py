@@ -17,6 +17,8 @@ import os
 import signal
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
@@ -37,6 +39,26 @@ summary, as it does when it is asked before it trains, or twice."""
 
 OVER = "over"
 """Beside it too: the training is over, and ranks have nothing to do but to end. It says within how many seconds."""
+INSIDE = "inside-{}"
+"""Beside it too, or in the folder of a measurement: that rank is at work, or has left in the middle of it."""
+
+
+@contextmanager
+def inside(folder: Path | None, rank: int) -> Iterator[None]:
+    """Around a rank's work: an exit in the middle of it is known by what stays, also one with exit code 0."""
+    path = None if folder is None else folder / INSIDE.format(rank)
+    if path is not None:
+        with suppress(OSError):  # a full disk: the work is worth more than this
+            path.touch()
+    try:
+        yield
+    finally:
+        if path is not None:
+            path.unlink(missing_ok=True)
+
+
+def ranks_inside(folder: Path) -> list[int]:
+    return sorted(int(path.name.rpartition("-")[2]) for path in folder.glob(INSIDE.format("*")))
 
 
 def mark_over(seconds: float) -> None:

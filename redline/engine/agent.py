@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -21,12 +21,27 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.run import parse_args, run
 
 from redline.core.checkpoints import list_checkpoints
-from redline.core.rank_processes import RUN_NAME, open_screen, rank_pid_file, seconds_to_end, was_interrupted
+from redline.core.rank_processes import (
+    RUN_NAME,
+    open_screen,
+    rank_pid_file,
+    ranks_inside,
+    seconds_to_end,
+    was_interrupted,
+)
 from redline.core.training import resume_command
-from redline.engine.distributed import BEAT_SECONDS, LostRankError, leave_with_parent
+from redline.engine.distributed import (
+    BEAT_SECONDS,
+    EXIT_INTERRUPTED,
+    EXIT_MISTAKE,
+    LostRankError,
+    MistakeOfRankError,
+    leave_with_parent,
+)
 
 NO_FILE = "<N/A>"  # torch's word for a rank that recorded nothing
 LOST = f"{LostRankError.__name__}: "  # said by the rank that watched, of another
+MISTAKE = f"{MistakeOfRankError.__name__}: "  # ours: it says nothing to a user
 LATE = "rank 0 does not end"
 GRACE_SECONDS = 30  # torch's agent waits so long after its SIGTERM, then it kills
 
@@ -44,16 +59,19 @@ def main(words: Sequence[str]) -> int:
         return 1
     finally:
         ended.set()
+    if pid_file is not None:
+        failures = {**failures, **left_with_zero(failures, pid_file.parent)}
     if not failures:
         return 0
-    rank, cause = cause_of(failures)
+    rank, cause = cause_of(failures, quiet_ranks(failures))
     if pid_file is not None and was_interrupted(pid_file, cause.exitcode):
         return 128 + signal.SIGTERM  # as above: whoever asked us says the rest
     if (text := words_of(rank, cause)) is not None:
         over = pid_file is not None and seconds_to_end(pid_file) is not None
         lines = [] if pid_file is None or over else ways_on(pid_file)  # rank 0 has told them
         print(f"training {'is over' if over else 'stopped'}: {text}", *lines, sep="\n", file=open_screen())
-    return cause.exitcode if 0 < cause.exitcode < 256 else 1
+    is_ours = text is None or cause.error_file != NO_FILE  # any other code means something to the user's code alone
+    return cause.exitcode if is_ours and 0 < cause.exitcode < 256 else 1
 
 
 def limit_the_end(pid_file: Path, late: threading.Event, ended: threading.Event) -> None:
@@ -86,10 +104,37 @@ def run_ranks(words: Sequence[str]) -> Mapping[int, ProcessFailure]:
     return {}
 
 
-def cause_of(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
-    """Others fail because one did. A rank that watched has said who. Else a rank that was killed is the cause, though
-    others may have failed of it before the agent saw that it is gone; or else the first that recorded a failure. Those
-    that ended by SIGTERM were ended by the agent, and so were those that it killed after its grace."""
+def left_with_zero(failures: Mapping[int, ProcessFailure], folder: Path) -> dict[int, ProcessFailure]:
+    """Ranks that left in the middle of their work with an exit code that torch's agent takes for success."""
+    early = [rank for rank in ranks_inside(folder) if rank not in failures]
+    return {rank: ProcessFailure(local_rank=rank, pid=0, exitcode=0, error_file=NO_FILE) for rank in early}
+
+
+def quiet_ranks(failures: Mapping[int, ProcessFailure]) -> set[int]:
+    """Of `redline train`: those that left with an exit code and told nobody why, as user code that ends its process."""
+    leader = failures.get(0)
+    rank_0_tells = leader is not None and leader.exitcode == 1 and has_told(0, leader)
+    return {
+        rank
+        for rank, failure in failures.items()
+        if failure.exitcode >= 0
+        and failure.error_file == NO_FILE
+        and not has_told(rank, failure)
+        and not (rank_0_tells and failure.exitcode == 1)  # it has heard that rank 0 tells what both failed of
+    }
+
+
+def has_told(rank: int, failure: ProcessFailure) -> bool:
+    """Of a rank that recorded nothing. Rank 0 tells of mistakes and failures itself; one that was interrupted was so by
+    the user, or by the agent because of another."""
+    return failure.exitcode == EXIT_INTERRUPTED or (rank == 0 and failure.exitcode in (1, EXIT_MISTAKE))
+
+
+def cause_of(failures: Mapping[int, ProcessFailure], quiet: Collection[int]) -> tuple[int, ProcessFailure]:
+    """Others fail because one did. A rank that watched has said who. Else a rank that was killed, or that left and is
+    `quiet`, is the cause, though others may have failed of it before the agent saw that it is gone; or else the first
+    that recorded a failure. Those that ended by SIGTERM were ended by the agent, and so were those that it killed after
+    its grace."""
     first = min(failure.timestamp for failure in failures.values())
     lost = [pair for pair in failures.items() if told_by(pair[1]).startswith(LOST)]
     killed = [
@@ -97,8 +142,10 @@ def cause_of(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailur
         for pair in failures.items()
         if pair[1].exitcode < 0 and pair[1].exitcode != -signal.SIGTERM and pair[1].timestamp - first < GRACE_SECONDS
     ]
+    gone = [*(pair for pair in failures.items() if pair[0] in quiet), *killed]
     recorded = [pair for pair in failures.items() if pair[1].error_file != NO_FILE]
-    return min(lost or killed or recorded or failures.items(), key=lambda pair: pair[1].timestamp)
+    told = [pair for pair in failures.items() if pair[1].exitcode > 0 and has_told(*pair)]
+    return min(lost or gone or recorded or told or failures.items(), key=lambda pair: pair[1].timestamp)
 
 
 def told_by(failure: ProcessFailure) -> str:
@@ -110,15 +157,20 @@ def told_by(failure: ProcessFailure) -> str:
 
 
 def words_of(rank: int, failure: ProcessFailure) -> str | None:
-    """None where the rank has said itself what was wrong: rank 0 does when it leaves of its own accord."""
+    """None where the rank has told itself what was wrong, or whoever interrupted it does."""
     who = f"rank {rank}"
     if failure.exitcode < 0:
         hint = " (the system may be out of memory)" if failure.exitcode == -signal.SIGKILL else ""
         return f"{who} was killed by {failure.signal_name()}{hint}"
     if failure.error_file == NO_FILE:
-        return None
+        return None if has_told(rank, failure) else words_of_leaving(rank, failure)
     text = told_by(failure)
-    return text.removeprefix(LOST) if text.startswith(LOST) else f"{who} failed: {text}"
+    return text.removeprefix(LOST) if text.startswith(LOST) else f"{who} failed: {text.removeprefix(MISTAKE)}"
+
+
+def words_of_leaving(rank: int, failure: ProcessFailure) -> str:
+    early = "" if failure.exitcode else " before the end"
+    return f"rank {rank} left with exit code {failure.exitcode}{early}"
 
 
 if __name__ == "__main__":

@@ -42,14 +42,14 @@ from torch.distributed.rendezvous import rendezvous
 
 from redline.core.errors import FailedRunError, UserError
 from redline.core.layout import Layout, Place
-from redline.core.rank_processes import RANK_PID_FILE
+from redline.core.rank_processes import RANK_PID_FILE, inside, rank_pid_file
 
 BEAT_SECONDS = 1.0
 LIMIT_SECONDS = 600.0  # a first step that compiles for long is no rank that hangs
 STANDING_SECONDS = 5.0  # without a mark: worth a word where a time limit ends the job anyway
 POLL_SECONDS = 0.05
 MISTAKE_SECONDS = 10.0  # between ranks that find the same one
-EXIT_MISTAKE = 2  # as the command line has it
+EXIT_MISTAKE, EXIT_INTERRUPTED = 2, 130  # as the command line has them
 SHOWN = 4  # ranks in one message
 SLOW_START = "a slow start counts too, of loaders and of what is compiled: a larger --rank-timeout leaves it the time"
 PACKAGE = str(Path(__file__).parents[1]) + os.sep
@@ -59,6 +59,10 @@ PACKAGES = ("site-packages", "dist-packages")  # which may lie in the standard l
 
 class LostRankError(Exception):
     """A rank that no longer answers, in words."""
+
+
+class MistakeOfRankError(Exception):
+    """A mistake of the user's that a rank other than 0 alone has met: the problem and why, for one line."""
 
 
 class Ranks:
@@ -90,6 +94,7 @@ class Ranks:
         self._mark: tuple[int, int, str] = (0, 0, "getting ready")
         self._beats = 0
         self._ended = threading.Event()
+        self._has_told_end = False
         self._watches = watches and rank < 2
         self._marks_since: float | None = None
         self._seen: dict[str, tuple[int, float]] = {}
@@ -126,6 +131,12 @@ class Ranks:
     def attempt(self) -> int:
         """How many times torchrun has started the job again."""
         return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) if self.joined else 0
+
+    @property
+    def mistake_seconds(self) -> float:
+        """What a rank leaves rank 0 to tell of what may have happened to both. Much less than the time limit: in it
+        the rank may give no sign of life, or make no mark."""
+        return min(MISTAKE_SECONDS, self.limit_seconds / 4)
 
     def __enter__(self) -> Ranks:
         return self
@@ -206,19 +217,26 @@ class Ranks:
         known = self._lasting is not None and self._lasting.check([key])
         return json.loads(self._lasting.get(key)) if known else None
 
-    def tell_end(self, text: str) -> None:
-        """To those that torchrun may start next. Whoever is killed tells nothing."""
+    def tell_end(self, text: str, *, lost: bool = False) -> None:
+        """To the others, and to those that torchrun may start next. The first words stand; '' where there are none to
+        be said, and whoever is killed tells nothing. `lost`: they are of a rank that no longer answers."""
+        if self._has_told_end:
+            return
+        self._has_told_end = True
         with suppress(dist.DistError):  # the store may be gone, and the job with it
-            self.remember(f"end/{self.attempt}/{self.rank}", [time.time(), first_sentence(text)])
+            self.remember(f"end/{self.attempt}/{self.rank}", End(time.time(), first_sentence(text), lost))
+
+    def end_of(self, rank: int, attempt: int) -> End | None:
+        """None: it has told none."""
+        told = self.remembered(f"end/{attempt}/{rank}")
+        return None if told is None else End(*told)
 
     def lost_before(self) -> str | None:
         """Why there was an attempt before this one that is over; None: there was none, or nobody knows."""
         count = self.remembered(f"count/{self.attempt - 1}")
-        return (
-            None
-            if count is None
-            else words_of_ends({rank: self.remembered(f"end/{self.attempt - 1}/{rank}") for rank in range(count)})
-        )
+        if count is None:
+            return None
+        return words_of_ends({rank: self.end_of(rank, self.attempt - 1) for rank in range(count)})
 
     # --- collectives --------------------------------------------------------------------------------------------------
 
@@ -317,15 +335,32 @@ class Ranks:
         try:
             while not self._ended.wait(BEAT_SECONDS):
                 self._beat()
+                if self._outstays_rank_0():
+                    os._exit(EXIT_INTERRUPTED)
                 # Rank 0 looks at all; rank 1 at rank 0, whose process may be the one that is frozen.
                 if self._watches and (found := self._standing_still(self.limit_seconds, self._marks_since)) is not None:
-                    found = found if self._mark[1] else f"{found} ({SLOW_START})"
-                    self.tell_end(found)
-                    end_with(LostRankError(found))
+                    self._end_all(found if self._mark[1] else f"{found} ({SLOW_START})")
                 if self.on_standing is not None:
                     self.on_standing(self._standing_still(STANDING_SECONDS, 0.0) or "")
         except dist.DistError:
             return  # the store is gone, and with it the job: whoever ended it says why
+
+    def _outstays_rank_0(self) -> bool:
+        """Rank 0 has told its end, and this rank's main thread does not come to its own."""
+        if self.leads:
+            return False
+        now, is_over = time.monotonic(), self.end_of(0, self.attempt) is not None
+        return now - self._unchanged_since("end of 0", is_over, now) > self.mistake_seconds and is_over
+
+    def _end_all(self, found: str) -> None:
+        """Whoever has told its end stands still for a reason: its words, if it has any, are the cause then."""
+        ends = [self.end_of(rank, self.attempt) for rank in range(self.count) if rank != self.rank]
+        told = [end for end in ends if end is not None]
+        if told and not any(end.text for end in told):
+            os._exit(EXIT_INTERRUPTED)
+        text = min(end for end in told if end.text).text if told else found
+        self.tell_end(text, lost=True)
+        end_with(LostRankError(text))
 
     def _standing_still(self, limit: float, marks_since: float | None) -> str | None:
         """Who is frozen; and on rank 0 who has made no mark, while there are any to be made: since then, None: not."""
@@ -350,6 +385,16 @@ class Ranks:
         if self._seen.get(key, (-1, now))[0] != value:
             self._seen[key] = (value, now)
         return self._seen[key][1]
+
+
+class End(NamedTuple):
+    """How a rank ended, in its own words."""
+
+    when: float
+    text: str
+    """'': by the user, by the agent because of another rank, or with all steps done."""
+    lost: bool = False
+    """The words are about a rank that no longer answers."""
 
 
 class Mark(NamedTuple):
@@ -496,29 +541,36 @@ def leave_with_parent(leave: Callable[[], None]) -> None:
 def recorded(ranks: Ranks) -> Iterator[None]:
     """What ends a rank goes into the file that torchrun's agent reads, so that it is told once and by name. A mistake
     of the user's that rank 0 finds is told by the command line, as ever: the others leave it the time to."""
-    try:
-        yield
-    except UserError as error:
-        if ranks.leads:
-            raise
-        time.sleep(MISTAKE_SECONDS)  # the agent ends this rank meanwhile, where rank 0 has found the same
-        record_failure(error)
-        raise SystemExit(1 if isinstance(error, FailedRunError) else EXIT_MISTAKE) from error
-    except Exception as error:
-        ranks.tell_end(f"rank {ranks.rank} failed: {type(error).__name__}: {error}")
-        record_failure(error)
-        raise SystemExit(1) from error
-    except KeyboardInterrupt:
-        ranks.tell_end("")  # by the user, or by the agent because of another rank
-        raise
+    folder = rank_pid_file()
+    with inside(None if folder is None else folder.parent, ranks.rank):
+        try:
+            yield
+        except UserError as error:
+            words = " ".join(f"{error.problem}: {error.why}".splitlines())
+            ranks.tell_end(f"rank {ranks.rank} failed: {words}")
+            if ranks.leads:
+                raise
+            time.sleep(ranks.mistake_seconds)  # the agent ends this rank meanwhile, where rank 0 has found the same
+            record_failure(error, MistakeOfRankError(words))
+            raise SystemExit(1 if isinstance(error, FailedRunError) else EXIT_MISTAKE) from error
+        except Exception as error:
+            is_lost = isinstance(error, LostRankError)
+            words = str(error) if is_lost else f"rank {ranks.rank} failed: {type(error).__name__}: {error}"
+            ranks.tell_end(words, lost=is_lost)
+            record_failure(error)
+            raise SystemExit(1) from error
+        finally:
+            ranks.tell_end("")  # where nothing was said: by the user, by the agent, or all is done
 
 
-def words_of_ends(ends: Mapping[int, tuple[float, str] | None]) -> str | None:
-    """Of the ranks of an attempt: when each ended, and what it said; None: nothing."""
-    silent = [f"rank {rank}" for rank, end in ends.items() if end is None]
-    told = sorted((end[0], end[1]) for end in ends.values() if end is not None and end[1])
+def words_of_ends(ends: Mapping[int, End | None]) -> str | None:
+    """Of the ranks of an attempt; None: that rank has told nothing. A rank that was lost may tell nothing either, and
+    the agent may have killed others since: the words of whoever watched are the cause."""
+    told = sorted(end for end in ends.values() if end is not None and end.text)
+    lost = [end for end in told if end.lost]
+    silent = [f"rank {rank}" for rank, end in ends.items() if end is None and not lost]
     words = [f"{', '.join(silent)} ended without a word (killed, or its machine is gone)"] if silent else []
-    words += [text for _, text in told[:1]]
+    words += [end.text for end in (lost or told)[:1]]
     return f"torchrun has started all ranks again: {'; '.join(words)}" if words else None
 
 
@@ -528,11 +580,12 @@ def first_sentence(text: str) -> str:
     return line.split(". ")[0]
 
 
-def record_failure(error: Exception) -> None:
+def record_failure(error: Exception, told: Exception | None = None) -> None:
+    """`told`: what the agent shows in its place."""
     traceback.print_exception(error, file=sys.__stderr__)  # a rank's log
     handler = get_error_handler()
     handler.initialize()
-    handler.record_exception(error)
+    handler.record_exception(told or error)
 
 
 def end_with(error: Exception) -> None:

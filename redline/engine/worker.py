@@ -35,7 +35,7 @@ from redline.core.job import (
 )
 from redline.core.measurement import Failure, Measurement
 from redline.core.profile import Profile
-from redline.core.rank_processes import agent_environment
+from redline.core.rank_processes import agent_environment, inside
 from redline.core.user_code import users_line
 from redline.core.values import from_json, to_json
 
@@ -57,8 +57,10 @@ def main(folder: Path) -> int:
         return lead_ranks(job, folder)
     from redline.engine.distributed import join
 
-    write_atomically(folder / RANK_FILE.format(os.environ["RANK"]), str(os.getpid()))
-    with join(watches=False) as ranks:  # --timeout ends a job that hangs, and names who stands still
+    rank = int(os.environ["RANK"])
+    write_atomically(folder / RANK_FILE.format(rank), str(os.getpid()))
+    # --timeout ends a job that hangs, and names who stands still.
+    with inside(folder, rank), join(watches=False) as ranks:
         return work(job, folder, RANK_FAILURE_FILE.format(ranks.rank), ranks)
 
 
@@ -138,12 +140,13 @@ def answer_of(bench: Bench, run_directory: Path) -> Measurement | Profile:
 
 def lead_ranks(job: Job, folder: Path) -> int:
     """As torchrun's agent. Standard output is left to rank 0."""
-    from redline.engine.agent import run_ranks
+    from redline.engine.agent import left_with_zero, run_ranks
 
     os.environ.update(agent_environment(job.ranks, os.cpu_count() or 1))
     with tempfile.TemporaryDirectory(prefix="redline-ranks-") as logs:
         words = ["--standalone", f"--nproc-per-node={job.ranks}", f"--log-dir={logs}"]
         failures = run_ranks([*words, "-m", "redline.engine.worker", str(folder)])
+    failures = {**failures, **left_with_zero(failures, folder)}
     if not failures:
         return 0
     failure = failure_of_ranks(failures, folder)
@@ -152,21 +155,20 @@ def lead_ranks(job: Job, folder: Path) -> int:
 
 
 def failure_of_ranks(failures: Mapping[int, ProcessFailure], folder: Path) -> Failure:
-    """One failure for all. Others fail because one did: the cause is a rank that was killed, or else the first that
-    wrote its failure down; torchrun's own order has seconds only."""
-    from redline.engine.agent import cause_of, words_of
+    """One failure for all. Others fail because one did: the cause is a rank that was killed, or that left and wrote
+    nothing down, or else the first that wrote its failure down; torchrun's own order has seconds only."""
+    from redline.engine.agent import cause_of, words_of, words_of_leaving
 
-    rank, cause = cause_of(failures)
+    written = {rank: folder / RANK_FAILURE_FILE.format(rank) for rank in failures}
+    quiet = {rank for rank, failure in failures.items() if failure.exitcode >= 0 and not written[rank].exists()}
+    rank, cause = cause_of(failures, quiet)
     if cause.exitcode < 0:
         return Failure(kind="killed", reason=words_of(rank, cause) or f"rank {rank} was killed")
-    written = {rank: folder / RANK_FAILURE_FILE.format(rank) for rank in failures}
+    if rank in quiet:
+        return Failure(kind="error", reason=words_of_leaving(rank, cause))
     first = min(
-        (rank for rank, path in written.items() if path.exists()),
-        key=lambda rank: written[rank].stat().st_mtime_ns,
-        default=None,
+        (rank for rank, path in written.items() if path.exists()), key=lambda rank: written[rank].stat().st_mtime_ns
     )
-    if first is None:
-        return Failure(kind="error", reason=f"rank {rank} left with exit code {cause.exitcode}")
     failure = from_json(Failure, json.loads(written[first].read_text(encoding="utf-8")))
     return replace(failure, reason=f"rank {first}: {failure.reason}")
 
