@@ -125,9 +125,10 @@ def quiet_ranks(failures: Mapping[int, ProcessFailure]) -> set[int]:
 
 
 def has_told(rank: int, failure: ProcessFailure) -> bool:
-    """Of a rank that recorded nothing. Rank 0 tells of mistakes and failures itself; one that was interrupted was so by
-    the user, or by the agent because of another."""
-    return failure.exitcode == EXIT_INTERRUPTED or (rank == 0 and failure.exitcode in (1, EXIT_MISTAKE))
+    """Rank 0 tells of mistakes and failures itself, and records nothing then; a rank that was interrupted was so by the
+    user, or by the agent because of another."""
+    told = (EXIT_INTERRUPTED, EXIT_MISTAKE, 1) if rank == 0 else (EXIT_INTERRUPTED,)
+    return failure.error_file == NO_FILE and failure.exitcode in told
 
 
 def cause_of(failures: Mapping[int, ProcessFailure], quiet: Collection[int]) -> tuple[int, ProcessFailure]:
@@ -144,7 +145,7 @@ def cause_of(failures: Mapping[int, ProcessFailure], quiet: Collection[int]) -> 
     ]
     gone = [*(pair for pair in failures.items() if pair[0] in quiet), *killed]
     recorded = [pair for pair in failures.items() if pair[1].error_file != NO_FILE]
-    told = [pair for pair in failures.items() if pair[1].exitcode > 0 and has_told(*pair)]
+    told = [pair for pair in failures.items() if has_told(*pair)]
     return min(lost or gone or recorded or told or failures.items(), key=lambda pair: pair[1].timestamp)
 
 

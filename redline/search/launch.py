@@ -37,6 +37,7 @@ from redline.core.job import (
 )
 from redline.core.measurement import Failure, Measurement
 from redline.core.profile import Profile
+from redline.core.rank_processes import INSIDE
 from redline.core.values import from_json, to_json
 
 PROBE_SECONDS = 300.0  # torch's first import from a cold network disk takes a minute or two
@@ -83,7 +84,7 @@ def clean_folder(run: RunDirectory, job: Job) -> Path:
     """With the job in it and nothing else that a worker would write."""
     folder = run.job_folder(job)
     folder.mkdir(parents=True, exist_ok=True)
-    for leftover in (MEASUREMENT_FILE, "failure*.json", STANDING_FILE, RANK_FILE.format("*")):
+    for leftover in (MEASUREMENT_FILE, "failure*.json", STANDING_FILE, RANK_FILE.format("*"), INSIDE.format("*")):
         for path in folder.glob(leftover):
             path.unlink()  # of an attempt that was interrupted
     write_atomically(folder / "job.json", json.dumps(to_json(job), indent=2))

@@ -1,5 +1,6 @@
-"""`redline` with a fault: at one step one rank is killed, alone or with its agent, raises, runs out of memory, hangs or
-is frozen. Once, if a file says so. Or it is frozen before the first step, or after the last, until rank 0 is gone.
+"""`redline` with a fault: at one step one rank is killed, alone or with its agent, raises, finds a mistake of the
+user's, runs out of memory, leaves, hangs or is frozen. Once, if a file says so. Or it is frozen before the first step,
+or after the last, until rank 0 is gone.
 
 python -m redline.engine.agent --standalone --nproc-per-node 2 rank_fault.py KIND STEP FLAG train gpt2 ...
 """
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 
 from redline.cli import main
+from redline.core.errors import FailedRunError
 from redline.core.rank_processes import RANK_PID_FILE
 from redline.engine.distributed import Ranks
 from redline.engine.step import TrainStep
@@ -28,6 +30,18 @@ def kill() -> None:
 
 def fail() -> None:
     raise ArithmeticError("the planted fault")
+
+
+def find_a_mistake() -> None:
+    raise FailedRunError("training my.py:model raised ValueError: odd\nand more", "my.py:7 in forward", "mend it")
+
+
+def leave() -> None:
+    os._exit(7)
+
+
+def leave_as_if_done() -> None:
+    os._exit(0)
 
 
 def run_out_of_memory() -> None:
@@ -52,6 +66,9 @@ FAULTS = {
     "node": lose_the_node,
     "kill": kill,
     "raise": fail,
+    "mistake": find_a_mistake,
+    "leave": leave,
+    "leave-as-if-done": leave_as_if_done,
     "memory": run_out_of_memory,
     "hang": hang,
     "freeze": freeze,

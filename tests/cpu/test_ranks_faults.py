@@ -35,12 +35,14 @@ from redline.cli import main
 from redline.commands.ranks import agent_words, train_along
 from redline.core.checkpoints import list_checkpoints
 from redline.core.errors import UserError
-from redline.core.rank_processes import mark_over
+from redline.core.measurement import Failure
+from redline.core.rank_processes import inside, mark_over
 from redline.core.recipe import Recipe
 from redline.core.values import to_json
 from redline.engine import agent, distributed
 from redline.engine.checkpoint import load_from
-from redline.engine.distributed import NEVER_SEEN, Mark, Ranks, words_of_standing
+from redline.engine.distributed import NEVER_SEEN, End, Mark, MistakeOfRankError, Ranks, words_of_standing
+from redline.engine.worker import RANK_FAILURE_FILE, failure_of_ranks
 from redline.search.launch import probe_machine
 
 HERE = Path(__file__).resolve().parent
@@ -142,6 +144,50 @@ def test_a_killed_rank_is_named_and_one_process_goes_on(
     assert_same_weights(out, never_stopped)
 
 
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("leave", "rank 1 left with exit code 7"),
+        pytest.param("leave-as-if-done", "rank 1 left with exit code 0 before the end", marks=pytest.mark.long),
+        pytest.param(
+            "mistake",
+            "rank 1 failed: training my.py:model raised ValueError: odd and more: my.py:7 in forward",
+            marks=pytest.mark.long,
+        ),
+    ],
+)
+def test_a_rank_that_leaves_or_that_the_users_file_ends_is_named(
+    words: list[str], with_fault: Run, tmp_path: Path, kind: str, text: str
+) -> None:
+    out = tmp_path / "run"
+    done = with_fault(kind, [*words, "--out", str(out), "--rank-timeout", "6"], step=5)
+    assert done.returncode == 1
+    told = done.stderr.splitlines()
+    at = told.index(f"training stopped: {text}")
+    assert told[at + 1].startswith(f"saved     {out}/checkpoints/step-")
+    assert told[at + 2] == f"go on     redline train --resume {out} --gpus 2"
+    only_ours(done.stderr, out)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [("mistake", "rank 1 failed: training my.py:model raised ValueError: odd and more"), ("hang", "no rank has got")],
+)
+def test_torchrun_and_those_that_go_on_are_told_the_one_cause(
+    words: list[str], with_fault: Run, tmp_path: Path, kind: str, text: str
+) -> None:
+    out = tmp_path / "run"
+    again = ("torch.distributed.run", "--max-restarts=1")
+    done = with_fault(kind, [*words, "--out", str(out), "--rank-timeout", "8"], *again)
+    assert done.returncode == 0, done.stderr
+    metrics = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    (note,) = [line["text"] for line in metrics if "started all ranks again" in line.get("text", "")]
+    assert note.startswith(f"torchrun has started all ranks again: {text}")
+    assert "without a word" not in note
+    assert "LostRankError: rank 0" not in (out / "ranks.log").read_text(), "it has told its end"
+
+
 @pytest.mark.long
 def test_torchrun_starts_again_from_the_last_checkpoint(
     words: list[str], with_fault: Run, never_stopped: Path, tmp_path: Path
@@ -162,20 +208,19 @@ def test_torchrun_starts_again_from_the_last_checkpoint(
 @pytest.mark.parametrize(
     ("ends", "expected"),
     [
-        ({0: (3.0, "rank 0 failed: E: closed"), 1: None}, "again: rank 1 ended without a word (killed, or"),
+        ({0: End(3.0, "rank 0 failed: E: closed"), 1: None}, "again: rank 1 ended without a word (killed, or"),
         (
-            {0: (3.0, "rank 0 failed: E: closed"), 1: (2.0, "rank 1 failed: E: x")},
+            {0: End(3.0, "rank 0 failed: E: closed"), 1: End(2.0, "rank 1 failed: E: x")},
             "again: rank 1 failed: E: x",
         ),
-        ({0: (3.0, ""), 1: (2.0, "rank 1 failed: E: x")}, "again: rank 1 failed: E: x"),
-        ({0: None, 1: (2.0, "rank 1 failed: E: x")}, "is gone); rank 1 failed: E: x"),
-        ({0: (3.0, ""), 1: (2.0, "")}, None),
+        ({0: End(3.0, ""), 1: End(2.0, "rank 1 failed: E: x")}, "again: rank 1 failed: E: x"),
+        ({0: None, 1: End(2.0, "rank 1 failed: E: x")}, "is gone); rank 1 failed: E: x"),
+        ({0: End(3.0, ""), 1: End(2.0, "")}, None),
+        ({0: End(3.0, "rank 1 was last seen", lost=True), 1: None}, "again: rank 1 was last seen"),
     ],
-    ids=["killed", "first", "ended-by-the-agent", "killed-by-the-agent", "nobody"],
+    ids=["killed", "first", "ended-by-the-agent", "killed-by-the-agent", "nobody", "frozen"],
 )
-def test_what_was_lost_is_told_by_those_that_go_on(
-    ends: dict[int, tuple[float, str] | None], expected: str | None
-) -> None:
+def test_what_was_lost_is_told_by_those_that_go_on(ends: dict[int, End | None], expected: str | None) -> None:
     found = distributed.words_of_ends(ends)
     assert found is None if expected is None else expected in (found or "")
 
@@ -200,6 +245,8 @@ def test_those_that_go_on_are_told_what_happened_in_a_sentence(
     monkeypatch.setattr(ranks, "remember", lambda key, value: remembered.update({key: value[1]}))
     ranks.tell_end(text)
     assert remembered == {"end/0/0": told}
+    ranks.tell_end("and so it failed")
+    assert remembered == {"end/0/0": told}, "what comes after it is of it"
 
 
 @pytest.mark.long
@@ -318,8 +365,15 @@ WAS_KILLED = "training stopped: rank 1 was killed by SIGKILL (the system may be 
         (("asked",), {0: ASKED_TO}, True, 130, []),
         (("left",), {1: -signal.SIGINT}, False, 1, ["training stopped: rank 1 was killed by SIGINT"]),
         (("asked",), {1: KILLED}, True, 1, [WAS_KILLED, ...]),
+        ((), {0: ASKED_TO, 1: 7}, True, 1, ["training stopped: rank 1 left with exit code 7", ...]),
+        (("inside-1",), {}, True, 1, ["training stopped: rank 1 left with exit code 0 before the end", ...]),
+        ((), {0: 2}, True, 2, []),
+        ((), {}, True, 0, []),
     ],
-    ids=["killed", "nothing-saved", "rank-left", "at-the-end", "rank-saved", "nobody-asked", "killed-while-it-saves"],
+    ids=[
+        *("killed", "nothing-saved", "rank-left", "at-the-end", "rank-saved", "nobody-asked", "killed-while-it-saves"),
+        *("exit-code", "exit-code-0", "told-by-rank-0", "done"),
+    ],
 )
 def test_the_agent_tells_of_failures_and_not_of_what_the_user_asked_for(
     tmp_path: Path,
@@ -383,6 +437,7 @@ def test_the_agent_ends_a_rank_0_that_does_not_end(tmp_path: Path, monkeypatch: 
 
 
 GONE, LOST = "RuntimeError: connection closed by peer", "LostRankError: rank 1 was last seen 25 s ago"
+MISTAKE = "MistakeOfRankError: training my.py raised ValueError"
 
 
 @pytest.mark.parametrize(
@@ -394,8 +449,21 @@ GONE, LOST = "RuntimeError: connection closed by peer", "LostRankError: rank 1 w
         ({0: (KILLED, 130, None), 1: (1, 100, "ArithmeticError: planted")}, "rank 1 failed: ArithmeticError: planted"),
         ({0: (KILLED, 131, None), 1: (KILLED, 101, None)}, "rank 1 was killed by SIGKILL"),
         ({0: (-signal.SIGTERM, 100, None), 1: (1, 100, GONE)}, "rank 1 failed: RuntimeError: connection closed"),
+        ({0: (1, 100, GONE), 1: (7, 101, None)}, "rank 1 left with exit code 7"),
+        ({0: (1, 100, GONE), 1: (1, 101, None)}, "rank 1 left with exit code 1"),
+        ({0: (130, 100, None), 1: (7, 100, None)}, "rank 1 left with exit code 7"),
+        ({0: (-signal.SIGABRT, 100, None), 1: (7, 100, None)}, "rank 1 left with exit code 7"),
+        ({0: (1, 100, GONE), 1: (0, 101, None)}, "rank 1 left with exit code 0 before the end"),
+        ({0: (7, 100, None), 1: (1, 100, GONE)}, "rank 0 left with exit code 7"),
+        ({0: (1, 101, None), 1: (1, 100, None)}, ""),
+        ({0: (1, 100, LOST), 1: (130, 101, None)}, "rank 1 was last seen 25 s ago"),
+        ({0: (130, 100, None), 1: (1, 100, MISTAKE)}, "rank 1 failed: training my.py raised ValueError"),
     ],
-    ids=["noticed-first", "frozen", "frozen-and-killed", "agent-killed", "two-kills", "agent-ended"],
+    ids=[
+        *("noticed-first", "frozen", "frozen-and-killed", "agent-killed", "two-kills", "agent-ended"),
+        *("left", "left-with-1", "left-and-ended", "left-and-aborted", "left-with-0", "rank-0-left", "rank-0-tells"),
+        *("outstayed", "mistake"),
+    ],
 )
 def test_the_cause_is_not_what_the_agent_did_afterwards(
     tmp_path: Path, failures: dict[int, tuple[int, int, str | None]], expected: str
@@ -408,7 +476,9 @@ def test_the_cause_is_not_what_the_agent_did_afterwards(
             path.write_text(json.dumps({"message": {"message": told, "extraInfo": {"timestamp": seconds}}}))
         found[rank] = ProcessFailure(rank, 0, code, str(path))
         found[rank].timestamp = seconds
-    assert expected in (agent.words_of(*agent.cause_of(found)) or "")
+    words = agent.words_of(*agent.cause_of(found, agent.quiet_ranks(found))) or ""
+    assert words.startswith(expected)
+    assert bool(words) == bool(expected)
 
 
 @pytest.mark.long
@@ -573,11 +643,15 @@ def test_a_mistake_is_rank_0s_to_tell_if_it_finds_it(monkeypatch: pytest.MonkeyP
     """Another rank's own comes with the exit code of a mistake, after it has left rank 0 the time."""
     happened: list[Any] = []
     monkeypatch.setattr(distributed.time, "sleep", happened.append)
-    monkeypatch.setattr(distributed, "record_failure", happened.append)
-    mistake = UserError("problem", "why", "fix")
-    with pytest.raises((UserError, SystemExit)) as raised, distributed.recorded(Ranks(rank=rank, count=2)):
+    monkeypatch.setattr(distributed, "record_failure", lambda *words: happened.extend(map(repr, words)))
+    mistake = UserError("problem\nof two lines", "why", "fix")
+    ranks = Ranks(rank=rank, count=2, limit_seconds=9)
+    monkeypatch.setattr(ranks, "remember", lambda _, end: happened.append(end.text))
+    with pytest.raises((UserError, SystemExit)) as raised, distributed.recorded(ranks):
         raise mistake
-    assert happened == ([] if rank == 0 else [distributed.MISTAKE_SECONDS, mistake])
+    words = "problem of two lines: why"
+    recorded = [2.25, repr(mistake), repr(MistakeOfRankError(words))]
+    assert happened == [f"rank {rank} failed: {words}", *([] if rank == 0 else recorded)]
     assert raised.value is mistake if rank == 0 else raised.value.code == 2
 
 
@@ -694,6 +768,63 @@ def test_a_process_that_lives_may_stand_still_where_no_steps_are_due(clock: list
     store.beat(0, 100, building)
     frozen = "rank 1 was last seen 11 s ago at step 0 or later, building the model (build, build.py); its process gives"
     assert (ranks._standing_still(10, None) or "").startswith(frozen)
+
+
+class LeftError(Exception):
+    """In the place of what ends a process."""
+
+
+@pytest.mark.parametrize(
+    ("rank", "end", "left"),
+    [
+        (0, None, "rank 1 was last seen"),
+        (0, End(1.0, "rank 1 failed: E: x"), "rank 1 failed: E: x"),
+        (0, End(1.0, ""), "130"),
+        (1, None, "rank 0 was last seen"),
+        (1, End(1.0, "rank 0 failed: E: x"), "130"),
+    ],
+    ids=["frozen", "failed", "ended", "rank-0-frozen", "rank-0-ended"],
+)
+def test_nobody_accuses_a_rank_that_has_told_its_end(
+    monkeypatch: pytest.MonkeyPatch, clock: list[float], rank: int, end: End | None, left: str
+) -> None:
+    def leave(how: object) -> None:
+        raise LeftError(str(how))
+
+    other, store = 1 - rank, Told()
+    ranks = Ranks(rank=rank, count=2, limit_seconds=10)
+    ranks._store = ranks._lasting = store
+    ranks.mark(3, "in the step")
+    store.beat(other, 7, FURTHER)
+    if end is not None:
+        store.set(f"end/0/{other}", json.dumps(end))
+    monkeypatch.setattr(ranks._ended, "wait", distributed.time.sleep)
+    monkeypatch.setattr(distributed.os, "_exit", leave)
+    monkeypatch.setattr(distributed, "end_with", leave)
+    with pytest.raises(LeftError, match=left):
+        ranks._live()
+    waited = clock[-1] - clock[0]
+    assert waited < 5 if (rank, left) == (1, "130") else waited > 10
+
+
+def test_a_rank_that_left_and_wrote_nothing_down_is_the_cause_of_a_row(tmp_path: Path) -> None:
+    gone = Failure(kind="error", reason="RuntimeError: connection closed by peer")
+    (tmp_path / RANK_FAILURE_FILE.format(0)).write_text(json.dumps(to_json(gone)))
+
+    def reason(**codes: int) -> str:
+        found = {int(rank[-1]): ProcessFailure(0, 0, code, agent.NO_FILE) for rank, code in codes.items()}
+        return failure_of_ranks(found, tmp_path).reason
+
+    assert reason(rank0=1, rank1=7) == "rank 1 left with exit code 7"
+    assert reason(rank0=1, rank1=0) == "rank 1 left with exit code 0 before the end"
+    assert reason(rank0=1, rank1=-signal.SIGTERM) == f"rank 0: {gone.reason}"
+
+
+def test_a_rank_that_is_still_inside_has_left_in_the_middle(tmp_path: Path) -> None:
+    with inside(tmp_path, 0):
+        assert list(agent.left_with_zero({}, tmp_path)) == [0]
+        assert agent.left_with_zero({0: ProcessFailure(0, 0, 7, agent.NO_FILE)}, tmp_path) == {}
+    assert agent.left_with_zero({}, tmp_path) == {}
 
 
 MINE, ANOTHER = distributed.this_process()[0], "another machine"

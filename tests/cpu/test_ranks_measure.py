@@ -245,12 +245,13 @@ FAULTS = {
     "memory": ("rank 1: out of memory: planted", ()),
     "kill": ("rank 1 was killed by SIGKILL (the system may be out of memory)", ()),
     "raise": ("rank 1: ArithmeticError: the planted fault", ()),
+    "leave": ("rank 1 left with exit code 7", ()),
     "hang": ("rank 1 is in hang, sitecustomize.py", ("--timeout", "60")),
 }
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("fault", ["memory", "kill", "raise", "hang"])
+@pytest.mark.parametrize("fault", ["memory", "kill", "raise", "leave", "hang"])
 def test_what_one_rank_meets_is_the_row_of_all_and_the_ladder_goes_on(
     command: Callable[..., tuple[int, dict[str, Any]]],
     tmp_path: Path,

@@ -34,7 +34,11 @@ def hang() -> None:
     time.sleep(600)
 
 
-FAULTS = {"kill": kill, "raise": fail, "memory": run_out_of_memory, "hang": hang}
+def leave() -> None:
+    os._exit(7)
+
+
+FAULTS = {"kill": kill, "raise": fail, "memory": run_out_of_memory, "hang": hang, "leave": leave}
 
 
 def hurry() -> None:
