@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -653,6 +654,20 @@ def test_a_mistake_is_rank_0s_to_tell_if_it_finds_it(monkeypatch: pytest.MonkeyP
     recorded = [2.25, repr(mistake), repr(MistakeOfRankError(words))]
     assert happened == [f"rank {rank} failed: {words}", *([] if rank == 0 else recorded)]
     assert raised.value is mistake if rank == 0 else raised.value.code == 2
+
+
+@pytest.mark.parametrize("kind", [None, KeyboardInterrupt, SystemExit])
+def test_whoever_stops_in_order_is_not_taken_for_one_that_was_killed(
+    monkeypatch: pytest.MonkeyPatch, kind: type[BaseException] | None
+) -> None:
+    """Rank 0 leaves with 130 when the user asks it to, and torchrun starts all ranks again."""
+    ranks, ends = Ranks(rank=0, count=1), {}
+    monkeypatch.setattr(ranks, "remember", lambda _, end: ends.update({0: end}))
+    with nullcontext() if kind is None else pytest.raises(kind), distributed.recorded(ranks):
+        if kind is not None:
+            raise kind
+    assert ends[0].text == ""
+    assert distributed.words_of_ends(ends) is None
 
 
 @pytest.mark.parametrize("rank_0_tells", [True, False])
