@@ -113,14 +113,14 @@ def left_with_zero(failures: Mapping[int, ProcessFailure], folder: Path) -> dict
 def quiet_ranks(failures: Mapping[int, ProcessFailure]) -> set[int]:
     """Of `redline train`: those that left with an exit code and told nobody why, as user code that ends its process."""
     leader = failures.get(0)
-    rank_0_tells = leader is not None and leader.exitcode == 1 and has_told(0, leader)
+    told = leader.exitcode if leader is not None and has_told(0, leader) else None
     return {
         rank
         for rank, failure in failures.items()
         if failure.exitcode >= 0
         and failure.error_file == NO_FILE
         and not has_told(rank, failure)
-        and not (rank_0_tells and failure.exitcode == 1)  # it has heard that rank 0 tells what both failed of
+        and failure.exitcode != told  # it leaves it to rank 0 to tell what both have met
     }
 
 

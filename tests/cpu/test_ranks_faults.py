@@ -457,13 +457,14 @@ MISTAKE = "MistakeOfRankError: training my.py raised ValueError"
         ({0: (1, 100, GONE), 1: (0, 101, None)}, "rank 1 left with exit code 0 before the end"),
         ({0: (7, 100, None), 1: (1, 100, GONE)}, "rank 0 left with exit code 7"),
         ({0: (1, 101, None), 1: (1, 100, None)}, ""),
+        ({0: (2, 101, None), 1: (2, 100, None)}, ""),
         ({0: (1, 100, LOST), 1: (130, 101, None)}, "rank 1 was last seen 25 s ago"),
         ({0: (130, 100, None), 1: (1, 100, MISTAKE)}, "rank 1 failed: training my.py raised ValueError"),
     ],
     ids=[
         *("noticed-first", "frozen", "frozen-and-killed", "agent-killed", "two-kills", "agent-ended"),
         *("left", "left-with-1", "left-and-ended", "left-and-aborted", "left-with-0", "rank-0-left", "rank-0-tells"),
-        *("outstayed", "mistake"),
+        *("both-refuse", "outstayed", "mistake"),
     ],
 )
 def test_the_cause_is_not_what_the_agent_did_afterwards(
