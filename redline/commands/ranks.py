@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -79,7 +80,8 @@ def wait_for_rank_0() -> bool:
     ends them all; who leaves first would have it ended before it could say why."""
     if (ranks_here() or 1) == 1 or os.environ["RANK"] == "0":
         return False
-    time.sleep(TELLING_SECONDS)
+    with suppress(KeyboardInterrupt):  # the agent's SIGTERM, which comes as one
+        time.sleep(TELLING_SECONDS)
     return True
 
 
