@@ -18,8 +18,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from redline import __version__
-from redline.commands.common import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_MISTAKE
-from redline.core.errors import FailedRunError, UserError
+from redline.core.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_MISTAKE, FailedRunError, UserError
 
 DESCRIPTION = "Finds out how fast a machine can train a GPT, gets it there, and proves that nothing broke on the way."
 RANK = "RANK"

@@ -1,4 +1,4 @@
-"""What every command shares: exit codes, the options that mean the same everywhere, and the limits of sizes."""
+"""What every command shares: the options that mean the same everywhere, and the limits of sizes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from redline.core.recipe import Recipe
     from redline.core.workload import Workload
 
-EXIT_DONE, EXIT_FAILED, EXIT_MISTAKE, EXIT_INTERRUPTED = 0, 1, 2, 130
 # Beyond what anyone trains with, by far: a slip of the keyboard.
 MOST = {"micro_batch": 2**20, "sequence": 2**24, "global_batch": 2**30, "gpus": 2**20, "nodes": 2**20, "dp": 2**20}
 MOST |= {"tp": 1024, "tensor": 1024, "pipeline": 4096, "replicas": 2**20}

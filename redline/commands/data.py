@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from redline.commands.common import EXIT_DONE, EXIT_FAILED, add_common, command_line
+from redline.commands.common import add_common, command_line
+from redline.core.errors import EXIT_DONE, EXIT_FAILED
 
 if TYPE_CHECKING:
     from redline.data.prepare import Preparation

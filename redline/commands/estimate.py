@@ -10,9 +10,9 @@ import argparse
 import json
 from typing import Any
 
-from redline.commands.common import EXIT_DONE, add_common, check_sizes, command_line
+from redline.commands.common import add_common, check_sizes, command_line
 from redline.commands.estimate_subject import AS_THE_PLAN, choose_machine, choose_subject, choose_traced
-from redline.core.errors import UserError
+from redline.core.errors import EXIT_DONE, UserError
 
 DEFAULT_WORKLOAD = "gpt2"
 COUNTS = ("micro_batch", "sequence", "global_batch", "gpus", "nodes", "dp", "tensor", "pipeline", "replicas")

@@ -7,8 +7,8 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any
 
-from redline.commands.common import EXIT_DONE, add_common, check_sizes, command_line
-from redline.core.errors import UserError
+from redline.commands.common import add_common, check_sizes, command_line
+from redline.core.errors import EXIT_DONE, UserError
 
 if TYPE_CHECKING:
     from redline.core.devices import Device

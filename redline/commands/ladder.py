@@ -9,9 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from redline.commands.common import (
-    EXIT_DONE,
-    EXIT_FAILED,
-    EXIT_INTERRUPTED,
     WORKLOAD_HELP,
     add_common,
     add_degrees,
@@ -22,6 +19,7 @@ from redline.commands.common import (
     try_page,
     warn_of,
 )
+from redline.core.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED
 
 
 def add_ladder(commands: Any) -> None:

@@ -9,16 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from redline.commands.common import (
-    EXIT_DONE,
-    EXIT_FAILED,
-    add_common,
-    check_html,
-    check_sizes,
-    command_line,
-    write_html,
-)
-from redline.core.errors import UserError, unknown_name
+from redline.commands.common import add_common, check_html, check_sizes, command_line, write_html
+from redline.core.errors import EXIT_DONE, EXIT_FAILED, UserError, unknown_name
 
 if TYPE_CHECKING:
     from redline.core.devices import Device

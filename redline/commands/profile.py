@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from redline.commands.common import (
-    EXIT_DONE,
-    EXIT_FAILED,
     WORKLOAD_HELP,
     add_common,
     add_degrees,
@@ -25,7 +23,7 @@ from redline.commands.common import (
     try_page,
     warn_of,
 )
-from redline.core.errors import UserError
+from redline.core.errors import EXIT_DONE, EXIT_FAILED, UserError
 
 if TYPE_CHECKING:
     from redline.core.hardware import Hardware

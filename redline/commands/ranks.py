@@ -24,8 +24,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from redline.commands.common import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, check_sizes
-from redline.core.errors import UserError
+from redline.commands.common import check_sizes
+from redline.core.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, UserError
 from redline.core.rank_processes import (
     ASKED,
     RANK_PID_FILE,

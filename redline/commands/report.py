@@ -13,8 +13,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from redline.commands.common import EXIT_DONE, EXIT_FAILED, add_common, command_line
-from redline.core.errors import UserError
+from redline.commands.common import add_common, command_line
+from redline.core.errors import EXIT_DONE, EXIT_FAILED, UserError
 
 
 def add_report(commands: Any) -> None:

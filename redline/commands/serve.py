@@ -17,9 +17,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from redline.commands.common import EXIT_DONE
 from redline.commands.standing import kind_of_run, page_of, read_standing, stamp_of
-from redline.core.errors import UserError
+from redline.core.errors import EXIT_DONE, UserError
 
 HOST, DEFAULT_PORT = "127.0.0.1", 8765
 NAMES = (HOST, "localhost")  # a forwarded port has any number, and one of these names

@@ -14,9 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from redline.commands.common import (
-    EXIT_DONE,
-    EXIT_FAILED,
-    EXIT_INTERRUPTED,
     WORKLOAD_HELP,
     add_common,
     add_sequence,
@@ -42,7 +39,7 @@ from redline.commands.training_data import (
     nothing_left_behind,
     training_data,
 )
-from redline.core.errors import UserError
+from redline.core.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, UserError
 from redline.core.units import counted
 from redline.core.workload import check_positive
 

@@ -7,7 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from redline.commands.common import EXIT_DONE, add_common
+from redline.commands.common import add_common
+from redline.core.errors import EXIT_DONE
 
 
 def add_sample(commands: Any) -> None:

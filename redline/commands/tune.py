@@ -10,9 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from redline.commands.common import (
-    EXIT_DONE,
-    EXIT_FAILED,
-    EXIT_INTERRUPTED,
     WORKLOAD_HELP,
     add_common,
     add_degrees,
@@ -23,7 +20,7 @@ from redline.commands.common import (
     try_page,
     warn_of,
 )
-from redline.core.errors import UserError
+from redline.core.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, UserError
 
 DEFAULT_MINUTES = 8.0
 UNITS = {"": 1024**3, "gib": 1024**3, "gb": 10**9, "mib": 1024**2, "mb": 10**6}  # a bare number is GiB

@@ -14,7 +14,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from redline.commands.common import EXIT_DONE, add_common
+from redline.commands.common import add_common
+from redline.core.errors import EXIT_DONE
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -8,6 +8,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+EXIT_DONE, EXIT_FAILED, EXIT_MISTAKE, EXIT_INTERRUPTED = 0, 1, 2, 130
+
 
 class UserError(Exception):
     """A mistake the user can mend. The CLI prints three lines and leaves with exit code 2."""

@@ -21,6 +21,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.run import parse_args, run
 
 from redline.core.checkpoints import list_checkpoints
+from redline.core.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_MISTAKE
 from redline.core.rank_processes import (
     RUN_NAME,
     open_screen,
@@ -32,8 +33,6 @@ from redline.core.rank_processes import (
 from redline.core.training import resume_command
 from redline.engine.distributed import (
     BEAT_SECONDS,
-    EXIT_INTERRUPTED,
-    EXIT_MISTAKE,
     LostRankError,
     MistakeOfRankError,
     leave_with_parent,
@@ -127,7 +126,7 @@ def quiet_ranks(failures: Mapping[int, ProcessFailure]) -> set[int]:
 def has_told(rank: int, failure: ProcessFailure) -> bool:
     """Rank 0 tells of mistakes and failures itself, and records nothing then; a rank that was interrupted was so by the
     user, or by the agent because of another."""
-    told = (EXIT_INTERRUPTED, EXIT_MISTAKE, 1) if rank == 0 else (EXIT_INTERRUPTED,)
+    told = (EXIT_INTERRUPTED, EXIT_MISTAKE, EXIT_FAILED) if rank == 0 else (EXIT_INTERRUPTED,)
     return failure.error_file == NO_FILE and failure.exitcode in told
 
 

@@ -40,7 +40,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from torch.distributed.rendezvous import rendezvous
 
-from redline.core.errors import FailedRunError, UserError
+from redline.core.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_MISTAKE, FailedRunError, UserError
 from redline.core.layout import Layout, Place
 from redline.core.rank_processes import RANK_PID_FILE, inside, rank_pid_file
 
@@ -49,7 +49,6 @@ LIMIT_SECONDS = 600.0  # a first step that compiles for long is no rank that han
 STANDING_SECONDS = 5.0  # without a mark: worth a word where a time limit ends the job anyway
 POLL_SECONDS = 0.05
 MISTAKE_SECONDS = 10.0  # between ranks that find the same one
-EXIT_MISTAKE, EXIT_INTERRUPTED = 2, 130  # as the command line has them
 SHOWN = 4  # ranks in one message
 SLOW_START = "a slow start counts too, of loaders and of what is compiled: a larger --rank-timeout leaves it the time"
 PACKAGE = str(Path(__file__).parents[1]) + os.sep
@@ -552,7 +551,7 @@ def recorded(ranks: Ranks) -> Iterator[None]:
                 raise
             time.sleep(ranks.mistake_seconds)  # the agent ends this rank meanwhile, where rank 0 has found the same
             record_failure(error, MistakeOfRankError(words))
-            raise SystemExit(1 if isinstance(error, FailedRunError) else EXIT_MISTAKE) from error
+            raise SystemExit(EXIT_FAILED if isinstance(error, FailedRunError) else EXIT_MISTAKE) from error
         except Exception as error:
             is_lost = isinstance(error, LostRankError)
             words = str(error) if is_lost else f"rank {ranks.rank} failed: {type(error).__name__}: {error}"

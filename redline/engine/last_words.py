@@ -4,7 +4,7 @@
         trainer.run()
 
 torch gives memory back that a stream may still read through an event. Once a GPU is lost (a device-side assert, an
-illegal address) every event fails, here inside a destructor: C++ calls abort(), often before Python has been told of
+illegal address) every event fails, here inside a destructor: C++ calls abort(), maybe before Python has been told of
 the failure at all, or while it closes what it has open because of it.
 """
 
@@ -17,9 +17,8 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from redline.core.errors import UserError
+from redline.core.errors import EXIT_FAILED, UserError
 
-EXIT_FAILED = 1
 _CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_int)
 _installed: list[object] = []
 """C keeps only the address of a callback."""

@@ -176,6 +176,7 @@ def training_of(order: TrainOrder) -> str:
 
 
 def end_in_c(order: TrainOrder, trainer: Trainer) -> FailedRunError:
+    """What C++ has written is on the screen already; what it was called by nobody knows here."""
     gpu = known_fix(RuntimeError(DEVICE_ASSERT)) if order.device == "cuda" else None
     mistake = UserError(
         f"{training_of(order)} ended in C++ code, which called abort()",

@@ -119,9 +119,10 @@ def worker_environment(run: RunDirectory, job: Job, compile_cache: str | None = 
         # Inductor compiles a test program per vector instruction set into every new cache: ten seconds on two cores to
         # learn what the CPU's own flags say. The user's setting wins.
         "TORCHINDUCTOR_VEC_ISA_OK": "1",
-        # torch traces a graph with an autograd.Function in it anew in every process unless this is set, as fused-loss
-        # and what follows have one: 13 to 22 s a row of GPT-2 on an H200, where the rows before need 5. torch holds it
-        # for safe (pytorch/pytorch#149751) and for not tried enough; here each recipe has a cache and a verdict.
+        # Unless this is set, torch traces a graph with an autograd.Function in it anew in every process; fused-loss and
+        # what follows have one. Its authors hold it for safe and for not tried enough (pytorch/pytorch#149751); here
+        # each recipe has a cache and a verdict. From full caches such rows of GPT-2 took 13 to 22 s to compile on an
+        # H200, those before 4 to 7; how much of that was this has not been measured.
         "TORCHINDUCTOR_AUTOGRAD_CACHE_ALLOW_CUSTOM_AUTOGRAD": "1",
         **os.environ,
         **import_environment(),
