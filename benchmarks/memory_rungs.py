@@ -62,6 +62,10 @@ def read_options(words: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--rows", metavar="A,B", help="these, not all")
     parser.add_argument("--block", type=int, default=8, help="timed steps in a turn (default: 8)")
     parser.add_argument("--at-once", type=int, default=4, help="processes that compile side by side (default: 4)")
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="where compiled code stays, for the next time")
+    parser.add_argument(
+        "--room", type=float, metavar="GIB", help="memory for those side by side (default: 0.9 of the device's)"
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"))
     parser.add_argument("--json", action="store_true", help="print the record on standard output")
     return parser.parse_args(words)
@@ -88,11 +92,11 @@ def run(options: argparse.Namespace) -> int:
         for size in sizes
         for name, rungs in rows.items()
     ]
-    room = Room(int(USABLE * (hardware.memory_bytes or 0)))
+    room = Room(int(options.room * 2**30 if options.room else USABLE * (hardware.memory_bytes or 0)))
     # A CPU's resident set is not what the prediction is of, and nothing there is out of room.
     unfit = {one.name: too_large(one, room.total) for one in every} if hardware.kind == "cuda" else {}
     found = Found(orders=[one for one in every if unfit.get(one.name) is None])
-    with tempfile.TemporaryDirectory() as folder:
+    with kept_in(options.keep) as folder:
         prepare_tokens(workload, Path(folder) / TOKENS_FILE)
         children: list[Child] = []
 
@@ -128,6 +132,13 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(record, indent=1))
     return 0 if found.finished else 1
+
+
+def kept_in(keep: Path | None) -> contextlib.AbstractContextManager[str]:
+    if keep is None:
+        return tempfile.TemporaryDirectory()
+    keep.mkdir(parents=True, exist_ok=True)
+    return contextlib.nullcontext(str(keep))
 
 
 # the rows
