@@ -171,7 +171,7 @@ def prepare(options: argparse.Namespace) -> ProfileRun:
     degrees = {"tensor": options.tensor, "replicas": options.replicas}
     layout = layout_for(options.gpus or 1, degrees, named, beside=Beside(stages=False))
     if options.out is not None:
-        check_run_directory(options.out, resumable=False)
+        check_run_directory(options.out)
     hardware, versions = probe_machine(options.device)
     hardware = with_layout(check_ranks(hardware, layout.ranks, layout), layout)
     workload = choose_workload(options, hardware)

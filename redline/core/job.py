@@ -14,6 +14,7 @@ import contextlib
 import hashlib
 import json
 import os
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,7 +44,7 @@ def check_kind(path: Path, run: dict[str, Any], wanted: str) -> None:
     kind = run.get("kind")
     if not isinstance(kind, str) or kind == wanted or kind not in KINDS:
         return
-    goes_on = "" if kind == "profile" else f"`redline {kind} --resume {path}` goes on with it, and "
+    goes_on = "".join(f"`{command}` goes on with it, and " for command in _resuming(path, run))
     raise UserError(
         f"{path} is {KINDS[kind]}, not {KINDS[wanted]}",
         f"its {RUN_FILE} says that `redline {kind}` made it",
@@ -211,7 +212,7 @@ def user_cache() -> Path:
     return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "redline"
 
 
-def check_run_directory(path: Path, resumable: bool = True) -> None:
+def check_run_directory(path: Path) -> None:
     """A run never overwrites another."""
     try:
         in_use = path.exists() and (not path.is_dir() or any(path.iterdir()))
@@ -221,8 +222,22 @@ def check_run_directory(path: Path, resumable: bool = True) -> None:
         raise UserError(
             f"{path} is already in use",
             "a run never overwrites another",
-            f"choose another --out, or continue it with --resume {path}" if resumable else "choose another --out",
+            "choose another --out" + "".join(f", or go on with it: `{one}`" for one in _resuming(path, _run_in(path))),
         )
+
+
+def _run_in(path: Path) -> object:
+    """What a run.json there says; None without one."""
+    with contextlib.suppress(OSError, ValueError):
+        return json.loads((path / RUN_FILE).read_text(encoding="utf-8"))
+    return None
+
+
+def _resuming(path: Path, run: object) -> Iterator[str]:
+    """The command that goes on with a run; none where nothing does."""
+    kind = run.get("kind") if isinstance(run, dict) else None
+    if kind in KINDS and kind != "profile":
+        yield shlex.join(["redline", kind, "--resume", str(path)])
 
 
 def create_run_directory(path: Path) -> RunDirectory:

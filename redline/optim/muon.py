@@ -9,12 +9,15 @@ learning rate and one schedule serve both. Queries, keys and values are one matr
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
 from redline.core.errors import UserError
 from redline.optim.adamw import BETAS
 from redline.optim.groups import Groups, decay_groups, layer_matrices
+from redline.optim.per_tensor import Closure, loss_of
 
 
 class MuonAndAdamW(torch.optim.Optimizer):
@@ -26,12 +29,14 @@ class MuonAndAdamW(torch.optim.Optimizer):
         super().__init__([*self.muon.param_groups, *self.adamw.param_groups], {})
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
+    def step(self, closure: Closure = None) -> Any:
+        loss = loss_of(closure)
         # Handed over at every step: loading a state dict replaces groups and state.
         self.muon.param_groups, self.adamw.param_groups = self.param_groups[:1], self.param_groups[1:]
         self.muon.state = self.adamw.state = self.state
         self.muon.step()
         self.adamw.step()
+        return loss
 
 
 def build_muon(model: nn.Module, *, learning_rate: float, weight_decay: float) -> torch.optim.Optimizer:

@@ -7,11 +7,22 @@ Nothing is read back from the device: the counters live on the host.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 State = dict[str, Any]
+Closure = Callable[[], Any] | None
+"""Forward and backward pass, which a loop such as Lightning's leaves to `step`."""
+
+
+def loss_of(closure: Closure) -> Any:
+    """What it gives. It is run before the update, with gradients on, as torch's own optimizers run it."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
 
 
 class PerTensor(torch.optim.Optimizer):
@@ -23,7 +34,8 @@ class PerTensor(torch.optim.Optimizer):
         """In place. `state["step"]` counts this update already: it is 1 at the first."""
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
+    def step(self, closure: Closure = None) -> Any:
+        loss = loss_of(closure)
         for group in self.param_groups:
             for weight in group["params"]:
                 if weight.grad is None:
@@ -33,3 +45,4 @@ class PerTensor(torch.optim.Optimizer):
                     state.update(step=torch.tensor(0.0), **self.new_state(weight))
                 state["step"] += 1
                 self.update(weight, weight.grad, state, group)
+        return loss

@@ -122,11 +122,13 @@ def styled_cells(row: Row, document: Document) -> Iterator[Text]:
 
 
 def verdict_of(row: Row) -> str:
-    """'lost' is what was given up before it was checked: it could not have won."""
+    """'lost' is what was given up before it was checked: it could not have won. What is faster than the winner could
+    have, and had no time."""
     if row["status"] != "ok":
         return "failed"
     verdict = one_line(row["equivalence"]["verdict"])
-    return "lost" if verdict == "not-checked" and row["loss_curve"] is None else verdict
+    slower = row["of_best"] is None or row["of_best"] <= 1
+    return "lost" if verdict == "not-checked" and row["loss_curve"] is None and slower else verdict
 
 
 def is_best(row: Row, document: Document) -> bool:
@@ -151,6 +153,7 @@ def change_text(row: Row, document: Document) -> str:
 
 def notes_of(document: Document) -> Iterator[Note]:
     """What is wrong first, then what each knob brought, then the rest."""
+    yield from slower_notes(document)
     for row in document["rows"]:
         if verdict_of(row) == "different":
             detail = one_line(row["equivalence"]["detail"])
@@ -260,6 +263,17 @@ def best_text(document: Document) -> str:
         parts.append(f"{human_ratio(best['speedup'])} the plain way")
     parts.append(f"{one_line(best['verdict'])}: {' + '.join(map(one_line, best['rungs'])) or 'no rung'}")
     return ", ".join(parts)
+
+
+def slower_notes(document: Document) -> Iterator[Note]:
+    """Nobody wants a winner that is slower than what they have."""
+    speedup = (document["best"] or {}).get("speedup")
+    if speedup is not None and speedup < 1:
+        text = (
+            f"SLOWER than the plain way, at {human_ratio(speedup)} its speed: nothing faster was proved right in this "
+            "time, and the plain way was not either. Give more --minutes"
+        )
+        yield Note(about="the winner", text=text, kind="failed")
 
 
 def unproved_text(document: Document) -> str:

@@ -29,7 +29,7 @@ from redline.workloads.huggingface import (
     without_dropout,
 )
 from redline.workloads.presets import PRESETS
-from redline.workloads.shapes import Resolved, resolve_shape
+from redline.workloads.shapes import Resolved, resolve_shape, shadowed
 
 RANDOM_WEIGHTS = "weights as the config initialises them"
 USUAL_SEQUENCE = 1024  # tokens, where a context is longer: GPT-2's, and enough for the matmuls to be large
@@ -46,7 +46,7 @@ def resolve_workload(
     if sequence is not None:
         check_positive("--sequence", sequence)
     if words in PRESETS:
-        workload = PRESETS[words]
+        workload = replace(PRESETS[words], notes=(*PRESETS[words].notes, *shadowed(words)))
         workload = workload if sequence is None else replace(workload, shape=with_sequence(workload.decoder, sequence))
     else:
         workload = replace(_from_file(resolve_shape(words), sequence, trained_on), words=words)

@@ -68,7 +68,7 @@ class Resolved(NamedTuple):
 
 def resolve_shape(words: str) -> Resolved:
     if words in PRESETS:
-        return Resolved(words, PRESETS[words].decoder, Origin(kind="preset", text="preset"))
+        return Resolved(words, PRESETS[words].decoder, Origin(kind="preset", text="preset", notes=shadowed(words)))
     path = _existing_path(words)
     data = read_json_object(path)
     name = _name_of(words, path)
@@ -79,6 +79,13 @@ def resolve_shape(words: str) -> Resolved:
         shape, origin = read_shape(data, path), Origin(kind="shape", text=f"shape file {path}", path=path)
     check_sane(shape)
     return Resolved(name, shape, origin)
+
+
+def shadowed(preset: str) -> tuple[str, ...]:
+    """A note about a model folder here that goes by the preset's name."""
+    if not Path(preset, CONFIG_FILE).is_file():
+        return ()
+    return (f"{preset} is redline's preset; the model in the folder of that name is ./{preset}",)
 
 
 def changed_document(resolved: Resolved, shape: Shape) -> dict[str, Any]:

@@ -62,6 +62,8 @@ def test_accelerate_gives_the_same_losses(example, losses) -> None:
 def test_lightning_gives_the_same_losses(example, losses) -> None:
     pytest.importorskip("lightning", reason="lightning is not installed")
     assert example("lightning_module").main(steps=STEPS) == losses
+    own = example("own_loop").main(steps=4, recipe=("lion",))  # an optimizer of redline's own
+    assert example("lightning_module").main(steps=4, recipe=("lion",)) == own
 
 
 @pytest.mark.parametrize("module", [redline, redline.api.meter], ids=["redline", "redline.api.meter"])

@@ -372,6 +372,22 @@ def test_the_share_that_decays_is_rate_times_decay(name: str) -> None:
 
 
 @every_optimizer
+def test_a_closure_is_run_before_the_update_with_gradients_on(name: str) -> None:
+    """Lightning leaves forward and backward pass to the optimizer so."""
+    by_hand, by_closure = model_for(name), model_for(name)
+    take_steps(by_hand, optimizer_of(name, by_hand), 1)
+
+    def closure() -> float:
+        assert torch.is_grad_enabled()
+        for parameter, gradient in zip(by_closure.parameters(), gradients_at(0, by_closure), strict=True):
+            parameter.grad = gradient
+        return 2.5
+
+    assert optimizer_of(name, by_closure).step(closure) == 2.5
+    assert same(weights_of(by_hand), weights_of(by_closure))
+
+
+@every_optimizer
 def test_the_rate_can_be_set_before_each_step(name: str) -> None:
     model = model_for(name)
     optimizer = optimizer_of(name, model)

@@ -11,7 +11,7 @@ import pytest
 from redline.core.errors import UserError
 from redline.core.workload import Shape
 from redline.predict.flops import parameters
-from redline.workloads import PRESETS, changed_document, resolve_shape
+from redline.workloads import PRESETS, changed_document, resolve_shape, resolve_workload
 from redline.workloads.huggingface import FAMILIES, WRAPPED
 from redline.workloads.shapes import LARGEST, shape_fields
 
@@ -84,6 +84,17 @@ def test_gpt2_as_published(write):
 def test_a_model_folder_is_its_config(write):
     path = Path(write(GPT2, "model/config.json"))
     assert resolve_shape(str(path.parent)) == resolve_shape(str(path))
+
+
+def test_a_model_folder_named_as_a_preset_is_told_of(write, tmp_path, monkeypatch):
+    write({**GPT2, "n_layer": 2}, "gpt2/config.json")
+    assert resolve_shape("gpt2").origin.notes == resolve_workload("gpt2").notes == ()
+    monkeypatch.chdir(tmp_path)
+    for resolved in (resolve_shape("gpt2"), resolve_workload("gpt2")):
+        assert resolved.shape == PRESETS["gpt2"].shape
+    for notes in (resolve_shape("gpt2").origin.notes, resolve_workload("gpt2").notes):
+        assert [note.endswith("is ./gpt2") for note in notes] == [True]
+    assert resolve_shape("./gpt2").shape.layers == 2
 
 
 def test_llama_as_published(write):

@@ -494,6 +494,21 @@ def test_a_winner_is_never_slower_than_the_plain_way():
     assert document["best"]["speedup"] == pytest.approx(1.0)
 
 
+def test_a_winner_that_is_slower_than_the_plain_way_is_told_as_that():
+    """Where the time ends before the plain way is proved too. Nothing that is faster than a winner has lost to it."""
+    space = open_space(GPT2, UNKNOWN, rungs=("bf16", "fused-adamw"), micro_batch=16)
+    factors = dict.fromkeys(("bf16", "fused-adamw"), 1.5)
+    hurried = (tuned(Machine(noise=0.0, factors=factors), space, minutes=0.25 * quarter) for quarter in range(1, 400))
+    tuner = next(one for one in hurried if one.best and one.baseline and one.baseline.ran)
+    assert tuner.best is not tuner.baseline
+    text = drawn(tune_document(tuner, RUN))
+    assert "the winner SLOWER than the plain way, at 0." in text
+    assert "lost" not in text
+    unhurried = drawn(tune_document(tuned(Machine(noise=0.0, factors=factors), space), RUN))
+    assert "SLOWER" not in unhurried
+    assert "lost" in unhurried
+
+
 def test_a_narrow_win_stands_a_second_look():
     """The third answer looks 3 % faster than it is; what it is built on would inherit that."""
     machine = Machine(noise=0.0, host_seconds=0.0, factors=dict.fromkeys(KNOBS, 1.0))

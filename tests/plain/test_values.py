@@ -323,7 +323,13 @@ def test_a_run_never_overwrites_another(tmp_path):
     (tmp_path / "something").touch()
     with pytest.raises(UserError, match="already in use") as caught:
         create_run_directory(tmp_path)
-    assert f"--resume {tmp_path}" in caught.value.fix
+    assert caught.value.fix == "choose another --out"  # it is no run
+    for kind, goes_on in (("tune", f", or go on with it: `redline tune --resume {tmp_path}`"), ("profile", "")):
+        (tmp_path / "run.json").write_text(json.dumps({"kind": kind}))
+        with pytest.raises(UserError, match="already in use") as caught:
+            create_run_directory(tmp_path)
+        assert caught.value.fix == f"choose another --out{goes_on}"
+    (tmp_path / "run.json").unlink()
     with pytest.raises(UserError, match="already in use"):
         create_run_directory(tmp_path / "something")
     assert os.listdir(tmp_path) == ["something"]
