@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from redline.core.devices import Device
+from redline.core.errors import UserError
 from redline.core.hardware import MeasuredPeaks
 from redline.core.interconnects import Interconnect
 from redline.core.plan import Plan
@@ -40,7 +41,7 @@ from redline.predict.flops import parameters
 from redline.predict.memory import ZERO_STAGES, Memory
 from redline.predict.operations import Operation
 from redline.predict.optimizers import find_optimizer
-from redline.predict.parallel import Layout, divisors, layout_for_batch, possible_cuts
+from redline.predict.parallel import Layout, divisors, layout_for_batch, multiples_near, possible_cuts
 from redline.predict.roofline import TYPICAL, Peaks, Timed, at_most, reachable, roofline, sheet_peaks, typical
 
 SAME_SPEED = 0.05  # closer than the model is to the published series: no reason to cut more
@@ -295,9 +296,8 @@ def usual_global_batch(shape: Shape, gpus: int, micro_batch: int = 1) -> int:
 def recommend(search: Search) -> Recommendation:
     """The fastest layout that fits, by prediction; of those that are equally fast the one that cuts least."""
     tried = list(_tried(search))
-    if not tried:  # says what would divide
-        size, shape = search.micro_batch or 1, search.case.shape
-        layout_for_batch(gpus=search.gpus, micro_batch=size, global_batch=search.global_batch, shape=shape)
+    if not tried:
+        raise _no_layout(search)
     fitting = [step for step in tried if step.memory.total <= search.memory_bytes]
     ranked = sorted(fitting, key=_fastest_first) or sorted(tried, key=lambda step: step.memory.total)
     best = _least_cut(ranked) if fitting else ranked[0]
@@ -309,6 +309,22 @@ def recommend(search: Search) -> Recommendation:
         fitting=len(fitting),
         undivided=len(possible_cuts(None, search.gpus)) - len(cuts),
         reason=_why(best, ranked[0], tried, fitting),
+    )
+
+
+def _no_layout(search: Search) -> UserError:
+    """With the nearest batches that some cut of these GPUs takes."""
+    size, wanted = search.micro_batch or 1, search.global_batch
+    cuts = possible_cuts(search.case.shape, search.gpus, search.fabric.gpus_per_node)
+    ranks = {search.gpus // (t * p) for t, p in cuts if any(search.planned(t, p, zero) for zero in ZERO_STAGES)}
+    near = {batch for dp in ranks for batch in multiples_near(wanted, dp * size)}
+    below, above = (batch for batch in near if batch < wanted), (batch for batch in near if batch > wanted)
+    batches = [str(batch) for batch in (max(below, default=None), min(above, default=None)) if batch is not None]
+    into = " or ".join(map(str, sorted(ranks)))
+    return UserError(
+        f"a global batch of {wanted} is not a number of passes of any layout of {search.gpus} GPUs",
+        f"a pass takes {counted(size, 'sequence')} on every data-parallel rank; with this model there can be {into}",
+        f"set --global-batch to {' or '.join(batches)}",
     )
 
 
@@ -392,7 +408,7 @@ def _why_so_much(
     rival = min(less, key=_fastest_first).tokens_per_second
     if rival is None or best.tokens_per_second is None:
         return f"{name} {own}: with less another cut grows"
-    return f"{name} {own}: the best with less reaches {rival / best.tokens_per_second:.0%} of its speed"
+    return f"{name} {own}: the best with less reaches {rival / best.tokens_per_second:.1%} of its speed"
 
 
 # the document

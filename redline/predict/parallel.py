@@ -106,9 +106,15 @@ class Beside:
             elif self.option is None:
                 return None
             else:
-                near = nearest(_multiples(batch, each * self.micro_batch), batch)
-                words.append(f"{self.option} {near[0]}")
+                words.append(self._batch_near(batch, each))
         return " and ".join(words)
+
+    def _batch_near(self, batch: int, each: int) -> str:
+        """With the micro batch as it is, unless only another one comes near what was wanted."""
+        kept, near = (nearest(multiples_near(batch, of), batch)[0] for of in (each * self.micro_batch, each))
+        if kept == near or max(kept, batch) <= 2 * min(kept, batch):
+            return f"{self.option} {kept}"
+        return f"{self.option} {near} and --micro-batch {nearest(divisors(near // each), self.micro_batch)[0]}"
 
 
 def copies_of(dp: int) -> tuple[int, ...]:
@@ -218,7 +224,7 @@ def gpus_in_a_node(gpus: int, nodes: int | None = None) -> int:
         raise UserError(
             f"{counted(gpus, 'GPU')} cannot be shared evenly by {counted(nodes, 'node')}",
             "nodes are taken to be alike",
-            f"use {_counted_either(near, 'node')}, or {_counted_either(_multiples(gpus, nodes), 'GPU')}",
+            f"use {_counted_either(near, 'node')}, or {_counted_either(multiples_near(gpus, nodes), 'GPU')}",
         )
     return gpus // nodes
 
@@ -308,25 +314,43 @@ def _node_takes(tp: int, gpus: int, node: Node) -> bool:
 
 def _cuts_near(shape: Shape | None, gpus: int, tp: int, pp: int, node: Node = None, beside: Beside = ALONE) -> str:
     """The two nearest cuts of these GPUs, and of the model if one is given: '--tensor 4 or --tensor 2'. Where none goes
-    with what was said beside it, each has what to change too: '--tensor 4 with --micro-batch 2'."""
+    with what was said beside it, each has what to change too: '--tensor 4 with --micro-batch 2'. Where that may not
+    change, as in a run that goes on, it is the nearest number of GPUs with which nothing must: '2 GPUs with --tensor
+    2'."""
+    cuts = _ways_to_cut(shape, gpus, tp, pp, node, beside)
+    if cuts:
+        return _cut_words(dict(list(cuts.items())[:2]), tp, pp)
+    for count in (*range(gpus - 1, 0, -1), *range(gpus + 1, 2 * gpus + 1)):  # fewer first: those are there
+        ways = _ways_to_cut(shape, count, tp, pp, node, beside) if _node_takes(1, count, node) else {}
+        as_said = [cut for cut, change in ways.items() if change == ""]
+        if as_said:
+            return f"{counted(count, 'GPU')} with {_cut_words({as_said[0]: ''}, tp, pp)}"
+    return "another number of GPUs"
+
+
+def _ways_to_cut(
+    shape: Shape | None, gpus: int, tp: int, pp: int, node: Node, beside: Beside
+) -> dict[tuple[int, int], str]:
+    """Cuts of these GPUs, the nearest first, and what else must change: those with which nothing must, if there are
+    any."""
     possible = sorted(
         possible_cuts(shape, gpus, None if node is None else _in_a_node(gpus, node)),
         key=lambda cut: (abs(math.log(cut[0] / tp)) + abs(math.log(cut[1] / pp)), cut[1] != pp, cut),
     )
     possible = [cut for cut in possible if beside.stages or cut[1] == 1]
-    changes = {cut: beside.change(gpus // math.prod(cut)) for cut in possible}
-    as_said = [cut for cut in possible if changes[cut] == ""]
-    cuts = as_said or [cut for cut in possible if changes[cut] is not None]
+    changes = {cut: change for cut in possible if (change := beside.change(gpus // math.prod(cut))) is not None}
+    changes = {cut: change for cut, change in changes.items() if change == ""} or changes
     if (tp == 1) != (pp == 1):  # of two options one was given: the other is proposed only where nothing else helps
         other = 0 if tp == 1 else 1
-        cuts = [cut for cut in cuts if cut[other] == 1] or cuts
-    cuts = cuts[:2]
-    if not cuts:
-        return "another number of GPUs"
-    said = [(axis, name) for axis, name in enumerate(CUTS) if any(cut[axis] > 1 for cut in ((tp, pp), *cuts))]
-    words = [" ".join(f"{name} {cut[axis]}" for axis, name in said) for cut in cuts]
+        changes = {cut: change for cut, change in changes.items() if cut[other] == 1} or changes
+    return changes
+
+
+def _cut_words(changes: dict[tuple[int, int], str], tp: int, pp: int) -> str:
+    said = [(axis, name) for axis, name in enumerate(CUTS) if any(cut[axis] > 1 for cut in ((tp, pp), *changes))]
+    words = [" ".join(f"{name} {cut[axis]}" for axis, name in said) for cut in changes]
     words = words if said else [f"neither {' nor '.join(CUTS)}"]
-    too = (f" with {changes[cut]}" if changes[cut] else "" for cut in cuts)
+    too = (f" with {change}" if change else "" for change in changes.values())
     return " or ".join(map("".join, zip(words, too, strict=False)))
 
 
@@ -341,9 +365,9 @@ def possible_cuts(shape: Shape | None, gpus: int, gpus_per_node: int | None = No
 def _batches_near(wanted: int, once: Layout) -> Iterator[str]:
     """The nearest that keep the micro batch; the same with another micro batch; or one nearer than those, with
     another."""
-    same = _multiples(wanted, once.global_batch)
+    same = multiples_near(wanted, once.global_batch)
     yield _either(same)
-    for batch in _multiples(wanted, once.dp):
+    for batch in multiples_near(wanted, once.dp):
         nearer = all(abs(batch - wanted) < abs(other - wanted) for other in same)
         if batch == wanted:
             sizes = nearest_two(divisors(batch // once.dp), once.micro_batch)
@@ -370,7 +394,7 @@ def divisors(number: int) -> tuple[int, ...]:
     return tuple(sorted({*small, *(number // size for size in small)}))
 
 
-def _multiples(wanted: int, of: int) -> list[int]:
+def multiples_near(wanted: int, of: int) -> list[int]:
     """`wanted` if it is a multiple of `of`, or those just below and above it, without zero."""
     below = wanted // of * of
     return [n for n in ((wanted,) if below == wanted else (below, below + of)) if n > 0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import runpy
@@ -303,6 +304,23 @@ def test_a_batch_that_only_some_layouts_give():
 def test_a_batch_that_no_layout_gives_is_refused():
     with pytest.raises(UserError, match="a global batch of 7 is not a number of passes"):
         recommend(search_of(XL, 8, 7, micro_batch=2))
+
+
+@pytest.mark.parametrize(
+    ("shape", "gpus", "batch", "size"), [(GPT2, 1024, 100, None), (GPT2, 96, 3, 2), (XL, 64, 7, 2)]
+)
+def test_batches_that_are_proposed_instead_are_given_by_some_layout(shape, gpus, batch, size):
+    """And none nearer is: every other one is asked for."""
+    with pytest.raises(UserError) as caught:
+        recommend(search_of(shape, gpus, batch, micro_batch=size))
+    proposed = [int(word) for word in caught.value.fix.split() if word.isdecimal()]
+    possible = []
+    for other in range(1, 2 * max(proposed)):
+        with contextlib.suppress(UserError):
+            recommend(search_of(shape, gpus, other, micro_batch=size, peaks=False))
+            possible.append(other)
+    below, above = ([one for one in possible if (one < batch) == less] for less in (True, False))
+    assert proposed == [*below[-1:], *above[:1]]
 
 
 @pytest.mark.parametrize(
