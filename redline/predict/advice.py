@@ -289,6 +289,27 @@ def data_wait(case: Case) -> Iterator[Advice]:
         )
 
 
+def communication(case: Case) -> Iterator[Advice]:
+    """Between ranks, with nothing to hide behind. How much of it less of it saves, nobody knows."""
+    sharing = case.profile.sharing
+    if sharing is None:
+        return
+    if case.plan.tensor_parallel:
+        what = "share layers among fewer ranks (--tensor), or give them more work: a larger micro batch"
+    else:
+        what = "send less often: a larger micro batch, or more of them to an update"
+    straggler = sharing.straggler_seconds
+    late = (
+        f"; the slowest rank alone is {human_seconds(straggler)} late" if straggler >= LEAST_SHARE * case.step else ""
+    )
+    yield Advice(
+        what=what,
+        why=f"ranks wait for one another, and nothing else runs, for {case.share(sharing.exposed_seconds)}{late}",
+        gain_seconds=sharing.exposed_seconds,
+        at_most=True,
+    )
+
+
 def synchronisations(case: Case) -> Iterator[Advice]:
     """Idle time after the host had to wait. Reading the loss less often leaves one wait in so many steps."""
     idle = case.profile.sync_idle_seconds
@@ -421,6 +442,7 @@ def recomputation(case: Case) -> Iterator[Advice]:
 RULES = (
     rungs_to_take,
     data_wait,
+    communication,
     synchronisations,
     idle_gaps,
     fp32_matmuls,

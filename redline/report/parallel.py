@@ -109,14 +109,11 @@ def step_table(parallel: Document) -> Table:
     fits = parallel["shortage"] is None
     title = "step on many GPUs" if fits else "a step, if it fitted"
     table = plain_table(title, "time ", "share ", "what")
+    update = "shared among replicas by ZeRO" if parallel["layout"]["zero"] else "of what it holds"
     for name, key, what in (
         ("forward", "forward_seconds", "one GPU's part, all micro batches"),
         ("backward", "backward_seconds", "with what is computed again"),
-        (
-            "update",
-            "update_seconds",
-            "shared among replicas by ZeRO" if parallel["layout"]["zero"] else "of what it holds",
-        ),
+        ("update", "update_seconds", update),
         ("communication", "exposed_seconds", f"{human_seconds(step['hidden_seconds'])} more hide behind the passes"),
         ("bubble", "bubble_seconds", f"{human_percent(parallel['bubble'])} of a pipeline's time: (p-1)/(m+p-1)"),
     ):

@@ -10,7 +10,7 @@ import pytest
 
 from redline.core import profile as names
 from redline.core.devices import find_device
-from redline.core.measurement import Spread
+from redline.core.measurement import Sharing, Spread
 from redline.core.plan import Plan
 from redline.core.profile import Finding, Kernel, ModuleTime, Part, Profile, Uncompiled
 from redline.core.values import from_json
@@ -133,6 +133,19 @@ def test_waiting_for_data_asks_for_workers():
     assert workers.gain_seconds == pytest.approx(0.030)
     again = advice_on(profile({**EVEN, names.DATA_WAIT: 30.0}), (*BEST[:7], "loader-workers"))
     assert any(each.rung is None and "batches" in each.what for each in again)
+
+
+@pytest.mark.parametrize(("tensor", "what"), [((), "send less often"), (("tensor-parallel",), "--tensor")])
+def test_communication_that_nothing_hides_is_told_with_its_straggler(tensor, what):
+    sharing = Sharing(communication_seconds=0.050, exposed_seconds=0.040, compute_seconds=(0.100, 0.100, 0.108))
+    found = advice_on(profile(EVEN, sharing=sharing), (*BEST, *tensor))
+    told = next(each for each in found if "ranks wait for one another" in each.why)
+    assert what in told.what
+    assert told.gain_seconds == 0.040
+    assert told.at_most
+    assert "slowest rank alone is 8.00 ms late" in told.why
+    hidden = advice_on(profile(EVEN, sharing=replace(sharing, exposed_seconds=0.0005)), (*BEST, *tensor))
+    assert not any("ranks wait" in each.why for each in hidden)
 
 
 OWN_LINE = Finding(kind="synchronisation", detail="", file="model.py", line=12)
