@@ -298,13 +298,11 @@ def communication(case: Case) -> Iterator[Advice]:
         what = "share layers among fewer ranks (--tensor), or give them more work: a larger micro batch"
     else:
         what = "send less often: a larger micro batch, or more of them to an update"
-    straggler = sharing.straggler_seconds
-    late = (
-        f"; the slowest rank alone is {human_seconds(straggler)} late" if straggler >= LEAST_SHARE * case.step else ""
-    )
+    late = sharing.straggler_seconds
+    straggler = f"; the slowest rank alone is {human_seconds(late)} late" if late >= LEAST_SHARE * case.step else ""
     yield Advice(
         what=what,
-        why=f"ranks wait for one another, and nothing else runs, for {case.share(sharing.exposed_seconds)}{late}",
+        why=f"ranks wait for one another, and nothing else runs, for {case.share(sharing.exposed_seconds)}{straggler}",
         gain_seconds=sharing.exposed_seconds,
         at_most=True,
     )
