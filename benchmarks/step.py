@@ -14,6 +14,7 @@ it runs too, for a small workload.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import statistics
 import sys
@@ -112,11 +113,26 @@ def time_recipes(
     # One function is compiled once for each recipe. Past the limit it would run eagerly, and say so in a log only.
     limit = max(dynamo.recompile_limit, 2 * len(plans))
     with dynamo.patch(recompile_limit=limit, fail_on_recompile_limit_hit=True):
-        turns = {name: Turns(workload, plan, batch) for name, plan in plans.items()}
-        for _ in range(rounds):
-            for each in turns.values():
-                each.take()
+        turns = {}
+        for name, plan in plans.items():
+            turns[name] = Turns(workload, plan, batch)
+            print(f"{name}: ready", file=sys.stderr)
+        with telling_of_a_stop():
+            for _ in range(rounds):
+                for each in turns.values():
+                    each.take()
+    if not all(each.taken for each in turns.values()):
+        raise UserError("stopped before everybody had a turn", "nothing can be compared", "give it more time")
     return {name: each.figures() for name, each in turns.items()}
+
+
+@contextlib.contextmanager
+def telling_of_a_stop() -> Iterator[None]:
+    """A time limit keeps the turns that were taken."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        print("stopped; what was measured stays", file=sys.stderr)
 
 
 def check_switches(plans: Mapping[str, Plan]) -> None:
@@ -158,6 +174,7 @@ class Turns:
         ordered, tenth = sorted(self.taken), len(self.taken) // 10
         median = statistics.median(ordered)
         return {
+            "timed_steps": len(ordered),
             "median_ms": median,
             "p10_ms": ordered[tenth],
             "p90_ms": ordered[-1 - tenth],

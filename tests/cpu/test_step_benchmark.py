@@ -79,6 +79,33 @@ def test_steps_are_taken_in_turns(
     assert max(map(len, table)) <= 100
 
 
+@pytest.mark.usefixtures("quiet")
+@pytest.mark.parametrize(("calls", "code"), [(10, 0), (7, 2)], ids=["in-a-second-round", "in-the-first"])
+def test_a_time_limit_keeps_the_turns_that_all_have_taken(
+    bench: Any, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, calls: int, code: int
+) -> None:
+    """Two recipes and two steps a turn: four calls warm up, four are the first round."""
+    own, left = bench.build_step, iter(range(calls))
+
+    def limited(*words: Any, **more: Any) -> Any:
+        step = own(*words, **more)
+
+        def call(batch: torch.Tensor) -> Any:
+            if next(left, None) is None:
+                raise KeyboardInterrupt
+            return step(batch)
+
+        return call
+
+    monkeypatch.setattr(bench, "build_step", limited)
+    words = ["tiny", "--recipe", str(recipe), "--device", "cpu", "--rounds", "3", "--add", "padded-vocab"]
+    out = tmp_path / "steps.json"
+    assert bench.main([*words, "--json", str(out)]) == code
+    assert out.exists() == (code == 0)
+    if code == 0:
+        assert [row["timed_steps"] for row in json.loads(out.read_text())["recipes"].values()] == [4, 2]
+
+
 @pytest.mark.parametrize(
     ("choice", "problem"),
     [
@@ -121,6 +148,7 @@ def test_a_peak_is_a_recipes_own(
     turns.take()
     turns.take()
     assert turns.figures() == {
+        "timed_steps": 4,
         "median_ms": 2.0,
         "p10_ms": 1.0,
         "p90_ms": 3.0,
