@@ -37,7 +37,7 @@ from redline.commands.ranks import agent_words, train_along
 from redline.core.checkpoints import list_checkpoints
 from redline.core.errors import UserError
 from redline.core.measurement import Failure
-from redline.core.rank_processes import inside, mark_over
+from redline.core.rank_processes import Interrupt, inside, mark_over
 from redline.core.recipe import Recipe
 from redline.core.values import to_json
 from redline.engine import agent, distributed
@@ -352,8 +352,31 @@ def test_ctrl_c_saves_and_leaves(words: list[str], tmp_path: Path, left_behind: 
     assert last["ended"] == "interrupted"
 
 
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("SIGTERM-connect", "asked to stop (SIGTERM)"),
+        pytest.param("SIGINT-connect", "asked to stop (SIGINT)", marks=pytest.mark.long),
+        pytest.param("SIGTERM-begun", "asked to stop (SIGTERM)", marks=pytest.mark.long),
+        pytest.param("SIGINT-begun", "asked to stop (SIGINT)", marks=pytest.mark.long),
+    ],
+)
+def test_a_rank_that_is_asked_to_stop_is_named(
+    words: list[str], with_fault: Run, tmp_path: Path, kind: str, text: str, left_behind: Callable[[Path], list[str]]
+) -> None:
+    """Whoever asks while all train is answered in order, by a checkpoint and a summary."""
+    out = tmp_path / "run"
+    done = with_fault(kind, [*words, "--out", str(out)], step=5)
+    assert done.returncode == 130
+    told = [line for line in done.stderr.splitlines() if line.startswith("training ")]
+    assert told == [f"training stopped: rank 1 was {text}"]
+    assert left_behind(out) == []
+
+
 KILLED, ASKED_TO = -signal.SIGKILL, 130
 WAS_KILLED = "training stopped: rank 1 was killed by SIGKILL (the system may be out of memory)"
+WAS_ASKED = "training stopped: rank 1 was asked to stop (SIGTERM)"
+ENDED_0, ASKED_1 = ("interrupted-0=SIGTERM",), ("interrupted-1=SIGTERM",)
 
 
 @pytest.mark.parametrize(
@@ -364,7 +387,13 @@ WAS_KILLED = "training stopped: rank 1 was killed by SIGKILL (the system may be 
         (("asked", "left"), {0: ASKED_TO, 1: -signal.SIGINT}, True, 143, []),
         (("asked",), {0: -signal.SIGTERM}, True, 143, []),
         (("asked",), {0: ASKED_TO}, True, 130, []),
-        (("left",), {1: -signal.SIGINT}, False, 1, ["training stopped: rank 1 was killed by SIGINT"]),
+        (("left",), {1: -signal.SIGINT}, False, 130, ["training stopped: rank 1 was asked to stop (SIGINT)"]),
+        ((*ENDED_0, *ASKED_1), {1: -signal.SIGINT, 0: ASKED_TO}, True, 130, [WAS_ASKED, ...]),
+        (ASKED_1, {1: 1, 0: -signal.SIGTERM}, False, 130, [WAS_ASKED]),
+        (ENDED_0, {1: -signal.SIGTERM, 0: ASKED_TO}, False, 130, [WAS_ASKED]),
+        (ENDED_0, {1: KILLED, 0: -signal.SIGINT}, False, 1, [WAS_KILLED]),
+        (ASKED_1, {0: ASKED_TO, 1: ASKED_TO}, True, 130, []),
+        (("asked", "left", *ENDED_0), {0: ASKED_TO}, True, 143, []),
         (("asked",), {1: KILLED}, True, 1, [WAS_KILLED, ...]),
         ((), {0: ASKED_TO, 1: 7}, True, 1, ["training stopped: rank 1 left with exit code 7", ...]),
         (("inside-1",), {}, True, 1, ["training stopped: rank 1 left with exit code 0 before the end", ...]),
@@ -372,8 +401,9 @@ WAS_KILLED = "training stopped: rank 1 was killed by SIGKILL (the system may be 
         ((), {}, True, 0, []),
     ],
     ids=[
-        *("killed", "nothing-saved", "rank-left", "at-the-end", "rank-saved", "nobody-asked", "killed-while-it-saves"),
-        *("exit-code", "exit-code-0", "told-by-rank-0", "done"),
+        *("killed", "nothing-saved", "rank-left", "at-the-end", "rank-saved", "rank-asked-as-it-began"),
+        *("rank-asked", "rank-asked-in-import", "other-ended-later", "killed-and-ended", "saved-and-ended"),
+        *("all-asked", "killed-while-it-saves", "exit-code", "exit-code-0", "told-by-rank-0", "done"),
     ],
 )
 def test_the_agent_tells_of_failures_and_not_of_what_the_user_asked_for(
@@ -389,8 +419,9 @@ def test_the_agent_tells_of_failures_and_not_of_what_the_user_asked_for(
     for step in (2, 4) if saved else ():
         (run / "checkpoints" / f"step-{step:08d}").mkdir(parents=True)
     (tmp_path / "run").write_text(json.dumps([str(run), "--gpus 2"]))
-    for name in marks:
-        (tmp_path / name).touch()
+    for mark in marks:
+        name, _, text = mark.partition("=")
+        (tmp_path / name).write_text(text)
     failures = {rank: ProcessFailure(rank, 0, code, agent.NO_FILE) for rank, code in codes.items()}
     monkeypatch.setenv("REDLINE_RANK_PID_FILE", str(tmp_path / "rank-0"))
     monkeypatch.setattr(agent, "run_ranks", lambda words: failures)
@@ -481,6 +512,21 @@ def test_the_cause_is_not_what_the_agent_did_afterwards(
     words = agent.words_of(*agent.cause_of(found, agent.quiet_ranks(found))) or ""
     assert words.startswith(expected)
     assert bool(words) == bool(expected)
+
+
+@pytest.mark.parametrize(("rank_0_failed", "asked"), [(100.5, None), (100.7, 1)], ids=["before", "since"])
+def test_a_rank_that_was_interrupted_is_the_cause_of_what_failed_since(
+    tmp_path: Path, rank_0_failed: float, asked: int | None
+) -> None:
+    """In one look of the agent's, which begins with rank 0. Python has ended rank 1 by a SIGINT of its own."""
+    path = tmp_path / "0.json"
+    path.write_text(json.dumps({"message": {"message": GONE, "extraInfo": {"timestamp": 100}}}))
+    os.utime(path, (rank_0_failed, rank_0_failed))
+    failures = {0: ProcessFailure(0, 0, 1, str(path)), 1: ProcessFailure(1, 0, -signal.SIGINT, agent.NO_FILE)}
+    interrupts = {1: Interrupt("SIGTERM", 100.6)}
+    assert agent.asked_rank(failures, interrupts) == asked
+    assert agent.asked_rank(failures, {}) is None
+    assert agent.cause_of(failures, (), interrupts)[0] == 0
 
 
 @pytest.mark.long
