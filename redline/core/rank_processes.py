@@ -42,7 +42,8 @@ OVER = "over"
 INSIDE = "inside-{}"
 """Beside it too, or in the folder of a measurement: that rank is at work, or has left in the middle of it."""
 INTERRUPTED = "interrupted-{}"
-"""Beside it too: that rank leaves because it was interrupted, by the signal that it names."""
+"""Beside it too: that rank leaves because it was interrupted, by the signal that it names or by its own code."""
+OWN_INTERRUPT = KeyboardInterrupt.__name__
 
 
 @contextmanager
@@ -83,12 +84,16 @@ def mark_left() -> None:
         path.with_name(LEFT).touch()
 
 
-def mark_interrupted(by: str) -> None:
-    """In a rank. What comes first stands: a signal is repeated under another name (`cli.repeat_interrupt`)."""
-    if (path := rank_pid_file()) is not None:
-        mine = path.with_name(INTERRUPTED.format(os.environ["RANK"]))
-        with suppress(OSError), open(mine, "x", encoding="utf-8") as file:
-            file.write(by)
+def mark_interrupted(by: str) -> bool:
+    """In a rank. What comes first stands: a signal is repeated under another name (`cli.repeat_interrupt`). Returns
+    whether this was it."""
+    if (path := rank_pid_file()) is None:
+        return False
+    mine = path.with_name(INTERRUPTED.format(os.environ["RANK"]))
+    with suppress(OSError), open(mine, "x", encoding="utf-8") as file:
+        file.write(by)
+        return True
+    return False
 
 
 class Interrupt(NamedTuple):
@@ -97,7 +102,7 @@ class Interrupt(NamedTuple):
 
 
 def interrupted_ranks(folder: Path) -> dict[int, Interrupt]:
-    """By somebody, or by the agent because of another rank."""
+    """By somebody, by their own code, or by the agent because of another rank."""
     return {
         int(path.name.rpartition("-")[2]): Interrupt(path.read_text(encoding="utf-8"), path.stat().st_mtime)
         for path in folder.glob(INTERRUPTED.format("*"))

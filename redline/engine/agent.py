@@ -23,6 +23,7 @@ from torch.distributed.run import parse_args, run
 from redline.core.checkpoints import list_checkpoints
 from redline.core.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_MISTAKE
 from redline.core.rank_processes import (
+    OWN_INTERRUPT,
     RUN_NAME,
     Interrupt,
     interrupted_ranks,
@@ -142,7 +143,7 @@ def has_told(rank: int, failure: ProcessFailure) -> bool:
 
 
 def asked_rank(failures: Mapping[int, ProcessFailure], interrupts: Mapping[int, Interrupt]) -> int | None:
-    """The one that somebody has asked to stop: it leaves first, and the agent then ends the others,
+    """The one that somebody, or its own code, has interrupted: it leaves first, and the agent then ends the others,
     which are interrupted by that. `failures` are in the order in which the agent has found them."""
     for rank, failure in failures.items():
         if failure.error_file == NO_FILE:
@@ -155,7 +156,7 @@ def asked_rank(failures: Mapping[int, ProcessFailure], interrupts: Mapping[int, 
 
 def words_of_asking(rank: int, failure: ProcessFailure, interrupts: Mapping[int, Interrupt]) -> str:
     by = interrupts[rank].by if rank in interrupts else failure.signal_name()
-    return f"rank {rank} was asked to stop ({by})"
+    return f"rank {rank} was {'interrupted' if by == OWN_INTERRUPT else 'asked to stop'} ({by})"
 
 
 def cause_of(
@@ -192,7 +193,7 @@ def told_by(failure: ProcessFailure) -> str:
 def words_of(rank: int, failure: ProcessFailure) -> str | None:
     """None where the rank has told itself what was wrong, or whoever interrupted it does."""
     who = f"rank {rank}"
-    if failure.exitcode < 0:
+    if failure.exitcode < 0 and failure.error_file == NO_FILE:  # else the agent has ended a rank that had failed
         hint = " (the system may be out of memory)" if failure.exitcode == -signal.SIGKILL else ""
         return f"{who} was killed by {failure.signal_name()}{hint}"
     if failure.error_file == NO_FILE:

@@ -44,6 +44,10 @@ def leave_as_if_done() -> None:
     os._exit(0)
 
 
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
 def run_out_of_memory() -> None:
     raise torch.OutOfMemoryError("planted")
 
@@ -69,6 +73,7 @@ FAULTS = {
     "mistake": find_a_mistake,
     "leave": leave,
     "leave-as-if-done": leave_as_if_done,
+    "interrupt": interrupt,
     "memory": run_out_of_memory,
     "hang": hang,
     "freeze": freeze,

@@ -359,9 +359,10 @@ def test_ctrl_c_saves_and_leaves(words: list[str], tmp_path: Path, left_behind: 
         pytest.param("SIGINT-connect", "asked to stop (SIGINT)", marks=pytest.mark.long),
         pytest.param("SIGTERM-begun", "asked to stop (SIGTERM)", marks=pytest.mark.long),
         pytest.param("SIGINT-begun", "asked to stop (SIGINT)", marks=pytest.mark.long),
+        ("interrupt", "interrupted (KeyboardInterrupt)"),
     ],
 )
-def test_a_rank_that_is_asked_to_stop_is_named(
+def test_a_rank_that_is_asked_to_stop_or_interrupts_itself_is_named(
     words: list[str], with_fault: Run, tmp_path: Path, kind: str, text: str, left_behind: Callable[[Path], list[str]]
 ) -> None:
     """Whoever asks while all train is answered in order, by a checkpoint and a summary."""
@@ -371,6 +372,9 @@ def test_a_rank_that_is_asked_to_stop_is_named(
     told = [line for line in done.stderr.splitlines() if line.startswith("training ")]
     assert told == [f"training stopped: rank 1 was {text}"]
     assert left_behind(out) == []
+    if kind == "interrupt":
+        assert f"\ngo on     redline train --resume {out} --gpus 2\n" in done.stderr
+        assert "rank_fault.py" in (out / "ranks.log").read_text(), "the line that interrupts"
 
 
 KILLED, ASKED_TO = -signal.SIGKILL, 130
@@ -394,6 +398,13 @@ ENDED_0, ASKED_1 = ("interrupted-0=SIGTERM",), ("interrupted-1=SIGTERM",)
         (ENDED_0, {1: KILLED, 0: -signal.SIGINT}, False, 1, [WAS_KILLED]),
         (ASKED_1, {0: ASKED_TO, 1: ASKED_TO}, True, 130, []),
         (("asked", "left", *ENDED_0), {0: ASKED_TO}, True, 143, []),
+        (
+            ("interrupted-1=KeyboardInterrupt",),
+            {1: ASKED_TO, 0: -signal.SIGTERM},
+            True,
+            130,
+            ["training stopped: rank 1 was interrupted (KeyboardInterrupt)", ...],
+        ),
         (("asked",), {1: KILLED}, True, 1, [WAS_KILLED, ...]),
         ((), {0: ASKED_TO, 1: 7}, True, 1, ["training stopped: rank 1 left with exit code 7", ...]),
         (("inside-1",), {}, True, 1, ["training stopped: rank 1 left with exit code 0 before the end", ...]),
@@ -403,7 +414,7 @@ ENDED_0, ASKED_1 = ("interrupted-0=SIGTERM",), ("interrupted-1=SIGTERM",)
     ids=[
         *("killed", "nothing-saved", "rank-left", "at-the-end", "rank-saved", "rank-asked-as-it-began"),
         *("rank-asked", "rank-asked-in-import", "other-ended-later", "killed-and-ended", "saved-and-ended"),
-        *("all-asked", "killed-while-it-saves", "exit-code", "exit-code-0", "told-by-rank-0", "done"),
+        *("all-asked", "own-code", "killed-while-it-saves", "exit-code", "exit-code-0", "told-by-rank-0", "done"),
     ],
 )
 def test_the_agent_tells_of_failures_and_not_of_what_the_user_asked_for(
@@ -491,11 +502,12 @@ MISTAKE = "MistakeOfRankError: training my.py raised ValueError"
         ({0: (2, 101, None), 1: (2, 100, None)}, ""),
         ({0: (1, 100, LOST), 1: (130, 101, None)}, "rank 1 was last seen 25 s ago"),
         ({0: (130, 100, None), 1: (1, 100, MISTAKE)}, "rank 1 failed: training my.py raised ValueError"),
+        ({1: (1, 101, GONE), 0: (-signal.SIGTERM, 100, "E: planted")}, "rank 0 failed: E: planted"),
     ],
     ids=[
         *("noticed-first", "frozen", "frozen-and-killed", "agent-killed", "two-kills", "agent-ended"),
         *("left", "left-with-1", "left-and-ended", "left-and-aborted", "left-with-0", "rank-0-left", "rank-0-tells"),
-        *("both-refuse", "outstayed", "mistake"),
+        *("both-refuse", "outstayed", "mistake", "failed-and-ended"),
     ],
 )
 def test_the_cause_is_not_what_the_agent_did_afterwards(
