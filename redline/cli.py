@@ -75,7 +75,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         if own:
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # we are leaving: a second one has nothing to add
-        print("interrupted", file=sys.stderr)
+        if not follows_rank_0():
+            print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
     except SystemExit as leaving:
         if isinstance(leaving.__context__, BrokenPipeError):  # rich leaves with 1 then, its output turned to nothing
@@ -90,6 +91,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             before[signal.SIGINT] = signal.SIG_IGN
         for number, handler in before.items():
             signal.signal(number, handler or signal.SIG_DFL)
+
+
+def follows_rank_0() -> bool:
+    """One of several ranks, whose launcher ends it when another has left: that one tells why."""
+    return "WORLD_SIZE" in os.environ and os.environ.get(RANK, "0") != "0"
 
 
 def interrupt(number: int, _: object) -> NoReturn:

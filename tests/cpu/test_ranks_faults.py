@@ -1013,6 +1013,31 @@ def test_a_mistake_that_all_ranks_find_is_told_by_the_first(
         assert ("--gpus 2" in told) == (words[0] == "ladder")
 
 
+@pytest.mark.parametrize(
+    ("environment", "told"),
+    [
+        ({}, "interrupted\n"),
+        ({"RANK": "1"}, "interrupted\n"),  # of something else's environment: nobody has started ranks
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "interrupted\n"),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, ""),
+    ],
+    ids=["alone", "no-rank", "rank-0", "rank-1"],
+)
+def test_a_rank_that_its_launcher_ends_says_nothing_unless_it_is_the_first(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], environment: dict[str, str], told: str
+) -> None:
+    """torchrun sends SIGTERM to those that are there when another has left."""
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("redline.cli.build_parser", lambda _: signal.raise_signal(signal.SIGTERM))
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    assert main(["ladder", "tiny"]) == 130
+    assert capsys.readouterr().err == told
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
+
+
 def test_our_own_files_are_ours_in_site_packages_too(monkeypatch: pytest.MonkeyPatch) -> None:
     ours = os.path.join("lib", "site-packages", "redline", "")
     monkeypatch.setattr(distributed, "PACKAGE", ours)
