@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 
 from redline import __version__
 from redline.core.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_MISTAKE, FailedRunError, UserError
+from redline.core.rank_processes import mark_interrupted
 
 DESCRIPTION = "Finds out how fast a machine can train a GPT, gets it there, and proves that nothing broke on the way."
 RANK = "RANK"
@@ -49,7 +50,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal without UTF-8 shows question marks, not a traceback
-    before = signal.signal(signal.SIGTERM, interrupt)
+    # Ranks tell by which of them they were asked to stop.
+    numbers = (signal.SIGTERM, signal.SIGINT) if RANK in os.environ else (signal.SIGTERM,)
+    before = {number: signal.signal(number, interrupt) for number in numbers}
     try:
         options = build_parser(words[:1]).parse_args(words, argparse.Namespace(words=words))
         if RANK in os.environ and words[0] != "train":
@@ -72,7 +75,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         if own:
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # we are leaving: a second one has nothing to add
-        print("interrupted", file=sys.stderr)
+        if not follows_rank_0():
+            print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
     except SystemExit as leaving:
         if isinstance(leaving.__context__, BrokenPipeError):  # rich leaves with 1 then, its output turned to nothing
@@ -83,13 +87,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_DONE
     finally:
         # An exception in the interpreter's own end, which takes torch a while, would be a traceback that nobody caught.
-        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
         if own:
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            before[signal.SIGINT] = signal.SIG_IGN
+        for number, handler in before.items():
+            signal.signal(number, handler or signal.SIG_DFL)
 
 
-def interrupt(*_: object) -> NoReturn:
+def follows_rank_0() -> bool:
+    """One of several ranks, whose launcher ends it when another has left: that one tells why."""
+    return "WORLD_SIZE" in os.environ and os.environ.get(RANK, "0") != "0"
+
+
+def interrupt(number: int, _: object) -> NoReturn:
     """A terminated run ends like an interrupted one: finished rows stay, workers go."""
+    mark_interrupted(signal.Signals(number).name)
     raise KeyboardInterrupt
 
 

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -28,6 +29,7 @@ from redline.commands.common import check_sizes
 from redline.core.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, UserError
 from redline.core.rank_processes import (
     ASKED,
+    OWN_INTERRUPT,
     RANK_PID_FILE,
     RANKS_LOG,
     RUN_NAME,
@@ -35,6 +37,7 @@ from redline.core.rank_processes import (
     TYPED,
     agent_environment,
     log_to,
+    mark_interrupted,
     mark_left,
     mark_over,
     rank_pid_file,
@@ -203,7 +206,9 @@ def run_rank(options: argparse.Namespace) -> int:
             take_screen()
         with recorded(ranks), ranks:
             return lead(ranks, options) if ranks.leads else train_along(ranks)
-    except KeyboardInterrupt:  # by the user, or by the agent because of another rank, whose failure it tells
+    except KeyboardInterrupt:  # by the user, by their code, or by the agent because of another rank: it tells which
+        if mark_interrupted(OWN_INTERRUPT):  # no signal has said so before: their code, whose line the log has
+            traceback.print_exc(file=sys.__stderr__)
         if os.environ["RANK"] == "0":
             mark_left()
         return EXIT_INTERRUPTED

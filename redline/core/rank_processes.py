@@ -20,7 +20,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TextIO
+from typing import NamedTuple, TextIO
 
 RANKS_LOG = "ranks.log"
 """In the run directory."""
@@ -41,6 +41,9 @@ OVER = "over"
 """Beside it too: the training is over, and ranks have nothing to do but to end. It says within how many seconds."""
 INSIDE = "inside-{}"
 """Beside it too, or in the folder of a measurement: that rank is at work, or has left in the middle of it."""
+INTERRUPTED = "interrupted-{}"
+"""Beside it too: that rank leaves because it was interrupted, by the signal that it names or by its own code."""
+OWN_INTERRUPT = KeyboardInterrupt.__name__
 
 
 @contextmanager
@@ -79,6 +82,31 @@ def mark_left() -> None:
     """In rank 0."""
     if (path := rank_pid_file()) is not None:
         path.with_name(LEFT).touch()
+
+
+def mark_interrupted(by: str) -> bool:
+    """In a rank. What comes first stands: a signal is repeated under another name (`cli.repeat_interrupt`). Returns
+    whether this was it."""
+    if (path := rank_pid_file()) is None:
+        return False
+    mine = path.with_name(INTERRUPTED.format(os.environ["RANK"]))
+    with suppress(OSError), open(mine, "x", encoding="utf-8") as file:
+        file.write(by)
+        return True
+    return False
+
+
+class Interrupt(NamedTuple):
+    by: str
+    when: float
+
+
+def interrupted_ranks(folder: Path) -> dict[int, Interrupt]:
+    """By somebody, by their own code, or by the agent because of another rank."""
+    return {
+        int(path.name.rpartition("-")[2]): Interrupt(path.read_text(encoding="utf-8"), path.stat().st_mtime)
+        for path in folder.glob(INTERRUPTED.format("*"))
+    }
 
 
 def rank_pid_file() -> Path | None:

@@ -23,7 +23,10 @@ from torch.distributed.run import parse_args, run
 from redline.core.checkpoints import list_checkpoints
 from redline.core.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_MISTAKE
 from redline.core.rank_processes import (
+    OWN_INTERRUPT,
     RUN_NAME,
+    Interrupt,
+    interrupted_ranks,
     open_screen,
     rank_pid_file,
     ranks_inside,
@@ -42,6 +45,7 @@ NO_FILE = "<N/A>"  # torch's word for a rank that recorded nothing
 LOST = f"{LostRankError.__name__}: "  # said by the rank that watched, of another
 MISTAKE = f"{MistakeOfRankError.__name__}: "  # ours: it says nothing to a user
 LATE = "rank 0 does not end"
+BEFORE_HANDLERS = (-signal.SIGINT, -signal.SIGTERM)  # exit codes of a process that was asked to stop as it began
 GRACE_SECONDS = 30  # torch's agent waits so long after its SIGTERM, then it kills
 
 
@@ -62,15 +66,23 @@ def main(words: Sequence[str]) -> int:
         failures = {**failures, **left_with_zero(failures, pid_file.parent)}
     if not failures:
         return 0
-    rank, cause = cause_of(failures, quiet_ranks(failures))
+    interrupts = {} if pid_file is None else interrupted_ranks(pid_file.parent)
+    rank, cause = cause_of(failures, quiet_ranks(failures), interrupts)
     if pid_file is not None and was_interrupted(pid_file, cause.exitcode):
         return 128 + signal.SIGTERM  # as above: whoever asked us says the rest
+    if pid_file is not None and (asked := asked_rank(failures, interrupts)) is not None:
+        tell(pid_file, words_of_asking(asked, failures[asked], interrupts))
+        return EXIT_INTERRUPTED
     if (text := words_of(rank, cause)) is not None:
-        over = pid_file is not None and seconds_to_end(pid_file) is not None
-        lines = [] if pid_file is None or over else ways_on(pid_file)  # rank 0 has told them
-        print(f"training {'is over' if over else 'stopped'}: {text}", *lines, sep="\n", file=open_screen())
+        tell(pid_file, text)
     is_ours = text is None or cause.error_file != NO_FILE  # any other code means something to the user's code alone
     return cause.exitcode if is_ours and 0 < cause.exitcode < 256 else 1
+
+
+def tell(pid_file: Path | None, text: str) -> None:
+    over = pid_file is not None and seconds_to_end(pid_file) is not None
+    lines = [] if pid_file is None or over else ways_on(pid_file)  # rank 0 has told them
+    print(f"training {'is over' if over else 'stopped'}: {text}", *lines, sep="\n", file=open_screen())
 
 
 def limit_the_end(pid_file: Path, late: threading.Event, ended: threading.Event) -> None:
@@ -130,17 +142,39 @@ def has_told(rank: int, failure: ProcessFailure) -> bool:
     return failure.error_file == NO_FILE and failure.exitcode in told
 
 
-def cause_of(failures: Mapping[int, ProcessFailure], quiet: Collection[int]) -> tuple[int, ProcessFailure]:
+def asked_rank(failures: Mapping[int, ProcessFailure], interrupts: Mapping[int, Interrupt]) -> int | None:
+    """The one that somebody, or its own code, has interrupted: it leaves first, and the agent then ends the others,
+    which are interrupted by that. `failures` are in the order in which the agent has found them."""
+    for rank, failure in failures.items():
+        if failure.error_file == NO_FILE:
+            return rank if rank in interrupts or failure.exitcode in BEFORE_HANDLERS else None
+        failed = Path(failure.error_file).stat().st_mtime
+        if not any(interrupt.when < failed for interrupt in interrupts.values()):
+            return None  # else it failed because the other one left
+    return None
+
+
+def words_of_asking(rank: int, failure: ProcessFailure, interrupts: Mapping[int, Interrupt]) -> str:
+    by = interrupts[rank].by if rank in interrupts else failure.signal_name()
+    return f"rank {rank} was {'interrupted' if by == OWN_INTERRUPT else 'asked to stop'} ({by})"
+
+
+def cause_of(
+    failures: Mapping[int, ProcessFailure], quiet: Collection[int], interrupted: Collection[int] = ()
+) -> tuple[int, ProcessFailure]:
     """Others fail because one did. A rank that watched has said who. Else a rank that was killed, or that left and is
     `quiet`, is the cause, though others may have failed of it before the agent saw that it is gone; or else the first
     that recorded a failure. Those that ended by SIGTERM were ended by the agent, and so were those that it killed after
-    its grace."""
+    its grace. `interrupted` ranks have said so, and Python may end them by a SIGINT of its own."""
     first = min(failure.timestamp for failure in failures.values())
     lost = [pair for pair in failures.items() if told_by(pair[1]).startswith(LOST)]
     killed = [
         pair
         for pair in failures.items()
-        if pair[1].exitcode < 0 and pair[1].exitcode != -signal.SIGTERM and pair[1].timestamp - first < GRACE_SECONDS
+        if pair[1].exitcode < 0
+        and pair[1].exitcode != -signal.SIGTERM
+        and not (pair[1].exitcode == -signal.SIGINT and pair[0] in interrupted)
+        and pair[1].timestamp - first < GRACE_SECONDS
     ]
     gone = [*(pair for pair in failures.items() if pair[0] in quiet), *killed]
     recorded = [pair for pair in failures.items() if pair[1].error_file != NO_FILE]
@@ -159,7 +193,7 @@ def told_by(failure: ProcessFailure) -> str:
 def words_of(rank: int, failure: ProcessFailure) -> str | None:
     """None where the rank has told itself what was wrong, or whoever interrupted it does."""
     who = f"rank {rank}"
-    if failure.exitcode < 0:
+    if failure.exitcode < 0 and failure.error_file == NO_FILE:  # else the agent has ended a rank that had failed
         hint = " (the system may be out of memory)" if failure.exitcode == -signal.SIGKILL else ""
         return f"{who} was killed by {failure.signal_name()}{hint}"
     if failure.error_file == NO_FILE:

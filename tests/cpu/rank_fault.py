@@ -1,6 +1,6 @@
 """`redline` with a fault: at one step one rank is killed, alone or with its agent, raises, finds a mistake of the
-user's, runs out of memory, leaves, hangs or is frozen. Once, if a file says so. Or it is frozen before the first step,
-or after the last, until rank 0 is gone.
+user's, runs out of memory, leaves, is interrupted by its own code, hangs or is frozen. Once, if a file says so. Or it
+is frozen before the first step, or after the last, until rank 0 is gone; or asked to stop before the first step.
 
 python -m redline.engine.agent --standalone --nproc-per-node 2 rank_fault.py KIND STEP FLAG train gpt2 ...
 """
@@ -44,6 +44,10 @@ def leave_as_if_done() -> None:
     os._exit(0)
 
 
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
 def run_out_of_memory() -> None:
     raise torch.OutOfMemoryError("planted")
 
@@ -69,6 +73,7 @@ FAULTS = {
     "mistake": find_a_mistake,
     "leave": leave,
     "leave-as-if-done": leave_as_if_done,
+    "interrupt": interrupt,
     "memory": run_out_of_memory,
     "hang": hang,
     "freeze": freeze,
@@ -111,6 +116,20 @@ def freeze_at(moment: str) -> None:
         Ranks.hear = frozen_hear  # type: ignore[method-assign]
 
 
+def ask_at(moment: str, number: signal.Signals) -> None:
+    """Before redline has handlers, or when it is to meet the others. There out of a text that is executed, as the
+    fields of a dataclass are: Python ends a process by SIGINT then, though the interrupt was caught further out."""
+
+    def asked_connect(self: Ranks, kind: str) -> torch.device:
+        exec(f"import signal; signal.raise_signal({int(number)})")
+        raise AssertionError("nobody was interrupted")
+
+    if moment == "begun":
+        signal.raise_signal(number)
+    else:
+        Ranks.connect = asked_connect  # type: ignore[method-assign]
+
+
 def plant(kind: str, at_step: int, flag: Path) -> None:
     real = TrainStep.__call__
 
@@ -126,5 +145,11 @@ def plant(kind: str, at_step: int, flag: Path) -> None:
 if __name__ == "__main__":
     kind, at_step, flag = sys.argv[1:4]
     if os.environ["RANK"] == "1":
-        freeze_at(kind) if kind in ("begun", "connect", "over") else plant(kind, int(at_step), Path(flag))
+        if kind in ("begun", "connect", "over"):
+            freeze_at(kind)
+        elif kind.startswith("SIG"):
+            name, _, moment = kind.partition("-")
+            ask_at(moment, signal.Signals[name])
+        else:
+            plant(kind, int(at_step), Path(flag))
     raise SystemExit(main(sys.argv[4:]))

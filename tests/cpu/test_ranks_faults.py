@@ -37,7 +37,7 @@ from redline.commands.ranks import agent_words, train_along
 from redline.core.checkpoints import list_checkpoints
 from redline.core.errors import UserError
 from redline.core.measurement import Failure
-from redline.core.rank_processes import inside, mark_over
+from redline.core.rank_processes import Interrupt, inside, mark_over
 from redline.core.recipe import Recipe
 from redline.core.values import to_json
 from redline.engine import agent, distributed
@@ -352,8 +352,35 @@ def test_ctrl_c_saves_and_leaves(words: list[str], tmp_path: Path, left_behind: 
     assert last["ended"] == "interrupted"
 
 
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("SIGTERM-connect", "asked to stop (SIGTERM)"),
+        pytest.param("SIGINT-connect", "asked to stop (SIGINT)", marks=pytest.mark.long),
+        pytest.param("SIGTERM-begun", "asked to stop (SIGTERM)", marks=pytest.mark.long),
+        pytest.param("SIGINT-begun", "asked to stop (SIGINT)", marks=pytest.mark.long),
+        ("interrupt", "interrupted (KeyboardInterrupt)"),
+    ],
+)
+def test_a_rank_that_is_asked_to_stop_or_interrupts_itself_is_named(
+    words: list[str], with_fault: Run, tmp_path: Path, kind: str, text: str, left_behind: Callable[[Path], list[str]]
+) -> None:
+    """Whoever asks while all train is answered in order, by a checkpoint and a summary."""
+    out = tmp_path / "run"
+    done = with_fault(kind, [*words, "--out", str(out)], step=5)
+    assert done.returncode == 130
+    told = [line for line in done.stderr.splitlines() if line.startswith("training ")]
+    assert told == [f"training stopped: rank 1 was {text}"]
+    assert left_behind(out) == []
+    if kind == "interrupt":
+        assert f"\ngo on     redline train --resume {out} --gpus 2\n" in done.stderr
+        assert "rank_fault.py" in (out / "ranks.log").read_text(), "the line that interrupts"
+
+
 KILLED, ASKED_TO = -signal.SIGKILL, 130
 WAS_KILLED = "training stopped: rank 1 was killed by SIGKILL (the system may be out of memory)"
+WAS_ASKED = "training stopped: rank 1 was asked to stop (SIGTERM)"
+ENDED_0, ASKED_1 = ("interrupted-0=SIGTERM",), ("interrupted-1=SIGTERM",)
 
 
 @pytest.mark.parametrize(
@@ -364,7 +391,20 @@ WAS_KILLED = "training stopped: rank 1 was killed by SIGKILL (the system may be 
         (("asked", "left"), {0: ASKED_TO, 1: -signal.SIGINT}, True, 143, []),
         (("asked",), {0: -signal.SIGTERM}, True, 143, []),
         (("asked",), {0: ASKED_TO}, True, 130, []),
-        (("left",), {1: -signal.SIGINT}, False, 1, ["training stopped: rank 1 was killed by SIGINT"]),
+        (("left",), {1: -signal.SIGINT}, False, 130, ["training stopped: rank 1 was asked to stop (SIGINT)"]),
+        ((*ENDED_0, *ASKED_1), {1: -signal.SIGINT, 0: ASKED_TO}, True, 130, [WAS_ASKED, ...]),
+        (ASKED_1, {1: 1, 0: -signal.SIGTERM}, False, 130, [WAS_ASKED]),
+        (ENDED_0, {1: -signal.SIGTERM, 0: ASKED_TO}, False, 130, [WAS_ASKED]),
+        (ENDED_0, {1: KILLED, 0: -signal.SIGINT}, False, 1, [WAS_KILLED]),
+        (ASKED_1, {0: ASKED_TO, 1: ASKED_TO}, True, 130, []),
+        (("asked", "left", *ENDED_0), {0: ASKED_TO}, True, 143, []),
+        (
+            ("interrupted-1=KeyboardInterrupt",),
+            {1: ASKED_TO, 0: -signal.SIGTERM},
+            True,
+            130,
+            ["training stopped: rank 1 was interrupted (KeyboardInterrupt)", ...],
+        ),
         (("asked",), {1: KILLED}, True, 1, [WAS_KILLED, ...]),
         ((), {0: ASKED_TO, 1: 7}, True, 1, ["training stopped: rank 1 left with exit code 7", ...]),
         (("inside-1",), {}, True, 1, ["training stopped: rank 1 left with exit code 0 before the end", ...]),
@@ -372,8 +412,9 @@ WAS_KILLED = "training stopped: rank 1 was killed by SIGKILL (the system may be 
         ((), {}, True, 0, []),
     ],
     ids=[
-        *("killed", "nothing-saved", "rank-left", "at-the-end", "rank-saved", "nobody-asked", "killed-while-it-saves"),
-        *("exit-code", "exit-code-0", "told-by-rank-0", "done"),
+        *("killed", "nothing-saved", "rank-left", "at-the-end", "rank-saved", "rank-asked-as-it-began"),
+        *("rank-asked", "rank-asked-in-import", "other-ended-later", "killed-and-ended", "saved-and-ended"),
+        *("all-asked", "own-code", "killed-while-it-saves", "exit-code", "exit-code-0", "told-by-rank-0", "done"),
     ],
 )
 def test_the_agent_tells_of_failures_and_not_of_what_the_user_asked_for(
@@ -389,8 +430,9 @@ def test_the_agent_tells_of_failures_and_not_of_what_the_user_asked_for(
     for step in (2, 4) if saved else ():
         (run / "checkpoints" / f"step-{step:08d}").mkdir(parents=True)
     (tmp_path / "run").write_text(json.dumps([str(run), "--gpus 2"]))
-    for name in marks:
-        (tmp_path / name).touch()
+    for mark in marks:
+        name, _, text = mark.partition("=")
+        (tmp_path / name).write_text(text)
     failures = {rank: ProcessFailure(rank, 0, code, agent.NO_FILE) for rank, code in codes.items()}
     monkeypatch.setenv("REDLINE_RANK_PID_FILE", str(tmp_path / "rank-0"))
     monkeypatch.setattr(agent, "run_ranks", lambda words: failures)
@@ -460,11 +502,12 @@ MISTAKE = "MistakeOfRankError: training my.py raised ValueError"
         ({0: (2, 101, None), 1: (2, 100, None)}, ""),
         ({0: (1, 100, LOST), 1: (130, 101, None)}, "rank 1 was last seen 25 s ago"),
         ({0: (130, 100, None), 1: (1, 100, MISTAKE)}, "rank 1 failed: training my.py raised ValueError"),
+        ({1: (1, 101, GONE), 0: (-signal.SIGTERM, 100, "E: planted")}, "rank 0 failed: E: planted"),
     ],
     ids=[
         *("noticed-first", "frozen", "frozen-and-killed", "agent-killed", "two-kills", "agent-ended"),
         *("left", "left-with-1", "left-and-ended", "left-and-aborted", "left-with-0", "rank-0-left", "rank-0-tells"),
-        *("both-refuse", "outstayed", "mistake"),
+        *("both-refuse", "outstayed", "mistake", "failed-and-ended"),
     ],
 )
 def test_the_cause_is_not_what_the_agent_did_afterwards(
@@ -481,6 +524,21 @@ def test_the_cause_is_not_what_the_agent_did_afterwards(
     words = agent.words_of(*agent.cause_of(found, agent.quiet_ranks(found))) or ""
     assert words.startswith(expected)
     assert bool(words) == bool(expected)
+
+
+@pytest.mark.parametrize(("rank_0_failed", "asked"), [(100.5, None), (100.7, 1)], ids=["before", "since"])
+def test_a_rank_that_was_interrupted_is_the_cause_of_what_failed_since(
+    tmp_path: Path, rank_0_failed: float, asked: int | None
+) -> None:
+    """In one look of the agent's, which begins with rank 0. Python has ended rank 1 by a SIGINT of its own."""
+    path = tmp_path / "0.json"
+    path.write_text(json.dumps({"message": {"message": GONE, "extraInfo": {"timestamp": 100}}}))
+    os.utime(path, (rank_0_failed, rank_0_failed))
+    failures = {0: ProcessFailure(0, 0, 1, str(path)), 1: ProcessFailure(1, 0, -signal.SIGINT, agent.NO_FILE)}
+    interrupts = {1: Interrupt("SIGTERM", 100.6)}
+    assert agent.asked_rank(failures, interrupts) == asked
+    assert agent.asked_rank(failures, {}) is None
+    assert agent.cause_of(failures, (), interrupts)[0] == 0
 
 
 @pytest.mark.long
@@ -953,6 +1011,31 @@ def test_a_mistake_that_all_ranks_find_is_told_by_the_first(
     if rank == "0" and words[0] != "train":
         assert "leave torchrun out" in told
         assert ("--gpus 2" in told) == (words[0] == "ladder")
+
+
+@pytest.mark.parametrize(
+    ("environment", "told"),
+    [
+        ({}, "interrupted\n"),
+        ({"RANK": "1"}, "interrupted\n"),  # of something else's environment: nobody has started ranks
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "interrupted\n"),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, ""),
+    ],
+    ids=["alone", "no-rank", "rank-0", "rank-1"],
+)
+def test_a_rank_that_its_launcher_ends_says_nothing_unless_it_is_the_first(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], environment: dict[str, str], told: str
+) -> None:
+    """torchrun sends SIGTERM to those that are there when another has left."""
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("redline.cli.build_parser", lambda _: signal.raise_signal(signal.SIGTERM))
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    assert main(["ladder", "tiny"]) == 130
+    assert capsys.readouterr().err == told
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
 
 
 def test_our_own_files_are_ours_in_site_packages_too(monkeypatch: pytest.MonkeyPatch) -> None:
