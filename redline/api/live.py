@@ -28,6 +28,7 @@ from redline.commands import lint as lint_command
 from redline.commands.estimate import check_options
 from redline.commands.estimate_subject import check_one_gpu, choose_machine, traced_subject
 from redline.core.errors import UserError
+from redline.core.generators import seeded
 from redline.core.traced import SAMPLE, TOKEN, Line, Product, Traced
 from redline.core.user_code import Functions, described
 from redline.core.workload import Workload
@@ -125,7 +126,8 @@ def trace_module(model: nn.Module, batch: Any, loss: Loss | None) -> Traced:
         **items_of(batch),
     )
     twin = copy.deepcopy(getattr(model, "_orig_mod", model)).to("cpu").train()
-    with functional_dropout_off():
+    # Its passes may draw: what the user's process draws afterwards is not their business.
+    with functional_dropout_off(), torch.random.fork_rng(devices=[]), seeded(Workload.seed):
         return look_at(functions, twin, {}, Workload.seed)
 
 

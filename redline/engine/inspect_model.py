@@ -32,6 +32,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves, tree_map
 
 from redline.core.errors import UserError
+from redline.core.generators import seeded
 from redline.core.job import write_atomically
 from redline.core.traced import TOKEN, Attention, Line, Place, Product, Saved, Sync, Traced
 from redline.core.user_code import (
@@ -51,6 +52,7 @@ from redline.core.workload import ON_CPUS, Source
 from redline.data.made import make_batch
 from redline.engine.findings import Watch
 from redline.engine.flop_counter import Counter as FlopCounter
+from redline.engine.inspect_random import Randomness, randomness
 from redline.engine.inspect_trace import FirstNan, Seen, Trace, has_nan, place, tracing
 from redline.engine.inspect_walk import Made, noting_places, starred, walked
 from redline.engine.replaced import replaced
@@ -92,7 +94,7 @@ def main(order: Path, answer: Path) -> int:
 
 
 def inspect_model(source: Source, seed: int) -> Traced:
-    with noting_dropout() as dropped:
+    with noting_dropout() as dropped, torch.random.fork_rng(devices=[]), seeded(seed):
         functions = load_functions(source)
         with noting_places() as made:
             model = make_model(functions, seed)
@@ -133,8 +135,8 @@ def look_at(functions: Functions, model: nn.Module, made: Made, seed: int) -> Tr
         if rates and seen["sdpa"] and not seen["sdpa_drops"]:
             seen["sdpa_drops"] = attention_drops(subject, rates)
         counted = count(subject)
-        random = not repeats(subject)
-        splits = random or is_mean_of_parts(subject)
+        drawn = look_for_draws(subject)
+        splits = drawn.random or is_mean_of_parts(subject)
         fields = walked(model, made)
         called = seen.pop("embedded")
         fields["embeddings"] = tuple(replace(each, called=called.get(each.name)) for each in fields["embeddings"])
@@ -143,14 +145,16 @@ def look_at(functions: Functions, model: nn.Module, made: Made, seed: int) -> Tr
         saved = tuple(kept_bytes(subject, fields["blocks"], seen["sdpa"], precisions))
     return Traced(
         **fields,
-        **seen | {"draws": seen["draws"] if random else ()},
+        **seen,
         **counted,
         **described_by(functions),
         loss=subject.kind,
         classes=classes_in(subject),
         batch_bytes=sum(leaf.nbytes for leaf in tree_leaves(batches[SMALL])) // SMALL,
         dropout=tuple(rates),
-        random=random,
+        random=drawn.random,
+        draws=drawn.draws,
+        generators=drawn.generators,
         splits=splits,
         no_autocast=no_autocast,
         saved=saved,
@@ -245,7 +249,7 @@ def why_nan(subject: Subject) -> str:
 
 
 def look_once(subject: Subject, made: Made) -> dict[str, Any]:
-    """Forward and backward with values: lines that wait, lines that draw, attention, products."""
+    """Forward and backward with values: lines that wait, attention, products."""
     small, large = subject.batches[SMALL], subject.batches[LARGE]
     # The watch comes last, so that the lines it blames are the user's and not ours.
     with (
@@ -270,7 +274,6 @@ def look_once(subject: Subject, made: Made) -> dict[str, Any]:
         "sdpa": trace.sdpa,
         "sdpa_drops": trace.sdpa_drops,
         "attention": counted_attention(trace),
-        "draws": tuple(dict.fromkeys(trace.draws)),
         "sdpa_calls": tuple(dict.fromkeys(trace.sdpa_calls)),
         "gelu_calls": tuple(dict.fromkeys(trace.gelu_calls)),
         "syncs": tuple(waits),
@@ -373,15 +376,16 @@ def sizes_of_one(small: Seen, large: Seen) -> dict[str, Any] | None:
     return {**sizes, name: sizes[name] // SMALL, "grows": name}
 
 
-def repeats(subject: Subject) -> bool:
-    """The same weights and the same batch give the same loss, whatever the generator's state. Buffers may move."""
-    losses = []
-    with torch.random.fork_rng(devices=[]), kept_buffers(subject.model) as reset, torch.no_grad():
-        for seed in (0, 1):
-            torch.manual_seed(seed)
-            losses.append(subject.loss(subject.batches[SMALL]).item())
+def look_for_draws(subject: Subject) -> Randomness:
+    """In the forward pass as it is trained, with gradients. Buffers may move."""
+    with kept_buffers(subject.model) as reset:
+
+        def run() -> torch.Tensor:
+            loss = subject.loss(subject.batches[SMALL]).detach()
             reset()
-    return losses[0] == losses[1]
+            return loss
+
+        return randomness(run)
 
 
 def is_mean_of_parts(subject: Subject) -> bool:

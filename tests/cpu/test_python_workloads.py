@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import random
 import re
 import signal
 import subprocess
@@ -21,6 +22,7 @@ from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -449,6 +451,76 @@ def test_random_numbers_are_found_where_they_are_drawn(write: Callable[[str], Pa
     assert isinstance(quiet.shape, Traced)
     assert (quiet.why_unchecked, quiet.shape.dropout) == (None, ("drop",))
     assert any("dropout is off while measuring (drop)" in note for note in quiet.notes)
+
+
+FORWARD = """
+import random
+import numpy as np
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.h = nn.Linear(6, 6), nn.Linear(6, 3)
+        self.table, self.own = None, torch.Generator().manual_seed(0)
+        self.rates = nn.Parameter(torch.tensor([0.0, 1.0]), requires_grad=False)
+
+    def forward(self, x):
+        WHAT
+        return self.h(x + keep * self.a(x))
+
+def net():
+    return Net()
+
+def make_batch(size, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(size, 6, generator=generator), torch.randint(3, (size,), generator=generator)
+"""
+RARE = {  # two passes seldom differ
+    "a-layer": ("keep = float(torch.rand([]) >= 0.001)", ()),
+    "a-sample": ("keep = x.new_empty(len(x), 1).bernoulli_(0.999)", ()),
+    "a-range": ("keep = float(torch.empty([]).uniform_(2, 3) < 2.999)", ()),
+    "coins-of-a-tensor": ("keep = torch.bernoulli(torch.full([], 0.999))", ()),
+    "own-generator": ("keep = float(torch.rand([], generator=self.own) >= 0.001)", ()),
+    "unmarked": ("keep = float(torch.empty(4).random_(1000).sum() != 7)", ()),
+    "python": ("keep = float(random.randint(0, 1000) != 7)", ("Python's random",)),
+    "numpy": ("keep = float(np.random.rand() >= 0.001)", ("NumPy's generator",)),
+}
+SETTLED = {  # numbers are drawn, and decide nothing or are always the same
+    "a-rate-of-zero": "keep = float(torch.rand([]) >= 0.0)",
+    "a-rate-of-one": "keep = x.new_empty(len(x), 1).bernoulli_(1.0)",
+    "rates-of-zero-and-one": "keep = torch.bernoulli(self.rates).sum()",
+    "seeded": "keep = torch.rand(6, generator=torch.Generator().manual_seed(3))",
+    "seeded-by-python": "keep = random.Random(3).random() + np.random.default_rng(3).random()",
+    "filled-once": "self.table = torch.rand(6) if self.table is None else self.table; keep = self.table",
+    "dropout-of-zero": "keep = torch.dropout(torch.ones(6), 0.0, True)",
+}
+
+
+@pytest.mark.parametrize("name", RARE)
+def test_a_draw_makes_a_model_random_though_two_losses_agree(name: str, write: Callable[[str], Path]) -> None:
+    what, generators = RARE[name]
+    text = FORWARD.replace("WHAT", what)
+    python, numpy_state = random.getstate(), np.random.get_state()[1].tolist()
+    seen = traced(f"{write(text)}:net")
+    assert (seen.random, [str(place) for place in seen.draws]) == (True, [f"model.py:{line_of(text, 'keep =')}"])
+    assert seen.generators == generators
+    assert all(name in (seen.why_random or "") for name in generators)
+    # A module may be looked at in a process that goes on drawing.
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == (python, numpy_state)
+
+
+@pytest.mark.parametrize("name", SETTLED)
+def test_a_draw_that_decides_nothing_leaves_a_model_comparable(name: str, write: Callable[[str], Path]) -> None:
+    seen = traced(f"{write(FORWARD.replace('WHAT', SETTLED[name]))}:net")
+    assert (seen.random, seen.draws, seen.generators, seen.why_random) == (False, (), (), None)
+
+
+def test_a_draw_that_no_line_of_the_file_makes_is_told_too(write: Callable[[str], Path]) -> None:
+    text = FORWARD.replace("WHAT", "pass").replace("return Net()", "return nn.Sequential(nn.Linear(6, 3), nn.RReLU())")
+    seen = traced(f"{write(text)}:net")
+    assert (seen.random, seen.draws, seen.generators) == (True, (), ("torch's generator",))
 
 
 def test_shared_weights_are_told_and_counted_once(write: Callable[[str], Path]) -> None:
