@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from redline.api.loss import Loss, loss_of_call, name_of
 from redline.api.prepare import HOST, TO_FP32, check_module, check_unfrozen
@@ -154,7 +154,7 @@ def plain(batch: Any) -> Any:
 
 def samples_of(batch: Any) -> int:
     """How many there are: the first dimension of every tensor."""
-    leaves = tree_leaves(batch)
+    leaves = [leaf for leaf in tree_leaves(batch) if leaf is not None]  # a mask that there is not
     sizes = {leaf.size(0) if isinstance(leaf, torch.Tensor) and leaf.dim() else 0 for leaf in leaves}
     if len(sizes) != 1 or 0 in sizes:
         raise UserError(
@@ -171,7 +171,7 @@ def samples(batch: Any, size: int) -> Any:
     def first(leaf: torch.Tensor) -> torch.Tensor:
         return leaf.detach().to("cpu")[torch.arange(size) % leaf.size(0)]
 
-    return tree_map(first, batch)
+    return tree_map_only(torch.Tensor, first, batch)
 
 
 def items_of(batch: Any) -> dict[str, Any]:

@@ -29,7 +29,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from redline.core.errors import UserError
 from redline.core.generators import seeded
@@ -67,8 +67,10 @@ from redline.model.python_adapter import (
     logits_of,
     loss_function,
     make_model,
+    rows_of,
     silence_dropout,
     sparse_gradient,
+    tensors_of,
 )
 from redline.workloads.shapes import shape_of
 
@@ -150,7 +152,7 @@ def look_at(functions: Functions, model: nn.Module, made: Made, seed: int) -> Tr
         **described_by(functions),
         loss=subject.kind,
         classes=classes_in(subject),
-        batch_bytes=sum(leaf.nbytes for leaf in tree_leaves(batches[SMALL])) // SMALL,
+        batch_bytes=sum(leaf.nbytes for leaf in tensors_of(batches[SMALL])) // SMALL,
         dropout=tuple(rates),
         random=drawn.random,
         draws=drawn.draws,
@@ -185,7 +187,7 @@ def classes_in(subject: Subject) -> int | None:
 
 def repeatable_batch(functions: Functions, size: int, seed: int) -> Any:
     batch, again = make_batch(functions, size, seed), make_batch(functions, size, seed)
-    leaves, others = tree_leaves(batch), tree_leaves(again)
+    leaves, others = tensors_of(batch), tensors_of(again)
     if len(leaves) != len(others) or not all(map(same, leaves, others)):
         raise UserError(
             f"{functions.batch_name}({size}, {seed}) gave two different batches",
@@ -390,7 +392,7 @@ def look_for_draws(subject: Subject) -> Randomness:
 
 def is_mean_of_parts(subject: Subject) -> bool:
     batch = subject.batches[LARGE]
-    halves = [tree_map(lambda leaf, half=half: leaf.split(LARGE // 2)[half], batch) for half in (0, 1)]
+    halves = [rows_of(batch, start, LARGE // 2) for start in (0, LARGE // 2)]
     with kept_buffers(subject.model) as reset, torch.no_grad():
         whole, *parts = (_with(reset, subject.loss, each) for each in (batch, *halves))
     return math.isclose(whole, sum(parts) / 2, rel_tol=SAME_LOSS, abs_tol=1e-7)
@@ -534,9 +536,9 @@ def with_sizes_only(subject: Subject, size: int, measure: Callable[[Callable[[],
 
 
 def _measured(subject: Subject, batch: Any, measure: Any, convert: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    inputs = tree_map(convert, batch)
+    inputs = tree_map_only(torch.Tensor, convert, batch)
     with replaced(subject.model, convert) as tensors:
-        known = {tensor.untyped_storage()._cdata for tensor in (*tensors, *tree_leaves(inputs))}
+        known = {tensor.untyped_storage()._cdata for tensor in (*tensors, *tensors_of(inputs))}
         return measure(lambda: subject.loss(inputs), known)
 
 

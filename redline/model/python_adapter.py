@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parameter import is_lazy
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from redline.core.errors import UserError
@@ -95,13 +95,12 @@ class PythonAdapter(Adapter):
         return (batch,)
 
     def pieces(self, batch: Any, size: int) -> list[tuple[Any, float]]:
-        leaves, tree = tree_flatten(batch)
-        whole = leaves[0].size(0)
-        cut = zip(*(leaf.split(size) for leaf in leaves), strict=True)
-        return [(tree_unflatten(list(piece), tree), piece[0].size(0) / whole) for piece in cut]
+        whole = tensors_of(batch)[0].size(0)
+        cut = [rows_of(batch, start, size) for start in range(0, whole, size)]
+        return [(piece, tensors_of(piece)[0].size(0) / whole) for piece in cut]
 
     def items(self, batch: Any) -> int:
-        return int(tree_leaves(batch)[0].size(0)) * self.traced.items_per_sample
+        return int(tensors_of(batch)[0].size(0)) * self.traced.items_per_sample
 
     def state(self, model: nn.Module) -> dict[str, torch.Tensor]:
         return dict(model.named_buffers())
@@ -120,6 +119,15 @@ def held(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Parameters and buffers; one that has several names once."""
     yield from model.named_parameters()
     yield from model.named_buffers()
+
+
+def tensors_of(batch: Any) -> list[torch.Tensor]:
+    """A None among them, as for a mask that there is not, is none."""
+    return [leaf for leaf in tree_leaves(batch) if leaf is not None]
+
+
+def rows_of(batch: Any, start: int, count: int) -> Any:
+    return tree_map_only(torch.Tensor, lambda leaf: leaf[start : start + count], batch)
 
 
 def make_model(functions: Functions, seed: int) -> nn.Module:

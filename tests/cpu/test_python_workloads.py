@@ -622,6 +622,55 @@ def test_a_pair_stays_a_pair_on_its_way_out_of_a_worker(write: Callable[[str], P
 # --- what a plan does from outside ------------------------------------------------------------------------------------
 
 
+MASKED = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(6, 3)
+
+    def forward(self, mask, x, y):
+        h = self.a(x)
+        return F.cross_entropy(h if mask is None else h * mask, y)
+
+def net():
+    return Net()
+
+def make_batch(size, seed):
+    generator = torch.Generator().manual_seed(seed)
+    x, y = torch.randn(size, 6, generator=generator), torch.randint(3, (size,), generator=generator)
+    return {"mask": None, "x": x, "y": y}
+"""
+
+
+def test_a_none_in_a_batch_is_a_tensor_that_there_is_not(
+    here: Path, write: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As in a batch with a mask of ones: through workers, through pieces and through the commands."""
+    masked = MASKED.replace('"mask": None', '"mask": torch.ones(size, 3)')
+    without = workload_of(f"{write(MASKED)}:net")
+    source = without.source
+    whole = MadeBatches(source=source, seed=7, micro_batch=8)
+    halves = [MadeBatches(source=source, seed=7, micro_batch=4, rank=rank, ranks=2)[0] for rank in (0, 1)]
+    assert torch.equal(torch.cat([half["x"] for half in halves]), whole[0]["x"])
+    stream = stream_batches(whole, CPU, workers=1)
+    batch = next(stream)
+    stream.close()
+    assert [batch["mask"], *(half["mask"] for half in halves)] == [None] * 3
+    found = [gradients(without, Plan(), chunk) for chunk in (None, 2)]
+    ladder = command(capsys, "ladder", "model.py:net", "--rungs", "loader-workers", *QUICK, "--out", "ladder")
+    assert {row["equivalence"]["verdict"] for row in ladder["rows"]} <= {"same", "rounding"}
+    trained = command(capsys, "train", "model.py:net", *PLAIN, "--steps", 2, "--out", "run")["loss"]
+    load_module.cache_clear()
+    found.append(gradients(workload_of(f"{write(masked)}:net"), Plan()))
+    assert max(loss for loss, _ in found) == pytest.approx(min(loss for loss, _ in found))
+    assert max(max(relative_errors(one[1], found[0][1])[0].values()) for one in found[1:]) < 1e-5
+    assert command(capsys, "train", "model.py:net", *PLAIN, "--steps", 2, "--out", "again")["loss"] == trained
+
+
 def gradients(workload: Workload, plan: Plan, chunk: int | None = None) -> tuple[float, dict[str, torch.Tensor]]:
     training = build(workload, plan, micro_batch=4, tokens=Path("none"), device=CPU, chunk=chunk)
     loss = training.step.compute_gradients(next(training.batches)).item()
@@ -1458,6 +1507,19 @@ MISTAKES = {
         "torch.ones(size, 3) + torch.ones(7)",
         "RuntimeError",
         "model.py:6: return",
+    ),
+    "no-batch": (
+        "return torch.ones(size, 3), torch.zeros(size, dtype=torch.int64)",
+        "torch.ones(size, 3)",
+        "make_batch(2, seed) for model.py:net returned None",
+        "it is made at model.py:5: def make_batch",
+        "return tensors of [size, ...]",
+    ),
+    "batch-of-nothing": (
+        "torch.ones(size, 3), torch.zeros(size, dtype=torch.int64)",
+        "None, [None]",
+        "returned no tensor at all",
+        "return tensors of [size, ...]",
     ),
     "no-tensors": ("torch.ones(size, 3), torch", "[1.0] * size, torch", "returned a float", "[size, ...]"),
     "wrong-size": ("torch.ones(size, 3)", "torch.ones(3)", "float32 tensor of [3]", "in its first dimension"),
