@@ -127,7 +127,7 @@ def trace_module(model: nn.Module, batch: Any, loss: Loss | None) -> Traced:
     )
     twin = copy.deepcopy(getattr(model, "_orig_mod", model)).to("cpu").train()
     # Its passes may draw: what the user's process draws afterwards is not their business.
-    with functional_dropout_off(), torch.random.fork_rng(devices=[]), seeded(Workload.seed):
+    with functional_dropout_off(), seeded(Workload.seed):
         return look_at(functions, twin, {}, Workload.seed)
 
 

@@ -34,6 +34,7 @@ from types import ModuleType
 from typing import Any
 
 from redline.core.errors import ModelError, UserError
+from redline.core.generators import seeded
 from redline.core.known_fixes import DEVICE_ASSERT, known_fix
 from redline.core.traced import SAMPLE
 from redline.core.units import counted
@@ -210,7 +211,8 @@ def load_module(file: str, digest: str) -> ModuleType:
     finder = _Finder(name, path, data)
     sys.meta_path.insert(0, finder)
     try:
-        with blaming(file, f"importing {path.name}"):
+        # What it draws meanwhile, such as the samples of its batches, is the same in every process.
+        with seeded(0), blaming(file, f"importing {path.name}"):
             return importlib.import_module(name)
     except UserError:
         sys.meta_path.remove(finder)

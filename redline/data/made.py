@@ -18,6 +18,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from redline.core.errors import UserError
+from redline.core.generators import seeded
 from redline.core.user_code import Functions, blaming, check_targets, definition, described, is_numpy, load_functions
 from redline.core.workload import Source
 from redline.data.batches import Batches, moved, stream_batches
@@ -63,8 +64,7 @@ def make_batch(functions: Functions, size: int, seed: int) -> Any:
     """Whatever the function draws, the numbers that the model draws afterwards stay the same."""
     name = functions.batch_name
     whose = functions.file, f"{name}({size}, {seed})", functions.make_batch
-    with torch.random.fork_rng(devices=[]), blaming(*whose, call=f"{name}(size, seed)"):
-        torch.default_generator.manual_seed(seed)  # torch.manual_seed would reach the device's too
+    with seeded(seed), blaming(*whose, call=f"{name}(size, seed)"):
         batch = functions.make_batch(size, seed)
     check_batch(batch, size, functions)
     return batch

@@ -9,6 +9,7 @@ for all of it.
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import json
 import linecache
@@ -96,12 +97,39 @@ def main(order: Path, answer: Path) -> int:
 
 
 def inspect_model(source: Source, seed: int) -> Traced:
-    with noting_dropout() as dropped, torch.random.fork_rng(devices=[]), seeded(seed):
+    with noting_dropout() as dropped, seeded(seed):
         functions = load_functions(source)
+        first = digests(make_model(functions, seed))  # two at once would need twice the memory
         with noting_places() as made:
             model = make_model(functions, seed)
+        check_weights(first, digests(model), functions)
         found = look_at(functions, model, made, seed)
     return replace(found, imports=neighbours(functions.file), dropout=(*found.dropout, *dict.fromkeys(dropped)))
+
+
+def digests(model: nn.Module) -> dict[str, bytes]:
+    """Of parameters that are trained, which are plain float32. A buffer may be room that nobody has written to yet."""
+    trained = [(name, each.detach()) for name, each in model.named_parameters() if each.requires_grad]
+    return {name: hashlib.sha256(each.contiguous().numpy().data).digest() for name, each in trained if _is_plain(each)}
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return type(tensor) is torch.Tensor and tensor.layout is torch.strided
+
+
+def check_weights(first: dict[str, bytes], second: dict[str, bytes], functions: Functions) -> None:
+    """Every row starts from the factory's weights, in a process of its own."""
+    other = [name for name in second if first.get(name) != second[name]]
+    if not other:
+        return
+    more = f" and {len(other) - 1} more" if len(other) > 1 else ""
+    line = definition(functions.factory, functions.file)
+    raise UserError(
+        f"{functions.words} gives other weights every time: {other[0]}{more}",
+        "rows could not be compared. The generators of torch, Python and NumPy had the same seed both times, so the "
+        f"numbers are from elsewhere, or memory that nobody filled{f'; it is made at {line}' if line else ''}",
+        "draw with torch, or with numpy.random.default_rng(0); fill what torch.empty gives",
+    )
 
 
 @contextmanager

@@ -27,7 +27,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from redline.core.generators import seed_hosts, seeded
+from redline.core.generators import seed_generators, seeded
 from redline.core.traced import Place
 from redline.core.user_code import STANDARD_LIBRARY
 from redline.engine.inspect_trace import place_in
@@ -65,7 +65,7 @@ class Pass:
 
 def randomness(run: Run) -> Randomness:
     """Of a model that went through a pass before."""
-    with torch.random.fork_rng(devices=[]), seeded(0), sdpa_kernel(SDPBackend.MATH):  # others hide what they drop
+    with seeded(0), sdpa_kernel(SDPBackend.MATH):  # others hide what they drop
         first, second = watched(run, seed=0), watched(run, seed=1)
         drawn = {place: draws for place, draws in first.drawn.items() if second.drawn.get(place, draws) != draws}
         others = [name for name, state in first.moved.items() if second.moved.get(name, state) != state]
@@ -77,8 +77,7 @@ def randomness(run: Run) -> Randomness:
 
 
 def watched(run: Run, seed: int) -> Pass:
-    torch.default_generator.manual_seed(seed)  # torch.manual_seed would reach the device's too
-    seed_hosts(seed)
+    seed_generators(seed)
     before = {name: stand() for name, stand in OF_HOST.items()}
     found = Pass()
     with _Draws(found):

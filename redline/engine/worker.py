@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from redline.core.errors import ModelError, UserError
+from redline.core.generators import seeded
 from redline.core.job import (
     CACHE_FOLDER,
     FAILURE_FILE,
@@ -101,7 +102,8 @@ def run(job: Job, run_directory: Path, report: Any, ranks: Ranks | None = None) 
         ranks=alone() if ranks is None else ranks,
         references=run_directory / CACHE_FOLDER / "references",
     )
-    with without_dropout(job.workload.source):
+    # Python's and NumPy's generators start anywhere.
+    with without_dropout(job.workload.source), seeded(job.workload.seed):
         return answer_of(bench, run_directory)
 
 

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from redline.core.errors import UserError
+from redline.core.generators import seeded
 from redline.core.plan import Plan
 from redline.core.traced import Blocks, Traced
 from redline.core.user_code import (
@@ -133,8 +134,9 @@ def rows_of(batch: Any, start: int, count: int) -> Any:
 def make_model(functions: Functions, seed: int) -> nn.Module:
     """On the host, from the seed, so that every process starts from the same weights whatever its device."""
     check_factory(functions)
-    with torch.random.fork_rng(devices=[]), blaming(functions.file, f"{functions.name}()", functions.factory):
-        torch.manual_seed(seed)
+    whose = functions.file, f"{functions.name}()", functions.factory
+    with seeded(seed), blaming(*whose):
+        torch.manual_seed(seed)  # a device's too: a factory may draw there
         model = functions.factory()
     if not isinstance(model, nn.Module):
         is_class = inspect.isclass(model)

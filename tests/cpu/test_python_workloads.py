@@ -453,6 +453,57 @@ def test_random_numbers_are_found_where_they_are_drawn(write: Callable[[str], Pa
     assert any("dropout is off while measuring (drop)" in note for note in quiet.notes)
 
 
+DRAWN = """
+import random
+import numpy as np
+import torch
+from torch import nn
+
+ROWS = torch.randn(64, 6), np.random.randn(64), random.random()
+
+def net():
+    model = nn.Linear(6, 3)
+    drawn = torch.from_numpy(np.random.randn(3, 6)) + random.gauss(0, 1)
+    with torch.no_grad():
+        model.weight.copy_(drawn)
+    return model
+
+def make_batch(size, seed):
+    rows = torch.from_numpy(np.random.randint(0, 64, size))
+    x = ROWS[0][rows] + torch.from_numpy(ROWS[1])[rows, None].float() + ROWS[2]
+    return x, torch.full((size,), random.randrange(3))
+"""
+
+
+def test_numbers_of_python_and_numpy_are_the_seeds(write: Callable[[str], Path]) -> None:
+    """Drawn by the factory, by make_batch and by importing the file, in this process and in a loader's worker."""
+    workload = workload_of(f"{write(DRAWN)}:net")
+    assert workload.why_unchecked is None
+    batches = MadeBatches(source=workload.source, seed=7, micro_batch=4)
+    found = []
+    for seed in (1, 2):  # wherever a process stands
+        random.seed(seed)
+        np.random.seed(seed)
+        torch.manual_seed(seed)
+        load_module.cache_clear()
+        model = adapter_of(workload).build(Plan(), CPU)
+        stream = stream_batches(batches, CPU, workers=seed - 1)
+        found.append([model.weight.detach(), *next(stream), *next(stream)])
+        stream.close()
+        batches = replace(batches)  # which has not loaded the file
+    assert all(map(torch.equal, *found))
+    assert not torch.equal(found[0][1], found[0][3])  # of two batches
+
+
+def test_a_training_starts_where_the_seed_says(
+    here: Path, write: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = FORWARD.replace("WHAT", "keep = random.random() + np.random.rand()")
+    words = ("train", f"{write(text)}:net", *PLAIN, "--steps", 3, "--out")
+    losses = [command(capsys, *words, name)["loss"] for name in ("one", "other")]
+    assert losses[0] == losses[1]
+
+
 FORWARD = """
 import random
 import numpy as np
@@ -1507,6 +1558,14 @@ MISTAKES = {
         "torch.ones(size, 3) + torch.ones(7)",
         "RuntimeError",
         "model.py:6: return",
+    ),
+    "other-weights": (
+        "    return nn.Linear(3, 3)",
+        "    import numpy\n    model = nn.Linear(3, 3)\n    drawn = numpy.random.default_rng().normal(size=(3, 3))\n"
+        "    model.weight.data = torch.from_numpy(drawn).float()\n    return model",
+        "model.py:net gives other weights every time: weight",
+        "it is made at model.py:3: def net():",
+        "default_rng(0)",
     ),
     "no-batch": (
         "return torch.ones(size, 3), torch.zeros(size, dtype=torch.int64)",
