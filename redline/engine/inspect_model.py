@@ -16,7 +16,6 @@ import linecache
 import math
 import re
 import sys
-import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -572,5 +571,5 @@ def _measured(subject: Subject, batch: Any, measure: Any, convert: Callable[[tor
 
 if __name__ == "__main__":
     # Here and not in main, which tests call in their own process: that one should stay whatever its stdin is.
-    threading.Thread(target=leave_with_parent, daemon=True).start()
+    leave_with_parent()
     raise SystemExit(main(Path(sys.argv[1]), Path(sys.argv[2])))

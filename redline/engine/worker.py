@@ -67,7 +67,7 @@ def main(folder: Path) -> int:
 
 def work(job: Job, folder: Path, failure_file: str, ranks: Ranks | None = None) -> int:
     report = open_progress()
-    threading.Thread(target=leave_with_parent, daemon=True).start()
+    leave_with_parent()
     if ranks is not None:
         report = marking(report, ranks, folder)
     report("starting")
@@ -217,9 +217,18 @@ def open_progress() -> Any:
 
 
 def leave_with_parent() -> None:
-    while os.read(0, 1024):  # empty when the parent closes the pipe, which it does only by ending
-        pass
-    os._exit(1)
+    """Watch standard input, and leave it empty to everybody else: whoever asked a question there, by input() or by a
+    debugger, would wait for an answer until the time is over."""
+    pipe = os.dup(0)  # which no child of ours inherits
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
+
+    def watch() -> None:
+        while os.read(pipe, 1024):  # empty when the parent closes its end, which it does only by ending
+            pass
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def with_users_line(failure: Failure, error: Exception, folder: Path) -> Failure:

@@ -2009,3 +2009,38 @@ def test_a_mistake_comes_out_of_a_real_process(
         for name, module in list(sys.modules.items())
         if getattr(module, "__file__", None)
     )
+
+
+@pytest.mark.parametrize(
+    ("question", "raised"),
+    [("input('name? ')", "EOFError: EOF when reading a line"), ("breakpoint()", "BdbQuit")],
+    ids=["input", "breakpoint"],
+)
+def test_a_question_finds_nobody_to_answer_it(
+    question: str, raised: str, write: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the process that looks at the file, which is a real one here."""
+    path = write(GOOD.replace("    return nn.Linear", f"    {question}; size = 3\n    return nn.Linear"))
+    assert main(["estimate", f"{path}:net"]) == 2
+    shown = capsys.readouterr().err
+    assert f"net() raised {raised}" in shown
+    assert "it happened at model.py:" in shown
+    assert f"take the {question.partition('(')[0]}() out" in shown
+
+
+def test_a_worker_has_no_input_and_leaves_with_its_parent() -> None:
+    lines = ["import sys, time", "from redline.engine.worker import leave_with_parent", "leave_with_parent()"]
+    lines += ["print(repr(sys.stdin.read()), flush=True)", "time.sleep(600)"]
+    process = subprocess.Popen(
+        [sys.executable, "-c", "\n".join(lines)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    with process:
+        try:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            assert process.stdout.readline() == "''\n"
+            assert process.poll() is None
+            process.stdin.close()
+            assert process.wait(timeout=60) == 1
+        finally:
+            process.kill()
