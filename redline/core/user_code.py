@@ -43,6 +43,7 @@ from redline.core.workload import Source, check_positive
 PACKAGE = str(Path(__file__).resolve().parents[1])
 STANDARD_LIBRARY = sysconfig.get_path("stdlib") + os.sep
 INIT = "__init__.py"
+NO_LINE = "no line of the file was running"
 IGNORED = -100  # cross-entropy's ignore_index: such targets count for nothing
 GENERATED = ("<frozen ", "<string>", "<eval")  # names of code without a file; what is typed in has such, too
 
@@ -336,7 +337,7 @@ def blamed(
         fix = import_fix(error, file)
     return UserError(
         f"{what} raised {type(error).__name__}: {first_line(error)}",
-        f"it happened at {line}" if line else "no line of the file was running",
+        f"it happened at {line}" if line else NO_LINE,
         fix or ("mend that line" if line else f"mend {Path(whose).name}"),
     )
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,9 +25,11 @@ from torch.utils.checkpoint import checkpoint
 
 from redline.core.errors import UserError
 from redline.core.generators import seeded
+from redline.core.known_fixes import known_fix
 from redline.core.plan import Plan
 from redline.core.traced import Blocks, Traced
 from redline.core.user_code import (
+    NO_LINE,
     Functions,
     assignment,
     blaming,
@@ -348,7 +351,10 @@ def find_loss(functions: Functions, model: nn.Module, batch: Any) -> str:
     if functions.loss is not None:
         return find_own_loss(functions, functions.loss, model, batch)
     given = "model(batch[0])" if is_pair(batch) and takes_inputs_only(model) else call_of(batch)
-    with blaming(functions.file, f"the forward pass of {functions.words}", type(model).forward, given):
+    with (
+        telling_call(functions, batch, given),
+        blaming(functions.file, f"the forward pass of {functions.words}", type(model).forward, given),
+    ):
         if is_pair(batch) and takes_inputs_only(model):
             logits = logits_of(model(batch[0]))
             kind = check_logits(logits, batch[1], functions)
@@ -360,6 +366,36 @@ def find_loss(functions: Functions, model: nn.Module, batch: Any) -> str:
         return "attribute"
     check_loss(found, functions.words, call_of(batch))
     return "model"
+
+
+@contextlib.contextmanager
+def telling_call(functions: Functions, batch: Any, call: str) -> Iterator[None]:
+    """Where a layer of torch's was called with the batch and raised: with what, and who made it."""
+    try:
+        yield
+    except UserError as error:
+        if error.why != NO_LINE or error.__cause__ is None:
+            raise
+        line = definition(functions.make_batch, functions.file)
+        why = f"the model was called as {call}, and the batch is {outlined(batch)}"
+        fix = (
+            f"let {functions.batch_name} return what the model is called with, or write `def loss(model, batch)` "
+            f"into {Path(functions.file).name}"
+        )
+        raise UserError(
+            error.problem, f"{why}; it is made at {line}" if line else why, known_fix(error.__cause__) or fix
+        ) from error.__cause__
+
+
+def outlined(batch: Any) -> str:
+    """With what it holds: 'a list of 1 (a tuple)'."""
+    if isinstance(batch, dict):
+        parts = [f"{name}: {described(each)}" for name, each in batch.items()]
+    elif isinstance(batch, (tuple, list)):
+        parts = [described(each) for each in batch]
+    else:
+        return described(batch)
+    return f"{described(batch)} of {len(parts)} ({', '.join(parts)})"
 
 
 def find_own_loss(functions: Functions, own: Callable[[Any, Any], Any], model: nn.Module, batch: Any) -> str:

@@ -1567,6 +1567,19 @@ MISTAKES = {
         "it is made at model.py:3: def net():",
         "default_rng(0)",
     ),
+    "nested-batch": (
+        "return torch.ones(size, 3), torch.zeros(size, dtype=torch.int64)",
+        "return [(torch.ones(size, 3), torch.zeros(size, dtype=torch.int64))]",
+        "the model was called as model(*batch), and the batch is a list of 1 (a tuple)",
+        "it is made at model.py:5: def make_batch",
+        "let make_batch return what the model is called with",
+    ),
+    "named-batch": (
+        "torch.ones(size, 3), torch.zeros(size, dtype=torch.int64)",
+        "{'x': torch.ones(size, 3)}",
+        "the model was called as model(**batch), and the batch is a dict of 1 (x: a float32 tensor of [2, 3])",
+        "it is made at model.py:5: def make_batch",
+    ),
     "no-batch": (
         "return torch.ones(size, 3), torch.zeros(size, dtype=torch.int64)",
         "torch.ones(size, 3)",
