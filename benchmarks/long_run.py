@@ -32,7 +32,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -101,7 +100,7 @@ class Order:
 def main(words: list[str] | None = None) -> int:
     options = read_options(words)
     if options.child is not None:
-        threading.Thread(target=leave_with_parent, daemon=True).start()
+        leave_with_parent()
         return work(options.child, options.data, options.out)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a time limit ends it as Ctrl-C does
     try:  # as politely.py, which its children would not find: they look into the package alone

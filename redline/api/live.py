@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from redline.api.loss import Loss, loss_of_call, name_of
 from redline.api.prepare import HOST, TO_FP32, check_module, check_unfrozen
@@ -28,6 +28,7 @@ from redline.commands import lint as lint_command
 from redline.commands.estimate import check_options
 from redline.commands.estimate_subject import check_one_gpu, choose_machine, traced_subject
 from redline.core.errors import UserError
+from redline.core.generators import seeded
 from redline.core.traced import SAMPLE, TOKEN, Line, Product, Traced
 from redline.core.user_code import Functions, described
 from redline.core.workload import Workload
@@ -125,7 +126,8 @@ def trace_module(model: nn.Module, batch: Any, loss: Loss | None) -> Traced:
         **items_of(batch),
     )
     twin = copy.deepcopy(getattr(model, "_orig_mod", model)).to("cpu").train()
-    with functional_dropout_off():
+    # Its passes may draw: what the user's process draws afterwards is not their business.
+    with functional_dropout_off(), seeded(Workload.seed):
         return look_at(functions, twin, {}, Workload.seed)
 
 
@@ -152,7 +154,7 @@ def plain(batch: Any) -> Any:
 
 def samples_of(batch: Any) -> int:
     """How many there are: the first dimension of every tensor."""
-    leaves = tree_leaves(batch)
+    leaves = [leaf for leaf in tree_leaves(batch) if leaf is not None]  # a mask that there is not
     sizes = {leaf.size(0) if isinstance(leaf, torch.Tensor) and leaf.dim() else 0 for leaf in leaves}
     if len(sizes) != 1 or 0 in sizes:
         raise UserError(
@@ -169,7 +171,7 @@ def samples(batch: Any, size: int) -> Any:
     def first(leaf: torch.Tensor) -> torch.Tensor:
         return leaf.detach().to("cpu")[torch.arange(size) % leaf.size(0)]
 
-    return tree_map(first, batch)
+    return tree_map_only(torch.Tensor, first, batch)
 
 
 def items_of(batch: Any) -> dict[str, Any]:

@@ -32,6 +32,7 @@ FIXES: tuple[tuple[str, str], ...] = (
     ),
     (r"modified by an inplace operation", "make a new tensor where that one is changed: x = x + 1, not x += 1"),
     (DEVICE_ASSERT, "look for an index out of range: CUDA_LAUNCH_BLOCKING=1, or --device cpu, names the line"),
+    (r"EOF when reading a line", "take the input() out: nobody is there to answer it"),
     (r"maximum recursion depth", "end the calls that go round in circles there"),
 )
 
@@ -40,6 +41,8 @@ def known_fix(error: BaseException) -> str | None:
     """None where nothing is known that the message and the line do not say."""
     if isinstance(error, SystemExit):
         return "take the exit out: what ends its process cannot be measured"
+    if type(error).__name__ == "BdbQuit":  # a debugger that finds nobody at the terminal
+        return "take the breakpoint() out: nobody is there to answer it"
     for pattern, fix in FIXES:
         if found := re.search(pattern, str(error)):
             return found.expand(fix)

@@ -199,7 +199,9 @@ class Traced:
     dropout: tuple[str, ...] = ()
     """Modules with a rate above zero; it is zero while measuring."""
     draws: tuple[Place, ...] = ()
-    """Lines that draw random numbers where the loss still differs from one pass to the next; empty: it repeats."""
+    """Lines of the forward pass that draw random numbers; empty: none is known, or they decide nothing."""
+    generators: tuple[str, ...] = ()
+    """That are drawn from and are not torch's: "Python's random"; torch's too where no line is known."""
     random: bool = False
     tied: bool = False
     """A rung ties built-in models. What a file ties, it ties itself: see `shared`."""
@@ -265,5 +267,7 @@ class Traced:
         """Why no two runs can be compared; None where they can."""
         if not self.random:
             return None
-        lines = f" (random numbers are drawn at {', '.join(map(str, self.draws))})" if self.draws else ""
-        return f"the same weights and the same batch give another loss each time{lines}"
+        where = f" at {', '.join(map(str, self.draws))}" if self.draws else ""
+        source = f" from {' and '.join(self.generators)}" if self.generators else ""
+        drawn = f" (random numbers are drawn{where}{source})" if where or source else ""
+        return f"the same weights and the same batch do not give the same loss each time{drawn}"

@@ -34,6 +34,7 @@ from types import ModuleType
 from typing import Any
 
 from redline.core.errors import ModelError, UserError
+from redline.core.generators import seeded
 from redline.core.known_fixes import DEVICE_ASSERT, known_fix
 from redline.core.traced import SAMPLE
 from redline.core.units import counted
@@ -42,6 +43,7 @@ from redline.core.workload import Source, check_positive
 PACKAGE = str(Path(__file__).resolve().parents[1])
 STANDARD_LIBRARY = sysconfig.get_path("stdlib") + os.sep
 INIT = "__init__.py"
+NO_LINE = "no line of the file was running"
 IGNORED = -100  # cross-entropy's ignore_index: such targets count for nothing
 GENERATED = ("<frozen ", "<string>", "<eval")  # names of code without a file; what is typed in has such, too
 
@@ -210,7 +212,8 @@ def load_module(file: str, digest: str) -> ModuleType:
     finder = _Finder(name, path, data)
     sys.meta_path.insert(0, finder)
     try:
-        with blaming(file, f"importing {path.name}"):
+        # What it draws meanwhile, such as the samples of its batches, is the same in every process.
+        with seeded(0), blaming(file, f"importing {path.name}"):
             return importlib.import_module(name)
     except UserError:
         sys.meta_path.remove(finder)
@@ -334,7 +337,7 @@ def blamed(
         fix = import_fix(error, file)
     return UserError(
         f"{what} raised {type(error).__name__}: {first_line(error)}",
-        f"it happened at {line}" if line else "no line of the file was running",
+        f"it happened at {line}" if line else NO_LINE,
         fix or ("mend that line" if line else f"mend {Path(whose).name}"),
     )
 

@@ -23,7 +23,7 @@ from typing import Any, Protocol, final
 
 import numpy
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.data import DataLoader, Dataset
 
 from redline.core.errors import UserError
@@ -107,7 +107,8 @@ def stream_batches(batches: Batches, device: torch.device, workers: int, start: 
 
 
 def moved(batch: Any, device: torch.device, non_blocking: bool = False) -> Any:
-    return tree_map(lambda tensor: tensor.to(device, non_blocking=non_blocking), batch)
+    """A None among its tensors, as for a mask that there is not, stays one."""
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device, non_blocking=non_blocking), batch)
 
 
 def _stream_from_workers(
@@ -172,7 +173,7 @@ class _Parcel:
 
     def pin_memory(self) -> _Parcel:
         """What torch's loader calls."""
-        return _Parcel(tree_map(torch.Tensor.pin_memory, self.batch))
+        return _Parcel(tree_map_only(torch.Tensor, torch.Tensor.pin_memory, self.batch))
 
 
 def _told(found: torch.Tensor | _Parcel | list[str]) -> Any:
@@ -203,7 +204,8 @@ def copy_ahead(host_batches: Iterator[Any], device: torch.device) -> Iterator[An
             # The block belongs to the copy stream's pool. Without this note, freeing `batch` on the host would let the
             # next copy overwrite it while queued kernels of the step have yet to read it.
             for tensor in tree_leaves(batch):
-                tensor.record_stream(compute)
+                if tensor is not None:
+                    tensor.record_stream(compute)
             ahead = send(host_batch)
             yield batch
     finally:

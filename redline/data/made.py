@@ -15,10 +15,11 @@ from functools import cached_property
 from typing import Any, final
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from redline.core.errors import UserError
-from redline.core.user_code import Functions, blaming, check_targets, described, is_numpy, load_functions
+from redline.core.generators import seeded
+from redline.core.user_code import Functions, blaming, check_targets, definition, described, is_numpy, load_functions
 from redline.core.workload import Source
 from redline.data.batches import Batches, moved, stream_batches
 
@@ -43,7 +44,8 @@ class MadeBatches(Batches):
             check_targets(whole[1], self.classes, self.functions)
         if self.ranks == 1:
             return whole
-        return tree_map(lambda leaf: leaf[self.rank * self.micro_batch :][: self.micro_batch], whole)
+        start = self.rank * self.micro_batch
+        return tree_map_only(torch.Tensor, lambda leaf: leaf[start:][: self.micro_batch], whole)
 
     def open(self) -> None:
         _ = self.functions
@@ -62,28 +64,30 @@ def make_batch(functions: Functions, size: int, seed: int) -> Any:
     """Whatever the function draws, the numbers that the model draws afterwards stay the same."""
     name = functions.batch_name
     whose = functions.file, f"{name}({size}, {seed})", functions.make_batch
-    with torch.random.fork_rng(devices=[]), blaming(*whose, call=f"{name}(size, seed)"):
-        torch.default_generator.manual_seed(seed)  # torch.manual_seed would reach the device's too
+    with seeded(seed), blaming(*whose, call=f"{name}(size, seed)"):
         batch = functions.make_batch(size, seed)
     check_batch(batch, size, functions)
     return batch
 
 
 def check_batch(batch: Any, size: int, functions: Functions) -> None:
-    leaves = tree_leaves(batch)
-    wrong = next((leaf for leaf in leaves if not _is_part(leaf, size)), None)
-    if leaves and wrong is None:
+    """In a tuple or a dict a None stands for a tensor that there is not, as transformers' masks may."""
+    leaves = [leaf for leaf in tree_leaves(batch) if leaf is not None]
+    wrong = [leaf for leaf in leaves if not _is_part(leaf, size)]
+    if leaves and not wrong:
         return
-    if is_numpy(wrong):
+    if wrong and is_numpy(wrong[0]):
         raise UserError(
-            f"{functions.batch_name}({size}, seed) for {functions.words} returned {described(wrong)}",
+            f"{functions.batch_name}({size}, seed) for {functions.words} returned {described(wrong[0])}",
             "a batch is made of torch's tensors, and nothing is converted unasked",
             "return torch.from_numpy(...) of it",
         )
-    what = "no tensor at all" if not leaves else described(wrong)
+    line = definition(functions.make_batch, functions.file)
+    what = described(wrong[0]) if wrong else "None" if batch is None else "no tensor at all"
     raise UserError(
         f"{functions.batch_name}({size}, seed) for {functions.words} returned {what}",
-        f"a batch is a tensor, or tuples and dicts of tensors, on the host, each with {size} in its first dimension",
+        f"a batch is a tensor, or tuples and dicts of tensors, on the host, each with {size} in its first dimension"
+        + (f"; it is made at {line}" if line else ""),
         "return tensors of [size, ...]; what all samples share belongs into the model as a buffer",
     )
 

@@ -9,13 +9,13 @@ for all of it.
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import json
 import linecache
 import math
 import re
 import sys
-import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -29,9 +29,10 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from redline.core.errors import UserError
+from redline.core.generators import seeded
 from redline.core.job import write_atomically
 from redline.core.traced import TOKEN, Attention, Line, Place, Product, Saved, Sync, Traced
 from redline.core.user_code import (
@@ -51,6 +52,7 @@ from redline.core.workload import ON_CPUS, Source
 from redline.data.made import make_batch
 from redline.engine.findings import Watch
 from redline.engine.flop_counter import Counter as FlopCounter
+from redline.engine.inspect_random import Randomness, randomness
 from redline.engine.inspect_trace import FirstNan, Seen, Trace, has_nan, place, tracing
 from redline.engine.inspect_walk import Made, noting_places, starred, walked
 from redline.engine.replaced import replaced
@@ -65,8 +67,10 @@ from redline.model.python_adapter import (
     logits_of,
     loss_function,
     make_model,
+    rows_of,
     silence_dropout,
     sparse_gradient,
+    tensors_of,
 )
 from redline.workloads.shapes import shape_of
 
@@ -92,12 +96,39 @@ def main(order: Path, answer: Path) -> int:
 
 
 def inspect_model(source: Source, seed: int) -> Traced:
-    with noting_dropout() as dropped:
+    with noting_dropout() as dropped, seeded(seed):
         functions = load_functions(source)
+        first = digests(make_model(functions, seed))  # two at once would need twice the memory
         with noting_places() as made:
             model = make_model(functions, seed)
+        check_weights(first, digests(model), functions)
         found = look_at(functions, model, made, seed)
     return replace(found, imports=neighbours(functions.file), dropout=(*found.dropout, *dict.fromkeys(dropped)))
+
+
+def digests(model: nn.Module) -> dict[str, bytes]:
+    """Of parameters that are trained, which are plain float32. A buffer may be room that nobody has written to yet."""
+    trained = [(name, each.detach()) for name, each in model.named_parameters() if each.requires_grad]
+    return {name: hashlib.sha256(each.contiguous().numpy().data).digest() for name, each in trained if _is_plain(each)}
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return type(tensor) is torch.Tensor and tensor.layout is torch.strided
+
+
+def check_weights(first: dict[str, bytes], second: dict[str, bytes], functions: Functions) -> None:
+    """Every row starts from the factory's weights, in a process of its own."""
+    other = [name for name in second if first.get(name) != second[name]]
+    if not other:
+        return
+    more = f" and {len(other) - 1} more" if len(other) > 1 else ""
+    line = definition(functions.factory, functions.file)
+    raise UserError(
+        f"{functions.words} gives other weights every time: {other[0]}{more}",
+        "rows could not be compared. The generators of torch, Python and NumPy had the same seed both times, so the "
+        f"numbers are from elsewhere, or memory that nobody filled{f'; it is made at {line}' if line else ''}",
+        "draw with torch, or with numpy.random.default_rng(0); fill what torch.empty gives",
+    )
 
 
 @contextmanager
@@ -133,8 +164,8 @@ def look_at(functions: Functions, model: nn.Module, made: Made, seed: int) -> Tr
         if rates and seen["sdpa"] and not seen["sdpa_drops"]:
             seen["sdpa_drops"] = attention_drops(subject, rates)
         counted = count(subject)
-        random = not repeats(subject)
-        splits = random or is_mean_of_parts(subject)
+        drawn = look_for_draws(subject)
+        splits = drawn.random or is_mean_of_parts(subject)
         fields = walked(model, made)
         called = seen.pop("embedded")
         fields["embeddings"] = tuple(replace(each, called=called.get(each.name)) for each in fields["embeddings"])
@@ -143,14 +174,16 @@ def look_at(functions: Functions, model: nn.Module, made: Made, seed: int) -> Tr
         saved = tuple(kept_bytes(subject, fields["blocks"], seen["sdpa"], precisions))
     return Traced(
         **fields,
-        **seen | {"draws": seen["draws"] if random else ()},
+        **seen,
         **counted,
         **described_by(functions),
         loss=subject.kind,
         classes=classes_in(subject),
-        batch_bytes=sum(leaf.nbytes for leaf in tree_leaves(batches[SMALL])) // SMALL,
+        batch_bytes=sum(leaf.nbytes for leaf in tensors_of(batches[SMALL])) // SMALL,
         dropout=tuple(rates),
-        random=random,
+        random=drawn.random,
+        draws=drawn.draws,
+        generators=drawn.generators,
         splits=splits,
         no_autocast=no_autocast,
         saved=saved,
@@ -181,7 +214,7 @@ def classes_in(subject: Subject) -> int | None:
 
 def repeatable_batch(functions: Functions, size: int, seed: int) -> Any:
     batch, again = make_batch(functions, size, seed), make_batch(functions, size, seed)
-    leaves, others = tree_leaves(batch), tree_leaves(again)
+    leaves, others = tensors_of(batch), tensors_of(again)
     if len(leaves) != len(others) or not all(map(same, leaves, others)):
         raise UserError(
             f"{functions.batch_name}({size}, {seed}) gave two different batches",
@@ -245,7 +278,7 @@ def why_nan(subject: Subject) -> str:
 
 
 def look_once(subject: Subject, made: Made) -> dict[str, Any]:
-    """Forward and backward with values: lines that wait, lines that draw, attention, products."""
+    """Forward and backward with values: lines that wait, attention, products."""
     small, large = subject.batches[SMALL], subject.batches[LARGE]
     # The watch comes last, so that the lines it blames are the user's and not ours.
     with (
@@ -270,7 +303,6 @@ def look_once(subject: Subject, made: Made) -> dict[str, Any]:
         "sdpa": trace.sdpa,
         "sdpa_drops": trace.sdpa_drops,
         "attention": counted_attention(trace),
-        "draws": tuple(dict.fromkeys(trace.draws)),
         "sdpa_calls": tuple(dict.fromkeys(trace.sdpa_calls)),
         "gelu_calls": tuple(dict.fromkeys(trace.gelu_calls)),
         "syncs": tuple(waits),
@@ -373,20 +405,21 @@ def sizes_of_one(small: Seen, large: Seen) -> dict[str, Any] | None:
     return {**sizes, name: sizes[name] // SMALL, "grows": name}
 
 
-def repeats(subject: Subject) -> bool:
-    """The same weights and the same batch give the same loss, whatever the generator's state. Buffers may move."""
-    losses = []
-    with torch.random.fork_rng(devices=[]), kept_buffers(subject.model) as reset, torch.no_grad():
-        for seed in (0, 1):
-            torch.manual_seed(seed)
-            losses.append(subject.loss(subject.batches[SMALL]).item())
+def look_for_draws(subject: Subject) -> Randomness:
+    """In the forward pass as it is trained, with gradients. Buffers may move."""
+    with kept_buffers(subject.model) as reset:
+
+        def run() -> torch.Tensor:
+            loss = subject.loss(subject.batches[SMALL]).detach()
             reset()
-    return losses[0] == losses[1]
+            return loss
+
+        return randomness(run)
 
 
 def is_mean_of_parts(subject: Subject) -> bool:
     batch = subject.batches[LARGE]
-    halves = [tree_map(lambda leaf, half=half: leaf.split(LARGE // 2)[half], batch) for half in (0, 1)]
+    halves = [rows_of(batch, start, LARGE // 2) for start in (0, LARGE // 2)]
     with kept_buffers(subject.model) as reset, torch.no_grad():
         whole, *parts = (_with(reset, subject.loss, each) for each in (batch, *halves))
     return math.isclose(whole, sum(parts) / 2, rel_tol=SAME_LOSS, abs_tol=1e-7)
@@ -530,13 +563,13 @@ def with_sizes_only(subject: Subject, size: int, measure: Callable[[Callable[[],
 
 
 def _measured(subject: Subject, batch: Any, measure: Any, convert: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    inputs = tree_map(convert, batch)
+    inputs = tree_map_only(torch.Tensor, convert, batch)
     with replaced(subject.model, convert) as tensors:
-        known = {tensor.untyped_storage()._cdata for tensor in (*tensors, *tree_leaves(inputs))}
+        known = {tensor.untyped_storage()._cdata for tensor in (*tensors, *tensors_of(inputs))}
         return measure(lambda: subject.loss(inputs), known)
 
 
 if __name__ == "__main__":
     # Here and not in main, which tests call in their own process: that one should stay whatever its stdin is.
-    threading.Thread(target=leave_with_parent, daemon=True).start()
+    leave_with_parent()
     raise SystemExit(main(Path(sys.argv[1]), Path(sys.argv[2])))

@@ -1,8 +1,8 @@
-"""One pass of a user's model under watch: its matrix products, its attention, the numbers it draws, and which lines.
+"""One pass of a user's model under watch: its matrix products, its attention, and which lines.
 
     with tracing(model) as trace:
         loss(batch)
-    trace.products, trace.attention, trace.sdpa, trace.draws, trace.embedded
+    trace.products, trace.attention, trace.sdpa, trace.embedded
 
 The dispatcher sees every operator, Python's own calls tell where scaled_dot_product_attention begins and ends, and the
 stack tells the line. Only the forward pass is listed: what the backward computes follows from it.
@@ -11,9 +11,10 @@ stack tells the line. Only the forward pass is listed: what the backward compute
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -53,7 +54,6 @@ class Trace:
     model: nn.Module
     products: list[Seen] = field(default_factory=list)
     attention: list[Attention] = field(default_factory=list)
-    draws: list[Place] = field(default_factory=list)
     embedded: dict[str, Place] = field(default_factory=dict)
     """Modules that looked rows up, and the line that called them first."""
     sdpa: bool = False
@@ -84,12 +84,17 @@ def tracing(model: nn.Module) -> Iterator[Trace]:
 
 def place() -> Place | None:
     """The innermost line that is neither torch's nor redline's: the user's, or that of a package the model is from."""
-    frame = sys._getframe(1)
-    while frame is not None:
+    return place_in(sys._getframe(1))
+
+
+def place_in(frame: FrameType | None, beyond: Container[CodeType] = ()) -> Place | None:
+    """The same from a frame outwards. `beyond`: functions of ours that called the user's code; whoever called those has
+    nothing to do with it."""
+    while frame is not None and frame.f_code not in beyond:
         file = frame.f_code.co_filename
         if is_users(file) and not file.startswith(PACKAGE):
             return Place(file=file, line=frame.f_lineno)
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return None
 
 
@@ -144,8 +149,6 @@ class _Operators(TorchDispatchMode):
 
 def look(trace: Trace, func: Any, args: Any, kwargs: Any, result: Any) -> None:
     operator = func.overloadpacket
-    if torch.Tag.nondeterministic_seeded in func.tags and (where := place()) is not None:
-        trace.draws.append(where)
     if operator in WEIGHTED:
         _product(trace, "linear", *args[WEIGHTED[operator] :][:2])
     elif operator in BATCHED:

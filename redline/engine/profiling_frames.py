@@ -23,6 +23,7 @@ _WATCHERS = (
         str(Path(__file__).parent / name)
         for name in (
             "findings.py",
+            "inspect_random.py",
             "inspect_trace.py",
             "memory_snapshot.py",
             "profiling.py",

@@ -26,6 +26,7 @@ from torch import nn
 
 from redline.core.checkpoints import STATE_FILE, list_checkpoints, order_of
 from redline.core.errors import FailedRunError, UserError
+from redline.core.generators import seed_generators
 from redline.core.hardware import Hardware
 from redline.core.known_fixes import DEVICE_ASSERT, known_fix
 from redline.core.layout import Layout, options_of_ranks
@@ -139,9 +140,10 @@ def train(order: TrainOrder, emit: Emit, ranks: Ranks | None = None) -> dict[str
         sample=(lambda: sampled_text(step, order.workload)) if order.workload.reads_text else None,
         ranks=ranks,
     )
-    torch.manual_seed(
-        order.workload.seed + ranks.place.data
-    )  # for what a model drops; a checkpoint holds where its numbers had got to
+    # For what a model drops; a checkpoint holds where the numbers had got to.
+    seed = order.workload.seed + ranks.place.data
+    seed_generators(seed)
+    torch.manual_seed(seed)  # the device's too
     ranks.mark(0, "looking for a checkpoint")
     if not trainer.resume() and order.init is not None:
         load_weights(step.adapter, step.model, Path(order.init))

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from redline.core.errors import ModelError, UserError
+from redline.core.generators import seeded
 from redline.core.job import (
     CACHE_FOLDER,
     FAILURE_FILE,
@@ -66,7 +67,7 @@ def main(folder: Path) -> int:
 
 def work(job: Job, folder: Path, failure_file: str, ranks: Ranks | None = None) -> int:
     report = open_progress()
-    threading.Thread(target=leave_with_parent, daemon=True).start()
+    leave_with_parent()
     if ranks is not None:
         report = marking(report, ranks, folder)
     report("starting")
@@ -101,7 +102,8 @@ def run(job: Job, run_directory: Path, report: Any, ranks: Ranks | None = None) 
         ranks=alone() if ranks is None else ranks,
         references=run_directory / CACHE_FOLDER / "references",
     )
-    with without_dropout(job.workload.source):
+    # Python's and NumPy's generators start anywhere.
+    with without_dropout(job.workload.source), seeded(job.workload.seed):
         return answer_of(bench, run_directory)
 
 
@@ -215,9 +217,18 @@ def open_progress() -> Any:
 
 
 def leave_with_parent() -> None:
-    while os.read(0, 1024):  # empty when the parent closes the pipe, which it does only by ending
-        pass
-    os._exit(1)
+    """Watch standard input, and leave it empty to everybody else: whoever asked a question there, by input() or by a
+    debugger, would wait for an answer until the time is over."""
+    pipe = os.dup(0)  # which no child of ours inherits
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
+
+    def watch() -> None:
+        while os.read(pipe, 1024):  # empty when the parent closes its end, which it does only by ending
+            pass
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def with_users_line(failure: Failure, error: Exception, folder: Path) -> Failure:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,13 +20,16 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parameter import is_lazy
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from redline.core.errors import UserError
+from redline.core.generators import seeded
+from redline.core.known_fixes import known_fix
 from redline.core.plan import Plan
 from redline.core.traced import Blocks, Traced
 from redline.core.user_code import (
+    NO_LINE,
     Functions,
     assignment,
     blaming,
@@ -95,13 +99,12 @@ class PythonAdapter(Adapter):
         return (batch,)
 
     def pieces(self, batch: Any, size: int) -> list[tuple[Any, float]]:
-        leaves, tree = tree_flatten(batch)
-        whole = leaves[0].size(0)
-        cut = zip(*(leaf.split(size) for leaf in leaves), strict=True)
-        return [(tree_unflatten(list(piece), tree), piece[0].size(0) / whole) for piece in cut]
+        whole = tensors_of(batch)[0].size(0)
+        cut = [rows_of(batch, start, size) for start in range(0, whole, size)]
+        return [(piece, tensors_of(piece)[0].size(0) / whole) for piece in cut]
 
     def items(self, batch: Any) -> int:
-        return int(tree_leaves(batch)[0].size(0)) * self.traced.items_per_sample
+        return int(tensors_of(batch)[0].size(0)) * self.traced.items_per_sample
 
     def state(self, model: nn.Module) -> dict[str, torch.Tensor]:
         return dict(model.named_buffers())
@@ -122,11 +125,21 @@ def held(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from model.named_buffers()
 
 
+def tensors_of(batch: Any) -> list[torch.Tensor]:
+    """A None among them, as for a mask that there is not, is none."""
+    return [leaf for leaf in tree_leaves(batch) if leaf is not None]
+
+
+def rows_of(batch: Any, start: int, count: int) -> Any:
+    return tree_map_only(torch.Tensor, lambda leaf: leaf[start : start + count], batch)
+
+
 def make_model(functions: Functions, seed: int) -> nn.Module:
     """On the host, from the seed, so that every process starts from the same weights whatever its device."""
     check_factory(functions)
-    with torch.random.fork_rng(devices=[]), blaming(functions.file, f"{functions.name}()", functions.factory):
-        torch.manual_seed(seed)
+    whose = functions.file, f"{functions.name}()", functions.factory
+    with seeded(seed), blaming(*whose):
+        torch.manual_seed(seed)  # a device's too: a factory may draw there
         model = functions.factory()
     if not isinstance(model, nn.Module):
         is_class = inspect.isclass(model)
@@ -338,7 +351,10 @@ def find_loss(functions: Functions, model: nn.Module, batch: Any) -> str:
     if functions.loss is not None:
         return find_own_loss(functions, functions.loss, model, batch)
     given = "model(batch[0])" if is_pair(batch) and takes_inputs_only(model) else call_of(batch)
-    with blaming(functions.file, f"the forward pass of {functions.words}", type(model).forward, given):
+    with (
+        telling_call(functions, batch, given),
+        blaming(functions.file, f"the forward pass of {functions.words}", type(model).forward, given),
+    ):
         if is_pair(batch) and takes_inputs_only(model):
             logits = logits_of(model(batch[0]))
             kind = check_logits(logits, batch[1], functions)
@@ -350,6 +366,36 @@ def find_loss(functions: Functions, model: nn.Module, batch: Any) -> str:
         return "attribute"
     check_loss(found, functions.words, call_of(batch))
     return "model"
+
+
+@contextlib.contextmanager
+def telling_call(functions: Functions, batch: Any, call: str) -> Iterator[None]:
+    """Where a layer of torch's was called with the batch and raised: with what, and who made it."""
+    try:
+        yield
+    except UserError as error:
+        if error.why != NO_LINE or error.__cause__ is None:
+            raise
+        line = definition(functions.make_batch, functions.file)
+        why = f"the model was called as {call}, and the batch is {outlined(batch)}"
+        fix = (
+            f"let {functions.batch_name} return what the model is called with, or write `def loss(model, batch)` "
+            f"into {Path(functions.file).name}"
+        )
+        raise UserError(
+            error.problem, f"{why}; it is made at {line}" if line else why, known_fix(error.__cause__) or fix
+        ) from error.__cause__
+
+
+def outlined(batch: Any) -> str:
+    """With what it holds: 'a list of 1 (a tuple)'."""
+    if isinstance(batch, dict):
+        parts = [f"{name}: {described(each)}" for name, each in batch.items()]
+    elif isinstance(batch, (tuple, list)):
+        parts = [described(each) for each in batch]
+    else:
+        return described(batch)
+    return f"{described(batch)} of {len(parts)} ({', '.join(parts)})"
 
 
 def find_own_loss(functions: Functions, own: Callable[[Any, Any], Any], model: nn.Module, batch: Any) -> str:

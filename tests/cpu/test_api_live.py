@@ -125,6 +125,28 @@ def test_mistakes_are_told(given, said) -> None:
         redline.estimate(mlp(), **given)
 
 
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(8, 3)
+
+    def forward(self, x, mask=None, labels=None):
+        return F.cross_entropy(self.a(x if mask is None else x * mask), labels)
+
+
+def test_a_batch_may_hold_none_for_a_tensor_that_there_is_not() -> None:
+    x, labels = pair()
+    given = {"mask": None, "x": x, "labels": labels % 3}
+    settings = {"gpu": "H200"}
+    found, without = (
+        redline.estimate(Masked(), batch=batch, **settings) for batch in (given, {"x": x, "labels": labels % 3})
+    )
+    assert found["shape"] == without["shape"]
+    assert redline.lint(Masked(), batch=given, **settings)["findings"] is not None
+    with pytest.raises(UserError, match="do not agree"):
+        redline.lint(Masked(), batch={"mask": None}, **settings)
+
+
 def test_a_frozen_module_has_sizes_and_no_step() -> None:
     frozen = mlp().requires_grad_(False)
     for look in (redline.estimate, redline.lint):

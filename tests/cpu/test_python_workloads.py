@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import random
 import re
 import signal
 import subprocess
@@ -21,6 +22,7 @@ from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -451,6 +453,127 @@ def test_random_numbers_are_found_where_they_are_drawn(write: Callable[[str], Pa
     assert any("dropout is off while measuring (drop)" in note for note in quiet.notes)
 
 
+DRAWN = """
+import random
+import numpy as np
+import torch
+from torch import nn
+
+ROWS = torch.randn(64, 6), np.random.randn(64), random.random()
+
+def net():
+    model = nn.Linear(6, 3)
+    drawn = torch.from_numpy(np.random.randn(3, 6)) + random.gauss(0, 1)
+    with torch.no_grad():
+        model.weight.copy_(drawn)
+    return model
+
+def make_batch(size, seed):
+    rows = torch.from_numpy(np.random.randint(0, 64, size))
+    x = ROWS[0][rows] + torch.from_numpy(ROWS[1])[rows, None].float() + ROWS[2]
+    return x, torch.full((size,), random.randrange(3))
+"""
+
+
+def test_numbers_of_python_and_numpy_are_the_seeds(write: Callable[[str], Path]) -> None:
+    """Drawn by the factory, by make_batch and by importing the file, in this process and in a loader's worker."""
+    workload = workload_of(f"{write(DRAWN)}:net")
+    assert workload.why_unchecked is None
+    batches = MadeBatches(source=workload.source, seed=7, micro_batch=4)
+    found = []
+    for seed in (1, 2):  # wherever a process stands
+        random.seed(seed)
+        np.random.seed(seed)
+        torch.manual_seed(seed)
+        load_module.cache_clear()
+        model = adapter_of(workload).build(Plan(), CPU)
+        stream = stream_batches(batches, CPU, workers=seed - 1)
+        found.append([model.weight.detach(), *next(stream), *next(stream)])
+        stream.close()
+        batches = replace(batches)  # which has not loaded the file
+    assert all(map(torch.equal, *found))
+    assert not torch.equal(found[0][1], found[0][3])  # of two batches
+
+
+def test_a_training_starts_where_the_seed_says(
+    here: Path, write: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = FORWARD.replace("WHAT", "keep = random.random() + np.random.rand()")
+    words = ("train", f"{write(text)}:net", *PLAIN, "--steps", 3, "--out")
+    losses = [command(capsys, *words, name)["loss"] for name in ("one", "other")]
+    assert losses[0] == losses[1]
+
+
+FORWARD = """
+import random
+import numpy as np
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.h = nn.Linear(6, 6), nn.Linear(6, 3)
+        self.table, self.own = None, torch.Generator().manual_seed(0)
+        self.rates = nn.Parameter(torch.tensor([0.0, 1.0]), requires_grad=False)
+
+    def forward(self, x):
+        WHAT
+        return self.h(x + keep * self.a(x))
+
+def net():
+    return Net()
+
+def make_batch(size, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(size, 6, generator=generator), torch.randint(3, (size,), generator=generator)
+"""
+RARE = {  # two passes seldom differ
+    "a-layer": ("keep = float(torch.rand([]) >= 0.001)", ()),
+    "a-sample": ("keep = x.new_empty(len(x), 1).bernoulli_(0.999)", ()),
+    "a-range": ("keep = float(torch.empty([]).uniform_(2, 3) < 2.999)", ()),
+    "coins-of-a-tensor": ("keep = torch.bernoulli(torch.full([], 0.999))", ()),
+    "own-generator": ("keep = float(torch.rand([], generator=self.own) >= 0.001)", ()),
+    "unmarked": ("keep = float(torch.empty(4).random_(1000).sum() != 7)", ()),
+    "python": ("keep = float(random.randint(0, 1000) != 7)", ("Python's random",)),
+    "numpy": ("keep = float(np.random.rand() >= 0.001)", ("NumPy's generator",)),
+}
+SETTLED = {  # numbers are drawn, and decide nothing or are always the same
+    "a-rate-of-zero": "keep = float(torch.rand([]) >= 0.0)",
+    "a-rate-of-one": "keep = x.new_empty(len(x), 1).bernoulli_(1.0)",
+    "rates-of-zero-and-one": "keep = torch.bernoulli(self.rates).sum()",
+    "seeded": "keep = torch.rand(6, generator=torch.Generator().manual_seed(3))",
+    "seeded-by-python": "keep = random.Random(3).random() + np.random.default_rng(3).random()",
+    "filled-once": "self.table = torch.rand(6) if self.table is None else self.table; keep = self.table",
+    "dropout-of-zero": "keep = torch.dropout(torch.ones(6), 0.0, True)",
+}
+
+
+@pytest.mark.parametrize("name", RARE)
+def test_a_draw_makes_a_model_random_though_two_losses_agree(name: str, write: Callable[[str], Path]) -> None:
+    what, generators = RARE[name]
+    text = FORWARD.replace("WHAT", what)
+    python, numpy_state = random.getstate(), np.random.get_state()[1].tolist()
+    seen = traced(f"{write(text)}:net")
+    assert (seen.random, [str(place) for place in seen.draws]) == (True, [f"model.py:{line_of(text, 'keep =')}"])
+    assert seen.generators == generators
+    assert all(name in (seen.why_random or "") for name in generators)
+    # A module may be looked at in a process that goes on drawing.
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == (python, numpy_state)
+
+
+@pytest.mark.parametrize("name", SETTLED)
+def test_a_draw_that_decides_nothing_leaves_a_model_comparable(name: str, write: Callable[[str], Path]) -> None:
+    seen = traced(f"{write(FORWARD.replace('WHAT', SETTLED[name]))}:net")
+    assert (seen.random, seen.draws, seen.generators, seen.why_random) == (False, (), (), None)
+
+
+def test_a_draw_that_no_line_of_the_file_makes_is_told_too(write: Callable[[str], Path]) -> None:
+    text = FORWARD.replace("WHAT", "pass").replace("return Net()", "return nn.Sequential(nn.Linear(6, 3), nn.RReLU())")
+    seen = traced(f"{write(text)}:net")
+    assert (seen.random, seen.draws, seen.generators) == (True, (), ("torch's generator",))
+
+
 def test_shared_weights_are_told_and_counted_once(write: Callable[[str], Path]) -> None:
     text = ENCODER.replace("self.head = nn.Linear(16, 64)", "self.head = nn.Linear(16, 64, bias=False)").replace(
         "    def forward(self, ids)", "        self.head.weight = self.embedding.weight\n\n    def forward(self, ids)"
@@ -548,6 +671,55 @@ def test_a_pair_stays_a_pair_on_its_way_out_of_a_worker(write: Callable[[str], P
 
 
 # --- what a plan does from outside ------------------------------------------------------------------------------------
+
+
+MASKED = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(6, 3)
+
+    def forward(self, mask, x, y):
+        h = self.a(x)
+        return F.cross_entropy(h if mask is None else h * mask, y)
+
+def net():
+    return Net()
+
+def make_batch(size, seed):
+    generator = torch.Generator().manual_seed(seed)
+    x, y = torch.randn(size, 6, generator=generator), torch.randint(3, (size,), generator=generator)
+    return {"mask": None, "x": x, "y": y}
+"""
+
+
+def test_a_none_in_a_batch_is_a_tensor_that_there_is_not(
+    here: Path, write: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As in a batch with a mask of ones: through workers, through pieces and through the commands."""
+    masked = MASKED.replace('"mask": None', '"mask": torch.ones(size, 3)')
+    without = workload_of(f"{write(MASKED)}:net")
+    source = without.source
+    whole = MadeBatches(source=source, seed=7, micro_batch=8)
+    halves = [MadeBatches(source=source, seed=7, micro_batch=4, rank=rank, ranks=2)[0] for rank in (0, 1)]
+    assert torch.equal(torch.cat([half["x"] for half in halves]), whole[0]["x"])
+    stream = stream_batches(whole, CPU, workers=1)
+    batch = next(stream)
+    stream.close()
+    assert [batch["mask"], *(half["mask"] for half in halves)] == [None] * 3
+    found = [gradients(without, Plan(), chunk) for chunk in (None, 2)]
+    ladder = command(capsys, "ladder", "model.py:net", "--rungs", "loader-workers", *QUICK, "--out", "ladder")
+    assert {row["equivalence"]["verdict"] for row in ladder["rows"]} <= {"same", "rounding"}
+    trained = command(capsys, "train", "model.py:net", *PLAIN, "--steps", 2, "--out", "run")["loss"]
+    load_module.cache_clear()
+    found.append(gradients(workload_of(f"{write(masked)}:net"), Plan()))
+    assert max(loss for loss, _ in found) == pytest.approx(min(loss for loss, _ in found))
+    assert max(max(relative_errors(one[1], found[0][1])[0].values()) for one in found[1:]) < 1e-5
+    assert command(capsys, "train", "model.py:net", *PLAIN, "--steps", 2, "--out", "again")["loss"] == trained
 
 
 def gradients(workload: Workload, plan: Plan, chunk: int | None = None) -> tuple[float, dict[str, torch.Tensor]]:
@@ -1387,6 +1559,40 @@ MISTAKES = {
         "RuntimeError",
         "model.py:6: return",
     ),
+    "other-weights": (
+        "    return nn.Linear(3, 3)",
+        "    import numpy\n    model = nn.Linear(3, 3)\n    drawn = numpy.random.default_rng().normal(size=(3, 3))\n"
+        "    model.weight.data = torch.from_numpy(drawn).float()\n    return model",
+        "model.py:net gives other weights every time: weight",
+        "it is made at model.py:3: def net():",
+        "default_rng(0)",
+    ),
+    "nested-batch": (
+        "return torch.ones(size, 3), torch.zeros(size, dtype=torch.int64)",
+        "return [(torch.ones(size, 3), torch.zeros(size, dtype=torch.int64))]",
+        "the model was called as model(*batch), and the batch is a list of 1 (a tuple)",
+        "it is made at model.py:5: def make_batch",
+        "let make_batch return what the model is called with",
+    ),
+    "named-batch": (
+        "torch.ones(size, 3), torch.zeros(size, dtype=torch.int64)",
+        "{'x': torch.ones(size, 3)}",
+        "the model was called as model(**batch), and the batch is a dict of 1 (x: a float32 tensor of [2, 3])",
+        "it is made at model.py:5: def make_batch",
+    ),
+    "no-batch": (
+        "return torch.ones(size, 3), torch.zeros(size, dtype=torch.int64)",
+        "torch.ones(size, 3)",
+        "make_batch(2, seed) for model.py:net returned None",
+        "it is made at model.py:5: def make_batch",
+        "return tensors of [size, ...]",
+    ),
+    "batch-of-nothing": (
+        "torch.ones(size, 3), torch.zeros(size, dtype=torch.int64)",
+        "None, [None]",
+        "returned no tensor at all",
+        "return tensors of [size, ...]",
+    ),
     "no-tensors": ("torch.ones(size, 3), torch", "[1.0] * size, torch", "returned a float", "[size, ...]"),
     "wrong-size": ("torch.ones(size, 3)", "torch.ones(3)", "float32 tensor of [3]", "in its first dimension"),
     "not-repeatable": (
@@ -1816,3 +2022,38 @@ def test_a_mistake_comes_out_of_a_real_process(
         for name, module in list(sys.modules.items())
         if getattr(module, "__file__", None)
     )
+
+
+@pytest.mark.parametrize(
+    ("question", "raised"),
+    [("input('name? ')", "EOFError: EOF when reading a line"), ("breakpoint()", "BdbQuit")],
+    ids=["input", "breakpoint"],
+)
+def test_a_question_finds_nobody_to_answer_it(
+    question: str, raised: str, write: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the process that looks at the file, which is a real one here."""
+    path = write(GOOD.replace("    return nn.Linear", f"    {question}; size = 3\n    return nn.Linear"))
+    assert main(["estimate", f"{path}:net"]) == 2
+    shown = capsys.readouterr().err
+    assert f"net() raised {raised}" in shown
+    assert "it happened at model.py:" in shown
+    assert f"take the {question.partition('(')[0]}() out" in shown
+
+
+def test_a_worker_has_no_input_and_leaves_with_its_parent() -> None:
+    lines = ["import sys, time", "from redline.engine.worker import leave_with_parent", "leave_with_parent()"]
+    lines += ["print(repr(sys.stdin.read()), flush=True)", "time.sleep(600)"]
+    process = subprocess.Popen(
+        [sys.executable, "-c", "\n".join(lines)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    with process:
+        try:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            assert process.stdout.readline() == "''\n"
+            assert process.poll() is None
+            process.stdin.close()
+            assert process.wait(timeout=60) == 1
+        finally:
+            process.kill()
