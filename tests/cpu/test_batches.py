@@ -196,6 +196,28 @@ class NoStream:
         pass
 
 
+def without_streams(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """The way to a GPU on a machine without one. Tensors are listed as they are noted for the step's stream."""
+    noted: list[torch.Tensor] = []
+    monkeypatch.setattr(batches_module, "moved", lambda batch, *_, **__: batch)
+    monkeypatch.setattr(torch.cuda, "Stream", NoStream)
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    monkeypatch.setattr(torch.cuda, "current_stream", NoStream)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, _: noted.append(tensor))
+    return noted
+
+
+def test_a_none_in_a_batch_goes_to_a_gpu_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    noted, pinned = without_streams(monkeypatch), []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: (pinned.append(tensor), tensor)[1])
+    made = [{"x": torch.tensor([index]), "mask": None} for index in range(4)]
+    host = (batches_module._Parcel(batch).pin_memory().batch for batch in made)
+    first_three = list(batches_module.copy_ahead(host, torch.device("cuda", 0)))
+    assert first_three == made[:3]  # one is always ahead
+    assert [tensor.item() for tensor in pinned] == [0, 1, 2, 3]
+    assert [tensor.item() for tensor in noted] == [0, 1, 2]
+
+
 @needs_proc
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true but no accelerator")
 @pytest.mark.parametrize("ahead", [False, True], ids=["cpu", "ahead"])
@@ -204,11 +226,7 @@ def test_an_error_that_is_kept_does_not_keep_the_workers(
 ) -> None:
     """Its traceback holds every frame that it came through. `ahead`: the way to a GPU, without its streams."""
     if ahead:
-        monkeypatch.setattr(batches_module, "moved", lambda batch, *_, **__: batch)
-        monkeypatch.setattr(torch.cuda, "Stream", NoStream)
-        monkeypatch.setattr(torch.cuda, "stream", nullcontext)
-        monkeypatch.setattr(torch.cuda, "current_stream", NoStream)
-        monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
+        without_streams(monkeypatch)
     gone = TokenBatches(path=tmp_path / "gone.npy", seed=1337, micro_batch=B, sequence=T)
     write_tokens(gone.path, numpy.arange(COUNT), 65536)
     stream = stream_batches(gone, torch.device("cuda", 0) if ahead else CPU, workers=2)
