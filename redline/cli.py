@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 from redline import __version__
 from redline.core.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_MISTAKE, FailedRunError, UserError
-from redline.core.rank_processes import mark_interrupted
+from redline.core.rank_processes import follows_rank_0, mark_interrupted
 
 DESCRIPTION = "Finds out how fast a machine can train a GPT, gets it there, and proves that nothing broke on the way."
 RANK = "RANK"
@@ -91,11 +91,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             before[signal.SIGINT] = signal.SIG_IGN
         for number, handler in before.items():
             signal.signal(number, handler or signal.SIG_DFL)
-
-
-def follows_rank_0() -> bool:
-    """One of several ranks, whose launcher ends it when another has left: that one tells why."""
-    return "WORLD_SIZE" in os.environ and os.environ.get(RANK, "0") != "0"
 
 
 def interrupt(number: int, _: object) -> NoReturn:

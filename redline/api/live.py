@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from redline.api.loss import Loss, loss_of_call, name_of
 from redline.api.prepare import HOST, TO_FP32, check_module, check_unfrozen
@@ -34,7 +34,13 @@ from redline.core.user_code import Functions, described
 from redline.core.workload import Workload
 from redline.engine.inspect_model import look_at
 from redline.engine.inspect_walk import starred, walked
-from redline.model.python_adapter import check_filled, check_fp32, functional_dropout_off, takes_inputs_only
+from redline.model.python_adapter import (
+    check_filled,
+    check_fp32,
+    functional_dropout_off,
+    takes_inputs_only,
+    tensors_of,
+)
 from redline.predict.traced_estimate import traced_document
 from redline.predict.traced_lint import findings_of, traced_lint_document
 from redline.workloads.python_file import PythonFile, python_workload, without_autocast
@@ -154,8 +160,7 @@ def plain(batch: Any) -> Any:
 
 def samples_of(batch: Any) -> int:
     """How many there are: the first dimension of every tensor."""
-    leaves = [leaf for leaf in tree_leaves(batch) if leaf is not None]  # a mask that there is not
-    sizes = {leaf.size(0) if isinstance(leaf, torch.Tensor) and leaf.dim() else 0 for leaf in leaves}
+    sizes = {leaf.size(0) if isinstance(leaf, torch.Tensor) and leaf.dim() else 0 for leaf in tensors_of(batch)}
     if len(sizes) != 1 or 0 in sizes:
         raise UserError(
             f"the batch is {described(batch)} whose parts do not agree on how many samples it has",

@@ -36,6 +36,7 @@ from redline.core.rank_processes import (
     SCREEN,
     TYPED,
     agent_environment,
+    follows_rank_0,
     log_to,
     mark_interrupted,
     mark_left,
@@ -81,7 +82,7 @@ def check_alone(command: str) -> None:
 def wait_for_rank_0() -> bool:
     """In a rank that has found a mistake before it joined the others: whether another has found the same. That one
     ends them all; who leaves first would have it ended before it could say why."""
-    if (ranks_here() or 1) == 1 or os.environ["RANK"] == "0":
+    if not follows_rank_0():
         return False
     with suppress(KeyboardInterrupt):  # the agent's SIGTERM, which comes as one
         time.sleep(TELLING_SECONDS)

@@ -84,6 +84,11 @@ def mark_left() -> None:
         path.with_name(LEFT).touch()
 
 
+def follows_rank_0() -> bool:
+    """One of several ranks, whose launcher ends it when another has left: that one tells why."""
+    return "WORLD_SIZE" in os.environ and os.environ.get("RANK", "0") != "0"
+
+
 def mark_interrupted(by: str) -> bool:
     """In a rank. What comes first stands: a signal is repeated under another name (`cli.repeat_interrupt`). Returns
     whether this was it."""

@@ -126,7 +126,7 @@ def held(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def tensors_of(batch: Any) -> list[torch.Tensor]:
-    """A None among them, as for a mask that there is not, is none."""
+    """Or whatever else it holds. A None among them, as for a mask that there is not, is none."""
     return [leaf for leaf in tree_leaves(batch) if leaf is not None]
 
 
