@@ -224,6 +224,8 @@ class Ranks:
         self._has_told_end = True
         with suppress(dist.DistError):  # the store may be gone, and the job with it
             self.remember(f"end/{self.attempt}/{self.rank}", End(time.time(), first_sentence(text), lost))
+            if text:
+                self.remember(f"failed/{self.attempt}", True)
 
     def end_of(self, rank: int, attempt: int) -> End | None:
         """None: it has told none."""
@@ -334,8 +336,8 @@ class Ranks:
         try:
             while not self._ended.wait(BEAT_SECONDS):
                 self._beat()
-                if self._outstays_rank_0():
-                    os._exit(EXIT_INTERRUPTED)
+                if self._outstays_rank_0() or self._outstays_a_failure():
+                    self._leave()
                 # Rank 0 looks at all; rank 1 at rank 0, whose process may be the one that is frozen.
                 if self._watches and (found := self._standing_still(self.limit_seconds, self._marks_since)) is not None:
                     self._end_all(found if self._mark[1] else f"{found} ({SLOW_START})")
@@ -350,6 +352,19 @@ class Ranks:
             return False
         now, is_over = time.monotonic(), self.end_of(0, self.attempt) is not None
         return now - self._unchanged_since("end of 0", is_over, now) > self.mistake_seconds and is_over
+
+    def _outstays_a_failure(self) -> bool:
+        """Another rank has failed, and this one's main thread waits for it where no signal reaches it: in the driver,
+        for a collective of NCCL's. Later than that rank itself, which may leave rank 0 the time to tell."""
+        now, is_over = time.monotonic(), bool(self.remembered(f"failed/{self.attempt}")) and not self._has_told_end
+        return now - self._unchanged_since("failure", is_over, now) > 1.5 * self.mistake_seconds and is_over
+
+    def _leave(self) -> None:
+        """Rank 0 with the words of the one that failed, the others without any: they have not been killed."""
+        if self.leads:
+            self._end_all("")
+        self.tell_end("")
+        os._exit(EXIT_INTERRUPTED)
 
     def _end_all(self, found: str) -> None:
         """Whoever has told its end stands still for a reason: its words, if it has any, are the cause then."""

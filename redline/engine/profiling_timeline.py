@@ -262,14 +262,14 @@ def group_of_node(node: Node, attention: set[str | None]) -> str | None:
     if node.module in attention and found in (CONTRACTION, NORMALISATION):
         inside = is_product(names) or is_softmax(names)
         return ATTENTION if inside else found
-    if node.module in attention and node.module is not None and found not in (None, IDLE, LOSS):
+    if node.module in attention and node.module is not None and found not in (None, IDLE, LOSS, COMMUNICATION):
         return ATTENTION  # scale, mask and copies of the heads
     return found
 
 
 def follow_forward(node: Node, made: dict[int | None, Node]) -> None:
     """The gradient of attention, or of the loss, belongs to it, whatever operators compute it."""
-    if node.phase != BACKWARD or node.group in (None, IDLE):
+    if node.phase != BACKWARD or node.group in (None, IDLE, COMMUNICATION):
         return
     of_autograd = next((each for each in reversed(node.chain()) if each.name.startswith(NODE)), None)
     partner = None if of_autograd is None or of_autograd.sequence is None else made.get(of_autograd.sequence)
@@ -308,15 +308,17 @@ def device_calls(kernels: Sequence[dict[str, Any]], host: Host, parameter_bytes:
 def device_call(kernel: dict[str, Any], start: float, launch: Node | None, parameter_bytes: int | None) -> Call:
     name, duration = str(kernel["name"]), float(kernel.get("dur", 0))
     group = None if launch is None else launch.group
-    if group in (None, IDLE, OTHER) or kernel["cat"] != "kernel":
-        by_name = group_of_kernel(name if kernel["cat"] == "kernel" else "Memcpy")
-        group = group if group == OPTIMIZER else by_name
+    by_name = group_of_kernel(name if kernel["cat"] == "kernel" else "Memcpy")
+    if by_name == COMMUNICATION:  # wherever it is asked for: clipping sums the norms of all ranks within the update
+        group = COMMUNICATION
+    elif (group in (None, IDLE, OTHER) or kernel["cat"] != "kernel") and group != OPTIMIZER:
+        group = by_name
     operator, work = (None, None) if launch is None else known_work(launch, parameter_bytes)
     segment = Segment(
         start,
         start + duration,
         FORWARD if launch is None else launch.phase,
-        group or group_of_kernel(name),
+        group or by_name,
         None if launch is None else launch.module,
     )
     return Call(name, segment, segment.seconds, operator, work)

@@ -706,7 +706,7 @@ def test_a_mistake_is_rank_0s_to_tell_if_it_finds_it(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(distributed, "record_failure", lambda *words: happened.extend(map(repr, words)))
     mistake = UserError("problem\nof two lines", "why", "fix")
     ranks = Ranks(rank=rank, count=2, limit_seconds=9)
-    monkeypatch.setattr(ranks, "remember", lambda _, end: happened.append(end.text))
+    monkeypatch.setattr(ranks, "remember", lambda key, told: key.startswith("end/") and happened.append(told.text))
     with pytest.raises((UserError, SystemExit)) as raised, distributed.recorded(ranks):
         raise mistake
     words = "problem of two lines: why"
@@ -849,36 +849,49 @@ class LeftError(Exception):
 
 
 @pytest.mark.parametrize(
-    ("rank", "end", "left"),
+    ("rank", "other", "end", "left", "least"),
     [
-        (0, None, "rank 1 was last seen"),
-        (0, End(1.0, "rank 1 failed: E: x"), "rank 1 failed: E: x"),
-        (0, End(1.0, ""), "130"),
-        (1, None, "rank 0 was last seen"),
-        (1, End(1.0, "rank 0 failed: E: x"), "130"),
+        (0, 1, None, "rank 1 was last seen", 10),
+        (0, 1, "rank 1 failed: E: x", "rank 1 failed: E: x", 3.75),
+        (0, 1, "", "130", 10),
+        (1, 0, None, "rank 0 was last seen", 10),
+        (1, 0, "rank 0 failed: E: x", "130", 2.5),
+        (2, 1, "rank 1 failed: E: x", "130", 3.75),
+        (2, 0, "", "130", 2.5),
     ],
-    ids=["frozen", "failed", "ended", "rank-0-frozen", "rank-0-ended"],
+    ids=["frozen", "failed", "ended", "rank-0-frozen", "rank-0-failed", "neither-0-nor-watched", "rank-0-ended"],
 )
 def test_nobody_accuses_a_rank_that_has_told_its_end(
-    monkeypatch: pytest.MonkeyPatch, clock: list[float], rank: int, end: End | None, left: str
+    monkeypatch: pytest.MonkeyPatch,
+    clock: list[float],
+    rank: int,
+    other: int,
+    end: str | None,
+    left: str,
+    least: float,
 ) -> None:
+    """A rank whose main thread waits for that one in a collective, for ever: it ends by itself."""
+
     def leave(how: object) -> None:
         raise LeftError(str(how))
 
-    other, store = 1 - rank, Told()
-    ranks = Ranks(rank=rank, count=2, limit_seconds=10)
-    ranks._store = ranks._lasting = store
+    store = Told()
+    ranks, that = (Ranks(rank=each, count=3, limit_seconds=10) for each in (rank, other))
+    ranks._store = ranks._lasting = that._lasting = store
     ranks.mark(3, "in the step")
-    store.beat(other, 7, FURTHER)
+    for each in {0, 1, 2} - {rank}:
+        store.beat(each, 7, FURTHER)
     if end is not None:
-        store.set(f"end/0/{other}", json.dumps(end))
+        that.tell_end(end)
     monkeypatch.setattr(ranks._ended, "wait", distributed.time.sleep)
     monkeypatch.setattr(distributed.os, "_exit", leave)
     monkeypatch.setattr(distributed, "end_with", leave)
     with pytest.raises(LeftError, match=left):
         ranks._live()
-    waited = clock[-1] - clock[0]
-    assert waited < 5 if (rank, left) == (1, "130") else waited > 10
+    assert least < clock[-1] - clock[0] < least + 3
+    if end and rank > 0:
+        words = distributed.words_of_ends({each: that.end_of(each, 0) for each in (rank, other)})
+        assert words == f"torchrun has started all ranks again: {end}", "nobody was killed"
 
 
 def test_a_rank_that_left_and_wrote_nothing_down_is_the_cause_of_a_row(tmp_path: Path) -> None:

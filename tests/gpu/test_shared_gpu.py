@@ -210,7 +210,7 @@ def test_a_profile_of_four_tells_the_communication_of_each_group(command: Comman
 def test_tune_finds_a_recipe_that_ranks_train(command: Command) -> None:
     words = ("--rungs", "bf16,fused-adamw,fsdp", "--minutes", "2", "--check-steps", "6", "--global-batch", "8")
     best = command("tune", *words)["best"]
-    assert best["verdict"] == "rounding"
+    assert best["verdict"] in ("same", "rounding")
     assert {"ddp", "fsdp"} & set(best["rungs"])
     recipe = str(command.folder / "run" / "best.json")
     done = command.run("train", "--recipe", recipe, "--global-batch", "8", "--steps", "2", "--out", f"{recipe}-trained")
@@ -226,12 +226,13 @@ def test_tune_finds_a_recipe_that_ranks_train(command: Command) -> None:
 )
 def test_what_one_rank_meets_is_the_row_of_all_and_the_ladder_goes_on(command: Command, fault: str, text: str) -> None:
     more = ("--timeout", "60") if fault == "hang" else ()
-    words = ("--rungs", "flash,fused-adamw", "--micro-batch", "2", "--check-steps", "4", *more)
-    first, failed, last = command("ladder", *words, PLANTED_FAULT=fault)["rows"]
-    assert (first["rung"], first["status"], first["equivalence"]["verdict"]) == ("ddp", "ok", "rounding")
+    words = ("--rungs", "bf16,flash,fused-adamw", "--micro-batch", "2", "--check-steps", "4", "--keep", "all", *more)
+    first, bf16, failed, last = command("ladder", *words, PLANTED_FAULT=fault)["rows"]
+    for row in (first, bf16):
+        assert (row["status"], row["equivalence"]["verdict"]) == ("ok", "rounding")
     assert (failed["rung"], failed["status"]) == ("flash", "failed")
     assert text in failed["reason"]
-    assert (last["recipe"], last["status"]) == (["ddp", "fused-adamw"], "ok")
+    assert (last["recipe"], last["status"]) == (["ddp", "bf16", "fused-adamw"], "ok")
 
 
 @pytest.mark.parametrize("fault", ["kill", "hang", "memory"])
@@ -253,6 +254,10 @@ def test_training_goes_on_from_its_checkpoint_after_a_rank_is_lost(runs: Runs, t
     assert done.returncode == 0, done.stderr[-4000:]
     metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     (note,) = [line["text"] for line in metrics if "started all ranks again" in line.get("text", "")]
-    said = {"kill": "rank 1 ended without a word", "hang": "rank 1", "memory": "out of memory with micro batches of 1"}
-    assert said[fault] in note, note
+    said = {
+        "kill": "rank 1 ended without a word (killed, or its machine is gone)",
+        "hang": "no rank has got any further for 45 s, at step 5, in the step: rank 1 is in hang, rank_fault.py",
+        "memory": "rank 1 failed: RuntimeError: out of memory with micro batches of 1 sequence",
+    }
+    assert note.startswith(f"torchrun has started all ranks again: {said[fault]}"), note
     assert (tmp_path / "run" / "checkpoints" / "step-00000008").exists()

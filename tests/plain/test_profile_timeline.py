@@ -172,6 +172,25 @@ def test_communication_behind_computation_costs_nothing():
     assert groups[names.COMMUNICATION] == pytest.approx(10 + 20)
 
 
+def test_a_collective_is_communication_wherever_it_is_asked_for():
+    """Clipping sums norms over ranks within the update, and a tensor group its attention's outputs within that."""
+    events = [
+        *gpu_step(),
+        operator("_c10d_functional::all_reduce", 51, 54),
+        launch(52, 103),
+        kernel("ncclDevKernel_AllReduce_Sum_f32_RING_LL", 72, 79, 103),
+        mark(MODULE + "h.0.attn", 11.0, 11.9),
+        operator("aten::bmm", 11.1, 11.3),
+        operator("aten::_softmax", 11.3, 11.5),
+        operator("_c10d_functional::all_reduce", 11.6, 11.8, **{"Sequence number": 4}),
+        event("cudaLaunchKernelExC", "cuda_runtime", 11.7, 11.75, correlation=104),
+        kernel("ncclDevKernel_AllReduce_Sum_bf16_RING_LL", 15, 18, 104),
+    ]
+    found = {call.name: call.group for call in kernels_of(read_timeline(events), 1.0, device="cuda")}
+    assert {group for name, group in found.items() if "nccl" in name} == {names.COMMUNICATION}
+    assert groups_of(events, "cuda")[names.OPTIMIZER] == pytest.approx(8, rel=0.3)
+
+
 def test_attention_written_out_is_told_from_other_products():
     module = mark(MODULE + "h.0.attn", 0, 40)
     events = [
