@@ -5,8 +5,9 @@
 Rows: the recipe; with chunked loss; with every block recomputed; with both; with half of the bytes kept, by the
 compiler's choice; with naive attention instead of a fused kernel; and with its core recomputed, which saves something
 there only. MFU counts what the model asks for, HFU what is executed: recomputing lowers the first and not the second.
-Sizes whose predicted memory does not fit are not run. Steps are timed as in against.py: processes that compile side by
-side, as many as fit by prediction, and then take turns.
+Sizes whose predicted memory does not fit are not run. Steps are timed as in against.py: the processes of one size
+compile side by side, as many as fit by prediction, and then take turns. The common size comes first, then the others
+from the smallest on: what is stopped keeps the sizes that it has come to.
 No verdicts here: `redline ladder --from fast.json --rungs chunked-loss,checkpointing` has them.
 """
 
@@ -20,6 +21,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +77,7 @@ def run(options: argparse.Namespace) -> int:
     started, workload = time.monotonic(), resolve_workload(options.workload)
     for name in ("micro_batch", "block", "at_once"):
         check_positive(f"--{name.replace('_', '-')}", getattr(options, name))
-    sizes = sorted({options.micro_batch, *sizes_in(options.sizes)}, reverse=True)
+    sizes = [options.micro_batch, *sorted({*sizes_in(options.sizes)} - {options.micro_batch})]
     rows = rows_of(load_recipe(options.recipe).rungs)
     rows = {name: rows[name] for name in chosen(options.rows, rows)}
     hardware, versions = probe_machine(options.device)
@@ -107,7 +109,10 @@ def run(options: argparse.Namespace) -> int:
                 return child, child.ready()
 
         try:
-            look_at_all(found, open_child, options)
+            for size in sizes:
+                look_at_all(only_at(size, found), open_child, options)
+                while children:
+                    children.pop().close()
             found.finished = True
         except KeyboardInterrupt:
             print("stopped; what was measured stays", file=sys.stderr)
@@ -164,6 +169,11 @@ def chosen(words: str | None, rows: dict[str, Any]) -> list[str]:
         if name not in rows:
             raise unknown_name("row", name, rows)
     return names
+
+
+def only_at(size: int, found: Found) -> Found:
+    """Its orders of that size; what comes of them goes where all goes."""
+    return replace(found, orders=[order for order in found.orders if order.micro_batch == size])
 
 
 def predicted_bytes(order: Order) -> int:

@@ -103,6 +103,24 @@ def test_fixed_and_best_with_both_shares(bench: Any) -> None:
     ]
 
 
+def test_sizes_come_one_after_the_other_and_each_stays(bench: Any) -> None:
+    rows = {name: rungs for name, rungs in bench.rows_of(RUNGS).items() if name in ("recipe", "checkpointing")}
+    found = bench.Found(orders=orders_of(bench, rows, 64, 128))
+    opened: list[str] = []
+
+    def open_fake(order: Any) -> tuple[Fake, dict[str, Any]]:
+        opened.append(order.name)
+        return Fake(order, 0.1), {}
+
+    bench.look_at_all(bench.only_at(64, found), open_fake, Namespace(at_once=1, block=3))
+    assert opened == ["recipe-64", "checkpointing-64"]
+    record = bench.results(found, found.orders, rows, 64, H200)
+    for row in record.values():
+        fixed, larger = row["sizes"]
+        assert (fixed["micro_batch"], fixed["tokens_per_second"]) == (64, pytest.approx(64 * 1024 / 0.1))
+        assert (larger["micro_batch"], larger["tokens_per_second"]) == (128, None)
+
+
 def test_what_cannot_fit_is_not_run(bench: Any) -> None:
     rows = bench.rows_of(RUNGS)
     by_name = {one.name: bench.too_large(one, int(0.9 * 150e9)) for one in orders_of(bench, rows, 64, 512)}
