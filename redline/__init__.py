@@ -19,7 +19,7 @@ Importing redline imports nothing heavy. A mistake raises `redline.core.errors.U
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -425,7 +425,7 @@ def profile(
 @checked(recipe=ANYTHING, device=PLACE)
 def prepare(
     model: nn.Module,
-    recipe: Path | str | Recipe | Iterable[str],
+    recipe: Path | str | Recipe | Mapping[str, Any] | Iterable[str],
     *,
     learning_rate: float | Callable[[int], float] | None = None,
     weight_decay: float = 0.1,
@@ -435,9 +435,9 @@ def prepare(
 ) -> Prepared:
     """A recipe on a module of your own: model, optimizer, autocast, scaler and step for a plain training loop.
 
-    `recipe`: a file such as best.json of a run, a Recipe, or names of rungs. What cannot be done to the module from
-    outside is in `prepared.left_out`, with the reason. `loss(model, batch)` returns a scalar; without it the model is
-    called with the batch and must return a loss, or logits for a pair of inputs and targets (docs/api.md).
+    `recipe`: a file such as best.json of a run, what it holds, a Recipe, or names of rungs. What cannot be done to the
+    module from outside is in `prepared.left_out`, with the reason. `loss(model, batch)` returns a scalar; without it
+    the model is called with the batch and must return a loss, or logits for a pair of inputs and targets (docs/api.md).
     `learning_rate` is AdamW's, a number (torch's schedulers may change it) or a function of the steps taken; another
     optimizer gets its own factor on it. AdamW's betas are 0.9 and 0.95, as GPTs are trained; `clip_norm=None` leaves
     gradients as they are. The module is changed in place and moved to `device` if that is given.

@@ -25,7 +25,7 @@ from redline.api.raised import told
 from redline.api.realise import BF16_WEIGHTS, obstacles_of, realise
 from redline.core.errors import UserError
 from redline.core.plan import Plan
-from redline.core.recipe import Recipe, load_recipe
+from redline.core.recipe import Recipe, load_recipe, recipe_from
 from redline.engine.build import compile_loss, outlive_replays
 from redline.engine.memory import is_out_of_memory
 from redline.engine.probe import probe
@@ -92,7 +92,7 @@ class Prepared:
 
 def prepare(
     model: nn.Module,
-    recipe: Path | str | Recipe | Iterable[str],
+    recipe: Path | str | Recipe | Mapping[str, Any] | Iterable[str],
     *,
     learning_rate: Rate | None = None,
     weight_decay: float = 0.1,
@@ -188,12 +188,14 @@ def move_to(model: nn.Module, device: torch.device | str) -> None:
         raise UserError(f"the model cannot go to {device}", why, "choose a device that torch sees") from error
 
 
-def rungs_of(recipe: Path | str | Recipe | Iterable[str]) -> tuple[str, ...]:
+def rungs_of(recipe: Path | str | Recipe | Mapping[str, Any] | Iterable[str]) -> tuple[str, ...]:
     """In the order of the ladder, each once. Unknown names, and two that exclude each other, are mistakes."""
     if isinstance(recipe, str) and is_names(recipe):
         recipe = [] if recipe == "none" else [name.strip() for name in recipe.split(",")]
     if isinstance(recipe, (str, Path)):
         recipe = load_recipe(Path(recipe))
+    if isinstance(recipe, Mapping):  # what json.load gives of a recipe file
+        recipe = recipe_from(recipe, "the recipe given")
     recipe = recipe if isinstance(recipe, Recipe) or not isinstance(recipe, Iterable) else list(recipe)
     if not isinstance(recipe, (Recipe, list)) or (
         isinstance(recipe, list) and not all(isinstance(name, str) for name in recipe)

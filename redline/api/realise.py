@@ -9,8 +9,9 @@ transformers have switches of their own, which are used. Every rung is done, or 
 
 from __future__ import annotations
 
+import copy
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
@@ -51,6 +52,8 @@ def obstacles_of(rungs: Iterable[str], model: nn.Module, hardware: Hardware) -> 
 def realise(plan: Plan, model: nn.Module) -> tuple[str, ...]:
     """In place, before the optimizer gets hold of the parameters. Returns what the user should know of it."""
     switch_process(plan)
+    if is_transformers(model):
+        keep_own_config(model)
     if plan.attention != "naive" and is_transformers(model):
         attend_causally(model)
     notes = pad(model, plan) if plan.vocab_multiple > 1 else ()
@@ -296,6 +299,23 @@ def gelu_test(model: nn.Module) -> Callable[[nn.Module], bool]:
 
 
 # --- changing a module ------------------------------------------------------------------------------------------------
+
+
+def keep_own_config(model: nn.Module) -> None:
+    """transformers switches through the config, which all models share that were built from it: a teacher beside the
+    student would attend as the student does, and take its padded size for its own."""
+    copies: dict[int, Any] = {}
+    copy.deepcopy(model.config, copies)  # and of each part of it, such as a text model's
+    for module in model.modules():
+        held = {name: copies[id(value)] for name, value in vars(module).items() if is_config(value, copies)}
+        for name, own in held.items():
+            setattr(module, name, own)
+
+
+def is_config(value: object, copies: Mapping[int, Any]) -> bool:
+    from transformers import PretrainedConfig
+
+    return isinstance(value, PretrainedConfig) and id(value) in copies
 
 
 def attend_causally(model: nn.Module) -> None:

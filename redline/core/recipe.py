@@ -6,8 +6,10 @@ Recipe(rungs=("tf32", "bf16"), micro_batch=16)
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from redline.core.errors import UserError
 from redline.core.values import from_json, to_json
@@ -30,13 +32,27 @@ class Recipe:
 def load_recipe(path: Path) -> Recipe:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-        return from_json(Recipe, data)
     except OSError as error:
         raise UserError(
             f"cannot read the recipe {path}",
             error.strerror or str(error),
             "give the path of a recipe file, such as best.json of a run",
         ) from error
+    except ValueError as error:
+        raise not_a_recipe(str(path), str(error)) from error
+    return recipe_from(data, str(path))
+
+
+def recipe_from(data: Any, name: str) -> Recipe:
+    """Of what JSON gave; `name`: where it is from."""
+    if isinstance(data, Mapping) and "micro_batch" not in data:
+        raise not_a_recipe(name, "it has no micro_batch")
+    try:
+        return from_json(Recipe, data)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        example = json.dumps(to_json(Recipe(rungs=("tf32", "bf16"), micro_batch=16)))
-        raise UserError(f"{path} is not a recipe", str(error), f"a recipe looks like {example}") from error
+        raise not_a_recipe(name, str(error)) from error
+
+
+def not_a_recipe(name: str, why: str) -> UserError:
+    example = json.dumps(to_json(Recipe(rungs=("tf32", "bf16"), micro_batch=16)))
+    return UserError(f"{name} is not a recipe", why, f"a recipe looks like {example}")

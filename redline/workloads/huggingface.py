@@ -236,6 +236,7 @@ FAMILIES: dict[str, Family] = {
             "head_dim": None,
             "sliding_window": None,
             "hidden_act": "silu",
+            "pad_token_id": 32000,
         },
         dropouts=("attention_dropout", "resid_pdrop"),
         note="gate and up are one matmul there: the shape counts two of half the width",
@@ -497,6 +498,21 @@ def check_rope(config: Config) -> None:
                     "transformers has no rotary embedding of that name",
                     f"known: {', '.join(ROPE_TYPES)}; `redline estimate` reads the sizes alone",
                 )
+
+
+def check_pad_token(config: Config) -> None:
+    """Of a model that is to be built, likewise: torch refuses it, and names no field."""
+    model_type, text = text_model(config)
+    values = {**FAMILIES[model_type].defaults, **text}
+    pad, vocab = values.get("pad_token_id"), _count(values, "vocab_size")
+    if isinstance(pad, int) and not -vocab <= pad < vocab:
+        whose = "" if "pad_token_id" in text else f", which a {model_type} config has where it does not say"
+        raise UserError(
+            f"pad_token_id is {pad}{whose}",
+            f"vocab_size is {vocab}, so there is no such token",
+            'write "pad_token_id": null into the config, or a token that it has; `redline estimate` reads the sizes '
+            "alone",
+        )
 
 
 def _size(values: Config, key: str) -> int | None:

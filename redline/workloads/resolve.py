@@ -23,6 +23,7 @@ from redline.workloads.huggingface import (
     FUSED_ATTENTION,
     Config,
     attention_dropout,
+    check_pad_token,
     check_rope,
     dropouts,
     obstacles,
@@ -101,6 +102,7 @@ def _from_config(workload: Workload, config: Config, trained_on: str | None) -> 
     whoever builds it need not know what it is for."""
     check_transformers()
     check_rope(config)
+    check_pad_token(config)
     cannot = obstacles(config, workload.decoder)
     if trained_on == "cpu" and attention_dropout(config) is not None:
         key = attention_dropout(config)

@@ -603,6 +603,28 @@ def test_a_mask_that_the_kernel_would_overlook_is_refused(gpt2) -> None:
         prepared.step({"input_ids": IDS, "labels": IDS, "attention_mask": torch.ones_like(IDS)})
 
 
+def test_another_model_of_the_same_config_stays_as_it_is(gpt2) -> None:
+    model = gpt2()
+    teacher = type(model)(model.config).eval()
+    assert teacher.config is model.config, "as transformers builds them"
+    mask = torch.ones_like(IDS)
+    mask[:, :3] = 0
+    before = teacher(input_ids=IDS, attention_mask=mask).logits
+    redline.prepare(model, ["flash", "padded-vocab", "checkpointing"])
+    assert torch.equal(teacher(input_ids=IDS, attention_mask=mask).logits, before)
+    assert teacher(input_ids=IDS, labels=IDS).loss.isfinite()
+    assert model.config.vocab_size % 128 == 0
+    assert all(module.config is model.config for module in model.modules() if hasattr(module, "config"))
+
+
+def test_a_recipe_may_be_what_its_file_holds() -> None:
+    document = {"rungs": ["bf16"], "micro_batch": 4}
+    assert redline.prepare(nn.Linear(4, 4), document).rungs == ("bf16",)
+    with pytest.raises(UserError, match="the recipe given is not a recipe") as caught:
+        redline.prepare(nn.Linear(4, 4), {"rungs": ["bf16"]})
+    assert caught.value.why == "it has no micro_batch"
+
+
 @pytest.mark.parametrize(
     ("words", "problem"),
     [

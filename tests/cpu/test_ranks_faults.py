@@ -243,11 +243,12 @@ def test_those_that_go_on_are_told_what_happened_in_a_sentence(
     monkeypatch: pytest.MonkeyPatch, text: str, told: str
 ) -> None:
     ranks, remembered = Ranks(), {}
-    monkeypatch.setattr(ranks, "remember", lambda key, value: remembered.update({key: value[1]}))
+    monkeypatch.setattr(ranks, "remember", lambda key, value: remembered.update({key: value}))
     ranks.tell_end(text)
-    assert remembered == {"end/0/0": told}
+    assert remembered.pop("end/0/0").text == told
+    assert remembered == ({"failed/0": True} if text else {})
     ranks.tell_end("and so it failed")
-    assert remembered == {"end/0/0": told}, "what comes after it is of it"
+    assert "end/0/0" not in remembered, "what comes after it is of it"
 
 
 @pytest.mark.long

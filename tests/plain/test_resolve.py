@@ -200,6 +200,26 @@ def test_an_unknown_rotary_embedding_is_refused_by_its_field(
     resolve_shape(write({**LLAMA, key: given}))  # its sizes are what they are
 
 
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({**LLAMA, "pad_token_id": 32000}, "pad_token_id is 32000"),
+        ({**LLAMA, "pad_token_id": -301}, "pad_token_id is -301"),
+        ({**LLAMA, "model_type": "phi3"}, "pad_token_id is 32000, which a phi3 config has where it does not say"),
+    ],
+    ids=["beyond", "before", "phi3"],
+)
+def test_a_padding_token_that_is_not_there_is_refused_by_its_field(
+    config: dict[str, Any], said: str, write: Write
+) -> None:
+    config = {**config, "vocab_size": 300}
+    found = mistake(write(config))
+    assert (found.problem, found.why) == (said, "vocab_size is 300, so there is no such token")
+    for known in (None, 0, 299, -1):
+        resolve_workload(write({**config, "pad_token_id": known}))
+    resolve_shape(write(config))  # its sizes are what they are
+
+
 def test_what_goes_on_in_a_job_is_the_config(write: Write) -> None:
     workload = resolve_workload(write(LLAMA, "mine"), corpus="novel.txt")
     assert (workload.name, workload.source.kind, workload.corpus) == ("mine", "huggingface", "novel.txt")
