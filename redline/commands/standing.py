@@ -28,6 +28,7 @@ MEASURED = ("ladder", "tune")
 """Kinds whose process holds a lock: whether they go on is known."""
 KIND_OF_JOB = {
     "reference": "fp32 reference",
+    "yardstick": "plain code at its precision",
     "look": "a look",
     "trial": "another micro batch",
     "measure": "measuring",

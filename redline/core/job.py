@@ -68,10 +68,10 @@ class Job:
     tokens: str
     """Path of the token file, relative to the run directory."""
     kind: str = "measure"
-    """'measure'; 'reference': the loss curve alone, in plain fp32, in chunks small enough to fit; 'look': the time
-    alone, unchecked; 'trial': a measurement with half the timing and no profile, to rank sizes of the batch; 'compile':
-    nothing but the code, into its cache;
-    'profile': where the time goes, `timed_steps` of them under the profiler."""
+    """'measure'; 'reference': the loss curve alone, in plain fp32, in chunks small enough to fit; 'yardstick': the same
+    at the recipe's precision; 'look': the time alone, unchecked; 'trial': a measurement with half the timing and no
+    profile, to rank sizes of the batch; 'compile': nothing but the code, into its cache; 'profile': where the time
+    goes, `timed_steps` of them under the profiler."""
     check_steps: int = 20
     """Length of the loss curve that is compared."""
     timed_steps: int | None = None
@@ -104,7 +104,7 @@ class Job:
 
     @property
     def processes(self) -> int:
-        return 1 if self.kind == "reference" else self.ranks
+        return 1 if self.kind in ("reference", "yardstick") else self.ranks
 
     @property
     def folder_name(self) -> str:

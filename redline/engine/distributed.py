@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import re
 import socket
@@ -49,6 +50,7 @@ LIMIT_SECONDS = 600.0  # a first step that compiles for long is no rank that han
 STANDING_SECONDS = 5.0  # without a mark: worth a word where a time limit ends the job anyway
 POLL_SECONDS = 0.05
 MISTAKE_SECONDS = 10.0  # between ranks that find the same one
+OUTLIVED_SECONDS = 5.0  # signs of life come once a second, and of two machines the clocks may differ
 SHOWN = 4  # ranks in one message
 SLOW_START = "a slow start counts too, of loaders and of what is compiled: a larger --rank-timeout leaves it the time"
 PACKAGE = str(Path(__file__).parents[1]) + os.sep
@@ -224,8 +226,6 @@ class Ranks:
         self._has_told_end = True
         with suppress(dist.DistError):  # the store may be gone, and the job with it
             self.remember(f"end/{self.attempt}/{self.rank}", End(time.time(), first_sentence(text), lost))
-            if text:
-                self.remember(f"failed/{self.attempt}", True)
 
     def end_of(self, rank: int, attempt: int) -> End | None:
         """None: it has told none."""
@@ -234,10 +234,12 @@ class Ranks:
 
     def lost_before(self) -> str | None:
         """Why there was an attempt before this one that is over; None: there was none, or nobody knows."""
-        count = self.remembered(f"count/{self.attempt - 1}")
+        before = self.attempt - 1
+        count = self.remembered(f"count/{before}")
         if count is None:
             return None
-        return words_of_ends({rank: self.end_of(rank, self.attempt - 1) for rank in range(count)})
+        ends = {rank: self.end_of(rank, before) for rank in range(count)}
+        return words_of_ends(ends, {rank: self.remembered(f"seen/{before}/{rank}") or 0.0 for rank in ends})
 
     # --- collectives --------------------------------------------------------------------------------------------------
 
@@ -326,6 +328,7 @@ class Ranks:
         assert self._store is not None
         self._beats += 1
         self._store.set(f"beat/{self.rank}", json.dumps([self._beats, *self._mark, main_frame()]))
+        self.remember(f"seen/{self.attempt}/{self.rank}", time.time())
 
     def _beat_of(self, rank: int) -> str:
         assert self._store is not None
@@ -336,8 +339,8 @@ class Ranks:
         try:
             while not self._ended.wait(BEAT_SECONDS):
                 self._beat()
-                if self._outstays_rank_0() or self._outstays_a_failure():
-                    self._leave()
+                if self._outstays_rank_0():
+                    os._exit(EXIT_INTERRUPTED)
                 # Rank 0 looks at all; rank 1 at rank 0, whose process may be the one that is frozen.
                 if self._watches and (found := self._standing_still(self.limit_seconds, self._marks_since)) is not None:
                     self._end_all(found if self._mark[1] else f"{found} ({SLOW_START})")
@@ -352,19 +355,6 @@ class Ranks:
             return False
         now, is_over = time.monotonic(), self.end_of(0, self.attempt) is not None
         return now - self._unchanged_since("end of 0", is_over, now) > self.mistake_seconds and is_over
-
-    def _outstays_a_failure(self) -> bool:
-        """Another rank has failed, and this one's main thread waits for it where no signal reaches it: in the driver,
-        for a collective of NCCL's. Later than that rank itself, which may leave rank 0 the time to tell."""
-        now, is_over = time.monotonic(), bool(self.remembered(f"failed/{self.attempt}")) and not self._has_told_end
-        return now - self._unchanged_since("failure", is_over, now) > 1.5 * self.mistake_seconds and is_over
-
-    def _leave(self) -> None:
-        """Rank 0 with the words of the one that failed, the others without any: they have not been killed."""
-        if self.leads:
-            self._end_all("")
-        self.tell_end("")
-        os._exit(EXIT_INTERRUPTED)
 
     def _end_all(self, found: str) -> None:
         """Whoever has told its end stands still for a reason: its words, if it has any, are the cause then."""
@@ -577,12 +567,15 @@ def recorded(ranks: Ranks) -> Iterator[None]:
             ranks.tell_end("")  # where nothing was said: by the user, by the agent, or all is done
 
 
-def words_of_ends(ends: Mapping[int, End | None]) -> str | None:
+def words_of_ends(ends: Mapping[int, End | None], seen: Mapping[int, float]) -> str | None:
     """Of the ranks of an attempt; None: that rank has told nothing. A rank that was lost may tell nothing either, and
-    the agent may have killed others since: the words of whoever watched are the cause."""
+    the agent may have killed others since: the words of whoever watched are the cause. `seen`: when each rank last gave
+    a sign of life. One that lived on after another had failed waited for that one where no signal reaches it, in the
+    driver, for a collective of NCCL's: the agent has killed it after its grace."""
     told = sorted(end for end in ends.values() if end is not None and end.text)
     lost = [end for end in told if end.lost]
-    silent = [f"rank {rank}" for rank, end in ends.items() if end is None and not lost]
+    outlived = told[0].when + OUTLIVED_SECONDS if told else math.inf
+    silent = [f"rank {rank}" for rank, end in ends.items() if end is None and not lost and seen[rank] < outlived]
     words = [f"{', '.join(silent)} ended without a word (killed, or its machine is gone)"] if silent else []
     words += [end.text for end in (lost or told)[:1]]
     return f"torchrun has started all ranks again: {'; '.join(words)}" if words else None

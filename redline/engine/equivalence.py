@@ -38,7 +38,7 @@ from redline.engine.build import Training, build
 from redline.engine.distributed import Ranks, alone
 from redline.engine.fit import in_pieces_that_fit
 from redline.engine.shard import whole
-from redline.rungs import find_rung, reference_plan
+from redline.rungs import find_rung, plain_at_precision, reference_plan
 
 REFERENCE_CHUNK = 4  # sequences at a time, fewer if they do not fit: plain attention in fp32 takes most of all
 PAIR_STEPS, PAIR_BATCH = 3, 4
@@ -145,18 +145,8 @@ def reference_gradients(
     expected = in_pieces_that_fit(partial(_reference_step, workload, reference, plan.precision, where), **fit)
     if plan.precision == "fp32":
         return expected
-    plain_at_precision = replace(
-        reference,
-        matmul_precision=plan.matmul_precision,
-        autocast=plan.autocast,
-        loss_scaling=plan.loss_scaling,
-        fp8_head=False,
-        fp8_mlps=False,
-        fp8_linears=False,  # 8 bits are held against 16: a yardstick of 8 would have the same faults
-    )
-    errors, overall = in_pieces_that_fit(
-        partial(_yardstick_errors, workload, plain_at_precision, expected, where), **fit
-    )
+    yardstick = plain_at_precision(reference, plan)
+    errors, overall = in_pieces_that_fit(partial(_yardstick_errors, workload, yardstick, expected, where), **fit)
     return replace(expected, yardstick_errors=errors, yardstick_error=overall)
 
 

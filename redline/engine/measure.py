@@ -31,7 +31,7 @@ from redline.engine.findings import compiler_log
 from redline.engine.fit import free_memory, in_pieces_that_fit
 from redline.engine.kept import kept_reference
 from redline.engine.proof import Shares, prove
-from redline.rungs import plan_of, reference_plan
+from redline.rungs import plain_at_precision, plan_of, reference_plan
 
 STEADY = 0.02  # two neighbouring blocks of steps whose medians differ by less are steady
 BLOCK_STEPS = 5
@@ -164,15 +164,19 @@ def by_group(shares: Shares, layout: Layout) -> dict[str, float] | None:
 
 
 def measure_reference(bench: Bench) -> Measurement:
-    """The loss curve in plain fp32, the batch in pieces that fit."""
+    """The loss curve of plain code, the batch in pieces that fit: in fp32, or of a yardstick at the recipe's
+    precision."""
+    rungs = bench.job.recipe.rungs
+    plan = reference_plan(rungs)
+    if bench.job.kind == "yardstick":
+        plan = plain_at_precision(plan, plan_of(rungs))
     whole = bench.job.recipe.micro_batch if bench.job.workload.splits else None
-    curve = in_pieces_that_fit(partial(reference_curve, bench), chunk=whole, device=bench.device)
+    curve = in_pieces_that_fit(partial(reference_curve, bench, plan), chunk=whole, device=bench.device)
     return Measurement(loss_curve=tuple(curve))
 
 
-def reference_curve(bench: Bench, chunk: int | None) -> list[float]:
+def reference_curve(bench: Bench, plan: Plan, chunk: int | None) -> list[float]:
     bench.report("reference", done=0, total=bench.job.check_steps)
-    plan = reference_plan(bench.job.recipe.rungs)
     training = build(bench.job.workload, plan, **_whole_batch_of(bench), chunk=chunk)
     curve, _ = train_curve(bench, training, first=next(training.batches), phase="reference")
     return curve

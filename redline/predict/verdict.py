@@ -46,6 +46,9 @@ CURVE_TOLERANCE = {"fp32": 0.002, "tf32": 0.01, "fp16": 0.03, "bf16": 0.03, "fp8
 # moved by bf16's epsilon left the tiny model's curve by 0.047, 0.013 and 0.008 nats in three steps of twenty and by
 # 0.001 in the others, and honest bf16 was as far away in the same steps (0.046, 0.027, 0.008).
 ODD_STEPS, ODD_FACTOR = 10, 3.0
+# A curve that is off by more than the tolerance, and by less than this factor of it, is in doubt: it is held against
+# plain code at its precision, which has no fault of the recipe's, and may be this many times as far away as that is.
+DOUBT_FACTOR, CURVE_FACTOR = ODD_FACTOR, 2.0
 USUAL_LOSS = 12.0  # above ln V of every vocabulary here; a user's own loss may be larger, and rounds in proportion
 # A first update this far from the reference's, by its own size, is no rounding: 1 is a tensor that never moves or moves
 # twice as far. AdamW's first step is the gradient's sign, and rounding's sign is chance: elements with no gradient but
@@ -100,12 +103,14 @@ def judge(
     base: Sequence[float] | None,
     plain: Sequence[float] | None,
     ln_vocab: float | None,
+    yardstick: Sequence[float] | None = None,
     least_learning: float = LEAST_LEARNING,
     unchecked: str | None = None,
 ) -> Equivalence:
     """`reference`: the fp32 curve with the recipe's maths; `base`: the curve of the recipe this rung was put onto;
-    `plain`: the fp32 curve of the unchanged maths, which a rung that changes the maths is compared with. `ln_vocab`:
-    None where nobody knows the loss to start at. `unchecked`: why nothing can be compared."""
+    `plain`: the fp32 curve of the unchanged maths, which a rung that changes the maths is compared with; `yardstick`:
+    plain code's at the recipe's precision, of a curve that `is_in_doubt`. `ln_vocab`: None where nobody knows the loss
+    to start at. `unchecked`: why nothing can be compared."""
     if unchecked is not None:
         finite = _is_finite(measurement.loss_curve)
         detail = unchecked if finite else "the loss is not finite"
@@ -114,7 +119,7 @@ def judge(
     # Whatever part of the reference is missing, the rest still shows faults: a wrong gradient needs no curve.
     faults = [
         *(_step_faults(measurement.gradients, precision, ln_vocab) if measurement.gradients else []),
-        *_curve_faults(measurement.loss_curve, reference, precision),
+        *_curve_faults(measurement.loss_curve, reference, precision, yardstick),
         *(_learning_faults(measurement.loss_curve, plain, least_learning) if changes else []),
     ]
     if measurement.pair_bitwise is False:
@@ -130,7 +135,7 @@ def judge(
     return Equivalence(
         maths=maths,
         verdict="changed" if precision == "fp8" else _agreement(maths, measurement, reference, base),
-        detail=_figures(measurement, precision, reference, base),
+        detail=_figures(measurement, precision, reference, base, yardstick),
     )
 
 
@@ -186,15 +191,34 @@ def _update_faults(gradients: GradientCheck) -> list[str]:
     return [f"the first update of {worst} is {over[worst]:.2g} of its size off fp32 ({len(over)} tensors)"]
 
 
-def _curve_faults(curve: Sequence[float], reference: Sequence[float] | None, precision: str) -> list[str]:
+def _curve_faults(
+    curve: Sequence[float], reference: Sequence[float] | None, precision: str, yardstick: Sequence[float] | None
+) -> list[str]:
     if not _is_finite(curve):
         return ["the loss is not finite"]
     if not _is_finite(reference):  # max() passes over a NaN that is not first: the gap would look small
         return []
-    gap, tolerance = curve_gap(curve, reference), CURVE_TOLERANCE[precision] * max(1.0, abs(reference[0]) / USUAL_LOSS)
+    gap, tolerance = curve_gap(curve, reference), curve_tolerance(reference, precision)
     if gap <= tolerance or (gap <= ODD_FACTOR * tolerance and usual_gap(curve, reference) <= tolerance):
         return []
-    return [f"loss curve leaves fp32 by {gap:.3f} nats, tolerance {tolerance:g}"]
+    fault = f"loss curve leaves fp32 by {gap:.3f} nats, tolerance {tolerance:g}"
+    if not _is_finite(yardstick):
+        return [fault]
+    allowed = min(CURVE_FACTOR * curve_gap(yardstick, reference), DOUBT_FACTOR * tolerance)
+    by_itself = f"plain code at this precision by {curve_gap(yardstick, reference):.3f}"
+    return [] if gap <= allowed else [f"{fault}, {by_itself}"]
+
+
+def is_in_doubt(curve: Sequence[float], reference: Sequence[float] | None, precision: str) -> bool:
+    """Whether plain code at this precision should say how far a curve may be away."""
+    if precision == "fp32" or not _is_finite(curve) or not _is_finite(reference):
+        return False
+    within = curve_gap(curve, reference) <= DOUBT_FACTOR * curve_tolerance(reference, precision)
+    return within and bool(_curve_faults(curve, reference, precision, None))
+
+
+def curve_tolerance(reference: Sequence[float], precision: str) -> float:
+    return CURVE_TOLERANCE[precision] * max(1.0, abs(reference[0]) / USUAL_LOSS)
 
 
 def _learning_faults(curve: Sequence[float], plain: Sequence[float] | None, least: float) -> list[str]:
@@ -240,7 +264,13 @@ def learned(curve: Sequence[float]) -> float:
     return curve[0] - statistics.median(curve[-LEARNING_STEPS:])
 
 
-def _figures(measurement: Measurement, precision: str, reference: Sequence[float], base: Sequence[float] | None) -> str:
+def _figures(
+    measurement: Measurement,
+    precision: str,
+    reference: Sequence[float],
+    base: Sequence[float] | None,
+    yardstick: Sequence[float] | None,
+) -> str:
     gradients, curve = measurement.gradients, measurement.loss_curve
     assert gradients is not None
     parts = [f"starts at {gradients.loss:.3f}"]
@@ -251,7 +281,8 @@ def _figures(measurement: Measurement, precision: str, reference: Sequence[float
     parts.append(f"gradients {gradients.error:.1e} off fp32 (plain code at this precision {gradients.yardstick:.1e})")
     parts.extend(_high_figures(gradients, precision))
     parts.extend(_null_figures(gradients))
-    parts.append(f"curve within {curve_gap(curve, reference):.1e} nats of fp32")
+    by_itself = f" (plain code at this precision {curve_gap(yardstick, reference):.1e})" if yardstick else ""
+    parts.append(f"curve within {curve_gap(curve, reference):.1e} nats of fp32{by_itself}")
     if measurement.skipped_updates:
         parts.append(f"{measurement.skipped_updates} updates skipped by the loss scaler")
     return "; ".join(parts)

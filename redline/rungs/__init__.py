@@ -8,11 +8,13 @@ from redline.rungs.ladder import (
     find_rung,
     group_of,
     own_rungs,
+    plain_at_precision,
     plan_of,
     published_rungs,
     reference_plan,
     usual_rungs,
     with_own,
+    yardstick_rungs,
 )
 from redline.rungs.rung import Maths, Rung, why_not
 
@@ -23,10 +25,12 @@ __all__ = [
     "find_rung",
     "group_of",
     "own_rungs",
+    "plain_at_precision",
     "plan_of",
     "published_rungs",
     "reference_plan",
     "usual_rungs",
     "why_not",
     "with_own",
+    "yardstick_rungs",
 ]

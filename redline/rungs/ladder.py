@@ -690,3 +690,23 @@ def usual_rungs(workload: Workload, hardware: Hardware) -> tuple[str, ...]:
 def reference_plan(names: Iterable[str]) -> Plan:
     """The plain fp32 plan with the same maths as the recipe: only rungs that declare a change are applied."""
     return plan_of(name for name in names if find_rung(name).maths is Maths.CHANGES)
+
+
+PRECISION = ("matmul_precision", "autocast", "loss_scaling")
+"""Fields of a plan that say what plain code computes in."""
+
+
+def plain_at_precision(reference: Plan, plan: Plan) -> Plan:
+    """What TF32 or 16 bits cost by themselves: the yardstick. 8 bits are held against 16: a yardstick of 8 would have
+    the same faults."""
+    precision = {name: getattr(plan, name) for name in PRECISION}
+    return replace(reference, **precision, fp8_head=False, fp8_mlps=False, fp8_linears=False)
+
+
+def yardstick_rungs(names: Iterable[str]) -> tuple[str, ...]:
+    """Those of a recipe that its yardstick has too, so that recipes share one."""
+    return tuple(name for name in names if find_rung(name).maths is Maths.CHANGES or _sets_precision(find_rung(name)))
+
+
+def _sets_precision(rung: Rung) -> bool:
+    return any(getattr(rung.apply(Plan()), name) != getattr(Plan(), name) for name in PRECISION)

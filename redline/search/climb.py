@@ -19,8 +19,8 @@ from redline.core.measurement import Failure, Measurement, spread_of
 from redline.core.places import short
 from redline.core.recipe import Recipe
 from redline.core.workload import BUILT_IN, Workload
-from redline.predict.verdict import LEAST_LEARNING, Equivalence, judge
-from redline.rungs import LADDER, Maths, Rung, find_rung, group_of, own_rungs, plan_of, why_not
+from redline.predict.verdict import LEAST_LEARNING, Equivalence, is_in_doubt, judge
+from redline.rungs import LADDER, Maths, Rung, find_rung, group_of, own_rungs, plan_of, why_not, yardstick_rungs
 from redline.rungs.parallel import RANK_RUNGS
 from redline.search.batch_size import HEADROOM, MEMORY_KINDS, BatchChoice, SizedJobs, best_batch, range_of
 from redline.search.noise import UNSEEN_RUN_TO_RUN, scatter_between, tolerated_noise
@@ -206,13 +206,15 @@ class Climb:
     def _judge(self, row: Row, measurement: Measurement) -> Equivalence:
         base_curve = row.base.measurements[0].loss_curve if row.base is not None and row.base.measurements else None
         row.reference_curve = self._reference_curve(row.recipe)
+        precision = plan_of(row.recipe.rungs).precision
         found = judge(
             maths=row.maths.value,
-            precision=plan_of(row.recipe.rungs).precision,
+            precision=precision,
             measurement=measurement,
             reference=row.reference_curve,
             base=base_curve,
             plain=self.plain_curve,
+            yardstick=self._yardstick(row, measurement, precision),
             ln_vocab=self.workload.shape.ln_vocab,
             least_learning=least_learning(row.recipe),
             unchecked=self.workload.why_unchecked,
@@ -272,6 +274,14 @@ class Climb:
             return result.loss_curve
         self.reference_trouble = result.reason
         return None
+
+    def _yardstick(self, row: Row, measurement: Measurement, precision: str) -> tuple[float, ...] | None:
+        """The curve of plain code at the row's precision, where the row's own is in doubt; most are not."""
+        if not is_in_doubt(measurement.loss_curve, row.reference_curve, precision):
+            return None
+        recipe = replace(row.recipe, rungs=yardstick_rungs(row.recipe.rungs))
+        result = self.ask(self._job(recipe, kind="yardstick"))
+        return result.loss_curve if isinstance(result, Measurement) else None
 
     def _job(self, recipe: Recipe, *, kind: str = "measure", bit_exact_rung: str | None = None, repeat: int = 0) -> Job:
         return Job(

@@ -23,8 +23,8 @@ from redline.core.job import Job, Result
 from redline.core.measurement import Failure, Measurement, spread_of
 from redline.core.recipe import Recipe
 from redline.core.units import human_bytes
-from redline.predict.verdict import judge
-from redline.rungs import Maths, find_rung, group_of, plan_of
+from redline.predict.verdict import is_in_doubt, judge
+from redline.rungs import Maths, find_rung, group_of, plan_of, yardstick_rungs
 from redline.search.batch_size import STEPPING_SECONDS, STEPS_PER_TRIAL, best_batch
 from redline.search.climb import TOKENS_FILE
 from redline.search.noise import UNSEEN_RUN_TO_RUN, tolerated_noise
@@ -71,6 +71,7 @@ class Tuner:
         self.not_tried: dict[Recipe, str] = {}
         """What was considered, and why it was not run."""
         self.references: dict[Recipe, Measurement | Failure] = {}
+        self.yardsticks: dict[Recipe, Measurement | Failure] = {}
         """The fp32 curves by the rungs that change the maths and the micro batch."""
         self.reference_seconds: dict[int, float] = {}
         """What a reference took, by micro batch."""
@@ -595,6 +596,7 @@ class Tuner:
             reference=own,
             base=None,
             plain=plain,
+            yardstick=self._yardstick(trial),
             ln_vocab=self.space.workload.shape.ln_vocab,
             unchecked=self.space.workload.why_unchecked,
         )
@@ -605,6 +607,20 @@ class Tuner:
             trial.equivalence = replace(trial.equivalence, detail=f"{trial.equivalence.detail}: {failed.reason}")
         elif None in curves:  # nobody asked for it so far, and of what does not win nobody will
             trial.equivalence = replace(trial.equivalence, detail="its fp32 reference was not run")
+
+    def _yardstick(self, trial: Trial) -> tuple[float, ...] | None:
+        """As a ladder's: plain code at its precision, for a curve that is in doubt. Where the time is over it stays."""
+        precision = plan_of(trial.recipe.rungs).precision
+        if not is_in_doubt(trial.measurements[0].loss_curve, trial.reference_curve, precision):
+            return None
+        recipe = replace(trial.recipe, rungs=yardstick_rungs(trial.recipe.rungs))
+        if recipe not in self.yardsticks:
+            job = replace(self._job(recipe, kind="yardstick"), give_up_seconds=None)
+            expected, label = self._expected_reference(recipe), "plain code at its precision"
+            with suppress(OutOfTimeError):
+                self.yardsticks[recipe] = self._answer(job, expected, label, trial.number).result
+        found = self.yardsticks.get(recipe)
+        return found.loss_curve if isinstance(found, Measurement) else None
 
     def maths_of(self, recipe: Recipe) -> Maths:
         """The strongest change beyond the model as published, which is the reference itself."""

@@ -19,6 +19,7 @@ from redline.core.plan import Plan
 from redline.engine import measure
 from redline.engine.build import build
 from redline.engine.measure import BLOCK_STEPS, is_steady, measure_reference, time_steps, warm_until_steady
+from redline.rungs import yardstick_rungs
 
 BenchOf = Callable[..., measure.Bench]
 seconds = st.floats(1e-4, 10.0)
@@ -143,6 +144,17 @@ def test_the_reference_halves_until_it_fits_and_stays_the_same(
     curve = measure_reference(asked).loss_curve
     assert attempts == tried
     assert curve == pytest.approx(whole.loss_curve, abs=1e-5)
+
+
+def test_a_yardstick_is_plain_code_at_the_recipes_precision(bench: BenchOf) -> None:
+    """With the recipe's maths, and with nothing else of it."""
+    recipe = ("bf16", "flash", "padded-vocab", "tied-weights", "fused-adamw")
+    plain = bench("bf16", "tied-weights", kind="trial", check_steps=4)
+    curve = measure_reference(bench(*recipe, kind="yardstick", check_steps=4)).loss_curve
+    assert curve == measure.measure(plain).loss_curve
+    assert yardstick_rungs(recipe) == ("bf16", "tied-weights")
+    assert measure_reference(bench("bf16", "tied-weights", kind="yardstick", check_steps=4)).loss_curve == curve
+    assert measure_reference(bench("bf16", "tied-weights", kind="reference", check_steps=4)).loss_curve != curve
 
 
 def test_a_reference_that_never_fits_is_an_out_of_memory(bench: BenchOf, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -207,23 +207,42 @@ def test_torchrun_starts_again_from_the_last_checkpoint(
 
 
 @pytest.mark.parametrize(
-    ("ends", "expected"),
+    ("ends", "seen", "expected"),
     [
-        ({0: End(3.0, "rank 0 failed: E: closed"), 1: None}, "again: rank 1 ended without a word (killed, or"),
+        ({0: End(3.0, "rank 0 failed: E: closed"), 1: None}, 2.0, "again: rank 1 ended without a word (killed, or"),
         (
             {0: End(3.0, "rank 0 failed: E: closed"), 1: End(2.0, "rank 1 failed: E: x")},
+            1.0,
             "again: rank 1 failed: E: x",
         ),
-        ({0: End(3.0, ""), 1: End(2.0, "rank 1 failed: E: x")}, "again: rank 1 failed: E: x"),
-        ({0: None, 1: End(2.0, "rank 1 failed: E: x")}, "is gone); rank 1 failed: E: x"),
-        ({0: End(3.0, ""), 1: End(2.0, "")}, None),
-        ({0: End(3.0, "rank 1 was last seen", lost=True), 1: None}, "again: rank 1 was last seen"),
+        ({0: End(3.0, ""), 1: End(2.0, "rank 1 failed: E: x")}, 2.0, "again: rank 1 failed: E: x"),
+        ({0: None, 1: End(2.0, "rank 1 failed: E: x")}, 2.5, "is gone); rank 1 failed: E: x"),
+        ({0: None, 1: End(2.0, "rank 1 failed: E: x")}, 31.0, "again: rank 1 failed: E: x"),
+        ({0: End(3.0, ""), 1: End(2.0, "")}, 2.0, None),
+        ({0: End(3.0, "rank 1 was last seen", lost=True), 1: None}, 2.0, "again: rank 1 was last seen"),
     ],
-    ids=["killed", "first", "ended-by-the-agent", "killed-by-the-agent", "nobody", "frozen"],
+    ids=["killed", "first", "ended-by-the-agent", "nobody-knows", "killed-by-the-agent", "nobody", "frozen"],
 )
-def test_what_was_lost_is_told_by_those_that_go_on(ends: dict[int, End | None], expected: str | None) -> None:
-    found = distributed.words_of_ends(ends)
+def test_what_was_lost_is_told_by_those_that_go_on(
+    ends: dict[int, End | None], seen: float, expected: str | None
+) -> None:
+    """`seen`: when those that have told nothing gave their last sign of life."""
+    found = distributed.words_of_ends(ends, dict.fromkeys(ends, seen))
     assert found is None if expected is None else expected in (found or "")
+
+
+def test_those_that_go_on_know_when_a_rank_was_last_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Told()
+    monkeypatch.setattr(distributed.time, "time", lambda: 50.0)
+    killed, failed, after = (Ranks(rank=rank, count=2) for rank in (0, 1, 0))
+    for ranks in (killed, failed, after):
+        ranks._store = ranks._lasting = store
+    killed.remember("count/0", 2)
+    failed.tell_end("rank 1 failed: E: x")
+    monkeypatch.setattr(distributed.time, "time", lambda: 80.0)
+    killed._beat()  # in the driver still, half a minute later
+    monkeypatch.setattr(Ranks, "attempt", 1)
+    assert after.lost_before() == "torchrun has started all ranks again: rank 1 failed: E: x"
 
 
 @pytest.mark.parametrize(
@@ -243,12 +262,11 @@ def test_those_that_go_on_are_told_what_happened_in_a_sentence(
     monkeypatch: pytest.MonkeyPatch, text: str, told: str
 ) -> None:
     ranks, remembered = Ranks(), {}
-    monkeypatch.setattr(ranks, "remember", lambda key, value: remembered.update({key: value}))
+    monkeypatch.setattr(ranks, "remember", lambda key, value: remembered.update({key: value[1]}))
     ranks.tell_end(text)
-    assert remembered.pop("end/0/0").text == told
-    assert remembered == ({"failed/0": True} if text else {})
+    assert remembered == {"end/0/0": told}
     ranks.tell_end("and so it failed")
-    assert "end/0/0" not in remembered, "what comes after it is of it"
+    assert remembered == {"end/0/0": told}, "what comes after it is of it"
 
 
 @pytest.mark.long
@@ -707,7 +725,7 @@ def test_a_mistake_is_rank_0s_to_tell_if_it_finds_it(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(distributed, "record_failure", lambda *words: happened.extend(map(repr, words)))
     mistake = UserError("problem\nof two lines", "why", "fix")
     ranks = Ranks(rank=rank, count=2, limit_seconds=9)
-    monkeypatch.setattr(ranks, "remember", lambda key, told: key.startswith("end/") and happened.append(told.text))
+    monkeypatch.setattr(ranks, "remember", lambda _, end: happened.append(end.text))
     with pytest.raises((UserError, SystemExit)) as raised, distributed.recorded(ranks):
         raise mistake
     words = "problem of two lines: why"
@@ -727,7 +745,7 @@ def test_whoever_stops_in_order_is_not_taken_for_one_that_was_killed(
         if kind is not None:
             raise kind
     assert ends[0].text == ""
-    assert distributed.words_of_ends(ends) is None
+    assert distributed.words_of_ends(ends, {0: 0.0}) is None
 
 
 @pytest.mark.parametrize("rank_0_tells", [True, False])
@@ -850,49 +868,36 @@ class LeftError(Exception):
 
 
 @pytest.mark.parametrize(
-    ("rank", "other", "end", "left", "least"),
+    ("rank", "end", "left"),
     [
-        (0, 1, None, "rank 1 was last seen", 10),
-        (0, 1, "rank 1 failed: E: x", "rank 1 failed: E: x", 3.75),
-        (0, 1, "", "130", 10),
-        (1, 0, None, "rank 0 was last seen", 10),
-        (1, 0, "rank 0 failed: E: x", "130", 2.5),
-        (2, 1, "rank 1 failed: E: x", "130", 3.75),
-        (2, 0, "", "130", 2.5),
+        (0, None, "rank 1 was last seen"),
+        (0, End(1.0, "rank 1 failed: E: x"), "rank 1 failed: E: x"),
+        (0, End(1.0, ""), "130"),
+        (1, None, "rank 0 was last seen"),
+        (1, End(1.0, "rank 0 failed: E: x"), "130"),
     ],
-    ids=["frozen", "failed", "ended", "rank-0-frozen", "rank-0-failed", "neither-0-nor-watched", "rank-0-ended"],
+    ids=["frozen", "failed", "ended", "rank-0-frozen", "rank-0-ended"],
 )
 def test_nobody_accuses_a_rank_that_has_told_its_end(
-    monkeypatch: pytest.MonkeyPatch,
-    clock: list[float],
-    rank: int,
-    other: int,
-    end: str | None,
-    left: str,
-    least: float,
+    monkeypatch: pytest.MonkeyPatch, clock: list[float], rank: int, end: End | None, left: str
 ) -> None:
-    """A rank whose main thread waits for that one in a collective, for ever: it ends by itself."""
-
     def leave(how: object) -> None:
         raise LeftError(str(how))
 
-    store = Told()
-    ranks, that = (Ranks(rank=each, count=3, limit_seconds=10) for each in (rank, other))
-    ranks._store = ranks._lasting = that._lasting = store
+    other, store = 1 - rank, Told()
+    ranks = Ranks(rank=rank, count=2, limit_seconds=10)
+    ranks._store = ranks._lasting = store
     ranks.mark(3, "in the step")
-    for each in {0, 1, 2} - {rank}:
-        store.beat(each, 7, FURTHER)
+    store.beat(other, 7, FURTHER)
     if end is not None:
-        that.tell_end(end)
+        store.set(f"end/0/{other}", json.dumps(end))
     monkeypatch.setattr(ranks._ended, "wait", distributed.time.sleep)
     monkeypatch.setattr(distributed.os, "_exit", leave)
     monkeypatch.setattr(distributed, "end_with", leave)
     with pytest.raises(LeftError, match=left):
         ranks._live()
-    assert least < clock[-1] - clock[0] < least + 3
-    if end and rank > 0:
-        words = distributed.words_of_ends({each: that.end_of(each, 0) for each in (rank, other)})
-        assert words == f"torchrun has started all ranks again: {end}", "nobody was killed"
+    waited = clock[-1] - clock[0]
+    assert waited < 5 if (rank, left) == (1, "130") else waited > 10
 
 
 def test_a_rank_that_left_and_wrote_nothing_down_is_the_cause_of_a_row(tmp_path: Path) -> None:

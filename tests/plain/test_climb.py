@@ -73,6 +73,8 @@ class Machine:
         curve = TIED_CURVE if "tied-weights" in job.recipe.rungs else CURVE
         if job.kind == "reference":
             return self.failures.get("reference") or Measurement(loss_curve=curve)
+        if job.kind == "yardstick":
+            return Measurement(loss_curve=self.curves["yardstick"])
         if last in self.failures:
             return self.failures[last]
         seconds = math.prod(self.factors.get(name, 0.9) for name in job.recipe.rungs)
@@ -771,3 +773,17 @@ def test_a_step_that_was_compiled_in_part_is_a_rung_like_any_other():
         "2 of 3 frames run in eager, not compiled: a.py:1: x; a.py:2: y; and 1 more"
     )
     assert compile_note(climb.finished[0].measurements[0]) is None
+
+
+@pytest.mark.parametrize(("plain_by", "verdict"), [(0.03, "rounding"), (0.01, "different")])
+def test_a_curve_in_doubt_is_held_against_plain_code_at_its_precision(plain_by: float, verdict: str) -> None:
+    """Once for all rows of a precision; rows that are not in doubt ask nothing."""
+
+    def away(by: float) -> tuple[float, ...]:
+        return (CURVE[0], *(loss + by for loss in CURVE[1:]))
+
+    machine = Machine(curves={"bf16": away(0.04), "compile": away(0.041), "yardstick": away(plain_by)})
+    climb = climbed(machine, rungs=("tf32", "bf16", "compile", "fused-adamw"), keep="all")
+    found = {row.name: row.equivalence.verdict for row in climb.finished if row.equivalence}
+    assert (found["tf32"], found["bf16"], found["compile"]) == ("rounding", verdict, verdict)
+    assert [job.recipe.rungs for job in machine.jobs if job.kind == "yardstick"] == [("tf32", "bf16")]

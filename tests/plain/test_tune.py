@@ -79,6 +79,9 @@ class Machine:
     """Rungs whose gradients are wrong."""
     bent: tuple[str, ...] = ()
     """Rungs whose gradients are right and whose curve leaves fp32."""
+    bent_by: float = 1.0
+    plain_bent_by: float = 0.0
+    """Of plain code at a recipe's precision."""
     gone_after: int | None = None
     """Answers before the device falls off the bus."""
     peak_bytes: dict[str, int] = field(default_factory=dict)
@@ -151,6 +154,8 @@ class Machine:
             return failed
         if job.kind == "reference":
             return Measurement(loss_curve=CURVE)
+        if job.kind == "yardstick":
+            return Measurement(loss_curve=tuple(loss + self.plain_bent_by for loss in CURVE))
         if self.too_large(job.recipe):
             return OOM
         seconds = self.seconds(job.recipe) * (1 + self.dice.gauss(0, self.noise))
@@ -173,7 +178,7 @@ class Machine:
             tensor_errors={"wte": error},
             tensor_yardsticks={"wte": 1e-6},
         )
-        off = 1.0 if any(name in self.bent for name in job.recipe.rungs) else 0.0 if exact else 1e-4
+        off = self.bent_by if any(name in self.bent for name in job.recipe.rungs) else 0.0 if exact else 1e-4
         return replace(looked, loss_curve=tuple(loss + off for loss in CURVE), gradients=check)
 
     def trouble(self) -> str | None:
@@ -405,6 +410,17 @@ def test_a_look_that_lost_against_something_faster_is_asked_again():
 
 
 # what may win
+
+
+@pytest.mark.parametrize(("plain", "right"), [(0.03, True), (0.01, False)])
+def test_a_curve_in_doubt_is_held_against_plain_code_at_its_precision(plain, right):
+    machine = Machine(bent=("bf16",), bent_by=0.04, plain_bent_by=plain)
+    tuner = tuned(machine, open_space(GPT2, H200, rungs=("bf16", "compile"), micro_batch=64))
+    asked = [job.recipe.rungs for job in machine.jobs if job.kind == "yardstick"]
+    assert asked == [("bf16", "tied-weights")], "once for all recipes of that precision"
+    best = tune_document(tuner, RUN)["best"]
+    assert ("bf16" in best["rungs"]) == right
+    assert best["verdict"] in ("same", "rounding")
 
 
 @pytest.mark.parametrize(("where", "when"), [("wrong", "at the first step"), ("bent", "by the curve")])

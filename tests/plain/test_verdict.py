@@ -27,6 +27,7 @@ from redline.predict.verdict import (
     YARDSTICK_FACTOR,
     curve_gap,
     gradient_bound,
+    is_in_doubt,
     judge,
     learned,
     usual_gap,
@@ -59,7 +60,15 @@ def measured(curve=REFERENCE, check=None, **fields):
     return Measurement(loss_curve=tuple(curve), gradients=check or gradients(), **fields)
 
 
-def verdict_on(measurement, maths="rounding-only", precision="bf16", reference=REFERENCE, base=None, plain=REFERENCE):
+def verdict_on(
+    measurement,
+    maths="rounding-only",
+    precision="bf16",
+    reference=REFERENCE,
+    base=None,
+    plain=REFERENCE,
+    yardstick=None,
+):
     return judge(
         maths=maths,
         precision=precision,
@@ -67,6 +76,7 @@ def verdict_on(measurement, maths="rounding-only", precision="bf16", reference=R
         reference=reference,
         base=base,
         plain=plain,
+        yardstick=yardstick,
         ln_vocab=LN_VOCAB,
     )
 
@@ -421,6 +431,31 @@ def test_a_curve_may_leave_the_reference_by_its_tolerance(maths, precision):
             equivalence = judged(sign * tolerance * amount, *steps)
             assert equivalence.verdict == "different"
             assert f"tolerance {tolerance:g}" in equivalence.detail
+
+
+@every_class
+@every_precision
+def test_a_curve_in_doubt_may_be_twice_as_far_away_as_plain_code_and_no_further(maths, precision):
+    tolerance, short = CURVE_TOLERANCE[precision], REFERENCE[:5]
+
+    def away(by):
+        return (short[0], *(loss + by for loss in short[1:]))
+
+    def judged(by, plain_by):
+        same = {"reference": short, "plain": short}
+        return verdict_on(measured(away(by)), maths, precision, **same, yardstick=away(plain_by))
+
+    for by in (1.5 * tolerance, -2.9 * tolerance):
+        assert is_in_doubt(away(by), short, precision) == (precision != "fp32")
+        assert judged(by, 0.51 * by).verdict != "different"
+        wrong = judged(by, 0.49 * by)
+        assert wrong.verdict == "different"
+        assert f"plain code at this precision by {abs(0.49 * by):.3f}" in wrong.detail
+    assert "plain code at this precision" in judged(1.5 * tolerance, tolerance).detail
+    assert judged(3.1 * tolerance, 3.1 * tolerance).verdict == "different", "whatever plain code does"
+    for certain in (0.9 * tolerance, 3.1 * tolerance, math.nan):
+        assert not is_in_doubt(away(certain), short, precision)
+    assert not is_in_doubt(away(2 * tolerance), None, precision)
 
 
 def test_in_a_short_curve_no_step_is_odd():
