@@ -26,6 +26,7 @@ import sysconfig
 import threading
 import time
 import traceback
+import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -90,8 +91,13 @@ class Ranks:
         self._rendezvous = store
         self._store: Any = None
         self._lasting: Any = None
+        self._attempt = 0
         if store is not None:
-            self._store, self._lasting = own_stores()
+            own = own_store()
+            self._lasting = PrefixStore("redline/job", own)
+            begins = rank == 0
+            self._attempt = next_attempt(self._lasting) if begins else told_attempt(self._lasting, rank, limit_seconds)
+            self._store = PrefixStore(f"redline/{self._attempt}", own)
         self._mark: tuple[int, int, str] = (0, 0, "getting ready")
         self._beats = 0
         self._ended = threading.Event()
@@ -109,6 +115,9 @@ class Ranks:
             self._thread.start()
         if self.leads:
             self.remember(f"count/{self.attempt}", count)
+        if self.leads and self.joined and count > 1:
+            words = (self._lasting, self._attempt, count, self._ended)
+            threading.Thread(target=welcome, args=words, name="rank-welcome", daemon=True).start()
 
     @property
     def joined(self) -> bool:
@@ -130,8 +139,9 @@ class Ranks:
 
     @property
     def attempt(self) -> int:
-        """How many times torchrun has started the job again."""
-        return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) if self.joined else 0
+        """How many times torchrun has started the job again. Its own number is a node's: torch counts a restart only
+        where a rank of that node has failed, and ranks with other numbers would not find one another."""
+        return self._attempt
 
     @property
     def mistake_seconds(self) -> float:
@@ -519,14 +529,54 @@ def join(limit_seconds: float | None = None, *, watches: bool = True) -> Ranks:
         with open(path, "w", encoding="utf-8") as file:
             file.write(str(os.getpid()))
     local = int(os.environ.get("LOCAL_RANK", "0"))
-    return Ranks(rank=rank, count=count, local=local, store=store, limit_seconds=limit, watches=watches)
+    try:
+        return Ranks(rank=rank, count=count, local=local, store=store, limit_seconds=limit, watches=watches)
+    except LostRankError as error:
+        end_with(error)
+        raise
 
 
-def own_stores() -> tuple[Any, Any]:
-    """Of this attempt, and of all. A connection of our own: another's that waits in it would hold up the beat."""
-    own = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return PrefixStore(f"redline/{attempt}", own), PrefixStore("redline/job", own)
+def own_store() -> Any:
+    """A connection of our own: another's that waits in it would hold up the beat."""
+    return TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+
+
+# The store outlives the ranks. Each rank 0 begins an attempt, and every other rank asks which one is its own, under a
+# name that no process before it had: an old answer cannot be taken for a new one, nor an old rank for a new one.
+
+
+def next_attempt(lasting: Any) -> int:
+    """torch's own number where the store is a new one, as it is with `--rdzv-backend static`."""
+    return max(int(lasting.add("attempts", 1)) - 1, int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")))
+
+
+def welcome(lasting: Any, attempt: int, count: int, ended: threading.Event) -> None:
+    """In a thread of rank 0, until all have come: each is told the attempt."""
+    asked = dict.fromkeys(range(1, count), "")
+    try:
+        while asked and not ended.wait(POLL_SECONDS):
+            for rank in [rank for rank in asked if lasting.check([f"hello/{rank}"])]:
+                name = bytes(lasting.get(f"hello/{rank}")).decode()
+                if name != asked[rank]:
+                    lasting.set(f"welcome/{name}", str(attempt))
+                    asked[rank] = name
+                elif lasting.check([f"thanks/{name}/{attempt}"]):
+                    del asked[rank]
+    except dist.DistError:
+        return  # the store is gone, and with it the job
+
+
+def told_attempt(lasting: Any, rank: int, limit_seconds: float) -> int:
+    """Rank 0's."""
+    name, until = uuid.uuid4().hex, time.monotonic() + limit_seconds
+    lasting.set(f"hello/{rank}", name)
+    while not lasting.check([f"welcome/{name}"]):
+        if time.monotonic() > until:
+            raise LostRankError(f"rank 0 gave no sign of life for {limit_seconds:.0f} s")
+        time.sleep(POLL_SECONDS)
+    attempt = int(lasting.get(f"welcome/{name}"))
+    lasting.set(f"thanks/{name}/{attempt}", "")
+    return attempt
 
 
 def leave_with_parent(leave: Callable[[], None]) -> None:

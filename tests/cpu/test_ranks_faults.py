@@ -29,6 +29,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
@@ -295,6 +296,50 @@ def test_a_lost_node_leaves_the_others_to_go_on_with_the_same_global_batch(
     assert "resumed from step-0000000" in text
     assert_same_weights(out, never_stopped)
     assert left_behind(out) == []
+
+
+@pytest.mark.long
+def test_a_node_whose_ranks_are_well_goes_on_with_the_others_at_once(
+    words: list[str], never_stopped: Path, tmp_path: Path, left_behind: Callable[[Path], list[str]]
+) -> None:
+    """Two agents as on two machines. torch's counts of restarts differ afterwards: only the node whose rank was killed
+    has counted one, where the other had no time to fail of it."""
+    out, flag = tmp_path / "run", tmp_path / "flag"
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    agent = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--max-restarts=3"]
+    agent += ["--rdzv-backend=c10d", "--rdzv-id=two", f"--rdzv-endpoint=localhost:{port}"]
+    command = [*agent, str(HERE / "rank_fault.py"), "kill", "5", str(flag), *words, "--out", str(out)]
+    nodes = [subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    with ThreadPoolExecutor() as pool:  # both pipes are read
+        told = list(pool.map(lambda node: node.communicate(timeout=150)[1], nodes))
+    assert [node.returncode for node in nodes] == [0, 0], told
+    notes = [json.loads(line).get("text", "") for line in (out / "metrics.jsonl").read_text().splitlines()]
+    (again,) = [note for note in notes if "started all ranks again" in note]
+    assert again.startswith("torchrun has started all ranks again: rank 1 ended without a word")
+    assert not any("already in use" in text for text in told)
+    assert_same_weights(out, never_stopped)
+    assert left_behind(out) == []
+
+
+def test_ranks_agree_on_the_attempt_whatever_their_nodes_have_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    lasting = PrefixStore("job", store)
+    ended = threading.Event()
+    lasting.set("hello/1", "one that died before anybody answered")
+    with ThreadPoolExecutor() as pool:
+        for expected in (0, 1, 2):
+            monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(expected // 2))  # rank 0's node has counted fewer
+            attempt = distributed.next_attempt(lasting)
+            answering = pool.submit(distributed.welcome, lasting, attempt, 3, ended)
+            asking = [pool.submit(distributed.told_attempt, lasting, rank, 20.0) for rank in (1, 2)]
+            assert [attempt, *(one.result(20) for one in asking)] == [expected] * 3
+            answering.result(20)  # it ends when all have come
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "4")
+    assert distributed.next_attempt(PrefixStore("another", store)) == 4, "a new store knows of no attempt before it"
+    with pytest.raises(distributed.LostRankError, match="rank 0 gave no sign of life for 0 s"):
+        distributed.told_attempt(lasting, 1, 0.2)
 
 
 def listens(port: int) -> bool:
