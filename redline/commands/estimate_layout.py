@@ -39,7 +39,10 @@ LAYOUT = (
     "zero",
     "replicas",
 )  # options that name a layout: without any of them one is recommended
-LEFT_OUT = "only what redline train runs is recommended: no ZeRO 1 and 2, and no ZeRO in a pipeline"
+LEFT_OUT = (
+    "only what redline train runs as it is predicted is recommended: not ZeRO 1 and 2, which it has not, nor ZeRO in a "
+    "pipeline, where it holds more"
+)
 
 
 def check_cut(options: argparse.Namespace, shape: Shape) -> None:

@@ -121,14 +121,15 @@ def step_table(parallel: Document) -> Table:
             table.add_row(name, human_seconds(step[key]), human_percent(step[key] / step["seconds"]), what)
     per_gpu = human_rate(parallel["tokens_per_second_per_gpu"])
     rate = f"{human_rate(parallel['tokens_per_second'])} tokens/s, {per_gpu} per GPU"
-    efficiency = f"{human_percent(parallel['scaling_efficiency'])} of one GPU alone"
+    efficiency = f"{human_percent(parallel['scaling_efficiency'])} of one GPU with these micro batches"
     what = f"{rate}: {efficiency}" if fits else f"{UNKNOWN} tokens/s: it does not fit"
     table.add_row(Text("total", style="bold"), human_seconds(step["seconds"]), "", what)
     return table
 
 
 def layouts_table(recommendation: Document) -> Table:
-    table = plain_table("layout", "micro batch ", "GAS ", "memory ", "tokens/s ", "efficiency ")
+    # Of one GPU with that row's own micro batches: a row with smaller ones may be slower and stand higher here.
+    table = plain_table("layout", "micro batch ", "GAS ", "memory ", "tokens/s ", "of one GPU ")
     for number, row in enumerate([recommendation["best"], *recommendation["others"]]):
         layout = row["layout"]
         table.add_row(
