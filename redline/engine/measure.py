@@ -155,12 +155,7 @@ def by_group(shares: Shares, layout: Layout) -> dict[str, float] | None:
     """Where ranks share one thing alone, all their communication is about it; else the trace may say."""
     if layout.data == 1 or layout.tensor == 1:
         return {"data" if layout.tensor == 1 else "tensor": shares.communication_seconds}
-    if shares.by_mesh is None:
-        return None
-    found = dict.fromkeys(("tensor", "data"), 0.0)
-    for name, seconds in shares.by_mesh.items():  # of replicas data have two dimensions
-        found["tensor" if name == "tp" else "data"] += seconds
-    return found
+    return None if shares.by_group is None else dict.fromkeys(("tensor", "data"), 0.0) | shares.by_group
 
 
 def measure_reference(bench: Bench) -> Measurement:

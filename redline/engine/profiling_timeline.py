@@ -110,7 +110,7 @@ class Timeline:
     sync_idle_seconds: float
     communication_seconds: float
     """In all steps: with a collective under way, hidden behind other work or not."""
-    communication_by_mesh: dict[str, float] | None
+    communication_by_group: dict[str, float] | None
     """The same by the dimension of the device mesh whose ranks meet; None where a collective does not say."""
 
     @property
@@ -151,7 +151,7 @@ def read_timeline(events: Iterable[dict[str, Any]], *, parameter_bytes: int | No
         host_seconds=host_seconds(host),
         sync_idle_seconds=sync_idle(segments, host),
         communication_seconds=communication(calls, [] if kernels else host.collectives),
-        communication_by_mesh=communication_by_mesh(kernels, host.window),
+        communication_by_group=communication_by_group(kernels, host.window),
     )
 
 
@@ -458,16 +458,17 @@ def communication(calls: Iterable[Call], collectives: Iterable[Node]) -> float:
     return sum(right - left for left, right in union(spans)) * SECOND
 
 
-def communication_by_mesh(kernels: Iterable[dict[str, Any]], window: Node) -> dict[str, float] | None:
-    """torch names the group of a dimension after it ('mesh_tp'), and the profiler puts that beside NCCL's kernels."""
+def communication_by_group(kernels: Iterable[dict[str, Any]], window: Node) -> dict[str, float] | None:
+    """Of a tensor group, and of those that take different data, in each of which every moment counts once: replicas
+    give data two dimensions. torch names the group of a dimension after it ('mesh_tp'), and the profiler puts that
+    beside NCCL's kernels; None where one has no such name."""
     spans: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for kernel in kernels:
         start = float(kernel["ts"])
         if group_of_kernel(str(kernel["name"])) == COMMUNICATION and window.start <= start < window.end:
             named = str((kernel.get("args") or {}).get(GROUP_NAME, ""))
-            spans[named.removeprefix(MESH) if named.startswith(MESH) else ""].append(
-                (start, start + float(kernel.get("dur", 0)))
-            )
+            group = ("tensor" if named == f"{MESH}tp" else "data") if named.startswith(MESH) else ""
+            spans[group].append((start, start + float(kernel.get("dur", 0))))
     if not spans or "" in spans:
         return None
     return {name: sum(right - left for left, right in union(each)) * SECOND for name, each in spans.items()}

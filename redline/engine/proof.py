@@ -47,8 +47,8 @@ class Shares:
     communication_seconds: float
     exposed_seconds: float
     compute_seconds: float
-    by_mesh: dict[str, float] | None = None
-    """Seconds of communication by the dimension of the mesh, where the trace says it."""
+    by_group: dict[str, float] | None = None
+    """Seconds of communication of a tensor group and about data, where the trace says it."""
 
 
 def prove(
@@ -74,13 +74,13 @@ def shares_of(timeline: Timeline, step_seconds: float, device: torch.device) -> 
     """On the scale of the step without a profiler, as its groups are."""
     exposed = groups_of(timeline, step_seconds, device).get(COMMUNICATION, 0.0)
     factor = work_factor(timeline, step_seconds, device=device.type)
-    meshes = timeline.communication_by_mesh
+    groups = timeline.communication_by_group
     return Shares(
         # Added up in another order, where all of it is exposed: no less than its part.
         communication_seconds=max(exposed, factor * timeline.communication_seconds / timeline.steps),
         exposed_seconds=exposed,
         compute_seconds=step_seconds - exposed,
-        by_mesh=meshes and {name: factor * seconds / timeline.steps for name, seconds in meshes.items()},
+        by_group=groups and {name: factor * seconds / timeline.steps for name, seconds in groups.items()},
     )
 
 

@@ -435,16 +435,17 @@ def test_collectives_on_a_gpu_are_told_apart_by_their_mesh() -> None:
         return {**found, "args": {**found["args"], "Process Group Description": mesh}}
 
     steps = [event(WINDOW, "user_annotation", 0, 100), event(STEP, "user_annotation", 0, 100)]
-    events = [*steps, nccl(10, 20, 1, "mesh_tp"), nccl(30, 60, 2, "mesh_dp"), nccl(50, 65, 3, "mesh_tp")]
+    both = [nccl(30, 55, 2, "mesh_shard"), nccl(40, 60, 4, "mesh_replicate")]  # of data with replicas, partly at once
+    events = [*steps, nccl(10, 20, 1, "mesh_tp"), *both, nccl(50, 65, 3, "mesh_tp")]
     found = read_timeline(events)
-    assert found.communication_by_mesh is not None
-    assert {name: 1e6 * seconds for name, seconds in found.communication_by_mesh.items()} == {
-        "tp": pytest.approx(25),
-        "dp": pytest.approx(30),
+    assert found.communication_by_group is not None
+    assert {name: 1e6 * seconds for name, seconds in found.communication_by_group.items()} == {
+        "tensor": pytest.approx(25),
+        "data": pytest.approx(30),
     }
     assert 1e6 * found.communication_seconds == pytest.approx(45), "each moment once"
-    assert read_timeline([*events, nccl(70, 80, 4, "default_pg")]).communication_by_mesh is None
-    assert read_timeline(cpu_step()).communication_by_mesh is None
+    assert read_timeline([*events, nccl(70, 80, 4, "default_pg")]).communication_by_group is None
+    assert read_timeline(cpu_step()).communication_by_group is None
 
 
 def test_a_union_has_every_moment_once() -> None:
