@@ -599,7 +599,7 @@ def test_it_fits_the_terminal(capsys, document):
         assert "sent by one GPU in a step" in out
     assert cli.main(["estimate", *map(str, WORDS)]) == 0
     out = " ".join(capsys.readouterr().out.split())
-    assert "of one GPU alone" in out
+    assert "of one GPU with these micro batches" in out
     assert "TP 1: a GPU holds whole layers" in out
 
 

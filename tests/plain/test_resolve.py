@@ -272,7 +272,7 @@ OBSTACLES: dict[str, tuple[dict[str, Any], set[str]]] = {
         {"fused-loss", "chunked-loss", "fp8-head", "padded-vocab"},
     ),
     "phi": (config_of("phi"), {"tied-weights", "fused-loss", "chunked-loss", "fp8-head", "padded-vocab"}),
-    "phi3": (config_of("phi3"), {"tied-weights", "sigmoid-gelu"}),
+    "phi3": (config_of("phi3", pad_token_id=None), {"tied-weights", "sigmoid-gelu"}),
     "gpt_neox": (config_of("gpt_neox"), {"tied-weights", "sigmoid-gelu"}),
 }
 
