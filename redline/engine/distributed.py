@@ -108,6 +108,7 @@ class Ranks:
         self.on_standing: Callable[[str], None] | None = None
         """Rank 0 is told by this, once a second, who stands still; '' while nobody does."""
         self._thread: threading.Thread | None = None
+        self._welcome: threading.Thread | None = None
         if self._store is not None:
             self.say(f"process/{rank}", this_process())
             self._beat()
@@ -117,7 +118,8 @@ class Ranks:
             self.remember(f"count/{self.attempt}", count)
         if self.leads and self.joined and count > 1:
             words = (self._lasting, self._attempt, count, self._ended)
-            threading.Thread(target=welcome, args=words, name="rank-welcome", daemon=True).start()
+            self._welcome = threading.Thread(target=welcome, args=words, name="rank-welcome", daemon=True)
+            self._welcome.start()
 
     @property
     def joined(self) -> bool:
@@ -156,8 +158,8 @@ class Ranks:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._ended.set()
-        if self._thread is not None:
-            self._thread.join()
+        for thread in filter(None, (self._thread, self._welcome)):
+            thread.join()
         # After a failure the others may wait in a collective: to take leave of them would be to wait as well.
         if kind is None:
             self._close_collectives()
@@ -546,8 +548,11 @@ def own_store() -> Any:
 
 
 def next_attempt(lasting: Any) -> int:
-    """torch's own number where the store is a new one, as it is with `--rdzv-backend static`."""
-    return max(int(lasting.add("attempts", 1)) - 1, int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")))
+    """No number twice, and none below torch's own: a store that is new (TORCH_DISABLE_SHARE_RDZV_TCP_STORE) knows of no
+    attempt before, and of one whose rank 0 died before it came here nobody else does."""
+    counted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    attempt = int(lasting.add("attempts", 1)) - 1
+    return attempt if attempt >= counted else int(lasting.add("attempts", counted - attempt)) - 1
 
 
 def welcome(lasting: Any, attempt: int, count: int, ended: threading.Event) -> None:

@@ -47,7 +47,7 @@ CURVE_TOLERANCE = {"fp32": 0.002, "tf32": 0.01, "fp16": 0.03, "bf16": 0.03, "fp8
 # 0.001 in the others, and honest bf16 was as far away in the same steps (0.046, 0.027, 0.008).
 ODD_STEPS, ODD_FACTOR = 10, 3.0
 # A curve that is off by more than the tolerance, and by less than this factor of it, is in doubt: it is held against
-# plain code at its precision, which has no fault of the recipe's, and may be this many times as far away as that is.
+# plain code at its precision, which has no fault of the recipe's, and may be this many times as far away in each step.
 DOUBT_FACTOR, CURVE_FACTOR = ODD_FACTOR, 2.0
 USUAL_LOSS = 12.0  # above ln V of every vocabulary here; a user's own loss may be larger, and rounds in proportion
 # A first update this far from the reference's, by its own size, is no rounding: 1 is a tensor that never moves or moves
@@ -204,9 +204,17 @@ def _curve_faults(
     fault = f"loss curve leaves fp32 by {gap:.3f} nats, tolerance {tolerance:g}"
     if not _is_finite(yardstick):
         return [fault]
-    allowed = min(CURVE_FACTOR * curve_gap(yardstick, reference), DOUBT_FACTOR * tolerance)
     by_itself = f"plain code at this precision by {curve_gap(yardstick, reference):.3f}"
-    return [] if gap <= allowed else [f"{fault}, {by_itself}"]
+    return [] if _is_as_plain(curve, reference, yardstick, tolerance) else [f"{fault}, {by_itself}"]
+
+
+def _is_as_plain(
+    curve: Sequence[float], reference: Sequence[float], yardstick: Sequence[float], tolerance: float
+) -> bool:
+    """Step by step: one in which plain code swings excuses no drift in the others."""
+    steps = zip(_gaps(curve, reference), _gaps(yardstick, reference), strict=True)
+    most = DOUBT_FACTOR * tolerance
+    return all(own <= min(max(tolerance, CURVE_FACTOR * plain), most) for own, plain in steps)
 
 
 def is_in_doubt(curve: Sequence[float], reference: Sequence[float] | None, precision: str) -> bool:

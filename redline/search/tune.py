@@ -71,8 +71,9 @@ class Tuner:
         self.not_tried: dict[Recipe, str] = {}
         """What was considered, and why it was not run."""
         self.references: dict[Recipe, Measurement | Failure] = {}
-        self.yardsticks: dict[Recipe, Measurement | Failure] = {}
         """The fp32 curves by the rungs that change the maths and the micro batch."""
+        self.yardsticks: dict[Recipe, Measurement | Failure] = {}
+        """Plain code's curves at a precision, by these rungs and those of the precision."""
         self.reference_seconds: dict[int, float] = {}
         """What a reference took, by micro batch."""
         self.ratios: dict[tuple[frozenset[str], frozenset[str]], float] = {}
@@ -619,6 +620,7 @@ class Tuner:
             expected, label = self._expected_reference(recipe), "plain code at its precision"
             with suppress(OutOfTimeError):
                 self.yardsticks[recipe] = self._answer(job, expected, label, trial.number).result
+                self._check_device(self.yardsticks[recipe])
         found = self.yardsticks.get(recipe)
         return found.loss_curve if isinstance(found, Measurement) else None
 

@@ -337,7 +337,11 @@ def test_ranks_agree_on_the_attempt_whatever_their_nodes_have_counted(monkeypatc
             assert [attempt, *(one.result(20) for one in asking)] == [expected] * 3
             answering.result(20)  # it ends when all have come
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "4")
-    assert distributed.next_attempt(PrefixStore("another", store)) == 4, "a new store knows of no attempt before it"
+    another = PrefixStore("another", store)
+    assert distributed.next_attempt(another) == 4, "a new store knows of no attempt before it"
+    assert distributed.next_attempt(another) == 5, (
+        "rank 0's node has counted no further: it was another's rank that failed"
+    )
     with pytest.raises(distributed.LostRankError, match="rank 0 gave no sign of life for 0 s"):
         distributed.told_attempt(lasting, 1, 0.2)
 

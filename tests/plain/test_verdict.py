@@ -453,6 +453,10 @@ def test_a_curve_in_doubt_may_be_twice_as_far_away_as_plain_code_and_no_further(
         assert f"plain code at this precision by {abs(0.49 * by):.3f}" in wrong.detail
     assert "plain code at this precision" in judged(1.5 * tolerance, tolerance).detail
     assert judged(3.1 * tolerance, 3.1 * tolerance).verdict == "different", "whatever plain code does"
+    odd = (*short[:-1], short[-1] + 2 * tolerance)
+    drifting = measured(away(1.5 * tolerance))
+    judged_so = verdict_on(drifting, maths, precision, reference=short, plain=short, yardstick=odd)
+    assert judged_so.verdict == "different", "one step that swings excuses no other"
     for certain in (0.9 * tolerance, 3.1 * tolerance, math.nan):
         assert not is_in_doubt(away(certain), short, precision)
     assert not is_in_doubt(away(2 * tolerance), None, precision)
