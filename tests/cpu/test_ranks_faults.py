@@ -339,7 +339,7 @@ def test_ranks_agree_on_the_attempt_whatever_their_nodes_have_counted(monkeypatc
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "4")
     another = PrefixStore("another", store)
     assert distributed.next_attempt(another) == 4, "a new store knows of no attempt before it"
-    assert distributed.next_attempt(another) == 5, (
+    assert distributed.next_attempt(another) == 5, "though rank 0's node has counted no further"
         "rank 0's node has counted no further: it was another's rank that failed"
     )
     with pytest.raises(distributed.LostRankError, match="rank 0 gave no sign of life for 0 s"):
