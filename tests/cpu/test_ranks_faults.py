@@ -340,8 +340,6 @@ def test_ranks_agree_on_the_attempt_whatever_their_nodes_have_counted(monkeypatc
     another = PrefixStore("another", store)
     assert distributed.next_attempt(another) == 4, "a new store knows of no attempt before it"
     assert distributed.next_attempt(another) == 5, "though rank 0's node has counted no further"
-        "rank 0's node has counted no further: it was another's rank that failed"
-    )
     with pytest.raises(distributed.LostRankError, match="rank 0 gave no sign of life for 0 s"):
         distributed.told_attempt(lasting, 1, 0.2)
 
