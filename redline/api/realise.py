@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
@@ -304,18 +304,14 @@ def gelu_test(model: nn.Module) -> Callable[[nn.Module], bool]:
 def keep_own_config(model: nn.Module) -> None:
     """transformers switches through the config, which all models share that were built from it: a teacher beside the
     student would attend as the student does, and take its padded size for its own."""
+    from transformers import PretrainedConfig
+
     copies: dict[int, Any] = {}
     copy.deepcopy(model.config, copies)  # and of each part of it, such as a text model's
     for module in model.modules():
-        held = {name: copies[id(value)] for name, value in vars(module).items() if is_config(value, copies)}
-        for name, own in held.items():
-            setattr(module, name, own)
-
-
-def is_config(value: object, copies: Mapping[int, Any]) -> bool:
-    from transformers import PretrainedConfig
-
-    return isinstance(value, PretrainedConfig) and id(value) in copies
+        held = {name: value for name, value in vars(module).items() if isinstance(value, PretrainedConfig)}
+        for name, config in held.items():
+            setattr(module, name, copies.get(id(config), config))
 
 
 def attend_causally(model: nn.Module) -> None:

@@ -94,9 +94,8 @@ class Ranks:
         self._attempt = 0
         if store is not None:
             own = own_store()
-            self._lasting = PrefixStore("redline/job", own)
-            begins = rank == 0
-            self._attempt = next_attempt(self._lasting) if begins else told_attempt(self._lasting, rank, limit_seconds)
+            self._lasting = lasting = PrefixStore("redline/job", own)
+            self._attempt = next_attempt(lasting) if rank == 0 else told_attempt(lasting, rank, limit_seconds)
             self._store = PrefixStore(f"redline/{self._attempt}", own)
         self._mark: tuple[int, int, str] = (0, 0, "getting ready")
         self._beats = 0
