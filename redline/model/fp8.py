@@ -88,11 +88,15 @@ def forward_product(
 
 
 def product_of_narrow(
-    values: torch.Tensor, scale: torch.Tensor, others: torch.Tensor, dtype: torch.dtype
+    values: torch.Tensor,
+    scale: torch.Tensor,
+    others: torch.Tensor,
+    dtype: torch.dtype,
+    bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Of rows [M, K] that were written in 8 bits, times others [N, K] transposed."""
     other_values, other_inverse = narrowed(others, by_rows=True)
-    return narrow_product(values, other_values, scale.reciprocal(), other_inverse, dtype=dtype, fast=True)
+    return narrow_product(values, other_values, scale.reciprocal(), other_inverse, dtype=dtype, fast=True, bias=bias)
 
 
 def input_gradient(above: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -118,7 +122,7 @@ class Layer(torch.autograd.Function):
         return (
             input_gradient(above, weight, above.dtype).to(of_x),
             (above.t() @ rows).to(weight.dtype),
-            None if of_bias is None else above.sum(dim=0, dtype=torch.float32).to(of_bias),
+            None if not ctx.needs_input_grad[2] else above.sum(dim=0, dtype=torch.float32).to(of_bias),
             None,
         )
 

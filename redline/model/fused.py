@@ -2,11 +2,14 @@
 
     q, k, v = project(x, attention.c_attn, dtype)
     x, normal = add_norm(x, branch, c_proj.bias, ln_2, dtype)     # the sum, and what the next matmul reads
-    branch = mlp(normal, block.mlp, dtype)                        # without its last bias, which the next sum adds
+    branch = mlp(normal, block.mlp, dtype)                        # whose last bias the next sum gives a gradient
 
 What autograd and the compiler make of the same formulas reads a gradient once more for every bias. Here whoever writes
-a gradient adds up its columns as well (`kernels/`). A branch leaves its last bias to the sum behind it, because the
-gradient of that bias is the stream's, which the norm's backward writes. `dtype` is what autocast gives the matmuls.
+a gradient adds up its columns as well (`kernels/`). A branch leaves the gradient of its last bias to the sum behind it,
+because that is the stream's, which the norm's backward writes. The bias itself is added inside the branch's last
+product, before that is rounded: a rounded branch often puts a 16-bit stream exactly between two numbers, and a bias
+added later, however small, would send all of those its own way (docs/speed-log.md). `dtype` is what autocast gives the
+matmuls.
 """
 
 from __future__ import annotations
@@ -42,6 +45,8 @@ from redline.model.fp8 import (
 from redline.model.tuned import TunedLinear
 
 Tensors = tuple[torch.Tensor, ...]
+Weights = tuple[torch.Tensor, torch.Tensor]
+"""Of a layer: weight and bias."""
 # By whose kernels the gradients of q, k and v are written: forward and backward.
 PACKED = {
     "cudnn": (packed_attention, packed_attention_backward),
@@ -142,13 +147,14 @@ def is_narrow(where: str, direction: str, by: str) -> bool:
     return by == "fp8" or (where, direction) in NARROW.get(by, ())
 
 
-def through(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, by: str, narrow: bool) -> torch.Tensor:
+def through(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, by: str, narrow: bool) -> torch.Tensor:
     """The product of a layer."""
     if narrow:
         return forward_product(rows, weight, bias, rows.dtype)
     if by in TUNED:
-        return product(rows, weight.t(), rows.dtype) if bias is None else product_and_bias(rows, weight, bias)
-    return rows @ weight.t() if bias is None else torch.addmm(bias, rows, weight.t())
+        found: torch.Tensor = product_and_bias(rows, weight, bias)
+        return found
+    return torch.addmm(bias, rows, weight.t())
 
 
 def back_through(above: torch.Tensor, weight: torch.Tensor, by: str, narrow: bool) -> torch.Tensor:
@@ -164,14 +170,15 @@ def of_weights(above: torch.Tensor, rows: torch.Tensor, dtype: torch.dtype, by: 
 
 
 def output(x: torch.Tensor, linear: nn.Linear) -> torch.Tensor:
-    """A layer without its bias."""
-    return F.linear(x, linear.weight) if products_of(linear) == "torch" else linear.through(x, None)  # type: ignore[operator]
+    """A layer whose bias has its gradient from `add_norm`."""
+    bias = linear.bias.detach()
+    return F.linear(x, linear.weight, bias) if products_of(linear) == "torch" else linear.through(x, bias)  # type: ignore[operator]
 
 
 def add_norm(
     stream: torch.Tensor, branch: torch.Tensor, bias: torch.Tensor, norm: nn.LayerNorm, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Stream, branch [B, T, C] and the branch's bias added up, and the sum normalised."""
+    """Stream and branch [B, T, C] added up, and the sum normalised. `bias` is in the branch, and gets its gradient."""
     together, normal = AddNorm.apply(  # type: ignore[no-untyped-call]
         stream.flatten(0, 1), branch.flatten(0, 1), bias, norm.weight, norm.bias, norm.eps, dtype
     )
@@ -191,7 +198,7 @@ class AddNorm(torch.autograd.Function):
         dtype: torch.dtype,
     ) -> Tensors:
         wide = torch.promote_types(stream.dtype, torch.float32)
-        together = cast(cast(stream, wide) + cast(branch, wide) + cast(bias, wide), stream.dtype)
+        together = cast(cast(stream, wide) + cast(branch, wide), stream.dtype)
         ctx.save_for_backward(together, gain)
         ctx.eps, ctx.dtypes = eps, (branch.dtype, bias.dtype, gain.dtype, offset.dtype)
         normal = F.layer_norm(cast(together, wide), gain.shape, cast(gain, wide), cast(offset, wide), eps)
@@ -207,9 +214,9 @@ class AddNorm(torch.autograd.Function):
 
 
 def mlp(x: torch.Tensor, c_fc: nn.Linear, gelu: Any, c_proj: nn.Linear, dtype: torch.dtype) -> torch.Tensor:
-    """The MLP [B, T, C] without its last bias."""
-    by = products_of(c_fc)
-    y: torch.Tensor = Mlp.apply(x.flatten(0, 1), c_fc.weight, c_fc.bias, gelu, c_proj.weight, dtype, by)  # type: ignore[no-untyped-call]
+    """The MLP [B, T, C], whose last bias has its gradient from `add_norm`."""
+    first, last = (c_fc.weight, c_fc.bias), (c_proj.weight, c_proj.bias.detach())
+    y: torch.Tensor = Mlp.apply(x.flatten(0, 1), *first, gelu, *last, dtype, products_of(c_fc))  # type: ignore[no-untyped-call]
     return y.view_as(x)
 
 
@@ -222,12 +229,14 @@ class Mlp(torch.autograd.Function):
         bias: torch.Tensor,
         gelu: Any,
         down: torch.Tensor,
+        last_bias: torch.Tensor,
         dtype: torch.dtype,
         by: str,
     ) -> torch.Tensor:
         rows = cast(x, dtype)
         narrow_up, narrow_down = (up, down) if by == "fp8" else (cast(up, dtype), cast(down, dtype))
-        hidden, active, y = through_mlp(rows, narrow_up, cast(bias, dtype), gelu, narrow_down, by)
+        first, last = (narrow_up, cast(bias, dtype)), (narrow_down, cast(last_bias, dtype))
+        hidden, active, y = through_mlp(rows, first, gelu, last, by)
         ctx.save_for_backward(rows, hidden, active, narrow_up, narrow_down)
         ctx.dtypes, ctx.by = (x.dtype, up.dtype, bias.dtype, down.dtype), by
         return y
@@ -245,19 +254,19 @@ class Mlp(torch.autograd.Function):
             of_weights(above, active, of_down, ctx.by),
             None,
             None,
+            None,
         )
 
 
-def through_mlp(
-    rows: torch.Tensor, up: torch.Tensor, bias: torch.Tensor, gelu: Any, down: torch.Tensor, by: str
-) -> Tensors:
-    """What GELU is given, what it gives, and the second layer of that."""
+def through_mlp(rows: torch.Tensor, first: Weights, gelu: Any, last: Weights, by: str) -> Tensors:
+    """What GELU is given, what it gives, and the last layer of that."""
     if by == "fp8-mlp":
+        (up, bias), (down, last_bias) = first, last
         scale = scale_beforehand(rows, up, bias)
         hidden, active, narrow = narrow_gelu_product_in_both(*operands(rows, up), bias, scale)
-        return hidden, active, product_of_narrow(narrow, scale, down, rows.dtype)
-    hidden, active = through_gelu(rows, up, bias, gelu, by)
-    return hidden, active, through(active, down, None, by, is_narrow("down", "forward", by))
+        return hidden, active, product_of_narrow(narrow, scale, down, rows.dtype, last_bias)
+    hidden, active = through_gelu(rows, *first, gelu, by)
+    return hidden, active, through(active, *last, by, is_narrow("down", "forward", by))
 
 
 def back_through_mlp(

@@ -70,7 +70,7 @@ class SelfAttention(nn.Module):
         return self.attend(q, k, v, future).transpose(1, 2).reshape(B, T, C)
 
     def fused(self, x: torch.Tensor, future: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """The same without its last bias, as model/fused.py has it."""
+        """The same, its last bias without a gradient: model/fused.py."""
         if self.packed is not None:
             return output(attend_packed(x, self.c_attn, self.heads, dtype, self.packed), self.c_proj)
         return output(self.mix(project(x, self.c_attn, dtype), future), self.c_proj)
@@ -118,8 +118,8 @@ class Block(nn.Module):
         future: torch.Tensor,
         dtype: torch.dtype,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same with a hand-written backward pass (model/fused.py). `branch` and `bias` are the MLP's of the block
-        before, still to be added to x; so are what this one returns and its own bias."""
+        """The same with a hand-written backward pass (model/fused.py). `branch` is the MLP's of the block before, still
+        to be added to x, as what this one returns is, and `bias` the one in it, whose gradient is still to be made."""
         if branch is None or bias is None:
             normal = self.ln_1(x)
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,8 +14,8 @@ from redline.kernels.gelu_backward import gelu_backward_
 from redline.kernels.norm_backward import norm_backward
 from redline.kernels.side_by_side import side_by_side
 from redline.model import fused as fused_module
-from redline.model.fused import PACKED
-from redline.model.gpt import GPT, initialise
+from redline.model.fused import PACKED, add_norm, mlp, output
+from redline.model.gpt import GPT, Block, initialise
 from redline.model.tuned import tune_layers
 
 SHAPE = Shape(layers=2, heads=4, d_model=48, d_ff=144, vocab=257, sequence=32)  # d_ff is three times the width: no luck
@@ -134,6 +135,38 @@ def test_attention_that_stays_packed_gives_the_same_gradients(kernels: str) -> N
     assert set(found) == set(wanted)
     for name, gradient in wanted.items():
         assert_equal(found[name], gradient, name)
+
+
+@pytest.mark.parametrize(("products", "small"), [("torch", 3e-5), ("tuned", 3e-5), ("fused", 3e-5), ("fp8-mlp", 1e-2)])
+@pytest.mark.parametrize("branch", ["attention", "mlp"])
+def test_a_small_bias_moves_a_16_bit_stream_by_its_own_size(branch: str, products: str, small: float) -> None:
+    """Of sums that lie between two numbers, as one in eight does here, half must go up, whatever the bias is: one that
+    was added after the branch was rounded took all of them along, and moved it by four to six times its size (GPT-2 XL
+    then left fp32's curve by 0.046 nats)."""
+    tokens, width = 4096, 64
+    block = Block(replace(SHAPE, d_model=width, d_ff=width), attention="naive", recompute_attention=False, gelu="tanh")
+    if products != "torch":
+        tune_layers(block, torch.bfloat16, fused=products != "tuned", narrow_mlp=products == "fp8-mlp")
+    layer = block.attn.c_proj if branch == "attention" else block.mlp.c_proj
+    signs = random(width, seed=0, dtype=torch.float32).sign()
+    with torch.no_grad():
+        layer.weight.copy_(
+            random(width, width, seed=1, dtype=torch.float32) * (0.01 if branch == "attention" else 0.02)
+        )
+        layer.bias.copy_(small * signs)
+    x = random(1, tokens, width, seed=2, dtype=torch.bfloat16)
+    stream = (0.75 * signs).to(torch.bfloat16).expand(1, tokens, width).contiguous()
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        if branch == "attention":
+            found, read = output(x, layer), x
+        else:
+            found = mlp(x, block.mlp.c_fc, block.mlp.gelu, layer, torch.bfloat16)
+            read = block.mlp.gelu(block.mlp.c_fc(x))
+        together, _ = add_norm(stream, found, layer.bias, block.ln_2, torch.bfloat16)
+    weight = layer.weight.to(torch.bfloat16).double()
+    unbiased = stream.double() + read.double() @ weight.t()
+    moved = ((together.double() - unbiased) * signs).mean().item()
+    assert moved == pytest.approx(small, abs=small / 3)  # rounding a quarter of a million numbers leaves 2e-6
 
 
 def test_weights_in_bf16_get_gradients_in_bf16() -> None:
