@@ -10,13 +10,15 @@ import runpy
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from redline.core.layout import Layout
 from redline.core.recipe import Recipe
@@ -27,6 +29,7 @@ from redline.data.prepare import Preparation, prepare
 from redline.engine.checkpoint import load_from
 from redline.engine.export import export_huggingface, read_weights
 from redline.engine.session import TrainOrder, load_model, train
+from redline.model.tensor_parallel import ByInputs
 from redline.predict.activations import Rank
 from redline.predict.communication import ALL_REDUCE, REDUCE_SCATTER, traffic
 from redline.predict.flops import parameters
@@ -243,6 +246,34 @@ def test_bf16_is_bf16(runs: Runs, one_process: Callable[[tuple[str, ...]], Path]
         return float(sum((ours[name] - theirs[name]).square().sum() for name in theirs)) ** 0.5
 
     assert 0.3 * distance(rounded) < distance(runs.at(name)) < 2 * distance(rounded)
+
+
+@pytest.fixture
+def one_of_one() -> Iterator[DeviceMesh]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield init_device_mesh("cpu", (1,))
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_small_bias_is_not_lost_in_16_bits(one_of_one: DeviceMesh) -> None:
+    """Added to a sum that is rounded already, most of it would be: half of the last place is 1e-4 of what is 0.05."""
+    width, small = 64, 3e-5
+    layer = ByInputs(torch.nn.Linear(width, width), one_of_one).to_empty(device="cpu")
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        layer.weight.copy_(0.01 * torch.randn(width, width, generator=generator))
+        layer.bias.fill_(small)
+    x = torch.randn(8192, width, generator=generator).to(torch.bfloat16)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = layer(x)
+    unbiased = x.double() @ layer.weight.detach().to(torch.bfloat16).double().t()
+    assert found.dtype == torch.bfloat16
+    assert (found.double() - unbiased).mean().item() == pytest.approx(small, abs=small / 10)
+    found.float().sum().backward()
+    assert layer.bias.grad is not None
+    assert torch.equal(layer.bias.grad, torch.full((width,), 8192.0))
 
 
 @pytest.mark.parametrize("name", short_and_long(FURTHER, LONG_FURTHER), ids=str)
