@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 from redline.core.errors import UserError
 
 FORMAT = 1
+CHECKPOINTS_FOLDER = "checkpoints"  # of a run directory
 MANIFEST_FILE, STATE_FILE, TENSOR_SUFFIX = "manifest.json", "state.json", ".safetensors"
 CHUNK_BYTES = 16 << 20  # read, hashed and written at a time: large enough that Python's share is nothing
 LISTINGS = 10  # of a folder whose newest checkpoint vanishes while it is read
@@ -85,6 +86,14 @@ def list_checkpoints(folder: Path) -> list[Path]:
             "name the folder of a training run, and see that you may read it",
         ) from error
     return [path for _, path in sorted(found, reverse=True)]
+
+
+def newest_checkpoint(folder: Path, updates: int | None) -> str | None:
+    """The one that a run of so many updates (None: nobody knows) goes on from, by name alone. A later one that was
+    passed over as damaged is still there, and is not it."""
+    found = ((order_of(path), path) for path in list_checkpoints(folder))
+    within = (str(path) for order, path in found if order is not None and (updates is None or order[0] <= updates))
+    return next(within, None)
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------

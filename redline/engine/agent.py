@@ -20,7 +20,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.run import parse_args, run
 
-from redline.core.checkpoints import list_checkpoints
+from redline.core.checkpoints import CHECKPOINTS_FOLDER, list_checkpoints
 from redline.core.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_MISTAKE
 from redline.core.rank_processes import (
     OWN_INTERRUPT,
@@ -101,7 +101,7 @@ def ways_on(pid_file: Path) -> list[str]:
         out, layout = json.loads(pid_file.with_name(RUN_NAME).read_text(encoding="utf-8"))
     except OSError:  # rank 0 had no run directory yet
         return []
-    saved = list_checkpoints(Path(out) / "checkpoints")
+    saved = list_checkpoints(Path(out) / CHECKPOINTS_FOLDER)
     return [f"saved     {saved[0]}", f"go on     {resume_command(out, layout)}"] if saved else []
 
 

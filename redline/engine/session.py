@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from redline.core.checkpoints import STATE_FILE, list_checkpoints, order_of
+from redline.core.checkpoints import CHECKPOINTS_FOLDER, STATE_FILE, newest_checkpoint
 from redline.core.errors import FailedRunError, UserError
 from redline.core.generators import seed_generators
 from redline.core.hardware import Hardware
@@ -243,7 +243,7 @@ def training_plan(recipe: Recipe, layout: Layout | None = None) -> Plan:
 
 
 def open_store(order: TrainOrder, plan: Plan, ranks: Ranks) -> Store:
-    folder, settings = Path(order.out) / "checkpoints", order.settings
+    folder, settings = Path(order.out) / CHECKPOINTS_FOLDER, order.settings
     keep = {"keep_last": settings.keep_last, "keep_best": settings.keep_best}
     if not ranks.joined:
         return CheckpointStore(folder, **keep)
@@ -432,12 +432,6 @@ def summary_of(trainer: Trainer, why: str) -> dict[str, Any]:
     }
 
 
-def newest_checkpoint(folder: Path, updates: int) -> str | None:
-    """The one to go on from. A later one that was passed over as damaged is still there, and is not it."""
-    found = ((order_of(path), path) for path in list_checkpoints(folder))
-    return next((str(path) for order, path in found if order is not None and order[0] <= updates), None)
-
-
 def load_model(path: Path) -> tuple[Adapter, nn.Module]:
     """The model of a run directory's newest whole checkpoint, or of one checkpoint, on the host. A checkpoint says
     itself what model it holds."""
@@ -479,7 +473,8 @@ def exported_model(folder: Path) -> tuple[Adapter, nn.Module]:
 
 
 def newest_of(run: Path) -> Loaded:
-    loaded, notes = latest_checkpoint(run / "checkpoints" if (run / "checkpoints").is_dir() else run)
+    inside = run / CHECKPOINTS_FOLDER
+    loaded, notes = latest_checkpoint(inside if inside.is_dir() else run)
     if loaded is None:
         raise UserError(
             f"{run} holds no whole checkpoint",
