@@ -75,6 +75,8 @@ class Watchers:
             hardware=to_json(self._session.hardware),
             versions=self._session.versions,
             mfu_convention=self._efficiency(0.0).convention,
+            layout=None if self._order.layout is None else to_json(self._order.layout),
+            parallel=self._order.parallel,
         )
         return self
 

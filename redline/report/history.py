@@ -2,7 +2,7 @@
 
     history = read_history(run / "metrics.jsonl")          # what earlier sessions wrote; a half line is passed over
     history("cycle", updates=10, tokens=655_360, ...)      # and from here on each event as it happens
-    history.document(run_json)                             # curves over tokens, summary, samples, sessions
+    history.document(run_json, run)                        # curves over tokens, summary, samples, sessions
 
 A week of training is 100,000 cycles. Curves are thinned as they grow, by `thin`, which keeps the extremes: a spike that
 lasted one update stays in sight. A run that was killed repeats what came after its last checkpoint; the repetition
@@ -18,9 +18,13 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from redline.core.checkpoints import CHECKPOINTS_FOLDER, newest_checkpoint
+from redline.core.errors import UserError
 from redline.core.job import RUN_FILE
+from redline.core.traced import TOKEN
 from redline.core.training import METRICS_FILE
 from redline.report import Document
+from redline.report.table import unit_of
 
 Point = tuple[float, float]
 """(tokens trained on, value)"""
@@ -90,7 +94,7 @@ class TrainingHistory:
     # --- events -------------------------------------------------------------------------------------------------------
 
     def _session(self, fields: dict[str, Any]) -> None:
-        told = ("command", "date", "hardware", "versions", "mfu_convention")
+        told = ("command", "date", "hardware", "versions", "mfu_convention", "layout", "parallel")
         self.sessions.append({name: fields.get(name) for name in told} | {"from_updates": None, "ended": None})
 
     def _cycle(self, fields: dict[str, Any]) -> None:
@@ -149,16 +153,23 @@ class TrainingHistory:
 
     # --- what they come to --------------------------------------------------------------------------------------------
 
-    def document(self, run: Document) -> Document:
-        """Plain JSON: what was asked (run.json) and what came of it. Numbers that are not known are None."""
+    def document(self, run: Document, directory: Path | None = None) -> Document:
+        """Plain JSON: what was asked (run.json) and what came of it. Numbers that are not known are None. With the run
+        directory `checkpoint` is what lies there now: a session that was killed has not said what it had saved."""
         order = run.get("order") or {}
         newest = self.sessions[-1] if self.sessions else {}
+        summary = self.summary()
+        if directory is not None:
+            summary["checkpoint"] = checkpoint_in(directory, self.last.get("updates"))
         return {
             "kind": "train",
             **{name: order.get(name) for name in ("workload", "recipe", "settings", "data")},
+            "unit": unit_of(order) or TOKEN,
+            # Of the newest session: one that was resumed has its own. run.json has those of the first.
+            **{name: newest.get(name) or order.get(name) for name in ("layout", "parallel")},
             **{name: newest.get(name) or run.get(name) for name in ("hardware", "versions")},
             **{name: run.get(name) for name in ("command", "date")},
-            **self.summary(),
+            **summary,
             "mfu_convention": newest.get("mfu_convention"),
             "curves": {name: thin(curve) for name, curve in self.curves.items()},
             "skipped_at": [place for place, _ in thin([(place, 0.0) for place in self.skipped_at], MOST_MARKS)],
@@ -192,6 +203,14 @@ class TrainingHistory:
         }
 
 
+def checkpoint_in(directory: Path, updates: int | None) -> str | None:
+    """The newest of a run that has made so many updates. What may not be read here cannot be gone on with here."""
+    try:
+        return newest_checkpoint(directory / CHECKPOINTS_FOLDER, updates)
+    except UserError:
+        return None
+
+
 def read_history(metrics: Path) -> TrainingHistory:
     """From metrics.jsonl, if it is there. A line cut short (the machine died) or of another version is passed over."""
     history = TrainingHistory()
@@ -210,4 +229,4 @@ def read_history(metrics: Path) -> TrainingHistory:
 def read_training(directory: Path) -> Document:
     """The document of a run directory of `redline train`. A part of run.json that is not there is not shown."""
     run = json.loads((directory / RUN_FILE).read_text(encoding="utf-8"))
-    return read_history(directory / METRICS_FILE).document(run)
+    return read_history(directory / METRICS_FILE).document(run, directory)

@@ -311,10 +311,20 @@ def pipeline_text(pipeline: Mapping[str, Any] | None) -> str:
     return f"{pipeline['stages']} stages, {per_update}: a bubble of {human_percent(pipeline['bubble'])}"
 
 
+def layout_options(summary: dict[str, Any]) -> str | None:
+    """Of as many ranks as before; None where the layout is one of another version."""
+    try:
+        layout = Layout(**(summary.get("layout") or {}))
+    except (TypeError, ValueError):
+        return None
+    return options_of_ranks(layout, summary.get("parallel"))
+
+
 def way_on(summary: dict[str, Any]) -> str:
-    """Nothing where nothing was saved: it would begin anew, and end as it did."""
-    options = options_of_ranks(Layout(**(summary.get("layout") or {})), summary.get("parallel"))
-    return resume_command(summary["out"], options) if summary["checkpoint"] else ""
+    """Nothing where nothing was saved: it would begin anew, and end as it did. Nothing either where nobody knows how
+    the model was cut: it would start whole."""
+    options = layout_options(summary)
+    return resume_command(summary["out"], options) if summary["checkpoint"] and options is not None else ""
 
 
 def summary_lines(summary: dict[str, Any]) -> list[str]:

@@ -1,6 +1,6 @@
 """One self-contained HTML page of a training run, in the ladder's own style, and when to draw it.
 
-    Path("report.html").write_text(render_training_page(history.document(run_json)), encoding="utf-8")
+    Path("report.html").write_text(render_training_page(history.document(run_json, run)), encoding="utf-8")
 
 The document is `report/history.py`'s. `LivePage` is told the run's events like everything else that shows them, and
 draws after evaluations and at the end: between cycles, never inside one.
@@ -24,7 +24,7 @@ from redline.report.history import TrainingHistory
 from redline.report.page import WIDE_PX, date_text, drawings, fact_groups, render, table_row
 from redline.report.svg import plain_tick, short_number
 from redline.report.table import device_name, unit_of, workload_text
-from redline.report.training import clock_text, documents_text, epoch_text, loss_text, updates_text
+from redline.report.training import clock_text, documents_text, epoch_text, layout_options, loss_text, updates_text
 
 PLOT_WIDE_PX = 440  # two beside each other
 LOSS_PX = 300
@@ -58,7 +58,8 @@ class LivePage:
 
     def draw(self) -> None:
         try:
-            self._directory.write(REPORT_FILE, render_training_page(self._history.document(self._run)))
+            document = self._history.document(self._run, self._directory.path)
+            self._directory.write(REPORT_FILE, render_training_page(document))
             self.trouble = ""
         except Exception as error:  # a full disk, a mistake of ours: a week of training must not end for a picture
             self.trouble = str(error) or type(error).__name__
@@ -150,7 +151,9 @@ def alarms(document: Document) -> Iterable[tuple[str, str]]:
     if ended is None:
         yield "unfinished", "This run has no end yet: it was still going on when the page was drawn, or it was killed."
     if ended == "interrupted":
-        yield "unfinished", "This run was interrupted. It goes on with redline train --resume and its folder."
+        options = layout_options(document)
+        words = f"--resume, its folder and {options}" if options else "--resume and its folder"
+        yield "unfinished", f"This run was interrupted. It goes on with redline train {words}."
     if document["skipped"]:
         yield "unfinished", f"{updates_text(document['skipped'])} skipped: the gradients were not finite."
 

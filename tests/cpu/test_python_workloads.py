@@ -48,6 +48,7 @@ from redline.model.adapter import adapter_of
 from redline.model.python_adapter import PythonAdapter
 from redline.predict.flops import model_flops, parameters
 from redline.predict.memory import predict_memory
+from redline.report.training import summary_lines
 from redline.rungs import find_rung, plan_of, usual_rungs, why_not
 from redline.search.inspect import inspect_file
 from redline.workloads.python_file import PythonFile, find_python_file, for_training, python_workload
@@ -880,6 +881,8 @@ def test_a_model_goes_through_every_command(
     assert (trained["ended"], trained["updates"]) == ("steps", 10)
     assert trained["tokens"]["train"] == 10 * 4 * seen.items_per_sample
     assert trained["validation_loss"] is not None
+    assert main(["report", "train"]) == 0
+    assert capsys.readouterr().out.splitlines() == summary_lines(trained)
 
 
 def test_lint_names_the_lines(

@@ -128,22 +128,36 @@ def assert_same_weights(run: Path, reference: Path) -> None:
 
 
 def test_a_killed_rank_is_named_and_one_process_goes_on(
-    words: list[str], with_fault: Run, never_stopped: Path, tmp_path: Path, left_behind: Callable[[Path], list[str]]
+    words: list[str],
+    with_fault: Run,
+    never_stopped: Path,
+    tmp_path: Path,
+    left_behind: Callable[[Path], list[str]],
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     out = tmp_path / "run"
     done = with_fault("kill", [*words, "--out", str(out)])
     assert done.returncode == 1
     assert "training stopped: rank 1 was killed by SIGKILL" in done.stderr
     only_ours(done.stderr, out)
-    assert (
-        f"\nsaved     {out}/checkpoints/step-00000002\ngo on     redline train --resume {out} --gpus 2\n" in done.stderr
-    )
+    ways = [f"saved     {out}/checkpoints/step-00000002", f"go on     redline train --resume {out} --gpus 2"]
+    assert "\n".join(["", *ways, ""]) in done.stderr
+    assert reported(out, capfd) == ways
     assert left_behind(out) == []
     typed = shlex.join(["redline", *words, "--out", str(out), "--gpus", "2"])
     assert json.loads((out / "run.json").read_text())["command"] == typed
     assert json.loads((out / "metrics.jsonl").read_text().splitlines()[0])["command"] == typed
     assert main(["train", "--resume", str(out)]) == 0
     assert_same_weights(out, never_stopped)
+    ways = [f"saved     {out}/checkpoints/step-{STEPS:08d}", f"go on     redline train --resume {out}"]
+    assert reported(out, capfd) == ways, "the last session had one process"
+
+
+def reported(out: Path, capfd: pytest.CaptureFixture[str]) -> list[str]:
+    """What `redline report` says was saved, and how to go on."""
+    capfd.readouterr()
+    assert main(["report", str(out)]) == 0
+    return [line for line in capfd.readouterr().out.splitlines() if line.startswith(("saved ", "go on "))]
 
 
 @pytest.mark.parametrize(

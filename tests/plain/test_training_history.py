@@ -12,7 +12,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from redline.report.history import CURVES, MOST_POINTS, MOST_SAMPLES, TrainingHistory, read_history, thin
+from redline.report.history import (
+    CURVES,
+    MOST_POINTS,
+    MOST_SAMPLES,
+    TrainingHistory,
+    read_history,
+    read_training,
+    thin,
+)
 
 EACH = 256  # tokens of an update
 
@@ -166,6 +174,83 @@ def test_damaged_lines_and_events_of_another_version_are_passed_over(tmp_path: P
     assert found["updates"] == 1
     assert found["curves"]["loss"] == [(EACH, 5.0)]
     assert read_history(tmp_path / "missing.jsonl").document({})["updates"] == 0
+
+
+SESSION, CYCLES = ("session", {"command": "redline train"}), [("cycle", cycle(start, [5.0] * 5)) for start in (0, 5)]
+
+
+def run_in(folder: Path, *events: tuple[str, dict[str, Any]], saved: tuple[str, ...] = (), **order: Any) -> Path:
+    """A run directory with these checkpoints, by name."""
+    for name in saved:
+        (folder / "checkpoints" / name).mkdir(parents=True)
+    (folder / "run.json").write_text(json.dumps({"kind": "train", "order": order}))
+    written(folder / "metrics.jsonl", *events)
+    return folder
+
+
+SAVED = ("step-00000005", "step-00000010", "step-00000010.2", "step-00000010.2.draft", "step-00000015.removing")
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        [],
+        [("end", {"ended": "failed", "reason": "a mistake", "checkpoint": None})],
+        [("end", {"ended": "steps", "reason": None, "checkpoint": "elsewhere/checkpoints/step-00000010.2"})],
+        [("end", {"ended": "interrupted", "checkpoint": "x"}), SESSION],
+    ],
+    ids=["killed", "failed", "moved", "resumed and killed"],
+)
+def test_the_checkpoint_is_the_newest_that_lies_there(tmp_path: Path, end: list[tuple[str, dict[str, Any]]]) -> None:
+    run = run_in(tmp_path, SESSION, *CYCLES, ("checkpoint", {"updates": 10}), *end, saved=SAVED)
+    assert read_training(run)["checkpoint"] == str(run / "checkpoints" / "step-00000010.2")
+
+
+def test_a_checkpoint_that_was_passed_over_is_not_the_one_to_go_on_from(tmp_path: Path) -> None:
+    """Step 10 was damaged: the second session went on from step 5 and has come to 8."""
+    again = ("cycle", cycle(5, [4.0] * 3))
+    run = run_in(tmp_path, SESSION, *CYCLES, SESSION, again, saved=("step-00000005", "step-00000010"))
+    assert read_training(run)["checkpoint"] == str(run / "checkpoints" / "step-00000005")
+
+
+def test_a_checkpoint_that_is_gone_or_cannot_be_read_is_none(tmp_path: Path) -> None:
+    end = ("end", {"ended": "steps", "reason": None, "checkpoint": str(tmp_path / "checkpoints/step-00000010")})
+    run = run_in(tmp_path, SESSION, *CYCLES, end)
+    assert read_training(run)["checkpoint"] is None
+    (run / "checkpoints").write_text("no folder")
+    assert read_training(run)["checkpoint"] is None
+
+
+def test_a_checkpoint_is_found_where_the_events_are_lost(tmp_path: Path) -> None:
+    run = run_in(tmp_path, saved=("step-00000005",))
+    assert read_training(run)["checkpoint"] == str(run / "checkpoints" / "step-00000005")
+
+
+TENSOR, ALONE = ({"ranks": ranks, "tensor": ranks, "pipeline": 1, "replicas": 1} for ranks in (2, 1))
+
+
+@pytest.mark.parametrize(
+    ("sessions", "layout", "parallel"),
+    [
+        ([], TENSOR, None),
+        ([{}], TENSOR, None),  # of a version that did not say it
+        ([{"layout": TENSOR, "parallel": None}, {"layout": ALONE, "parallel": None}], ALONE, None),
+        ([{"layout": ALONE, "parallel": None}, {"layout": TENSOR, "parallel": "fsdp"}], TENSOR, "fsdp"),
+        ([{"layout": TENSOR, "parallel": "fsdp"}, {"layout": TENSOR, "parallel": None}], TENSOR, None),
+    ],
+    ids=["none", "old", "resumed alone", "resumed together", "no longer said"],
+)
+def test_the_layout_is_the_last_session_s(
+    tmp_path: Path, sessions: list[dict[str, Any]], layout: dict[str, int], parallel: str | None
+) -> None:
+    run = run_in(tmp_path, *(("session", told) for told in sessions), layout=TENSOR, parallel=None)
+    document = read_training(run)
+    assert (document["layout"], document["parallel"]) == (layout, parallel)
+
+
+@pytest.mark.parametrize(("shape", "unit"), [({"unit": "sample"}, "sample"), ({"layers": 2}, "token"), (None, "token")])
+def test_the_unit_is_the_model_s(tmp_path: Path, shape: dict[str, Any] | None, unit: str) -> None:
+    assert read_training(run_in(tmp_path, workload={"name": "mine", "shape": shape}))["unit"] == unit
 
 
 def test_the_first_sample_and_the_newest_are_kept() -> None:

@@ -15,7 +15,7 @@ import pytest
 from redline.cli import main
 from redline.core.job import RunDirectory
 from redline.report.curves import Panel, curve_chart
-from redline.report.history import TrainingHistory, read_history
+from redline.report.history import TrainingHistory, read_training
 from redline.report.training_page import REDRAW_SECONDS, LivePage, loss_panel, render_training_page
 
 PAGES: dict[str, Any] = runpy.run_path(str(Path(__file__).with_name("test_report_page.py")))
@@ -252,6 +252,21 @@ def test_it_is_drawn_after_evaluations_but_not_all_the_time_and_at_the_end(tmp_p
     assert "Training gpt2" in file.read_text()
 
 
+def test_the_page_that_a_killed_run_leaves_names_its_checkpoint(tmp_path: Path) -> None:
+    saved = tmp_path / "checkpoints" / "step-00000040"
+    saved.mkdir(parents=True)
+    LivePage(RunDirectory(tmp_path), RUN, history_of())("validation", updates=50)
+    assert str(saved) in Outline((tmp_path / "report.html").read_text()).text
+
+
+def test_the_page_of_an_interrupted_run_says_with_which_layout_it_goes_on() -> None:
+    document = history_of(ended="interrupted", reason=None, checkpoint="x").document(RUN)
+    assert "It goes on with redline train --resume and its folder." in render_training_page(document)
+    cut = {**document, "layout": {"ranks": 2, "tensor": 2}}
+    wanted = "It goes on with redline train --resume, its folder and --gpus 2 --tensor 2."
+    assert wanted in render_training_page(cut)
+
+
 def test_a_page_that_cannot_be_written_stops_nobody(tmp_path: Path) -> None:
     page = LivePage(RunDirectory(tmp_path / "gone"), RUN, history_of())
     page("end", ended="steps")
@@ -279,11 +294,39 @@ def test_report_recognises_a_training_run(run_directory: Path, capsys: pytest.Ca
     assert "ended     all steps are done: 5 updates" in shown
     assert f"page      {run_directory / 'report.html'}" in shown
     page = (run_directory / "report.html").read_text()
-    assert page == render_training_page(read_history(run_directory / "metrics.jsonl").document(RUN))
+    assert page == render_training_page(read_training(run_directory))
     assert main(["report", str(run_directory), "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["kind"] == "train"
     assert document["curves"]["loss"] == [[EACH * updates, 5.0] for updates in range(1, 6)]
+
+
+def test_report_of_a_killed_run_says_what_it_saved_and_how_it_goes_on(
+    run_directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The last session was on two ranks that hold each layer together, of a model that counts samples."""
+    saved = run_directory / "checkpoints" / "step-00000004"
+    saved.mkdir(parents=True)
+    model = {"name": "mine", "shape": {"unit": "sample"}, "tokenizer": "none", "micro_batch": 4}
+    (run_directory / "run.json").write_text(json.dumps({**RUN, "order": {**RUN["order"], "workload": model}}))
+    layout = {"ranks": 2, "tensor": 2, "pipeline": 1, "replicas": 1}
+    with open(run_directory / "metrics.jsonl", "a") as metrics:
+        metrics.write(json.dumps({"kind": "session", "layout": layout, "parallel": None}) + "\n")
+    assert main(["report", str(run_directory)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert f"samples   {5 * EACH:,} train, 0 validation, {5 * EACH:,} total" in lines
+    assert "speed     10,240 samples/s (median of the cycles), MFU 41.3 %" in lines
+    assert lines[-3:] == [
+        f"saved     {saved}",
+        f"page      {run_directory / 'report.html'}",
+        f"go on     redline train --resume {run_directory} --gpus 2 --tensor 2",
+    ]
+    assert str(saved) in Outline((run_directory / "report.html").read_text()).text
+    assert main(["report", str(run_directory), "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert [document[name] for name in ("checkpoint", "layout", "parallel", "unit")] == [
+        *(str(saved), layout, None, "sample")
+    ]
 
 
 def test_report_of_a_run_that_has_only_begun(run_directory: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -299,3 +299,5 @@ def test_the_summary_says_what_the_lecture_s_did_and_where_things_are() -> None:
     assert ranked[-1] == "go on     redline train --resume run --gpus 4 --tensor 2"
     again = summary_lines({**SUMMARY, "layout": {"ranks": 2}, "parallel": "fsdp"})
     assert again[-1] == "go on     redline train --resume run --gpus 2 --parallel fsdp", "run.json has another way"
+    unknown = summary_lines({**SUMMARY, "layout": {"ranks": 2, "experts": 2}})
+    assert unknown[-1] == "page      run/report.html", "of another version: it would start whole"
