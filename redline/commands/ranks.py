@@ -265,6 +265,7 @@ def train_along(ranks: Ranks) -> int:
     summary = train(order, say_nothing, ranks)
     if summary["ended"] == "failed":
         if ranks.hears("over", ranks.mistake_seconds):  # rank 0 has failed too, and tells why
+            time.sleep(ranks.mistake_seconds)  # the agent would end it for this one's sake
             return EXIT_FAILED
         raise RuntimeError(summary["reason"])
     ranks.hear("over")  # whoever left earlier would look like one that failed

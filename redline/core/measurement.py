@@ -114,8 +114,8 @@ class Sharing:
 
     @property
     def straggler_seconds(self) -> float:
-        """What the slowest rank computes longer than the middle one: the others wait for it."""
-        return max(self.compute_seconds) - statistics.median(self.compute_seconds)
+        """What the slowest rank computes longer than the middle one, of two than the other: they wait for it."""
+        return max(self.compute_seconds) - statistics.median_low(self.compute_seconds)
 
 
 @dataclass(frozen=True, kw_only=True)

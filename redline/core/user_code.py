@@ -245,7 +245,7 @@ def check_unchanged(path: Path, data: bytes, digest: str) -> None:
     if hashlib.sha256(data).hexdigest() != digest:
         raise UserError(
             f"{path.name} has changed",
-            "what was measured so far belongs to the file as it was, and rows must stay comparable",
+            "what was measured or trained so far belongs to the file as it was",
             "start a new run, or put the old file back",
         )
 

@@ -179,7 +179,8 @@ def cause_of(
     gone = [*(pair for pair in failures.items() if pair[0] in quiet), *killed]
     recorded = [pair for pair in failures.items() if pair[1].error_file != NO_FILE]
     told = [pair for pair in failures.items() if has_told(*pair)]
-    return min(lost or gone or recorded or told or failures.items(), key=lambda pair: pair[1].timestamp)
+    spoke = [pair for pair in told if pair[1].exitcode != EXIT_INTERRUPTED]
+    return min(lost or gone or recorded or spoke or told or failures.items(), key=lambda pair: pair[1].timestamp)
 
 
 def told_by(failure: ProcessFailure) -> str:

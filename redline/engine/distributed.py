@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 import os
 import re
 import socket
@@ -42,7 +41,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from torch.distributed.rendezvous import rendezvous
 
-from redline.core.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_MISTAKE, FailedRunError, UserError
+from redline.core.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_MISTAKE, FailedRunError, UserError
 from redline.core.layout import Layout, Place
 from redline.core.rank_processes import RANK_PID_FILE, inside, rank_pid_file
 
@@ -237,6 +236,18 @@ class Ranks:
         self._has_told_end = True
         with suppress(dist.DistError):  # the store may be gone, and the job with it
             self.remember(f"end/{self.attempt}/{self.rank}", End(time.time(), first_sentence(text), lost))
+
+    def follows(self) -> bool:
+        """Whether rank 0 had told its failure before this rank told its own, which came of that then. Where rank 0 runs
+        out of memory, its collectives end before it tells its end, but it has said that all is over."""
+        if self.leads or self._store is None:
+            return False
+        with suppress(dist.DistError):
+            if self._store.check(["over"]):
+                return bool(json.loads(self._store.get("over")) != EXIT_DONE)
+            own, first = self.end_of(self.rank, self.attempt), self.end_of(0, self.attempt)
+            return own is not None and first is not None and first.text != "" and first.when < own.when
+        return False
 
     def end_of(self, rank: int, attempt: int) -> End | None:
         """None: it has told none."""
@@ -606,6 +617,8 @@ def recorded(ranks: Ranks) -> Iterator[None]:
         except UserError as error:
             words = " ".join(f"{error.problem}: {error.why}".splitlines())
             ranks.tell_end(f"rank {ranks.rank} failed: {words}")
+            if ranks.leads and ranks.count > 1 and isinstance(error, FailedRunError):  # under way it may be its alone
+                raise FailedRunError(f"rank 0: {error.problem}", error.why, error.fix) from error
             if ranks.leads:
                 raise
             time.sleep(ranks.mistake_seconds)  # the agent ends this rank meanwhile, where rank 0 has found the same
@@ -615,6 +628,10 @@ def recorded(ranks: Ranks) -> Iterator[None]:
             is_lost = isinstance(error, LostRankError)
             words = str(error) if is_lost else f"rank {ranks.rank} failed: {type(error).__name__}: {error}"
             ranks.tell_end(words, lost=is_lost)
+            if not is_lost and ranks.follows():
+                traceback.print_exception(error, file=sys.__stderr__)  # a rank's log
+                time.sleep(ranks.mistake_seconds)  # the agent would end a rank 0 that still tells what happened
+                raise SystemExit(EXIT_INTERRUPTED) from error
             record_failure(error)
             raise SystemExit(1) from error
         finally:
@@ -624,11 +641,12 @@ def recorded(ranks: Ranks) -> Iterator[None]:
 def words_of_ends(ends: Mapping[int, End | None], seen: Mapping[int, float]) -> str | None:
     """Of the ranks of an attempt; None: that rank has told nothing. A rank that was lost may tell nothing either, and
     the agent may have killed others since: the words of whoever watched are the cause. `seen`: when each rank last gave
-    a sign of life. One that lived on after another had failed waited for that one where no signal reaches it, in the
-    driver, for a collective of NCCL's: the agent has killed it after its grace."""
+    a sign of life. One that lived on after another had failed, or was gone, waited for that one where no signal reaches
+    it, in the driver, for a collective of NCCL's: the agent has killed it after its grace."""
     told = sorted(end for end in ends.values() if end is not None and end.text)
     lost = [end for end in told if end.lost]
-    outlived = told[0].when + OUTLIVED_SECONDS if told else math.inf
+    first = told[0].when if told else min((seen[rank] for rank, end in ends.items() if end is None), default=0.0)
+    outlived = first + OUTLIVED_SECONDS
     silent = [f"rank {rank}" for rank, end in ends.items() if end is None and not lost and seen[rank] < outlived]
     words = [f"{', '.join(silent)} ended without a word (killed, or its machine is gone)"] if silent else []
     words += [end.text for end in (lost or told)[:1]]

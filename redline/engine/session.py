@@ -160,6 +160,8 @@ def train(order: TrainOrder, emit: Emit, ranks: Ranks | None = None) -> dict[str
         why, reason = "failed", known_failure(error, order, plan)
         if reason is None:
             raise
+        if ranks.count > 1 and ranks.leads:  # another's name stands before what it tells
+            reason = f"rank 0: {reason}"
     return {**summary_of(trainer, why), "reason": reason}
 
 
