@@ -143,8 +143,9 @@ def plant(kind: str, at_step: int, flag: Path) -> None:
 
 
 if __name__ == "__main__":
-    kind, at_step, flag = sys.argv[1:4]
-    if os.environ["RANK"] == "1":
+    words, at_step, flag = sys.argv[1:4]
+    rank, _, kind = words.rpartition(":")
+    if os.environ["RANK"] == (rank or "1"):
         if kind in ("begun", "connect", "over"):
             freeze_at(kind)
         elif kind.startswith("SIG"):

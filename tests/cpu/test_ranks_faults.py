@@ -36,7 +36,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from redline.cli import main
 from redline.commands.ranks import agent_words, train_along
 from redline.core.checkpoints import list_checkpoints
-from redline.core.errors import UserError
+from redline.core.errors import FailedRunError, UserError
 from redline.core.measurement import Failure
 from redline.core.rank_processes import Interrupt, inside, mark_over
 from redline.core.recipe import Recipe
@@ -246,6 +246,14 @@ def test_what_was_lost_is_told_by_those_that_go_on(
     assert found is None if expected is None else expected in (found or "")
 
 
+def test_of_ranks_that_all_were_killed_the_first_is_told() -> None:
+    """By the agent, 30 s later, where they could say nothing: in the driver no signal reaches them."""
+    found = distributed.words_of_ends(dict.fromkeys(range(3)), {0: 130.0, 1: 100.0, 2: 130.5})
+    assert found == "torchrun has started all ranks again: rank 1 ended without a word (killed, or its machine is gone)"
+    together = distributed.words_of_ends(dict.fromkeys(range(3)), {0: 100.5, 1: 100.0, 2: 101.0})
+    assert "rank 0, rank 1, rank 2 ended without a word" in (together or "")
+
+
 def test_those_that_go_on_know_when_a_rank_was_last_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     store = Told()
     monkeypatch.setattr(distributed.time, "time", lambda: 50.0)
@@ -361,6 +369,23 @@ def test_ranks_agree_on_the_attempt_whatever_their_nodes_have_counted(monkeypatc
 def listens(port: int) -> bool:
     with socket.socket() as there:
         return there.connect_ex(("localhost", port)) == 0
+
+
+@pytest.mark.parametrize("kind", ["memory", pytest.param("mistake", marks=pytest.mark.long)])
+def test_a_rank_0_that_fails_alone_tells_it_itself(
+    words: list[str], with_fault: Run, tmp_path: Path, kind: str, left_behind: Callable[[Path], list[str]]
+) -> None:
+    """And nobody accuses the other one, whose connection has closed."""
+    out = tmp_path / "run"
+    done = with_fault(f"0:{kind}", [*words, "--out", str(out), "--rank-timeout", "20"])
+    told = {
+        "memory": "training stopped: rank 0: out of memory with micro batches of 1 sequence",
+        "mistake": "problem: rank 0: training my.py:model raised ValueError: odd",
+    }
+    assert done.returncode == 1
+    assert told[kind] in done.stderr
+    assert "rank 1" not in done.stderr
+    assert left_behind(out) == []
 
 
 @pytest.mark.long
@@ -579,6 +604,7 @@ MISTAKE = "MistakeOfRankError: training my.py raised ValueError"
         ({0: (1, 100, GONE), 1: (0, 101, None)}, "rank 1 left with exit code 0 before the end"),
         ({0: (7, 100, None), 1: (1, 100, GONE)}, "rank 0 left with exit code 7"),
         ({0: (1, 101, None), 1: (1, 100, None)}, ""),
+        ({0: (1, 101, None), 1: (130, 100, None)}, ""),
         ({0: (2, 101, None), 1: (2, 100, None)}, ""),
         ({0: (1, 100, LOST), 1: (130, 101, None)}, "rank 1 was last seen 25 s ago"),
         ({0: (130, 100, None), 1: (1, 100, MISTAKE)}, "rank 1 failed: training my.py raised ValueError"),
@@ -587,7 +613,7 @@ MISTAKE = "MistakeOfRankError: training my.py raised ValueError"
     ids=[
         *("noticed-first", "frozen", "frozen-and-killed", "agent-killed", "two-kills", "agent-ended"),
         *("left", "left-with-1", "left-and-ended", "left-and-aborted", "left-with-0", "rank-0-left", "rank-0-tells"),
-        *("both-refuse", "outstayed", "mistake", "failed-and-ended"),
+        *("rank-1-follows", "both-refuse", "outstayed", "mistake", "failed-and-ended"),
     ],
 )
 def test_the_cause_is_not_what_the_agent_did_afterwards(
@@ -601,9 +627,11 @@ def test_the_cause_is_not_what_the_agent_did_afterwards(
             path.write_text(json.dumps({"message": {"message": told, "extraInfo": {"timestamp": seconds}}}))
         found[rank] = ProcessFailure(rank, 0, code, str(path))
         found[rank].timestamp = seconds
-    words = agent.words_of(*agent.cause_of(found, agent.quiet_ranks(found))) or ""
+    rank, cause = agent.cause_of(found, agent.quiet_ranks(found))
+    words = agent.words_of(rank, cause) or ""
     assert words.startswith(expected)
     assert bool(words) == bool(expected)
+    assert words or rank == 0, "its exit code is the job's"
 
 
 @pytest.mark.parametrize(("rank_0_failed", "asked"), [(100.5, None), (100.7, 1)], ids=["before", "since"])
@@ -795,6 +823,45 @@ def test_a_mistake_is_rank_0s_to_tell_if_it_finds_it(monkeypatch: pytest.MonkeyP
     assert raised.value is mistake if rank == 0 else raised.value.code == 2
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_what_ends_rank_0_under_way_is_told_by_its_name(count: int) -> None:
+    """The others may go on well. Of one rank alone there is nobody else to be told from."""
+    with pytest.raises(FailedRunError) as raised, distributed.recorded(Ranks(rank=0, count=count)):
+        raise FailedRunError("training my.py raised E", "why", "fix")
+    assert raised.value.problem == ("rank 0: " if count > 1 else "") + "training my.py raised E"
+
+
+@pytest.mark.parametrize(
+    ("said", "follows"),
+    [
+        ({}, False),
+        ({"over": 1}, True),
+        ({"over": 0}, False),
+        ({"end/0/0": End(99.0, "rank 0 failed: E: x")}, True),
+        ({"end/0/0": End(101.0, "rank 0 failed: E: x")}, False),
+        ({"end/0/0": End(99.0, "")}, False),
+        ({"end/0/2": End(99.0, "rank 2 failed: E: x")}, False),
+    ],
+    ids=["first", "rank-0-is-over", "all-done", "rank-0-failed", "rank-0-failed-of-it", "asked-to-stop", "another"],
+)
+def test_a_rank_that_fails_because_rank_0_did_says_nothing(
+    monkeypatch: pytest.MonkeyPatch, said: dict[str, Any], follows: bool
+) -> None:
+    """Rank 0 tells by itself what was wrong; the agent ends this rank while it waits for that."""
+    store, waited, recorded = Told(), [], []
+    for key, value in said.items():
+        store.set(key, json.dumps(value))
+    ranks = Ranks(rank=1, count=3, limit_seconds=8)
+    ranks._store = ranks._lasting = store
+    monkeypatch.setattr(distributed.time, "time", lambda: 100.0)
+    monkeypatch.setattr(distributed.time, "sleep", waited.append)
+    monkeypatch.setattr(distributed, "record_failure", recorded.append)
+    with pytest.raises(SystemExit) as raised, distributed.recorded(ranks):
+        raise RuntimeError("connection closed by peer")
+    assert (raised.value.code, waited, len(recorded)) == ((130, [2.0], 0) if follows else (1, [], 1))
+    assert "end/0/1" in store.values
+
+
 @pytest.mark.parametrize("kind", [None, KeyboardInterrupt, SystemExit])
 def test_whoever_stops_in_order_is_not_taken_for_one_that_was_killed(
     monkeypatch: pytest.MonkeyPatch, kind: type[BaseException] | None
@@ -820,12 +887,13 @@ def test_a_failure_of_all_ranks_is_told_once(
     ranks: Any = Ranks(rank=1, count=2, limit_seconds=8)
     ranks.hear = lambda key: {}
     ranks.hears = lambda key, seconds: waited.append(seconds) or rank_0_tells
+    monkeypatch.setattr("redline.commands.ranks.time.sleep", waited.append)
     if rank_0_tells:
         assert train_along(ranks) == 1
     else:
         with pytest.raises(RuntimeError, match="out of memory"):
             train_along(ranks)
-    assert waited == [2.0], "much less than what makes it a rank that hangs"
+    assert waited == [2.0] * (1 + rank_0_tells), "much less than what makes it a rank that hangs"
 
 
 @cache

@@ -277,6 +277,7 @@ def test_the_key_of_a_job_of_one_process_is_what_it_was() -> None:
 def test_what_ranks_cost_one_another_stands_in_the_document() -> None:
     sharing = Sharing(communication_seconds=0.3, exposed_seconds=0.1, compute_seconds=(1.0, 1.4, 1.1))
     assert sharing.straggler_seconds == pytest.approx(0.3)
+    assert replace(sharing, compute_seconds=(1.0, 1.4)).straggler_seconds == pytest.approx(0.4), "all that one is late"
     machine = climbs["Machine"]()
     asked = machine.ask
 
