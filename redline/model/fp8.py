@@ -122,7 +122,7 @@ class Layer(torch.autograd.Function):
         return (
             input_gradient(above, weight, above.dtype).to(of_x),
             (above.t() @ rows).to(weight.dtype),
-            None if not ctx.needs_input_grad[2] else above.sum(dim=0, dtype=torch.float32).to(of_bias),
+            above.sum(dim=0, dtype=torch.float32).to(of_bias) if ctx.needs_input_grad[2] else None,
             None,
         )
 

@@ -34,7 +34,7 @@ class Layer(torch.autograd.Function):
         return (
             product(above, narrow, above.dtype).to(of_x),
             product(above.t(), rows, of_weight),
-            None if not ctx.needs_input_grad[2] else above.sum(dim=0, dtype=torch.float32).to(of_bias),
+            above.sum(dim=0, dtype=torch.float32).to(of_bias) if ctx.needs_input_grad[2] else None,
             None,
         )
 
