@@ -14,17 +14,16 @@ import math
 import zlib
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from redline.core.errors import UserError
 from redline.core.workload import Shape, other_than_gpt2
 from redline.model.attention import ATTENTION
-from redline.model.fused import add_norm, attend_packed, mlp, output, project
+from redline.model.fused import add, add_norm, attend_packed, mlp, norm_of, output, project
+from redline.model.recompute import recomputed
 
 INIT_STD = 0.02
 
@@ -57,7 +56,7 @@ class SelfAttention(nn.Module):
         self.c_attn = nn.Linear(shape.d_model, 3 * shape.d_model)
         self.c_proj = nn.Linear(shape.d_model, shape.d_model)
         self.packed = attention.removeprefix("packed-") if attention.startswith("packed-") else None
-        self.attend = recomputed(ATTENTION[attention]) if recompute else ATTENTION[attention]
+        self.attend = recomputed(ATTENTION[attention], draws=False) if recompute else ATTENTION[attention]
 
     def forward(self, x: torch.Tensor, future: torch.Tensor) -> torch.Tensor:
         return self.c_proj(self.mix(self.c_attn(x).chunk(3, dim=2), future))
@@ -124,6 +123,19 @@ class Block(nn.Module):
             normal = self.ln_1(x)
         else:
             x, normal = add_norm(x, branch, bias, self.ln_1, dtype)
+        return self.behind_norm(x, normal, future, dtype)
+
+    def fused_whole(
+        self, x: torch.Tensor, bias: torch.Tensor | None, future: torch.Tensor, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """The same from sum to sum: `bias` is in x already, and still without its gradient."""
+        x, normal = (x, self.ln_1(x)) if bias is None else norm_of(x, bias, self.ln_1, dtype)
+        return add(*self.behind_norm(x, normal, future, dtype))
+
+    def behind_norm(
+        self, x: torch.Tensor, normal: torch.Tensor, future: torch.Tensor, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The stream behind attention, and the MLP's branch."""
         x, normal = add_norm(x, self.attn.fused(normal, future, dtype), self.attn.c_proj.bias, self.ln_2, dtype)
         return x, mlp(normal, self.mlp.c_fc, self.mlp.gelu, self.mlp.c_proj, dtype)
 
@@ -189,28 +201,27 @@ class GPT(nn.Module):
     def through_blocks(self, x: torch.Tensor) -> torch.Tensor:
         future = self.future_at(x)
         for block in self.h:
-            x = recomputed(block)(x, future) if self.recompute_blocks else block(x, future)
+            x = recomputed(block, draws=False)(x, future) if self.recompute_blocks else block(x, future)
         return x
 
     def fused_blocks(self, x: torch.Tensor) -> torch.Tensor:
-        """Blocks and last norm: each norm adds what the branch before it has given."""
+        """Blocks and last norm: each norm adds what the branch before it has given. A block that is computed again
+        keeps its input, which is one tensor where the sum was made before."""
         assert self.fused is not None
         future, dtype = self.future_at(x), self.fused
         branch: torch.Tensor | None = None
         bias: torch.Tensor | None = None
         for block in self.h:
             assert isinstance(block, Block)
-            run = recomputed(block.fused) if self.recompute_blocks else block.fused
-            x, branch = run(x, branch, bias, future, dtype)
+            if self.recompute_blocks:
+                x = recomputed(block.fused_whole, draws=False)(x, bias, future, dtype)
+            else:
+                x, branch = block.fused(x, branch, bias, future, dtype)
             bias = block.mlp.c_proj.bias
-        assert branch is not None
         assert bias is not None
-        return add_norm(x, branch, bias, self.ln_f, dtype)[1]
-
-
-def recomputed(run: Callable[..., Any]) -> Callable[..., Any]:
-    """`run` keeps its inputs only; the backward pass runs it again for the rest."""
-    return partial(checkpoint, run, use_reentrant=False, preserve_rng_state=False)  # no dropout: no randomness to keep
+        return (norm_of(x, bias, self.ln_f, dtype) if branch is None else add_norm(x, branch, bias, self.ln_f, dtype))[
+            1
+        ]
 
 
 def check_is_gpt2(shape: Shape) -> None:

@@ -21,7 +21,6 @@ from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves, tree_map_only
-from torch.utils.checkpoint import checkpoint
 
 from redline.core.errors import UserError
 from redline.core.generators import seeded
@@ -43,6 +42,7 @@ from redline.core.user_code import (
 )
 from redline.core.workload import Workload
 from redline.model.adapter import DTYPES, Adapter, LossOf, exchange_gelus
+from redline.model.recompute import recomputed
 
 Loss = Callable[[Any], torch.Tensor]
 """Of a whole batch, as the file's make_batch returned it."""
@@ -321,14 +321,7 @@ def is_tanh_gelu(module: nn.Module) -> bool:
 def checkpoint_blocks(model: nn.Module, blocks: Blocks) -> None:
     """Each block keeps its input only. Its forward is wrapped, not the module: parameters keep their names."""
     for block in model.get_submodule(blocks.name).children():
-        block.forward = _recomputed(block.forward)
-
-
-def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
-    def run(*inputs: Any, **named: Any) -> Any:
-        return checkpoint(forward, *inputs, use_reentrant=False, **named)
-
-    return run
+        block.forward = recomputed(block.forward)
 
 
 # the loss

@@ -131,6 +131,7 @@ def worst_difference(run: Path, reference: Path) -> float:
     return float(max(SAME["differences"](ours, theirs).values()))
 
 
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning")  # asked for: both sides are fp32
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_train_what_one_process_trains(
     runs: Runs, ranks: int, record_property: Callable[[str, object], None]
