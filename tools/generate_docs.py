@@ -143,7 +143,8 @@ def records_with(folder: Path, *rungs: str) -> list[dict[str, Any]]:
         document
         for document in loaded
         if isinstance(document, dict)
-        and any(row.get("rung") in rungs for row in document.get("rows", ()))
+        and isinstance(rows := document.get("rows"), list)  # a benchmark's are by name
+        and any(row.get("rung") in rungs for row in rows)
         and is_built_in(document.get("workload"))
     ]
 

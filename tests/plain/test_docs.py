@@ -92,6 +92,7 @@ def test_the_newest_record_is_chosen_by_its_date_and_others_are_passed_over(tool
     (records / "z.json").write_text('{"rows": [{"rung": "baseline"}], "workload": "tiny", "date": "2026-11-01"}')
     (records / "a.json").write_text('{"rows": [{"rung": "baseline"}], "workload": "gpt2", "date": "2026-11-14"}')
     (records / "b64.json").write_text('{"rows": [{"rung": "recipe"}], "workload": "one recipe", "date": "2026-12-01"}')
+    (records / "rungs.json").write_text('{"rows": {"recipe": {"rungs": []}}, "workload": "gpt2", "date": "2027-01-01"}')
     (records / "lint.json").write_text('{"findings": [], "date": "2027-01-01"}')
     llama = {"name": "llama", "source": {"kind": "huggingface"}}
     newer = {"rows": [{"rung": "baseline"}, {"rung": "recipe"}], "workload": llama, "date": "2027-01-02"}
