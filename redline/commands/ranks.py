@@ -264,8 +264,8 @@ def train_along(ranks: Ranks) -> int:
     log_to(Path(order.out))
     summary = train(order, say_nothing, ranks)
     if summary["ended"] == "failed":
-        if ranks.hears("over", ranks.mistake_seconds):  # rank 0 has failed too, and tells why
-            time.sleep(ranks.mistake_seconds)  # the agent would end it for this one's sake
+        if ranks.hears("over", ranks.mistake_seconds) and ranks.hear("over") != EXIT_DONE:
+            ranks.wait_for_rank_0()  # it has failed too, and the agent would end it for this one's sake
             return EXIT_FAILED
         raise RuntimeError(summary["reason"])
     ranks.hear("over")  # whoever left earlier would look like one that failed

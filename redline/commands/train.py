@@ -159,8 +159,7 @@ def train_and_show(order: TrainOrder, options: argparse.Namespace, console: Any,
         if not (options.resume or watching.trained or holds_text(order, options)):
             shutil.rmtree(order.out, ignore_errors=True)  # a mistake leaves nothing that looks like a run
         raise
-    mfu = watchers.mfu(summary["tokens_per_second"])
-    show_summary({**summary, "mfu": mfu, "page": watchers.page}, order, options)
+    show_summary({**summary, **watchers.speed, "page": watchers.page}, order, options)
     return {"interrupted": EXIT_INTERRUPTED, "diverged": EXIT_FAILED, "failed": EXIT_FAILED}.get(
         summary["ended"], EXIT_DONE
     )

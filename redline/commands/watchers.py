@@ -52,7 +52,9 @@ class Watchers:
         """Anything at all, in this session."""
         out = Path(order.out)
         run = json.loads((out / RUN_FILE).read_text(encoding="utf-8"))
-        history = read_history(out / METRICS_FILE)  # of the sessions before, and before this one writes its own
+        self._history = history = read_history(
+            out / METRICS_FILE
+        )  # of the sessions before, and before this one writes its own
         self._feed = TrackerFeed(open_tracker(tracker, out)) if tracker is not None else None
         self._log = MetricsLog(out / METRICS_FILE)
         self._page = LivePage(RunDirectory(out), run, history)
@@ -102,6 +104,12 @@ class Watchers:
 
     def mfu(self, tokens_per_second: float | None) -> float | None:
         return None if tokens_per_second is None else self._efficiency(tokens_per_second).mfu
+
+    @property
+    def speed(self) -> dict[str, float | None]:
+        """As `redline report` tells it."""
+        told = self._history.summary()
+        return {name: told[name] for name in ("tokens_per_second", "mfu")}
 
     @property
     def page(self) -> str | None:

@@ -53,6 +53,7 @@ MISTAKE_SECONDS = 10.0  # between ranks that find the same one
 OUTLIVED_SECONDS = 5.0  # signs of life come once a second, and of two machines the clocks may differ
 SHOWN = 4  # ranks in one message
 SLOW_START = "a slow start counts too, of loaders and of what is compiled: a larger --rank-timeout leaves it the time"
+BACKENDS_WORDS = re.compile(r"\[[^\]]*\.cc:\d+\]|\bNCCL\b")  # gloo's begin with a line of its own code
 PACKAGE = str(Path(__file__).parents[1]) + os.sep
 STANDARD_LIBRARY = sysconfig.get_path("stdlib") + os.sep
 PACKAGES = ("site-packages", "dist-packages")  # which may lie in the standard library's folder
@@ -100,6 +101,8 @@ class Ranks:
         self._beats = 0
         self._ended = threading.Event()
         self._has_told_end = False
+        self.asked = False
+        """A signal has asked this rank to stop while it trained: the user's, or the agent's because of another rank."""
         self._watches = watches and rank < 2
         self._marks_since: float | None = None
         self._seen: dict[str, tuple[int, float]] = {}
@@ -212,10 +215,10 @@ class Ranks:
         return json.loads(self._store.get(key))
 
     def hears(self, key: str, seconds: float) -> bool:
-        """Whether anybody says it within that time."""
+        """Whether anybody says it within that time, or before this rank is asked to stop."""
         assert self._store is not None, "there is nobody to listen to"
         until = time.monotonic() + seconds
-        while not (said := bool(self._store.check([key]))) and time.monotonic() < until:
+        while not (said := bool(self._store.check([key]))) and time.monotonic() < until and not self.asked:
             time.sleep(POLL_SECONDS)
         return said
 
@@ -229,24 +232,41 @@ class Ranks:
         return json.loads(self._lasting.get(key)) if known else None
 
     def tell_end(self, text: str, *, lost: bool = False) -> None:
+        """And that this rank leaves: nothing is left to be done."""
+        self.tell_failure(text, lost=lost)
+        with suppress(dist.DistError):
+            self.say(f"leaves/{self.rank}", True)
+
+    def tell_failure(self, text: str, *, lost: bool = False) -> None:
         """To the others, and to those that torchrun may start next. The first words stand; '' where there are none to
         be said, and whoever is killed tells nothing. `lost`: they are of a rank that no longer answers."""
         if self._has_told_end:
             return
         self._has_told_end = True
         with suppress(dist.DistError):  # the store may be gone, and the job with it
-            self.remember(f"end/{self.attempt}/{self.rank}", End(time.time(), first_sentence(text), lost))
+            number = 0 if self._lasting is None else int(self._lasting.add(f"ends/{self.attempt}", 1))
+            self.remember(f"end/{self.attempt}/{self.rank}", End(number, first_sentence(text), lost, time.time()))
+
+    def ask(self) -> None:
+        """From the handler of a signal: a flag, since a lock may be held by what it interrupts."""
+        self.asked = True
+
+    def wait_for_rank_0(self) -> None:
+        """It may have met the same, and tells it then; the agent ends this rank meanwhile. Whoever was asked to stop
+        before, by a signal that the training has taken, waits for nothing: no second one comes."""
+        if not self.asked:
+            time.sleep(self.mistake_seconds)
 
     def follows(self) -> bool:
-        """Whether rank 0 had told its failure before this rank told its own, which came of that then. Where rank 0 runs
-        out of memory, its collectives end before it tells its end, but it has said that all is over."""
+        """Whether rank 0 had told its failure before this rank told its own, which came of that then; or has said that
+        all is over, and not because all is done."""
         if self.leads or self._store is None:
             return False
         with suppress(dist.DistError):
             if self._store.check(["over"]):
                 return bool(json.loads(self._store.get("over")) != EXIT_DONE)
             own, first = self.end_of(self.rank, self.attempt), self.end_of(0, self.attempt)
-            return own is not None and first is not None and first.text != "" and first.when < own.when
+            return own is not None and first is not None and first.text != "" and first.number < own.number
         return False
 
     def end_of(self, rank: int, attempt: int) -> End | None:
@@ -372,11 +392,12 @@ class Ranks:
             return  # the store is gone, and with it the job: whoever ended it says why
 
     def _outstays_rank_0(self) -> bool:
-        """Rank 0 has told its end, and this rank's main thread does not come to its own."""
-        if self.leads:
+        """Rank 0 has left, and this rank's main thread does not come to its own end. A rank 0 that has told of a
+        failure may still be writing its report."""
+        if self.leads or self._store is None:
             return False
-        now, is_over = time.monotonic(), self.end_of(0, self.attempt) is not None
-        return now - self._unchanged_since("end of 0", is_over, now) > self.mistake_seconds and is_over
+        now, has_left = time.monotonic(), bool(self._store.check(["leaves/0"]))
+        return now - self._unchanged_since("end of 0", has_left, now) > self.mistake_seconds and has_left
 
     def _end_all(self, found: str) -> None:
         """Whoever has told its end stands still for a reason: its words, if it has any, are the cause then."""
@@ -416,11 +437,14 @@ class Ranks:
 class End(NamedTuple):
     """How a rank ended, in its own words."""
 
-    when: float
+    number: int
+    """Which of the job's ends it was, counted by the store: the clocks of two machines may differ."""
     text: str
     """'': by the user, by the agent because of another rank, or with all steps done."""
     lost: bool = False
     """The words are about a rank that no longer answers."""
+    when: float = 0.0
+    """By its machine's clock: good for seconds, to be held against another's last sign of life."""
 
 
 class Mark(NamedTuple):
@@ -621,7 +645,9 @@ def recorded(ranks: Ranks) -> Iterator[None]:
                 raise FailedRunError(f"rank 0: {error.problem}", error.why, error.fix) from error
             if ranks.leads:
                 raise
-            time.sleep(ranks.mistake_seconds)  # the agent ends this rank meanwhile, where rank 0 has found the same
+            ranks.wait_for_rank_0()
+            if ranks.follows():
+                raise SystemExit(EXIT_INTERRUPTED) from error
             record_failure(error, MistakeOfRankError(words))
             raise SystemExit(EXIT_FAILED if isinstance(error, FailedRunError) else EXIT_MISTAKE) from error
         except Exception as error:
@@ -630,7 +656,7 @@ def recorded(ranks: Ranks) -> Iterator[None]:
             ranks.tell_end(words, lost=is_lost)
             if not is_lost and ranks.follows():
                 traceback.print_exception(error, file=sys.__stderr__)  # a rank's log
-                time.sleep(ranks.mistake_seconds)  # the agent would end a rank 0 that still tells what happened
+                ranks.wait_for_rank_0()  # the agent would end one that still tells what happened
                 raise SystemExit(EXIT_INTERRUPTED) from error
             record_failure(error)
             raise SystemExit(1) from error
@@ -649,14 +675,15 @@ def words_of_ends(ends: Mapping[int, End | None], seen: Mapping[int, float]) -> 
     outlived = first + OUTLIVED_SECONDS
     silent = [f"rank {rank}" for rank, end in ends.items() if end is None and not lost and seen[rank] < outlived]
     words = [f"{', '.join(silent)} ended without a word (killed, or its machine is gone)"] if silent else []
-    words += [end.text for end in (lost or told)[:1]]
+    words += [f"then {end.text}" if silent else end.text for end in (lost or told)[:1]]
     return f"torchrun has started all ranks again: {'; '.join(words)}" if words else None
 
 
 def first_sentence(text: str) -> str:
-    """Of the first line: what happened. gloo's goes on with causes that it knows nothing of; the log has it all."""
+    """Of gloo's or NCCL's first line, which goes on with causes that they know nothing of; any other line is a user's,
+    and stays whole. The log has it all."""
     line = next(iter(text.strip().splitlines()), "")
-    return line.split(". ")[0]
+    return line.split(". ")[0] if BACKENDS_WORDS.search(line) else line
 
 
 def record_failure(error: Exception, told: Exception | None = None) -> None:

@@ -34,6 +34,7 @@ from redline.engine.parts import on_host
 from redline.engine.tensor_files import METADATA_FILE
 
 FOUND = "checkpoint"
+SETTLE_SECONDS = 5.0  # after a failure, for a checkpoint that is being written: a rank may never answer
 
 
 class Store(Protocol):
@@ -169,7 +170,10 @@ class ShardedStore:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if kind is None:
-            self.wait()  # after a failure a rank may never answer
+            self.wait()
+        elif self._thread is not None and not issubclass(kind, KeyboardInterrupt):
+            # Whoever says next what was saved looks at the folder. Less than what rank 0 is waited for.
+            self._thread.join(min(SETTLE_SECONDS, self.ranks.mistake_seconds / 2))
         self.own.__exit__(kind, error, trace)
 
     # --- inside -------------------------------------------------------------------------------------------------------

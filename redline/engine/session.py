@@ -31,6 +31,7 @@ from redline.core.hardware import Hardware
 from redline.core.known_fixes import DEVICE_ASSERT, known_fix
 from redline.core.layout import Layout, options_of_ranks
 from redline.core.plan import ADAMWS, Plan
+from redline.core.rank_processes import rank_pid_file
 from redline.core.recipe import Recipe
 from redline.core.traced import Traced
 from redline.core.training import TrainSettings, resume_command
@@ -147,6 +148,7 @@ def train(order: TrainOrder, emit: Emit, ranks: Ranks | None = None) -> dict[str
     ranks.mark(0, "looking for a checkpoint")
     if not trainer.resume() and order.init is not None:
         load_weights(step.adapter, step.model, Path(order.init))
+    who = ""
     try:
         with nullcontext() if ranks.joined else last_words(lambda: end_in_c(order, trainer)):  # an agent tells of ranks
             why, reason = trainer.run(), None
@@ -161,7 +163,10 @@ def train(order: TrainOrder, emit: Emit, ranks: Ranks | None = None) -> dict[str
         if reason is None:
             raise
         if ranks.count > 1 and ranks.leads:  # another's name stands before what it tells
-            reason = f"rank 0: {reason}"
+            who = "rank 0: "
+    if reason is not None:  # before anybody is shown it, which may take a while: others fail of it meanwhile
+        ranks.tell_failure(f"rank {ranks.rank} failed: {reason}" if why == "failed" else f"training {why}: {reason}")
+        reason = f"{who}{reason}"
     return {**summary_of(trainer, why), "reason": reason}
 
 
@@ -191,7 +196,9 @@ def end_in_c(order: TrainOrder, trainer: Trainer) -> FailedRunError:
 
 
 def failed_run(mistake: UserError, order: TrainOrder, trainer: Trainer) -> FailedRunError:
-    """With what is left of the run, and how to go on."""
+    """With what is left of the run, and how to go on; of a rank other than 0 the agent of `--gpus` tells that below."""
+    if not trainer.ranks.leads and rank_pid_file() is not None:
+        return FailedRunError(mistake.problem, mistake.why, mistake.fix)
     saved = newest_checkpoint(trainer.store.folder, trainer.progress.updates)
     stays = f"; {saved} was saved before" if saved else ""
     command = resume_command(order.out, order.options_of_ranks)

@@ -174,7 +174,7 @@ class Trainer:
         self.loader = loader = self.open_loader(position, self.data_state)
         self.began = (self.progress.tokens, loader.epoch)
         # Asked to stop, a run still finishes the checkpoint that is being written: the store waits for it inside.
-        with asked_to_stop() as asked, self.store, closing(loader):
+        with asked_to_stop(self.ranks.ask) as asked, self.store, closing(loader):
             with self.ranks.marking():
                 while (why := self._why_over(asked)) is None:
                     if self._cycle(loader, asked):
@@ -377,9 +377,10 @@ def agreed(looks: list[Look]) -> Look:
 
 
 @contextmanager
-def asked_to_stop() -> Iterator[Callable[[], str | None]]:
+def asked_to_stop(tell: Callable[[], None] | None = None) -> Iterator[Callable[[], str | None]]:
     """Ctrl-C and SIGTERM end the cycle and save; a second Ctrl-C leaves at once. What comes within a moment of the
-    first is the first: GNU timeout and job managers tell a process and its group, each by a signal of its own."""
+    first is the first: GNU timeout and job managers tell a process and its group, each by a signal of its own. `tell`:
+    is called in the handler, for whoever comes after a block that has failed since."""
     asked: list[float] = []
 
     def note(number: int, _: object) -> None:
@@ -387,6 +388,8 @@ def asked_to_stop() -> Iterator[Callable[[], str | None]]:
         if asked and number == signal.SIGINT and now - asked[0] > ONE_REQUEST_SECONDS:
             raise KeyboardInterrupt
         asked.append(now)
+        if tell is not None:
+            tell()
 
     before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

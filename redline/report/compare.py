@@ -177,7 +177,7 @@ def row_entry(row: Row, name: str, rungs: Any, repeats: int, verdict: str) -> En
 
 
 def training_entries(document: Document) -> Iterator[Entry]:
-    """One: the median of its cycles, with the scatter of the cycles."""
+    """One: the median of its last session's cycles, with the scatter of all of them."""
     recipe, settings = document.get("recipe") or {}, document.get("settings") or {}
     rates = [rate for _, rate in document["curves"].get("tokens_per_second") or []]
     yield Entry(

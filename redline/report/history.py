@@ -56,6 +56,7 @@ def thin(points: Sequence[Point], most: int = MOST_POINTS) -> list[Point]:
 class Cycle(NamedTuple):
     """What medians and sums are made of: all of them are kept, since thinned points have another median."""
 
+    session: int
     updates: int
     tokens_per_second: float
     mfu: float | None
@@ -100,9 +101,9 @@ class TrainingHistory:
     def _cycle(self, fields: dict[str, Any]) -> None:
         losses, norms, skipped = fields["losses"], fields["gradient_norms"], fields["skipped_at"]
         updates, tokens, seconds = fields["updates"], fields["tokens"], fields["seconds"]
-        cycle = Cycle(
-            updates, fields["tokens_per_second"], fields.get("mfu"), seconds, fields["data_wait"] * seconds
-        )  # from here on nothing is missing: an event counts as a whole or not at all
+        rate, waited = fields["tokens_per_second"], fields["data_wait"] * seconds
+        cycle = Cycle(len(self.sessions), updates, rate, fields.get("mfu"), seconds, waited)
+        # From here on nothing is missing: an event counts as a whole or not at all.
         before, each = updates - len(losses), tokens / updates
         self._rewind(before, before * each)
         if self.sessions and self.sessions[-1]["from_updates"] is None:
@@ -179,10 +180,12 @@ class TrainingHistory:
         }
 
     def summary(self) -> Document:
-        """Over all sessions. `ended` is None while nobody has said how: it goes on, or it was killed."""
+        """Over all sessions, but for the speed and its `cycles`: those are of the last one that trained, since one that
+        was resumed may have other GPUs. `ended` is None while nobody has said how: it goes on, or it was killed."""
         newest = self.sessions[-1] if self.sessions else {}
-        seconds, rates = sum(cycle.seconds for cycle in self.cycles), [cycle.tokens_per_second for cycle in self.cycles]
-        shares = [cycle.mfu for cycle in self.cycles if cycle.mfu is not None]
+        seconds = sum(cycle.seconds for cycle in self.cycles)
+        last = [cycle for cycle in self.cycles if cycle.session == self.cycles[-1].session]
+        rates, shares = [cycle.tokens_per_second for cycle in last], [c.mfu for c in last if c.mfu is not None]
         losses = [loss for _, loss, _ in self.validation if loss is not None and math.isfinite(loss)]
         validated = next((count for _, _, count in reversed(self.validation) if count is not None), 0)
         trained = self.last.get("tokens", 0)
@@ -193,7 +196,7 @@ class TrainingHistory:
             "tokens": {"train": trained, "validation": validated, "total": trained + validated},
             "seconds": self.last.get("total_seconds"),
             "skipped": self.last.get("skipped", 0),
-            "cycles": len(self.cycles),
+            "cycles": len(last),
             "tokens_per_second": statistics.median(rates) if rates else None,
             "mfu": statistics.median(shares) if shares else None,
             "data_wait": sum(cycle.waited_seconds for cycle in self.cycles) / seconds if seconds else None,

@@ -301,6 +301,8 @@ ENDS = {
     "failed": "failed",
     None: "not yet, or killed",
 }
+SPEED_IS = "median of the last session's cycles"
+"""Of the last one that trained: one that was resumed may have other GPUs, and its own summary says the same."""
 
 
 def pipeline_text(pipeline: Mapping[str, Any] | None) -> str:
@@ -331,7 +333,7 @@ def summary_lines(summary: dict[str, Any]) -> list[str]:
     """What a run came to, for people."""
     tokens, loss, best = summary["tokens"], summary["loss"], summary["best_validation_loss"]
     unit = summary.get("unit") or "token"
-    median = f"{human_rate(summary['tokens_per_second'])} {unit}s/s (median of the cycles)"
+    median = f"{human_rate(summary['tokens_per_second'])} {unit}s/s ({SPEED_IS})"
     lines = [
         ("ended", f"{ENDS[summary['ended']]}: {updates_text(summary['updates'])}, {clock_text(summary['seconds'])}"),
         (f"{unit}s", f"{tokens['train']:,} train, {tokens['validation']:,} validation, {tokens['total']:,} total"),

@@ -24,7 +24,15 @@ from redline.report.history import TrainingHistory
 from redline.report.page import WIDE_PX, date_text, drawings, fact_groups, render, table_row
 from redline.report.svg import plain_tick, short_number
 from redline.report.table import device_name, unit_of, workload_text
-from redline.report.training import clock_text, documents_text, epoch_text, layout_options, loss_text, updates_text
+from redline.report.training import (
+    SPEED_IS,
+    clock_text,
+    documents_text,
+    epoch_text,
+    layout_options,
+    loss_text,
+    updates_text,
+)
 
 PLOT_WIDE_PX = 440  # two beside each other
 LOSS_PX = 300
@@ -126,7 +134,10 @@ def headline_figures(document: Document) -> list[tuple[str, str, str]]:
         return []
     tokens, best, loss = document["tokens"], document["best_validation_loss"], document["loss"]
     mfu = document["mfu"]
-    speed = f"median of {document['cycles']:,} cycles" + ("" if mfu is None else f"; MFU {human_percent(mfu)}")
+    of_session = "" if len(document["sessions"]) < 2 else " of the last session"
+    speed = f"median of {document['cycles']:,} cycles{of_session}" + (
+        "" if mfu is None else f"; MFU {human_percent(mfu)}"
+    )
     losses = (
         (loss_text(loss), "train loss", "mean of the last cycle; no document was held out")
         if best is None
@@ -165,7 +176,7 @@ def summary_facts(document: Document) -> list[tuple[str, str]]:
         (items, f"{tokens['train']:,} train, {tokens['validation']:,} validation, {tokens['total']:,} total"),
         *(() if makes_batches(document) else text_facts(document)),
         ("time", f"{clock_text(document['seconds'])}, evaluations and checkpoints not counted"),
-        (f"{items}/s", f"{human_rate(document['tokens_per_second'])}, median of the cycles"),
+        (f"{items}/s", f"{human_rate(document['tokens_per_second'])}, {SPEED_IS}"),
         ("MFU", mfu_text(document)),
         ("data wait", f"{human_percent(document['data_wait'])} of the time"),
         ("peak memory", human_bytes(document["peak_bytes"])),

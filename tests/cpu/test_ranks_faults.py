@@ -41,7 +41,7 @@ from redline.core.measurement import Failure
 from redline.core.rank_processes import Interrupt, inside, mark_over
 from redline.core.recipe import Recipe
 from redline.core.values import to_json
-from redline.engine import agent, distributed
+from redline.engine import agent, distributed, rank_stores, session
 from redline.engine.checkpoint import load_from
 from redline.engine.distributed import NEVER_SEEN, End, Mark, MistakeOfRankError, Ranks, words_of_standing
 from redline.engine.worker import RANK_FAILURE_FILE, failure_of_ranks
@@ -147,17 +147,20 @@ def test_a_killed_rank_is_named_and_one_process_goes_on(
     typed = shlex.join(["redline", *words, "--out", str(out), "--gpus", "2"])
     assert json.loads((out / "run.json").read_text())["command"] == typed
     assert json.loads((out / "metrics.jsonl").read_text().splitlines()[0])["command"] == typed
-    assert main(["train", "--resume", str(out)]) == 0
+    for _ in range(2):  # the second finds nothing left to train
+        assert main(["train", "--resume", str(out)]) == 0
+        (said,) = [line for line in capfd.readouterr().out.splitlines() if line.startswith("speed ")]
+        assert reported(out, capfd, "speed ") == [said]
     assert_same_weights(out, never_stopped)
     ways = [f"saved     {out}/checkpoints/step-{STEPS:08d}", f"go on     redline train --resume {out}"]
     assert reported(out, capfd) == ways, "the last session had one process"
 
 
-def reported(out: Path, capfd: pytest.CaptureFixture[str]) -> list[str]:
-    """What `redline report` says was saved, and how to go on."""
+def reported(out: Path, capfd: pytest.CaptureFixture[str], *names: str) -> list[str]:
+    """What `redline report` says was saved, and how to go on; or its lines of other names."""
     capfd.readouterr()
     assert main(["report", str(out)]) == 0
-    return [line for line in capfd.readouterr().out.splitlines() if line.startswith(("saved ", "go on "))]
+    return [line for line in capfd.readouterr().out.splitlines() if line.startswith(names or ("saved ", "go on "))]
 
 
 @pytest.mark.parametrize(
@@ -188,7 +191,11 @@ def test_a_rank_that_leaves_or_that_the_users_file_ends_is_named(
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "text"),
-    [("mistake", "rank 1 failed: training my.py:model raised ValueError: odd and more"), ("hang", "no rank has got")],
+    [
+        ("mistake", "rank 1 failed: training my.py:model raised ValueError: odd and more"),
+        ("hang", "no rank has got"),
+        ("0:memory", "rank 0 failed: out of memory with micro batches of 1 sequence"),
+    ],
 )
 def test_torchrun_and_those_that_go_on_are_told_the_one_cause(
     words: list[str], with_fault: Run, tmp_path: Path, kind: str, text: str
@@ -224,17 +231,17 @@ def test_torchrun_starts_again_from_the_last_checkpoint(
 @pytest.mark.parametrize(
     ("ends", "seen", "expected"),
     [
-        ({0: End(3.0, "rank 0 failed: E: closed"), 1: None}, 2.0, "again: rank 1 ended without a word (killed, or"),
+        ({0: End(1, "rank 0 failed: E: closed", when=3.0), 1: None}, 2.0, "again: rank 1 ended without a word (kil"),
         (
-            {0: End(3.0, "rank 0 failed: E: closed"), 1: End(2.0, "rank 1 failed: E: x")},
+            {0: End(2, "rank 0 failed: E: closed", when=50.0), 1: End(1, "rank 1 failed: E: x", when=90.0)},
             1.0,
             "again: rank 1 failed: E: x",
         ),
-        ({0: End(3.0, ""), 1: End(2.0, "rank 1 failed: E: x")}, 2.0, "again: rank 1 failed: E: x"),
-        ({0: None, 1: End(2.0, "rank 1 failed: E: x")}, 2.5, "is gone); rank 1 failed: E: x"),
-        ({0: None, 1: End(2.0, "rank 1 failed: E: x")}, 31.0, "again: rank 1 failed: E: x"),
-        ({0: End(3.0, ""), 1: End(2.0, "")}, 2.0, None),
-        ({0: End(3.0, "rank 1 was last seen", lost=True), 1: None}, 2.0, "again: rank 1 was last seen"),
+        ({0: End(2, "", when=3.0), 1: End(1, "rank 1 failed: E: x", when=2.0)}, 2.0, "again: rank 1 failed: E: x"),
+        ({0: None, 1: End(1, "rank 1 failed: E: x", when=2.0)}, 2.5, "is gone); then rank 1 failed: E: x"),
+        ({0: None, 1: End(1, "rank 1 failed: E: x", when=2.0)}, 31.0, "again: rank 1 failed: E: x"),
+        ({0: End(2, "", when=3.0), 1: End(1, "", when=2.0)}, 2.0, None),
+        ({0: End(1, "rank 1 was last seen", lost=True, when=3.0), 1: None}, 2.0, "again: rank 1 was last seen"),
     ],
     ids=["killed", "first", "ended-by-the-agent", "nobody-knows", "killed-by-the-agent", "nobody", "frozen"],
 )
@@ -276,10 +283,14 @@ def test_those_that_go_on_know_when_a_rank_was_last_seen(monkeypatch: pytest.Mon
             "typically caused by another. Good luck",
             "rank 0 failed: RuntimeError: [pair.cc:553] Read error [127.0.0.1]:31: Connection reset by peer",
         ),
-        ("rank 0 failed: ValueError: 1.5 is odd\nand more", "rank 0 failed: ValueError: 1.5 is odd"),
+        (
+            "rank 0 failed: DistBackendError: NCCL error in: NCCLUtils.cpp:77, NCCL version 2.28.9. ncclRemoteError: a",
+            "rank 0 failed: DistBackendError: NCCL error in: NCCLUtils.cpp:77, NCCL version 2.28.9",
+        ),
+        ("rank 0 failed: ValueError: odd. 1.5 is\nand more", "rank 0 failed: ValueError: odd. 1.5 is"),
         ("", ""),
     ],
-    ids=["gloo", "lines", "nothing"],
+    ids=["gloo", "nccl", "users", "nothing"],
 )
 def test_those_that_go_on_are_told_what_happened_in_a_sentence(
     monkeypatch: pytest.MonkeyPatch, text: str, told: str
@@ -837,29 +848,36 @@ def test_what_ends_rank_0_under_way_is_told_by_its_name(count: int) -> None:
         ({}, False),
         ({"over": 1}, True),
         ({"over": 0}, False),
-        ({"end/0/0": End(99.0, "rank 0 failed: E: x")}, True),
-        ({"end/0/0": End(101.0, "rank 0 failed: E: x")}, False),
-        ({"end/0/0": End(99.0, "")}, False),
-        ({"end/0/2": End(99.0, "rank 2 failed: E: x")}, False),
+        ({"end/0/0": End(1, "rank 0 failed: E: x", when=101.0)}, True),
+        ({"end/0/0": End(3, "rank 0 failed: E: x", when=99.0)}, False),
+        ({"end/0/0": End(1, "")}, False),
+        ({"end/0/2": End(1, "rank 2 failed: E: x")}, False),
     ],
     ids=["first", "rank-0-is-over", "all-done", "rank-0-failed", "rank-0-failed-of-it", "asked-to-stop", "another"],
 )
+@pytest.mark.parametrize("mistake", [False, True], ids=["collective", "mistake"])
+@pytest.mark.parametrize("asked", [False, True], ids=["", "asked"])
 def test_a_rank_that_fails_because_rank_0_did_says_nothing(
-    monkeypatch: pytest.MonkeyPatch, said: dict[str, Any], follows: bool
+    monkeypatch: pytest.MonkeyPatch, said: dict[str, Any], follows: bool, mistake: bool, asked: bool
 ) -> None:
-    """Rank 0 tells by itself what was wrong; the agent ends this rank while it waits for that."""
+    """Rank 0 tells by itself what was wrong; the agent ends this rank while it waits for that, or has asked it to while
+    it trained. Whose clock is ahead is no matter."""
     store, waited, recorded = Told(), [], []
+    store.add("ends/0", 1)
     for key, value in said.items():
         store.set(key, json.dumps(value))
     ranks = Ranks(rank=1, count=3, limit_seconds=8)
     ranks._store = ranks._lasting = store
     monkeypatch.setattr(distributed.time, "time", lambda: 100.0)
     monkeypatch.setattr(distributed.time, "sleep", waited.append)
-    monkeypatch.setattr(distributed, "record_failure", recorded.append)
+    monkeypatch.setattr(distributed, "record_failure", lambda error, *_: recorded.append(error))
+    if asked:
+        ranks.ask()
     with pytest.raises(SystemExit) as raised, distributed.recorded(ranks):
-        raise RuntimeError("connection closed by peer")
-    assert (raised.value.code, waited, len(recorded)) == ((130, [2.0], 0) if follows else (1, [], 1))
-    assert "end/0/1" in store.values
+        raise FailedRunError("training", "why", "fix") if mistake else RuntimeError("connection closed by peer")
+    assert (raised.value.code, len(recorded)) == ((130, 0) if follows else (1, 1))
+    assert waited == ([2.0] if (follows or mistake) and not asked else [])
+    assert store.check(["end/0/1", "leaves/1"])
 
 
 @pytest.mark.parametrize("kind", [None, KeyboardInterrupt, SystemExit])
@@ -876,24 +894,86 @@ def test_whoever_stops_in_order_is_not_taken_for_one_that_was_killed(
     assert distributed.words_of_ends(ends, {0: 0.0}) is None
 
 
-@pytest.mark.parametrize("rank_0_tells", [True, False])
-def test_a_failure_of_all_ranks_is_told_once(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, rank_0_tells: bool
+@pytest.mark.parametrize("agent_tells", [True, False])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_was_saved_is_told_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, rank: int, agent_tells: bool
 ) -> None:
+    """The agent of `--gpus` tells it below what it tells of another rank than 0; torchrun's own does not."""
+    (tmp_path / "checkpoints" / "step-00000004").mkdir(parents=True)
+    monkeypatch.setattr(session, "rank_pid_file", lambda: tmp_path / "rank-0" if agent_tells else None)
+    store = SimpleNamespace(folder=tmp_path / "checkpoints")
+    trainer: Any = SimpleNamespace(ranks=Ranks(rank=rank, count=2), store=store, progress=SimpleNamespace(updates=5))
+    order: Any = SimpleNamespace(out=str(tmp_path), options_of_ranks="--gpus 2")
+    told = session.failed_run(UserError("problem", "why", "fix"), order, trainer)
+    assert (told.problem, "step-00000004" in told.why) == ("problem", rank == 0 or not agent_tells)
+    assert ("--resume" in told.fix) == (rank == 0 or not agent_tells)
+
+
+class EndlessWriter(threading.Thread):
+    """A writer whose peer is gone."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.done = threading.Event()
+
+    def run(self) -> None:
+        self.done.wait(60)
+
+
+def test_after_a_failure_a_checkpoint_under_way_is_waited_for_and_not_for_long(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Of a model that is cut: what is said next of what was saved must not be older than what is there."""
+    monkeypatch.setattr(torch.distributed, "new_group", lambda **_: None)
+    ranks = Ranks(rank=1, count=2)
+
+    def left_by(error: type[BaseException], writer: threading.Thread) -> bool:
+        """Whether it had written then."""
+        store = rank_stores.ShardedStore(rank_stores.FollowingStore(tmp_path, ranks), ranks)
+        store._thread = writer
+        writer.start()
+        with pytest.raises(error), store:
+            raise error
+        return not writer.is_alive()
+
+    assert left_by(RuntimeError, threading.Timer(0.5, lambda: None))
+    endless = [EndlessWriter(), EndlessWriter()]
+    assert not left_by(KeyboardInterrupt, endless[0]), "whoever wants to leave leaves"
+    monkeypatch.setattr(rank_stores, "SETTLE_SECONDS", 0.2)
+    assert not left_by(RuntimeError, endless[1])
+    for writer in endless:
+        writer.done.set()
+
+
+def test_a_wait_for_rank_0_ends_when_the_agent_says_so(monkeypatch: pytest.MonkeyPatch, clock: list[float]) -> None:
+    """Its signal may come while the rank trains, where it only asks to stop, or during the wait itself."""
+    ranks = two_ranks(Told())
+    assert not ranks.hears("over", 5.0)
+    assert clock[-1] - clock[0] == 5
+    monkeypatch.setattr(distributed.time, "sleep", lambda _: ranks.ask() or clock.append(clock[-1] + 1.0))
+    assert not ranks.hears("over", 5.0)
+    ranks.wait_for_rank_0()
+    assert clock[-1] - clock[0] == 6
+
+
+@pytest.mark.parametrize("over", [1, 0, None], ids=["failed-too", "done", "says-nothing"])
+def test_a_failure_of_all_ranks_is_told_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, over: int | None) -> None:
+    """A rank that fails alone, even after rank 0 is done, has to be recorded."""
     waited: list[float] = []
     monkeypatch.setattr("redline.commands.ranks.log_to", lambda _: None)
     monkeypatch.setattr("redline.core.values.from_json", lambda *_: SimpleNamespace(out=str(tmp_path)))
     monkeypatch.setattr("redline.engine.session.train", lambda *_: {"ended": "failed", "reason": "out of memory"})
     ranks: Any = Ranks(rank=1, count=2, limit_seconds=8)
-    ranks.hear = lambda key: {}
-    ranks.hears = lambda key, seconds: waited.append(seconds) or rank_0_tells
+    ranks.hear = {"order": {}, "over": over}.__getitem__
+    ranks.hears = lambda key, seconds: waited.append(seconds) or over is not None
     monkeypatch.setattr("redline.commands.ranks.time.sleep", waited.append)
-    if rank_0_tells:
+    if over:
         assert train_along(ranks) == 1
     else:
         with pytest.raises(RuntimeError, match="out of memory"):
             train_along(ranks)
-    assert waited == [2.0] * (1 + rank_0_tells), "much less than what makes it a rank that hangs"
+    assert waited == [2.0] * (2 if over else 1), "much less than what makes it a rank that hangs"
 
 
 @cache
@@ -943,6 +1023,10 @@ class Told:
 
     def get(self, key: str) -> bytes:
         return self.values[key]
+
+    def add(self, key: str, more: int) -> int:
+        self.set(key, str(int(self.values.get(key, b"0")) + more))
+        return int(self.values[key])
 
     def check(self, keys: list[str]) -> bool:
         return all(key in self.values for key in keys)
@@ -997,19 +1081,22 @@ class LeftError(Exception):
 
 
 @pytest.mark.parametrize(
-    ("rank", "end", "left"),
+    ("rank", "end", "leaves", "left"),
     [
-        (0, None, "rank 1 was last seen"),
-        (0, End(1.0, "rank 1 failed: E: x"), "rank 1 failed: E: x"),
-        (0, End(1.0, ""), "130"),
-        (1, None, "rank 0 was last seen"),
-        (1, End(1.0, "rank 0 failed: E: x"), "130"),
+        (0, None, False, "rank 1 was last seen"),
+        (0, End(1, "rank 1 failed: E: x"), True, "rank 1 failed: E: x"),
+        (0, End(1, ""), True, "130"),
+        (1, None, False, "rank 0 was last seen"),
+        (1, End(1, "rank 0 failed: E: x"), True, "130"),
+        (1, End(1, "rank 0 failed: E: x"), False, "rank 0 failed: E: x"),
     ],
-    ids=["frozen", "failed", "ended", "rank-0-frozen", "rank-0-ended"],
+    ids=["frozen", "failed", "ended", "rank-0-frozen", "rank-0-ended", "rank-0-still-reports"],
 )
 def test_nobody_accuses_a_rank_that_has_told_its_end(
-    monkeypatch: pytest.MonkeyPatch, clock: list[float], rank: int, end: End | None, left: str
+    monkeypatch: pytest.MonkeyPatch, clock: list[float], rank: int, end: End | None, leaves: bool, left: str
 ) -> None:
+    """A rank 0 that has told of its failure is left the time to report it, as long as its process lives."""
+
     def leave(how: object) -> None:
         raise LeftError(str(how))
 
@@ -1020,6 +1107,8 @@ def test_nobody_accuses_a_rank_that_has_told_its_end(
     store.beat(other, 7, FURTHER)
     if end is not None:
         store.set(f"end/0/{other}", json.dumps(end))
+    if leaves:
+        store.set(f"leaves/{other}", "true")
     monkeypatch.setattr(ranks._ended, "wait", distributed.time.sleep)
     monkeypatch.setattr(distributed.os, "_exit", leave)
     monkeypatch.setattr(distributed, "end_with", leave)

@@ -33,6 +33,7 @@ from redline.core.values import to_json
 from redline.core.workload import Workload
 from redline.data.prepare import Preparation, prepare
 from redline.engine.checkpoint import CheckpointStore, latest_checkpoint, load_from
+from redline.engine.distributed import alone
 from redline.engine.session import TrainOrder, load_model, train
 from redline.engine.step import INITIAL_LOSS_SCALE, TrainStep
 from redline.engine.train import asked_to_stop
@@ -419,9 +420,12 @@ def test_what_is_nobodys_mistake_ends_in_a_summary(
         return step
 
     monkeypatch.setattr(session_module, "build_step", failing)
-    summary, _ = run(order())
+    ranks, told = alone(), []
+    monkeypatch.setattr(ranks, "tell_failure", told.append)
+    summary = train(order(), lambda *_, **__: None, ranks)
     assert summary["ended"] == "failed"
     assert words in summary["reason"]
+    assert told == [f"rank 0 failed: {summary['reason']}"], "those that torchrun starts next know it from this"
     assert Path(summary["checkpoint"]).name == "step-00000004"
 
 
@@ -494,12 +498,14 @@ def test_a_checkpoint_is_finished_though_the_failed_rank_is_told_to_end(
     monkeypatch.setattr(CheckpointStore, "wait", told_meanwhile)
     wanted = order(steps=3, cycle_steps=1, checkpoint_every=1, eval_every=None)
     before = signal.signal(signal.SIGTERM, interrupt)  # as the command line has it
+    ranks = alone()
     try:
         with pytest.raises((ArithmeticError, KeyboardInterrupt)) as caught:
-            train(wanted, lambda *_, **__: None)
+            train(wanted, lambda *_, **__: None, ranks)
     finally:
         signal.signal(signal.SIGTERM, before)
     assert caught.type is ArithmeticError
+    assert ranks.asked, "a rank that waits for the agent's signal next must know that it has come"
     loaded, _ = latest_checkpoint(Path(wanted.out) / "checkpoints")
     assert loaded is not None
     assert loaded.step == 1

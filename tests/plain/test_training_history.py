@@ -149,9 +149,23 @@ def test_a_run_that_was_killed_repeats_and_the_repetition_counts(tmp_path: Path)
         ("validation", {"updates": 20, "tokens": 20 * EACH, "loss": 9.0, "validation_tokens": 20}),
     )
     found, wanted = read_history(killed).document({}), whole.document({})
-    for name in ("curves", "tokens", "skipped_at", "samples", "tokens_per_second", "data_wait", "cycles"):
+    for name in ("curves", "tokens", "skipped_at", "samples", "tokens_per_second", "data_wait"):
         assert found[name] == wanted[name], name
     assert [session["from_updates"] for session in found["sessions"]] == [0, 10]
+
+
+def test_the_speed_is_that_of_the_last_session_that_trained() -> None:
+    """What it said itself: sessions may be on other machines, and the next has said nothing while it starts."""
+    history = TrainingHistory()
+    for start, rates in ((0, [10.0, 20.0, 30.0]), (2, [400.0, 600.0])):
+        history("session", command="redline train")
+        for number, rate in enumerate(rates, start):
+            history("cycle", **cycle(number, [3.0], tokens_per_second=rate, mfu=rate / 1000))
+    assert [history.summary()[name] for name in ("tokens_per_second", "mfu", "cycles")] == [500.0, 0.5, 2]
+    history("session", command="redline train")
+    assert history.summary()["tokens_per_second"] == 500.0
+    history("cycle", **cycle(4, [3.0], tokens_per_second=7.0, mfu=None))
+    assert [history.summary()[name] for name in ("tokens_per_second", "mfu", "cycles")] == [7.0, None, 1]
 
 
 def test_an_evaluation_that_is_repeated_counts_once() -> None:

@@ -315,7 +315,7 @@ def test_report_of_a_killed_run_says_what_it_saved_and_how_it_goes_on(
     assert main(["report", str(run_directory)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert f"samples   {5 * EACH:,} train, 0 validation, {5 * EACH:,} total" in lines
-    assert "speed     10,240 samples/s (median of the cycles), MFU 41.3 %" in lines
+    assert "speed     10,240 samples/s (median of the last session's cycles), MFU 41.3 %" in lines
     assert lines[-3:] == [
         f"saved     {saved}",
         f"page      {run_directory / 'report.html'}",

@@ -283,7 +283,7 @@ def test_the_summary_says_what_the_lecture_s_did_and_where_things_are() -> None:
         "ended     the time is up: 1,200 updates, 4:52",
         "tokens    31,391,744 train, 2,621,440 validation, 34,013,184 total",
         "documents 337",
-        "speed     147,367 tokens/s (median of the cycles), MFU 40.0 %",
+        "speed     147,367 tokens/s (median of the last session's cycles), MFU 40.0 %",
         "loss      6.276 train, best validation —",
         "saved     run/checkpoints/step-00001200",
         "page      run/report.html",
