@@ -52,9 +52,8 @@ class Watchers:
         """Anything at all, in this session."""
         out = Path(order.out)
         run = json.loads((out / RUN_FILE).read_text(encoding="utf-8"))
-        self._history = history = read_history(
-            out / METRICS_FILE
-        )  # of the sessions before, and before this one writes its own
+        # Of the sessions before, and before this one writes its own.
+        self._history = history = read_history(out / METRICS_FILE)
         self._feed = TrackerFeed(open_tracker(tracker, out)) if tracker is not None else None
         self._log = MetricsLog(out / METRICS_FILE)
         self._page = LivePage(RunDirectory(out), run, history)
