@@ -40,7 +40,7 @@ from redline.core.units import human_bytes, human_percent, human_rate
 from redline.core.values import to_json
 from redline.core.workload import check_positive
 from redline.data.tokens import prepare_tokens
-from redline.predict.efficiency import efficiency
+from redline.predict.efficiency import efficiency, trusted_hfu
 from redline.predict.memory import predict_memory
 from redline.rungs import plan_of
 from redline.search.launch import probe_machine
@@ -238,14 +238,16 @@ def size_of(found: Found, order: Order, hardware: Hardware) -> dict[str, Any]:
     blocks, plan = found.looks.get(order.name, []), plan_of(order.rungs)
     rate = rate_of(order, blocks)
     share = None if rate is None else efficiency(order.workload.decoder, plan, hardware, rate)
+    peak = blocks[-1]["peak_bytes"] if blocks else None
+    predicted = predict_memory(order.workload.decoder, plan, micro_batch=order.micro_batch).allocated
     return {
         "micro_batch": order.micro_batch,
         "tokens_per_second": rate,
         "mfu": None if share is None else share.mfu,
-        "hfu": None if share is None else share.hfu,
+        "hfu": trusted_hfu(share, plan, peak, predicted),
         "mfu_convention": None if share is None else share.convention,
-        "peak_bytes": blocks[-1]["peak_bytes"] if blocks else None,
-        "predicted_peak_bytes": predict_memory(order.workload.decoder, plan, micro_batch=order.micro_batch).allocated,
+        "peak_bytes": peak,
+        "predicted_peak_bytes": predicted,
         "seconds": [one for block in blocks for one in block["seconds"]],
         "reason": found.reasons.get(order.name),
     }

@@ -61,6 +61,24 @@ def efficiency(
     return Efficiency(mfu=mfu, hfu=hfu, convention=f"{counted}; {dtype} dense peak {peaks[dtype]:g} TFLOP/s")
 
 
+MOST_ABOVE = 1.5  # times its prediction; a peak of recomputed blocks is some per cent from it
+
+
+def trusted_hfu(
+    share: Efficiency | None, plan: Plan, peak_bytes: int | None, predicted_bytes: int | None
+) -> float | None:
+    """None where blocks were to be recomputed and the peak says that they were kept: then less was executed. A compiler
+    may do that (model/recompute.py)."""
+    if share is None or (plan.checkpointing == "full" and is_kept(peak_bytes, predicted_bytes)):
+        return None
+    return share.hfu
+
+
+def is_kept(peak_bytes: int | None, predicted_bytes: int | None) -> bool:
+    """`predicted_bytes`: without what recomputed blocks do not keep."""
+    return bool(peak_bytes and predicted_bytes and peak_bytes > MOST_ABOVE * predicted_bytes)
+
+
 def share_of_peak(flops_per_second: float, hardware: Hardware) -> tuple[float | None, str]:
     """FLOPs that somebody counted against the same peak, and which one that is, or why there is no number."""
     peaks = hardware.peak_tflops

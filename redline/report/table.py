@@ -31,6 +31,7 @@ from redline.core.units import (
     rate_unit,
 )
 from redline.core.values import from_json
+from redline.predict.efficiency import is_kept
 from redline.predict.noise import MOST_SWING
 from redline.report import Document, Row, is_dropped, one_line, reason_of, rung_name, shown_mfu, status_of, verdict_of
 
@@ -485,6 +486,10 @@ def memory_texts(rows: Sequence[Row]) -> Iterator[str]:
     if errors:
         worst = max(errors, key=lambda name: abs(errors[name]))
         yield f"peaks predicted before the run are at most {abs(errors[worst]):.1%} off the measured ones ({worst})"
+    for row in rows:
+        kept = is_kept(row.get("peak_bytes"), row.get("predicted_peak_bytes"))
+        if kept and "checkpointing" in (row.get("recipe") or ()):
+            yield f"{rung_name(row)}: blocks were to be recomputed, and the peak says that they were kept; no HFU"
 
 
 def damage_notes(document: Document) -> Iterator[Note]:

@@ -14,7 +14,7 @@ from redline.core.hardware import Hardware
 from redline.core.measurement import Measurement, Sharing, Spread, spread_of
 from redline.core.places import short
 from redline.core.values import to_json
-from redline.predict.efficiency import Efficiency, efficiency
+from redline.predict.efficiency import Efficiency, efficiency, trusted_hfu
 from redline.predict.fitting import case_of
 from redline.rungs import LADDER, plan_of
 from redline.search.climb import AGAIN, Climb, Row
@@ -58,6 +58,7 @@ def row_json(row: Row, first: Row, climb: Climb) -> dict[str, Any]:
     losses = losses_json(measurement.loss_curve if measurement else None)
     shape, plan, size = climb.workload.shape, plan_of(row.recipe.rungs), row.recipe.micro_batch
     predicts = row.status != "skipped"
+    peak, predicted = measurement.peak_bytes if measurement else None, predicted_peak(row, climb)
     return {
         "rung": row.name,
         "title": row.title,
@@ -74,10 +75,10 @@ def row_json(row: Row, first: Row, climb: Climb) -> dict[str, Any]:
         "within_noise": within_noise(row, base, climb) if measurement and base else None,
         "mfu": share.mfu if share else None,
         "mfu_convention": share.convention if share else None,
-        "hfu": share.hfu if share else None,
-        "peak_bytes": measurement.peak_bytes if measurement else None,
+        "hfu": trusted_hfu(share, plan, peak, predicted),
+        "peak_bytes": peak,
         "outside_bytes": measurement.outside_bytes if measurement else None,
-        "predicted_peak_bytes": predicted_peak(row, climb),
+        "predicted_peak_bytes": predicted,
         "memory": anatomy_json(shape, plan, size, climb.hardware) if predicts else None,
         "roofline": roofline_json(shape, plan, size, climb.hardware) if predicts else None,
         "compile_seconds": measurement.compile_seconds if measurement else None,
@@ -112,6 +113,8 @@ def rebatched_json(row: Row, climb: Climb) -> dict[str, Any] | None:
         return None
     rate, fixed = choice.tokens_per_second, tokens_per_second(row, climb)
     share = share_of_peak(row, climb, rate)
+    peak = choice.trial.peak_bytes if choice.trial else None
+    predicted = predicted_peak(row, climb, choice.micro_batch) if choice.micro_batch else None
     return {
         "status": "ok" if choice.micro_batch else "failed",
         "reason": choice.reason,
@@ -121,9 +124,9 @@ def rebatched_json(row: Row, climb: Climb) -> dict[str, Any] | None:
         "step_seconds": to_json(choice.trial.step_seconds) if choice.trial else None,
         "speedup_fixed": rate / fixed if rate and fixed else None,
         "mfu": share.mfu if share else None,
-        "hfu": share.hfu if share else None,
-        "peak_bytes": choice.trial.peak_bytes if choice.trial else None,
-        "predicted_peak_bytes": predicted_peak(row, climb, choice.micro_batch) if choice.micro_batch else None,
+        "hfu": trusted_hfu(share, plan_of(row.recipe.rungs), peak, predicted),
+        "peak_bytes": peak,
+        "predicted_peak_bytes": predicted,
         "trials": to_json(choice.trials),
     }
 

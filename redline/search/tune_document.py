@@ -16,7 +16,7 @@ from redline.core.measurement import Measurement
 from redline.core.recipe import Recipe
 from redline.core.units import human_percent
 from redline.core.values import to_json
-from redline.predict.efficiency import efficiency
+from redline.predict.efficiency import efficiency, trusted_hfu
 from redline.predict.fitting import case_of
 from redline.rungs import find_rung, plan_of
 from redline.search.document import hardware_json, losses_json, sharing_json, step_spread
@@ -91,6 +91,7 @@ def row_json(tuner: Tuner, trial: Trial) -> dict[str, Any]:
     space = tuner.space
     each = None if rate is None else rate / space.hardware.ranks  # a share of all peaks is one rank's of its own
     share = None if each is None else efficiency(space.workload.shape, plan(trial), space.hardware, each)
+    peak, predicted = first.peak_bytes if first else None, predicted_peak(tuner, trial.recipe)
     return {
         "number": trial.number,
         "change": trial.label,
@@ -108,10 +109,10 @@ def row_json(tuner: Tuner, trial: Trial) -> dict[str, Any]:
         "of_best": ratio(rate, tuner.best, tuner),
         "mfu": share.mfu if share else None,
         "mfu_convention": share.convention if share else None,
-        "hfu": share.hfu if share else None,
-        "peak_bytes": first.peak_bytes if first else None,
+        "hfu": trusted_hfu(share, plan(trial), peak, predicted),
+        "peak_bytes": peak,
         "outside_bytes": first.outside_bytes if first else None,
-        "predicted_peak_bytes": predicted_peak(tuner, trial.recipe),
+        "predicted_peak_bytes": predicted,
         "compile_seconds": cold_compile_seconds(tuner, trial),
         "seconds": sum(trial.seconds),
         "remembered": trial.remembered,

@@ -12,7 +12,7 @@ from redline.core.errors import UserError
 from redline.core.hardware import DEVICES, Hardware
 from redline.core.plan import Plan
 from redline.core.workload import Shape
-from redline.predict.efficiency import efficiency
+from redline.predict.efficiency import efficiency, trusted_hfu
 from redline.predict.flops import megatron_flops
 from redline.rungs import plan_of
 from redline.workloads import PRESETS
@@ -49,6 +49,16 @@ def test_what_a_compiler_computes_again_is_not_known(h200):
     )
     assert budget.mfu == kept.mfu
     assert (kept.hfu is None, budget.hfu) == (False, None)
+
+
+def test_blocks_that_were_kept_all_the_same_have_no_hfu(h200):
+    """H200, 2026-11-16: 25.0 GiB where 9.15 were predicted."""
+    again, kept = (replace(FLASH, checkpointing=each) for each in ("full", "none"))
+    share = efficiency(GPT2, again, h200, 500_000)
+    assert trusted_hfu(share, again, 250, 92) is None
+    assert trusted_hfu(share, again, 100, 92) == trusted_hfu(share, again, 250, None) == share.hfu
+    assert trusted_hfu(share, kept, 250, 92) == share.hfu
+    assert trusted_hfu(None, again, 100, 92) is None
 
 
 def test_the_convention_names_count_and_peak(h200):
