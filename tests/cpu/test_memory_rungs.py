@@ -43,7 +43,7 @@ class Fake:
         self.order, self.seconds = order, seconds
 
     def block(self, steps: int) -> dict[str, Any]:
-        return {"seconds": [self.seconds] * steps, "peak_bytes": 2**30 * self.order.micro_batch, "loss": 1.0}
+        return {"seconds": [self.seconds] * steps, "peak_bytes": 2**27 * self.order.micro_batch, "loss": 1.0}
 
     def close(self) -> None: ...
 
@@ -80,7 +80,7 @@ def test_fixed_and_best_with_both_shares(bench: Any) -> None:
     assert plain["sizes"][0]["reason"] == "not run"
     assert (again["fixed"]["micro_batch"], again["rebatched"]["micro_batch"]) == (64, 256)
     assert again["rebatched"]["tokens_per_second"] == pytest.approx(256 * 1024 / 0.32)
-    assert again["rebatched"]["peak_bytes"] == 256 * 2**30
+    assert again["rebatched"]["peak_bytes"] == 256 * 2**27
     shape = resolve_workload("gpt2").decoder
     for row, name in ((plain, "recipe"), (again, "checkpointing")):
         rate = row["fixed"]["tokens_per_second"]

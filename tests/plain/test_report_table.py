@@ -143,8 +143,8 @@ def test_mfu_above_the_peak_is_refused_with_a_note() -> None:
 @pytest.mark.parametrize(
     ("rungs", "peak", "told"), [(("checkpointing",), 250, True), ((), 250, False), (("checkpointing",), 100, False)]
 )
-def test_blocks_that_were_kept_all_the_same_are_told_of(rungs: tuple[str, ...], peak: int, told: bool) -> None:
-    row = ok_row("checkpointing", 138.5, None, recipe=list(rungs), peak_bytes=peak, predicted_peak_bytes=92)
+def test_blocks_that_were_kept_all_the_same_are_told_of(rungs: list[str], peak: int, told: bool) -> None:
+    row = ok_row("checkpointing", 138.5, None, recipe=rungs, peak_bytes=peak, predicted_peak_bytes=92)
     texts = [note.text for note in notes_of({**full_document(), "rows": [row]})]
     assert any("says that they were kept; no HFU" in text for text in texts) == told
 
