@@ -28,6 +28,7 @@ from redline.engine.replaced import replaced
 from redline.engine.shard import fill, is_cut, is_pipelined, share
 from redline.engine.step import TrainStep
 from redline.model.adapter import Adapter, LossOf, adapter_of
+from redline.model.recompute import keep_policies_in_ddp
 from redline.optim import build_optimizer, reset_optimizer, settings_for, warm_up
 
 
@@ -153,6 +154,8 @@ def switch_process(plan: Plan, calls_sdpa: bool = False) -> None:
         pin_attention(plan.attention)
     if plan.activation_budget < 1:  # read when a graph is compiled
         functorch.activation_memory_budget = plan.activation_budget
+    if plan.compile and plan.checkpointing == "full" and plan.parallel == "ddp":
+        keep_policies_in_ddp()
 
 
 def grow_segments() -> None:

@@ -56,7 +56,7 @@ class SelfAttention(nn.Module):
         self.c_attn = nn.Linear(shape.d_model, 3 * shape.d_model)
         self.c_proj = nn.Linear(shape.d_model, shape.d_model)
         self.packed = attention.removeprefix("packed-") if attention.startswith("packed-") else None
-        self.attend = recomputed(ATTENTION[attention], draws=False) if recompute else ATTENTION[attention]
+        self.attend = recomputed(ATTENTION[attention], ours=True) if recompute else ATTENTION[attention]
 
     def forward(self, x: torch.Tensor, future: torch.Tensor) -> torch.Tensor:
         return self.c_proj(self.mix(self.c_attn(x).chunk(3, dim=2), future))
@@ -201,7 +201,7 @@ class GPT(nn.Module):
     def through_blocks(self, x: torch.Tensor) -> torch.Tensor:
         future = self.future_at(x)
         for block in self.h:
-            x = recomputed(block, draws=False)(x, future) if self.recompute_blocks else block(x, future)
+            x = recomputed(block, ours=True)(x, future) if self.recompute_blocks else block(x, future)
         return x
 
     def fused_blocks(self, x: torch.Tensor) -> torch.Tensor:
@@ -214,7 +214,7 @@ class GPT(nn.Module):
         for block in self.h:
             assert isinstance(block, Block)
             if self.recompute_blocks:
-                x = recomputed(block.fused_whole, draws=False)(x, bias, future, dtype)
+                x = recomputed(block.fused_whole, ours=True)(x, bias, future, dtype)
             else:
                 x, branch = block.fused(x, branch, bias, future, dtype)
             bias = block.mlp.c_proj.bias
