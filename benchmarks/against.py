@@ -52,6 +52,7 @@ from redline.core.workload import Workload, check_positive, other_than_gpt2
 from redline.data.tokens import prepare_tokens
 from redline.predict.efficiency import efficiency
 from redline.rungs import find_rung, plan_of, usual_rungs, why_not
+from redline.search.ladder import check_recipe_applies
 from redline.search.launch import kill_group, last_line, probe_machine, worker_environment
 from redline.workloads import resolve_workload
 
@@ -118,7 +119,10 @@ def run(options: argparse.Namespace) -> int:
         check_positive(f"--{name.replace('_', '-')}", getattr(options, name))
     names = chosen(options.candidates, options.nanogpt)
     hardware, versions = probe_machine(options.device)
-    rungs = load_recipe(options.recipe).rungs if options.recipe else fastest_rungs(workload, hardware)
+    recipe = load_recipe(options.recipe) if options.recipe else None
+    if recipe is not None:
+        check_recipe_applies(recipe, workload, hardware)
+    rungs = recipe.rungs if recipe else fastest_rungs(workload, hardware)
     base = Order(
         candidate=OURS,
         workload=workload,

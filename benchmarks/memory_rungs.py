@@ -43,6 +43,7 @@ from redline.data.tokens import prepare_tokens
 from redline.predict.efficiency import efficiency, trusted_hfu
 from redline.predict.memory import predict_memory
 from redline.rungs import plan_of
+from redline.search.ladder import check_recipe_applies
 from redline.search.launch import probe_machine
 from redline.workloads import resolve_workload
 
@@ -78,9 +79,11 @@ def run(options: argparse.Namespace) -> int:
     for name in ("micro_batch", "block", "at_once"):
         check_positive(f"--{name.replace('_', '-')}", getattr(options, name))
     sizes = [options.micro_batch, *sorted({*sizes_in(options.sizes)} - {options.micro_batch})]
-    rows = rows_of(load_recipe(options.recipe).rungs)
+    recipe = load_recipe(options.recipe)
+    rows = rows_of(recipe.rungs)
     rows = {name: rows[name] for name in chosen(options.rows, rows)}
     hardware, versions = probe_machine(options.device)
+    check_recipe_applies(recipe, workload, hardware)
     every = [
         Order(
             candidate=OURS,

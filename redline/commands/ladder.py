@@ -65,7 +65,8 @@ def add_ladder(commands: Any) -> None:
     ladder.add_argument(
         "--keep",
         choices=("faster", "all"),
-        help="faster (default): a rung that slows training is shown, not climbed on; all: every rung that works stays",
+        help="faster (default): a rung that slows training is shown, not climbed on; all: every rung that works stays, "
+        "and of two that exclude each other the faster",
     )
     ladder.add_argument(
         "--repeats",

@@ -53,7 +53,8 @@ MISTAKE_SECONDS = 10.0  # between ranks that find the same one
 OUTLIVED_SECONDS = 5.0  # signs of life come once a second, and of two machines the clocks may differ
 SHOWN = 4  # ranks in one message
 SLOW_START = "a slow start counts too, of loaders and of what is compiled: a larger --rank-timeout leaves it the time"
-BACKENDS_WORDS = re.compile(r"\[[^\]]*\.cc:\d+\]|\bNCCL\b")  # gloo's begin with a line of its own code
+GLOOS_LINE = re.compile(r"\[[^\]]*\.cc:\d+\] ?")  # of its own code, which its words begin with
+BACKENDS_WORDS = re.compile(rf"{GLOOS_LINE.pattern}|\bNCCL\b")
 PACKAGE = str(Path(__file__).parents[1]) + os.sep
 STANDARD_LIBRARY = sysconfig.get_path("stdlib") + os.sep
 PACKAGES = ("site-packages", "dist-packages")  # which may lie in the standard library's folder
@@ -683,7 +684,7 @@ def first_sentence(text: str) -> str:
     """Of gloo's or NCCL's first line, which goes on with causes that they know nothing of; any other line is a user's,
     and stays whole. The log has it all."""
     line = next(iter(text.strip().splitlines()), "")
-    return line.split(". ")[0] if BACKENDS_WORDS.search(line) else line
+    return GLOOS_LINE.sub("", line.split(". ")[0]) if BACKENDS_WORDS.search(line) else line
 
 
 def record_failure(error: Exception, told: Exception | None = None) -> None:

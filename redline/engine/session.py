@@ -196,11 +196,12 @@ def end_in_c(order: TrainOrder, trainer: Trainer) -> FailedRunError:
 
 
 def failed_run(mistake: UserError, order: TrainOrder, trainer: Trainer) -> FailedRunError:
-    """With what is left of the run, and how to go on; of a rank other than 0 the agent of `--gpus` tells that below."""
+    """With what is left of the run, and how to go on; of a rank other than 0 the agent of `--gpus` tells that below.
+    What was saved last only rank 0 knows, which may be writing it yet."""
     if not trainer.ranks.leads and rank_pid_file() is not None:
         return FailedRunError(mistake.problem, mistake.why, mistake.fix)
     saved = newest_checkpoint(trainer.store.folder, trainer.progress.updates)
-    stays = f"; {saved} was saved before" if saved else ""
+    stays = f"; {saved} was saved before" if saved and trainer.ranks.leads else ""
     command = resume_command(order.out, order.options_of_ranks)
     go_on = f"; if the cause lies elsewhere, go on: {command}" if saved else ""
     return FailedRunError(mistake.problem, f"{mistake.why}{stays}", f"{mistake.fix}, and start a new run{go_on}")

@@ -281,7 +281,7 @@ def test_those_that_go_on_know_when_a_rank_was_last_seen(monkeypatch: pytest.Mon
         (
             "rank 0 failed: RuntimeError: [pair.cc:553] Read error [127.0.0.1]:31: Connection reset by peer. This is "
             "typically caused by another. Good luck",
-            "rank 0 failed: RuntimeError: [pair.cc:553] Read error [127.0.0.1]:31: Connection reset by peer",
+            "rank 0 failed: RuntimeError: Read error [127.0.0.1]:31: Connection reset by peer",
         ),
         (
             "rank 0 failed: DistBackendError: NCCL error in: NCCLUtils.cpp:77, NCCL version 2.28.9. ncclRemoteError: a",
