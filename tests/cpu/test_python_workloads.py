@@ -744,7 +744,7 @@ def test_the_rungs_are_really_there(repository: Path, monkeypatch: pytest.Monkey
     ran: list[str] = []
     plain = torch.utils.checkpoint.checkpoint
     monkeypatch.setattr(
-        "redline.model.python_adapter.checkpoint", lambda *a, **k: (ran.append("again"), plain(*a, **k))[1]
+        "redline.model.recompute.checkpoint", lambda *a, **k: (ran.append("again"), plain(*a, **k))[1]
     )
     gradients(workload, plan_of(("checkpointing",)))
     assert ran == ["again"] * 2
