@@ -743,9 +743,7 @@ def test_the_rungs_are_really_there(repository: Path, monkeypatch: pytest.Monkey
     workload = workload_of(f"{repository}/examples/vit.py:vit")
     ran: list[str] = []
     plain = torch.utils.checkpoint.checkpoint
-    monkeypatch.setattr(
-        "redline.model.recompute.checkpoint", lambda *a, **k: (ran.append("again"), plain(*a, **k))[1]
-    )
+    monkeypatch.setattr("redline.model.recompute.checkpoint", lambda *a, **k: (ran.append("again"), plain(*a, **k))[1])
     gradients(workload, plan_of(("checkpointing",)))
     assert ran == ["again"] * 2
     model = adapter_of(workload).build(plan_of(("sigmoid-gelu",)), CPU)

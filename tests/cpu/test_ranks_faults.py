@@ -899,14 +899,15 @@ def test_whoever_stops_in_order_is_not_taken_for_one_that_was_killed(
 def test_what_was_saved_is_told_once(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, rank: int, agent_tells: bool
 ) -> None:
-    """The agent of `--gpus` tells it below what it tells of another rank than 0; torchrun's own does not."""
+    """And by rank 0, which may be writing it yet. The agent of `--gpus` tells it, and how to go on, below what it tells of
+    another rank; torchrun's own tells neither."""
     (tmp_path / "checkpoints" / "step-00000004").mkdir(parents=True)
     monkeypatch.setattr(session, "rank_pid_file", lambda: tmp_path / "rank-0" if agent_tells else None)
     store = SimpleNamespace(folder=tmp_path / "checkpoints")
     trainer: Any = SimpleNamespace(ranks=Ranks(rank=rank, count=2), store=store, progress=SimpleNamespace(updates=5))
     order: Any = SimpleNamespace(out=str(tmp_path), options_of_ranks="--gpus 2")
     told = session.failed_run(UserError("problem", "why", "fix"), order, trainer)
-    assert (told.problem, "step-00000004" in told.why) == ("problem", rank == 0 or not agent_tells)
+    assert (told.problem, "step-00000004" in told.why) == ("problem", rank == 0)
     assert ("--resume" in told.fix) == (rank == 0 or not agent_tells)
 
 
