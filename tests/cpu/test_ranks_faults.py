@@ -899,8 +899,8 @@ def test_whoever_stops_in_order_is_not_taken_for_one_that_was_killed(
 def test_what_was_saved_is_told_once(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, rank: int, agent_tells: bool
 ) -> None:
-    """And by rank 0, which may be writing it yet. The agent of `--gpus` tells it, and how to go on, below what it tells of
-    another rank; torchrun's own tells neither."""
+    """And by rank 0, which may be writing it yet. The agent of `--gpus` tells it, and how to go on, below what it tells
+    of another rank; torchrun's own tells neither."""
     (tmp_path / "checkpoints" / "step-00000004").mkdir(parents=True)
     monkeypatch.setattr(session, "rank_pid_file", lambda: tmp_path / "rank-0" if agent_tells else None)
     store = SimpleNamespace(folder=tmp_path / "checkpoints")
