@@ -176,11 +176,14 @@ def output(x: torch.Tensor, linear: nn.Linear) -> torch.Tensor:
 
 
 def add_norm(
-    stream: torch.Tensor, branch: torch.Tensor, bias: torch.Tensor, norm: nn.LayerNorm, dtype: torch.dtype
+    stream: torch.Tensor, branch: torch.Tensor | None, bias: torch.Tensor, norm: nn.LayerNorm, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Stream and branch [B, T, C] added up, and the sum normalised. `bias` is in the branch, and gets its gradient."""
+    """Stream and branch [B, T, C] added up, and the sum normalised. `bias` is in the branch, and gets its gradient.
+    Without a branch: it was added before (`add`), with its bias. What comes later is to be added to the sum that this
+    returns, whose gradient comes back here."""
+    rows = None if branch is None else branch.flatten(0, 1)
     together, normal = AddNorm.apply(  # type: ignore[no-untyped-call]
-        stream.flatten(0, 1), branch.flatten(0, 1), bias, norm.weight, norm.bias, norm.eps, dtype
+        stream.flatten(0, 1), rows, bias, norm.weight, norm.bias, norm.eps, dtype
     )
     return together.view_as(stream), normal.view_as(stream)
 
@@ -190,17 +193,20 @@ class AddNorm(torch.autograd.Function):
     def forward(
         ctx: Any,
         stream: torch.Tensor,
-        branch: torch.Tensor,
+        branch: torch.Tensor | None,
         bias: torch.Tensor,
         gain: torch.Tensor,
         offset: torch.Tensor,
         eps: float,
         dtype: torch.dtype,
     ) -> Tensors:
-        together = add(stream, branch)
+        together = stream.view_as(stream) if branch is None else add(stream, branch)
         ctx.save_for_backward(together, gain)
-        ctx.eps, ctx.dtypes = eps, (branch.dtype, bias.dtype, gain.dtype, offset.dtype)
-        return together, normalised(together, gain, offset, eps, dtype)
+        of_branch = None if branch is None else branch.dtype
+        ctx.eps, ctx.dtypes = eps, (of_branch, bias.dtype, gain.dtype, offset.dtype)
+        wide = torch.promote_types(stream.dtype, torch.float32)
+        normal = F.layer_norm(cast(together, wide), gain.shape, cast(gain, wide), cast(offset, wide), eps)
+        return together, cast(normal, dtype)
 
     @staticmethod
     def backward(ctx: Any, beside: torch.Tensor, above: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -208,53 +214,14 @@ class AddNorm(torch.autograd.Function):
         of_stream, sums = norm_backward(above, together, beside, gain, ctx.eps)
         branch, bias, weight, offset = ctx.dtypes
         of_gain, of_offset, of_bias = sums.unbind()
-        return of_stream, of_stream.to(branch), of_bias.to(bias), of_gain.to(weight), of_offset.to(offset), None, None
+        of_branch = None if branch is None else of_stream.to(branch)
+        return of_stream, of_branch, of_bias.to(bias), of_gain.to(weight), of_offset.to(offset), None, None
 
 
 def add(stream: torch.Tensor, branch: torch.Tensor) -> torch.Tensor:
     """Rounded once, to the stream's type."""
     wide = torch.promote_types(stream.dtype, torch.float32)
     return cast(cast(stream, wide) + cast(branch, wide), stream.dtype)
-
-
-def normalised(
-    stream: torch.Tensor, gain: torch.Tensor, offset: torch.Tensor, eps: float, dtype: torch.dtype
-) -> torch.Tensor:
-    wide = torch.promote_types(stream.dtype, torch.float32)
-    return cast(F.layer_norm(cast(stream, wide), gain.shape, cast(gain, wide), cast(offset, wide), eps), dtype)
-
-
-def norm_of(
-    stream: torch.Tensor, bias: torch.Tensor, norm: nn.LayerNorm, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`add_norm` of a stream that its branch was added to before, with that branch's bias. What is added to the stream
-    later is to be added to the one that this returns: its gradient comes back here."""
-    same, normal = Normed.apply(stream.flatten(0, 1), bias, norm.weight, norm.bias, norm.eps, dtype)  # type: ignore[no-untyped-call]
-    return same.view_as(stream), normal.view_as(stream)
-
-
-class Normed(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        stream: torch.Tensor,
-        bias: torch.Tensor,
-        gain: torch.Tensor,
-        offset: torch.Tensor,
-        eps: float,
-        dtype: torch.dtype,
-    ) -> Tensors:
-        ctx.save_for_backward(stream, gain)
-        ctx.eps, ctx.dtypes = eps, (bias.dtype, gain.dtype, offset.dtype)
-        return stream.view_as(stream), normalised(stream, gain, offset, eps, dtype)
-
-    @staticmethod
-    def backward(ctx: Any, beside: torch.Tensor, above: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        stream, gain = ctx.saved_tensors
-        of_stream, sums = norm_backward(above, stream, beside, gain, ctx.eps)
-        bias, weight, offset = ctx.dtypes
-        of_gain, of_offset, of_bias = sums.unbind()
-        return of_stream, of_bias.to(bias), of_gain.to(weight), of_offset.to(offset), None, None
 
 
 def mlp(x: torch.Tensor, c_fc: nn.Linear, gelu: Any, c_proj: nn.Linear, dtype: torch.dtype) -> torch.Tensor:

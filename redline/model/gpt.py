@@ -22,7 +22,7 @@ from torch import nn
 from redline.core.errors import UserError
 from redline.core.workload import Shape, other_than_gpt2
 from redline.model.attention import ATTENTION
-from redline.model.fused import add, add_norm, attend_packed, mlp, norm_of, output, project
+from redline.model.fused import add, add_norm, attend_packed, mlp, output, project
 from redline.model.recompute import recomputed
 
 INIT_STD = 0.02
@@ -118,26 +118,20 @@ class Block(nn.Module):
         dtype: torch.dtype,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The same with a hand-written backward pass (model/fused.py). `branch` is the MLP's of the block before, still
-        to be added to x, as what this one returns is, and `bias` the one in it, whose gradient is still to be made."""
-        if branch is None or bias is None:
+        to be added to x, as what this one returns is (None: it is in x), and `bias` the one in it, whose gradient is
+        still to be made."""
+        if bias is None:
             normal = self.ln_1(x)
         else:
             x, normal = add_norm(x, branch, bias, self.ln_1, dtype)
-        return self.behind_norm(x, normal, future, dtype)
+        x, normal = add_norm(x, self.attn.fused(normal, future, dtype), self.attn.c_proj.bias, self.ln_2, dtype)
+        return x, mlp(normal, self.mlp.c_fc, self.mlp.gelu, self.mlp.c_proj, dtype)
 
     def fused_whole(
         self, x: torch.Tensor, bias: torch.Tensor | None, future: torch.Tensor, dtype: torch.dtype
     ) -> torch.Tensor:
-        """The same from sum to sum: `bias` is in x already, and still without its gradient."""
-        x, normal = (x, self.ln_1(x)) if bias is None else norm_of(x, bias, self.ln_1, dtype)
-        return add(*self.behind_norm(x, normal, future, dtype))
-
-    def behind_norm(
-        self, x: torch.Tensor, normal: torch.Tensor, future: torch.Tensor, dtype: torch.dtype
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The stream behind attention, and the MLP's branch."""
-        x, normal = add_norm(x, self.attn.fused(normal, future, dtype), self.attn.c_proj.bias, self.ln_2, dtype)
-        return x, mlp(normal, self.mlp.c_fc, self.mlp.gelu, self.mlp.c_proj, dtype)
+        """From sum to sum."""
+        return add(*self.fused(x, None, bias, future, dtype))
 
 
 class GPT(nn.Module):
@@ -219,9 +213,7 @@ class GPT(nn.Module):
                 x, branch = block.fused(x, branch, bias, future, dtype)
             bias = block.mlp.c_proj.bias
         assert bias is not None
-        return (norm_of(x, bias, self.ln_f, dtype) if branch is None else add_norm(x, branch, bias, self.ln_f, dtype))[
-            1
-        ]
+        return add_norm(x, branch, bias, self.ln_f, dtype)[1]
 
 
 def check_is_gpt2(shape: Shape) -> None:
