@@ -41,7 +41,7 @@ PAIR, STAGES = Layout(ranks=2, tensor=2), Layout(ranks=2, pipeline=2)
 SHARED = {"ddp", "fsdp", "fsdp-keep", "fsdp-whole", "tensor-parallel", "pipeline-parallel", "pipeline-gpipe"}
 CASES: dict[str, tuple[Layout, tuple[str, ...]]] = {
     "ddp": (Layout(ranks=2), ("ddp", *TIED)),
-    "ddp-compiled": (Layout(ranks=2), ("ddp", "compile", *TIED)),
+    "ddp-compiled": (Layout(ranks=2), ("ddp", "compile", "checkpointing", *TIED)),
     "fsdp": (Layout(ranks=2), ("fsdp", "checkpointing", *TIED)),
     "fsdp-keep": (Layout(ranks=2), ("fsdp-keep", *TIED)),
     "fsdp-whole": (Layout(ranks=2), ("fsdp-whole", *TIED)),
