@@ -40,8 +40,8 @@ def _gelu_backward(  # type: ignore[no-untyped-def]
         x = tl.load(inputs + at, mask=inside, other=0.0).to(tl.float32)
         gradient = tl.load(gradients + at, mask=inside, other=0.0).to(tl.float32)
         square = x * x
-        share = 1.0 / (1.0 + tl.exp2(-LOG2E * SLOPE * x * (1.0 + CUBE * square)))
-        gradient *= share + x * share * (1.0 - share) * (SLOPE + 3.0 * SLOPE * CUBE * square)
+        share = 1.0 / (1.0 + tl.exp2(x * (-LOG2E * SLOPE) * (1.0 + square * CUBE)))
+        gradient *= share + x * share * (1.0 - share) * (square * (3.0 * SLOPE * CUBE) + SLOPE)
         tl.store(gradients + at, gradient.to(gradients.dtype.element_ty), mask=inside)
         total += gradient
     tl.store(sums + block.to(tl.int64) * columns + column, tl.sum(total, axis=0, keep_dims=True), mask=column < columns)
