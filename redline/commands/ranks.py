@@ -32,6 +32,7 @@ from redline.core.rank_processes import (
     OWN_INTERRUPT,
     RANK_PID_FILE,
     RANKS_LOG,
+    REASON,
     RUN_NAME,
     SCREEN,
     TYPED,
@@ -130,6 +131,8 @@ def start_ranks(options: argparse.Namespace) -> int:
             kill_group(process)
         if (kept := keep_log(Path(folder), code)) is not None and code == EXIT_FAILED:
             print(f"tracebacks, and what torch wrote: {kept}", file=sys.stderr)
+        if code == EXIT_FAILED:
+            tell_in_run(Path(folder), options)
         if code is None:
             raise KeyboardInterrupt
         return code
@@ -139,10 +142,8 @@ def keep_log(folder: Path, code: int | None) -> Path | None:
     """The run's log, with what the agent wrote, and the ranks before they knew the run directory. Where there is none,
     a file that stays, if anything failed: what they write when they are interrupted is of no use to anybody. None:
     nobody wrote anything."""
-    name = folder / RUN_NAME
     early = b"" if code is None else (folder / RANKS_LOG).read_bytes()
-    run = Path(json.loads(name.read_text(encoding="utf-8"))[0]) if name.exists() else None
-    if run is not None and run.is_dir():
+    if (run := run_directory(folder)) is not None:
         log = run / RANKS_LOG
     elif early and code == EXIT_FAILED:
         log = Path(tempfile.mkstemp(prefix="redline-ranks-", suffix=".log")[1])
@@ -154,6 +155,28 @@ def keep_log(folder: Path, code: int | None) -> Path | None:
         return log
     log.unlink()
     return None
+
+
+def tell_in_run(folder: Path, options: argparse.Namespace) -> None:
+    """What ended the ranks, where rank 0 did not come to it: in the run's metrics and on its page, and as `--json`."""
+    from redline.commands.train import show_lost_run
+    from redline.core.training import METRICS_FILE
+    from redline.report.training import MetricsLog
+
+    reason = folder / REASON
+    if not reason.exists() or (run := run_directory(folder)) is None or not (run / METRICS_FILE).exists():
+        return
+    log = MetricsLog(run / METRICS_FILE)
+    log("end", ended="failed", reason=reason.read_text(encoding="utf-8"), checkpoint=None)
+    log.close()
+    show_lost_run(run, options)
+
+
+def run_directory(folder: Path) -> Path | None:
+    """Where the ranks trained; None: they had not come to that, or their mistake has left nothing."""
+    name = folder / RUN_NAME
+    run = Path(json.loads(name.read_text(encoding="utf-8"))[0]) if name.exists() else None
+    return run if run is not None and run.is_dir() else None
 
 
 def agent_words(options: argparse.Namespace, logs: str) -> list[str]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -176,21 +175,17 @@ def with_damage(document: dict[str, Any], directory: Path) -> dict[str, Any]:
 
 
 def report_training(options: argparse.Namespace) -> int:
-    from redline.core.job import REPORT_FILE, RunDirectory
     from redline.report.history import read_training
     from redline.report.training import summary_lines
-    from redline.report.training_page import render_training_page
+    from redline.report.training_page import write_training_page
 
-    document, page = read_training(options.directory), None
-    try:
-        page = RunDirectory(options.directory).write(REPORT_FILE, render_training_page(document))
-    except OSError as error:  # shown all the same: the run may lie where nothing can be written
-        why = error.strerror or str(error)
-        print(f"warning: cannot write {options.directory / REPORT_FILE}: {why}", file=sys.stderr)
+    document = read_training(options.directory)
+    page = write_training_page(options.directory, document)
     if options.json:
         print(json.dumps(document))
         return EXIT_DONE
     shown = {**document, "page": None if page is None else str(page), "out": str(options.directory)}
+    shown["why"] = document["reason"]  # a run of one's own has it on the screen already
     for line in summary_lines(shown):
         print(line)
     return EXIT_DONE

@@ -39,7 +39,7 @@ from redline.commands.training_data import (
     nothing_left_behind,
     training_data,
 )
-from redline.core.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, UserError
+from redline.core.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, FailedRunError, UserError
 from redline.core.units import counted
 from redline.core.workload import check_positive
 
@@ -155,9 +155,11 @@ def train_and_show(order: TrainOrder, options: argparse.Namespace, console: Any,
         with only_our_words_on_stdout(), watching as watchers:
             summary = train_session(order, watchers.emit, ranks)
             watchers.end(summary)
-    except UserError:
+    except UserError as error:
         if not (options.resume or watching.trained or holds_text(order, options)):
             shutil.rmtree(order.out, ignore_errors=True)  # a mistake leaves nothing that looks like a run
+        elif options.json and isinstance(error, FailedRunError):
+            show_lost_run(Path(order.out), options)
         raise
     show_summary({**summary, **watchers.speed, "page": watchers.page}, order, options)
     return {"interrupted": EXIT_INTERRUPTED, "diverged": EXIT_FAILED, "failed": EXIT_FAILED}.get(
@@ -509,10 +511,23 @@ def session_of(order: TrainOrder, options: argparse.Namespace, ranks: int = 1) -
 
 
 def show_summary(summary: dict[str, Any], order: TrainOrder, options: argparse.Namespace) -> None:
-    from redline.core.values import to_json
-    from redline.report.training import summary_lines, without_nan
+    from redline.report.training import summary_lines
 
-    document = {
+    document = summary_document(summary, order)
+    if summary["reason"] is not None:
+        print(f"training stopped: {summary['reason']}", file=sys.stderr)
+    if options.json:
+        print(json.dumps(document))
+        return
+    for line in summary_lines(document):
+        print(line)
+
+
+def summary_document(summary: dict[str, Any], order: TrainOrder) -> dict[str, Any]:
+    from redline.core.values import to_json
+    from redline.report.training import without_nan
+
+    return {
         **without_nan(summary),
         "workload": order.workload.name,
         "unit": order.workload.unit,
@@ -522,13 +537,33 @@ def show_summary(summary: dict[str, Any], order: TrainOrder, options: argparse.N
         "parallel": order.parallel,
         "out": order.out,
     }
-    if summary["reason"] is not None:
-        print(f"training stopped: {summary['reason']}", file=sys.stderr)
-    if options.json:
-        print(json.dumps(document))
+
+
+def show_lost_run(out: Path, options: argparse.Namespace) -> None:
+    """Of a run whose end was told on the screen already: its page, and with --json the summary that it did not come to,
+    of what its directory holds."""
+    from redline.core.job import RunDirectory
+    from redline.core.layout import Layout
+    from redline.core.values import from_json
+    from redline.engine.session import TrainOrder
+    from redline.report.history import read_training
+    from redline.report.training_page import write_training_page
+
+    found = read_training(out)
+    page = write_training_page(out, found)
+    if not options.json:
         return
-    for line in summary_lines(document):
-        print(line)
+    order = from_json(TrainOrder, RunDirectory(out).read_run()["order"])
+    layout = None if found["layout"] is None else from_json(Layout, found["layout"])
+    summary = {name: found[name] for name in TOLD} | {"page": None if page is None else str(page)}
+    print(json.dumps(summary_document(summary, replace(order, layout=layout)) | {"parallel": found["parallel"]}))
+
+
+TOLD = (
+    *("ended", "updates", "tokens", "documents", "seconds", "tokens_per_second", "mfu", "skipped", "loss", "epoch"),
+    *("validation_loss", "best_validation_loss", "checkpoint", "peak_bytes", "reason"),
+)
+"""What a run's summary has of its history."""
 
 
 def pipeline_of(order: TrainOrder) -> dict[str, Any] | None:

@@ -39,6 +39,8 @@ summary, as it does when it is asked before it trains, or twice."""
 
 OVER = "over"
 """Beside it too: the training is over, and ranks have nothing to do but to end. It says within how many seconds."""
+REASON = "reason"
+"""Beside it too: why the ranks have failed, as the agent has told it on the screen."""
 INSIDE = "inside-{}"
 """Beside it too, or in the folder of a measurement: that rank is at work, or has left in the middle of it."""
 INTERRUPTED = "interrupted-{}"
@@ -58,6 +60,12 @@ def inside(folder: Path | None, rank: int) -> Iterator[None]:
     finally:
         if path is not None:
             path.unlink(missing_ok=True)
+
+
+def leave_inside() -> None:
+    """Before a rank of `redline train` ends its process itself, for a reason that is told elsewhere."""
+    if (path := rank_pid_file()) is not None:
+        path.with_name(INSIDE.format(os.environ["RANK"])).unlink(missing_ok=True)
 
 
 def ranks_inside(folder: Path) -> list[int]:

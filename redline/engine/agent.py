@@ -24,6 +24,7 @@ from redline.core.checkpoints import CHECKPOINTS_FOLDER, list_checkpoints
 from redline.core.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_MISTAKE
 from redline.core.rank_processes import (
     OWN_INTERRUPT,
+    REASON,
     RUN_NAME,
     Interrupt,
     interrupted_ranks,
@@ -67,13 +68,14 @@ def main(words: Sequence[str]) -> int:
     if not failures:
         return 0
     interrupts = {} if pid_file is None else interrupted_ranks(pid_file.parent)
-    rank, cause = cause_of(failures, quiet_ranks(failures), interrupts)
+    quiet = quiet_ranks(failures, [] if pid_file is None else ranks_inside(pid_file.parent))
+    rank, cause = cause_of(failures, quiet, interrupts)
     if pid_file is not None and was_interrupted(pid_file, cause.exitcode):
         return 128 + signal.SIGTERM  # as above: whoever asked us says the rest
     if pid_file is not None and (asked := asked_rank(failures, interrupts)) is not None:
         tell(pid_file, words_of_asking(asked, failures[asked], interrupts))
         return EXIT_INTERRUPTED
-    if (text := words_of(rank, cause)) is not None:
+    if (text := words_of_leaving(rank, cause) if rank in quiet else words_of(rank, cause)) is not None:
         tell(pid_file, text)
     is_ours = text is None or cause.error_file != NO_FILE  # any other code means something to the user's code alone
     return cause.exitcode if is_ours and 0 < cause.exitcode < 256 else 1
@@ -82,6 +84,8 @@ def main(words: Sequence[str]) -> int:
 def tell(pid_file: Path | None, text: str) -> None:
     over = pid_file is not None and seconds_to_end(pid_file) is not None
     lines = [] if pid_file is None or over else ways_on(pid_file)  # rank 0 has told them
+    if pid_file is not None and not over:
+        pid_file.with_name(REASON).write_text(text, encoding="utf-8")
     print(f"training {'is over' if over else 'stopped'}: {text}", *lines, sep="\n", file=open_screen())
 
 
@@ -121,18 +125,17 @@ def left_with_zero(failures: Mapping[int, ProcessFailure], folder: Path) -> dict
     return {rank: ProcessFailure(local_rank=rank, pid=0, exitcode=0, error_file=NO_FILE) for rank in early}
 
 
-def quiet_ranks(failures: Mapping[int, ProcessFailure]) -> set[int]:
-    """Of `redline train`: those that left with an exit code and told nobody why, as user code that ends its process."""
+def quiet_ranks(failures: Mapping[int, ProcessFailure], inside: Collection[int] = ()) -> set[int]:
+    """Of `redline train`: those that left with an exit code and told nobody why, as user code that ends its process.
+    `inside`: those that left in the middle of their work, whatever their exit code may say."""
     leader = failures.get(0)
-    told = leader.exitcode if leader is not None and has_told(0, leader) else None
-    return {
-        rank
-        for rank, failure in failures.items()
-        if failure.exitcode >= 0
-        and failure.error_file == NO_FILE
-        and not has_told(rank, failure)
-        and failure.exitcode != told  # it leaves it to rank 0 to tell what both have met
-    }
+    told = leader.exitcode if leader is not None and 0 not in inside and has_told(0, leader) else None
+
+    def leaves_it_to_others(rank: int, failure: ProcessFailure) -> bool:
+        return rank not in inside and (has_told(rank, failure) or failure.exitcode == told)
+
+    left = {rank: one for rank, one in failures.items() if one.exitcode >= 0 and one.error_file == NO_FILE}
+    return {rank for rank, failure in left.items() if not leaves_it_to_others(rank, failure)}
 
 
 def has_told(rank: int, failure: ProcessFailure) -> bool:

@@ -32,7 +32,7 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -43,7 +43,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from redline.core.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_MISTAKE, FailedRunError, UserError
 from redline.core.layout import Layout, Place
-from redline.core.rank_processes import RANK_PID_FILE, inside, rank_pid_file
+from redline.core.rank_processes import RANK_PID_FILE, inside, leave_inside, rank_pid_file
 
 BEAT_SECONDS = 1.0
 LIMIT_SECONDS = 600.0  # a first step that compiles for long is no rank that hangs
@@ -383,7 +383,7 @@ class Ranks:
             while not self._ended.wait(BEAT_SECONDS):
                 self._beat()
                 if self._outstays_rank_0():
-                    os._exit(EXIT_INTERRUPTED)
+                    leave_to_others()
                 # Rank 0 looks at all; rank 1 at rank 0, whose process may be the one that is frozen.
                 if self._watches and (found := self._standing_still(self.limit_seconds, self._marks_since)) is not None:
                     self._end_all(found if self._mark[1] else f"{found} ({SLOW_START})")
@@ -405,7 +405,7 @@ class Ranks:
         ends = [self.end_of(rank, self.attempt) for rank in range(self.count) if rank != self.rank]
         told = [end for end in ends if end is not None]
         if told and not any(end.text for end in told):
-            os._exit(EXIT_INTERRUPTED)
+            leave_to_others()
         text = min(end for end in told if end.text).text if told else found
         self.tell_end(text, lost=True)
         end_with(LostRankError(text))
@@ -693,6 +693,12 @@ def record_failure(error: Exception, told: Exception | None = None) -> None:
     handler = get_error_handler()
     handler.initialize()
     handler.record_exception(told or error)
+
+
+def leave_to_others() -> NoReturn:
+    """From another thread than the one that hangs, where another rank tells why."""
+    leave_inside()
+    os._exit(EXIT_INTERRUPTED)
 
 
 def end_with(error: Exception) -> None:

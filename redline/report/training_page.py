@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 from redline.core.job import REPORT_FILE, RunDirectory
@@ -43,6 +45,15 @@ SESSION_COLUMNS = ("begun", "from step", "ended", "machine", "command")
 
 def render_training_page(document: Document) -> str:
     return render("training.html.j2", view_of(document))
+
+
+def write_training_page(run: Path, document: Document) -> Path | None:
+    """None where it cannot be written, which is said: the run may lie where nothing can be."""
+    try:
+        return RunDirectory(run).write(REPORT_FILE, render_training_page(document))
+    except OSError as error:
+        print(f"warning: cannot write {run / REPORT_FILE}: {error.strerror or error}", file=sys.stderr)
+        return None
 
 
 class LivePage:

@@ -180,17 +180,41 @@ def _progress_in(line: bytes) -> dict[str, Any] | None:
 def kill_group(process: subprocess.Popen[bytes]) -> None:
     """The worker and whatever it started: loader workers and compiler processes share its session."""
     with contextlib.suppress(ProcessLookupError):  # all gone already
-        os.killpg(process.pid, signal.SIGKILL)
+        kill_all_but_trackers(process.pid)
     process.wait()
     if process.stdin is not None:
         process.stdin.close()
+
+
+def kill_all_but_trackers(group: int) -> None:
+    """multiprocessing's resource tracker removes the semaphores that others leave in /dev/shm, and then ends by itself:
+    it has to outlive them. Stopped first, nobody starts another process meanwhile."""
+    os.killpg(group, signal.SIGSTOP)
+    members = processes_of(group)
+    if not any(is_tracker for is_tracker in members.values()):
+        os.killpg(group, signal.SIGKILL)
+        return
+    for process in [process for process, is_tracker in members.items() if not is_tracker]:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
+    os.killpg(group, signal.SIGCONT)
+
+
+def processes_of(group: int) -> dict[int, bool]:
+    """Those in it, and whether each is a resource tracker. Nothing where the system has no /proc."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended
+            if os.getpgid(int(folder.name)) == group:
+                found[int(folder.name)] = b"multiprocessing.resource_tracker" in (folder / "cmdline").read_bytes()
+    return found
 
 
 def kill_ranks(folder: Path) -> None:
     """Of a job of several: torchrun gives each of them a session of its own, which the agent's end does not reach."""
     for path in folder.glob(RANK_FILE.format("*")):
         with contextlib.suppress(ProcessLookupError, PermissionError):  # gone, or its number is another's by now
-            os.killpg(int(path.read_text(encoding="utf-8")), signal.SIGKILL)
+            kill_all_but_trackers(int(path.read_text(encoding="utf-8")))
         path.unlink()
 
 

@@ -44,6 +44,10 @@ def leave_as_if_done() -> None:
     os._exit(0)
 
 
+def leave_as_if_told() -> None:
+    os._exit(1)
+
+
 def interrupt() -> None:
     raise KeyboardInterrupt
 
@@ -73,6 +77,7 @@ FAULTS = {
     "mistake": find_a_mistake,
     "leave": leave,
     "leave-as-if-done": leave_as_if_done,
+    "leave-as-if-told": leave_as_if_told,
     "interrupt": interrupt,
     "memory": run_out_of_memory,
     "hang": hang,

@@ -37,6 +37,7 @@ from redline.cli import main
 from redline.commands.ranks import agent_words, train_along
 from redline.core.checkpoints import list_checkpoints
 from redline.core.errors import FailedRunError, UserError
+from redline.core.layout import Layout
 from redline.core.measurement import Failure
 from redline.core.rank_processes import Interrupt, inside, mark_over
 from redline.core.recipe import Recipe
@@ -136,21 +137,28 @@ def test_a_killed_rank_is_named_and_one_process_goes_on(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     out = tmp_path / "run"
-    done = with_fault("kill", [*words, "--out", str(out)])
+    done = with_fault("kill", [*words, "--out", str(out), "--json"])
     assert done.returncode == 1
     assert "training stopped: rank 1 was killed by SIGKILL" in done.stderr
     only_ours(done.stderr, out)
+    document = json.loads(done.stdout)
+    assert document["reason"].startswith("rank 1 was killed by SIGKILL")
+    assert (document["ended"], document["checkpoint"]) == ("failed", f"{out}/checkpoints/step-00000002")
+    assert document["layout"] == to_json(Layout(ranks=2))
+    assert reported(out, capfd, "ended ", "why ")[1] == f"why       {document['reason']}"
     ways = [f"saved     {out}/checkpoints/step-00000002", f"go on     redline train --resume {out} --gpus 2"]
     assert "\n".join(["", *ways, ""]) in done.stderr
     assert reported(out, capfd) == ways
     assert left_behind(out) == []
-    typed = shlex.join(["redline", *words, "--out", str(out), "--gpus", "2"])
+    typed = shlex.join(["redline", *words, "--out", str(out), "--json", "--gpus", "2"])
     assert json.loads((out / "run.json").read_text())["command"] == typed
     assert json.loads((out / "metrics.jsonl").read_text().splitlines()[0])["command"] == typed
     for _ in range(2):  # the second finds nothing left to train
         assert main(["train", "--resume", str(out)]) == 0
         (said,) = [line for line in capfd.readouterr().out.splitlines() if line.startswith("speed ")]
         assert reported(out, capfd, "speed ") == [said]
+    assert main(["train", "--resume", str(out), "--json"]) == 0
+    assert json.loads(capfd.readouterr().out).keys() == document.keys()
     assert_same_weights(out, never_stopped)
     ways = [f"saved     {out}/checkpoints/step-{STEPS:08d}", f"go on     redline train --resume {out}"]
     assert reported(out, capfd) == ways, "the last session had one process"
@@ -167,6 +175,7 @@ def reported(out: Path, capfd: pytest.CaptureFixture[str], *names: str) -> list[
     ("kind", "text"),
     [
         ("leave", "rank 1 left with exit code 7"),
+        pytest.param("0:leave-as-if-told", "rank 0 left with exit code 1", marks=pytest.mark.long),
         pytest.param("leave-as-if-done", "rank 1 left with exit code 0 before the end", marks=pytest.mark.long),
         pytest.param(
             "mistake",
@@ -643,6 +652,14 @@ def test_the_cause_is_not_what_the_agent_did_afterwards(
     assert words.startswith(expected)
     assert bool(words) == bool(expected)
     assert words or rank == 0, "its exit code is the job's"
+
+
+@pytest.mark.parametrize("code", [1, 2, 130])
+def test_a_rank_0_that_left_in_the_middle_has_told_nothing_whatever_its_exit_code(code: int) -> None:
+    failures = {0: ProcessFailure(0, 0, code, agent.NO_FILE), 1: ProcessFailure(1, 0, -signal.SIGTERM, agent.NO_FILE)}
+    assert agent.quiet_ranks(failures) == set()
+    assert agent.quiet_ranks(failures, inside=[0]) == {0}
+    assert agent.cause_of(failures, {0})[0] == 0
 
 
 @pytest.mark.parametrize(("rank_0_failed", "asked"), [(100.5, None), (100.7, 1)], ids=["before", "since"])

@@ -264,6 +264,22 @@ def test_a_time_out_ends_the_worker_and_what_it_started(run, job, worker):
     assert_gone(pids_in(run.job_folder(job)))
 
 
+def test_a_time_out_leaves_no_semaphore(run, job, worker):
+    """multiprocessing's tracker removes them, in a process of its own that must outlive whoever made them."""
+    worker("""
+        import multiprocessing
+        from multiprocessing import resource_tracker, synchronize
+        made = multiprocessing.get_context("spawn").Semaphore()
+        (folder / "pids").write_text(f"{os.getpid()} {resource_tracker._resource_tracker._pid}")
+        (folder / "name").write_text(made._semlock.name)
+        time.sleep(120)
+    """)
+    assert launch(run, job, 1.5, quietly).kind == "timeout"
+    folder = run.job_folder(job)
+    assert_gone(pids_in(folder))
+    assert not Path(f"/dev/shm/sem.{(folder / 'name').read_text().lstrip('/')}").exists()
+
+
 @pytest.mark.parametrize("end", ["measured()", "sys.exit(3)", "os.kill(os.getpid(), signal.SIGKILL)"])
 def test_what_a_worker_started_ends_with_it(run, job, worker, end):
     worker(f"start_child(); {end}")

@@ -301,7 +301,7 @@ def test_what_is_left_of_ranks_is_ended_and_who_stood_still_is_known(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     killed: list[int] = []
-    monkeypatch.setattr("os.killpg", lambda group, number: killed.append(group))
+    monkeypatch.setattr("os.killpg", lambda group, number: number == signal.SIGKILL and killed.append(group))
     for rank, number in ((0, 4001), (1, 4002)):
         (tmp_path / f"rank-{rank}.pid").write_text(str(number))
     assert standing_in(tmp_path) == ""
