@@ -94,7 +94,7 @@ def add_train(commands: Any) -> None:
     train.add_argument("--sample-every", metavar="N", type=int, help="updates between samples of text (default: none)")
     train.add_argument("--cycle", metavar="N", type=int, help="updates between two looks at the device (default: 10)")
     train.add_argument(
-        "--tracker", metavar="NAME", help="curves for a tracker too: tensorboard (pip install 'redline[tensorboard]')"
+        "--tracker", metavar="NAME", help="curves for a tracker too: tensorboard (pip install tensorboard)"
     )
     train.add_argument("--gpus", metavar="N", type=int, help="train on N GPUs of this machine (docs/distributed.md)")
     train.add_argument(

@@ -19,13 +19,13 @@ from redline.core.errors import UserError, unknown_name
 DTYPES = ("fp32", "tf32", "bf16", "fp16", "fp8", "int8")
 MIB = 1024**2
 # Of a data sheet's peaks, what the largest matmul and the largest copy reach where nobody has measured: one H200 does
-# 790 of 989.4 TFLOP/s and 4.3 of 4.8 TB/s (FACTS section 2).
+# 790 of 989.4 TFLOP/s and 4.3 of 4.8 TB/s (docs/sources.md 2).
 TYPICAL_MATMUL, TYPICAL_BANDWIDTH = 0.80, 0.90
 VECTOR_BYTES = 16  # one load of a thread: rows of matrices that do not start at multiples of it are slow on every card
 # What is left of a 16-bit matmul's rate when rows start at odd multiples of so many bytes and the library falls back on
 # narrow loads. On Hopper: `redline lint --measure` on an H200, torch 2.11 with CUDA 13.0 (records/: vocabulary 50257,
 # d_ff 10922 and heads of 100 against their neighbours). Elsewhere what is published: 50257 against 50304 was 30 % of an
-# A100's step; d_ff 10922 against 10944 gave 272.7 and 398.4 TFLOP/s on an H100 with an older library (FACTS 1 and 4).
+# A100's step; d_ff 10922 against 10944 gave 272.7 and 398.4 TFLOP/s on an H100, older library (docs/sources.md 1, 4).
 NARROW_RATES = {2: 0.37, 4: 0.68, 8: 0.68}
 NARROW_RATES_ON = {"Hopper": {2: 0.15, 4: 0.29, 8: 0.34}}
 
@@ -86,7 +86,7 @@ _H100_SXM = {"fp32": 67.0, "tf32": 494.7, "bf16": 989.4, "fp16": 989.4, "fp8": 1
 _H100_NVL = {"fp32": 60.0, "tf32": 417.5, "bf16": 835.5, "fp16": 835.5, "fp8": 1670.5, "int8": 1670.5}
 _MI300X = {"fp32": 163.4, "tf32": 653.7, "bf16": 1307.4, "fp16": 1307.4, "fp8": 2614.9, "int8": 2614.9}
 
-_MAMF = "MAMF, github.com/stas00/ml-engineering"  # its table of maximum achievable matmul FLOPS; FACTS section 5
+_MAMF = "MAMF, github.com/stas00/ml-engineering"  # its table of maximum achievable matmul FLOPS; docs/sources.md 5
 _V100_SHEET = "NVIDIA V100 data sheet (https://www.nvidia.com/en-us/data-center/v100/)"
 _A100_SHEET = "NVIDIA A100 data sheet (https://www.nvidia.com/en-us/data-center/a100/)"
 _H100_SHEET = "NVIDIA H100 data sheet (https://www.nvidia.com/en-us/data-center/h100/), halved from sparse"

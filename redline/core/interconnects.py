@@ -17,7 +17,7 @@ from redline.core.devices import Device
 from redline.core.errors import UserError, unknown_name
 
 # What large NCCL collectives reach of a link: NVLink 4 about 350 of 450 GB/s, InfiniBand at 400 Gb/s about 45 of 50
-# (FACTS section 8). The other rows of each kind are taken to reach the same share: no figure for them is at hand.
+# (docs/sources.md 7). The other rows of each kind are taken to reach the same share: no figure for them is at hand.
 REACHED_INSIDE, REACHED_BETWEEN = 350 / 450, 45 / 50
 OWN = "nvlink"  # the generation that the device has
 

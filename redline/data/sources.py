@@ -46,7 +46,7 @@ ERRORS = ("strict", "replace")
 PIECE_BYTES = 1 << 20  # a long text is decoded and encoded in pieces of about this size: memory stays small
 KEY_BYTES = 1 << 16  # how much of a document's beginning decides between train and val
 CUT = re.compile(rb"[\x21-\x7e\x80-\xff](?=[ \n])")
-INSTALL = "pip install 'redline[data]'"
+INSTALL = "pip install zstandard pyarrow datasets"
 
 
 @final
@@ -644,7 +644,7 @@ def optional(package: str, what: str) -> Any:
         return importlib.import_module(package)
     except ImportError as error:
         raise UserError(
-            f"{what} need the package {package}", str(error), f"{INSTALL}, or: pip install {package}"
+            f"{what} need the package {package}", str(error), f"pip install {package} (or all three: {INSTALL})"
         ) from error
 
 

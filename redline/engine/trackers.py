@@ -93,7 +93,7 @@ def check_tracker(name: str) -> None:
         raise UserError(
             f"--tracker {name} needs the package {package}",
             "it is not installed: redline trains without it",
-            f"pip install 'redline[{name}]', or leave --tracker out: report.html has the curves too",
+            f"pip install {name}, or leave --tracker out: report.html has the curves too",
         )
 
 

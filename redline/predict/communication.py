@@ -379,9 +379,9 @@ class LinkModel:
     """What a collective costs beside its bytes; the share of each link that is reached is in core/interconnects.py."""
 
     latency_inside: float = 20e-6
-    """Seconds per call that stays in a node: NVLink's 15 to 25 us (FACTS section 8)."""
+    """Seconds per call that stays in a node: NVLink's 15 to 25 us (docs/sources.md 7)."""
     latency_between: float = 40e-6
-    """Seconds per call that leaves it: InfiniBand's 30 to 50 us (FACTS section 8)."""
+    """Seconds per call that leaves it: InfiniBand's 30 to 50 us (docs/sources.md 7)."""
     wait: float = 0.0
     """Seconds per collective over very many nodes until the slowest is there; (n-1)/n of it over n."""
     overlap: float = 0.8
@@ -501,7 +501,7 @@ SERIES_NODE = 8
 @dataclass(frozen=True, kw_only=True)
 class Published:
     """One row of a series on A100-40, 200 Gb/s of RoCE for each GPU, FSDP with everything in bf16 (llm-foundry,
-    scripts/train/benchmarking/README.md; FACTS section 8)."""
+    scripts/train/benchmarking/README.md; docs/sources.md 7)."""
 
     gpus: int
     accumulation: int

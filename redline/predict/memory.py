@@ -40,7 +40,7 @@ MIB = 1024**2
 # Blackwell's; older cards take 8. Beside them a small one of cublasLt.
 WORKSPACES = (2 * 32 + 1) * MIB
 CONTEXT = 810 * 10**6  # CUDA context and loaded kernels: 787 to 884 MB in the ladder's record of 2026-11-15 on an H200
-COLLECTIVES = 1536 * MIB  # NCCL's buffers where GPUs talk: 1 to 2 GiB (FACTS section 3)
+COLLECTIVES = 1536 * MIB  # NCCL's buffers where GPUs talk: 1 to 2 GiB (docs/sources.md 3)
 FRAGMENTATION = 0.08  # reserved over allocated: the median of the memory record is 1.08, a single run 1.01 to 1.6
 STRIDE_BYTES = 128  # Inductor pads matmuls whose rows no vector load can take, and then wide rows to this
 INFERENCE_BYTES = {"fp32": 4, "mixed": 4, "half": 2, "int8": 1}  # per parameter; mixed has 16-bit casts besides

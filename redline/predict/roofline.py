@@ -63,12 +63,12 @@ class Assumptions:
 
 
 # Today's fused kernels are far from the matmul peak: their softmax is not a matmul, and causal tiles are cut in half.
-# One H200, head width 64, s = 1024: cuDNN 265 and FA2 345 ns per token for 66.1 MFLOP (FACTS section 2), against 790
+# One H200, head width 64, s = 1024: cuDNN 265 and FA2 345 ns per token for 66.1 MFLOP (docs/sources.md 2), against 790
 # TFLOP/s. Wider heads and longer sequences reach more.
 KERNELS = {"cudnn": 0.316, "flash": 0.243}
 IDEAL = Assumptions()
 TYPICAL = Assumptions(
-    gemm=0.93,  # 24.3 TFLOP of GPT-2's matmuls in 33 ms, of 790 TFLOP/s (FACTS section 2, the step at B=32)
+    gemm=0.93,  # 24.3 TFLOP of GPT-2's matmuls in 33 ms, of 790 TFLOP/s (docs/sources.md 2, the step at B=32)
     narrow_loads=True,
     attention=KERNELS,
     bandwidth=0.79,  # 45 GB of the same step's other kernels in 13.3 ms, of 4.3 TB/s

@@ -454,7 +454,7 @@ class MaxAutotune(Rung):
     title = "Inductor times kernels, keeps the best"
     maths = Maths.ROUNDING
     when_named = True
-    compile_factor = 10.0  # one H200: 26 s became "over 4 minutes" (FACTS section 6)
+    compile_factor = 10.0  # one H200: 26 s became "over 4 minutes" (docs/sources.md 6)
 
     def needs(self, workload: Workload, hardware: Hardware, plan: Plan) -> str | None:
         small = hardware.multiprocessors is not None and hardware.multiprocessors < LEAST_TO_AUTOTUNE

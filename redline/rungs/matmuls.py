@@ -46,7 +46,7 @@ class FusedMatmuls(Rung):
     write it, so here that kernel is gone; and forward they are faster with GELU behind them than cuBLASLt's are. The
     first step compiles them, which takes some seconds, and times two ways of the second. Everything else is as
     `tuned-matmuls` and `fused-backward` have it. GELU's tanh is the GPU's own instruction, whose eleven bits are more
-    than what is written keeps. From the package quack-kernels (pip install 'redline[hopper]').
+    than what is written keeps. From the package quack-kernels (pip install '.[hopper]').
     """
 
     name = "fused-matmuls"

@@ -117,7 +117,7 @@ class TrialAnswers:
 
 def graph_key(job: Job) -> str:
     """Jobs with this in common compile the same code and may share its cache. The attention backend is part of it:
-    Inductor's own key is not enough there (FACTS section 6)."""
+    Inductor's own key is not enough there (docs/sources.md 6)."""
     degrees = [] if job.layout is None else [to_json(job.layout)]  # of which a rank's sizes are made
     return f"graph-{_digest([to_json(job.workload.shape), job.device, compiled_part(job.recipe), *degrees])}"
 

@@ -48,7 +48,7 @@ class LadderSettings:
     again: bool = False
     """Measure the finished recipe once more, as if it were a rung: the difference is the noise floor."""
     keep: str = "faster"
-    """'faster' leaves out of the recipe what slows it down; 'all' climbs as the lectures do."""
+    """'faster' leaves out of the recipe what slows it down; 'all' keeps every rung that works."""
     rebatch: bool = False
     """The second view: each row once more at the micro batch that is fastest for it."""
     headroom: float = HEADROOM

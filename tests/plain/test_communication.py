@@ -77,7 +77,7 @@ def collective(kind=ALL_REDUCE, ranks=16, nodes=2, calls=1, size=1e9, **changes)
 # the published series: fitted on 8 and 16 GPUs, held against the rest
 
 
-SERIES = {32: 127.1e3, 64: 125.2e3, 128: 123.9e3}  # FACTS section 8: MPT-125M on A100-40, tokens per second and GPU
+SERIES = {32: 127.1e3, 64: 125.2e3, 128: 123.9e3}  # docs/sources.md 7: MPT-125M on A100-40, tokens per second and GPU
 
 
 @pytest.mark.parametrize("gpus", SERIES)
@@ -190,7 +190,7 @@ def test_a_slow_link_would_explain_the_series_but_not_the_larger_models():
     assert seconds(largest, largest.micro_batch * per_sequence, share) > 1.15 * largest.seconds
 
 
-# bytes, by the formulas of FACTS section 8
+# bytes, by the formulas of docs/sources.md 7
 
 
 @pytest.mark.parametrize(("gpus", "grad"), [(8, 4), (64, 4), (64, 2)])
@@ -505,7 +505,7 @@ def test_links_that_cannot_be(words, gpu, problem):
 
 
 def test_reached_shares_are_those_of_facts():
-    """FACTS section 8: NVLink 4 about 350 GB/s, InfiniBand at 400 Gb/s about 45."""
+    """docs/sources.md 7: NVLink 4 about 350 GB/s, InfiniBand at 400 Gb/s about 45."""
     links = choose_links("nvlink4,ib-400", None)
     assert math.isclose(links.inside.rate, 350e9)
     assert math.isclose(links.between.rate, 45e9)

@@ -259,7 +259,7 @@ def test_shared_names_are_of_devices_that_exist():
         assert words not in {devices._key(device.label) for device in DEVICES}
 
 
-# FACTS section 5: the highest matmul rates that were measured in bf16
+# docs/sources.md 5: the highest matmul rates that were measured in bf16
 MAMF = {
     "A100-40-SXM": 271.2,
     "A100-80-SXM": 271.2,

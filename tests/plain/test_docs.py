@@ -97,22 +97,34 @@ def test_the_newest_record_is_chosen_by_its_date_and_others_are_passed_over(tool
     llama = {"name": "llama", "source": {"kind": "huggingface"}}
     newer = {"rows": [{"rung": "baseline"}, {"rung": "recipe"}], "workload": llama, "date": "2027-01-02"}
     (records / "llama.json").write_text(json.dumps(newer))
+    (records / "tiny.json").write_text('{"rows": [{"rung": "baseline"}], "workload": "tiny", "date": "2027-01-03"}')
     assert tool.newest_ladder(records)["workload"] == "gpt2"
-    assert tool.fastest_recipe(copy / "absent") is None
-    assert [record["workload"] for record in tool.records_with(records, "recipe")] == ["one recipe"]
+    assert [record.path.stem for record in tool.ladders_of(records, "one recipe", "recipe")] == ["b64"]
     assert tool.newest_ladder(copy / "absent") is None
 
 
-def test_the_fastest_recipe_is_of_a_ladder_that_trains_right(tool, copy):
+def test_results_are_of_the_newest_record_that_trains_right(tool, copy):
     records = copy / "records"
     records.mkdir()
-    for name, rung, rates in (
-        ("a", "baseline", {1: "same", 3: "rounding"}),
-        ("b", "recipe", {2: "same", 4: "different"}),
-    ):
-        rows = [{"rung": rung, "tokens_per_second": rate, "equivalence": {"verdict": v}} for rate, v in rates.items()]
-        (records / f"{name}.json").write_text(json.dumps({"rows": rows, "workload": name, "date": "2026-11-14"}))
-    assert tool.fastest_recipe(records)["workload"] == "a"
+    common = {"mfu": 0.5, "micro_batch": 64, "peak_bytes": 2**31}
+
+    def write(name: str, date: str, rates: dict[float, str]) -> None:
+        rows = [
+            {"rung": "recipe", "tokens_per_second": rate, "equivalence": {"verdict": verdict}, **common}
+            for rate, verdict in rates.items()
+        ]
+        (records / name).write_text(json.dumps({"rows": rows, "workload": "gpt2", "date": date}))
+
+    write("old.json", "2026-11-14", {900.0: "rounding"})
+    write("new.json", "2026-11-15", {200.0: "same", 300.0: "rounding", 400.0: "different", 500.0: "not-checked"})
+    write("wrong.json", "2026-11-16", {1000.0: "different"})
+    readme = copy / "README.md"
+    readme.write_text(f"{tool.BEGIN_RESULTS}\nold\n{tool.END_RESULTS}\n", encoding="utf-8")
+    tool.main([], root=copy)
+    (line,) = [line for line in readme.read_text(encoding="utf-8").splitlines() if line.startswith("| GPT-2 124M")]
+    assert line == (
+        "| GPT-2 124M, 16 bits | **300** | 50.0 % | 64 | 2.0 GiB | *rounding* | [2026-11-15](records/new.json) |"
+    )
 
 
 def test_a_page_says_what_the_class_says(tool):

@@ -27,7 +27,7 @@ def gpu(name):
 
 
 def test_gpt2_on_an_h200_by_hand(h200):
-    """FACTS section 2: 50 % of 989 TFLOP/s is 578k tokens a second at 855.2 MFLOP; ours counts 854.4."""
+    """docs/sources.md 2: 50 % of 989 TFLOP/s is 578k tokens a second at 855.2 MFLOP; ours counts 854.4."""
     share = efficiency(GPT2, Plan(), h200, 478_476)
     assert share.mfu == pytest.approx(854_438_400 * 478_476 / 989.4e12)
     assert share.mfu == pytest.approx(0.4132, abs=1e-4)
@@ -216,12 +216,12 @@ def test_llm_foundry_on_h100(layers, heads, d_model, sequence, rate, recompute, 
 
 @pytest.mark.parametrize(("rate", "mfu"), [(49_900, 51.9), (46_800, 48.6), (47_200, 49.0)])
 def test_nanogpt_xl_on_h200(h200, rate, mfu):
-    """FACTS sections 1 and 9: nanoGPT and a plain compiled loop, GPT-2 XL on one H200."""
+    """docs/sources.md 1, 8: nanoGPT and a plain compiled loop, GPT-2 XL on one H200."""
     share = efficiency(PRESETS["gpt2-xl"].shape, FLASH, h200, rate)
     assert 100 * share.mfu == pytest.approx(mfu, abs=0.1)
 
 
 @pytest.mark.parametrize(("mfu", "rate"), [(0.50, 578e3), (0.536, 620e3), (0.562, 650e3), (0.60, 694e3)])
 def test_gpt2_rates_and_shares_of_an_h200(h200, mfu, rate):
-    """FACTS section 2 counts 855.2 MFLOP against 989 TFLOP/s; ours is 0.1 % less."""
+    """docs/sources.md 2 counts 855.2 MFLOP against 989 TFLOP/s; ours is 0.1 % less."""
     assert efficiency(GPT2, FLASH, h200, rate).mfu == pytest.approx(mfu, rel=0.003)

@@ -180,7 +180,7 @@ def test_padding_gpt2_by_hand():
 
 @pytest.mark.parametrize("plan", [FLASH, CUDNN], ids=["flash", "cudnn"])
 def test_a_fused_kernel_on_gpt2_by_hand(plan):
-    """1024 x 1025 / 2 pairs forward, 2.5 times that backward: FACTS section 2 gives 807 MFLOP per token."""
+    """1024 x 1025 / 2 pairs forward, 2.5 times that backward: docs/sources.md 2 gives 807 MFLOP per token."""
     weights = 3 * (12 * (4_718_592 + 9_437_184) + 77_194_752)  # 741,192,192
     attention = 12 * (1 + 2.5) * 4 * 768 * (1024 * 1025 // 2) / 1024  # 66,124,800: 1025 / 1024 of half the square
     assert executed_flops_per_token(GPT2, plan) == weights + attention == 807_316_992
@@ -216,7 +216,7 @@ def test_only_these_rungs_change_what_is_executed(rung):
 
 
 def test_the_conventions_of_gpt2_as_facts_gives_them():
-    """FACTS section 2, MFLOP per token at s = 1024. nanoGPT counts 6 per parameter other than positions, so biases and
+    """sources.md 2, MFLOP per token at s = 1024. nanoGPT counts 6 per parameter other than positions, so biases and
     norms too: 855. We count matmuls alone: 854."""
     nanogpt = 6 * (parameters(GPT2).total - parameters(GPT2).positions) + 12 * 12 * 768 * 1024
     assert nanogpt == 855_166_464

@@ -50,7 +50,7 @@ def only_finding(shape: Shape, **more):
     return finding
 
 
-# tiles, waves, alignment: FACTS section 4
+# tiles, waves, alignment: docs/sources.md 4
 
 
 def proj(micro_batch: int) -> Gemm:
@@ -493,7 +493,7 @@ def test_gains_compound_to_the_whole():
 
 
 def test_the_published_swiglu_gain_is_what_is_predicted_for_the_mlp():
-    """272.7 -> 398.4 TFLOP/s for the MLP alone (FACTS section 4), which stands for cards nobody has measured; of the
+    """272.7 -> 398.4 TFLOP/s for the MLP alone (docs/sources.md 4), which stands for cards nobody has measured; of the
     whole step it is less."""
     finding = only_finding(replace(LLAMA, d_ff=10922), micro_batch=4, device=A100)
     mlp = [gemm for gemm in finding.before.gemms if gemm.where in ("up", "down")]

@@ -142,7 +142,7 @@ def test_stated_shares_are_the_records(repository):
 
 
 def test_sixteen_bytes_per_parameter():
-    """fp32 weights 4, gradients 4, AdamW 8 (FACTS section 3), at the moment when all gradients are there."""
+    """fp32 weights 4, gradients 4, AdamW 8 (docs/sources.md 3), at the moment when all gradients are there."""
     one_token = replace(SMALL, sequence=1)
     count = parameters(one_token, tied=False).total
     memory = predict_memory(one_token, Plan(optimizer="adamw-foreach"), micro_batch=1)
@@ -163,7 +163,7 @@ def test_gpt2_weights_and_optimizer():
 
 def test_a_gpt2_layer_by_hand():
     """Bytes per token with C = 768: the stream twice in fp32, and in 16 bit two normalised copies, q, k and v, the
-    output, GELU's input and output: 36 C, and a float per head (FACTS section 3)."""
+    output, GELU's input and output: 36 C, and a float per head (docs/sources.md 3)."""
     layer = layer_activations(GPT2, FAST)
     assert layer["residual"] == 8 * 768
     assert layer["qkv"] == 6 * 768
@@ -295,7 +295,7 @@ def test_optimizers_by_hand():
 
 
 def test_sixteen_bit_weights_are_half_and_need_no_casts():
-    """bf16 AdamW: 2 bytes of weight, 2 of gradient, 4 of state (FACTS section 3), under autocast."""
+    """bf16 AdamW: 2 bytes of weight, 2 of gradient, 4 of state (docs/sources.md 3), under autocast."""
     plan = Plan(autocast="bf16", optimizer="adamw-fused")
     usual, half = (predict_memory(SMALL, plan, micro_batch=1, optimizer=name) for name in (None, "adamw-bf16"))
     count = parameters(SMALL, tied=False).total

@@ -1,4 +1,4 @@
-"""The roofline against arithmetic by hand, the figures of FACTS section 2, and the measured rows in records/."""
+"""The roofline against arithmetic by hand, the figures of docs/sources.md 2, and the measured rows in records/."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from redline.workloads import PRESETS
 
 GPT2 = PRESETS["gpt2"].shape
 SHEET = {"fp32": 67.0, "tf32": 494.7, "bf16": 989.4, "fp16": 989.4}  # H200, TFLOP/s
-MEASURED = Peaks(matmul_tflops=790, bandwidth=4.3e12, source="FACTS section 2")
+MEASURED = Peaks(matmul_tflops=790, bandwidth=4.3e12, source="docs/sources.md 2")
 BEST = plan_of(["tf32", "bf16", "compile", "cudnn-attention", "padded-vocab", "tied-weights", "fused-adamw"])
 FA2 = replace(BEST, attention="flash")
 LLAMA = Shape(
@@ -272,7 +272,7 @@ def measured_peaks(**changes):
 def test_what_can_be_reached_is_measured_here_or_by_others_or_unknown():
     h200, l4 = find_device("H200"), find_device("L4")
     assert reachable(BEST, h200, measured_peaks()).matmul_tflops == 700
-    assert reachable(BEST, h200).matmul_tflops == 795  # FACTS section 5
+    assert reachable(BEST, h200).matmul_tflops == 795  # docs/sources.md 5
     assert reachable(BEST, h200).bandwidth == pytest.approx(0.9 * 4.8e12)
     assert "MAMF" in reachable(BEST, h200).source
     assert reachable(BEST, h200, measured_peaks(matmul_tflops={"fp32": 50.0})).matmul_tflops == 795
@@ -352,7 +352,7 @@ def test_a_prediction_is_plain_json():
     assert document["expected"]["rows"][0]["operation"]["name"] == "qkv"
 
 
-# FACTS section 2: GPT-2 124M on one H200, 790 TFLOP/s and 4.3 TB/s, ns per token at 64k tokens a step
+# docs/sources.md 2: GPT-2 124M on one H200, 790 TFLOP/s and 4.3 TB/s, ns per token at 64k tokens a step
 
 
 @pytest.mark.parametrize(("plan", "nanoseconds"), [(BEST, 265), (FA2, 345)], ids=["cudnn", "fa2"])
@@ -363,7 +363,7 @@ def test_matmuls_and_attention_of_facts(plan, nanoseconds):
 
 
 def test_memory_bound_kernels_of_facts():
-    """FACTS does not list the parts of its 330 (Inductor) and 115 (all fused). Ours agree with them without bias
+    """The source does not list the parts of its 330 (Inductor) and 115 (all fused). Ours agree with them without bias
     gradients, weight casts and embedding in the one, and without the loss in the other: 384 and 158 with them."""
     compiled = roofline(GPT2, BEST, micro_batch=64, peaks=MEASURED)
     apart = ("bias gradients", "weight casts", "embedding")
@@ -446,7 +446,7 @@ def predicted(row):
     ],
 )
 def test_predictions_of_peers_on_the_h200(preset, plan, micro_batch, rate):
-    """FACTS section 1."""
+    """docs/sources.md 1."""
     sheet = peaks_for(plan, SHEET, 4.8e12, "H200")
     step = predict_step(PRESETS[preset].shape, plan, micro_batch=micro_batch, sheet=sheet)
     assert step.expected.tokens_per_second == pytest.approx(rate, rel=0.15)
@@ -464,7 +464,7 @@ def test_predictions_of_peers_on_the_h200(preset, plan, micro_batch, rate):
     ],
 )
 def test_predictions_of_the_lecture_on_another_card(rungs, milliseconds):
-    """FACTS section 1: the lecture's ladder on an A100, B=16, which no assumption was taken from."""
+    """docs/sources.md 1: the lecture's ladder on an A100, B=16, which no assumption was taken from."""
     plan = plan_of([*rungs, "tied-weights"])
     sheet = peaks_for(plan, {"fp32": 19.5, "tf32": 156.0, "bf16": 312.0}, 1.56e12, "A100")
     step = predict_step(GPT2, plan, micro_batch=16, sheet=sheet)
@@ -472,7 +472,7 @@ def test_predictions_of_the_lecture_on_another_card(rungs, milliseconds):
 
 
 def test_the_assumptions_are_the_ones_the_profile_gives():
-    """FACTS section 2, the step of 56.3 ms at B=32: bytes and FLOPs by hand over the milliseconds listed there."""
+    """docs/sources.md 2, the step of 56.3 ms at B=32: bytes and FLOPs by hand over the milliseconds listed there."""
     N, h, f, V, P = 32 * 1024, 768, 3072, 50304, 124_475_904
     matmul = 3 * 2 * N * (12 * (4 * h * h + 2 * h * f) + h * V) / 33e-3
     assert matmul / 790e12 == pytest.approx(TYPICAL.gemm, abs=0.005)
@@ -490,7 +490,7 @@ def test_the_assumptions_are_the_ones_the_profile_gives():
     ]
     rate = sum(size for size, _ in moved) / sum(milliseconds for _, milliseconds in moved) * 1e3
     assert rate / 4.3e12 == pytest.approx(TYPICAL.bandwidth, abs=0.005)
-    # FACTS sections 1 and 4: 93 ms with 50304 and 30 % more with 50257 on an A100; d_ff 10922 and 10944 on an H100.
+    # docs/sources.md 1, 4: 93 ms with 50304 and 30 % more with 50257 on an A100; d_ff 10922 and 10944 on an H100.
     head = 3 * 2 * 16 * 1024 * h * V / (0.80 * TYPICAL.gemm * 312e12)
     assert head / (head + 0.30 * 93e-3) == pytest.approx(NARROW_RATES[2], abs=0.005)
     assert pytest.approx(NARROW_RATES[4], abs=0.005) == 272.7 / 398.4
