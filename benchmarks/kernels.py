@@ -66,7 +66,9 @@ def cases(tokens: int) -> dict[str, Callable[[], Case]]:
         return Case(kernel=side_by_side, plain=plain_side_by_side, floor=lambda *_: whole.clone(), inputs=tuple(parts))
 
     def norm() -> Case:
-        inputs = (*(random(tokens, C) for _ in range(3)), torch.ones(C, device="cuda"), EPS)
+        parts = [random(tokens, C) for _ in range(3)]
+        _, *stats = torch.native_layer_norm(parts[1].float(), (C,), None, None, EPS)
+        inputs = (*parts, torch.ones(C, device="cuda"), *stats)
         return Case(
             kernel=norm_backward,
             plain=plain_norm_backward,

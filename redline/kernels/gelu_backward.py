@@ -33,9 +33,19 @@ def _(gradient: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 def plain_gelu_backward_(gradient: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """What the kernel computes, in torch; in fp32 unless the input is wider."""
+    return times_slope_(gradient, slope_of(x))
+
+
+def slope_of(x: torch.Tensor) -> torch.Tensor:
+    """Of tanh GELU; in fp32 unless `x` is wider."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     share = torch.sigmoid(SLOPE * (wide + CUBE * wide**3))
-    slope = share + wide * share * (1 - share) * SLOPE * (1 + 3 * CUBE * wide**2)
-    product = gradient.to(wide.dtype) * slope
+    return share + wide * share * (1 - share) * SLOPE * (1 + 3 * CUBE * wide**2)
+
+
+def times_slope_(gradient: torch.Tensor, slope: torch.Tensor) -> torch.Tensor:
+    """`gradient` becomes that of GELU's input; the sums of its columns."""
+    wide = torch.promote_types(gradient.dtype, torch.float32)
+    product = gradient.to(wide) * slope.to(wide)
     gradient.copy_(product)
     return product.sum(dim=0)

@@ -1,11 +1,13 @@
 """The two products of an MLP that have GELU behind them, forward and backward, each as one kernel.
 
-    hidden, active = gelu_product(rows, weight, bias)                      # the layer, and GELU of it
-    of_hidden, sums = gelu_product_backward(above, weight, hidden)         # sums [F] in fp32: the bias's gradient
+    slope, active = gelu_product(rows, weight, bias)                      # GELU of the layer, and its slope there
+    of_hidden, sums = gelu_product_backward(above, weight, slope)         # sums [F] in fp32: the bias's gradient
 
 On the way back, one kernel would write the gradient [M, F] of what GELU gave, and another read it, read what GELU was
 given and write it again. QuACK's matmuls for Hopper (quack-kernels) do with a number what they are told before they
-write it. Where QuACK is not, or does not take the sizes, `kernels/products.py` and `kernels/gelu_backward.py` do it.
+write it. What they do takes longer than the product itself, and on the way out the tanh is there: so that is where the
+slope is computed, and kept instead of what GELU was given; on the way back a multiplication is left of it.
+Where QuACK is not, or does not take the sizes, `kernels/products.py` and `kernels/gelu_backward.py` do it.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from importlib import metadata
 import torch
 
 from redline.kernels.cublaslt import takes
-from redline.kernels.gelu_backward import gelu_backward_
+from redline.kernels.gelu_backward import slope_of, times_slope_
 from redline.kernels.products import operator, product, product_and_gelu
 
 PACKAGE = "quack-kernels"
@@ -24,41 +26,40 @@ HOPPER = (9, 0)
 
 
 def _forward_shapes(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    hidden = rows.new_empty(rows.size(0), weight.size(0))
-    return hidden, torch.empty_like(hidden)
+    slope = rows.new_empty(rows.size(0), weight.size(0))
+    return slope, torch.empty_like(slope)
 
 
 def _backward_shapes(
-    above: torch.Tensor, weight: torch.Tensor, hidden: torch.Tensor
+    above: torch.Tensor, weight: torch.Tensor, slope: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    wide = torch.promote_types(hidden.dtype, torch.float32)
-    return hidden.new_empty(hidden.shape), hidden.new_empty(hidden.size(1), dtype=wide)
+    wide = torch.promote_types(slope.dtype, torch.float32)
+    return slope.new_empty(slope.shape), slope.new_empty(slope.size(1), dtype=wide)
 
 
 @operator("gelu_product(Tensor rows, Tensor weight, Tensor bias) -> (Tensor, Tensor)", fake=_forward_shapes)
 def gelu_product(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """rows [M, C] through a layer [F, C], and tanh GELU of that, which reads it before it is rounded to 16 bits."""
+    """rows [M, C] through a layer [F, C]: tanh GELU of that, which reads it before it is rounded to 16 bits, behind
+    its slope there."""
     if is_taken(rows, weight) and bias.dtype == rows.dtype and bias.data_ptr() % 16 == 0:
         from redline.kernels.gelu_products_quack import forward  # takes seconds to import, and is not there everywhere
 
         return forward(rows, weight, bias)
-    found: tuple[torch.Tensor, torch.Tensor] = product_and_gelu(rows, weight, bias)
-    return found
+    hidden, active = product_and_gelu(rows, weight, bias)
+    return slope_of(hidden).to(hidden.dtype), active
 
 
-@operator(
-    "gelu_product_backward(Tensor above, Tensor weight, Tensor hidden) -> (Tensor, Tensor)", fake=_backward_shapes
-)
+@operator("gelu_product_backward(Tensor above, Tensor weight, Tensor slope) -> (Tensor, Tensor)", fake=_backward_shapes)
 def gelu_product_backward(
-    above: torch.Tensor, weight: torch.Tensor, hidden: torch.Tensor
+    above: torch.Tensor, weight: torch.Tensor, slope: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """above [M, C] back through the second layer [C, F] and through GELU, whose input was `hidden`."""
-    if is_taken(above, weight, hidden):
+    """above [M, C] back through the second layer [C, F] and through GELU, which had this slope."""
+    if is_taken(above, weight, slope):
         from redline.kernels.gelu_products_quack import backward
 
-        return backward(above, weight, hidden)
+        return backward(above, weight, slope)
     gradient = product(above, weight, above.dtype)
-    return gradient, gelu_backward_(gradient, hidden)
+    return gradient, times_slope_(gradient, slope)
 
 
 def is_taken(*matrices: torch.Tensor) -> bool:

@@ -1,9 +1,9 @@
 """Products of 8-bit operands, and the two of an MLP that have GELU behind them, each as one kernel.
 
     y = narrow_product(rows, others, rows_inverse, others_inverse, dtype=torch.bfloat16)    # [M, K] x [N, K] -> [M, N]
-    hidden, active = narrow_gelu_product(rows, weight, rows_inverse, weight_inverse, bias)
-    of_hidden, sums = narrow_gelu_product_backward(above, turned, above_inverse, turned_inverse, hidden)
-    hidden, active, narrow = narrow_gelu_product_in_both(..., bias, factors)     # and GELU's output in 8 bits besides
+    slope, active = narrow_gelu_product(rows, weight, rows_inverse, weight_inverse, bias)
+    of_hidden, sums = narrow_gelu_product_backward(above, turned, above_inverse, turned_inverse, slope)
+    slope, active, narrow = narrow_gelu_product_in_both(..., bias, factors)     # and GELU's output in 8 bits besides
 
 Tensor cores take 8-bit operands with the summed index last, so each is a matrix of rows; the inverses undo the scales
 of their casts. torch._scaled_mm does the products, on a CPU too. Those with GELU are `kernels/gelu_products.py`'s with
@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from redline.kernels.gelu_backward import gelu_backward_
+from redline.kernels.gelu_backward import slope_of, times_slope_
 from redline.kernels.gelu_products import is_there
 from redline.kernels.products import operator
 
@@ -64,8 +64,8 @@ def _forward_shapes(
     bias: torch.Tensor,
     *factors: torch.Tensor,
 ) -> Tensors:
-    hidden = bias.new_empty(rows.size(0), weight.size(0))
-    return hidden, torch.empty_like(hidden), *(torch.empty_like(hidden, dtype=rows.dtype) for _ in factors)
+    slope = bias.new_empty(rows.size(0), weight.size(0))
+    return slope, torch.empty_like(slope), *(torch.empty_like(slope, dtype=rows.dtype) for _ in factors)
 
 
 def _through_gelu(
@@ -82,7 +82,7 @@ def _through_gelu(
         return narrow_products_quack.forward(rows, weight, rows_inverse, weight_inverse, bias, *factors)
     hidden = narrow_product(rows, weight, rows_inverse, weight_inverse, dtype=bias.dtype, fast=True, bias=bias)
     active = F.gelu(hidden, approximate="tanh")
-    return hidden, active, *((active * each).to(rows.dtype) for each in factors)
+    return slope_of(hidden).to(hidden.dtype), active, *((active * each).to(rows.dtype) for each in factors)
 
 
 OPERANDS = "Tensor rows, Tensor weight, Tensor rows_inverse, Tensor weight_inverse"
@@ -90,8 +90,8 @@ OPERANDS = "Tensor rows, Tensor weight, Tensor rows_inverse, Tensor weight_inver
 
 @operator(f"narrow_gelu_product({OPERANDS}, Tensor bias) -> (Tensor, Tensor)", fake=_forward_shapes)
 def narrow_gelu_product(*words: torch.Tensor) -> Tensors:
-    """rows [M, C] through a layer [F, C], with inverses [M, 1] and [F, 1], and tanh GELU of that; both have the bias's
-    type."""
+    """rows [M, C] through a layer [F, C], with inverses [M, 1] and [F, 1]: tanh GELU of that, behind its slope there;
+    both have the bias's type."""
     return _through_gelu(*words)
 
 
@@ -109,10 +109,10 @@ def _backward_shapes(
     turned: torch.Tensor,
     above_inverse: torch.Tensor,
     turned_inverse: torch.Tensor,
-    hidden: torch.Tensor,
+    slope: torch.Tensor,
     *factors: torch.Tensor,
 ) -> Tensors:
-    gradient, sums = hidden.new_empty(hidden.shape), hidden.new_empty(hidden.size(1), dtype=torch.float32)
+    gradient, sums = slope.new_empty(slope.shape), slope.new_empty(slope.size(1), dtype=torch.float32)
     return gradient, sums, *(torch.empty_like(gradient, dtype=above.dtype) for _ in factors)
 
 
@@ -121,28 +121,28 @@ def _back_through_gelu(
     turned: torch.Tensor,
     above_inverse: torch.Tensor,
     turned_inverse: torch.Tensor,
-    hidden: torch.Tensor,
+    slope: torch.Tensor,
     *factors: torch.Tensor,
 ) -> Tensors:
-    lies_well = hidden.is_contiguous() and hidden.data_ptr() % WHOLE == 0 and _lies_well_in_8_bits(turned, *factors)
+    lies_well = slope.is_contiguous() and slope.data_ptr() % WHOLE == 0 and _lies_well_in_8_bits(turned, *factors)
     if is_taken(above, turned) and lies_well:
         from redline.kernels import narrow_products_quack
 
-        return narrow_products_quack.backward(above, turned, above_inverse, turned_inverse, hidden, *factors)
-    gradient = narrow_product(above, turned, above_inverse, turned_inverse, dtype=hidden.dtype, fast=True)
-    sums = gelu_backward_(gradient, hidden)
+        return narrow_products_quack.backward(above, turned, above_inverse, turned_inverse, slope, *factors)
+    gradient = narrow_product(above, turned, above_inverse, turned_inverse, dtype=slope.dtype, fast=True)
+    sums = times_slope_(gradient, slope)
     return gradient, sums, *((gradient * each).to(above.dtype) for each in factors)
 
 
-@operator(f"narrow_gelu_product_backward({OPERANDS}, Tensor hidden) -> (Tensor, Tensor)", fake=_backward_shapes)
+@operator(f"narrow_gelu_product_backward({OPERANDS}, Tensor slope) -> (Tensor, Tensor)", fake=_backward_shapes)
 def narrow_gelu_product_backward(*words: torch.Tensor) -> Tensors:
-    """rows [M, C] back through the second layer and through GELU, whose input was `hidden` [M, F], with the sums [F] of
-    its columns in fp32. The weight [F, C] is the layer's, transposed."""
+    """rows [M, C] back through the second layer and through GELU, which had this slope [M, F], with the sums [F] of the
+    columns in fp32. The weight [F, C] is the layer's, transposed."""
     return _back_through_gelu(*words)
 
 
 @operator(
-    f"narrow_gelu_product_backward_in_both({OPERANDS}, Tensor hidden, Tensor factors) -> (Tensor, Tensor, Tensor)",
+    f"narrow_gelu_product_backward_in_both({OPERANDS}, Tensor slope, Tensor factors) -> (Tensor, Tensor, Tensor)",
     fake=_backward_shapes,
 )
 def narrow_gelu_product_backward_in_both(*words: torch.Tensor) -> Tensors:

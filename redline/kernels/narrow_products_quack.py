@@ -12,26 +12,12 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from quack.activation import gelu_tanh_approx
 from quack.epilogue.frontend import EpiMod
 from quack.epilogue.ops import ColVecLoad, ColVecReduce, RowVecLoad, RowVecReduce
 from quack.gemm_config import GemmConfig
 from quack.gemm_sm90 import GemmSm90
 
-from redline.kernels.gelu_products_quack import Key, fastest, gradient_of
-
-
-def tile(rows: int, columns: int, *, in_turns: bool, cluster: tuple[int, int]) -> GemmConfig:
-    return GemmConfig(
-        tile_m=rows,
-        tile_n=columns,
-        cluster_m=cluster[0],
-        cluster_n=cluster[1],
-        pingpong=in_turns,
-        is_dynamic_persistent=False,
-        device_capacity=9,
-    )
-
+from redline.kernels.gelu_products_quack import Key, fastest, slope_and_gelu, tile
 
 TILES = (
     tile(128, 160, in_turns=True, cluster=(1, 2)),
@@ -66,33 +52,32 @@ def epilogue(**parts: Any) -> Callable[[Callable[..., dict[str, Any]]], Epilogue
 
 @epilogue(outputs=("active",), ops=SCALES | BIAS)
 def with_gelu(acc: Any, of_row: Any, of_column: Any, bias: Any) -> dict[str, Any]:
-    hidden = acc * of_row * of_column + bias
-    return {"D": hidden, "active": gelu_tanh_approx(hidden)}
+    slope, active = slope_and_gelu(acc * of_row * of_column + bias)
+    return {"D": slope, "active": active}
 
 
 @epilogue(outputs=("active", "narrow"), ops=SCALES | BIAS | TO_NARROW)
 def with_gelu_in_both(acc: Any, of_row: Any, of_column: Any, bias: Any, to_narrow: Any) -> dict[str, Any]:
-    hidden = acc * of_row * of_column + bias
-    active = gelu_tanh_approx(hidden)
-    return {"D": hidden, "active": active, "narrow": active * to_narrow}
+    slope, active = slope_and_gelu(acc * of_row * of_column + bias)
+    return {"D": slope, "active": active, "narrow": active * to_narrow}
 
 
 @epilogue(ops=SCALES, reduces={"sums": RowVecReduce("sums")})
 def with_sums_of_columns(acc: Any, c: Any, of_row: Any, of_column: Any) -> dict[str, Any]:
-    """`c` is what GELU was given."""
-    gradient = gradient_of(acc * of_row * of_column, c)
+    """`c` is GELU's slope."""
+    gradient = acc * of_row * of_column * c
     return {"D": gradient, "sums": gradient}
 
 
 @epilogue(ops=SCALES, reduces={"sums": ColVecReduce("sums")})
 def with_sums_of_rows(acc: Any, c: Any, of_row: Any, of_column: Any) -> dict[str, Any]:
-    gradient = gradient_of(acc * of_row * of_column, c)
+    gradient = acc * of_row * of_column * c
     return {"D": gradient, "sums": gradient}
 
 
 @epilogue(outputs=("narrow",), ops=SCALES | TO_NARROW, reduces={"sums": RowVecReduce("sums")})
 def with_sums_in_both(acc: Any, c: Any, of_row: Any, of_column: Any, to_narrow: Any) -> dict[str, Any]:
-    gradient = gradient_of(acc * of_row * of_column, c)
+    gradient = acc * of_row * of_column * c
     return {"D": gradient, "sums": gradient, "narrow": gradient * to_narrow}
 
 
@@ -148,7 +133,7 @@ def key_of(*operands: torch.Tensor) -> Key:
 
 
 class Backward:
-    """With one tile, for operands of these sizes: rows, weight, their inverses, what GELU was given, and factors or
+    """With one tile, for operands of these sizes: rows, weight, their inverses, GELU's slope, and factors or
     none. `turned`: the matmul of the transposed matrices, which finds the numbers of a sum in fewer threads; it writes
     no 8 bits, whose columns no instruction turns on their way."""
 
@@ -166,17 +151,17 @@ class Backward:
         weight: torch.Tensor,
         above_inverse: torch.Tensor,
         weight_inverse: torch.Tensor,
-        hidden: torch.Tensor,
+        slope: torch.Tensor,
         *factors: torch.Tensor,
     ) -> tuple[Any, ...]:
         rows, columns = above_inverse.flatten(), weight_inverse.flatten()
         if self.turned:
-            out = {"D": torch.empty_like(hidden).t()}
-            return weight, above.t(), hidden.t(), out, {"of_row": columns, "of_column": rows}
-        out, beside = {"D": torch.empty_like(hidden)}, {"of_row": rows, "of_column": columns}
+            out = {"D": torch.empty_like(slope).t()}
+            return weight, above.t(), slope.t(), out, {"of_row": columns, "of_column": rows}
+        out, beside = {"D": torch.empty_like(slope)}, {"of_row": rows, "of_column": columns}
         if factors:
-            out["narrow"], beside["to_narrow"] = torch.empty_like(hidden, dtype=above.dtype), factors[0].flatten()
-        return above, weight.t(), hidden, out, beside
+            out["narrow"], beside["to_narrow"] = torch.empty_like(slope, dtype=above.dtype), factors[0].flatten()
+        return above, weight.t(), slope, out, beside
 
     def __call__(self, *operands: torch.Tensor) -> Tensors:
         a, b, c, out, beside = self._seen(*operands)

@@ -201,17 +201,19 @@ class AddNorm(torch.autograd.Function):
         dtype: torch.dtype,
     ) -> Tensors:
         together = stream.view_as(stream) if branch is None else add(stream, branch)
-        ctx.save_for_backward(together, gain)
-        of_branch = None if branch is None else branch.dtype
-        ctx.eps, ctx.dtypes = eps, (of_branch, bias.dtype, gain.dtype, offset.dtype)
         wide = torch.promote_types(stream.dtype, torch.float32)
-        normal = F.layer_norm(cast(together, wide), gain.shape, cast(gain, wide), cast(offset, wide), eps)
+        normal, mean, scale = torch.native_layer_norm(
+            cast(together, wide), gain.shape, cast(gain, wide), cast(offset, wide), eps
+        )
+        ctx.save_for_backward(together, gain, mean, scale)
+        of_branch = None if branch is None else branch.dtype
+        ctx.dtypes = of_branch, bias.dtype, gain.dtype, offset.dtype
         return together, cast(normal, dtype)
 
     @staticmethod
     def backward(ctx: Any, beside: torch.Tensor, above: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        together, gain = ctx.saved_tensors
-        of_stream, sums = norm_backward(above, together, beside, gain, ctx.eps)
+        together, gain, mean, scale = ctx.saved_tensors
+        of_stream, sums = norm_backward(above, together, beside, gain, mean, scale)
         branch, bias, weight, offset = ctx.dtypes
         of_gain, of_offset, of_bias = sums.unbind()
         of_branch = None if branch is None else of_stream.to(branch)
@@ -247,16 +249,16 @@ class Mlp(torch.autograd.Function):
         rows = cast(x, dtype)
         narrow_up, narrow_down = (up, down) if by == "fp8" else (cast(up, dtype), cast(down, dtype))
         first, last = (narrow_up, cast(bias, dtype)), (narrow_down, cast(last_bias, dtype))
-        hidden, active, y = through_mlp(rows, first, gelu, last, by)
-        ctx.save_for_backward(rows, hidden, active, narrow_up, narrow_down)
+        bend, active, y = through_mlp(rows, first, gelu, last, by)
+        ctx.save_for_backward(rows, bend, active, narrow_up, narrow_down)
         ctx.dtypes, ctx.by = (x.dtype, up.dtype, bias.dtype, down.dtype), by
         return y
 
     @staticmethod
     def backward(ctx: Any, above: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        rows, hidden, active, up, down = ctx.saved_tensors
+        rows, bend, active, up, down = ctx.saved_tensors
         of_x, of_up, of_bias, of_down = ctx.dtypes
-        of_hidden, sums, of_rows = back_through_mlp(above, down, hidden, up, ctx.by)
+        of_hidden, sums, of_rows = back_through_mlp(above, down, bend, up, ctx.by)
         return (
             of_rows.to(of_x),
             of_weights(of_hidden, rows, of_up, ctx.by),
@@ -270,32 +272,30 @@ class Mlp(torch.autograd.Function):
 
 
 def through_mlp(rows: torch.Tensor, first: Weights, gelu: Any, last: Weights, by: str) -> Tensors:
-    """What GELU is given, what it gives, and the last layer of that."""
+    """What GELU's gradient is found by (`through_gelu`), what GELU gives, and the last layer of that."""
     if by == "fp8-mlp":
         (up, bias), (down, last_bias) = first, last
         scale = scale_beforehand(rows, up, bias)
-        hidden, active, narrow = narrow_gelu_product_in_both(*operands(rows, up), bias, scale)
-        return hidden, active, product_of_narrow(narrow, scale, down, rows.dtype, last_bias)
-    hidden, active = through_gelu(rows, *first, gelu, by)
-    return hidden, active, through(active, *last, by, is_narrow("down", "forward", by))
+        slope, active, narrow = narrow_gelu_product_in_both(*operands(rows, up), bias, scale)
+        return slope, active, product_of_narrow(narrow, scale, down, rows.dtype, last_bias)
+    bend, active = through_gelu(rows, *first, gelu, by)
+    return bend, active, through(active, *last, by, is_narrow("down", "forward", by))
 
 
-def back_through_mlp(
-    above: torch.Tensor, down: torch.Tensor, hidden: torch.Tensor, up: torch.Tensor, by: str
-) -> Tensors:
-    """What an MLP's gradient is to its first layer's output `hidden`, to that layer's bias, and to the MLP's input."""
+def back_through_mlp(above: torch.Tensor, down: torch.Tensor, bend: torch.Tensor, up: torch.Tensor, by: str) -> Tensors:
+    """What an MLP's gradient is to its first layer's output, to that layer's bias, and to the MLP's input."""
     if by == "fp8-mlp":
         scale = scale_beforehand(above, down.t())
         words = operands(above, down.t())
-        of_hidden, sums, narrow = narrow_gelu_product_backward_in_both(*words, hidden, scale)
+        of_hidden, sums, narrow = narrow_gelu_product_backward_in_both(*words, bend, scale)
         return of_hidden, sums, product_of_narrow(narrow, scale, up.t(), above.dtype)
-    of_hidden, sums = back_through_gelu(above, down, hidden, by)
+    of_hidden, sums = back_through_gelu(above, down, bend, by)
     return of_hidden, sums, back_through(of_hidden, up, by, is_narrow("up", "dgrad", by))
 
 
 def through_gelu(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, gelu: Any, by: str) -> Tensors:
-    """An MLP's first layer, and GELU of that. At the end of a product it is the tanh one too, of a number before that
-    is rounded."""
+    """GELU of an MLP's first layer, and before it what its gradient is found by: its slope from products that end in
+    GELU, else what it was given. There it is the tanh one whatever `gelu` is, of a number before that is rounded."""
     narrow = is_narrow("up", "forward", by)
     if narrow and by in FUSED:
         both: Tensors = narrow_gelu_product(*operands(rows, weight), bias)
@@ -307,15 +307,15 @@ def through_gelu(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, g
     return both
 
 
-def back_through_gelu(above: torch.Tensor, weight: torch.Tensor, hidden: torch.Tensor, by: str) -> Tensors:
-    """What an MLP's gradient is to its first layer's output `hidden`, and to that layer's bias."""
+def back_through_gelu(above: torch.Tensor, weight: torch.Tensor, bend: torch.Tensor, by: str) -> Tensors:
+    """What an MLP's gradient is to its first layer's output, and to that layer's bias."""
     narrow = is_narrow("down", "dgrad", by)
     if by in FUSED:
         both: Tensors = (
-            narrow_gelu_product_backward(*operands(above, weight.t()), hidden)
+            narrow_gelu_product_backward(*operands(above, weight.t()), bend)
             if narrow
-            else gelu_product_backward(above, weight, hidden)
+            else gelu_product_backward(above, weight, bend)
         )
         return both
     of_hidden = back_through(above, weight, by, narrow)
-    return of_hidden, gelu_backward_(of_hidden, hidden)
+    return of_hidden, gelu_backward_(of_hidden, bend)

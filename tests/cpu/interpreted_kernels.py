@@ -162,8 +162,9 @@ def norm(rows: int, columns: int, dtype: torch.dtype) -> dict[str, float]:
     tensors = [random(rows, columns, seed=seed, dtype=dtype) for seed in range(3)]
     tensors[1] = 100 * tensors[1] + 1000  # a mean that is not zero
     gain = random(columns, seed=3, dtype=FP32)
-    of_stream, sums = norm_backward_triton.launch(*tensors, gain, EPS)
-    wanted, wanted_sums = plain_norm_backward(*(tensor.double() for tensor in tensors), gain.double(), EPS)
+    _, *stats = torch.native_layer_norm(tensors[1].to(FP32), (columns,), None, None, EPS)
+    of_stream, sums = norm_backward_triton.launch(*tensors, gain, *stats)
+    wanted, wanted_sums = plain_norm_backward(*(tensor.double() for tensor in (*tensors, gain, *stats)))
     errors = map(error, sums, wanted_sums)
     return {"stream": error(of_stream, wanted), **dict(zip(("gain", "bias", "branch"), errors, strict=True))}
 

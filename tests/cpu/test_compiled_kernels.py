@@ -104,7 +104,9 @@ LAUNCHES: dict[str, tuple[Any, str, Callable[[], Any]]] = {
     "norm": (
         norm_backward_triton,
         "_norm_backward",
-        lambda: norm_backward_triton.launch(*(bf16(16, 768) for _ in range(3)), torch.ones(768), 1e-5),
+        lambda: norm_backward_triton.launch(
+            *(bf16(16, 768) for _ in range(3)), torch.ones(768), torch.zeros(16, 1), torch.ones(16, 1)
+        ),
     ),
     "side by side": (
         side_by_side_triton,

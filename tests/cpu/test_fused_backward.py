@@ -52,7 +52,8 @@ def test_the_norms_backward_is_autograds_with_every_sum() -> None:
     together = leaves[0] + leaves[1] + leaves[2]
     normal = F.layer_norm(together, (6,), leaves[3], leaves[4], EPS)
     wanted = torch.autograd.grad((together, normal), leaves, (beside, above))
-    of_stream, sums = norm_backward(above, together.detach(), beside, gain, EPS)
+    _, mean, scale = torch.native_layer_norm(together.detach(), (6,), None, None, EPS)
+    of_stream, sums = norm_backward(above, together.detach(), beside, gain, mean, scale)
     for found, other in zip((of_stream, of_stream, sums[2], sums[0], sums[1]), wanted, strict=True):
         torch.testing.assert_close(found, other, rtol=1e-10, atol=1e-10)
 
@@ -69,8 +70,7 @@ def test_the_norms_backward_is_autograds_with_every_sum() -> None:
             norm_backward,
             lambda: (
                 *(random(5, 3, seed=seed, dtype=torch.bfloat16) for seed in range(3)),
-                random(3, seed=3, dtype=torch.float32),
-                EPS,
+                *(random(size, seed=3, dtype=torch.float32) for size in (3, (5, 1), (5, 1))),
             ),
         ),
     ],

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from redline.core.workload import Shape
-from redline.kernels.gelu_backward import plain_gelu_backward_
+from redline.kernels.gelu_backward import slope_of, times_slope_
 from redline.kernels.gelu_products import HOPPER, is_installed
 from redline.kernels.narrow_products import (
     narrow_gelu_product,
@@ -74,29 +74,29 @@ def test_gelu_of_a_product_is_that_of_fp64(rows: int, width: int, wide: int, for
     wanted = in_fp64(*words) + bias.double()
     ways: list[Callable[..., Words]] = [narrow_gelu_product, *forget.forward_ways(*words, bias)]
     for way in ways:
-        hidden, active = way(*words, bias)
-        assert hidden.dtype == active.dtype == torch.bfloat16
-        assert off(hidden, wanted) < BOUND
+        slope, active = way(*words, bias)
+        assert slope.dtype == active.dtype == torch.bfloat16
+        assert off(slope, slope_of(wanted)) < BOUND
         assert off(active, F.gelu(wanted, approximate="tanh")) < BOUND
         for row in (0, rows // 2, rows - 1):  # each by itself: the largest would hide the others
-            assert off(hidden[row], wanted[row]) < BOUND
+            assert off(slope[row], slope_of(wanted[row])) < BOUND
 
 
 @every_size
 def test_gradient_and_sums_are_those_of_fp64(rows: int, width: int, wide: int, forget: Any) -> None:
-    words, hidden = apart(rows, width, wide), drawn(rows, wide, scale=3)
-    kept = hidden.clone()
+    words, slope = apart(rows, width, wide), drawn(rows, wide, scale=3)
+    kept = slope.clone()
     wanted = in_fp64(*words)
-    wanted_sums = plain_gelu_backward_(wanted, hidden.double())
-    ways: list[Callable[..., Words]] = [narrow_gelu_product_backward, *forget.backward_ways(*words, hidden)]
+    wanted_sums = times_slope_(wanted, slope.double())
+    ways: list[Callable[..., Words]] = [narrow_gelu_product_backward, *forget.backward_ways(*words, slope)]
     for way in ways:
-        gradient, sums = way(*words, hidden)
+        gradient, sums = way(*words, slope)
         assert gradient.dtype == torch.bfloat16
         assert gradient.is_contiguous()
         assert sums.dtype == torch.float32
         assert off(gradient, wanted) < BOUND
         assert off(sums, wanted_sums) < BOUND
-        assert torch.equal(hidden, kept)
+        assert torch.equal(slope, kept)
 
 
 @every_size
@@ -110,7 +110,7 @@ def test_8_bits_besides_are_those_of_fp64(rows: int, width: int, wide: int, back
     factors = scale_beforehand(x, weight, None if back else last)
     wanted = in_fp64(*words)
     if back:
-        plain_gelu_backward_(wanted, last.double())
+        times_slope_(wanted, last.double())
     else:
         wanted = F.gelu(wanted + last.double(), approximate="tanh")
     ways = (forget.backward_ways if back else forget.forward_ways)(*words, last, factors)
@@ -124,10 +124,10 @@ def test_8_bits_besides_are_those_of_fp64(rows: int, width: int, wide: int, back
 
 
 def test_what_is_no_number_stays_in_its_row() -> None:
-    above, hidden = drawn(256, 64), drawn(256, 192)
+    above, slope = drawn(256, 64), drawn(256, 192)
     above[7, 3] = torch.nan
     words = operands(above, drawn(192, 64))
-    gradient, sums = narrow_gelu_product_backward(*words, hidden)
+    gradient, sums = narrow_gelu_product_backward(*words, slope)
     assert gradient[7].isnan().all()
     assert sums.isnan().all()
     assert not torch.cat((gradient[:7], gradient[8:])).isnan().any()
