@@ -48,7 +48,7 @@ from redline.search.launch import probe_machine
 from redline.workloads import resolve_workload
 
 USABLE = 0.9  # of the device: contexts, fragments, and the weights of those that rest
-FUSED_ATTENTION = ("flash", "cudnn-attention")
+FUSED_ATTENTION = ("flash", "cudnn-attention", "packed-attention", "flash4-backward")
 WIDTH = 100
 
 
@@ -83,7 +83,8 @@ def run(options: argparse.Namespace) -> int:
     rows = rows_of(recipe.rungs)
     rows = {name: rows[name] for name in chosen(options.rows, rows)}
     hardware, versions = probe_machine(options.device)
-    check_recipe_applies(recipe, workload, hardware)
+    for rungs in rows.values():
+        check_recipe_applies(replace(recipe, rungs=rungs), workload, hardware)
     every = [
         Order(
             candidate=OURS,

@@ -23,6 +23,7 @@ from redline.core.workload import Workload
 from redline.data.batches import Batches, TokenBatches, stream_batches, worker_context
 from redline.data.made import MadeBatches
 from redline.engine.distributed import Ranks, alone
+from redline.engine.flop_counter import tell_the_compiler
 from redline.engine.pipeline import Pipelined, build_stage
 from redline.engine.replaced import replaced
 from redline.engine.shard import fill, is_cut, is_pipelined, share
@@ -154,6 +155,7 @@ def switch_process(plan: Plan, calls_sdpa: bool = False) -> None:
         pin_attention(plan.attention)
     if plan.activation_budget < 1:  # read when a graph is compiled
         functorch.activation_memory_budget = plan.activation_budget
+        tell_the_compiler()
     if plan.compile and plan.checkpointing == "full" and plan.parallel == "ddp":
         keep_policies_in_ddp()
 

@@ -22,7 +22,7 @@ from redline.model.attention import ATTENTION
 from redline.model.fp8 import Fp8Linear
 from redline.model.fused import products_of
 from redline.model.gpt import GELU, GPT, initialise
-from redline.model.tuned import TunedLinear
+from redline.model.tuned import TunedLinear, tune_layers
 
 Train = Callable[..., Training]
 CPU = torch.device("cpu")
@@ -267,11 +267,15 @@ def test_checkpointing_reaches_the_model(train: Train, recompute: str) -> None:
     assert cores == {recompute != "selective"}
 
 
-def kept_and_gradients(budget: float) -> tuple[int, dict[str, torch.Tensor]]:
+def kept_and_gradients(budget: float, products: str) -> tuple[int, dict[str, torch.Tensor]]:
     """Bytes that a compiled model keeps for its backward pass, but for weights, and what comes of them."""
     build_module.switch_process(Plan(activation_budget=budget))
-    model = GPT(Shape(layers=2, heads=2, d_model=32, d_ff=128, vocab=64, sequence=32), attention="flash")
+    fused = None if products == "torch's" else torch.float32
+    shape = Shape(layers=2, heads=2, d_model=32, d_ff=128, vocab=64, sequence=32)
+    model = GPT(shape, attention="flash", fused=fused)
     initialise(model, seed=1)
+    if fused is not None:
+        tune_layers(model.h, fused, fused=products == "fused")
     weights = {parameter.data_ptr() for parameter in model.parameters()}
     kept: list[int] = []
 
@@ -287,10 +291,11 @@ def kept_and_gradients(budget: float) -> tuple[int, dict[str, torch.Tensor]]:
     return sum(kept), {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-def test_a_budget_halves_what_a_compiled_step_keeps() -> None:
+@pytest.mark.parametrize("products", ["torch's", "tuned", "fused"])
+def test_a_budget_halves_what_a_compiled_step_keeps(products: str) -> None:
     with build_module.functorch.patch(activation_memory_budget=1.0):  # torch's own: monkeypatch would delete it
-        whole, wanted = kept_and_gradients(1.0)
-        half, found = kept_and_gradients(0.5)
+        whole, wanted = kept_and_gradients(1.0, products)
+        half, found = kept_and_gradients(0.5, products)
     assert 0.35 * whole < half < 0.65 * whole
     for name, gradient in wanted.items():
         torch.testing.assert_close(found[name], gradient)

@@ -65,6 +65,16 @@ def test_each_row_is_the_recipe_with_one_thing_changed(bench: Any) -> None:
     }
 
 
+def test_naive_rows_leave_nothing_of_a_fused_kernel(bench: Any) -> None:
+    """The recipe that a Hopper card prefers: what packs q, k and v for a kernel goes with the kernel."""
+    more = ("bf16-residual", "sigmoid-gelu", "fused-backward", "flash4-backward", "tuned-matmuls", "fused-matmuls")
+    rows = bench.rows_of((*RUNGS, *more))
+    for name in ("naive-attention", "selective"):
+        plan = plan_of(rows[name])
+        assert (plan.attention, plan.packed_attention) == ("naive", "none"), name
+    assert all(plan_of(rows[name]).packed_attention == "flash4" for name in ("recipe", "checkpointing", "budget"))
+
+
 def test_fixed_and_best_with_both_shares(bench: Any) -> None:
     """At 64 checkpointing is slower; at 256, where the recipe does not fit, it wins."""
     rows = {name: rungs for name, rungs in bench.rows_of(RUNGS).items() if name in ("recipe", "checkpointing")}

@@ -259,7 +259,7 @@ def test_training_goes_on_from_its_checkpoint_after_a_rank_is_lost(runs: Runs, t
     said = {
         "kill": "rank 1 ended without a word (killed, or its machine is gone)",
         "hang": "no rank has got any further for 45 s, at step 5, in the step: rank 1 is in hang, rank_fault.py",
-        "memory": "rank 1 failed: RuntimeError: out of memory with micro batches of 1 sequence",
+        "memory": "rank 1 failed: out of memory with micro batches of 1 sequence",
     }
     assert note.startswith(f"torchrun has started all ranks again: {said[fault]}"), note
     assert (tmp_path / "run" / "checkpoints" / "step-00000008").exists()
