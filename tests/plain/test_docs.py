@@ -118,6 +118,9 @@ def test_results_are_of_the_newest_record_that_trains_right(tool, copy):
     write("old.json", "2026-11-14", {900.0: "rounding"})
     write("new.json", "2026-11-15", {200.0: "same", 300.0: "rounding", 400.0: "different", 500.0: "not-checked"})
     write("wrong.json", "2026-11-16", {1000.0: "different"})
+    row = {"rung": "recipe", "recipe": ["bf16", "fp8-head"], "tokens_per_second": 800.0, **common}
+    narrow = {"rows": [{**row, "equivalence": {"verdict": "changed"}}], "workload": "gpt2", "date": "2026-11-17"}
+    (records / "narrow.json").write_text(json.dumps(narrow))
     readme = copy / "README.md"
     readme.write_text(f"{tool.BEGIN_RESULTS}\nold\n{tool.END_RESULTS}\n", encoding="utf-8")
     tool.main([], root=copy)
