@@ -45,9 +45,9 @@ class FusedMatmuls(Rung):
     what GELU was given and writes it again. QuACK's matmuls for Hopper do with a number what they are told before they
     write it, so here that kernel is gone; and forward they are faster with GELU behind them than cuBLASLt's are. What
     GELU was given is not kept: on the way out its slope costs a few operations more, and on the way back nothing but a
-    multiplication is left. The first step compiles them, which takes some seconds, and times two ways of the second. Everything else is as
-    `tuned-matmuls` and `fused-backward` have it. GELU's tanh is the GPU's own instruction, whose eleven bits are more
-    than what is written keeps. From the package quack-kernels (pip install '.[hopper]').
+    multiplication is left. The first step compiles them, which takes some seconds, and times two ways of the second.
+    Everything else is as `tuned-matmuls` and `fused-backward` have it. GELU's tanh is the GPU's own instruction, whose
+    eleven bits are more than what is written keeps. From the package quack-kernels (pip install '.[hopper]').
     """
 
     name = "fused-matmuls"

@@ -1308,7 +1308,7 @@ def test_what_a_file_raises_under_way_is_told_with_its_line(
     assert "Traceback" not in shown
     summary = json.loads(out)  # one document, of what the run had come to
     assert (summary["ended"], summary["out"], summary["unit"]) == ("failed", "run", "sample")
-    assert summary["reason"] and line in summary["reason"]
+    assert line in summary["reason"]
     saved = sorted((here / "run" / "checkpoints").iterdir())
     assert f"{Path('run', 'checkpoints', saved[-1].name)} was saved before" in why
     told = json.loads((here / "run" / "metrics.jsonl").read_text().splitlines()[-1])
