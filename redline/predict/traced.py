@@ -119,8 +119,9 @@ def step_of(traced: Traced, plan: Plan, *, micro_batch: int, matmul_tflops: floa
 
 
 def one_gpu_only(what: str) -> UserError:
+    by_hand = "; under DDP each GPU holds what one alone does, and redline train --gpus N trains it"
     return UserError(
         f"{what} with a Python file",
-        "how a model that nobody described is cut among GPUs is not known",
-        f"leave {what} out",
+        "of a model that nobody described only training on one GPU is predicted",
+        f"leave {what} out{'' if 'inference' in what else by_hand}",
     )
