@@ -166,9 +166,11 @@ def tell_in_run(folder: Path, options: argparse.Namespace) -> None:
     reason = folder / REASON
     if not reason.exists() or (run := run_directory(folder)) is None or not (run / METRICS_FILE).exists():
         return
-    log = MetricsLog(run / METRICS_FILE)
-    log("end", ended="failed", reason=reason.read_text(encoding="utf-8"), checkpoint=None)
-    log.close()
+    text, last = reason.read_text(encoding="utf-8"), (run / METRICS_FILE).read_text(encoding="utf-8").splitlines()[-1:]
+    if json.dumps(text) not in "".join(last):  # rank 0 may have come to telling the same
+        log = MetricsLog(run / METRICS_FILE)
+        log("end", ended="failed", reason=text, checkpoint=None)
+        log.close()
     show_lost_run(run, options)
 
 

@@ -296,7 +296,7 @@ def chosen_order(
         recipe = replace(recipe, rungs=other_optimizer(options.optimizer, recipe.rungs, workload, hardware))
     check_needs(options, ranks, recipe, workload)
     layout = layout_of(options, ranks, workload, beside)
-    hardware = check_ranks(hardware, ranks, layout)
+    hardware = check_ranks(hardware, ranks, layout, beside)
     recipe = shared_recipe(recipe, options.parallel, layout)
     check_allowed(recipe, workload, hardware.kind)
     if ranks > 1:

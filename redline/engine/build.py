@@ -102,7 +102,8 @@ def build_step(
     # 2. The model at its final shape, on the device, before anything holds on to its parameters.
     adapter = adapter_of(workload)
     ranks = ranks or alone()
-    model = build_model(adapter, plan, device, ranks)
+    with ranks.meeting():
+        model = build_model(adapter, plan, device, ranks)
     cuts = adapter.cut(model, ranks.mesh["tp"]) if plan.tensor_parallel else {}
     # 3. Compile wraps forward and loss together, so that the loss is fused into the head's epilogue.
     loss_of = plain_loss(adapter, model, plan)

@@ -36,7 +36,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from torch.distributed.rendezvous import rendezvous
@@ -48,6 +48,7 @@ from redline.core.rank_processes import RANK_PID_FILE, inside, leave_inside, ran
 BEAT_SECONDS = 1.0
 LIMIT_SECONDS = 600.0  # a first step that compiles for long is no rank that hangs
 STANDING_SECONDS = 5.0  # without a mark: worth a word where a time limit ends the job anyway
+RANK_0 = "rank 0: "
 POLL_SECONDS = 0.05
 MISTAKE_SECONDS = 10.0  # between ranks that find the same one
 OUTLIVED_SECONDS = 5.0  # signs of life come once a second, and of two machines the clocks may differ
@@ -102,6 +103,7 @@ class Ranks:
         self._beats = 0
         self._ended = threading.Event()
         self._has_told_end = False
+        self._meetings = 0
         self.asked = False
         """A signal has asked this rank to stop while it trained: the user's, or the agent's because of another rank."""
         self._watches = watches and rank < 2
@@ -222,6 +224,39 @@ class Ranks:
         while not (said := bool(self._store.check([key]))) and time.monotonic() < until and not self.asked:
             time.sleep(POLL_SECONDS)
         return said
+
+    @contextmanager
+    def meeting(self) -> Iterator[None]:
+        """Around what each rank does by itself, such as building a user's model: at its end all wait for all. Here
+        and not in a collective, which knows neither who is missing nor why."""
+        if self._store is None or self.count == 1:
+            yield
+            return
+        self._meetings += 1
+        try:
+            yield
+        except UserError as error:  # rank 0 tells it, whoever has found it
+            self.say(f"mistake/{self._meetings}", [f"rank {self.rank}: {error.problem}", error.why, error.fix])
+            raise
+        self.say(f"met/{self._meetings}/{self.rank}", True)
+        self._wait_for_others(self._store)
+
+    def _wait_for_others(self, store: Store) -> None:
+        """As long as they live and the limit allows: whoever watches names the one that does not come."""
+        until, missing = time.monotonic() + self.limit_seconds, list(range(self.count))
+        while missing := [rank for rank in missing if not store.check([f"met/{self._meetings}/{rank}"])]:
+            if self.leads and store.check([f"mistake/{self._meetings}"]):
+                raise UserError(*json.loads(store.get(f"mistake/{self._meetings}")))
+            if self._watches and time.monotonic() > until:
+                mark = Mark(*json.loads(self._beat_of(missing[0]))[1:])
+                raise LostRankError(words_of_missing(missing[0], mark, self.rank, self.limit_seconds))
+            time.sleep(POLL_SECONDS)
+
+    def named(self, error: UserError) -> UserError:
+        """What ends a run under way may be one rank's alone; of rank 0 nobody else says it."""
+        if not isinstance(error, FailedRunError) or self.count == 1 or error.problem.startswith(RANK_0):
+            return error
+        return FailedRunError(f"{RANK_0}{error.problem}", error.why, error.fix)
 
     def remember(self, key: str, value: Any) -> None:
         """For those that torchrun may start after these ranks have failed."""
@@ -487,6 +522,11 @@ def words_of_standing(
     )
 
 
+def words_of_missing(rank: int, mark: Mark, waiting: int, limit: float) -> str:
+    """Of a rank that others wait for, all having started together."""
+    return f"rank {rank} is {mark.doing} ({mark.frame}) {limit:.0f} s after rank {waiting} was done with that"
+
+
 def words_of_last(mark: Mark) -> str:
     """Of a process that tells no more: what it did in the second after its last beat, nobody knows."""
     return f"at step {mark.step:,} or later, {mark.doing} ({mark.frame})"
@@ -640,10 +680,10 @@ def recorded(ranks: Ranks) -> Iterator[None]:
         try:
             yield
         except UserError as error:
-            words = " ".join(f"{error.problem}: {error.why}".splitlines())
+            words = " ".join(f"{error.problem.removeprefix(RANK_0)}: {error.why}".splitlines())
             ranks.tell_end(f"rank {ranks.rank} failed: {words}")
-            if ranks.leads and ranks.count > 1 and isinstance(error, FailedRunError):  # under way it may be its alone
-                raise FailedRunError(f"rank 0: {error.problem}", error.why, error.fix) from error
+            if ranks.leads and (named := ranks.named(error)) is not error:
+                raise named from error
             if ranks.leads:
                 raise
             ranks.wait_for_rank_0()

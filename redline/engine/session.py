@@ -158,7 +158,7 @@ def train(order: TrainOrder, emit: Emit, ranks: Ranks | None = None) -> dict[str
         why, reason = "failed", str(error)
     except (Exception, SystemExit) as error:
         if (mistake := mistake_in_file(error, order, trainer)) is not None:
-            raise mistake from error
+            raise (ranks.named(mistake) if ranks.leads else mistake) from error  # before it is written down
         why, reason = "failed", known_failure(error, order, plan)
         if reason is None:
             raise
@@ -210,10 +210,10 @@ def failed_run(mistake: UserError, order: TrainOrder, trainer: Trainer) -> Faile
 def known_failure(error: BaseException, order: TrainOrder, plan: Plan) -> str | None:
     """What ends a run without being anybody's mistake; None for everything else."""
     if is_out_of_memory(error):
-        size = order.settings.micro_batch
+        size, thing = order.settings.micro_batch, "sequence" if order.workload.reads_text else "sample"
         ways = [SMALLER] if size > 1 else ways_to_less_memory(order, plan)
         told = f" ({'; '.join(ways)})" if ways else ""
-        return f"out of memory with micro batches of {counted(size, 'sequence')}{told}"
+        return f"out of memory with micro batches of {counted(size, thing)}{told}"
     if isinstance(error, (ConnectionError, EOFError)) or LOST_WORKER in str(error):
         text = str(error).splitlines()[0] if str(error) else type(error).__name__
         return f"a process of the loader died ({text}): killed, or out of memory on the host"

@@ -35,6 +35,7 @@ from redline.predict.communication import (
     step_time,
     traffic,
     usual_model,
+    wait_seconds,
 )
 from redline.predict.fitting import Case
 from redline.predict.flops import parameters
@@ -49,6 +50,7 @@ SHOWN_OTHERS = 3
 # Tokens per step of models with fewer parameters than that (arXiv 2005.14165, table 2.1: 0.5M up to 760M parameters, 1M
 # up to 2.7B, 2M up to 13B, 3.2M for 175B); the limits lie between its rows.
 USUAL_TOKENS = ((1e9, 0.5e6), (4e9, 1e6), (40e9, 2e6), (math.inf, 3.2e6))
+MUCH_WAITING = 0.1  # of a step
 SHORTEST_PUBLISHED = 0.4  # seconds of a step in the series that the wait is fitted on
 DOES_NOT_FIT = "it does not fit"
 MOST_SIZES = 16  # micro batches that are tried of one layout
@@ -70,6 +72,8 @@ class ParallelStep:
     """Of the same micro batches on one GPU that holds the whole model, whether or not it could."""
     plan: Plan
     """What each GPU runs."""
+    work_seconds: float | None = None
+    """Without traffic: the work of the stage that has most, and its bubble. None: as `time`, for want of peaks."""
 
     @property
     def tokens(self) -> int:
@@ -106,11 +110,9 @@ def _predict(case: Case, memory: Memory, fabric: Fabric, bench: Bench | None, re
     sent = [traffic(rank, fabric.gpus_per_node) for rank in ranks]
     missing = reason if bench is None else fabric.missing_link(itertools.chain.from_iterable(sent))
     heaviest, time, alone = max(sent, key=lambda one: sum(sent_bytes(one).values())), None, None
+    works = [] if bench is None else [bench.work(rank) for rank in ranks]
     if bench is not None and missing is None:
-        times = [
-            step_time(bench.work(rank), one, fabric, usual_model(), layout)
-            for rank, one in zip(ranks, sent, strict=True)
-        ]
+        times = [step_time(work, one, fabric, usual_model(), layout) for work, one in zip(works, sent, strict=True)]
         time, heaviest = max(zip(times, sent, strict=True), key=lambda pair: pair[0].seconds)
         alone = bench.alone(case.shape, case.plan, layout)
     return ParallelStep(
@@ -123,6 +125,7 @@ def _predict(case: Case, memory: Memory, fabric: Fabric, bench: Bench | None, re
         reason=missing,
         alone_seconds=alone,
         plan=case.plan,
+        work_seconds=max((step_time(work, (), fabric, usual_model(), layout).seconds for work in works), default=None),
     )
 
 
@@ -344,7 +347,13 @@ def _tried(search: Search) -> Iterator[ParallelStep]:
                 for case, memory in search.cases(tp, pp, zero)
             ]
             if steps:
-                yield min(steps, key=_fastest_first)
+                yield min(steps, key=_best_size)
+
+
+def _best_size(step: ParallelStep) -> tuple[float, float]:
+    """Of one cut. Small micro batches have a small bubble and slow products; that much is known without a link."""
+    idle = bubble(step.layout)
+    return -(step.tokens_per_second or 0), 1 / (1 - idle) if step.work_seconds is None else step.work_seconds
 
 
 def _fastest_first(step: ParallelStep) -> tuple[float, ...]:
@@ -400,15 +409,26 @@ def _why_so_much(
     own, (least, meaning) = pick(best), LEAST[name]
     if own == least:
         return f"{name} {own}: {meaning}"
+    idle = f", and its stages stand idle for {bubble(best.layout):.0%} of the passes" if name == "PP" else ""
+    return f"{name} {own}: {_why_not_less(pick, own, best, tried, fitting)}{idle}"
+
+
+def _why_not_less(
+    pick: Callable[[ParallelStep], int],
+    own: int,
+    best: ParallelStep,
+    tried: list[ParallelStep],
+    fitting: list[ParallelStep],
+) -> str:
     if not any(pick(step) < own for step in tried):
-        return f"{name} {own}: less does not give this batch"
+        return "less does not give this batch"
     less = [step for step in fitting if pick(step) < own]
     if not less:
-        return f"{name} {own}: with less nothing fits"
+        return "with less nothing fits"
     rival = min(less, key=_fastest_first).tokens_per_second
     if rival is None or best.tokens_per_second is None:
-        return f"{name} {own}: with less another cut grows"
-    return f"{name} {own}: the best with less reaches {rival / best.tokens_per_second:.1%} of its speed"
+        return "with less another cut grows"
+    return f"the best with less reaches {rival / best.tokens_per_second:.1%} of its speed"
 
 
 # the document
@@ -421,6 +441,13 @@ def step_notes(step: ParallelStep) -> Iterator[str]:
         yield (
             f"the wait between nodes is known from steps of {SHORTEST_PUBLISHED:g} s and more; in one this short it "
             "weighs more, and the speed is less certain (docs/parallel.md)"
+        )
+    waits = sum(wait_seconds(one, usual_model()) for one in step.traffic)
+    if step.time is not None and waits > MUCH_WAITING * step.time.seconds:
+        calls = sum(one.calls for one in step.traffic if one.group.nodes > 1)
+        yield (
+            f"{waits / step.time.seconds:.0%} of this step is waiting for the slowest node, {counted(calls, 'time')}: "
+            "that was fitted on FSDP's calls and is taken for every other kind (docs/parallel.md)"
         )
 
 

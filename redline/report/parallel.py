@@ -6,6 +6,7 @@ print_parallel(document["parallel"], Console())     the document is that of `red
 from __future__ import annotations
 
 import shlex
+import textwrap
 from typing import Any
 
 from rich.console import Console
@@ -56,7 +57,7 @@ def train_text(parallel: Document, width: int) -> str:
     train, shortage = parallel["train"], parallel["shortage"]
     if train["command"] is not None:
         return f"to train like that:\n{broken_line(train['command'], width)}"
-    refused = f"redline train does not run this: {one_line(train['reason'])}"
+    refused = textwrap.fill(f"redline train does not run this: {one_line(train['reason'])}", width)
     other = None if shortage is None or shortage["instead"] is None else shortage["instead"]["command"]
     return refused if other is None else f"{refused}; what fits:\n{broken_line(other, width)}"
 

@@ -180,13 +180,13 @@ def how_many(ranks: int) -> str:
     return f"--nproc-per-node {ranks}" if is_torchruns() else f"--gpus {ranks}"
 
 
-def check_ranks(hardware: Hardware, ranks: int, layout: Layout | None = None) -> Hardware:
+def check_ranks(hardware: Hardware, ranks: int, layout: Layout | None = None, beside: Beside = ALONE) -> Hardware:
     """The machine with that many ranks on it. More than one per device is refused; what is proposed holds their layout
-    (None: they differ in their data alone)."""
+    (None: they differ in their data alone) and goes with the batch `beside` it, if any number does."""
     here, layout = ranks_of_a_node(ranks), layout or Layout(ranks=ranks)
     if hardware.kind == "cuda" and here > hardware.count:
         only = f"this machine has {counted(hardware.count, 'GPU')}"
-        fix = how_many_of(hardware.count, layout)
+        fix = how_many_of(hardware.count, layout, beside)
         raise UserError(f"{here} ranks on this machine", f"each rank has a GPU of its own, and {only}", fix)
     most = most_on_cpu(hardware.cpu_cores)
     if hardware.kind == "cpu" and here > most:
@@ -194,12 +194,12 @@ def check_ranks(hardware: Hardware, ranks: int, layout: Layout | None = None) ->
             f"{here} ranks on this CPU",
             f"each is a process that holds torch and shares {counted(hardware.cpu_cores, 'core')} with the others: "
             f"beyond {most} nothing is left to learn from them",
-            how_many_of(most, layout) + (" or fewer" if layout.is_plain else ""),
+            how_many_of(most, layout, beside) + (" or fewer" if layout.is_plain and beside.batch is None else ""),
         )
     return replace(hardware, ranks=ranks)
 
 
-def how_many_of(most: int, layout: Layout) -> str:
+def how_many_of(most: int, layout: Layout, beside: Beside = ALONE) -> str:
     """The fix: as many ranks of a machine as there may be and as its layout can take, or that it can take none."""
     nodes = layout.ranks // ranks_of_a_node(layout.ranks)
     whole = layout.ranks // layout.shards
@@ -208,7 +208,9 @@ def how_many_of(most: int, layout: Layout) -> str:
         copies, left = divmod(nodes * here, whole)
         return left == 0 and here % layout.tensor == 0 and copies >= (2 if layout.replicas > 1 else 1)
 
-    found = next((here for here in range(most, 0, -1) if takes(here)), None)
+    can = [here for here in range(most, 0, -1) if takes(here)]
+    data = {here: nodes * here // (layout.tensor * layout.pipeline) for here in can}
+    found = next((here for here in can if beside.change(data[here]) == ""), next(iter(can), None))
     if found is not None:
         return f"use {how_many(found)}" if found > 1 or is_torchruns() else "leave --gpus out"
     degrees = layout.options().removeprefix(f"--gpus {layout.ranks} ")

@@ -799,6 +799,59 @@ def test_what_cannot_be_is_refused_before_anything_starts(
     assert not (tmp_path / "run").exists()
 
 
+BUILDS = """
+import os, time
+from torch import nn, ones, zeros
+
+def net():
+    if os.environ.get("RANK") == "1":
+        FAULT
+    return nn.Linear(3, 3)
+
+def make_batch(size, seed):
+    return ones(size, 3), zeros(size).long()
+"""
+
+
+@pytest.mark.parametrize(
+    ("fault", "limit", "code", "told"),
+    [
+        ("raise ValueError('odd')", "60", 2, "problem: rank 1: net() raised ValueError: odd"),
+        pytest.param(
+            *("time.sleep(600)", "8", 1),
+            "training stopped: rank 1 is building the model (net, model.py) 8 s after rank 0 was done with that",
+            marks=pytest.mark.long,
+        ),
+    ],
+    ids=["raises", "hangs"],
+)
+def test_a_rank_whose_model_does_not_come_is_named(
+    tmp_path: Path, fault: str, limit: str, code: int, told: str, left_behind: Callable[[Path], list[str]]
+) -> None:
+    """While the others wait for it, and not in a collective, which would tell of a closed connection."""
+    out, model, recipe = tmp_path / "run", tmp_path / "model.py", tmp_path / "recipe.json"
+    model.write_text(BUILDS.replace("FAULT", fault))
+    recipe.write_text(json.dumps(to_json(Recipe(rungs=(), micro_batch=1))))
+    words = ["train", f"{model}:net", "--recipe", str(recipe), "--device", "cpu", "--steps", "2", "--gpus", "2"]
+    done = subprocess.run(
+        [sys.executable, "-m", "redline", *words, "--rank-timeout", limit, "--out", str(out), "--json"],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+    assert done.returncode == code, done.stderr
+    assert told in done.stderr
+    assert "rank 0 failed" not in done.stderr
+    if code == 2:  # a mistake, and nothing was trained
+        assert (done.stdout, out.exists()) == ("", False)
+    else:
+        assert json.loads(done.stdout)["reason"] == told.removeprefix("training stopped: ")
+        metrics = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+        assert [line["ended"] for line in metrics if line["kind"] == "end"] == ["failed"]
+    assert left_behind(out) == []
+
+
 @pytest.mark.long
 def test_a_mistake_that_all_ranks_find_is_told_once_and_leaves_nothing(
     words: list[str], tmp_path: Path, left_behind: Callable[[Path], list[str]]
@@ -856,7 +909,9 @@ def test_what_ends_rank_0_under_way_is_told_by_its_name(count: int) -> None:
     """The others may go on well. Of one rank alone there is nobody else to be told from."""
     with pytest.raises(FailedRunError) as raised, distributed.recorded(Ranks(rank=0, count=count)):
         raise FailedRunError("training my.py raised E", "why", "fix")
-    assert raised.value.problem == ("rank 0: " if count > 1 else "") + "training my.py raised E"
+    wanted = ("rank 0: " if count > 1 else "") + "training my.py raised E"
+    assert raised.value.problem == wanted
+    assert Ranks(rank=0, count=count).named(raised.value) is raised.value  # once
 
 
 @pytest.mark.parametrize(

@@ -115,7 +115,9 @@ def test_what_train_does_not_run_is_said(estimated: Any, words: str, reason: str
     train = parallel["train"]
     assert train["command"] is None
     assert reason in train["reason"]
-    assert reason in train_text(parallel, 100)
+    text = train_text(parallel, 100)
+    assert reason in " ".join(text.split())
+    assert max(map(len, text.splitlines())) <= 100
 
 
 def test_train_takes_the_line_of_what_fits_instead(estimated: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from redline.core.interconnects import choose_links
 from redline.core.plan import Plan
 from redline.core.workload import Shape
 from redline.predict.activations import Rank
-from redline.predict.communication import Fabric
+from redline.predict.communication import Fabric, bubble
 from redline.predict.fitting import Case
 from redline.predict.flops import executed_flops
 from redline.predict.layouts import (
@@ -33,6 +33,7 @@ from redline.predict.layouts import (
     piece_of,
     predict_parallel,
     recommend,
+    step_notes,
     usual_global_batch,
 )
 from redline.predict.memory import predict_memory
@@ -283,6 +284,25 @@ def test_without_a_speed_the_least_cut_that_fits_is_chosen():
         assert found.best.tokens_per_second is None
         assert cuts(found.best) == min(cuts(step) for step in every_layout(search))
         assert "no speed is known" in found.reason
+        assert ("stand idle" in found.reason) == (found.best.layout.pp > 1)
+
+
+def test_without_a_network_a_pipeline_still_has_a_small_bubble():
+    """That much is known: idle stages need no link. 12 GPUs and 64 sequences leave three stages at the least."""
+    found = recommend(search_of(GPT2, 12, 64, link=None))
+    layout = found.best.layout
+    assert (layout.dp, layout.tp, layout.pp, found.best.tokens_per_second) == (4, 1, 3, None)
+    assert layout.accumulation >= 8
+    assert f"its stages stand idle for {bubble(layout):.0%} of the passes" in found.reason
+
+
+def test_a_step_that_mostly_waits_says_so():
+    """DDP has many calls, and the wait was fitted on FSDP's."""
+    fabric = Fabric(gpus_per_node=8, links=choose_links("nvlink4,ib-400", None))
+    for shape, waits in ((XL, True), (LLAMA, False)):
+        case = Case(shape=shape, plan=FAST, layout=Layout(gpus=64, micro_batch=8, accumulation=1 if waits else 16))
+        notes = list(step_notes(predict_parallel(case, fabric, PEAKS)))
+        assert any("waiting for the slowest node" in note for note in notes) is waits, notes
 
 
 def test_a_micro_batch_that_was_named_stays():

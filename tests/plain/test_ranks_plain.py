@@ -28,7 +28,7 @@ from redline.core.profile import COMMUNICATION, IDLE
 from redline.core.recipe import Recipe
 from redline.engine.profiling_timeline import STEP, WINDOW, read_timeline, union
 from redline.predict.memory import predict_memory
-from redline.predict.parallel import Layout
+from redline.predict.parallel import Beside, Layout
 from redline.rungs import plan_of
 from redline.rungs.ladder import for_layout
 from redline.search.document import ladder_document
@@ -71,6 +71,17 @@ def test_a_cpu_has_room_for_four_ranks_on_a_core_and_for_eight_in_any_case(cores
         check_ranks(cpu, most + 1)
     assert caught.value.fix == f"use --gpus {most} or fewer"
     assert check_ranks(replace(cpu, kind="cuda", count=most + 1), most + 1).ranks == most + 1
+
+
+def test_as_many_ranks_are_proposed_as_go_with_the_batch() -> None:
+    cpu = replace(EIGHT, kind="cpu", count=1, cpu_cores=2)
+    for batch, most in ((8, 4), (16, 8), (12, 6)):
+        with pytest.raises(UserError, match="64 ranks on this CPU") as caught:
+            check_ranks(cpu, 64, beside=Beside(micro_batch=2, batch=batch))
+        assert caught.value.fix == f"use --gpus {most}"
+    with pytest.raises(UserError) as caught:
+        check_ranks(EIGHT, 9, Ranked(ranks=9), Beside(micro_batch=1, batch=6))
+    assert caught.value.fix == "use --gpus 6"
 
 
 def test_a_global_batch_that_ranks_cannot_share_is_refused_with_the_nearest() -> None:
