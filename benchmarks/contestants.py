@@ -16,12 +16,13 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
+import torch._inductor.config as inductor
 from torch import nn
 
 from redline.core.errors import UserError
@@ -59,6 +60,8 @@ class Order:
     nanogpt: str | None = None
     label: str | None = None
     """What it goes by, where one candidate plays with several recipes."""
+    switches: dict[str, Any] = field(default_factory=dict)
+    """Of the compiler, by their names in torch._inductor.config."""
 
     @property
     def name(self) -> str:
@@ -101,6 +104,8 @@ class Runner:
     def __init__(self, order: Order, tokens: Path) -> None:
         started = time.perf_counter()
         self.order, self.device = order, torch.device(order.device)
+        for name, value in order.switches.items():
+            setattr(inductor, name, value)
         self.step, model = STEPS[order.candidate](order, self.device)
         workload = order.workload
         batches = TokenBatches(
