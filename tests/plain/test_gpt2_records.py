@@ -1,0 +1,97 @@
+"""benchmarks/gpt2_records.sh: what it runs, what it keeps and what it goes on with; and the recipes beside it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from redline.core.hardware import Hardware
+from redline.core.recipe import load_recipe
+from redline.core.values import from_json
+from redline.rungs import plan_of
+from redline.search.ladder import check_recipe_applies
+from redline.workloads import resolve_workload
+
+PARTS = ["ladder", "memory", "fp8", "switches", "medium", "large", "xl"]
+# Stands in for Python: notes its words, prints a document, and ends as it is told. A ladder makes its run directory.
+FAKE = """#!/usr/bin/env bash
+echo "$*" >> "$SEEN"
+echo '{"done": true}'
+while [ $# -gt 0 ]; do [ "$1" = --out ] && mkdir -p "$2" && touch "$2/run.json"; shift; done
+exit "${CODE:-0}"
+"""
+
+
+@pytest.fixture
+def make(repository: Path, tmp_path: Path):
+    python = tmp_path / "python"
+    python.write_text(FAKE)
+    python.chmod(0o755)
+    out, seen = tmp_path / "out", tmp_path / "seen"
+
+    def run(*parts: str, **environment: str) -> tuple[int, list[str], str]:
+        seen.write_text("")
+        done = subprocess.run(
+            ["bash", repository / "benchmarks" / "gpt2_records.sh", out, *parts],
+            env={"PATH": os.environ["PATH"], "PYTHON": str(python), "SEEN": str(seen), **environment},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        return done.returncode, seen.read_text().splitlines(), done.stderr
+
+    run.out = out
+    return run
+
+
+def test_all_parts_and_then_none_again(make) -> None:
+    code, seen, said = make()
+    assert (code, len(seen)) == (0, len(PARTS)), said
+    assert "NANOGPT names no checkout" in said
+    assert "SHARDS names no folder" in said
+    assert all((make.out / f"{name}.json").read_text() == '{"done": true}\n' for name in PARTS)
+    code, seen, _ = make()
+    assert (code, seen) == (0, [])
+
+
+def test_an_unfinished_part_is_tried_again_and_a_ladder_goes_on(make) -> None:
+    _, seen, _ = make("ladder", "switches", CODE="130")
+    assert len(seen) == 2
+    assert {path.name for path in make.out.glob("*.json")} == {"ladder.partial.json", "switches.partial.json"}
+    _, seen, _ = make("ladder", "switches")
+    assert seen[0].split() == ["-m", "redline", "ladder", "--resume", str(make.out / "ladder"), "--json"]
+    assert "switches.py" in seen[1]
+    assert (make.out / "ladder.json").exists()
+
+
+def test_a_different_row_is_a_result_and_an_unfinished_comparison_is_not(make) -> None:
+    make("fp8", "memory", CODE="1")
+    assert {path.name for path in make.out.glob("*.json")} == {"fp8.json", "memory.partial.json"}
+
+
+def test_against_and_long_with_what_they_need(make) -> None:
+    code, seen, _ = make("against", "long", NANOGPT="nano", SHARDS="shards")
+    assert code == 0
+    assert "--nanogpt nano" in seen[0]
+    assert "--data shards" in seen[1]
+
+
+def test_a_part_that_there_is_not(make) -> None:
+    code, seen, said = make("speed")
+    assert (code, seen) == (2, [])
+    assert "there is no part speed" in said
+
+
+def test_the_recipes_apply_to_the_card_that_they_are_for(repository: Path) -> None:
+    record = repository / "records" / "2026-11-18-h200-memory-rungs-gpt2-b64.json"
+    card = from_json(Hardware, json.loads(record.read_text())["hardware"])
+    gpt2, folder = resolve_workload("gpt2"), repository / "benchmarks" / "recipes"
+    fast, fp8 = (load_recipe(folder / f"{name}.json") for name in ("hopper", "hopper-fp8"))
+    for recipe in (fast, fp8):
+        check_recipe_applies(recipe, gpt2, card)
+    assert fp8.rungs[: len(fast.rungs)] == fast.rungs
+    assert plan_of(fast.rungs).attention == "cudnn"
