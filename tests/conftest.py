@@ -7,6 +7,7 @@ unless a test that needs a device was collected, so `pytest tests/plain` starts 
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     # Workers that each take every core wait for one another; and Inductor's pool of compilers imports torch once more.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A script's background jobs ignore Ctrl-C, and so would every process that a test starts in order to interrupt it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
