@@ -22,6 +22,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -108,7 +109,7 @@ def start_ranks(options: argparse.Namespace) -> int:
             "leave --gpus out, or leave torchrun out",
         )
     with open(os.devnull, "w", encoding="utf-8") as nowhere:
-        hardware = check_order(options, Console(file=nowhere), ranks=options.gpus)
+        order, hardware = check_order(options, Console(file=nowhere), ranks=options.gpus)
     if hardware.kind == "cpu":
         print(f"{options.gpus} ranks share this CPU: the same numbers, and no faster", file=sys.stderr)
     with tempfile.TemporaryDirectory(prefix="redline-ranks-") as folder:
@@ -132,7 +133,7 @@ def start_ranks(options: argparse.Namespace) -> int:
         if (kept := keep_log(Path(folder), code)) is not None and code == EXIT_FAILED:
             print(f"tracebacks, and what torch wrote: {kept}", file=sys.stderr)
         if code == EXIT_FAILED:
-            tell_in_run(Path(folder), options)
+            tell_in_run(Path(folder), order, options)
         if code is None:
             raise KeyboardInterrupt
         return code
@@ -157,7 +158,7 @@ def keep_log(folder: Path, code: int | None) -> Path | None:
     return None
 
 
-def tell_in_run(folder: Path, options: argparse.Namespace) -> None:
+def tell_in_run(folder: Path, order: TrainOrder, options: argparse.Namespace) -> None:
     """What ended the ranks, where rank 0 did not come to it: in the run's metrics and on its page, and as `--json`."""
     from redline.commands.train import show_lost_run
     from redline.core.training import METRICS_FILE
@@ -171,7 +172,7 @@ def tell_in_run(folder: Path, options: argparse.Namespace) -> None:
         log = MetricsLog(run / METRICS_FILE)
         log("end", ended="failed", reason=text, checkpoint=None)
         log.close()
-    show_lost_run(run, options)
+    show_lost_run(replace(order, out=str(run)), options)
 
 
 def run_directory(folder: Path) -> Path | None:

@@ -159,7 +159,7 @@ def train_and_show(order: TrainOrder, options: argparse.Namespace, console: Any,
         if not (options.resume or watching.trained or holds_text(order, options)):
             shutil.rmtree(order.out, ignore_errors=True)  # a mistake leaves nothing that looks like a run
         elif options.json and isinstance(error, FailedRunError):
-            show_lost_run(Path(order.out), options)
+            show_lost_run(order, options)
         raise
     show_summary({**summary, **watchers.speed, "page": watchers.page}, order, options)
     return {"interrupted": EXIT_INTERRUPTED, "diverged": EXIT_FAILED, "failed": EXIT_FAILED}.get(
@@ -202,17 +202,17 @@ def make_order(options: argparse.Namespace, console: Any, ranks: int = 1) -> Tra
     return order
 
 
-def check_order(options: argparse.Namespace, console: Any, ranks: int) -> Hardware:
-    """Every mistake that can be found without making anything; returns the machine."""
+def check_order(options: argparse.Namespace, console: Any, ranks: int) -> tuple[TrainOrder, Hardware]:
+    """Every mistake that can be found without making anything; what the words come to, and the machine."""
     from redline.search.launch import probe_machine
     from redline.search.ranks import check_ranks
 
     if options.resume:
         order = resumed_order(options, ranks)
-        return check_ranks(probe_machine(order.device)[0], ranks, order.layout)
+        return order, check_ranks(probe_machine(order.device)[0], ranks, order.layout)
     order, hardware, _ = chosen_order(options, console, ranks)
     check_data(options, order.workload)
-    return hardware
+    return order, hardware
 
 
 def new_order(options: argparse.Namespace, console: Any, ranks: int = 1) -> TrainOrder:
@@ -539,24 +539,18 @@ def summary_document(summary: dict[str, Any], order: TrainOrder) -> dict[str, An
     }
 
 
-def show_lost_run(out: Path, options: argparse.Namespace) -> None:
+def show_lost_run(order: TrainOrder, options: argparse.Namespace) -> None:
     """Of a run whose end was told on the screen already: its page, and with --json the summary that it did not come to,
     of what its directory holds."""
-    from redline.core.job import RunDirectory
-    from redline.core.layout import Layout
-    from redline.core.values import from_json
-    from redline.engine.session import TrainOrder
     from redline.report.history import read_training
     from redline.report.training_page import write_training_page
 
+    out = Path(order.out)
     found = read_training(out)
     page = write_training_page(out, found)
-    if not options.json:
-        return
-    order = from_json(TrainOrder, RunDirectory(out).read_run()["order"])
-    layout = None if found["layout"] is None else from_json(Layout, found["layout"])
-    summary = {name: found[name] for name in TOLD} | {"page": None if page is None else str(page)}
-    print(json.dumps(summary_document(summary, replace(order, layout=layout)) | {"parallel": found["parallel"]}))
+    if options.json:
+        summary = {name: found[name] for name in TOLD} | {"page": None if page is None else str(page)}
+        print(json.dumps(summary_document(summary, order)))
 
 
 TOLD = (

@@ -1315,6 +1315,23 @@ def test_what_a_file_raises_under_way_is_told_with_its_line(
     assert (told["kind"], told["ended"]) == ("end", "failed")
 
 
+def test_the_summary_of_a_lost_session_is_of_that_session(
+    here: Path, write: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And not of the one that run.json is of: the folder was moved since, and the recipe is another."""
+    forward, batch, _ = UNDER_WAY["batch"]
+    words = f"{write(RAISES_LATE.replace('FORWARD', forward).replace('BATCH', batch))}:net"
+    often = ("--steps", 60, "--cycle", 2, "--checkpoint-every", 2, "--out", "run")
+    assert main(["train", words, *map(str, (*PLAIN, *often)), "--json"]) == 1
+    first = json.loads(capsys.readouterr().out)
+    (here / "run").rename(here / "moved")
+    Path("other.json").write_text(json.dumps(to_json(Recipe(rungs=("no-sync",), micro_batch=4))))
+    assert main(["train", "--resume", "moved", "--recipe", "other.json", "--json"]) == 1
+    second = json.loads(capsys.readouterr().out)
+    assert [(one["out"], one["rungs"]) for one in (first, second)] == [("run", []), ("moved", ["no-sync"])]
+    assert second["checkpoint"].startswith("moved")
+
+
 def test_an_abort_of_c_under_way_is_told_too(here: Path, write: Callable[[str], Path]) -> None:
     """Where a GPU is lost, torch's destructors call it: no exception comes, and the process is gone."""
     text = RAISES_LATE.replace("FORWARD", "if Net.calls > 40: __import__('os').abort()").replace("BATCH", "pass")
