@@ -442,11 +442,11 @@ def step_notes(step: ParallelStep) -> Iterator[str]:
             f"the wait between nodes is known from steps of {SHORTEST_PUBLISHED:g} s and more; in one this short it "
             "weighs more, and the speed is less certain (docs/parallel.md)"
         )
-    waits = sum(wait_seconds(one, usual_model()) for one in step.traffic)
-    if step.time is not None and waits > MUCH_WAITING * step.time.seconds:
-        calls = sum(one.calls for one in step.traffic if one.group.nodes > 1)
+    waits = [one for one in step.traffic if wait_seconds(one, usual_model())]
+    calls, waited = sum(one.calls for one in waits), sum(wait_seconds(one, usual_model()) for one in waits)
+    if step.time is not None and waited > MUCH_WAITING * step.time.seconds:
         yield (
-            f"{waits / step.time.seconds:.0%} of this step is waiting for the slowest node, {counted(calls, 'time')}: "
+            f"{waited / step.time.seconds:.0%} of this step is waiting for the slowest node, {counted(calls, 'time')}: "
             "that was fitted on FSDP's calls and is taken for every other kind (docs/parallel.md)"
         )
 

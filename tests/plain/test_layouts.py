@@ -305,6 +305,17 @@ def test_a_step_that_mostly_waits_says_so():
         assert any("waiting for the slowest node" in note for note in notes) is waits, notes
 
 
+def test_two_neighbours_of_a_pipeline_wait_for_nobody_else():
+    """They are 32 GPUs apart here, and what each sends the other is not among the calls that wait."""
+    fabric = Fabric(gpus_per_node=8, links=choose_links("nvlink4,ib-400", None))
+    case = Case(shape=GPT2, plan=FAST, layout=Layout(gpus=64, pp=2, micro_batch=2, accumulation=4))
+    step = predict_parallel(case, fabric, PEAKS)
+    sent = {one.kind: one.calls for one in step.traffic}
+    (note,) = [note for note in step_notes(step) if "waiting for the slowest node" in note]
+    assert set(sent) == {"all-reduce", "point-to-point"}
+    assert f"node, {sum(one.calls for one in step.traffic if one.kind == 'all-reduce')} times" in note, note
+
+
 def test_a_micro_batch_that_was_named_stays():
     found = recommend(search_of(GPT2, 8, 256, micro_batch=4))
     assert {step.layout.micro_batch for step in (found.best, *found.others)} == {4}
