@@ -243,14 +243,15 @@ class Ranks:
 
     def _wait_for_others(self, store: Store) -> None:
         """As long as they live and the limit allows: whoever watches names the one that does not come."""
-        until, missing = time.monotonic() + self.limit_seconds, list(range(self.count))
-        while missing := [rank for rank in missing if not store.check([f"met/{self._meetings}/{rank}"])]:
-            if self.leads and store.check([f"mistake/{self._meetings}"]):
-                raise UserError(*json.loads(store.get(f"mistake/{self._meetings}")))
-            if self._watches and time.monotonic() > until:
-                mark = Mark(*json.loads(self._beat_of(missing[0]))[1:])
-                raise LostRankError(words_of_missing(missing[0], mark, self.rank, self.limit_seconds))
-            time.sleep(POLL_SECONDS)
+        until = time.monotonic() + self.limit_seconds
+        for rank in range(self.count):  # one question at a time: every rank asks the same store
+            while not store.check([f"met/{self._meetings}/{rank}"]):
+                if self.leads and store.check([f"mistake/{self._meetings}"]):
+                    raise UserError(*json.loads(store.get(f"mistake/{self._meetings}")))
+                if self._watches and time.monotonic() > until:
+                    mark = Mark(*json.loads(self._beat_of(rank))[1:])
+                    raise LostRankError(words_of_missing(rank, mark, self.rank, self.limit_seconds))
+                time.sleep(POLL_SECONDS)
 
     def named(self, error: UserError) -> UserError:
         """What ends a run under way may be one rank's alone; of rank 0 nobody else says it."""

@@ -50,7 +50,7 @@ from redline.data.survey import TEXT_FILE, StreamedText, open_text
 from redline.data.tokenizer import tokenizer
 from redline.engine.build import build_step
 from redline.engine.checkpoint import CheckpointStore, Loaded, latest_checkpoint, load_from
-from redline.engine.distributed import Ranks, alone
+from redline.engine.distributed import RANK_0, Ranks, alone
 from redline.engine.export import CONFIG_FILE, load_weights
 from redline.engine.last_words import last_words
 from redline.engine.memory import is_out_of_memory
@@ -163,7 +163,7 @@ def train(order: TrainOrder, emit: Emit, ranks: Ranks | None = None) -> dict[str
         if reason is None:
             raise
         if ranks.count > 1 and ranks.leads:  # another's name stands before what it tells
-            who = "rank 0: "
+            who = RANK_0
     if reason is not None:  # before anybody is shown it, which may take a while: others fail of it meanwhile
         ranks.tell_failure(f"rank {ranks.rank} failed: {reason}" if why == "failed" else f"training {why}: {reason}")
         reason = f"{who}{reason}"

@@ -336,7 +336,7 @@ def summary_lines(summary: dict[str, Any]) -> list[str]:
     median = f"{human_rate(summary['tokens_per_second'])} {unit}s/s ({SPEED_IS})"
     lines = [
         ("ended", f"{ENDS[summary['ended']]}: {updates_text(summary['updates'])}, {clock_text(summary['seconds'])}"),
-        ("why", summary.get("why") or ""),
+        ("why", " ".join((summary.get("why") or "").splitlines())),
         (f"{unit}s", f"{tokens['train']:,} train, {tokens['validation']:,} validation, {tokens['total']:,} total"),
         ("documents", documents_text(summary["documents"]) if summary["documents"] else ""),
         ("speed", f"{median}, MFU {human_percent(summary['mfu'])}"),
