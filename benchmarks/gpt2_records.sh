@@ -5,18 +5,22 @@
 #   benchmarks/gpt2_records.sh runs/records memory fp8 switches    # these
 #   NANOGPT=../nanoGPT SHARDS=shards benchmarks/gpt2_records.sh runs/records against long
 #
-# A folder for the results, then the parts. Each becomes PART.json there; what is finished stays, what was interrupted goes
-# on: call it again with the same words. seconds.txt says what each took. `against` needs a checkout of nanoGPT,
-# `long` a folder made by `redline data prepare`; without them they are left out. LIMIT=500 ends each part after so many
-# seconds as Ctrl-C would: it keeps what it has measured.
+# A folder for the results, then the parts. Each becomes PART.json there, and is not made again. Called again with the same
+# words, ladders and long runs go on where they were stopped; the other parts begin anew, and PART.partial.json is what
+# they had. seconds.txt says what each took. `against` needs a checkout of nanoGPT, `long` and `long-fp8` a folder made by
+# `redline data prepare`; without them they are left out. LIMIT=500 ends each part after so many seconds as Ctrl-C would.
+# SPEED_UP=1.17: of the 8-bit step, as `fp8` found it, for the speed-up at equal loss that `long-fp8` tells.
+# Exit code: the highest of any part, where 1 is a result too (a row that is *different*, losses that differ).
 #
 #   ladder     redline ladder gpt2: every rung from fp32 on                                       about 1,000 s on an H200
+#   batch      the fastest 16-bit recipe at 256 sequences, with the loss in chunks and CUDA graphs                   300 s
 #   memory     the rungs that save memory, at 64 and 256 sequences                                                   450 s
 #   fp8        the 8-bit rungs on top of the fastest 16-bit recipe, with their verdicts                              300 s
 #   switches   what the compiler's own switches would bring                                                          400 s
 #   medium, large, xl   the fastest 16-bit recipe on the larger models                                     180, 220, 410 s
-#   against    nanoGPT and transformers, in turns                                                                    250 s
-#   long       2,000 updates, three seeds, beside plain TF32                                                         450 s
+#   against    nanoGPT and transformers, in turns, each at several sizes                                             300 s
+#   long       2,000 updates, three seeds, beside plain TF32                                                         400 s
+#   long-fp8   the same with the 8-bit rungs, and with a tenth fewer updates                              350 s after long
 set -euo pipefail
 
 out=${1:?a folder for the results} && shift
@@ -25,30 +29,36 @@ python=${PYTHON:-python}
 fast=${RECIPE:-$here/recipes/hopper.json} fp8=${FP8:-$here/recipes/hopper-fp8.json}
 workload=${WORKLOAD:-gpt2}
 parts=("$@")
-[ ${#parts[@]} -gt 0 ] || parts=(ladder memory fp8 switches medium large xl against long)
+[ ${#parts[@]} -gt 0 ] || parts=(ladder batch memory fp8 switches medium large xl against long long-fp8)
 mkdir -p "$out"
+stopped=""
+trap 'stopped=yes' INT  # Ctrl-C reaches the command too, which keeps what it has
 
-# part COMMAND...: its document becomes $name.json when it is whole, $name.partial.json otherwise. $whole is the highest
-# exit code of a whole one.
-whole=0
+# part COMMAND...: its document becomes $name.json when it says that it is whole, and $name.partial.json otherwise.
+worst=0
 part() {
     local started=$SECONDS code=0
     if [ -s "$out/$name.json" ]; then
         echo "$name: finished before" >&2
         return
     fi
-    ${LIMIT:+timeout --signal=TERM --kill-after=30 "$LIMIT"} "$@" >"$out/$name.draft" || code=$?
+    # In the foreground, so that Ctrl-C reaches the command too.
+    ${LIMIT:+timeout --foreground --signal=TERM --kill-after=30 "$LIMIT"} "$@" >"$out/$name.draft" || code=$?
     echo "$name $((SECONDS - started)) s, exit code $code" | tee -a "$out/seconds.txt" >&2
-    if [ "$code" -le "$whole" ]; then
+    if grep -q '"finished": true' "$out/$name.draft"; then
         mv "$out/$name.draft" "$out/$name.json"
+        rm -f "$out/$name.partial.json"
     elif [ -s "$out/$name.draft" ]; then
         mv "$out/$name.draft" "$out/$name.partial.json"
+    else
+        rm -f "$out/$name.draft"
     fi
+    [ -z "$stopped" ] || exit 130
+    [ "$code" -le "$worst" ] || worst=$code
 }
 
-# ladder WORDS...: or the one that was begun. A row that comes out as different is a result too (exit code 1).
+# ladder WORDS...: or the one that was begun.
 ladder() {
-    local whole=1
     if [ -e "$out/$name/run.json" ]; then
         part "$python" -m redline ladder --resume "$out/$name" --json
     else
@@ -60,9 +70,19 @@ larger() {
     ladder "$1" --from "$fast" --rungs none --micro-batch "$2" --steps 15 --check-steps "$3"
 }
 
+long_run() {
+    if [ -z "${SHARDS:-}" ]; then
+        echo "$name: left out, SHARDS names no folder of tokens" >&2
+        return
+    fi
+    part "$python" "$here/long_run.py" "$workload" --recipe "$fast" --data "$SHARDS" --out "$out/runs" "$@" --json
+}
+
 for name in "${parts[@]}"; do
     case $name in
         ladder) ladder "$workload" --without fp16 --compile-ahead 4 ;;
+        batch) ladder "$workload" --from "$fast" --rungs chunked-loss,cuda-graphs --micro-batch 256 --steps 15 \
+            --check-steps 6 ;;  # one after the other: side by side they do not fit
         memory) part "$python" "$here/memory_rungs.py" "$workload" --recipe "$fast" --micro-batch 64 --sizes 256 \
             --keep "$out/compiled" --json ;;
         fp8) ladder "$workload" --from "$fast" --rungs fp8-head,fp8-linears,fp8-mlps,cuda-graphs --compile-ahead 4 ;;
@@ -71,10 +91,11 @@ for name in "${parts[@]}"; do
         large) larger gpt2-large 32 6 ;;
         xl) larger gpt2-xl 32 8 ;;
         against) [ -z "${NANOGPT:-}" ] && echo "against: left out, NANOGPT names no checkout" >&2 ||
-            part "$python" "$here/against.py" "$workload" --nanogpt "$NANOGPT" --recipe "$fast" --json ;;
-        long) [ -z "${SHARDS:-}" ] && echo "long: left out, SHARDS names no folder of tokens" >&2 ||
-            part "$python" "$here/long_run.py" "$workload" --recipe "$fast" --changed "$fp8" --data "$SHARDS" \
-                --out "$out/long" --json ;;
+            part "$python" "$here/against.py" "$workload" --nanogpt "$NANOGPT" --recipe "$fast" \
+                --micro-batches 64,128 --at transformers=32,64 --at redline=64,128,256 --rounds 6 --json ;;
+        long) long_run ;;
+        long-fp8) long_run --changed "$fp8" ${SPEED_UP:+--speed-up "$SPEED_UP"} ;;
         *) echo "there is no part $name; the parts are named at the top of $0" >&2 && exit 2 ;;
     esac
 done
+exit "$worst"

@@ -185,6 +185,7 @@ def run(options: argparse.Namespace) -> int:
         "data": data.identity,
         "settings": {name: getattr(orders[0], name) for name in ("steps", "tail", "batch", "warmup_steps")},
         "seeds": list(seeds),
+        "finished": len(runs) == len(orders),
         "runs": {name: {**found, "losses": thinned(found["losses"])} for name, found in runs.items()},
         **judged(runs, seeds),
         **({} if options.changed is None else {"worth": worth(runs, seeds, options.speed_up)}),

@@ -16,14 +16,16 @@ from redline.rungs import plan_of
 from redline.search.ladder import check_recipe_applies
 from redline.workloads import resolve_workload
 
-PARTS = ["ladder", "memory", "fp8", "switches", "medium", "large", "xl"]
+PARTS = ["ladder", "batch", "memory", "fp8", "switches", "medium", "large", "xl"]
 # Stands in for Python: notes its words, prints a document, and ends as it is told. A ladder makes its run directory.
 FAKE = """#!/usr/bin/env bash
 echo "$*" >> "$SEEN"
-echo '{"done": true}'
+printf '%s' "$DOCUMENT"
+[ -z "${ASKS:-}" ] || kill -INT "$PPID"
 while [ $# -gt 0 ]; do [ "$1" = --out ] && mkdir -p "$2" && touch "$2/run.json"; shift; done
 exit "${CODE:-0}"
 """
+WHOLE = '{"finished": true}'
 
 
 @pytest.fixture
@@ -35,9 +37,10 @@ def make(repository: Path, tmp_path: Path):
 
     def run(*parts: str, **environment: str) -> tuple[int, list[str], str]:
         seen.write_text("")
+        fake = {"PYTHON": str(python), "SEEN": str(seen), "DOCUMENT": WHOLE}
         done = subprocess.run(
             ["bash", repository / "benchmarks" / "gpt2_records.sh", out, *parts],
-            env={"PATH": os.environ["PATH"], "PYTHON": str(python), "SEEN": str(seen), **environment},
+            env={"PATH": os.environ["PATH"], **fake, **environment},
             capture_output=True,
             text=True,
             timeout=60,
@@ -52,32 +55,42 @@ def test_all_parts_and_then_none_again(make) -> None:
     code, seen, said = make()
     assert (code, len(seen)) == (0, len(PARTS)), said
     assert "NANOGPT names no checkout" in said
-    assert "SHARDS names no folder" in said
-    assert all((make.out / f"{name}.json").read_text() == '{"done": true}\n' for name in PARTS)
+    assert said.count("SHARDS names no folder") == 2
+    assert all((make.out / f"{name}.json").read_text() == WHOLE for name in PARTS)
     code, seen, _ = make()
     assert (code, seen) == (0, [])
 
 
 def test_an_unfinished_part_is_tried_again_and_a_ladder_goes_on(make) -> None:
-    _, seen, _ = make("ladder", "switches", CODE="130")
-    assert len(seen) == 2
+    code, seen, _ = make("ladder", "switches", CODE="124", DOCUMENT='{"finished": false}')  # as LIMIT ends them
+    assert (code, len(seen)) == (124, 2)
     assert {path.name for path in make.out.glob("*.json")} == {"ladder.partial.json", "switches.partial.json"}
     _, seen, _ = make("ladder", "switches")
     assert seen[0].split() == ["-m", "redline", "ladder", "--resume", str(make.out / "ladder"), "--json"]
     assert "switches.py" in seen[1]
-    assert (make.out / "ladder.json").exists()
+    assert {path.name for path in make.out.glob("*.json")} == {"ladder.json", "switches.json"}
 
 
-def test_a_different_row_is_a_result_and_an_unfinished_comparison_is_not(make) -> None:
-    make("fp8", "memory", CODE="1")
-    assert {path.name for path in make.out.glob("*.json")} == {"fp8.json", "memory.partial.json"}
+def test_what_came_out_badly_is_a_result_and_what_broke_is_none(make) -> None:
+    code, _, _ = make("fp8", CODE="1")
+    assert (code, (make.out / "fp8.json").exists()) == (1, True)
+    code, _, _ = make("medium", "memory", CODE="2", DOCUMENT="")
+    assert (code, {path.name for path in make.out.glob("m*")}) == (2, {"medium"}), "a run directory is all that is left"
+
+
+def test_ctrl_c_ends_all_parts(make) -> None:
+    code, seen, _ = make("ladder", "switches", CODE="130", DOCUMENT='{"finished": false}', ASKS="yes")
+    assert (code, len(seen)) == (130, 1)
+    assert (make.out / "ladder.partial.json").exists()
 
 
 def test_against_and_long_with_what_they_need(make) -> None:
-    code, seen, _ = make("against", "long", NANOGPT="nano", SHARDS="shards")
+    code, seen, _ = make("against", "long", "long-fp8", NANOGPT="nano", SHARDS="shards", SPEED_UP="1.17")
     assert code == 0
     assert "--nanogpt nano" in seen[0]
-    assert "--data shards" in seen[1]
+    assert "--changed" not in seen[1]
+    assert "hopper-fp8.json --speed-up 1.17" in seen[2]
+    assert all(f"--data shards --out {make.out / 'runs'}" in words for words in seen[1:]), "they share their runs"
 
 
 def test_a_part_that_there_is_not(make) -> None:
