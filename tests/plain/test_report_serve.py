@@ -296,13 +296,16 @@ def test_ctrl_c_ends_it_cleanly(half_done: Path, repository: Path) -> None:
     command = [sys.executable, "-m", "redline", "report", str(half_done), "--serve", "--port", "0"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, cwd=repository, **pipes) as process:  # type: ignore[call-overload]
-        line = process.stdout.readline()
-        assert line.startswith("serving http://127.0.0.1:")
-        port = int(line.split("/")[2].split(":")[1])
-        with socket.create_connection(("127.0.0.1", port), timeout=10):  # a browser keeps one open: it must not matter
-            process.send_signal(signal.SIGINT)
-            assert process.wait(timeout=20) == 0
-        assert process.stderr.read() == "no longer serving\n"
+        try:
+            line = process.stdout.readline()
+            assert line.startswith("serving http://127.0.0.1:")
+            port = int(line.split("/")[2].split(":")[1])
+            with socket.create_connection(("127.0.0.1", port), timeout=10):  # a browser keeps one: it must not matter
+                process.send_signal(signal.SIGINT)
+                assert process.wait(timeout=20) == 0
+            assert process.stderr.read() == "no longer serving\n"
+        finally:
+            process.kill()
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", port), timeout=10)
 
