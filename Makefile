@@ -35,7 +35,7 @@ format: $(TEST_STAMP) ## let ruff rewrite what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: setup ## write docs/rungs and the README's table from the rungs and the newest record
+docs: setup ## write docs/rungs and the README's tables from the rungs and the newest records
 	$(BIN)/python tools/generate_docs.py
 
 clean: ## remove the environment, caches and build products; runs/ and records/ stay

@@ -31,7 +31,7 @@ from redline.predict.tiles import (
     power_of_two,
 )
 
-VOCABULARY_MULTIPLE = 64  # sources/003: good on every device, V100 to B200
+VOCABULARY_MULTIPLE = 64  # arXiv 2401.14489: good on every device, V100 to B200
 # Of the step's GEMM time. Runs differ by 1 to 3 %, and cuBLAS may choose better tiles than the prediction does: what is
 # predicted to give less is not worth a finding. More is asked of advice that costs memory or another layout.
 MEANINGFUL_GAIN = 0.05

@@ -43,7 +43,7 @@ class FusedMatmuls(Rung):
 
     The gradient of an MLP's second layer writes four times the stream's width, and a kernel of its own reads that and
     what GELU was given and writes it again. QuACK's matmuls for Hopper do with a number what they are told before they
-    write it, so here that kernel is gone; and forward they are faster with GELU behind them than cuBLASLt's are. What
+    write it, so here that kernel is gone; and forward they are no slower than cuBLASLt's with GELU behind them. What
     GELU was given is not kept: on the way out its slope costs a few operations more, and on the way back nothing but a
     multiplication is left. The first step compiles them, which takes some seconds, and times two ways of the second.
     Everything else is as `tuned-matmuls` and `fused-backward` have it. GELU's tanh is the GPU's own instruction, whose

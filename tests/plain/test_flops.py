@@ -343,7 +343,7 @@ def test_megatron_by_hand():
 
 
 def test_the_shortcut_on_the_example_of_its_source():
-    """sources/003: 64 GPUs, 52B parameters, 1024 sequences of 2048 tokens in 127 s."""
+    """github.com/stas00/ml-engineering's: 64 GPUs, 52B parameters, 1024 sequences of 2048 tokens in 127 s."""
     run = {"billions": 52, "sequence": 2048, "global_batch": 1024, "seconds": 127, "gpus": 64}
     assert shortcut_tflops(**run, recompute=True) == pytest.approx(52 * 4 * 2 * 2048 * 1024 / (127 * 64 * 1e3))
     assert shortcut_tflops(**run, recompute=True) == pytest.approx(107.33, abs=0.005)
@@ -418,7 +418,7 @@ def test_untying_and_padding_add_their_rows():
 
 
 def test_prefill_by_the_formula_of_the_source():
-    """sources/003: 24 B s h^2 + 4 B s^2 h per layer, by the full square; the head for the last token alone."""
+    """arXiv 2104.04473: 24 B s h^2 + 4 B s^2 h per layer, by the full square; the head for the last token alone."""
     layers = 12 * (24 * 300 * 768**2 + 4 * 300**2 * 768)
     head = 2 * 768 * 50257
     assert prefill_flops(GPT2, 300, convention="full") == pytest.approx(layers + head)

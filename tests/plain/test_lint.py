@@ -50,7 +50,7 @@ def only_finding(shape: Shape, **more):
     return finding
 
 
-# tiles, waves, alignment: docs/sources.md 4
+# tiles and waves by their formulas (docs/lint.md), alignment: docs/sources.md 4
 
 
 def proj(micro_batch: int) -> Gemm:
