@@ -81,8 +81,8 @@ long_run() {
 for name in "${parts[@]}"; do
     case $name in
         ladder) ladder "$workload" --without fp16 --compile-ahead 4 ;;
-        batch) ladder "$workload" --from "$fast" --rungs chunked-loss,cuda-graphs --micro-batch 256 --steps 15 \
-            --check-steps 6 ;;  # one after the other: side by side they do not fit
+        batch) ladder "$workload" --from "$fast" --rungs chunked-loss,cuda-graphs --keep all --micro-batch 256 \
+            --steps 15 --check-steps 6 ;;  # one after the other: side by side they do not fit
         memory) part "$python" "$here/memory_rungs.py" "$workload" --recipe "$fast" --micro-batch 64 --sizes 256 \
             --keep "$out/compiled" --json ;;
         fp8) ladder "$workload" --from "$fast" --rungs fp8-head,fp8-linears,fp8-mlps,cuda-graphs --compile-ahead 4 ;;
