@@ -98,7 +98,7 @@ def start_ranks(options: argparse.Namespace) -> int:
     """Everything that can be refused is refused here, before a process is started."""
     from rich.console import Console
 
-    from redline.commands.train import check_order
+    from redline.commands.train_order import check_order
     from redline.search.launch import import_environment, kill_group
 
     check_sizes(options, ("gpus",))
@@ -244,7 +244,8 @@ def run_rank(options: argparse.Namespace) -> int:
 def lead(ranks: Ranks, options: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from redline.commands.train import make_order, train_and_show
+    from redline.commands.train import train_and_show
+    from redline.commands.train_order import make_order
     from redline.core.values import to_json
 
     console = Console(stderr=True)
@@ -269,7 +270,7 @@ def lead(ranks: Ranks, options: argparse.Namespace) -> int:
 
 def gone_on(options: argparse.Namespace, ranks: Ranks) -> argparse.Namespace:
     """Where torchrun starts the ranks again after a failure: the same words, and the run directory that they made."""
-    from redline.commands.train import FIXED
+    from redline.commands.train_order import FIXED
     from redline.core.job import RUN_FILE
 
     out = ranks.remembered("out") or options.out

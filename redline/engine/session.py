@@ -104,19 +104,38 @@ def train(order: TrainOrder, emit: Emit, ranks: Ranks | None = None) -> dict[str
     """Returns what it came to; `ended` says why it is over: 'steps', 'tokens', 'minutes', 'interrupted', 'diverged'
     or 'failed' (out of memory). `ranks`: those that train together; every one of them calls this."""
     ranks = ranks or alone()
+    trainer, plan = made_ready(order, emit, ranks)
+    who = ""
+    try:
+        with nullcontext() if ranks.joined else last_words(lambda: end_in_c(order, trainer)):  # an agent tells of ranks
+            why, reason = trainer.run(), None
+    except DivergedError as error:
+        why, reason = "diverged", str(error)
+    except NotSavedError as error:
+        why, reason = "failed", str(error)
+    except (Exception, SystemExit) as error:
+        if (mistake := mistake_in_file(error, order, trainer)) is not None:
+            raise (ranks.named(mistake) if ranks.leads else mistake) from error  # before it is written down
+        why, reason = "failed", known_failure(error, order, plan)
+        if reason is None:
+            raise
+        if ranks.count > 1 and ranks.leads:  # another's name stands before what it tells
+            who = RANK_0
+    if reason is not None:  # before anybody is shown it, which may take a while: others fail of it meanwhile
+        ranks.tell_failure(f"rank {ranks.rank} failed: {reason}" if why == "failed" else f"training {why}: {reason}")
+        reason = f"{who}{reason}"
+    return {**summary_of(trainer, why), "reason": reason}
+
+
+def made_ready(order: TrainOrder, emit: Emit, ranks: Ranks) -> tuple[Trainer, Plan]:
+    """With the model built, and where the run's newest checkpoint leaves it."""
     ranks.arrange(order.layout or Layout(ranks=ranks.count))
     device, settings = ranks.connect(order.device), order.settings
     plan = training_plan(order.recipe, ranks.layout)
-    if (lost := ranks.lost_before()) is not None:
-        emit("note", text=lost)
-    if ranks.count > 1:
-        emit("note", text=ranks.layout.words(plan.parallel))
-    if ranks.layout.pipeline > 1:
-        emit("note", text=ranks.layout.words_of_bubble(order.micro_batches))
+    for note in notes_of_ranks(order, plan, ranks):
+        emit("note", text=note)
     if settings.deterministic:
         be_deterministic()
-    if ranks.joined and ranks.count == 1:
-        emit("note", text="one rank: it shares with nobody, so that nothing is gathered or averaged")
     data = open_data(order, emit)
     ranks.mark(0, "building the model")
     step = build_step(
@@ -148,26 +167,19 @@ def train(order: TrainOrder, emit: Emit, ranks: Ranks | None = None) -> dict[str
     ranks.mark(0, "looking for a checkpoint")
     if not trainer.resume() and order.init is not None:
         load_weights(step.adapter, step.model, Path(order.init))
-    who = ""
-    try:
-        with nullcontext() if ranks.joined else last_words(lambda: end_in_c(order, trainer)):  # an agent tells of ranks
-            why, reason = trainer.run(), None
-    except DivergedError as error:
-        why, reason = "diverged", str(error)
-    except NotSavedError as error:
-        why, reason = "failed", str(error)
-    except (Exception, SystemExit) as error:
-        if (mistake := mistake_in_file(error, order, trainer)) is not None:
-            raise (ranks.named(mistake) if ranks.leads else mistake) from error  # before it is written down
-        why, reason = "failed", known_failure(error, order, plan)
-        if reason is None:
-            raise
-        if ranks.count > 1 and ranks.leads:  # another's name stands before what it tells
-            who = RANK_0
-    if reason is not None:  # before anybody is shown it, which may take a while: others fail of it meanwhile
-        ranks.tell_failure(f"rank {ranks.rank} failed: {reason}" if why == "failed" else f"training {why}: {reason}")
-        reason = f"{who}{reason}"
-    return {**summary_of(trainer, why), "reason": reason}
+    return trainer, plan
+
+
+def notes_of_ranks(order: TrainOrder, plan: Plan, ranks: Ranks) -> Iterator[str]:
+    """How they share the work, and what ended those that torchrun had started before."""
+    if (lost := ranks.lost_before()) is not None:
+        yield lost
+    if ranks.count > 1:
+        yield ranks.layout.words(plan.parallel)
+    if ranks.layout.pipeline > 1:
+        yield ranks.layout.words_of_bubble(order.micro_batches)
+    if ranks.joined and ranks.count == 1:
+        yield "one rank: it shares with nobody, so that nothing is gathered or averaged"
 
 
 def mistake_in_file(error: BaseException, order: TrainOrder, trainer: Trainer) -> FailedRunError | None:

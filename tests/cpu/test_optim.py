@@ -26,7 +26,8 @@ from torch.utils._pytree import tree_leaves
 
 from redline import optim
 from redline.commands.common import options_of
-from redline.commands.train import add_train, settings_of
+from redline.commands.train import add_train
+from redline.commands.train_order import settings_of
 from redline.commands.train_recipe import other_optimizer
 from redline.core.errors import UserError
 from redline.core.hardware import Hardware

@@ -24,7 +24,8 @@ import redline.engine.session as session_module
 import redline.engine.train as train_module
 from redline.cli import interrupt, main
 from redline.commands.common import options_of
-from redline.commands.train import add_train, end_of_schedule, resumed_order
+from redline.commands.train import add_train
+from redline.commands.train_order import end_of_schedule, resumed_order
 from redline.core.errors import UserError
 from redline.core.layout import Layout
 from redline.core.recipe import Recipe

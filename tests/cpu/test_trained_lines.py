@@ -14,7 +14,7 @@ from rich.console import Console
 from redline import cli
 from redline.cli import build_parser
 from redline.commands.estimate_subject import hardware_of
-from redline.commands.train import chosen_order
+from redline.commands.train_order import chosen_order
 from redline.core.devices import find_device
 from redline.core.plan import Plan
 from redline.engine.session import training_plan

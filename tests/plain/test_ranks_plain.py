@@ -155,7 +155,7 @@ def test_ranks_record_the_command_as_it_was_typed(tmp_path: Path, monkeypatch: p
         "from redline.commands.common import command_line; import sys; open(sys.argv[1], 'w').write(command_line())"
     )
     words = ["train", "tiny", "--data", "my text.txt", "--gpus=4", "--parallel", "fsdp"]
-    monkeypatch.setattr("redline.commands.train.check_order", lambda *_, **__: (None, replace(EIGHT, kind="cpu")))
+    monkeypatch.setattr("redline.commands.train_order.check_order", lambda *_, **__: (None, replace(EIGHT, kind="cpu")))
     agent = [sys.executable, "-c", record, str(tmp_path / "command")]
     monkeypatch.setattr("redline.commands.ranks.agent_words", lambda *_: agent)
     assert start_ranks(argparse.Namespace(gpus=4, words=words)) == 0

@@ -13,7 +13,7 @@ import pytest
 from redline.cli import build_parser
 from redline.commands.estimate import estimate
 from redline.commands.ranks import batch_beside, check_shares, layout_of
-from redline.commands.train import global_sequences
+from redline.commands.train_order import global_sequences
 from redline.commands.train_recipe import check_parallel, shared_recipe
 from redline.core.hardware import Hardware
 from redline.core.recipe import Recipe
@@ -70,7 +70,7 @@ def layout_lines(repository: Path) -> list[str]:
 
 
 def check_train(options: argparse.Namespace) -> None:
-    """As `commands/train.py` does before anything starts."""
+    """As `commands/train_order.py` does before anything starts."""
     workload = resolve_workload(options.workload)
     layout = layout_of(options, options.gpus, workload, batch_beside(options, workload, None))
     hardware = replace(MACHINE, ranks=layout.ranks)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from redline import cli
 from redline.commands.ranks import check_resumed_shares, check_shares, layout_of
-from redline.commands.train import global_sequences
+from redline.commands.train_order import global_sequences
 from redline.commands.train_recipe import check_needs, check_parallel, shared_recipe
 from redline.core.errors import UserError
 from redline.core.hardware import Hardware
