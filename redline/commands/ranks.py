@@ -39,12 +39,14 @@ from redline.core.rank_processes import (
     TYPED,
     agent_environment,
     follows_rank_0,
+    killed_by,
     log_to,
     mark_interrupted,
     mark_left,
     mark_over,
     rank_pid_file,
     take_screen,
+    tell_why,
     was_interrupted,
 )
 from redline.core.units import counted
@@ -130,6 +132,11 @@ def start_ranks(options: argparse.Namespace) -> int:
             code = follow(process, pid_file)
         finally:
             kill_group(process)
+        if process.returncode < 0 and code == EXIT_FAILED:  # it could not say so itself
+            see_off(pid_file)
+            tell_why(
+                pid_file, f"the process that holds the ranks together {killed_by(-process.returncode)}", sys.stderr
+            )
         if (kept := keep_log(Path(folder), code)) is not None and code == EXIT_FAILED:
             print(f"tracebacks, and what torch wrote: {kept}", file=sys.stderr)
         if code == EXIT_FAILED:
@@ -137,6 +144,15 @@ def start_ranks(options: argparse.Namespace) -> int:
         if code is None:
             raise KeyboardInterrupt
         return code
+
+
+def see_off(pid_file: Path) -> None:
+    """Until rank 0 has noticed that its agent is gone, and writes no more."""
+    until = time.monotonic() + TELLING_SECONDS
+    with suppress(OSError, ValueError):  # there is none, or not any more
+        while time.monotonic() < until:
+            os.kill(int(pid_file.read_text(encoding="utf-8")), 0)
+            time.sleep(0.05)
 
 
 def keep_log(folder: Path, code: int | None) -> Path | None:
@@ -227,6 +243,7 @@ def follow(process: subprocess.Popen[bytes], pid_file: Path) -> int | None:
 def run_rank(options: argparse.Namespace) -> int:
     from redline.engine.distributed import join, recorded
 
+    check_meeting_place()
     try:
         ranks = join(options.rank_timeout)
         if ranks.leads:
@@ -239,6 +256,16 @@ def run_rank(options: argparse.Namespace) -> int:
         if os.environ["RANK"] == "0":
             mark_left()
         return EXIT_INTERRUPTED
+
+
+def check_meeting_place() -> None:
+    """torchrun sets all of them; by hand, or left over in a shell, some may be missing."""
+    if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
+        raise UserError(
+            f"RANK and WORLD_SIZE are set, {' and '.join(missing)} not",
+            f"this process is one of {os.environ['WORLD_SIZE']} ranks then, and nothing says where they meet",
+            "start it with torchrun, which sets them, or unset RANK and WORLD_SIZE",
+        )
 
 
 def lead(ranks: Ranks, options: argparse.Namespace) -> int:
@@ -380,13 +407,14 @@ def check_resumed_shares(out: str, micro_batch: int, global_batch: int, layout: 
 
 
 def ways_to_go_on(micro_batch: int, global_batch: int, layout: Layout) -> list[str]:
-    """Another number of ranks, a smaller micro batch, or where neither is enough both."""
+    """Fewer ranks, since those are there, or more; a smaller micro batch; or where neither is enough both."""
     from redline.predict.parallel import divisors
 
     each = layout.ranks // layout.data  # ranks that take the same data
 
     def ranks(size: int, replicas: int) -> str | None:
         counts = [n for n in divisors(global_batch) if n % replicas == 0 and global_batch % (n * size) == 0]
+        counts = [n for n in counts if n < layout.data] or counts
         several = "" if [each * n for n in counts] == [1] else "s"
         return f"with {_one_of([each * n for n in counts])} rank{several}" if counts else None
 

@@ -16,11 +16,16 @@ import logging
 import os
 import signal
 import sys
+import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import TracebackType
 from typing import NamedTuple, TextIO
+
+from redline.core.checkpoints import CHECKPOINTS_FOLDER, list_checkpoints
+from redline.core.training import resume_command
 
 RANKS_LOG = "ranks.log"
 """In the run directory."""
@@ -152,6 +157,30 @@ def open_screen() -> TextIO:
     return os.fdopen(number, "w", buffering=1, encoding="utf-8", errors="backslashreplace")
 
 
+def tell_why(pid_file: Path | None, text: str, screen: TextIO) -> None:
+    """Why the ranks have ended: to the user, and to whoever started them."""
+    over = pid_file is not None and seconds_to_end(pid_file) is not None
+    lines = [] if pid_file is None or over else ways_on(pid_file)  # rank 0 has told them
+    if pid_file is not None and not over:
+        pid_file.with_name(REASON).write_text(text, encoding="utf-8")
+    print(f"training {'is over' if over else 'stopped'}: {text}", *lines, sep="\n", file=screen)
+
+
+def killed_by(number: int) -> str:
+    hint = " (the system may be out of memory)" if number == signal.SIGKILL else ""
+    return f"was killed by {signal.Signals(number).name}{hint}"
+
+
+def ways_on(pid_file: Path) -> list[str]:
+    """As in the summary that rank 0 did not come to; nothing where there is no checkpoint."""
+    try:
+        out, layout = json.loads(pid_file.with_name(RUN_NAME).read_text(encoding="utf-8"))
+    except OSError:  # rank 0 had no run directory yet
+        return []
+    saved = list_checkpoints(Path(out) / CHECKPOINTS_FOLDER)
+    return [f"saved     {saved[0]}", f"go on     {resume_command(out, layout)}"] if saved else []
+
+
 def take_screen() -> None:
     """In rank 0. Loggers that were made before keep descriptor 2; what looks for sys.stderr later is led there."""
     sys.stderr = open_screen()
@@ -161,6 +190,7 @@ def take_screen() -> None:
         os.close(nothing)
     logging.lastResort = logging.StreamHandler(sys.__stderr__)
     warnings.showwarning = _write_warning
+    sys.excepthook = _write_exception  # a signal may come when nobody catches it any more
 
 
 def _write_warning(
@@ -172,6 +202,10 @@ def _write_warning(
     line: str | None = None,
 ) -> None:
     print(warnings.formatwarning(message, category, filename, lineno, line), end="", file=file or sys.__stderr__)
+
+
+def _write_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    traceback.print_exception(kind, error, trace, file=sys.__stderr__)
 
 
 def log_to(run: Path) -> None:

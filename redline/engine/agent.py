@@ -8,33 +8,33 @@ it knows of each rank (exit code, signal, the file in which a rank records its e
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 from torch.distributed.run import parse_args, run
 
-from redline.core.checkpoints import CHECKPOINTS_FOLDER, list_checkpoints
 from redline.core.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_MISTAKE
+from redline.core.process_groups import kill_all_but_trackers
 from redline.core.rank_processes import (
     OWN_INTERRUPT,
-    REASON,
-    RUN_NAME,
     Interrupt,
     interrupted_ranks,
+    killed_by,
     open_screen,
     rank_pid_file,
     ranks_inside,
     seconds_to_end,
+    tell_why,
     was_interrupted,
 )
-from redline.core.training import resume_command
 from redline.engine.distributed import (
     BEAT_SECONDS,
     LostRankError,
@@ -73,20 +73,12 @@ def main(words: Sequence[str]) -> int:
     if pid_file is not None and was_interrupted(pid_file, cause.exitcode):
         return 128 + signal.SIGTERM  # as above: whoever asked us says the rest
     if pid_file is not None and (asked := asked_rank(failures, interrupts)) is not None:
-        tell(pid_file, words_of_asking(asked, failures[asked], interrupts))
+        tell_why(pid_file, words_of_asking(asked, failures[asked], interrupts), open_screen())
         return EXIT_INTERRUPTED
     if (text := words_of_leaving(rank, cause) if rank in quiet else words_of(rank, cause)) is not None:
-        tell(pid_file, text)
+        tell_why(pid_file, text, open_screen())
     is_ours = text is None or cause.error_file != NO_FILE  # any other code means something to the user's code alone
     return cause.exitcode if is_ours and 0 < cause.exitcode < 256 else 1
-
-
-def tell(pid_file: Path | None, text: str) -> None:
-    over = pid_file is not None and seconds_to_end(pid_file) is not None
-    lines = [] if pid_file is None or over else ways_on(pid_file)  # rank 0 has told them
-    if pid_file is not None and not over:
-        pid_file.with_name(REASON).write_text(text, encoding="utf-8")
-    print(f"training {'is over' if over else 'stopped'}: {text}", *lines, sep="\n", file=open_screen())
 
 
 def limit_the_end(pid_file: Path, late: threading.Event, ended: threading.Event) -> None:
@@ -99,24 +91,34 @@ def limit_the_end(pid_file: Path, late: threading.Event, ended: threading.Event)
         os.kill(os.getpid(), signal.SIGTERM)  # its handler ends the ranks
 
 
-def ways_on(pid_file: Path) -> list[str]:
-    """As in the summary that rank 0 did not come to; nothing where there is no checkpoint."""
-    try:
-        out, layout = json.loads(pid_file.with_name(RUN_NAME).read_text(encoding="utf-8"))
-    except OSError:  # rank 0 had no run directory yet
-        return []
-    saved = list_checkpoints(Path(out) / CHECKPOINTS_FOLDER)
-    return [f"saved     {saved[0]}", f"go on     {resume_command(out, layout)}"] if saved else []
-
-
 def run_ranks(words: Sequence[str]) -> Mapping[int, ProcessFailure]:
     """This process is the agent until all ranks have ended. Returns those that failed."""
     leave_with_parent(lambda: os.kill(os.getpid(), signal.SIGTERM))  # its handler ends the ranks
     try:
-        run(parse_args(list(words)))
+        with trackers_outlive_ranks():
+            run(parse_args(list(words)))
     except ChildFailedError as error:
         return error.failures
     return {}
+
+
+@contextmanager
+def trackers_outlive_ranks() -> Iterator[None]:
+    """torch's agent ends a rank that outlasts its grace by SIGKILL to its whole group. multiprocessing's tracker is in
+    there, and nobody else removes from /dev/shm what the rank has left."""
+    close = SubprocessHandler.close
+
+    def close_sparing(handler: SubprocessHandler, death_sig: signal.Signals | None = None) -> None:
+        if death_sig == signal.SIGKILL:
+            kill_all_but_trackers(handler.proc.pid)
+            death_sig = signal.SIGCONT  # no more is to be killed; torch has files to close
+        close(handler, death_sig)
+
+    SubprocessHandler.close = close_sparing  # type: ignore[assignment,method-assign]
+    try:
+        yield
+    finally:
+        SubprocessHandler.close = close  # type: ignore[method-assign]
 
 
 def left_with_zero(failures: Mapping[int, ProcessFailure], folder: Path) -> dict[int, ProcessFailure]:
@@ -198,8 +200,7 @@ def words_of(rank: int, failure: ProcessFailure) -> str | None:
     """None where the rank has told itself what was wrong, or whoever interrupted it does."""
     who = f"rank {rank}"
     if failure.exitcode < 0 and failure.error_file == NO_FILE:  # else the agent has ended a rank that had failed
-        hint = " (the system may be out of memory)" if failure.exitcode == -signal.SIGKILL else ""
-        return f"{who} was killed by {failure.signal_name()}{hint}"
+        return f"{who} {killed_by(-failure.exitcode)}"
     if failure.error_file == NO_FILE:
         return None if has_told(rank, failure) else words_of_leaving(rank, failure)
     text = told_by(failure)

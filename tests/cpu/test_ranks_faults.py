@@ -32,6 +32,7 @@ import torch
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
 from redline.cli import main
 from redline.commands.ranks import agent_words, train_along
@@ -502,6 +503,30 @@ def test_a_rank_that_is_asked_to_stop_or_interrupts_itself_is_named(
         assert "rank_fault.py" in (out / "ranks.log").read_text(), "the line that interrupts"
 
 
+def test_what_a_killed_rank_leaves_in_shared_memory_is_removed() -> None:
+    """torch kills a rank's whole group once its grace is over; multiprocessing's tracker in there has to live on."""
+    code = (
+        "import multiprocessing, time\n"
+        "lock = multiprocessing.get_context('spawn').Lock()\n"
+        "print(lock._semlock.name, flush=True)\n"
+        "time.sleep(600)"
+    )
+    close = SubprocessHandler.close
+    rank = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, start_new_session=True)
+    with rank:
+        left = Path("/dev/shm", f"sem.{rank.stdout.readline().strip().removeprefix('/')}")
+        assert left.exists()
+        handler: Any = SimpleNamespace(proc=rank, _stdout=None, _stderr=None)
+        with agent.trackers_outlive_ranks():
+            SubprocessHandler.close(handler, death_sig=signal.SIGKILL)
+        assert rank.wait(timeout=20) == -signal.SIGKILL
+    until = time.monotonic() + 20
+    while left.exists() and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not left.exists()
+    assert SubprocessHandler.close is close
+
+
 KILLED, ASKED_TO = -signal.SIGKILL, 130
 WAS_KILLED = "training stopped: rank 1 was killed by SIGKILL (the system may be out of memory)"
 WAS_ASKED = "training stopped: rank 1 was asked to stop (SIGTERM)"
@@ -757,7 +782,7 @@ def test_whoever_is_killed_leaves_nobody_behind(
             "--micro-batch to",
         ),
         (("--gpus", "4", "--replicas", "3", "--parallel", "fsdp"), "cannot be 3 replicas", "--replicas 1 or 2"),
-        (("--gpus", "4", "--replicas", "2"), "--replicas 2 with ddp", "--parallel fsdp"),
+        (("--gpus", "4", "--replicas", "2", "--parallel", "ddp"), "--replicas 2 with ddp", "--parallel fsdp"),
         (
             ("--gpus", "2", "--tensor", "2", "--optimizer", "muon"),
             "--tensor 2 does not apply here",

@@ -19,7 +19,14 @@ from typing import Any
 import pytest
 
 from redline.commands.common import command_line
-from redline.commands.ranks import change_of_ranks, check_resumed_shares, follow, keep_log, start_ranks
+from redline.commands.ranks import (
+    change_of_ranks,
+    check_meeting_place,
+    check_resumed_shares,
+    follow,
+    keep_log,
+    start_ranks,
+)
 from redline.core.errors import UserError
 from redline.core.job import RunDirectory
 from redline.core.layout import Layout as Ranked
@@ -115,7 +122,7 @@ def test_fewer_ranks_keep_the_global_batch_and_say_so() -> None:
 @pytest.mark.parametrize(
     ("micro_batch", "global_batch", "ranks", "fix"),
     [
-        (2, 16, 3, "go on with 1, 2, 4 or 8 ranks"),
+        (2, 16, 3, "go on with 1 or 2 ranks"),
         (4, 8, 4, "go on with 1 or 2 ranks or with --micro-batch 2"),
         (4, 6, 2, "go on with --micro-batch 3"),
     ],
@@ -160,6 +167,34 @@ def test_ranks_record_the_command_as_it_was_typed(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr("redline.commands.ranks.agent_words", lambda *_: agent)
     assert start_ranks(argparse.Namespace(gpus=4, words=words)) == 0
     assert (tmp_path / "command").read_text() == "redline train tiny --data 'my text.txt' --gpus=4 --parallel fsdp"
+
+
+def test_an_agent_that_is_killed_is_told_of(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """It cannot say so itself, and its ranks leave without a word."""
+    monkeypatch.setattr("redline.commands.train_order.check_order", lambda *_, **__: (None, EIGHT))
+    monkeypatch.setattr("redline.commands.ranks.agent_words", lambda *_: ["sh", "-c", "kill -KILL $$"])
+    assert start_ranks(argparse.Namespace(gpus=4, words=["train"])) == 1
+    told = "training stopped: the process that holds the ranks together was killed by SIGKILL (the system may be out of"
+    assert capfd.readouterr().err.startswith(told)
+
+
+@pytest.mark.parametrize("missing", [("MASTER_ADDR",), ("MASTER_ADDR", "MASTER_PORT")])
+def test_ranks_that_cannot_meet_are_told_so(missing: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("WORLD_SIZE", "2"), ("MASTER_ADDR", "here"), ("MASTER_PORT", "1")):
+        monkeypatch.delenv(name, raising=False) if name in missing else monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=f"{' and '.join(missing)} not") as caught:
+        check_meeting_place()
+    assert "unset RANK" in caught.value.fix
+
+
+def test_what_nobody_catches_any_more_goes_to_the_log(tmp_path: Path) -> None:
+    """A signal may come in the interpreter's last moments, and the screen has redline's own words alone."""
+    code = "from redline.core.rank_processes import take_screen; take_screen(); raise KeyboardInterrupt"
+    with open(tmp_path / "screen", "w+") as screen, open(tmp_path / "log", "w+") as log:
+        environment = {**os.environ, "REDLINE_SCREEN_IS_STDIN": "1"}
+        subprocess.run([sys.executable, "-c", code], stdin=screen, stderr=log, env=environment, timeout=60)
+    assert (tmp_path / "screen").read_text() == ""
+    assert "KeyboardInterrupt" in (tmp_path / "log").read_text()
 
 
 def test_a_process_of_its_own_and_torchruns_ranks_record_their_own_words(monkeypatch: pytest.MonkeyPatch) -> None:
