@@ -60,6 +60,7 @@ def run_sample(options: argparse.Namespace) -> int:
         top_k=options.top_k,
         seed=options.seed,
         end_of_text=encoder.end_of_text,
+        known=encoder.vocab,
     )
     text = encoder.decode(ids)
     print(

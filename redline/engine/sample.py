@@ -28,16 +28,18 @@ def sample(
     top_k: int | None = None,
     seed: int = 0,
     end_of_text: int | None = None,
+    known: int | None = None,
 ) -> list[int]:
-    """Up to `count` tokens after the prompt; `end_of_text` stops early. Temperature 0 takes the likeliest each time."""
+    """Up to `count` tokens after the prompt; `end_of_text` stops early. Temperature 0 takes the likeliest each time.
+    `known`: how many the tokenizer has, where the model may have more; no text has trained the others."""
     check_choices(count, temperature, top_k)
-    device = next(model.parameters()).device
+    device, choices = next(model.parameters()).device, min(shape.vocab, shape.vocab if known is None else known)
     generator = torch.Generator(device).manual_seed(seed)
     tokens = torch.tensor([prompt], device=device)
     for _ in range(count):
         output = model(tokens[:, -shape.sequence :])
         logits = getattr(output, "logits", output)  # transformers wraps them
-        chosen = choose(logits[0, -1, : shape.vocab].float(), temperature, top_k, generator)
+        chosen = choose(logits[0, -1, :choices].float(), temperature, top_k, generator)
         if chosen.item() == end_of_text:
             break
         tokens = torch.cat((tokens, chosen.view(1, 1)), dim=1)

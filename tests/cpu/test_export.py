@@ -92,6 +92,12 @@ def test_greedy_samples_are_the_likeliest_tokens_and_never_padding() -> None:
     assert len(set(sample(model, [5], shape=SHAPE, count=60, temperature=5.0, top_k=1))) <= len(set(drawn))
 
 
+def test_a_sample_has_no_token_that_the_tokenizer_has_not() -> None:
+    """A model may have more: 261 of a config where the tokenizer's bytes are 257."""
+    drawn = sample(some_model(), [5], shape=SHAPE, count=200, temperature=9.0, seed=3, known=40)
+    assert 30 < max(drawn) < 40
+
+
 def test_a_sample_takes_any_attention_and_leaves_the_pinned_one_on() -> None:
     """A step pins one kernel, and cuDNN's takes no context of a single token. Here there is no cuDNN at all."""
     plain, pinned = some_model(), some_model(attention="cudnn")
