@@ -63,7 +63,7 @@ from redline.model.adapter import Adapter, adapter_of
 from redline.optim.schedule import make_schedule
 from redline.rungs import find_rung, plan_of, why_not
 from redline.rungs.ladder import Checkpointing, for_layout
-from redline.rungs.parallel import FSDP, TENSOR_PARALLEL
+from redline.rungs.parallel import DDP, FSDP, TENSOR_PARALLEL, WAYS
 from redline.workloads import resolve_workload
 
 SAMPLE_TOKENS = 60
@@ -178,8 +178,11 @@ def notes_of_ranks(order: TrainOrder, plan: Plan, ranks: Ranks) -> Iterator[str]
         yield ranks.layout.words(plan.parallel)
     if ranks.layout.pipeline > 1:
         yield ranks.layout.words_of_bubble(order.micro_batches)
+    way = next((name for name in order.recipe.rungs if name in WAYS), DDP)
     if ranks.joined and ranks.count == 1:
         yield "one rank: it shares with nobody, so that nothing is gathered or averaged"
+    elif ranks.layout.data == 1 and way != DDP:
+        yield f"{way} does nothing here: no two ranks take different data"
 
 
 def mistake_in_file(error: BaseException, order: TrainOrder, trainer: Trainer) -> FailedRunError | None:
@@ -427,6 +430,7 @@ def sampled_text(step: TrainStep, workload: Workload) -> str:
             count=SAMPLE_TOKENS,
             temperature=0.8,
             seed=workload.seed,
+            known=encoder.vocab,
         )
     return encoder.decode(ids)
 

@@ -128,6 +128,8 @@ class Trainer:
         """Nothing to do when nothing has changed since the last one. The writing goes on beside the training."""
         if self.saved_at == self.progress.updates:
             return
+        self.store.wait()  # here, so that the one before is told, however long its writing took
+        self._tell_saves()
         state_tensors, state_values = optimizer_tensors(self.step.optimizer, self.step.model)
         if self.step.shared.elsewhere:
             state_values = with_all_states(self.ranks.gather(state_values))

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -135,6 +136,35 @@ def test_the_loss_falls_and_events_add_up(order: Order) -> None:
     last = [fields for kind, fields in events if kind == "cycle"][-1]
     assert last["tokens"] == summary["tokens"]["train"]
     assert 0 <= last["data_wait"] <= 1
+
+
+@pytest.mark.parametrize(
+    ("rungs", "layout", "joined", "told"),
+    [
+        (("fsdp",), Layout(ranks=2, tensor=2), True, "fsdp does nothing here"),
+        (("fsdp",), Layout(), False, "fsdp does nothing here"),
+        (("fsdp",), Layout(), True, "one rank"),
+        (("fsdp",), Layout(ranks=2), True, None),
+        (("ddp",), Layout(ranks=2, tensor=2), True, None),
+        ((), Layout(), False, None),
+    ],
+)
+def test_a_way_to_share_that_shares_nothing_says_so(
+    order: Order, rungs: tuple[str, ...], layout: Layout, joined: bool, told: str | None
+) -> None:
+    ranks: Any = SimpleNamespace(lost_before=lambda: None, count=layout.ranks, layout=layout, joined=joined)
+    asked = order(*rungs)
+    notes = list(session_module.notes_of_ranks(asked, session_module.training_plan(asked.recipe, layout), ranks))
+    found = [note for note in notes if "nothing" in note or "nobody" in note]
+    assert [told] == [note[: len(told)] for note in found] if told else not found
+
+
+def test_every_checkpoint_is_told_however_slow_the_disk(order: Order, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is written for longer than the updates until the next is waited for then, and told."""
+    write = CheckpointStore._write
+    monkeypatch.setattr(CheckpointStore, "_write", lambda *words: time.sleep(0.5) or write(*words))
+    _, events = run(order(steps=12))
+    assert [fields["updates"] for kind, fields in events if kind == "checkpoint"] == [4, 8, 12]
 
 
 def test_micro_batches_add_up_to_the_global_batch(order: Order) -> None:
