@@ -141,11 +141,13 @@ def check_options(options: argparse.Namespace) -> None:
 
 
 def with_zero(options: argparse.Namespace) -> argparse.Namespace:
-    """--parallel in the words that predictions have."""
+    """--parallel in the words that predictions have; copies that are cut are FSDP's, as in train."""
     from redline.core.errors import unknown_name
     from redline.predict.fitting import ZERO
-    from redline.rungs.parallel import WAYS
+    from redline.rungs.parallel import FSDP, WAYS
 
+    if (options.replicas or 1) > 1 and options.parallel is None and options.zero is None:
+        options = argparse.Namespace(**{**vars(options), "parallel": FSDP})
     if options.parallel is None:
         return options
     if options.zero is not None:

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 from redline.commands.estimate_rungs import asked_workload
 from redline.core.errors import UserError
 from redline.core.units import counted
-from redline.rungs.parallel import DDP
 
 if TYPE_CHECKING:
     from redline.core.workload import Shape
@@ -182,9 +181,8 @@ def choose_layout(options: argparse.Namespace, micro_batch: int, shape: Shape) -
     )
     check_cut_copies(layout.dp, layout.replicas)
     if layout.replicas > 1 and options.zero != 3:
-        usual = DDP if options.zero is None else f"--zero {options.zero}"
         raise UserError(
-            f"--replicas {layout.replicas} with {options.parallel or usual}",
+            f"--replicas {layout.replicas} with {options.parallel or f'--zero {options.zero}'}",
             "only fsdp cuts a copy of the model among its GPUs: there is nothing else to cut",
             "say --parallel fsdp, or leave --replicas out",
         )

@@ -19,14 +19,16 @@ if TYPE_CHECKING:
 
 
 def shared_recipe(recipe: Recipe, way: str | None, layout: Layout) -> Recipe:
-    """With a way for the ranks to share a step; one process keeps what the recipe has, and does without it."""
+    """With a way for the ranks to share a step: what was said, or the recipe's, or the usual one. One process keeps
+    what the recipe has, and does without it."""
     from redline.rungs.ladder import cuts_of, with_parallel
+    from redline.search.ranks import is_way, usual_way
 
     if layout.ranks == 1 and way is None:
         return recipe
-    cuts = cuts_of(recipe.rungs, layout)
+    cuts, own = cuts_of(recipe.rungs, layout), [name for name in recipe.rungs if is_way(name)]
     others = [name for name in recipe.rungs if name not in cuts]
-    return replace(recipe, rungs=with_parallel([*others, *cuts], way))
+    return replace(recipe, rungs=with_parallel([*others, *cuts], way or (*own, usual_way(layout))[0]))
 
 
 def check_parallel(recipe: Recipe, workload: Workload, hardware: Hardware, layout: Layout) -> None:

@@ -138,11 +138,11 @@ def check_cut_copies(dp: int, replicas: int) -> None:
     """And that each of them is cut."""
     check_copies(dp, replicas)
     if replicas == dp > 1:
-        sizes = _either(nearest_two(copies_of(dp), replicas))
+        fewer = [size for size in nearest_two(copies_of(dp), replicas) if size > 1]
         raise UserError(
             f"--replicas {replicas} leaves one rank to each copy of the model",
             f"{UNCUT}, at the price of fsdp",
-            f"share by ddp: leave --replicas out (train: --parallel ddp), or use --replicas {sizes}",
+            f"leave --replicas out{f', or use --replicas {_either(fewer)}' if fewer else ''}",
         )
 
 

@@ -32,6 +32,7 @@ def print_parallel(parallel: Document, console: Console) -> None:
     if parallel["recommendation"] is not None:
         console.print()
         console.print(layouts_table(parallel["recommendation"]))
+        console.print(Text("in redline train ZeRO 0 is ddp and ZeRO 3 is fsdp", style="dim"))
         console.print(Text(parallel["recommendation"]["reason"] + ".", overflow="fold"))
 
 

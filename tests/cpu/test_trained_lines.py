@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from redline.cli import build_parser
 from redline.commands.estimate_subject import hardware_of
 from redline.commands.train_order import chosen_order
 from redline.core.devices import find_device
+from redline.core.errors import UserError
 from redline.core.plan import Plan
 from redline.engine.session import training_plan
 from redline.predict.fitting import ZERO
@@ -68,6 +70,7 @@ def run_by(line: str, monkeypatch: pytest.MonkeyPatch) -> Any:
     "words",
     [
         "gpt2 --gpus 8",
+        "gpt2 --gpus 8 --replicas 2",
         "gpt2-large --gpus 8 --rungs bf16,flash,fused-loss,tied-weights --tp 4 --global-batch 64",
         "gpt2-xl --gpus 64 --interconnect ib-400",
         "gpt2-xl --gpus 16 --interconnect ib-400 --pp 4 --micro-batch 2 --global-batch 128 --sequence 512",
@@ -76,7 +79,7 @@ def run_by(line: str, monkeypatch: pytest.MonkeyPatch) -> Any:
         "config.json --gpus 4 --global-batch 64",
         "gpt2 --gpus 4 --parallel fsdp-keep",
     ],
-    ids=["ddp", "tensor", "nodes", "stages", "large", "both", "llama", "keep"],
+    ids=["ddp", "copies", "tensor", "nodes", "stages", "large", "both", "llama", "keep"],
 )
 def test_train_takes_the_line_and_makes_of_it_what_was_estimated(
     estimated: Any, monkeypatch: pytest.MonkeyPatch, words: str
@@ -154,3 +157,21 @@ def test_the_line_is_broken_where_a_shell_lets_it_be(estimated: Any) -> None:
     assert len(lines) > 1
     assert all(len(line) <= 100 for line in lines)
     assert shlex.split("\n".join(lines).replace("\\\n", " ")) == shlex.split(command)
+
+
+def test_what_one_process_is_told_of_copies_is_a_whole_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The proposal goes through every check that train has, not only through the one that made it."""
+    with pytest.raises(UserError) as refused:
+        run_by("redline train gpt2 --replicas 2", monkeypatch)
+    (gpus,) = re.findall(r"say --gpus (\d+) too", refused.value.fix)
+    order = run_by(f"redline train gpt2 --replicas 2 --gpus {gpus}", monkeypatch)
+    assert (order.recipe.rungs[-1], order.layout.replicas, order.layout.ranks) == ("fsdp", 2, 4)
+
+
+def test_a_recipes_own_way_stays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("own.json").write_text('{"rungs": ["tf32", "fsdp-keep"], "micro_batch": 4}')
+    order = run_by("redline train gpt2 --gpus 4 --recipe own.json", monkeypatch)
+    assert order.recipe.rungs == ("tf32", "fsdp-keep")
+    Path("own.json").write_text('{"rungs": ["tf32"], "micro_batch": 4}')
+    assert run_by("redline train gpt2 --gpus 4 --recipe own.json", monkeypatch).recipe.rungs == ("tf32", "ddp")

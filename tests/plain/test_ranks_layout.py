@@ -68,7 +68,7 @@ REFUSED = {
     "uncut": (
         ("--gpus", "4", "--replicas", "4"),
         "--replicas 4 leaves one rank to each copy",
-        "or use --replicas 1 or 2",
+        "or use --replicas 2",
     ),
     "zero": (("--gpus", "2", "--tensor", "0"), "--tensor is 0", ""),
 }
