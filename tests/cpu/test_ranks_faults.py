@@ -40,6 +40,7 @@ from redline.core.checkpoints import list_checkpoints
 from redline.core.errors import FailedRunError, UserError
 from redline.core.layout import Layout
 from redline.core.measurement import Failure
+from redline.core.process_groups import processes_of
 from redline.core.rank_processes import Interrupt, inside, mark_over
 from redline.core.recipe import Recipe
 from redline.core.values import to_json
@@ -516,6 +517,8 @@ def test_what_a_killed_rank_leaves_in_shared_memory_is_removed() -> None:
     with rank:
         left = Path("/dev/shm", f"sem.{rank.stdout.readline().strip().removeprefix('/')}")
         assert left.exists()
+        while not any(processes_of(rank.pid).values()):  # the tracker may be a fork of the rank yet
+            time.sleep(0.01)
         handler: Any = SimpleNamespace(proc=rank, _stdout=None, _stderr=None)
         with agent.trackers_outlive_ranks():
             SubprocessHandler.close(handler, death_sig=signal.SIGKILL)

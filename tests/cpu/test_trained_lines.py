@@ -88,13 +88,14 @@ def test_train_takes_the_line_and_makes_of_it_what_was_estimated(
     assert found["parallel"]["train"]["reason"] is None
     order = run_by(found["parallel"]["train"]["command"], monkeypatch)
     layout, own = found["parallel"]["layout"], order.layout
-    assert (own.ranks, own.tensor, own.pipeline) == (layout["gpus"], layout["tp"], layout["pp"])
+    degrees = tuple(layout[key] for key in ("gpus", "tp", "pp", "replicas"))
+    assert (own.ranks, own.tensor, own.pipeline, own.replicas) == degrees
     assert order.settings.micro_batch == layout["micro_batch"]
     assert order.settings.global_batch == layout["global_batch"]
     assert order.workload.decoder.sequence == found["settings"]["sequence"]
     plan = training_plan(order.recipe, own)
     assert replace(plan, read_loss_every=0) == replace(Plan(**found["settings"]["plan"]), read_loss_every=0)
-    sizes = {key: layout[key] for key in ("gpus", "tp", "pp", "micro_batch", "accumulation")}
+    sizes = {key: layout[key] for key in ("gpus", "tp", "pp", "micro_batch", "accumulation", "replicas")}
     memory = predict_memory(
         order.workload.decoder, plan, micro_batch=layout["micro_batch"], layout=Layout(**sizes), zero=layout["zero"]
     )
