@@ -28,8 +28,12 @@ here=$(dirname "$0")
 python=${PYTHON:-python}
 fast=${RECIPE:-$here/recipes/hopper.json} fp8=${FP8:-$here/recipes/hopper-fp8.json}
 workload=${WORKLOAD:-gpt2}
+all=(ladder batch memory fp8 switches medium large xl against long long-fp8)
 parts=("$@")
-[ ${#parts[@]} -gt 0 ] || parts=(ladder batch memory fp8 switches medium large xl against long long-fp8)
+[ ${#parts[@]} -gt 0 ] || parts=("${all[@]}")
+for name in "${parts[@]}"; do
+    [[ " ${all[*]} " = *" $name "* ]] || { echo "there is no part $name; the parts are: ${all[*]}" >&2 && exit 2; }
+done
 mkdir -p "$out"
 stopped=""
 trap 'stopped=yes' INT  # Ctrl-C reaches the command too, which keeps what it has
@@ -92,10 +96,9 @@ for name in "${parts[@]}"; do
         xl) larger gpt2-xl 32 8 ;;
         against) [ -z "${NANOGPT:-}" ] && echo "against: left out, NANOGPT names no checkout" >&2 ||
             part "$python" "$here/against.py" "$workload" --nanogpt "$NANOGPT" --recipe "$fast" \
-                --micro-batches 64,128 --at transformers=32,64 --at redline=64,128,256 --rounds 6 --json ;;
+                --micro-batches 64,128 --at transformers=32,64 --at redline=64,128,256 --rounds 6 --seconds 400 --json ;;
         long) long_run ;;
         long-fp8) long_run --changed "$fp8" ${SPEED_UP:+--speed-up "$SPEED_UP"} ;;
-        *) echo "there is no part $name; the parts are named at the top of $0" >&2 && exit 2 ;;
     esac
 done
 exit "$worst"
