@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from pathlib import Path
 from typing import Any
 
 from redline.commands.common import add_common, check_sizes, command_line
@@ -141,13 +142,18 @@ def check_options(options: argparse.Namespace) -> None:
 
 
 def with_zero(options: argparse.Namespace) -> argparse.Namespace:
-    """--parallel in the words that predictions have; copies that are cut are FSDP's, as in train."""
+    """--parallel in the words that predictions have. Where nobody says it, it is the recipe's, and copies that are cut
+    are FSDP's, as in train."""
     from redline.core.errors import unknown_name
+    from redline.core.recipe import load_recipe
     from redline.predict.fitting import ZERO
     from redline.rungs.parallel import FSDP, WAYS
 
-    if (options.replicas or 1) > 1 and options.parallel is None and options.zero is None:
-        options = argparse.Namespace(**{**vars(options), "parallel": FSDP})
+    if options.parallel is None and options.zero is None and options.inference is None:
+        recipe = () if options.recipe is None else load_recipe(Path(options.recipe)).rungs
+        own = [name for name in recipe if name in WAYS] if (options.gpus or options.dp or 1) > 1 else []
+        way = next(iter(own), FSDP if (options.replicas or 1) > 1 else None)
+        options = argparse.Namespace(**{**vars(options), "parallel": way})
     if options.parallel is None:
         return options
     if options.zero is not None:

@@ -42,8 +42,15 @@ def choose_rungs(
 def check_rungs_apply(names: Iterable[str], workload: Workload, machine: Target) -> None:
     from redline.core.plan import Plan
     from redline.rungs import find_rung, why_not
+    from redline.rungs.parallel import WAYS
 
     plan = Plan()
+    if ways := [name for name in names if name in WAYS]:
+        raise UserError(
+            f"{ways[0]} among the rungs",
+            "how GPUs share a step is an option here, since it says nothing without their number",
+            f"say --gpus N --parallel {ways[0]} instead",
+        )
     for rung in map(find_rung, names):
         reason = why_not(rung, workload, machine.hardware, plan)
         if reason is not None:

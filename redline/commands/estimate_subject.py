@@ -145,13 +145,16 @@ def traced_subject(options: argparse.Namespace, machine: Target, workload: Workl
 
 
 def words_of(options: argparse.Namespace) -> tuple[str | None, int | None]:
-    """Rungs and micro batch as given, by options or by a recipe."""
+    """Rungs and micro batch as given, by options or by a recipe. What a recipe says of ranks counts where there are
+    some: `with_zero` and the layout's options have it."""
     from redline.core.recipe import load_recipe
+    from redline.rungs.parallel import RANK_RUNGS
 
     if options.recipe is None:
         return options.rungs, options.micro_batch
     recipe = load_recipe(Path(options.recipe))
-    return ",".join(recipe.rungs) or "none", options.micro_batch or recipe.micro_batch
+    own = ",".join(name for name in recipe.rungs if name not in RANK_RUNGS)
+    return own or "none", options.micro_batch or recipe.micro_batch
 
 
 # a model of known shape

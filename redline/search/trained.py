@@ -85,7 +85,8 @@ class Trainable:
         if nodes > 1:
             options = options[2:]  # torchrun says how many there are
             start = f"torchrun --nnodes {nodes} --nproc-per-node {gpus_per_node} {RENDEZVOUS} -m redline train"
-        way = ["--parallel", self.way or WAYS[zero]] if zero else []
+        # Of its own train takes ddp, or what the recipe's file says.
+        way = ["--parallel", self.way or WAYS[zero]] if zero or self.own_recipe is not None else []
         sizes = f"--micro-batch {layout.micro_batch} --global-batch {layout.global_batch}"
         return " ".join([*self._recipe_first(layout), start, self.words, *options, *way, sizes, *self._recipe()])
 

@@ -176,3 +176,16 @@ def test_a_recipes_own_way_stays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     assert order.recipe.rungs == ("tf32", "fsdp-keep")
     Path("own.json").write_text('{"rungs": ["tf32"], "micro_batch": 4}')
     assert run_by("redline train gpt2 --gpus 4 --recipe own.json", monkeypatch).recipe.rungs == ("tf32", "ddp")
+
+
+def test_a_recipe_that_ranks_have_measured_is_estimated_as_it_trains(
+    estimated: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its way to share counts where there are GPUs to share, unless --parallel says another; on one it says nothing."""
+    Path("best.json").write_text('{"rungs": ["tf32", "bf16", "flash", "fsdp"], "micro_batch": 4}')
+    for more, zero, way in (("", 3, "fsdp"), (" --parallel ddp", 0, "ddp"), (" --tensor 2", 3, "fsdp")):
+        found = estimated(f"gpt2 --gpus 4 --from best.json{more}")
+        assert found["parallel"]["layout"]["zero"] == zero
+        order = run_by(found["parallel"]["train"]["command"], monkeypatch)
+        assert order.recipe.rungs[-1] == way
+    assert estimated("gpt2 --from best.json")["parallel"] is None
