@@ -234,6 +234,8 @@ def follow(process: subprocess.Popen[bytes], pid_file: Path) -> int | None:
             signal.signal(number, handler)
     if was_interrupted(pid_file, code):
         return None
+    if code == 128 + signal.SIGTERM:  # the agent itself was asked, and has passed it on: rank 0 has told the rest
+        return EXIT_INTERRUPTED
     return code if code >= 0 else EXIT_FAILED
 
 
@@ -413,7 +415,9 @@ def ways_to_go_on(micro_batch: int, global_batch: int, layout: Layout) -> list[s
     each = layout.ranks // layout.data  # ranks that take the same data
 
     def ranks(size: int, replicas: int) -> str | None:
-        counts = [n for n in divisors(global_batch) if n % replicas == 0 and global_batch % (n * size) == 0]
+        least = 1 if replicas == 1 else 2 * replicas  # each copy is cut
+        takes = (n for n in divisors(global_batch) if n % replicas == 0 and global_batch % (n * size) == 0)
+        counts = [n for n in takes if n >= least]
         counts = [n for n in counts if n < layout.data] or counts
         several = "" if [each * n for n in counts] == [1] else "s"
         return f"with {_one_of([each * n for n in counts])} rank{several}" if counts else None

@@ -349,12 +349,12 @@ def resumed_order(options: argparse.Namespace, ranks: int = 1) -> TrainOrder:
     check_needs(options, ranks, recipe, order.workload)
     kept = Beside(micro_batch=recipe.micro_batch, batch=order.settings.global_batch, option=None)
     layout = layout_of(options, ranks, order.workload, kept)
-    check_resumed_shares(str(options.resume), recipe.micro_batch, order.settings.global_batch, layout)
     recipe = shared_recipe(recipe, options.parallel, layout)
+    check_layout(layout, recipe)
+    check_resumed_shares(str(options.resume), recipe.micro_batch, order.settings.global_batch, layout)
     check_allowed(recipe, order.workload, order.device)
     if ranks > 1:
         check_parallel(recipe, order.workload, replace(from_json(Hardware, record["hardware"]), ranks=ranks), layout)
-        check_layout(layout, recipe)
     settings = replace(order.settings, micro_batch=recipe.micro_batch, **often(options))
     return replace(
         order,

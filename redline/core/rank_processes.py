@@ -168,7 +168,8 @@ def tell_why(pid_file: Path | None, text: str, screen: TextIO) -> None:
 
 def killed_by(number: int) -> str:
     hint = " (the system may be out of memory)" if number == signal.SIGKILL else ""
-    return f"was killed by {signal.Signals(number).name}{hint}"
+    named = number in list(signal.Signals)  # most of the real-time signals have no name
+    return f"was killed by {signal.Signals(number).name if named else f'signal {number}'}{hint}"
 
 
 def ways_on(pid_file: Path) -> list[str]:

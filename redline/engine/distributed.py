@@ -602,7 +602,14 @@ def join(limit_seconds: float | None = None, *, watches: bool = True) -> Ranks:
     """The job that the environment tells of (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT: torchrun's)."""
     leave_with_parent(lambda: os._exit(1))
     limit = LIMIT_SECONDS if limit_seconds is None else limit_seconds
-    store, rank, count = next(rendezvous("env://", timeout=timedelta(seconds=limit)))
+    try:
+        store, rank, count = next(rendezvous("env://", timeout=timedelta(seconds=limit)))
+    except dist.DistStoreError as error:
+        raise FailedRunError(
+            f"the {os.environ['WORLD_SIZE']} ranks have not found each other in {limit:.0f} s",
+            " ".join(str(error).splitlines()[:1]),
+            "start all of them with torchrun, or unset RANK and WORLD_SIZE where this is one process",
+        ) from error
     if rank == 0 and (path := os.environ.get(RANK_PID_FILE)):
         with open(path, "w", encoding="utf-8") as file:
             file.write(str(os.getpid()))

@@ -530,6 +530,19 @@ def test_what_a_killed_rank_leaves_in_shared_memory_is_removed() -> None:
     assert SubprocessHandler.close is close
 
 
+def test_ranks_that_do_not_come_at_all_are_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    """RANK and WORLD_SIZE left over in a shell, or another node that never starts."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(distributed, "leave_with_parent", lambda _: None)
+    with pytest.raises(FailedRunError, match="2 ranks have not found each other in 1 s") as told:
+        distributed.join(1.0)
+    assert "torchrun" in told.value.fix
+
+
 KILLED, ASKED_TO = -signal.SIGKILL, 130
 WAS_KILLED = "training stopped: rank 1 was killed by SIGKILL (the system may be out of memory)"
 WAS_ASKED = "training stopped: rank 1 was asked to stop (SIGTERM)"

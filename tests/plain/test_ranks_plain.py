@@ -32,6 +32,7 @@ from redline.core.job import RunDirectory
 from redline.core.layout import Layout as Ranked
 from redline.core.measurement import Failure, Measurement, Sharing
 from redline.core.profile import COMMUNICATION, IDLE
+from redline.core.rank_processes import killed_by
 from redline.core.recipe import Recipe
 from redline.engine.profiling_timeline import STEP, WINDOW, read_timeline, union
 from redline.predict.memory import predict_memory
@@ -167,6 +168,19 @@ def test_ranks_record_the_command_as_it_was_typed(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr("redline.commands.ranks.agent_words", lambda *_: agent)
     assert start_ranks(argparse.Namespace(gpus=4, words=words)) == 0
     assert (tmp_path / "command").read_text() == "redline train tiny --data 'my text.txt' --gpus=4 --parallel fsdp"
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [(9, "was killed by SIGKILL (the system may be out of memory)"), (11, "was killed by SIGSEGV"), (40, "signal 40")],
+)
+def test_every_signal_has_a_name_or_a_number(number: int, words: str) -> None:
+    assert killed_by(number).endswith(words)
+
+
+def test_an_agent_that_is_asked_to_stop_is_an_interruption() -> None:
+    """It passes that on; rank 0 saves and tells."""
+    assert follow(subprocess.Popen(["sh", "-c", "exit 143"]), Path("nowhere", "rank-0")) == 130
 
 
 def test_an_agent_that_is_killed_is_told_of(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:

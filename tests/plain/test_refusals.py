@@ -22,7 +22,7 @@ from redline.core.layout import Layout
 from redline.core.recipe import Recipe
 from redline.core.training import Budget, TrainSettings
 from redline.core.workload import Source, Workload
-from redline.predict.parallel import Beside
+from redline.predict.parallel import Beside, check_cut_copies
 from redline.search.ranks import check_cuts, check_global_batch, check_ranks, layout_for, uncut_copies
 from redline.workloads import PRESETS
 
@@ -295,6 +295,7 @@ def test_ways_to_go_on_are_accepted(data, tensor, micro_batch, global_batch, rep
         assert counts
         for ranks in counts:
             other = Layout(ranks=ranks, tensor=tensor, replicas=copies)
+            check_cut_copies(other.data, copies)
             check_resumed_shares("runs/mine", 1 if both else micro_batch, global_batch, other)
 
 
