@@ -142,18 +142,13 @@ def check_options(options: argparse.Namespace) -> None:
 
 
 def with_zero(options: argparse.Namespace) -> argparse.Namespace:
-    """--parallel in the words that predictions have. Where nobody says it, it is the recipe's, and copies that are cut
-    are FSDP's, as in train."""
+    """--parallel in the words that predictions have."""
     from redline.core.errors import unknown_name
-    from redline.core.recipe import load_recipe
     from redline.predict.fitting import ZERO
-    from redline.rungs.parallel import FSDP, WAYS
+    from redline.rungs.parallel import WAYS
 
     if options.parallel is None and options.zero is None and options.inference is None:
-        recipe = () if options.recipe is None else load_recipe(Path(options.recipe)).rungs
-        own = [name for name in recipe if name in WAYS] if (options.gpus or options.dp or 1) > 1 else []
-        way = next(iter(own), FSDP if (options.replicas or 1) > 1 else None)
-        options = argparse.Namespace(**{**vars(options), "parallel": way})
+        options = argparse.Namespace(**{**vars(options), "parallel": unsaid_way(options)})
     if options.parallel is None:
         return options
     if options.zero is not None:
@@ -161,3 +156,13 @@ def with_zero(options: argparse.Namespace) -> argparse.Namespace:
     if options.parallel not in WAYS:
         raise unknown_name("way to share a step", options.parallel, WAYS)
     return argparse.Namespace(**{**vars(options), "zero": ZERO[options.parallel]})
+
+
+def unsaid_way(options: argparse.Namespace) -> str | None:
+    """As in train: the recipe's, where GPUs take data of their own; and copies that are cut are FSDP's."""
+    from redline.core.recipe import load_recipe
+    from redline.rungs.parallel import FSDP, WAYS
+
+    data = options.dp or (options.gpus or 1) // ((options.tensor or 1) * (options.pipeline or 1))
+    rungs = load_recipe(Path(options.recipe)).rungs if options.recipe is not None and data > 1 else ()
+    return next((name for name in rungs if name in WAYS), FSDP if (options.replicas or 1) > 1 else None)

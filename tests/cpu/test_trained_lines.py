@@ -189,3 +189,8 @@ def test_a_recipe_that_ranks_have_measured_is_estimated_as_it_trains(
         order = run_by(found["parallel"]["train"]["command"], monkeypatch)
         assert order.recipe.rungs[-1] == way
     assert estimated("gpt2 --from best.json")["parallel"] is None
+    for cut in ("--gpus 4 --tensor 4", "--gpus 2 --pipeline 2"):  # nobody has data of their own
+        found = estimated(f"gpt2 {cut} --from best.json")
+        order = run_by(found["parallel"]["train"]["command"], monkeypatch)
+        plan = training_plan(order.recipe, order.layout)
+        assert (found["parallel"]["layout"]["zero"], plan.parallel) == (0, "none")
