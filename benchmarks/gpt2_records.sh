@@ -13,7 +13,7 @@
 # Exit code: the highest of any part, where 1 is a result too (a row that is *different*, losses that differ).
 #
 #   ladder     redline ladder gpt2: every rung from fp32 on                                       about 1,000 s on an H200
-#   batch      the fastest 16-bit recipe at 256 sequences, with the loss in chunks and CUDA graphs                   300 s
+#   batch      the fastest 16-bit recipe at 256 sequences (loss in chunks), then with CUDA graphs                       200 s
 #   memory     the rungs that save memory, at 64 and 256 sequences                                                   450 s
 #   fp8        the 8-bit rungs on top of the fastest 16-bit recipe, with their verdicts                              300 s
 #   switches   what the compiler's own switches would bring                                                          400 s
@@ -27,6 +27,7 @@ out=${1:?a folder for the results} && shift
 here=$(dirname "$0")
 python=${PYTHON:-python}
 fast=${RECIPE:-$here/recipes/hopper.json} fp8=${FP8:-$here/recipes/hopper-fp8.json}
+many=${MANY:-$here/recipes/hopper-256.json}
 workload=${WORKLOAD:-gpt2}
 all=(ladder batch memory fp8 switches medium large xl against long long-fp8)
 parts=("$@")
@@ -79,14 +80,15 @@ long_run() {
         echo "$name: left out, SHARDS names no folder of tokens" >&2
         return
     fi
-    part "$python" "$here/long_run.py" "$workload" --recipe "$fast" --data "$SHARDS" --out "$out/runs" "$@" --json
+    part "$python" "$here/long_run.py" "$workload" --recipe "$fast" --data "$SHARDS" --out "$out/runs" --at-once 4 \
+        "$@" --json
 }
 
 for name in "${parts[@]}"; do
     case $name in
         ladder) ladder "$workload" --without fp16 --compile-ahead 4 ;;
-        batch) ladder "$workload" --from "$fast" --rungs chunked-loss,cuda-graphs --keep all --micro-batch 256 \
-            --steps 15 --check-steps 6 ;;  # one after the other: side by side they do not fit
+        batch) ladder "$workload" --from "$many" --rungs cuda-graphs --keep all --micro-batch 256 \
+            --steps 15 --check-steps 6 ;;
         memory) part "$python" "$here/memory_rungs.py" "$workload" --recipe "$fast" --micro-batch 64 --sizes 256 \
             --keep "$out/compiled" --json ;;
         fp8) ladder "$workload" --from "$fast" --rungs fp8-head,fp8-linears,fp8-mlps,cuda-graphs --compile-ahead 4 ;;
@@ -95,8 +97,9 @@ for name in "${parts[@]}"; do
         large) larger gpt2-large 32 6 ;;
         xl) larger gpt2-xl 32 8 ;;
         against) [ -z "${NANOGPT:-}" ] && echo "against: left out, NANOGPT names no checkout" >&2 ||
-            part "$python" "$here/against.py" "$workload" --nanogpt "$NANOGPT" --recipe "$fast" \
-                --micro-batches 64,128 --at transformers=32,64 --at redline=64,128,256 --rounds 6 --seconds 400 --json ;;
+            part "$python" "$here/against.py" "$workload" --nanogpt "$NANOGPT" --recipe "$many" \
+                --micro-batches 64,128 --at transformers=32,64 --at redline=128,256 \
+                --at-once 6 --rounds 6 --seconds 400 --json ;;
         long) long_run ;;
         long-fp8) long_run --changed "$fp8" ${SPEED_UP:+--speed-up "$SPEED_UP"} ;;
     esac

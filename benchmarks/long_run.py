@@ -162,8 +162,8 @@ def run(options: argparse.Namespace) -> int:
             device=hardware.kind,
             data=data.fingerprint,
         )
+        for side, (rungs, steps) in sides.items()  # what is compared first is run first: a time limit leaves that whole
         for seed in seeds
-        for side, (rungs, steps) in sides.items()
     ]
     options.out.mkdir(parents=True, exist_ok=True)
     missing = [order for order in orders if finished(order, options.out) is None]

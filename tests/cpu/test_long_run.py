@@ -160,7 +160,7 @@ def command(
 
 def test_finished_runs_are_kept_and_not_run_again(command: Any, capsys: pytest.CaptureFixture[str]) -> None:
     code, record, made = command(capsys, stop_after=3)
-    assert made == ["plain-1", "fast-1", "plain-2"]
+    assert made == ["plain-1", "plain-2", "fast-1"]
     assert (code, record["equal"]) == (1, None)
     assert record["verdict"] == "Not finished: fast-2."
     code, record, made = command(capsys)
@@ -290,7 +290,7 @@ def test_a_changed_recipe_is_run_beside_and_weighed(
     (tmp_path / "changed.json").write_text(json.dumps({"rungs": ["tied-weights", "bf16"], "micro_batch": 2}))
     more = ("--changed", f"{tmp_path}/changed.json", "--steps", "10", "--speed-up", "1.5")
     _, record, made = command(capsys, *more)
-    assert made == [f"{side}-{seed}" for seed in (1, 2) for side in ("plain", "fast", "changed", "shorter")]
+    assert made == [f"{side}-{seed}" for side in ("plain", "fast", "changed", "shorter") for seed in (1, 2)]
     assert [record["runs"][f"{side}-1"]["order"]["steps"] for side in ("fast", "changed", "shorter")] == [10, 10, 9]
     assert record["recipes"]["changed"] == ["tied-weights", "bf16"]
     assert record["recipes"]["shorter"] == record["recipes"]["fast"]
