@@ -47,6 +47,18 @@ DTYPES = {
 }
 METADATA_FILE = ".metadata"  # of torch's distributed checkpoint: which part of which tensor lies where
 LISTED = {
+    *(
+        ("torch.distributed.checkpoint.metadata", name)
+        for name in (
+            "Metadata",
+            "MetadataIndex",
+            "StorageMeta",
+            "TensorStorageMetadata",
+            "ChunkStorageMetadata",
+            "TensorProperties",
+            "_MEM_FORMAT_ENCODING",
+        )
+    ),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     ("torch.serialization", "_get_layout"),
     ("torch", "Size"),
@@ -181,11 +193,11 @@ def heads(name: str) -> Iterator[str]:
 
 
 class MetadataUnpickler(pickle.Unpickler):
-    """DCP pickles where its parts lie, and a pickle can run anything: only what such a list is made of is let in."""
+    """DCP pickles where its parts lie, and a pickle can run anything: only what such a list is made of is let in, by
+    its whole name. A module let in whole would be a way to what it imports: pickle resolves `os.system` in it."""
 
     def find_class(self, module: str, name: str) -> Any:
-        lists = module == "torch.distributed.checkpoint.metadata" or (module, name) in LISTED
-        if lists or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
+        if (module, name) in LISTED or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"{module}.{name} has no place in a list of tensors")
 
@@ -196,6 +208,10 @@ class CheckedReader(FileSystemReader):
             found = MetadataUnpickler(file).load()
         if not isinstance(found, Metadata):
             raise pickle.UnpicklingError(f"it holds {type(found).__name__}")
+        # Of an entry that is no tensor torch would unpickle whatever its bytes say.
+        others = [name for name, kind in found.state_dict_metadata.items() if type(kind) is not TensorStorageMetadata]
+        if others:
+            raise pickle.UnpicklingError(f"{others[0]} is no tensor")
         return found
 
 
@@ -204,11 +220,10 @@ class ShardedFiles:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.known = CheckedReader(folder).read_metadata().state_dict_metadata
+        self.known: dict[str, Any] = CheckedReader(folder).read_metadata().state_dict_metadata
 
     def get_tensor(self, name: str) -> torch.Tensor:
         about = self.known[name]
-        assert isinstance(about, TensorStorageMetadata)
         whole = torch.empty(about.size, dtype=about.properties.dtype)
         self.read_into({name: whole})
         return whole

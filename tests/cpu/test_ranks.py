@@ -11,6 +11,7 @@ import os
 import pickle
 import runpy
 import shutil
+import struct
 import subprocess
 import sys
 from collections import Counter
@@ -22,6 +23,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
 from redline.core.checkpoints import UnusableError
 from redline.core.plan import Plan
@@ -450,18 +453,39 @@ def test_a_damaged_part_is_passed_over(runs: Runs, tmp_path: Path) -> None:
     assert "resumed from step-00000002 at step 2" in notes
 
 
-def test_a_pickle_in_a_checkpoint_runs_nothing(runs: Runs, tmp_path: Path) -> None:
-    folder = tmp_path / "step-00000004"
-    shutil.copytree(last_of(runs.at("fsdp")).path, folder)
-    (folder / METADATA_FILE).write_bytes(pickle.dumps(Planted(str(tmp_path / "ran"))))
-    with pytest.raises(UnusableError, match=r"posix.mkdir has no place in a list of tensors"):
-        open_sharded(folder)
-    assert not (tmp_path / "ran").exists()
-
-
 @dataclass
 class Planted:
     path: str
 
     def __reduce__(self) -> Any:
         return os.mkdir, (self.path,)
+
+
+def called(module: str, name: str, argument: str) -> bytes:
+    """A pickle of protocol 4 that calls a function, which may be named through its module's imports."""
+    words = b"".join(pickle.SHORT_BINUNICODE + bytes([len(word)]) + word.encode() for word in (module, name))
+    what = pickle.BINUNICODE + struct.pack("<I", len(argument)) + argument.encode()
+    return pickle.PROTO + b"\x04" + words + pickle.STACK_GLOBAL + what + pickle.TUPLE1 + pickle.REDUCE + pickle.STOP
+
+
+LISTS = "torch.distributed.checkpoint.metadata"
+
+
+@pytest.mark.parametrize("way", ["by its name", "through a module that is let in", "as an entry that is no tensor"])
+def test_a_pickle_in_a_checkpoint_runs_nothing(runs: Runs, tmp_path: Path, way: str) -> None:
+    folder, ran = tmp_path / "step-00000004", tmp_path / "ran"
+    shutil.copytree(last_of(runs.at("fsdp")).path, folder)
+    if way == "by its name":
+        planted, words = pickle.dumps(Planted(str(ran))), r"posix.mkdir has no place in a list of tensors"
+    elif way == "through a module that is let in":
+        planted, words = called(LISTS, "os.mkdir", str(ran)), f"{LISTS}.os.mkdir has no place"
+    else:
+        (folder / "bytes").write_bytes(pickle.dumps(Planted(str(ran))))
+        size, index = (folder / "bytes").stat().st_size, MetadataIndex("model.w")
+        entries: dict[str, Any] = {"model.w": BytesStorageMetadata()}
+        planted = pickle.dumps(Metadata(entries, storage_data={index: _StorageInfo("bytes", 0, size)}))
+        words = "BytesStorageMetadata has no place"
+    (folder / METADATA_FILE).write_bytes(planted)
+    with pytest.raises(UnusableError, match=words):
+        open_sharded(folder).read_into({"model.w": torch.zeros(2)})
+    assert not ran.exists()
