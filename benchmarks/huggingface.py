@@ -42,6 +42,7 @@ from typing import IO, Any, Protocol
 
 import torch
 
+from redline.core.host import core_count
 from redline.core.job import Job, RunDirectory, write_atomically
 from redline.core.recipe import Recipe, load_recipe
 from redline.core.values import from_json, to_json
@@ -169,7 +170,7 @@ def read_options(words: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--sequence", type=int, help="tokens per sequence (default: the config's, 1024 at most)")
     parser.add_argument("--rounds", type=int, default=5, help="of both at their best, interleaved (default: 5)")
     parser.add_argument("--steps", type=int, default=30, help="timed steps per measurement (default: 30)")
-    parser.add_argument("--at-once", type=int, default=max(1, (os.cpu_count() or 1) // CORES_EACH), help="to compile")
+    parser.add_argument("--at-once", type=int, default=max(1, core_count() // CORES_EACH), help="to compile")
     parser.add_argument(
         "--out", type=Path, help="where the record grows; standard output has it at the end in any case"
     )

@@ -19,6 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from redline.core.host import core_count
 from redline.predict.memory import predict_memory
 from redline.rungs import plan_of
 from redline.workloads import resolve_workload
@@ -124,7 +125,7 @@ def _run_waiting(
         fits = next(
             (i for i in waiting if not running or used + prediction(COMBINATIONS[i]).total < budget_bytes), None
         )
-        if fits is not None and len(running) < (os.cpu_count() or 1) // 2 + 1:
+        if fits is not None and len(running) < core_count() // 2 + 1:
             waiting.remove(fits)
             running[fits] = start(fits, device, logs)
             time.sleep(START_SECONDS if device == "cuda" else 0)

@@ -25,10 +25,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from redline.core.host import core_count
 from redline.data.prepare import Preparation, prepare
 from redline.data.text import read_corpus
 from redline.data.tokenizer import tokenizer
-from redline.data.workers import core_count
 
 PROMISE = 0.85
 DOCUMENT_CHARACTERS = 4000  # about a page of the web

@@ -282,14 +282,13 @@ def check_applies(recipe: Recipe, workload: Workload, hardware: Hardware) -> Non
 def open_run(options: argparse.Namespace, job: Job, hardware: Hardware, versions: dict[str, str | None]) -> ProfileRun:
     from datetime import UTC, datetime
 
-    from redline.core.job import RUN_FILE, create_run_directory
+    from redline.core.job import RUN_FILE, begin_run_directory
     from redline.core.values import to_json
     from redline.data.tokens import encode_corpus, write_tokens
 
     tokens = encode_corpus(job.workload) if job.workload.reads_text else None
     now = datetime.now(UTC)
     path = options.out or Path("runs") / f"profile-{job.workload.name}-{datetime.now():%Y%m%d-%H%M%S}"
-    directory = create_run_directory(path)
     record = {
         "kind": "profile",
         "command": getattr(options, "command", None) or command_line(),
@@ -299,7 +298,7 @@ def open_run(options: argparse.Namespace, job: Job, hardware: Hardware, versions
         "hardware": to_json(hardware),
         "recipe": to_json(job.recipe),
     }
-    with explaining(path):
+    with begin_run_directory(path) as directory:
         if tokens is not None:
             write_tokens(path / job.tokens, tokens, job.workload.decoder.vocab)
         directory.write(RUN_FILE, json.dumps(record, indent=2) + "\n")

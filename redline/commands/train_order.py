@@ -26,7 +26,7 @@ from redline.commands.train_recipe import (
     shared_recipe,
     without_refused,
 )
-from redline.commands.training_data import TEXT_OPTIONS, check_data, data_of_run, nothing_left_behind, training_data
+from redline.commands.training_data import TEXT_OPTIONS, check_data, data_of_run, training_data
 from redline.core.errors import UserError
 from redline.core.units import counted
 from redline.core.workload import check_positive
@@ -79,25 +79,24 @@ def check_order(options: argparse.Namespace, console: Any, ranks: int) -> tuple[
 
 
 def new_order(options: argparse.Namespace, console: Any, ranks: int = 1) -> TrainOrder:
-    from redline.core.job import create_run_directory
+    from redline.core.job import RUN_FILE, begin_run_directory
     from redline.core.values import to_json
 
     order, hardware, versions = chosen_order(options, console, ranks)
     workload, settings, out = order.workload, order.settings, Path(order.out)
     check_data(options, workload)
-    directory = create_run_directory(out)
-    with nothing_left_behind(out):
+    with begin_run_directory(out) as directory:
         data = training_data(options, workload, settings, out, console) if workload.reads_text else ""
-    order = replace(order, data=str(data))
-    record = {
-        "kind": "train",
-        "order": to_json(order),
-        "hardware": to_json(hardware),
-        "versions": versions,
-        "command": command_line(),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-    }
-    directory.write("run.json", json.dumps(record, indent=2))
+        order = replace(order, data=str(data))
+        record = {
+            "kind": "train",
+            "order": to_json(order),
+            "hardware": to_json(hardware),
+            "versions": versions,
+            "command": command_line(),
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        }
+        directory.write(RUN_FILE, json.dumps(record, indent=2))
     return order
 
 

@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,11 +48,11 @@ def check_data(options: argparse.Namespace, workload: Workload) -> None:
     if not workload.reads_text:
         check_made(options, workload)
         return
-    reading = reading_of(options)
+    reading_of(options)  # tells its mistakes
     if options.data is None:
         return
     if not is_prepared(options.data):
-        find_sources([options.data], reading)
+        find_sources([options.data])
         return
     given = [f"--{name.replace('_', '-')}" for name in TEXT_OPTIONS if getattr(options, name) is not None]
     if given:
@@ -151,16 +148,6 @@ def write_sample(out: Path) -> str:
 
 def say(console: Any, text: str) -> None:
     console.print(text, markup=False, highlight=False, style="dim", soft_wrap=True)
-
-
-@contextmanager
-def nothing_left_behind(out: Path) -> Iterator[None]:
-    """Around what fills a new run directory: a text that cannot be read leaves none that looks like a run."""
-    try:
-        yield
-    except BaseException:
-        shutil.rmtree(out, ignore_errors=True)
-        raise
 
 
 def data_of_run(data: str, run: Path) -> str:

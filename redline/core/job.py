@@ -15,6 +15,7 @@ import hashlib
 import json
 import os
 import shlex
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -256,6 +257,21 @@ def create_run_directory(path: Path) -> RunDirectory:
                 folder.rmdir()
         raise _unwritable(path, error) from error
     return RunDirectory(path)
+
+
+@contextlib.contextmanager
+def begin_run_directory(path: Path) -> Iterator[RunDirectory]:
+    """A new one, to be filled inside; whatever goes wrong there leaves nothing that looks like a run."""
+    directory = create_run_directory(path)
+    try:
+        yield directory
+    except BaseException as error:
+        shutil.rmtree(path, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise UserError(
+                f"cannot write to {path}", error.strerror or str(error), "free some space, or choose another --out"
+            ) from error
+        raise
 
 
 def _unwritable(path: Path, error: OSError) -> UserError:

@@ -40,7 +40,7 @@ from redline.core.traced import SAMPLE
 from redline.core.units import counted
 from redline.core.workload import Source, check_positive
 
-PACKAGE = str(Path(__file__).resolve().parents[1])
+PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
 STANDARD_LIBRARY = sysconfig.get_path("stdlib") + os.sep
 INIT = "__init__.py"
 NO_LINE = "no line of the file was running"

@@ -29,6 +29,7 @@ import numpy
 
 from redline import __version__
 from redline.core.errors import UserError
+from redline.core.host import core_count
 from redline.core.units import counted
 from redline.core.values import from_json, to_json
 from redline.data.pool import Meter, OnProgress, Pulse, Task, unheard, work_through
@@ -50,7 +51,6 @@ from redline.data.shards import (
 )
 from redline.data.sources import Found, Part, Reading, cut_parts, find_sources, read_part
 from redline.data.tokenizer import Tokenizer, tokenizer
-from redline.data.workers import core_count
 
 PARTS_FILE = "parts.jsonl"
 OURS = re.compile(rf"(train|val)-\d+\{SHARD_SUFFIX}|.*\.draft|{PARTS_FILE}|{STAMPS_FILE}|{INDEX_FILE}|{PREPARE_FILE}")
@@ -97,7 +97,7 @@ class Finished:
 
 def prepare(order: Preparation, on_progress: OnProgress = unheard) -> dict[str, Any]:
     """The index of the finished folder."""
-    found = find_sources(order.sources, order.reading)
+    found = find_sources(order.sources)
     encoder = tokenizer_id(tokenizer(order.tokenizer))
     size = order.part_bytes or part_size(found.size)
     parts = cut_parts(found.files, size, order.reading)

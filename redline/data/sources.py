@@ -154,13 +154,12 @@ def check_unchanged(file: SourceFile) -> None:
 # which files
 
 
-def find_sources(words: Iterable[str], reading: Reading | None = None) -> Found:
+def find_sources(words: Iterable[str]) -> Found:
     """Every file behind the user's words, folders in sorted order. Mistakes are found here, before any work."""
-    reading = reading or Reading()
     files: list[SourceFile] = []
     passed_over: list[str] = []
     for word in words:
-        files.extend(_files_of(word, reading, passed_over))
+        files.extend(_files_of(word, passed_over))
     if not files:
         raise UserError("there is nothing to read", "no source was given", "name a text file, a folder or a .jsonl")
     _check_once(files)
@@ -168,7 +167,7 @@ def find_sources(words: Iterable[str], reading: Reading | None = None) -> Found:
     return Found(files=tuple(files), notes=_passed_over(passed_over))
 
 
-def _files_of(word: str, reading: Reading, passed_over: list[str]) -> list[SourceFile]:
+def _files_of(word: str, passed_over: list[str]) -> list[SourceFile]:
     if word.startswith(HUB):
         if not word.removeprefix(HUB).partition(":")[0]:
             raise UserError(
@@ -579,7 +578,12 @@ def read_saved(span: Span, reading: Reading) -> Iterator[Piece]:
 def read_hub(span: Span, reading: Reading) -> Iterator[Piece]:
     dataset = open_hub(span.file.path, reading)
     where = f"{span.file.path}, file {span.start}"
-    for row, record in enumerate(dataset.shard(num_shards=dataset.num_shards, index=span.start)):
+    rows = enumerate(dataset.shard(num_shards=dataset.num_shards, index=span.start))
+    while True:
+        with explaining_hub(span.file.path):  # rows are fetched as they are asked for
+            row, record = next(rows, (0, None))
+        if record is None:
+            return
         check_column(list(record), reading.field, span.file.path)
         yield _row_piece(record[reading.field], where, row, reading, 0)
 
@@ -622,11 +626,17 @@ def open_saved(path: str, reading: Reading) -> Any:
 def open_hub(word: str, reading: Reading) -> Any:
     datasets = optional("datasets", "data sets of Hugging Face")
     name, _, config = word.removeprefix(HUB).partition(":")
-    try:
+    with explaining_hub(word):
         return datasets.load_dataset(name, config or None, split=reading.split, streaming=True)
+
+
+@contextmanager
+def explaining_hub(word: str) -> Iterator[None]:
+    try:
+        yield
     except Exception as error:  # whatever its network, its file formats and the hub raise: all are about this name
         raise UserError(
-            f"cannot open the data set {name!r}",
+            f"cannot read the data set {word.removeprefix(HUB).partition(':')[0]!r}",
             " ".join(str(error).split())[:300] or type(error).__name__,
             "check the name, its config (hf:NAME:CONFIG), --split and the network; or fetch the files and name those",
         ) from error

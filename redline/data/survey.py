@@ -26,6 +26,7 @@ from typing import Any, final
 import numpy
 
 from redline.core.errors import UserError
+from redline.core.host import core_count
 from redline.core.values import from_json, to_json
 from redline.data.pool import Meter, OnProgress, Pulse, Task, unheard, work_through
 from redline.data.prepare import check_val_fraction, file_difference, files_of, is_val
@@ -43,7 +44,6 @@ from redline.data.shards import (
 )
 from redline.data.sources import HUB, Found, Part, Piece, Reading, cut_parts, find_sources, read_part
 from redline.data.tokenizer import tokenizer
-from redline.data.workers import core_count
 
 TEXT_FILE, VAL_FILE = "text.json", "val.tokens"
 FORMAT, VERSION = "redline-text", 1
@@ -141,7 +141,7 @@ class StreamedText:
 def survey(order: Survey, on_progress: OnProgress = unheard) -> dict[str, Any]:
     """Reads every file, writes the folder, and returns its text.json. A bad file is told before anything is written."""
     words = [absolute(word) for word in order.sources]
-    found = find_sources(words, order.reading)
+    found = find_sources(words)
     encoder = tokenizer_id(tokenizer(order.tokenizer))
     size = part_size(found)
     parts = cut_parts(found.files, size, order.reading)
@@ -371,7 +371,7 @@ def parse_index(folder: Path, index: dict[str, Any]) -> tuple[TokenizerId, Readi
 def find_again(folder: Path, index: dict[str, Any], reading: Reading, say: Callable[[str], None]) -> tuple[Part, ...]:
     """The parts, with the very words of the survey in them."""
     try:
-        found = find_sources(index["sources"]["words"], reading)
+        found = find_sources(index["sources"]["words"])
     except UserError as error:
         raise changed(f"{error.problem}: {error.why}") from error
     before, now = index["files"], files_of(found)

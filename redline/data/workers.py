@@ -41,11 +41,6 @@ def outlive_signals() -> None:
     signal.signal(signal.SIGTERM, leave_later)
 
 
-def core_count() -> int:
-    """Cores this process may use, which a container or taskset can make fewer than the machine has."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def how_it_ended(process: Any) -> str:
     """Of a process that has gone without a word: 'SIGKILL', or 'exit code 3'."""
     process.join()

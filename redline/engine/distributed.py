@@ -21,7 +21,6 @@ import os
 import re
 import socket
 import sys
-import sysconfig
 import threading
 import time
 import traceback
@@ -44,6 +43,7 @@ from torch.distributed.rendezvous import rendezvous
 from redline.core.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_MISTAKE, FailedRunError, UserError
 from redline.core.layout import Layout, Place
 from redline.core.rank_processes import RANK_PID_FILE, inside, leave_inside, rank_pid_file
+from redline.core.user_code import PACKAGE, STANDARD_LIBRARY
 
 BEAT_SECONDS = 1.0
 LIMIT_SECONDS = 600.0  # a first step that compiles for long is no rank that hangs
@@ -56,8 +56,6 @@ SHOWN = 4  # ranks in one message
 SLOW_START = "a slow start counts too, of loaders and of what is compiled: a larger --rank-timeout leaves it the time"
 GLOOS_LINE = re.compile(r"\[[^\]]*\.cc:\d+\] ?")  # of its own code, which its words begin with
 BACKENDS_WORDS = re.compile(rf"{GLOOS_LINE.pattern}|\bNCCL\b")
-PACKAGE = str(Path(__file__).parents[1]) + os.sep
-STANDARD_LIBRARY = sysconfig.get_path("stdlib") + os.sep
 PACKAGES = ("site-packages", "dist-packages")  # which may lie in the standard library's folder
 
 
@@ -102,7 +100,7 @@ class Ranks:
         self._mark: tuple[int, int, str] = (0, 0, "getting ready")
         self._beats = 0
         self._ended = threading.Event()
-        self._has_told_end = False
+        self._telling, self._has_told_end = threading.Lock(), False
         self._meetings = 0
         self.asked = False
         """A signal has asked this rank to stop while it trained: the user's, or the agent's because of another rank."""
@@ -277,9 +275,10 @@ class Ranks:
     def tell_failure(self, text: str, *, lost: bool = False) -> None:
         """To the others, and to those that torchrun may start next. The first words stand; '' where there are none to
         be said, and whoever is killed tells nothing. `lost`: they are of a rank that no longer answers."""
-        if self._has_told_end:
-            return
-        self._has_told_end = True
+        with self._telling:  # two threads may have words for one end
+            if self._has_told_end:
+                return
+            self._has_told_end = True
         with suppress(dist.DistError):  # the store may be gone, and the job with it
             number = 0 if self._lasting is None else int(self._lasting.add(f"ends/{self.attempt}", 1))
             self.remember(f"end/{self.attempt}/{self.rank}", End(number, first_sentence(text), lost, time.time()))

@@ -10,13 +10,13 @@ import os
 import platform
 import shutil
 import sys
-from importlib import metadata
 from pathlib import Path
 
 import torch
 
 from redline import __version__
 from redline.core.hardware import Hardware
+from redline.core.host import core_count, cpu_name, cpuinfo, installed_version
 from redline.core.values import to_json
 
 
@@ -32,9 +32,9 @@ def versions() -> dict[str, str | None]:
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "cudnn": _cudnn_version(),
-        "triton": _installed("triton"),
-        "numpy": _installed("numpy"),
-        "transformers": _installed("transformers"),  # whose code a Hugging Face model is
+        "triton": installed_version("triton"),
+        "numpy": installed_version("numpy"),
+        "transformers": installed_version("transformers"),  # whose code a Hugging Face model is
     }
 
 
@@ -51,8 +51,8 @@ def _cuda() -> Hardware:
         capability=(device.major, device.minor),
         multiprocessors=device.multi_processor_count,
         driver=_driver_version(),
-        cpu_name=_cpu_name(),
-        cpu_cores=_cores(),
+        cpu_name=cpu_name(),
+        cpu_cores=core_count(),
         features=_features(missing),
         missing=missing,
     )
@@ -63,10 +63,10 @@ def _cpu() -> Hardware:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else None
     return Hardware(
         kind="cpu",
-        name=_cpu_name(),
+        name=cpu_name(),
         memory_bytes=memory,
-        cpu_name=_cpu_name(),
-        cpu_cores=_cores(),
+        cpu_name=cpu_name(),
+        cpu_cores=core_count(),
         features=_features(missing),
         missing=missing,
     )
@@ -103,7 +103,7 @@ def _packages_missing() -> dict[str, str]:
     return {
         feature: f"the package {package} is not installed (pip install {package})"
         for feature, package in extras.items()
-        if not _installed(package)
+        if not installed_version(package)
     }
 
 
@@ -133,7 +133,7 @@ def _cuda_missing(capability: tuple[int, int]) -> dict[str, str]:
         missing["quack"] = (
             f"its products with GELU were tried on Hopper (compute capability 9.0), this has {generation}"
         )
-    if not _installed("triton"):
+    if not installed_version("triton"):
         missing["triton"] = "Triton is not installed"
     if "triton" in missing:
         missing["compile"] = f"torch.compile on a GPU needs Triton: {missing['triton']}"
@@ -163,22 +163,7 @@ def _cpu_missing() -> dict[str, str]:
 
 
 def _cpu_flags() -> set[str]:
-    return {flag for line in _cpuinfo() if line.lower().startswith(("flags", "features")) for flag in line.split()}
-
-
-def _cpu_name() -> str:
-    names = (line.split(":", 1)[1].strip() for line in _cpuinfo() if line.startswith("model name"))
-    return next(names, platform.processor() or platform.machine())
-
-
-def _cpuinfo() -> list[str]:
-    path = Path("/proc/cpuinfo")
-    return path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
-
-
-def _cores() -> int:
-    """Cores this process may use, which a container often limits."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return {flag for line in cpuinfo() if line.lower().startswith(("flags", "features")) for flag in line.split()}
 
 
 def _cudnn_version() -> str | None:
@@ -190,13 +175,6 @@ def _driver_version() -> str | None:
     path = Path("/proc/driver/nvidia/version")
     words = path.read_text().split() if path.exists() else []
     return next((word for word in words if word.count(".") >= 1 and word.replace(".", "").isdigit()), None)
-
-
-def _installed(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from redline.core.errors import ModelError, UserError
 from redline.core.generators import seeded
+from redline.core.host import core_count
 from redline.core.job import (
     CACHE_FOLDER,
     FAILURE_FILE,
@@ -145,7 +146,7 @@ def lead_ranks(job: Job, folder: Path) -> int:
     """As torchrun's agent. Standard output is left to rank 0."""
     from redline.engine.agent import left_with_zero, run_ranks
 
-    os.environ.update(agent_environment(job.ranks, os.cpu_count() or 1))
+    os.environ.update(agent_environment(job.ranks, core_count()))
     with tempfile.TemporaryDirectory(prefix="redline-ranks-") as logs:
         words = ["--standalone", f"--nproc-per-node={job.ranks}", f"--log-dir={logs}"]
         failures = run_ranks([*words, "-m", "redline.engine.worker", str(folder)])

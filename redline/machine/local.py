@@ -17,6 +17,7 @@ from typing import Any
 
 from redline.core.devices import Device, lookup, why_unknown
 from redline.core.hardware import known_device
+from redline.core.host import core_count, cpu_name, installed_version
 
 PACKAGES = ("redline", "torch", "triton", "numpy")
 # CUDA C++ Programming Guide, table of compute capabilities: fp32 cores per multiprocessor. NVML counts cores only.
@@ -124,16 +125,16 @@ def this_machine() -> Machine:
     first = gpus[0] if gpus else None
     return Machine(
         kind="cuda" if first else "cpu",
-        name=first.name if first else _cpu_name(),
+        name=first.name if first else cpu_name(),
         count=len(gpus) or 1,
         memory_bytes=first.memory_bytes if first else _ram_bytes(),
         driver=driver,
         cuda_driver=cuda_driver,
         gpus=gpus,
-        cpu_name=_cpu_name(),
-        cpu_cores=_cores(),
+        cpu_name=cpu_name(),
+        cpu_cores=core_count(),
         ram_bytes=_ram_bytes(),
-        versions={"python": platform.python_version(), **{package: _installed(package) for package in PACKAGES}},
+        versions={"python": platform.python_version(), **{package: installed_version(package) for package in PACKAGES}},
         notes=notes,
     )
 
@@ -242,28 +243,7 @@ def _watts(milliwatts: int | None) -> float | None:
     return None if milliwatts is None else milliwatts / 1000
 
 
-def _cpu_name() -> str:
-    """As engine.probe names it: what is measured is stored under this name."""
-    path = Path("/proc/cpuinfo")
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
-    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor() or platform.machine())
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def _ram_bytes() -> int | None:
     if not hasattr(os, "sysconf"):
         return None
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def _installed(package: str) -> str | None:
-    from importlib import metadata  # 40 ms that only `hardware` needs
-
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None

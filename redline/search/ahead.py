@@ -10,13 +10,13 @@ row: whoever measures that recipe compiles it then, and says what is wrong with 
 
 from __future__ import annotations
 
-import os
 import subprocess
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import IO
 
+from redline.core.host import core_count
 from redline.core.job import Job, RunDirectory
 from redline.core.measurement import Measurement
 from redline.rungs import plan_of
@@ -78,7 +78,7 @@ def compile_side_by_side(
 
 
 def start(run: RunDirectory, graph: str, job: Job, *, at_once: int, timeout_seconds: float) -> Compiling:
-    threads = max(1, (os.cpu_count() or 1) // at_once)
+    threads = max(1, core_count() // at_once)
     log = open(clean_folder(run, job) / "log.txt", "wb")  # noqa: SIM115  # the worker's, until `end`
     process = start_worker(
         run, job, log, graph, stdout=subprocess.DEVNULL, more={"TORCHINDUCTOR_COMPILE_THREADS": str(threads)}

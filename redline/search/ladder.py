@@ -29,8 +29,8 @@ from redline.core.job import (
     Job,
     Result,
     RunDirectory,
+    begin_run_directory,
     check_kind,
-    create_run_directory,
     open_run_directory,
 )
 from redline.core.measurement import Failure
@@ -419,7 +419,6 @@ def open_directory(
     from redline.data.tokens import encode_corpus, write_tokens  # numpy takes a while to import
 
     tokens = encode_corpus(workload) if workload.reads_text else None
-    directory = create_run_directory(path)
     run: dict[str, Any] = {
         "kind": kind,
         "command": command,
@@ -430,20 +429,12 @@ def open_directory(
         "hardware": to_json(hardware),
         "settings": to_json(settings),
     }
-    try:
+    with begin_run_directory(path) as directory:
         if tokens is not None:
             write_tokens(path / TOKENS_FILE, tokens, workload.decoder.vocab)
         run[SURROUNDINGS] = surroundings_of(path / TOKENS_FILE)
         check(run)
         directory.write(RUN_FILE, json.dumps(run, indent=2) + "\n")
-    except UserError:  # write_tokens and the check explain themselves
-        shutil.rmtree(path, ignore_errors=True)
-        raise
-    except OSError as error:
-        shutil.rmtree(path, ignore_errors=True)
-        raise UserError(
-            f"cannot write to {path}", error.strerror or str(error), "free some space, or choose another --out"
-        ) from error
     return directory
 
 

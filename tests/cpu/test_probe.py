@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from redline.core import host
 from redline.core.hardware import Hardware
 from redline.core.values import from_json, to_json
 from redline.engine import probe as probe_module
@@ -59,7 +60,7 @@ def test_what_is_there_and_what_is_missing_make_up_every_feature() -> None:
 
 
 def test_a_device_is_named_before_a_package_that_would_not_help(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe_module, "_installed", lambda package: None)
+    monkeypatch.setattr(probe_module, "installed_version", lambda package: None)
     assert "pip install flash-attn-4" in probe_module._packages_missing()["flash4"]
     assert "NVIDIA" in probe("cpu").missing["flash4"]
 
@@ -81,7 +82,7 @@ def test_a_device_is_named_before_a_package_that_would_not_help(monkeypatch: pyt
 )
 def test_generations_of_gpus(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], missing: set[str]) -> None:
     """As a torch with everything in it would tell."""
-    monkeypatch.setattr(probe_module, "_installed", lambda package: "1.0")
+    monkeypatch.setattr(probe_module, "installed_version", lambda package: "1.0")
     monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
     monkeypatch.setattr(torch.version, "hip", None)
@@ -91,7 +92,7 @@ def test_generations_of_gpus(monkeypatch: pytest.MonkeyPatch, capability: tuple[
 
 
 def test_a_torch_without_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe_module, "_installed", lambda package: None)
+    monkeypatch.setattr(probe_module, "installed_version", lambda package: None)
     monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: False)
     monkeypatch.setattr(torch.version, "hip", None)
@@ -150,14 +151,15 @@ def test_the_users_own_compiler_counts(bare_path: Path, monkeypatch: pytest.Monk
     ],
 )
 def test_bf16_is_offered_where_the_cpu_has_it(monkeypatch: pytest.MonkeyPatch, line: str, has_bf16: bool) -> None:
-    monkeypatch.setattr(probe_module, "_cpuinfo", lambda: ["model name\t: A: CPU", line])
+    for module in (host, probe_module):
+        monkeypatch.setattr(module, "cpuinfo", lambda: ["model name\t: A: CPU", line])
     found = probe("cpu")
     assert ("bf16" in found.features) == has_bf16
     assert found.name == "A: CPU"
 
 
 def test_a_machine_without_cpuinfo_has_a_name_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe_module, "_cpuinfo", list)
+    monkeypatch.setattr(host, "cpuinfo", list)
     assert probe("cpu").name
 
 

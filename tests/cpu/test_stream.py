@@ -67,7 +67,7 @@ def id_of(name: str) -> TokenizerId:
 def source_of(path: Path | str, *, name: str = "bytes", part_bytes: int = 300, **changes) -> TextSource:
     """Many parts of a small corpus."""
     reading = changes.pop("reading", Reading())
-    parts = cut_parts(find_sources([str(path)], reading).files, part_bytes, reading)
+    parts = cut_parts(find_sources([str(path)]).files, part_bytes, reading)
     hashes = tuple(str(part) for part in parts)
     fields = {"val_fraction": 0.005, "tokenizer": id_of(name), "hashes": hashes}
     return TextSource(parts=parts, reading=reading, **{**fields, **changes})

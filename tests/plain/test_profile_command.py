@@ -279,9 +279,10 @@ def test_a_full_disk_is_said_in_three_lines(answer, tmp_path, capsys, monkeypatc
     monkeypatch.setattr("redline.core.job.RunDirectory.write", full)
     assert run("tiny", "--rungs", "none", "--out", str(tmp_path / "run")) == 2
     said = capsys.readouterr().err
-    assert "could not be written" in said
+    assert f"cannot write to {tmp_path / 'run'}" in said
     assert "No space left on device" in said
     assert "--resume" not in said
+    assert not (tmp_path / "run").exists()
 
 
 def test_the_python_function_returns_the_same_document(answer, tmp_path):

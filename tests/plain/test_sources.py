@@ -24,7 +24,7 @@ ODD = st.text(alphabet="ab1'!. \n\t\r\u00a0\u3000\u2003\x85\u00e9\u4f60\U0001f60
 
 
 def pieces_of(path: Path, reading: Reading, part_bytes: int = HUGE) -> list[Piece]:
-    found = find_sources([str(path)], reading)
+    found = find_sources([str(path)])
     return [piece for part in cut_parts(found.files, part_bytes, reading) for piece in read_part(part, reading)]
 
 
@@ -223,8 +223,11 @@ def test_a_data_set_through_load_dataset(tmp_path, monkeypatch):
     assert [piece.text for part in parts for piece in read_part(part, Reading())] == [
         f"{number} {row}" for number in range(3) for row in range(2)
     ]
-    with pytest.raises(UserError, match="cannot open the data set"):
+    with pytest.raises(UserError, match="cannot read the data set"):
         cut_parts(find_sources(["hf:/no/such/thing"]).files, 1)
+    (tmp_path / "d" / "1.jsonl").write_text("{broken")  # as a network that breaks under way
+    with pytest.raises(UserError, match="cannot read the data set"):
+        [list(read_part(part, Reading())) for part in parts]
 
 
 @pytest.mark.parametrize(

@@ -16,10 +16,10 @@ from redline.commands.training_data import (
     add_data_options,
     check_data,
     data_of_run,
-    nothing_left_behind,
     training_data,
 )
 from redline.core.errors import UserError
+from redline.core.job import begin_run_directory
 from redline.core.training import Budget, TrainSettings
 from redline.core.workload import Workload
 from redline.data.prepare import Preparation, prepare
@@ -53,7 +53,7 @@ def tokens(corpus: Path) -> Path:
 def make(asked: argparse.Namespace, tiny: Workload, out: Path) -> tuple[Path, str]:
     said = io.StringIO()
     check_data(asked, tiny)
-    out.mkdir()
+    out.mkdir(exist_ok=True)
     folder = training_data(asked, tiny, SETTINGS, out, Console(file=said, width=100))
     return folder, said.getvalue()
 
@@ -129,7 +129,7 @@ def test_mistakes_are_told_before_there_is_a_run(tokens: Path, tiny: Workload, t
 @pytest.mark.parametrize("words", [(), ("--stream",)])
 def test_a_text_that_cannot_be_read_leaves_no_run(tiny: Workload, tmp_path: Path, words: tuple[str, ...]) -> None:
     (tmp_path / "a.txt").write_bytes(b"good \xff")
-    with pytest.raises(UserError, match="byte 5 is not UTF-8"), nothing_left_behind(tmp_path / "run"):
+    with pytest.raises(UserError, match="byte 5 is not UTF-8"), begin_run_directory(tmp_path / "run"):
         make(options("--data", tmp_path / "a.txt", *words), tiny, tmp_path / "run")
     assert not (tmp_path / "run").exists()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import json
 import os
 import tempfile
@@ -17,7 +18,14 @@ from hypothesis import strategies as st
 from redline.core import job as job_module
 from redline.core.errors import UserError
 from redline.core.hardware import DEVICES, Hardware, lookup
-from redline.core.job import Job, RunDirectory, create_run_directory, open_run_directory, write_atomically
+from redline.core.job import (
+    Job,
+    RunDirectory,
+    begin_run_directory,
+    create_run_directory,
+    open_run_directory,
+    write_atomically,
+)
 from redline.core.layout import Layout
 from redline.core.measurement import Failure, GradientCheck, Measurement, Proof, spread_of
 from redline.core.plan import Plan
@@ -381,6 +389,15 @@ def test_opening_what_is_no_run(tmp_path):
 def test_opening_a_run(run):
     run.write("run.json", '{"workload": "tiny"}')
     assert open_run_directory(run.path).read_run() == {"workload": "tiny"}
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()])
+def test_a_run_that_could_not_begin_leaves_nothing(tmp_path, error):
+    told = pytest.raises(UserError, match=f"cannot write to {tmp_path / 'run'}") if isinstance(error, OSError) else None
+    with told or pytest.raises(KeyboardInterrupt), begin_run_directory(tmp_path / "run") as directory:
+        directory.write("half.json", "{")
+        raise error
+    assert not (tmp_path / "run").exists()
 
 
 # errors
