@@ -14,7 +14,7 @@ And for a model and a loop of one's own (docs/api.md):
     prepared = redline.prepare(model, "best.json");  loss = prepared.step(batch)
     meter = redline.Meter(tokens_per_step=8192, model=model)
 
-Importing redline imports nothing heavy. A mistake raises `redline.core.errors.UserError`.
+Importing redline imports nothing heavy. A mistake raises `redline.UserError`.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from redline.api.document import Document
     from redline.api.meter import Meter
     from redline.api.prepare import Prepared
+    from redline.core.errors import UserError
     from redline.core.recipe import Recipe
 
 __version__ = "0.1.0"
@@ -39,6 +40,7 @@ __all__ = [
     "Document",
     "Meter",
     "Prepared",
+    "UserError",
     "__version__",
     "estimate",
     "hardware",
@@ -73,52 +75,48 @@ def ladder(
     headroom: float | None = None,
     global_batch: int | None = None,
     compile_ahead: int | None = None,
+    timeout: float | None = None,
     out: Path | str | None = None,
-    timeout_seconds: float = 600.0,
 ) -> Document:
     """Measure the ladder and return its document, the same one `redline ladder --json` prints.
 
     `workload`: words as on the command line, or a function of a file that builds the model. The other arguments are
     the command's options (`redline ladder --help`); `start` is `--from`. Progress goes to standard error, results
-    to the run directory `out`. A mistake raises `redline.core.errors.UserError`.
+    to the run directory `out`. A mistake raises `redline.UserError`.
     """
-    from rich.console import Console
-
     from redline.api.document import Document
     from redline.api.factory import words_of
-    from redline.core.job import REPORT_FILE
-    from redline.report.live import LiveLadder
+    from redline.commands.common import leave_page, options_of
+    from redline.commands.ladder import add_ladder
+    from redline.commands.ladder import ladder as document_of
     from redline.report.page import render_page
-    from redline.search.ladder import check_timeout, prepare_ladder
 
-    check_timeout(timeout_seconds)
-    run = prepare_ladder(
-        workload=words_of(workload, "redline.ladder"),
-        rungs=joined(rungs),
-        without=joined(without),
-        start=None if start is None else Path(start),
-        micro_batch=micro_batch,
-        sequence=sequence,
-        data=None if data is None else str(data),
-        device=device,
-        gpus=gpus,
-        tensor=tensor,
-        replicas=replicas,
-        keep=keep,
-        repeats=repeats,
-        aa=aa,
-        steps=steps,
-        check_steps=check_steps,
-        rebatch=rebatch,
-        headroom=headroom,
-        global_batch=global_batch,
-        compile_ahead=compile_ahead,
-        out=None if out is None else Path(out),
-    )
-    with LiveLadder(Console(stderr=True)) as view:
-        document = run.climb(timeout_seconds=timeout_seconds, view=view)
-    with run.directory.explaining():
-        run.directory.write(REPORT_FILE, render_page({**document, "directory": str(run.directory.path)}))
+    given = {
+        "workload": words_of(workload, "redline.ladder"),
+        "rungs": joined(rungs),
+        "without": joined(without),
+        "start": None if start is None else Path(start),
+        "micro_batch": micro_batch,
+        "sequence": sequence,
+        "data": None if data is None else str(data),
+        "device": device,
+        "gpus": gpus,
+        "tensor": tensor,
+        "replicas": replicas,
+        "keep": keep,
+        "repeats": repeats,
+        "aa": aa or None,
+        "steps": steps,
+        "check_steps": check_steps,
+        "rebatch": rebatch or None,
+        "headroom": headroom,
+        "global_batch": global_batch,
+        "compile_ahead": compile_ahead,
+        "timeout": timeout,
+        "out": None if out is None else Path(out),
+    }
+    document, directory = document_of(options_of(add_ladder, "ladder", given), _call("ladder", given))
+    leave_page(document, directory, render_page)
     return Document(document, kind="ladder")
 
 
@@ -154,9 +152,10 @@ def tune(
     """
     from redline.api.document import Document
     from redline.api.factory import words_of
-    from redline.commands.common import options_of
+    from redline.commands.common import leave_page, options_of
     from redline.commands.tune import add_tune
     from redline.commands.tune import tune as document_of
+    from redline.report.tune_page import render_tune_page
 
     given = {
         "workload": words_of(workload, "redline.tune"),
@@ -180,7 +179,9 @@ def tune(
         "after": None if after is None else Path(after),
         "out": None if out is None else Path(out),
     }
-    return Document(document_of(options_of(add_tune, "tune", given), _call("tune", given))[0], kind="tune")
+    document, directory = document_of(options_of(add_tune, "tune", given), _call("tune", given))
+    leave_page(document, directory, render_tune_page)
+    return Document(document, kind="tune")
 
 
 @checked()
@@ -384,9 +385,10 @@ def profile(
     ('cpu', [])
     """
     from redline.api.document import Document
-    from redline.commands.common import options_of
+    from redline.commands.common import leave_page, options_of
     from redline.commands.profile import add_profile
     from redline.commands.profile import profile as document_of
+    from redline.report.profile_page import render_profile_page
 
     given: dict[str, Any] = {
         "workload": workload,
@@ -419,7 +421,9 @@ def profile(
         )
     _refuse({"batches": batches, "model": model, "optimizer": optimizer}, "profile", "a workload brings its own")
     options = options_of(add_profile, "profile", {**given, "command": _call("profile", given)})
-    return Document(document_of(options), kind="profile")
+    document = document_of(options)
+    leave_page(document, Path(document["directory"]), render_profile_page)
+    return Document(document, kind="profile")
 
 
 @checked(recipe=ANYTHING, device=PLACE)
@@ -478,6 +482,7 @@ _CLASSES = {
     "Document": "redline.api.document",
     "Meter": "redline.api.meter",
     "Prepared": "redline.api.prepare",
+    "UserError": "redline.core.errors",
 }
 
 

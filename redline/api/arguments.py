@@ -65,9 +65,9 @@ ANYTHING = Kind("anything", lambda value: True, "")
 ARGUMENTS: dict[str, Kind] = {
     **dict.fromkeys(("rungs", "without", "ignore"), NAMES),
     **dict.fromkeys(("micro_batch", "sequence", "gpus", "repeats", "steps", "check_steps", "global_batch"), COUNT),
-    **dict.fromkeys(("compile_ahead", "nodes", "dp", "tp", "pp", "zero", "tokens_per_step"), COUNT),
+    **dict.fromkeys(("compile_ahead", "nodes", "dp", "tp", "zero", "tokens_per_step"), COUNT),
     **dict.fromkeys(("tensor", "pipeline", "replicas"), COUNT),
-    **dict.fromkeys(("headroom", "timeout_seconds", "timeout", "minutes", "seconds"), NUMBER),
+    **dict.fromkeys(("headroom", "timeout", "minutes", "seconds"), NUMBER),
     "flops_per_step": NUMBER,
     "weight_decay": DECAY,
     "clip_norm": NORM,
@@ -80,7 +80,7 @@ ARGUMENTS: dict[str, Kind] = {
     "batches": SEVERAL,
 }
 # Options that an argument goes by another name than.
-SPELLINGS = {"from": ("start", "recipe"), "timeout": ("timeout_seconds", "timeout")}
+SPELLINGS = {"from": ("start", "recipe")}
 
 
 def checked(**own: Kind) -> Callable[[Callable[Given, Found]], Callable[Given, Found]]:

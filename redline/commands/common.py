@@ -109,6 +109,13 @@ def try_page(
         )
 
 
+def leave_page(document: dict[str, Any], directory: Path, render: Callable[[dict[str, Any]], str]) -> None:
+    """For a call from Python, which has its document whether a page can be written or not."""
+    _, trouble = try_page(document, directory, render)
+    if trouble is not None:
+        warn_of(trouble)
+
+
 def check_html(path: Path, example: str) -> None:
     """Where --html writes to, before anything is measured."""
     from redline.core.errors import UserError

@@ -129,6 +129,12 @@ def add_ladder(commands: Any) -> None:
 def run_ladder(options: argparse.Namespace) -> int:
     if options.list_rungs:
         return list_rungs(options)
+    document, directory = ladder(options, command_line())
+    return show_ladder(document, directory, options)
+
+
+def ladder(options: argparse.Namespace, command: str) -> tuple[dict[str, Any], Path]:
+    """The document and the run directory; progress goes to standard error."""
     from rich.console import Console
 
     from redline.report.live import LiveLadder
@@ -141,13 +147,13 @@ def run_ladder(options: argparse.Namespace) -> int:
     run = (
         resume_ladder(options.resume, {**choices, "out": options.out})
         if options.resume
-        else prepare_ladder(**choices, out=options.out, command=command_line())
+        else prepare_ladder(**choices, out=options.out, command=command)
     )
     for note in run.notes:
         console.print(note, style="dim", markup=False, highlight=False)
     with LiveLadder(console) as view:
         document = run.climb(timeout_seconds=options.timeout, view=view)
-    return show_ladder(document, run.directory.path, options)
+    return document, run.directory.path
 
 
 # What defines a ladder; with --resume these come from the run directory and may not be given again, but for the ranks

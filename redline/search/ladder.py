@@ -1,6 +1,6 @@
 """A ladder from the user's words to its document: check everything, ask the machine, open a run directory, climb.
 
-    run = prepare_ladder(workload="tiny", out=Path("runs/mine"))
+    run = prepare_ladder(workload="tiny", out=Path("runs/mine"), command="redline ladder tiny")
     document = run.climb(timeout_seconds=600, view=view)
 
 Mistakes are found before anything is written. From then on results.jsonl holds every answer, so a run can be
@@ -235,7 +235,7 @@ def prepare_ladder(
     global_batch: int | None = None,
     compile_ahead: int | None = None,
     out: Path | None = None,
-    command: str = "redline.ladder()",
+    command: str,
 ) -> LadderRun:
     """Everything the user said is checked here, before the machine is asked and before anything is written."""
     words = Words(

@@ -282,7 +282,7 @@ def test_the_same_ladder_from_python(tmp_path: Path) -> None:
         micro_batch=1,
         device="cpu",
         out=str(out),
-        timeout_seconds=LIMIT_SECONDS,
+        timeout=LIMIT_SECONDS,
     )
     assert "<html" in (out / "report.html").read_text()
     assert [(row["rung"], row["status"]) for row in document["rows"]] == [("baseline", "ok")]

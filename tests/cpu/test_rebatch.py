@@ -98,7 +98,7 @@ def test_a_ladder_with_each_rung_at_its_own_micro_batch(tmp_path: Path, monkeypa
         rebatch=True,
         global_batch=2,
         out=out,
-        timeout_seconds=240,
+        timeout=240,
     )
     row = document["rows"][0]
     own = row["rebatched"]

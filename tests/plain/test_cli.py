@@ -192,11 +192,26 @@ def test_a_time_limit_is_a_positive_number(mistake, value):
     assert "timeout" in mistake("ladder", "tiny", f"--timeout={value}")["problem"]
 
 
+def test_the_python_function_leaves_what_the_command_leaves(machine, workers, monkeypatch):
+    document = redline.ladder("tiny", rungs=["no-sync"], repeats=2, out="mine")
+    assert document["command"] == "redline.ladder(workload='tiny', rungs='no-sync', repeats=2, out=PosixPath('mine'))"
+    assert {"run.json", "results.jsonl", "best.json", "report.html"} <= {path.name for path in Path("mine").iterdir()}
+    write = RunDirectory.write
+
+    def full(directory, name, text):
+        if name == "report.html":
+            raise OSError(28, "No space left on device")
+        return write(directory, name, text)
+
+    monkeypatch.setattr(RunDirectory, "write", full)  # a page that cannot be written costs nobody the document
+    assert redline.ladder("tiny", rungs=["no-sync"], out="other")["rows"]
+
+
 def test_the_python_function_checks_its_time_limit_too(machine, workplace):
     before = everything_in(workplace)
     for seconds in (0, -1.0, float("nan")):
         with pytest.raises(UserError, match="timeout"):
-            redline.ladder("tiny", timeout_seconds=seconds)
+            redline.ladder("tiny", timeout=seconds)
     assert everything_in(workplace) == before
 
 

@@ -290,6 +290,7 @@ def test_the_python_function_returns_the_same_document(answer, tmp_path):
     document = redline.profile("tiny", rungs="tf32", micro_batch=2, out=tmp_path / "run")
     assert document["status"] == "ok"
     assert document["command"].startswith("redline.profile(workload='tiny'")
+    assert (tmp_path / "run" / "report.html").exists()
     with pytest.raises(UserError, match="unknown device"):
         redline.profile("tiny", device="tpu")
 

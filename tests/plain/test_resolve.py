@@ -138,7 +138,7 @@ def test_a_ladder_keeps_its_sequence_and_tells_its_choices(
 ) -> None:
     monkeypatch.setattr("redline.search.words.probe_machine", lambda _: (cpu, {"torch": "2.13"}))
     out = tmp_path / "run"
-    run = prepare_ladder(workload=write(SMALL), sequence=16, rungs="none", micro_batch=2, out=out)
+    run = prepare_ladder(workload=write(SMALL), sequence=16, rungs="none", micro_batch=2, out=out, command="")
     assert run.workload.shape.sequence == 16
     assert run.notes == run.workload.notes != ()
     assert resume_ladder(out, {}).workload == run.workload
