@@ -40,7 +40,7 @@ docs: setup ## write docs/rungs and the README's tables from the rungs and the n
 
 clean: ## remove the environment, caches and build products; runs/ and records/ stay
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find redline tests tools -name __pycache__ -type d -prune -exec rm -rf {} +
+	find redline tests tools benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The constraints pin torch: without them pip takes the newest, with gigabytes of CUDA packages.
 # The stamp is touched last, so an install that failed half way is tried again.

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 from redline.core.plan import Plan
 from redline.core.units import UNKNOWN
 from redline.core.workload import BUILT_IN
+from redline.report.markdown import markdown_table
 from redline.rungs import LADDER, Maths, Rung
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -321,7 +322,7 @@ def with_table(readme: str, record: dict[str, Any] | None) -> str:
     _, end, tail = rest.partition(END)
     if not (begin and end):
         return readme
-    table = "" if record is None else ladder_table(record).strip("\n") + "\n"
+    table = "" if record is None else markdown_table(record).strip("\n") + "\n"
     return f"{head}{BEGIN}\n{table}{END}{tail}"
 
 
@@ -371,14 +372,6 @@ def optimizer_cells(row: dict[str, Any]) -> list[str]:
             for name in ("state_bytes", "predicted_state_bytes", "update_bytes", "predicted_update_bytes")
         ),
     ]
-
-
-def ladder_table(record: dict[str, Any]) -> str:
-    from redline.report.markdown import (
-        markdown_table,  # here, so that the pages can be written before any report exists
-    )
-
-    return markdown_table(record)
 
 
 def read(path: Path) -> str | None:

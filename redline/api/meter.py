@@ -34,7 +34,7 @@ from redline.api.prepare import Prepared
 from redline.core.errors import UserError
 from redline.core.measurement import spread_of
 from redline.core.profile import Finding
-from redline.core.user_code import PACKAGE
+from redline.core.user_code import PACKAGE, first_line
 from redline.core.values import to_json
 from redline.core.workload import check_positive
 from redline.engine.clock import Clock
@@ -316,8 +316,7 @@ class _Flops:
         try:
             counts = [self._count_call(call) for call in calls]
         except Exception as error:  # somebody's model, on tensors without values: whatever it raises is the reason
-            text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-            reason = f"{type(error).__name__}: {text}".removesuffix(": ") + line_of(error)
+            reason = f"{type(error).__name__}: {first_line(error, '')}".removesuffix(": ") + line_of(error)
             return None, f"no MFU: FLOPs could not be counted, {reason}; give flops_per_step"
         if uncounted := tuple(dict.fromkeys(name for count in counts for name in count.uncounted)):
             return None, f"no MFU: {incomplete(uncounted)}; give flops_per_step"

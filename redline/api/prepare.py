@@ -22,9 +22,9 @@ from torch.utils._pytree import tree_map
 
 from redline.api.loss import Loss, checked_once, live_loss
 from redline.api.raised import told
-from redline.api.realise import BF16_WEIGHTS, obstacles_of, realise
+from redline.api.realise import obstacles_of, realise
 from redline.core.errors import UserError
-from redline.core.plan import Plan
+from redline.core.plan import BF16_WEIGHTS, Plan
 from redline.core.recipe import Recipe, load_recipe, recipe_from
 from redline.engine.build import compile_loss, outlive_replays
 from redline.engine.memory import is_out_of_memory

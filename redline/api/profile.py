@@ -33,11 +33,10 @@ from redline.core.values import to_json
 from redline.core.workload import check_positive
 from redline.engine.findings import compiler_log
 from redline.engine.probe import probe, versions
-from redline.engine.profiling import PROFILED_STEPS, profile_step
+from redline.engine.profiling import PROFILED_STEPS, TRACE_FILE, profile_step
 from redline.engine.step import TrainStep
 from redline.machine import find_measured
 
-TRACE_FILE = "trace.json.gz"
 STARVATION = "loader-starvation"
 
 

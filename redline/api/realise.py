@@ -20,7 +20,7 @@ from torch import nn
 
 from redline.core.errors import UserError
 from redline.core.hardware import Hardware
-from redline.core.plan import Plan
+from redline.core.plan import BF16_WEIGHTS, ON_FUSED_BACKWARD, Plan
 from redline.engine.build import switch_process
 from redline.engine.inspect_walk import longest_list, shared
 from redline.model.adapter import DTYPES, exchange_gelus
@@ -165,7 +165,6 @@ _OWN_LOSS = (
     "none is ignored"
 )
 _WIDE_SUMS = "it takes a model that adds up in fp32 what it stores in bf16; fused-adamw takes its place"
-BF16_WEIGHTS = ("adamw-bf16", "adamw-bf16-kahan")
 
 # Rungs that are not here can always be done: precision, scaler, compiled loss, optimizer. `no-sync` is how the step is.
 OBSTACLES: dict[str, Callable[[Live], str | None]] = {
@@ -183,7 +182,7 @@ OBSTACLES: dict[str, Callable[[Live], str | None]] = {
     "sigmoid-gelu": _gelus,
     "fused-backward": _always("it needs blocks that are written for it: redline.model.fused has the parts"),
     **dict.fromkeys(
-        ("packed-attention", "flash4-backward", "fused-matmuls", "fp8-mlps"),
+        ON_FUSED_BACKWARD,
         _always("its blocks are those of fused-backward, of the built-in models"),
     ),
     "tuned-matmuls": _always("the layers are yours: redline.model.tuned.TunedLinear is one to use for nn.Linear"),

@@ -15,9 +15,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from redline.core.errors import UserError, unknown_name
+from redline.core.units import MIB
 
 DTYPES = ("fp32", "tf32", "bf16", "fp16", "fp8", "int8")
-MIB = 1024**2
 # Of a data sheet's peaks, what the largest matmul and the largest copy reach where nobody has measured: one H200 does
 # 790 of 989.4 TFLOP/s and 4.3 of 4.8 TB/s (docs/sources.md 2).
 TYPICAL_MATMUL, TYPICAL_BANDWIDTH = 0.80, 0.90

@@ -7,20 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from redline.core.devices import DEVICES, Device, lookup
+from redline.core.devices import Device, lookup
 from redline.core.layout import Layout
 
 BOOST_MARGIN = 0.10
-
-__all__ = [
-    "DEVICES",
-    "Hardware",
-    "MeasuredPeaks",
-    "MeasuredRate",
-    "beyond_the_data_sheet",
-    "known_device",
-    "lookup",
-]
 
 
 @dataclass(frozen=True, kw_only=True)

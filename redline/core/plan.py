@@ -14,6 +14,10 @@ PIECES = {"fused": 1, "chunked": 8}
 # One rule in three implementations: a run may go from one to another. A number's update needs that number's gradient
 # and state alone, so that ranks may hold rows of a matrix.
 ADAMWS = ("adamw-loop", "adamw-foreach", "adamw-fused")
+# Rungs that a model of somebody else's cannot have for one reason: their layers add up in fp32 what is stored in bf16;
+# their kernels lie in the blocks of fused-backward.
+BF16_WEIGHTS = ("adamw-bf16", "adamw-bf16-kahan")
+ON_FUSED_BACKWARD = ("packed-attention", "flash4-backward", "fused-matmuls", "fp8-mlps")
 
 
 # Widths of heads with which flash-attn-4's backward pass was held against fp64 on an H200. It compiles for others, but

@@ -7,6 +7,7 @@ from typing import Any
 
 UNKNOWN = "—"
 GIB = 1024**3
+MIB = 1024**2
 
 
 def human_rate(tokens_per_second: float | None) -> str:
@@ -47,7 +48,7 @@ def human_seconds(seconds: float | None) -> str:
 def human_bytes(count: float | None) -> str:
     if count is None:
         return UNKNOWN
-    for factor, unit in ((GIB, "GiB"), (1024**2, "MiB"), (1024, "KiB")):
+    for factor, unit in ((GIB, "GiB"), (MIB, "MiB"), (1024, "KiB")):
         if count >= factor:
             return f"{_three(count / factor)} {unit}"
     return f"{count:.0f} B"

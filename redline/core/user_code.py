@@ -437,8 +437,8 @@ def is_own(path: Path) -> bool:
     return not {"site-packages", "dist-packages"} & set(path.parts) and not str(path).startswith(others)
 
 
-def first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
+def first_line(error: BaseException, otherwise: str = "no message") -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), otherwise)
 
 
 def described(value: Any) -> str:

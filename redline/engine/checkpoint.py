@@ -184,9 +184,6 @@ class CheckpointStore:
         self.notes.extend(notes)
         return found
 
-    def load(self, path: Path, *, verify: bool = True) -> Loaded:
-        return load_from(path, verify=verify)
-
     # --- inside -------------------------------------------------------------------------------------------------------
 
     def _copy(self, tensors: Mapping[str, torch.Tensor]) -> list[torch.cuda.Event]:

@@ -38,7 +38,7 @@ from redline.core.job import (
 from redline.core.measurement import Failure, Measurement
 from redline.core.profile import Profile
 from redline.core.rank_processes import agent_environment, inside
-from redline.core.user_code import users_line
+from redline.core.user_code import first_line, users_line
 from redline.core.values import from_json, to_json
 
 if TYPE_CHECKING:
@@ -245,7 +245,7 @@ def describe(error: Exception) -> Failure:
     """The kind of a failure, by what raised it, and one line for the table."""
     from redline.engine.memory import is_out_of_memory
 
-    text = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    text = first_line(error, type(error).__name__)
     if is_out_of_memory(error):
         return Failure(kind="oom", reason=f"out of memory: {text}")
     if isinstance(error, ModelError):

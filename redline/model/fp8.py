@@ -26,7 +26,6 @@ from redline.kernels.transpose import transposed
 from redline.model.tuned import exchange_layers
 
 E4M3 = torch.float8_e4m3fn
-LARGEST_OF_E4M3 = 448.0
 LARGEST_SLOPE = 1.13  # of GELU
 ROUNDED_UP = (1 + 2.0**-4) ** 2  # by so much a product of e4m3 numbers may exceed that of what they were made of
 SMALLEST_LARGEST = 2.0**-100  # the largest number of a tensor of zeros is taken for this: its scale stays finite

@@ -24,6 +24,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from redline.core.errors import ModelError, UserError
 from redline.core.plan import Plan
+from redline.core.user_code import first_line
 from redline.core.workload import Workload
 from redline.model.adapter import DTYPES, Adapter, LossOf, exchange_gelus, fused_head
 from redline.model.gpt import hide_padding
@@ -124,7 +125,7 @@ class TransformersAdapter(Adapter):
 
 
 def refused(error: Exception, config: dict[str, Any]) -> ModelError:
-    text = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    text = first_line(error, type(error).__name__)
     why = text
     if isinstance(error, KeyError):  # such as a rope_type that is newer than it; or a sentence
         field = field_of(error.args[0], config)

@@ -27,6 +27,7 @@ from functools import cache
 from redline.core.interconnects import Links, choose_links
 from redline.core.layout import bubble as share_of_bubble
 from redline.core.plan import Plan
+from redline.core.units import MIB
 from redline.core.workload import Shape
 from redline.predict.activations import FP32, Rank, residual_bytes
 from redline.predict.optimizers import find_optimizer
@@ -35,7 +36,6 @@ from redline.predict.parallel import Layout
 ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER, POINT = "all-reduce", "reduce-scatter", "all-gather", "point-to-point"
 KINDS = (ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER, POINT)
 PASSES = {ALL_REDUCE: 2, REDUCE_SCATTER: 1, ALL_GATHER: 1}  # around the ring
-MIB = 1024**2
 FIRST_BUCKET, BUCKET = 1 * MIB, 25 * MIB  # torch's DDP: a small one first, so that something can be sent early
 
 

@@ -1,6 +1,6 @@
 """What fits a card: the largest micro batch, and what to change where none or not the wanted one does.
 
-    largest_micro_batch(shape, plan, 80 * 1024**3) -> 171
+    Case(shape=shape, plan=plan).largest(80 * 1024**3) -> 171
     what_to_change(Case(shape=shape, plan=plan), micro_batch=64, memory_bytes=24 * 1024**3) -> (Change(...), ...)
 
 The peak grows with the micro batch at every moment of a step, so the largest is found by bisection on the prediction.
@@ -95,20 +95,6 @@ class Case(Fitting):
             optimizer=self.optimizer,
             inference=self.inference,
         )
-
-
-def largest_micro_batch(
-    shape: Shape,
-    plan: Plan,
-    memory_bytes: int,
-    *,
-    layout: Layout | None = None,
-    zero: int = 0,
-    optimizer: str | None = None,
-    inference: bool | str = False,
-) -> int:
-    case = Case(shape=shape, plan=plan, layout=layout, zero=zero, optimizer=optimizer, inference=inference)
-    return case.largest(memory_bytes)
 
 
 # what to change

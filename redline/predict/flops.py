@@ -77,11 +77,6 @@ class TokenFlops:
     def total(self) -> float:
         return self.forward + self.backward + self.recomputed
 
-    @property
-    def macs(self) -> float:
-        """Multiply-accumulates: every FLOP counted here is half of one."""
-        return self.total / 2
-
 
 def model_flops(shape: Shape, convention: str = "full") -> TokenFlops:
     """What the model asks for, by the convention 'full' or 'causal', whatever a plan pads or computes twice."""

@@ -19,6 +19,7 @@ from redline.core.devices import VECTOR_BYTES
 from redline.core.errors import UserError, unknown_name
 from redline.core.plan import PIECES, Plan
 from redline.core.traced import Traced
+from redline.core.units import MIB
 from redline.core.workload import Shape, check_positive
 from redline.predict.activations import (
     FP32,
@@ -35,7 +36,6 @@ from redline.predict.sizes import round_up
 from redline.predict.traced import one_gpu_only, traced_bytes
 
 KINDS = ("residual", "normalised", "qkv", "attention core", "attention output", "mlp", "embedding", "recomputed")
-MIB = 1024**2
 # cuBLAS has a workspace per thread that calls it: the forward's and the backward's. 32 MiB each is Hopper's and
 # Blackwell's; older cards take 8. Beside them a small one of cublasLt.
 WORKSPACES = (2 * 32 + 1) * MIB

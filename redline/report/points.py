@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from redline.core.units import GIB, human_rate
+from redline.core.units import GIB, MIB, human_rate
 from redline.report.svg import (
     AXIS_PX,
     CHAR_PX,
@@ -29,7 +29,6 @@ from redline.report.svg import (
 
 PLOT_PX, TOP_PX, RIGHT_PX = 330.0, 16.0, 26.0
 RADIUS_PX = {"best": 7.0, "sound": 5.5, "lost": 4.5, "bad": 5.0}
-MIB = 1024**2
 MARGIN = 0.06
 
 

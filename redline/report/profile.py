@@ -11,7 +11,6 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -21,6 +20,7 @@ from redline.core.profile import IDLE, RECIPE
 from redline.core.units import UNKNOWN, batch_words, human_bytes, human_percent, human_rate, human_seconds, rate_unit
 from redline.predict.advice import THINGS
 from redline.report import Document, one_line
+from redline.report.plain_table import plain_table
 from redline.report.table import WIDTH_COLUMNS, Note, milliseconds, notes_grid, ranks_of, ranks_text, sharing_text
 
 SHOWN_ADVICE = THINGS
@@ -84,15 +84,6 @@ def header_lines(document: Document) -> Iterator[str]:
     )
 
 
-def _table(*columns: str) -> Table:
-    """Columns that end in a space are numbers."""
-    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for name in columns:
-        number = name.endswith(" ")
-        table.add_column(name.strip(), justify="right" if number else "left", no_wrap=number, overflow="fold")
-    return table
-
-
 # time
 
 
@@ -100,7 +91,7 @@ def advice_table(document: Document) -> Table | Text:
     advice = document["advice"][:SHOWN_ADVICE]
     if not advice:
         return Text("nothing that the rules know of would gain a hundredth of the step")
-    table = _table("", "gain ", "what", "why")
+    table = plain_table("", "gain ", "what", "why")
     for number, each in enumerate(advice, start=1):
         gain = UNKNOWN if each["gain_seconds"] is None else f"{milliseconds(each['gain_seconds'])} ms"
         gain = f"≤ {gain}" if each.get("at_most") else gain  # documents of older runs have no bounds
@@ -111,7 +102,7 @@ def advice_table(document: Document) -> Table | Text:
 
 
 def groups_table(document: Document) -> Table:
-    table = _table("group", "ms ", "share ", "")
+    table = plain_table("group", "ms ", "share ", "")
     groups = sorted((each for each in document["groups"] if each["seconds"] > 0), key=lambda each: -each["seconds"])
     for each in groups:
         name = IDLE_ON_CPU if each["group"] == IDLE and document["device"] == "cpu" else each["group"]
@@ -120,7 +111,7 @@ def groups_table(document: Document) -> Table:
 
 
 def phases_table(document: Document) -> Table:
-    table = _table("phase", "ms ", "share ", "")
+    table = plain_table("phase", "ms ", "share ", "")
     for each in document["phases"]:
         table.add_row(each["phase"], milliseconds(each["seconds"]), human_percent(each["share"]), bar(each["share"]))
     return table
@@ -133,7 +124,7 @@ def bar(share: float, columns: int = BAR_COLUMNS) -> str:
 
 
 def modules_table(document: Document) -> Table:
-    table = _table("module", "forward ms ", "backward ms ", "share ")
+    table = plain_table("module", "forward ms ", "backward ms ", "share ")
     step = document["step_seconds"]["median"]
     for name, (forward, backward) in folded_modules(document["modules"], unnamed_modules(document))[:SHOWN_MODULES]:
         share = human_percent((forward + backward) / step)
@@ -143,7 +134,7 @@ def modules_table(document: Document) -> Table:
 
 def uncompiled_table(document: Document) -> Table:
     """Shares only: the times are those of another step."""
-    table = _table("module", "forward ", "backward ", "share ", "")
+    table = plain_table("module", "forward ", "backward ", "share ", "")
     for name, forward, backward in uncompiled_shares(document)[:SHOWN_MODULES]:
         shares = (forward, backward, forward + backward)
         table.add_row(name, *(human_percent(share) for share in shares), bar(forward + backward))
@@ -187,7 +178,7 @@ def folded(module: str) -> str:
 
 
 def kernels_table(document: Document) -> Table:
-    table = _table("name", "group", "calls ", "ms ", "TFLOP/s ", "GB/s ", "roofline ")
+    table = plain_table("name", "group", "calls ", "ms ", "TFLOP/s ", "GB/s ", "roofline ")
     for each in document["kernels"][:SHOWN_KERNELS]:
         table.add_row(
             short_kernel(each["name"]),
@@ -229,7 +220,7 @@ def plain_rate(per_second: float | None, unit: float = 1.0) -> str:
 
 
 def findings_table(document: Document) -> Table:
-    table = _table("what", "where", "per step ", "detail")
+    table = plain_table("what", "where", "per step ", "detail")
     for each in document["findings"][:SHOWN_FINDINGS]:
         where = place_of(each)
         count = UNKNOWN if each["per_step"] is None else f"{each['per_step']:g}"
@@ -252,7 +243,7 @@ def memory_table(memory: Document) -> Table:
     measured, predicted = memory["categories"], memory["predicted"]
     known = {"weights": ("weights", "buffers"), "optimizer": ("optimizer",), "gradients": ("gradients",)}
     rest = sum(measured.values()) - sum(measured.get(name, 0) for names in known.values() for name in names)
-    table = _table("at the peak", "measured ", "predicted ", "what")
+    table = plain_table("at the peak", "measured ", "predicted ", "what")
     for row, names in known.items():
         size = sum(measured.get(name, 0) for name in names)
         table.add_row(row, human_bytes(size), human_bytes(predicted and predicted[row]), "")
@@ -301,7 +292,7 @@ def _cell(height: float) -> str:
 
 
 def lines_table(memory: Document) -> Table:
-    table = _table("line", "function", "alive at the peak ")
+    table = plain_table("line", "function", "alive at the peak ")
     for each in memory["lines"][:SHOWN_LINES]:
         where = one_line(f"{short(each['file'])}:{each['line']}")
         table.add_row(where, one_line(each["function"]), human_bytes(each["bytes"]))
@@ -309,7 +300,7 @@ def lines_table(memory: Document) -> Table:
 
 
 def memory_modules_table(memory: Document) -> Table:
-    table = _table("module", "alive at the peak ")
+    table = plain_table("module", "alive at the peak ")
     for name, size in memory_by_module(memory)[:SHOWN_MODULES]:
         table.add_row(name, human_bytes(size))
     return table

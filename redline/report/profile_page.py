@@ -14,7 +14,7 @@ from typing import Any
 
 from redline.core.places import short
 from redline.core.profile import DATA_WAIT, GROUPS, IDLE
-from redline.core.units import GIB, UNKNOWN, human_bytes, human_percent, human_rate, human_seconds, rate_words
+from redline.core.units import GIB, MIB, UNKNOWN, human_bytes, human_percent, human_rate, human_seconds, rate_words
 from redline.report import Document, Row, one_line
 from redline.report.bars import Bar, stacked_chart
 from redline.report.curves import Panel, curve_chart
@@ -39,7 +39,6 @@ from redline.report.table import device_name, milliseconds, unit_of, workload_te
 
 SHOWN_KERNELS, SHOWN_MODULES, SHOWN_LINES = 30, 20, 15
 MEMORY_PX = 190
-MIB = 1024**2
 # Measured and predicted are split otherwise beyond these: what is left of either is one part.
 KNOWN_PARTS = {"weights": ("weights", "buffers"), "gradients": ("gradients",), "optimizer": ("optimizer",)}
 REST = "activations and others"

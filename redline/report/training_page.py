@@ -18,7 +18,7 @@ from typing import Any
 
 from redline.core.job import REPORT_FILE, RunDirectory
 from redline.core.traced import TOKEN
-from redline.core.units import GIB, UNKNOWN, human_bytes, human_percent, human_rate
+from redline.core.units import GIB, MIB, UNKNOWN, human_bytes, human_percent, human_rate
 from redline.core.workload import NO_TOKENIZER
 from redline.report import Document, one_line
 from redline.report.curves import Panel, curve_chart
@@ -38,7 +38,6 @@ from redline.report.training import (
 
 PLOT_WIDE_PX = 440  # two beside each other
 LOSS_PX = 300
-MIB = 1024**2
 REDRAW_SECONDS = 30.0  # between two pages of a run that evaluates often: drawing takes a tenth of a second
 SESSION_COLUMNS = ("begun", "from step", "ended", "machine", "command")
 

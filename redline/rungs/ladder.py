@@ -603,9 +603,11 @@ def with_own(names: Iterable[str], workload: Workload) -> tuple[str, ...]:
 
 
 def check_alternatives(names: Iterable[str]) -> None:
-    """Of rungs that take each other's place a recipe holds one."""
-    taken: dict[str, str] = {}
+    """Of rungs that take each other's place a recipe holds one, and that once."""
+    names, taken = tuple(names), dict[str, str]()
     for name in names:
+        if names.count(name) > 1:
+            raise UserError(f"{name} was given twice", "a rung is there or it is not", f"name {name} once")
         other = taken.setdefault(group_of(find_rung(name)), name)
         if other != name:
             raise UserError(

@@ -37,7 +37,8 @@ from redline.core.measurement import Failure
 from redline.core.recipe import Recipe, load_recipe
 from redline.core.values import from_json, to_json
 from redline.core.workload import Workload
-from redline.rungs import LADDER, find_rung, group_of, own_rungs, plan_of, why_not, with_own
+from redline.rungs import LADDER, find_rung, own_rungs, plan_of, why_not, with_own
+from redline.rungs.ladder import check_alternatives
 from redline.search.ahead import compile_side_by_side, graphs_of
 from redline.search.answers import graph_key, surroundings_of
 from redline.search.batch_size import check_headroom, host_memory_bytes, size_of_ladder
@@ -307,7 +308,7 @@ def check_compile_ahead(processes: int | None, ranks: int) -> None:
 def checked_start(path: Path, micro_batch: int | None) -> Recipe:
     """The recipe that a ladder begins with; another micro batch may take the place of its own."""
     recipe = load_recipe(path)
-    check_alternatives(recipe)
+    check_alternatives(recipe.rungs)
     if micro_batch is None:
         check_sensible("the recipe's micro batch", recipe.micro_batch)
     return recipe
@@ -339,21 +340,6 @@ def memory_to_share(hardware: Hardware) -> int | None:
         return hardware.memory_bytes
     free = host_memory_bytes()
     return None if free is None else free // hardware.ranks
-
-
-def check_alternatives(recipe: Recipe) -> None:
-    """A recipe holds rungs of this ladder, and of two that take each other's place only one."""
-    for name in recipe.rungs:
-        if recipe.rungs.count(name) > 1:
-            raise UserError(f"the recipe has {name} twice", "a rung is there or it is not", f"name {name} once")
-        alike = [other for other in recipe.rungs if group_of(find_rung(other)) == group_of(find_rung(name))]
-        if len(alike) > 1:
-            one, other = sorted(alike, key=[rung.name for rung in LADDER].index)[:2]
-            raise UserError(
-                f"the recipe has both {one} and {other}",
-                f"{other} takes the place of {one}: a step runs one of them",
-                f"take {one} or {other} out of the recipe file",
-            )
 
 
 def check_recipe_applies(recipe: Recipe, workload: Workload, hardware: Hardware) -> None:

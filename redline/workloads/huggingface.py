@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from redline.core.errors import UserError
+from redline.core.plan import BF16_WEIGHTS, ON_FUSED_BACKWARD
 from redline.core.workload import Shape
 
 Config = dict[str, Any]
@@ -61,7 +62,6 @@ ACTIVATION_NAMES = (
 ROPE_TYPES = ("default", "dynamic", "linear", "llama3", "longrope", "proportional", "yarn", "su")
 TANH_GELUS = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
 FUSED_LOSSES, FUSED_ATTENTION = ("fused-loss", "chunked-loss"), ("flash", "cudnn-attention")
-BF16_WEIGHTS = ("adamw-bf16", "adamw-bf16-kahan")
 SEES_NEXT = "the model sees what comes next, so predicting it teaches nothing"
 NOT_CAUSAL: tuple[tuple[str, bool, str], ...] = (  # key, the value that is refused, why
     (
@@ -310,7 +310,7 @@ def obstacles(config: Config, shape: Shape) -> dict[str, str]:
         "selective-checkpointing": "transformers recomputes whole blocks: use checkpointing",
         "fused-backward": "it needs blocks that are written for it, and transformers' are not",
         **dict.fromkeys(
-            ("packed-attention", "flash4-backward", "fused-matmuls", "fp8-mlps"),
+            ON_FUSED_BACKWARD,
             "its blocks are those of fused-backward, of the built-in models",
         ),
         "tuned-matmuls": "layers are exchanged in the built-in models only",

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from redline.core.errors import UserError, unknown_name
+from redline.core.plan import ON_FUSED_BACKWARD
 from redline.core.traced import SAMPLE, Embedding, Place, Product, Traced, Unlisted
 from redline.core.workload import NO_TOKENIZER, Shape, Source, Workload
 from redline.predict.flops import parameters
@@ -253,9 +254,7 @@ def obstacles(traced: Traced, file: str) -> dict[str, str]:
     found |= dict.fromkeys(("fused-loss", "chunked-loss", "fp8-head"), _loss(traced, file))
     found["bf16-residual"] = _stream(traced, file)
     found["fused-backward"] = f"it needs blocks that are written for it, and those in {file} are not"
-    found |= dict.fromkeys(
-        ("packed-attention", "flash4-backward", "fused-matmuls", "fp8-mlps"), found["fused-backward"]
-    )
+    found |= dict.fromkeys(ON_FUSED_BACKWARD, found["fused-backward"])
     found["tuned-matmuls"] = f"redline.model.tuned.TunedLinear is a layer to use for nn.Linear in {file}"
     found["fp8-linears"] = f"which layers in {file} may lose precision is not known: redline.model.fp8 has one to use"
     found["selective-checkpointing"] = _recomputing(traced, file)

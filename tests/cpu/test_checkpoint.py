@@ -253,8 +253,8 @@ def test_what_is_passed_over_is_in_the_notes(store):
     ]
     assert store.latest(verify=False).step == 2
     with pytest.raises(UserError, match=r"cannot use the checkpoint .*step-00000002: model.safetensors"):
-        store.load(file.parent)
-    assert store.load(store.folder / "step-00000001").step == 1
+        load_from(file.parent)
+    assert load_from(store.folder / "step-00000001").step == 1
 
 
 def test_a_file_that_is_no_safetensors_is_named(store):

@@ -73,7 +73,7 @@ def test_the_table_of_a_record_lies_between_the_markers(tool, copy, monkeypatch)
     (copy / "records" / "a.json").write_text(
         '{"rows": [{"rung": "baseline"}], "workload": "gpt2", "date": "2026-11-14"}'
     )
-    monkeypatch.setattr(tool, "ladder_table", lambda record: f"| {record['workload']} |\n")
+    monkeypatch.setattr(tool, "markdown_table", lambda record: f"| {record['workload']} |\n")
     for _ in range(2):  # the second time finds the first one's table and changes nothing
         tool.main([], root=copy)
         text = (copy / "README.md").read_text(encoding="utf-8")

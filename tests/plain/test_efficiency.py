@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from redline.core.devices import DEVICES
 from redline.core.errors import UserError
-from redline.core.hardware import DEVICES, Hardware
+from redline.core.hardware import Hardware
 from redline.core.plan import Plan
 from redline.core.workload import Shape
 from redline.predict.efficiency import efficiency, trusted_hfu

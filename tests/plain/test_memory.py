@@ -19,7 +19,7 @@ from redline.core.plan import Plan
 from redline.core.workload import Shape
 from redline.predict import memory as model
 from redline.predict.activations import Rank, layer_activations, layer_backward
-from redline.predict.fitting import Case, largest_micro_batch, what_to_change
+from redline.predict.fitting import Case, what_to_change
 from redline.predict.flops import parameters
 from redline.predict.memory import Memory, predict_memory
 from redline.predict.optimizers import OPTIMIZERS, find_optimizer
@@ -576,16 +576,16 @@ def test_norms_and_biases_of_others_are_weights_too():
 @pytest.mark.parametrize("plan", [Plan(), FAST, replace(FAST, loss="chunked", checkpointing="full")])
 @pytest.mark.parametrize("memory_gib", [6, 24, 80])
 def test_the_largest_fits_and_the_next_does_not(plan, memory_gib):
-    largest = largest_micro_batch(GPT2, plan, memory_gib * GIB)
+    largest = Case(shape=GPT2, plan=plan).largest(memory_gib * GIB)
     assert largest >= 1
     assert predict_memory(GPT2, plan, micro_batch=largest).total <= memory_gib * GIB
     assert predict_memory(GPT2, plan, micro_batch=largest + 1).total > memory_gib * GIB
 
 
 def test_none_fits():
-    assert largest_micro_batch(PRESETS["gpt2-xl"].shape, Plan(), 8 * GIB) == 0
+    assert Case(shape=PRESETS["gpt2-xl"].shape, plan=Plan()).largest(8 * GIB) == 0
     with pytest.raises(UserError, match="memory_bytes is 0"):
-        largest_micro_batch(GPT2, Plan(), 0)
+        Case(shape=GPT2, plan=Plan()).largest(0)
 
 
 def test_what_to_change_ends_with_what_fits():

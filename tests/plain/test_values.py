@@ -16,8 +16,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from redline.core import job as job_module
+from redline.core.devices import DEVICES, lookup
 from redline.core.errors import UserError
-from redline.core.hardware import DEVICES, Hardware, lookup
+from redline.core.hardware import Hardware
 from redline.core.job import (
     Job,
     RunDirectory,
