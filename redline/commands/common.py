@@ -49,7 +49,7 @@ class NoStages(argparse.Action):
         from redline.search.ranks import NO_STAGES
 
         raise UserError(
-            f"--pipeline is no option of `{parser.prog}`",
+            f"`{parser.prog}` has no option --pipeline",
             f"{NO_STAGES}: they are trained, and not measured",
             "leave it out: `redline train` has --pipeline N, and `redline estimate` predicts it",
         )
@@ -88,7 +88,9 @@ def check_sizes(options: argparse.Namespace, names: Iterable[str]) -> None:
         check_positive(option, value)
         if value > MOST[name]:
             raise UserError(
-                f"{option} is {value:,}", f"nobody trains with it (the most is {MOST[name]:,})", f"check {option}"
+                f"{option} is {value:,}",
+                f"more than any real run needs (the most is {MOST[name]:,})",
+                f"check {option}",
             )
 
 
@@ -157,7 +159,7 @@ def as_published(recipe: Recipe, workload: Workload, tell: Callable[[str], objec
 
     rungs = with_own(recipe.rungs, workload)
     if added := [name for name in rungs if name not in recipe.rungs]:
-        tell(f"{', '.join(added)} added to the recipe: without, {workload.name} would be another model")
+        tell(f"{', '.join(added)} added to the recipe: without it, {workload.name} would be a different model")
     return replace(recipe, rungs=rungs)
 
 

@@ -23,7 +23,7 @@ ESCAPES = {"\\n": "\n", "\\t": "\t", "\\r": "\r"}
 def add_data(commands: Any) -> None:
     data = commands.add_parser(
         "data",
-        help="text to token shards for training, and checks of them",
+        help="turn text into token shards for training, and check them",
         description="Turn text into token shards for `redline train`, and look at what was made.",
         epilog="Exit codes: 0 done; 1 a check found damage; 2 a mistake in the command or in the text.",
     )
@@ -42,7 +42,7 @@ def add_data(commands: Any) -> None:
 def add_prepare(actions: Any) -> None:
     prepare = actions.add_parser(
         "prepare",
-        help="make token shards of text",
+        help="turn text into token shards",
         description="Make token shards of text, in parallel. Interrupted, the same command goes on where it stopped; "
         "the bytes do not depend on interruptions or on --processes.",
         epilog="A text file is one document unless --split-documents says otherwise; a line of JSON, a row of parquet "
@@ -60,7 +60,7 @@ def add_prepare(actions: Any) -> None:
     prepare.add_argument("--tokenizer", choices=TOKENIZERS, default=TOKENIZERS[0], help="default: gpt2, offline")
     add_reading(prepare)
     prepare.add_argument("--processes", metavar="N", type=int, help="default: one for each core")
-    prepare.add_argument("--overwrite", action="store_true", help="the folder may hold other tokens: make them anew")
+    prepare.add_argument("--overwrite", action="store_true", help="replace the tokens that the folder holds")
     add_common(prepare)
     prepare.set_defaults(run=run_prepare)
 
@@ -77,7 +77,7 @@ def add_reading(parser: Any) -> None:
     parser.add_argument(
         "--errors",
         choices=("strict", "replace"),
-        help="bytes that are no UTF-8: stop and name the place, or put U+FFFD there (default: strict)",
+        help="invalid UTF-8: stop and say where, or replace it with U+FFFD (default: strict)",
     )
     parser.add_argument(
         "--val-fraction",

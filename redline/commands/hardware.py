@@ -25,7 +25,7 @@ def add_hardware(commands: Any) -> None:
         epilog="Exit codes: 0 done; 2 a mistake in the command. A device we do not know has no peaks and says why.",
     )
     hardware.add_argument("--name", metavar="NAME", help="look up a device by label or driver name, such as A100-80")
-    hardware.add_argument("--list", action="store_true", help="print every device we know, and leave")
+    hardware.add_argument("--list", action="store_true", help="print every device we know, and exit")
     hardware.add_argument(
         "--measure",
         metavar="WORKLOAD",

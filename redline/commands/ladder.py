@@ -40,7 +40,7 @@ def add_ladder(commands: Any) -> None:
         "--rungs", metavar="A,B,...", help="climb only these, on top of the baseline ('none': the first row alone)"
     )
     ladder.add_argument("--without", metavar="A,B,...", help="leave these out")
-    ladder.add_argument("--list-rungs", action="store_true", help="print the rungs and what they do, and leave")
+    ladder.add_argument("--list-rungs", action="store_true", help="print the rungs and what they do, and exit")
     ladder.add_argument(
         "--from",
         dest="start",

@@ -44,7 +44,7 @@ def add_lint(commands: Any) -> None:
     )
     parser.add_argument("--gpu", metavar="NAME", help="the device, such as A100-80 (default: this machine's, if known)")
     parser.add_argument(
-        "--dtype", choices=DTYPES, help="of the matmuls (default: bf16, or fp16 where a device lacks it)"
+        "--dtype", choices=DTYPES, help="precision of the matmuls (default: bf16, or fp16 where a device lacks it)"
     )
     parser.add_argument("--tp", metavar="N", type=int, default=1, help="tensor-parallel GPUs (default: 1)")
     parser.add_argument("--micro-batch", metavar="N", type=int, help="sequences per step (default: the preset's)")

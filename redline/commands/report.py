@@ -26,7 +26,9 @@ def add_report(commands: Any) -> None:
         epilog="Exit codes: 0 done; 1 B is below --fail-below, or a ladder's row is different; 2 a mistake in the "
         "command, or a figure that --fail-below needs is not known.",
     )
-    report.add_argument("directory", metavar="DIR", type=Path, help="a run directory; as A of two also a results file")
+    report.add_argument(
+        "directory", metavar="DIR", type=Path, help="a run directory; when comparing, also a results file"
+    )
     report.add_argument(
         "other",
         metavar="B",

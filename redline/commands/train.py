@@ -29,13 +29,15 @@ def add_train(commands: Any) -> None:
         "train",
         help="pretrain a GPT with a recipe, from text to checkpoint",
         description="Pretrain a GPT with the step the ladder measured, from text to checkpoint.",
-        epilog="Ctrl-C saves a checkpoint and leaves; a second one leaves at once. Exit codes: 0 the budget is used "
+        epilog="Ctrl-C saves a checkpoint and exits; a second one exits at once. Exit codes: 0 the budget is used "
         "up; 1 training failed; 2 a mistake in the command; 130 interrupted (continue with --resume).",
     )
     train.add_argument("workload", nargs="?", metavar="WORKLOAD", help=WORKLOAD_HELP)
     train.add_argument("--recipe", metavar="FILE", type=Path, help="best.json of a ladder (default: what applies here)")
     train.add_argument(
-        "--optimizer", metavar="NAME", help="another than the recipe's, such as muon: short for its rung in the recipe"
+        "--optimizer",
+        metavar="NAME",
+        help="use this optimizer instead of the recipe's, such as muon (short for its rung)",
     )
     add_data_options(train)
     add_sequence(train)
@@ -49,8 +51,10 @@ def add_train(commands: Any) -> None:
     train.add_argument(
         "--global-batch", metavar="N", type=int, help="sequences per update (default: a micro batch of each rank)"
     )
-    train.add_argument("--batch-tokens", metavar="N", type=int, help="the same in tokens, instead of --global-batch")
-    train.add_argument("--learning-rate", metavar="R", type=float, help="its peak (default: the optimizer's)")
+    train.add_argument(
+        "--batch-tokens", metavar="N", type=int, help="the global batch in tokens, instead of --global-batch"
+    )
+    train.add_argument("--learning-rate", metavar="R", type=float, help="peak learning rate (default: the optimizer's)")
     train.add_argument("--warmup-steps", metavar="N", type=int, help="updates until the peak (default: the workload's)")
     train.add_argument(
         "--schedule",

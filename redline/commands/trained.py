@@ -13,13 +13,15 @@ from redline.core.errors import EXIT_DONE
 
 def add_sample(commands: Any) -> None:
     sample = commands.add_parser(
-        "sample", help="text from a trained model", description="Text from the newest checkpoint of a training run."
+        "sample",
+        help="generate text with a trained model",
+        description="Text from the newest checkpoint of a training run.",
     )
     add_checkpoint(sample)
     sample.add_argument("--prompt", metavar="TEXT", default="", help="what to continue (default: a new document)")
-    sample.add_argument("--tokens", metavar="N", type=int, default=200, help="most tokens to write (default: 200)")
+    sample.add_argument("--tokens", metavar="N", type=int, default=200, help="most tokens to generate (default: 200)")
     sample.add_argument("--temperature", metavar="T", type=float, default=0.8, help="0 is greedy (default: 0.8)")
-    sample.add_argument("--top-k", metavar="K", type=int, help="choose among the K likeliest only")
+    sample.add_argument("--top-k", metavar="K", type=int, help="sample from the K most likely tokens only")
     sample.add_argument("--seed", metavar="N", type=int, default=0, help="another seed, another text (default: 0)")
     add_common(sample)
     sample.set_defaults(run=run_sample)

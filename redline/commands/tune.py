@@ -64,21 +64,23 @@ def add_tune(commands: Any) -> None:
         "--minutes",
         metavar="M",
         type=float,
-        help=f"how long it may take; what is remembered counts as it took then (default: {DEFAULT_MINUTES:g})",
+        help=f"time limit; remembered results count with the time they took (default: {DEFAULT_MINUTES:g})",
     )
     tune.add_argument(
         "--allow",
         choices=("bit-exact", "rounding", "changes-maths"),
         help="what the winner may do to the maths of the published model (default: rounding)",
     )
-    tune.add_argument("--rungs", metavar="A,B,...", help="only these are choices (default: all that apply)")
-    tune.add_argument("--without", metavar="A,B,...", help="these are not")
+    tune.add_argument("--rungs", metavar="A,B,...", help="search only these rungs (default: all that apply)")
+    tune.add_argument("--without", metavar="A,B,...", help="exclude these rungs")
     tune.add_argument("--micro-batch", metavar="N", type=int, help="sequences per step (default: searched)")
     tune.add_argument(
         "--global-batch", metavar="N", type=int, help="sequences per update; the micro batch then divides it"
     )
     tune.add_argument(
-        "--memory-limit", metavar="SIZE", help="a recipe may take so much, such as 40GiB (default: 95 %% of the device)"
+        "--memory-limit",
+        metavar="SIZE",
+        help="the most memory a recipe may use, such as 40GiB (default: 95 %% of the device)",
     )
     add_sequence(tune)
     tune.add_argument(

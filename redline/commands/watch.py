@@ -32,7 +32,7 @@ SHOWN_EVENTS = 40  # of what was before: the page has all of it
 def add_watch(commands: Any) -> None:
     watch = commands.add_parser(
         "watch",
-        help="follow a run that goes on, from another terminal",
+        help="follow a run in progress, from another terminal",
         description="Follow a ladder, a tune, a training run or a profile that another process makes, until it ends. "
         "Of a run that has ended, show what it came to.",
         epilog="Ctrl-C leaves; the run goes on. Exit codes: 0 seen; 2 a mistake in the command.",

@@ -88,7 +88,7 @@ def check_batch(batch: Any, size: int, functions: Functions) -> None:
         f"{functions.batch_name}({size}, seed) for {functions.words} returned {what}",
         f"a batch is a tensor, or tuples and dicts of tensors, on the host, each with {size} in its first dimension"
         + (f"; it is made at {line}" if line else ""),
-        "return tensors of [size, ...]; what all samples share belongs into the model as a buffer",
+        "return tensors of [size, ...]; what all samples share belongs in the model, as a buffer",
     )
 
 

@@ -80,7 +80,7 @@ class Preparation:
         for name in ("processes", "part_bytes"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise UserError(f"{name} is {value}", "it is a count", f"give {name} a number from 1")
+                raise UserError(f"{name} is {value}", "it is a count", f"set {name} to 1 or more")
 
 
 @final

@@ -381,7 +381,7 @@ def check_not_own(without: Collection[str], workload: Workload) -> None:
         if name in without:
             raise UserError(
                 f"{workload.name} without {name}",
-                "its config says that the head is the embedding: without, it would be another model",
+                "its config says that the head is the embedding: without it, it would be a different model",
                 'copy the config and set "tie_word_embeddings" to false in it',
             )
 

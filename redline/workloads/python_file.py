@@ -73,7 +73,7 @@ def find_python_file(words: str) -> PythonFile | None:
     if (line := names.later.get(name)) is not None:
         raise UserError(
             f"{path.name}:{name} is an async function",
-            f"a call of it gives no model, and nobody waits for one; it is defined at {path.name}:{line}",
+            f"calling it returns a coroutine, not a model; it is defined at {path.name}:{line}",
             f"write `def {name}()` there",
         )
     if not names.star and not {f"{name}_batch", "make_batch"} & names.bound:
@@ -118,7 +118,7 @@ def _top_level(path: Path, data: bytes) -> _Names:
     except (SyntaxError, ValueError) as error:
         line = f"{path.name}:{error.lineno}: {(error.text or '').strip()}" if isinstance(error, SyntaxError) else ""
         why = error.msg if isinstance(error, SyntaxError) else str(error)
-        raise UserError(f"{path.name} is not Python", f"{why} at {line}" if line else why, "mend that line") from error
+        raise UserError(f"{path.name} is not Python", f"{why} at {line}" if line else why, "fix that line") from error
     bound, star, later = set[str](), False, dict[str, int]()
     functions, classes = list[ast.FunctionDef](), list[ast.ClassDef]()
     for node in _statements(tree.body):

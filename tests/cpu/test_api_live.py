@@ -178,8 +178,8 @@ def away(batch):
     return batch["x"]
 """
 RAISING = {
-    "in the loss": ("boom", "the loss boom() of", "losses.py:5: return {", "mend that line"),
-    "in another folder": ("further", "the loss further() of", 'far.py:3: return batch["x"]', "mend that line"),
+    "in the loss": ("boom", "the loss boom() of", "losses.py:5: return {", "fix that line"),
+    "in another folder": ("further", "the loss further() of", 'far.py:3: return batch["x"]', "fix that line"),
     "in the model": ("through", "the forward pass of", "q, k, v = self.qkv(x)", "15 features come in"),
     "not called so": ("one", "the loss one() of", "losses.py:13: def one(model):", "write `def one(model, batch)`"),
     "a lambda": ("unnamed", "the loss of", "losses.py:16: unnamed = lambda model: 0", "write `def loss(model, batch)`"),

@@ -491,7 +491,9 @@ def test_a_recipe_trains_and_exports_the_model_of_the_config(
     Path("old.json").write_text(json.dumps({"rungs": ["flash"], "micro_batch": 2}))
     words = ("--recipe", "old.json", "--data", shards, "--steps", 2, *TRAIN, "--out", "run")
     summary, told = command(capsys, "train", folder, *words)
-    assert ("tied-weights added to the recipe: without, qwen2 would be another model" in told) == (ties == "tied")
+    assert ("tied-weights added to the recipe: without it, qwen2 would be a different model" in told) == (
+        ties == "tied"
+    )
     assert summary["rungs"] == [*(["tied-weights"] if ties == "tied" else []), "flash"]
     command(capsys, "train", "--resume", "run", "--steps", 3, "--recipe", "old.json")
     command(capsys, "export", "run", "--out", "exported")

@@ -1651,7 +1651,7 @@ MISTAKES = {
         "def loss(model, batch):\n    return batch['x']\ndef make_batch",
         "problem: loss() for model.py:net raised TypeError",
         "model.py:6: return batch['x']",
-        "fix:     mend that line\n",
+        "fix:     fix that line\n",
     ),
     "numpy": (
         "torch.ones(size, 3), torch",

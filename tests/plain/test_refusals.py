@@ -463,9 +463,9 @@ def test_more_ranks_than_there_is_room_for(layout, count, fix):
         ("estimate --nodes 2", "--nodes 2 without --gpus", "say --gpus 16 too, or as many as there are"),
         ("estimate --gpus 1 --nodes 2", "1 GPU cannot be shared evenly by 2 nodes", "use 1 node, or 2 GPUs"),
         ("estimate --gpus 4 --replicas 2 --zero 1", "--replicas 2 with --zero 1", "say --parallel fsdp, or leave"),
-        ("ladder tiny --gpus 4 --pipeline 2", "--pipeline is no option of `redline ladder`", "leave it out: `redline"),
-        ("tune tiny --pipeline", "--pipeline is no option of `redline tune`", "leave it out: `redline train` has"),
-        ("profile --pipeline=2", "--pipeline is no option of `redline profile`", "leave it out: `redline train` has"),
+        ("ladder tiny --gpus 4 --pipeline 2", "`redline ladder` has no option --pipeline", "leave it out: `redline"),
+        ("tune tiny --pipeline", "`redline tune` has no option --pipeline", "leave it out: `redline train` has"),
+        ("profile --pipeline=2", "`redline profile` has no option --pipeline", "leave it out: `redline train` has"),
         ("estimate --gpus 4 --replicas 2 --parallel ddp", "--replicas 2 with ddp", "say --parallel fsdp, or leave"),
         ("estimate --gpus 4 --replicas 3 --parallel fsdp", "4 ranks with data of", "use --replicas 1 or 2"),
         (
