@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._functorch.config as functorch
 from torch import nn
 
 from redline.core.plan import Plan
@@ -23,7 +22,6 @@ from redline.core.workload import Workload
 from redline.data.batches import Batches, TokenBatches, stream_batches, worker_context
 from redline.data.made import MadeBatches
 from redline.engine.distributed import Ranks, alone
-from redline.engine.flop_counter import tell_the_compiler
 from redline.engine.pipeline import Pipelined, build_stage
 from redline.engine.replaced import replaced
 from redline.engine.shard import fill, is_cut, is_pipelined, share
@@ -155,8 +153,9 @@ def switch_process(plan: Plan, calls_sdpa: bool = False) -> None:
     if plan.attention != "naive" or calls_sdpa:
         pin_attention(plan.attention)
     if plan.activation_budget < 1:  # read when a graph is compiled
-        functorch.activation_memory_budget = plan.activation_budget
-        tell_the_compiler()
+        from redline.engine.budget import keep_share  # it imports the compiler, which takes a second
+
+        keep_share(plan.activation_budget)
     if plan.compile and plan.checkpointing == "full" and plan.parallel == "ddp":
         keep_policies_in_ddp()
 

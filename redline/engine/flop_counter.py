@@ -12,13 +12,12 @@ are left out by the convention of MFU (docs/flops.md).
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode, register_flop_formula
+from torch.utils.flop_counter import FlopCounterMode
 
 aten = torch.ops.aten
 Formula = Callable[..., int]
@@ -152,24 +151,6 @@ def incomplete(uncounted: Sequence[str]) -> str:
 def ours() -> dict[Any, Formula]:
     """By operator; they exist once the file that defines them was imported."""
     return {getattr(torch.ops.redline, name): each for name, each in OURS.items() if hasattr(torch.ops.redline, name)}
-
-
-@functools.cache
-def tell_the_compiler() -> None:
-    """What our operators cost, for a compiler that chooses by a budget what to compute again: those that it does not
-    know it takes for free, and computes all of them again whatever the budget is."""
-    from torch._functorch import partitioners  # which takes a second
-
-    for operator, formula in ours().items():
-        register_flop_formula(operator)(formula)
-    of_torch = partitioners.get_default_op_list
-
-    def with_ours() -> Any:
-        found = of_torch()
-        found.compute_intensive_ops.update(ours())
-        return found
-
-    partitioners.get_default_op_list = with_ours  # torch has no other place for them
 
 
 class Counter(FlopCounterMode):

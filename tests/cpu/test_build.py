@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch._functorch.config as functorch
 from torch import nn
 
 import redline.engine.build as build_module
@@ -22,6 +23,7 @@ from redline.model.attention import ATTENTION
 from redline.model.fp8 import Fp8Linear
 from redline.model.fused import products_of
 from redline.model.gpt import GELU, GPT, initialise
+from redline.model.loss import head_loss, next_token_loss
 from redline.model.tuned import TunedLinear, tune_layers
 
 Train = Callable[..., Training]
@@ -267,11 +269,13 @@ def test_checkpointing_reaches_the_model(train: Train, recompute: str) -> None:
     assert cores == {recompute != "selective"}
 
 
-def kept_and_gradients(budget: float, products: str) -> tuple[int, dict[str, torch.Tensor]]:
+def kept_and_gradients(
+    budget: float, products: str, vocab: int, loss: str
+) -> tuple[int, dict[str, torch.Tensor | None]]:
     """Bytes that a compiled model keeps for its backward pass, but for weights, and what comes of them."""
     build_module.switch_process(Plan(activation_budget=budget))
     fused = None if products == "torch's" else torch.float32
-    shape = Shape(layers=2, heads=2, d_model=32, d_ff=128, vocab=64, sequence=32)
+    shape = Shape(layers=2, heads=2, d_model=32, d_ff=128, vocab=vocab, sequence=32)
     model = GPT(shape, attention="flash", fused=fused)
     initialise(model, seed=1)
     if fused is not None:
@@ -283,19 +287,27 @@ def kept_and_gradients(budget: float, products: str) -> tuple[int, dict[str, tor
         kept.append(0 if tensor.data_ptr() in weights else tensor.nbytes)
         return tensor
 
+    def run(tokens: torch.Tensor) -> torch.Tensor:
+        if loss == "of logits":
+            return next_token_loss(model(tokens), tokens)
+        head = {"vocab": vocab, "pieces": 2 if loss == "in pieces" else 1, "tuned": fused is not None}
+        return head_loss(model.features(tokens), model.lm_head.weight, tokens, **head)
+
     torch._dynamo.reset()
-    compiled = torch.compile(model, backend="aot_eager_decomp_partition")  # Inductor's partitioner, without its code
+    compiled = torch.compile(run, backend="aot_eager_decomp_partition")  # Inductor's partitioner, without its code
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        logits = compiled(torch.arange(64).view(2, 32))
-    logits.square().mean().backward()
+        found = compiled(torch.arange(1024).view(32, 32) % vocab)
+    found.backward()
     return sum(kept), {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
+@pytest.mark.parametrize("loss", ["of logits", "on the spot", "in pieces"])
 @pytest.mark.parametrize("products", ["torch's", "tuned", "fused"])
-def test_a_budget_halves_what_a_compiled_step_keeps(products: str) -> None:
-    with build_module.functorch.patch(activation_memory_budget=1.0):  # torch's own: monkeypatch would delete it
-        whole, wanted = kept_and_gradients(1.0, products)
-        half, found = kept_and_gradients(0.5, products)
+def test_a_budget_halves_what_a_compiled_step_keeps(products: str, loss: str) -> None:
+    """Also where the logits, which are never kept if the loss is on the spot, would fill the budget by themselves."""
+    with functorch.patch(activation_memory_budget=1.0):  # torch's own: monkeypatch would delete it
+        whole, wanted = kept_and_gradients(1.0, products, 512, loss)
+        half, found = kept_and_gradients(0.5, products, 512, loss)
     assert 0.35 * whole < half < 0.65 * whole
     for name, gradient in wanted.items():
         torch.testing.assert_close(found[name], gradient)
