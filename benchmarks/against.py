@@ -42,7 +42,7 @@ from rich.table import Table
 
 from redline.core.errors import UserError, unknown_name
 from redline.core.hardware import Hardware
-from redline.core.job import Job, RunDirectory
+from redline.core.job import Job, RunDirectory, write_atomically
 from redline.core.measurement import spread_of
 from redline.core.plan import Plan
 from redline.core.recipe import Recipe, load_recipe
@@ -102,7 +102,8 @@ def read_options(words: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--at", action="append", default=[], metavar="NAME=N,N", help="those of one candidate instead")
     parser.add_argument("--rounds", type=int, default=8, help="in which all of them take turns (default: 8)")
     parser.add_argument("--block", type=int, default=10, help="timed steps in a turn (default: 10)")
-    parser.add_argument("--seconds", type=float, default=200.0, help="after which no round begins (default: 200)")
+    parser.add_argument("--seconds", type=float, default=200.0, help="of rounds: none begins later (default: 200)")
+    parser.add_argument("--keep", type=Path, metavar="FILE", help="the record, written anew after every round")
     parser.add_argument("--at-once", type=int, default=4, help="processes that compile side by side (default: 4)")
     parser.add_argument("--device", choices=("cuda", "cpu"))
     parser.add_argument("--eager", action="store_true", help="theirs without torch.compile: to try this script quickly")
@@ -142,31 +143,38 @@ def run(options: argparse.Namespace) -> int:
             children.append(child)
             return child, child.ready()
 
+        def record() -> dict[str, Any]:
+            return {
+                "what": "redline beside others that train GPT-2, interleaved on a device, each at its best micro batch",
+                "how": " ".join(" ".join(__doc__.split("\n\n")[2:]).split()),
+                **made(),
+                "hardware": to_json(hardware),
+                "versions": versions,
+                "workload": workload.name,
+                "sequence": workload.decoder.sequence,
+                "rungs": list(rungs),
+                "nanogpt": nanogpt,
+                "block_steps": options.block,
+                **results(found, hardware),
+                "seconds": time.monotonic() - started,
+            }
+
+        def keep() -> None:
+            if options.keep is not None:
+                write_atomically(options.keep, json.dumps(record(), indent=1))
+
         try:
-            compare(found, open_child, options, until=started + options.seconds)
+            compare(found, open_child, options, keep)
         except KeyboardInterrupt:
             print("stopped; what was measured stays", file=sys.stderr)
         finally:
             for child in children:
                 child.close()
-    record = {
-        "what": "redline beside others that train GPT-2, interleaved on one device, each at its best micro batch",
-        "how": " ".join(" ".join(__doc__.split("\n\n")[2:]).split()),
-        **made(),
-        "hardware": to_json(hardware),
-        "versions": versions,
-        "workload": workload.name,
-        "sequence": workload.decoder.sequence,
-        "rungs": list(rungs),
-        "nanogpt": nanogpt,
-        "block_steps": options.block,
-        **results(found, hardware),
-        "seconds": time.monotonic() - started,
-    }
-    show(record, Console(file=sys.stderr if options.json else sys.stdout, width=WIDTH))
+    whole = record()
+    show(whole, Console(file=sys.stderr if options.json else sys.stdout, width=WIDTH))
     if options.json:
-        print(json.dumps(record, indent=1))
-    return 0 if record["finished"] else 1
+        print(json.dumps(whole, indent=1))
+    return 0 if whole["finished"] else 1
 
 
 # who plays, at which sizes
@@ -255,18 +263,24 @@ class Found:
     finished: bool = False
 
 
-def compare(found: Found, open_player: Open, options: argparse.Namespace, until: float) -> None:
+def compare(
+    found: Found, open_player: Open, options: argparse.Namespace, keep: Callable[[], None] = lambda: None
+) -> None:
+    """`keep` is called when more is known."""
     players = look_at_all(found, open_player, options)
     found.best = best_of(found)
     playing = [player for player in players if player.order in found.best.values()]
     for player in players:
         if player not in playing:
             player.close()
+    until = time.monotonic() + options.seconds
     while len(found.rounds) < options.rounds and not (found.rounds and time.monotonic() > until):
         first = len(found.rounds) % max(1, len(playing))
         blocks = {one.order.candidate: turn(found, one, options.block) for one in playing[first:] + playing[:first]}
         found.rounds.append({name: block for name, block in blocks.items() if block is not None})
-    found.finished = all(candidate in found.rounds[-1] for candidate in {order.candidate for order in found.orders})
+        keep()
+    everybody = {order.candidate for order in found.orders}
+    found.finished = len(found.rounds) == options.rounds and everybody <= found.rounds[-1].keys()
 
 
 def look_at_all(found: Found, open_player: Open, options: argparse.Namespace) -> list[Player]:

@@ -99,7 +99,8 @@ for name in "${parts[@]}"; do
         against) [ -z "${NANOGPT:-}" ] && echo "against: left out, NANOGPT names no checkout" >&2 ||
             part "$python" "$here/against.py" "$workload" --nanogpt "$NANOGPT" --recipe "$many" \
                 --micro-batches 64,128 --at transformers=32,64 --at redline=128,256 \
-                --at-once 6 --rounds 6 --seconds 400 --json ;;
+                --at-once 6 --rounds 6 \
+                --keep "$out/$name.partial.json" --json ;;
         long) long_run ;;
         long-fp8) long_run --changed "$fp8" ${SPEED_UP:+--speed-up "$SPEED_UP"} ;;
     esac

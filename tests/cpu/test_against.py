@@ -60,7 +60,7 @@ gradient_accumulation_steps = 5 * 8
 device = 'cuda'
 raise SystemExit("nobody runs me")
 """
-QUICK = Namespace(at_once=2, block=10, rounds=4)
+QUICK = Namespace(at_once=2, block=10, rounds=4, seconds=60.0)
 
 
 @pytest.fixture(scope="module")
@@ -172,7 +172,7 @@ def played(against: Any, orders: list[Any], times: dict[str, list[float]], **cha
     log: list[str] = []
     found = against.Found(orders=orders)
     options = Namespace(**{**vars(QUICK), **changes})
-    against.compare(found, lambda one: (Fake(one, times[one.name], log), {}), options, until=math.inf)
+    against.compare(found, lambda one: (Fake(one, times[one.name], log), {}), options)
     return found, log
 
 
@@ -217,7 +217,7 @@ def test_whoever_had_no_memory_in_company_tries_again_alone(against: Any, order:
         return Fake(one, [1.0] * 6, log), {}
 
     found = against.Found(orders=orders)
-    against.compare(found, open_player, QUICK, until=math.inf)
+    against.compare(found, open_player, QUICK)
     assert sorted(tries) == ["nanogpt", "redline", "transformers", "transformers"]
     assert tries[-1] == "transformers"
     assert found.reasons == {"nanogpt-2": "no module named nanogpt"}
@@ -238,10 +238,17 @@ def test_one_that_fails_in_its_turn_is_out_and_keeps_its_rows(against: Any, orde
 
 
 def test_no_round_begins_when_the_time_is_used_up(against: Any, order: Callable[..., Any]) -> None:
-    found = against.Found(orders=[order("nanogpt"), order()])
-    against.compare(found, lambda one: (Fake(one, [1.0] * 6, []), {}), QUICK, until=-math.inf)
+    """And a comparison that has fewer than were asked for is not whole: no README takes it."""
+    found, kept = against.Found(orders=[order("nanogpt"), order()]), []
+    options = Namespace(**{**vars(QUICK), "seconds": -1.0})
+
+    def keep() -> None:
+        kept.append(against.results(found, probe.probe("cpu"))["ratios"]["nanogpt"]["n"])
+
+    against.compare(found, lambda one: (Fake(one, [1.0] * 6, []), {}), options, keep)
     assert len(found.rounds) == 1
-    assert found.finished
+    assert kept == [1]
+    assert not found.finished
 
 
 def test_the_table_has_100_columns_and_llmc_as_published(against: Any, order: Callable[..., Any]) -> None:
