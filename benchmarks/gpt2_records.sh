@@ -2,20 +2,19 @@
 # The records behind the README's tables of GPT-2, made again on this machine's GPU, part by part.
 #
 #   benchmarks/gpt2_records.sh runs/records                        # all parts
-#   benchmarks/gpt2_records.sh runs/records memory fp8 switches    # these
+#   benchmarks/gpt2_records.sh runs/records memory switches        # these
 #   NANOGPT=../nanoGPT SHARDS=shards benchmarks/gpt2_records.sh runs/records against long
 #
 # A folder for the results, then the parts. Each becomes PART.json there, and is not made again. Called again with the same
 # words, ladders and long runs go on where they were stopped; the other parts begin anew, and PART.partial.json is what
 # they had. seconds.txt says what each took. `against` needs a checkout of nanoGPT, `long` and `long-fp8` a folder made by
 # `redline data prepare`; without them they are left out. LIMIT=500 ends each part after so many seconds as Ctrl-C would.
-# SPEED_UP=1.17: of the 8-bit step, as `fp8` found it, for the speed-up at equal loss that `long-fp8` tells.
+# SPEED_UP=1.17: of the 8-bit step, as `ladder` found it, for the speed-up at equal loss that `long-fp8` tells.
 # Exit code: the highest of any part, where 1 is a result too (a row that is *different*, losses that differ).
 #
-#   ladder     redline ladder gpt2: every rung from fp32 on                                       about 1,000 s on an H200
+#   ladder     redline ladder gpt2: every rung from fp32 on, to 8 bits at the end                 about 1,250 s on an H200
 #   batch      the fastest 16-bit recipe at 256 sequences (loss in chunks), then with CUDA graphs                       200 s
 #   memory     the rungs that save memory, at 64 and 256 sequences                                                   450 s
-#   fp8        the 8-bit rungs on top of the fastest 16-bit recipe, with their verdicts                              300 s
 #   switches   what the compiler's own switches would bring                                                          400 s
 #   medium, large, xl   the fastest 16-bit recipe on the larger models                                     180, 220, 410 s
 #   against    nanoGPT and transformers, in turns, each at several sizes                                             300 s
@@ -29,7 +28,7 @@ python=${PYTHON:-python}
 fast=${RECIPE:-$here/recipes/hopper.json} fp8=${FP8:-$here/recipes/hopper-fp8.json}
 many=${MANY:-$here/recipes/hopper-256.json}
 workload=${WORKLOAD:-gpt2}
-all=(ladder batch memory fp8 switches medium large xl against long long-fp8)
+all=(ladder batch memory switches medium large xl against long long-fp8)
 parts=("$@")
 [ ${#parts[@]} -gt 0 ] || parts=("${all[@]}")
 for name in "${parts[@]}"; do
@@ -86,12 +85,11 @@ long_run() {
 
 for name in "${parts[@]}"; do
     case $name in
-        ladder) ladder "$workload" --without fp16 --compile-ahead 4 ;;
+        ladder) ladder "$workload" --without fp16 --also fp8-head,fp8-linears,fp8-mlps --compile-ahead 4 ;;
         batch) ladder "$workload" --from "$many" --rungs cuda-graphs --keep all --micro-batch 256 \
             --steps 15 --check-steps 6 ;;
         memory) part "$python" "$here/memory_rungs.py" "$workload" --recipe "$fast" --micro-batch 64 --sizes 256 \
             --keep "$out/compiled" --json ;;
-        fp8) ladder "$workload" --from "$fast" --rungs fp8-head,fp8-linears,fp8-mlps,cuda-graphs --compile-ahead 4 ;;
         switches) part "$python" "$here/switches.py" "$workload" --recipe "$fast" --json ;;
         medium) larger gpt2-medium 64 6 ;;
         large) larger gpt2-large 32 6 ;;
@@ -99,8 +97,7 @@ for name in "${parts[@]}"; do
         against) [ -z "${NANOGPT:-}" ] && echo "against: left out, NANOGPT names no checkout" >&2 ||
             part "$python" "$here/against.py" "$workload" --nanogpt "$NANOGPT" --recipe "$many" \
                 --micro-batches 64,128 --at transformers=32,64 --at redline=128,256 \
-                --at-once 6 --rounds 6 \
-                --keep "$out/$name.partial.json" --json ;;
+                --at-once 6 --rounds 6 --keep "$out/$name.partial.json" --json ;;
         long) long_run ;;
         long-fp8) long_run --changed "$fp8" ${SPEED_UP:+--speed-up "$SPEED_UP"} ;;
     esac

@@ -57,6 +57,7 @@ def ladder(
     workload: str | Callable[[], nn.Module] | None = None,
     *,
     rungs: str | Sequence[str] | None = None,
+    also: str | Sequence[str] | None = None,
     without: str | Sequence[str] | None = None,
     start: Path | str | None = None,
     micro_batch: int | None = None,
@@ -94,6 +95,7 @@ def ladder(
     given = {
         "workload": words_of(workload, "redline.ladder"),
         "rungs": joined(rungs),
+        "also": joined(also),
         "without": joined(without),
         "start": None if start is None else Path(start),
         "micro_batch": micro_batch,

@@ -63,7 +63,7 @@ ANYTHING = Kind("anything", lambda value: True, "")
 # An argument means the same in every function; where it does not, the function says so. What is not here is checked by
 # whoever takes it: a workload, a batch, a recipe of `prepare`.
 ARGUMENTS: dict[str, Kind] = {
-    **dict.fromkeys(("rungs", "without", "ignore"), NAMES),
+    **dict.fromkeys(("rungs", "also", "without", "ignore"), NAMES),
     **dict.fromkeys(("micro_batch", "sequence", "gpus", "repeats", "steps", "check_steps", "global_batch"), COUNT),
     **dict.fromkeys(("compile_ahead", "nodes", "dp", "tp", "zero", "tokens_per_step"), COUNT),
     **dict.fromkeys(("tensor", "pipeline", "replicas"), COUNT),

@@ -39,6 +39,9 @@ def add_ladder(commands: Any) -> None:
     ladder.add_argument(
         "--rungs", metavar="A,B,...", help="climb only these, on top of the baseline ('none': the first row alone)"
     )
+    ladder.add_argument(
+        "--also", metavar="A,B,...", help="climb these too, of those that are climbed only when named (--list-rungs)"
+    )
     ladder.add_argument("--without", metavar="A,B,...", help="leave these out")
     ladder.add_argument("--list-rungs", action="store_true", help="print the rungs and what they do, and exit")
     ladder.add_argument(
@@ -161,6 +164,7 @@ def ladder(options: argparse.Namespace, command: str) -> tuple[dict[str, Any], P
 CHOICES = (
     "workload",
     "rungs",
+    "also",
     "without",
     "start",
     "micro_batch",
@@ -226,6 +230,6 @@ def list_rungs(options: argparse.Namespace) -> int:
         return EXIT_DONE
     width = max(len(rung.name) for rung in LADDER)
     for rung in LADDER:
-        named = "  (when --rungs names it)" if rung.when_named else ""
+        named = "  (when --also or --rungs names it)" if rung.when_named else ""
         print(f"{rung.name:{width}} {rung.maths.value:14} {rung.title}{named}")
     return EXIT_DONE

@@ -225,7 +225,7 @@ def named_rungs(words: str) -> tuple[str, ...]:
     from redline.rungs.ladder import check_alternatives
     from redline.search.ladder import choose_rungs
 
-    rungs = choose_rungs(words, None)
+    rungs = choose_rungs(words)
     check_alternatives(rungs)
     return rungs
 

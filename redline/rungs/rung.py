@@ -37,8 +37,8 @@ class Rung(ABC):
     """Of the nats that the unchanged maths sheds over the compared steps, the share that this one must shed; None: what
     predict/verdict.py asks of every changed model."""
     when_named: ClassVar[bool] = False
-    """Not part of the plain ladder: taken when --rungs names it, and weighed by `tune`. It gives up speed for memory,
-    or pays only sometimes."""
+    """Not part of the plain ladder: taken when --also or --rungs names it, and weighed by `tune`. It gives up speed for
+    memory, or pays only sometimes."""
     when_measured: ClassVar[bool] = False
     """Part of the plain ladder, which keeps it where it is faster beyond the noise; no recipe has it unmeasured."""
     compile_factor: ClassVar[float] = 1.0

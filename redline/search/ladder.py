@@ -217,6 +217,7 @@ def prepare_ladder(
     *,
     workload: str | None = None,
     rungs: str | None = None,
+    also: str | None = None,
     without: str | None = None,
     start: Path | None = None,
     micro_batch: int | None = None,
@@ -261,7 +262,8 @@ def prepare_ladder(
     check_choice("keep", keep, ("faster", "all"))
     said: dict[str, Any] = {"keep": keep, "repeats": repeats, "again": aa, "rebatch": rebatch}
     said |= {"headroom": headroom, "compile_ahead": compile_ahead}
-    said["rungs"] = choose_rungs(rungs, without, ranked_rungs(recipe.rungs if recipe else (), layout))
+    begun_with = ranked_rungs(recipe.rungs if recipe else (), layout)
+    said["rungs"] = choose_rungs(rungs, also=also, without=without, started_with=begun_with)
     said = {name: value for name, value in said.items() if value is not None}
     return begin_ladder(words, recipe, _names(without), said, command)
 
@@ -362,11 +364,13 @@ def check_timeout(seconds: float) -> None:
         )
 
 
-def choose_rungs(rungs: str | None, without: str | None, started_with: Sequence[str] = ()) -> tuple[str, ...]:
+def choose_rungs(
+    rungs: str | None, *, also: str | None = None, without: str | None = None, started_with: Sequence[str] = ()
+) -> tuple[str, ...]:
     """The rungs to climb, in the ladder's order, whatever order they were named in."""
     wanted = _names(rungs) if rungs is not None else {rung.name for rung in LADDER if not rung.when_named}
     unwanted = _names(without) | {LADDER[0].name} | set(started_with)
-    return tuple(rung.name for rung in LADDER if rung.name in wanted - unwanted)
+    return tuple(rung.name for rung in LADDER if rung.name in (wanted | _names(also)) - unwanted)
 
 
 def _names(text: str | None) -> set[str]:

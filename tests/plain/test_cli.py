@@ -138,7 +138,7 @@ def test_an_unknown_workload(mistake):
     mistake("ladder", "")
 
 
-@pytest.mark.parametrize("option", ["--rungs", "--without"])
+@pytest.mark.parametrize("option", ["--rungs", "--also", "--without"])
 @pytest.mark.parametrize("words", ["flsh", "tf32,flsh", "tf32, flsh ,bf16", "flsh,"])
 def test_an_unknown_rung(mistake, option, words):
     said = mistake("ladder", "tiny", option, words)
@@ -583,12 +583,20 @@ def test_the_default_run_directory_is_under_runs(redline_command, machine, worke
         (("--rungs", "baseline,compile"), ["compile"]),
         (("--rungs", "compile,padded-vocab", "--without", "compile"), ["padded-vocab"]),
         (("--rungs", "compile", "--aa"), ["compile", "a/a"]),
+        (("--rungs", "compile", "--also", "chunked-loss,tf32"), ["tf32", "compile", "chunked-loss"]),
     ],
     ids=str,
 )
 def test_rungs_are_climbed_in_the_ladders_order(redline_command, machine, workers, words, climbed):
     rows = json.loads(redline_command("ladder", "tiny", *words, "--json")[1])["rows"]
     assert [row["rung"] for row in rows] == ["baseline", *climbed]
+
+
+def test_also_adds_to_the_usual_ones(redline_command, machine, workers):
+    rows = json.loads(redline_command("ladder", "tiny", "--also", "chunked-loss", "--json")[1])["rows"]
+    assert [row["rung"] for row in rows] == [
+        rung.name for rung in LADDER if not rung.when_named or rung.name == "chunked-loss"
+    ]
 
 
 def test_a_recipe_is_climbed_on_and_its_own_rungs_left_out(redline_command, machine, workers, workplace):

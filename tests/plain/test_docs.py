@@ -118,15 +118,41 @@ def test_results_are_of_the_newest_record_that_trains_right(tool, copy):
     write("old.json", "2026-11-14", {900.0: "rounding"})
     write("new.json", "2026-11-15", {200.0: "same", 300.0: "rounding", 400.0: "different", 500.0: "not-checked"})
     write("wrong.json", "2026-11-16", {1000.0: "different"})
+    readme = copy / "README.md"
+    readme.write_text(f"{tool.BEGIN_RESULTS}\nold\n{tool.END_RESULTS}\n", encoding="utf-8")
+
+    def told() -> list[str]:
+        tool.main([], root=copy)
+        return [line for line in readme.read_text(encoding="utf-8").splitlines() if line.startswith("| GPT-2 124M")]
+
     row = {"rung": "recipe", "recipe": ["bf16", "fp8-head"], "tokens_per_second": 800.0, **common}
     narrow = {"rows": [{**row, "equivalence": {"verdict": "changed"}}], "workload": "gpt2", "date": "2026-11-17"}
     (records / "narrow.json").write_text(json.dumps(narrow))
-    readme = copy / "README.md"
-    readme.write_text(f"{tool.BEGIN_RESULTS}\nold\n{tool.END_RESULTS}\n", encoding="utf-8")
-    tool.main([], root=copy)
-    (line,) = [line for line in readme.read_text(encoding="utf-8").splitlines() if line.startswith("| GPT-2 124M")]
-    assert line == (
-        "| GPT-2 124M, 16 bits | **300** | 50.0 % | 64 | 2.0 GiB | *rounding* | [2026-11-15](records/new.json) |"
+    wide = "| GPT-2 124M, 16 bits | **300** | 50.0 % | 64 | 2.0 GiB | *rounding* | [2026-11-15](records/new.json) |"
+    assert told() == [wide]
+
+    # 8 bits: what was timed and not judged, until something judged is faster
+    rates = {"base": {"tokens_per_second": 500.0}, "narrow": {"tokens_per_second": 700.0}}
+    step = {"recipes": rates, "micro_batch": 64, "date": "2026-11-16"}
+    (records / "2026-step-gpt2-b64-fp8.json").write_text(json.dumps(step))
+    assert told()[1].startswith("| GPT-2 124M, 8-bit matmuls | **700** | — | 64 | — | speed only; 500 in 16 bits")
+    right = {"equivalence": {"verdict": "changed"}, **common}
+    rows = [
+        {"rung": name, "recipe": names, "tokens_per_second": rate, **right}
+        for name, names, rate in (
+            ("recipe", ["bf16"], 300.0),
+            ("fp8-head", ["bf16", "fp8-head"], 650.0),
+            ("fp8-mlps", ["bf16", "fp8-head", "fp8-mlps"], 690.0),
+        )
+    ]
+    climbed = {"rows": rows, "workload": "gpt2", "date": "2026-11-14"}
+    (records / "climbed.json").write_text(json.dumps(climbed))
+    assert told()[1].startswith("| GPT-2 124M, 8-bit matmuls | **700** |")
+    rows[-1]["tokens_per_second"] = 710.0
+    (records / "climbed.json").write_text(json.dumps(climbed))
+    assert told()[1] == (
+        "| GPT-2 124M, 8-bit matmuls | **710** | — | 64 | 2.0 GiB | *changed*; 300 in 16 bits beside it "
+        "| [2026-11-14](records/climbed.json) |"
     )
 
 
