@@ -119,6 +119,10 @@ def run(options: argparse.Namespace) -> int:
     for name in ("rounds", "block", "at_once"):
         check_positive(f"--{name.replace('_', '-')}", getattr(options, name))
     names = chosen(options.candidates, options.nanogpt)
+    if options.keep is not None and not options.keep.absolute().parent.is_dir():
+        raise UserError(
+            f"no folder for {options.keep}", "the record is written there", "make it first, or leave --keep out"
+        )
     hardware, versions = probe_machine(options.device)
     recipe = load_recipe(options.recipe) if options.recipe else None
     if recipe is not None:
@@ -269,6 +273,7 @@ def compare(
     """`keep` is called when more is known."""
     players = look_at_all(found, open_player, options)
     found.best = best_of(found)
+    keep()
     playing = [player for player in players if player.order in found.best.values()]
     for player in players:
         if player not in playing:
@@ -281,6 +286,7 @@ def compare(
         keep()
     everybody = {order.candidate for order in found.orders}
     found.finished = len(found.rounds) == options.rounds and everybody <= found.rounds[-1].keys()
+    keep()
 
 
 def look_at_all(found: Found, open_player: Open, options: argparse.Namespace) -> list[Player]:

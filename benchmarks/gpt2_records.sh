@@ -9,7 +9,7 @@
 # words, ladders and long runs go on where they were stopped; the other parts begin anew, and PART.partial.json is what
 # they had. seconds.txt says what each took. `against` needs a checkout of nanoGPT, `long` and `long-fp8` a folder made by
 # `redline data prepare`; without them they are left out. LIMIT=500 ends each part after so many seconds as Ctrl-C would.
-# SPEED_UP=1.17: of the 8-bit step, as `ladder` found it, for the speed-up at equal loss that `long-fp8` tells.
+# SPEED_UP=1.17: of the 8-bit step over the 16-bit one, as `ladder` found it, for the speed-up at equal loss that `long-fp8` tells.
 # Exit code: the highest of any part, where 1 is a result too (a row that is *different*, losses that differ).
 #
 #   ladder     redline ladder gpt2: every rung from fp32 on, to 8 bits at the end                 about 1,250 s on an H200

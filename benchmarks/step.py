@@ -69,7 +69,7 @@ def run(options: argparse.Namespace) -> int:
     base = replace(base, micro_batch=options.micro_batch or base.micro_batch)
     recipes = varied(base, options.add, options.without)
     for recipe in recipes.values():
-        check_alternatives(recipe)
+        check_alternatives(recipe.rungs)
         check_recipe_applies(recipe, workload, hardware)
     rungs = {name: recipe.rungs for name, recipe in recipes.items()}
     found = time_recipes(workload, rungs, base.micro_batch, options.rounds, torch.device(options.device))

@@ -267,39 +267,38 @@ def is_measured(record: Record) -> bool:
 
 
 def eight_bit_lines(folder: Path) -> list[str]:
-    """The fastest of the newest ladder that climbed to 8 bits, if nothing faster is known: benchmarks/step.py times
-    more rungs at once, and judges nothing."""
-    found = newest_whole(folder, "*-step-gpt2-*fp8.json")
-    timed = [0.0] if found is None else [one["tokens_per_second"] for one in found.document["recipes"].values()]
-    climbed = newest([record for record in ladders_of(folder, README_WORKLOAD, "fp8-head") if is_measured(record)])
-    row = {} if climbed is None else fastest_row(climbed.document, narrow=True)
-    if climbed is not None and row and rate_of(row) > max(timed):
-        beside = fastest_row(climbed.document)
-        return [
-            table_line(
-                f"{TITLES['gpt2']}, 8-bit matmuls",
-                f"**{row['tokens_per_second']:,.0f}**",
-                UNKNOWN,
-                str(row["micro_batch"]),
-                f"{row['peak_bytes'] / 2**30:.1f} GiB",
-                f"*{row['equivalence']['verdict']}*; {beside['tokens_per_second']:,.0f} in 16 bits beside it",
-                climbed.link,
+    """The fastest that a ladder has judged; and what benchmarks/step.py has timed, which judges nothing, if faster."""
+    lines, judged = [], 0.0
+    ladders = [record for record in ladders_of(folder, README_WORKLOAD, "fp8-head") if is_measured(record)]
+    if ladders:
+        climbed = max(ladders, key=lambda record: rate_of(fastest_row(record.document, narrow=True)))
+        row, beside = fastest_row(climbed.document, narrow=True), fastest_row(climbed.document)
+        if judged := rate_of(row):
+            lines.append(
+                eight_bit_line(
+                    judged,
+                    row["micro_batch"],
+                    f"{row['peak_bytes'] / 2**30:.1f} GiB",
+                    f"*{row['equivalence']['verdict']}*",
+                    beside["tokens_per_second"],
+                    climbed.link,
+                    what=row["rung"],
+                )
             )
-        ]
-    if found is None:
-        return []
-    rates = sorted(timed)
-    return [
-        table_line(
-            f"{TITLES['gpt2']}, 8-bit matmuls",
-            f"**{rates[-1]:,.0f}**",
-            UNKNOWN,
-            str(found.document["micro_batch"]),
-            UNKNOWN,
-            f"speed only; {rates[0]:,.0f} in 16 bits beside it",
-            found.link,
-        )
-    ]
+    if (found := newest_whole(folder, "*-step-gpt2-*fp8.json")) is not None:
+        rates = sorted(recipe["tokens_per_second"] for recipe in found.document["recipes"].values())
+        if rates and rates[-1] > judged:
+            micro_batch = found.document["micro_batch"]
+            lines.append(eight_bit_line(rates[-1], micro_batch, UNKNOWN, "speed only", rates[0], found.link))
+    return lines
+
+
+def eight_bit_line(
+    rate: float, micro_batch: int, peak: str, verdict: str, beside: float, link: str, what: str = "8-bit matmuls"
+) -> str:
+    """MFU has no meaning here: a step with products at two rates has no single peak."""
+    verdict = f"{verdict}; {beside:,.0f} in 16 bits beside it"
+    return table_line(f"{TITLES['gpt2']}, {what}", f"**{rate:,.0f}**", UNKNOWN, str(micro_batch), peak, verdict, link)
 
 
 PEERS = {

@@ -40,7 +40,9 @@ def add_ladder(commands: Any) -> None:
         "--rungs", metavar="A,B,...", help="climb only these, on top of the baseline ('none': the first row alone)"
     )
     ladder.add_argument(
-        "--also", metavar="A,B,...", help="climb these too, of those that are climbed only when named (--list-rungs)"
+        "--also",
+        metavar="A,B,...",
+        help="climb these as well, such as those that are climbed only when named (--list-rungs)",
     )
     ladder.add_argument("--without", metavar="A,B,...", help="leave these out")
     ladder.add_argument("--list-rungs", action="store_true", help="print the rungs and what they do, and exit")

@@ -338,7 +338,7 @@ def blamed(
     return UserError(
         f"{what} raised {type(error).__name__}: {first_line(error)}",
         f"it happened at {line}" if line else NO_LINE,
-        fix or ("fix that line" if line else f"mend {Path(whose).name}"),
+        fix or ("fix that line" if line else f"fix {Path(whose).name}"),
     )
 
 

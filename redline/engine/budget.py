@@ -2,35 +2,46 @@
 
     keep_share(0.5)      # before anything is compiled; a process has one budget
 
-Given a budget, the compiler picks what to keep by a knapsack: bytes against FLOPs. Two things go wrong there. Operators
-that it does not know it takes for free, and computes all of them again whatever the budget is: so it is told what ours
-cost. And it fills the knapsack with what nobody keeps. A loss that computes its gradient on the spot (`model/loss.py`)
-makes two small tensors of its logits, and the backward pass reads those. The knapsack takes the logits for worth
-keeping, 6.6 of its 8.9 GB for GPT-2 at 64 sequences, and the step then keeps an eighth instead of half.
+Given a budget, the compiler picks what to keep by a knapsack of bytes and FLOPs. Three things go wrong there.
+Operators that it does not know it takes for free, and computes all of them again whatever the budget is: so it is told
+what ours cost. What draws random numbers it may compute again too, and draws others: dropout would then drop different
+numbers on the way back, and the gradients are wrong without a sign of it. And it counts the bytes of what nobody keeps.
+A loss that computes its gradient on the spot (`model/loss.py`) makes two small tensors of its logits, and the backward
+pass reads those; the knapsack counts the logits, 6.6 of its 8.9 GB for GPT-2 at 64 sequences, and the step then keeps
+an eighth instead of half. Here a tensor costs no more bytes than what would be kept in its place.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Sequence
+import hashlib
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
+import torch
 import torch._functorch.config as functorch
+import torch._inductor.inductor_prims  # whose seeds are among what draws
+import torch.compiler.config as compiler
 from torch._functorch import partitioners
 from torch.fx import Graph, Node
 from torch.utils.flop_counter import register_flop_formula
 
 from redline.engine.flop_counter import ours
 
+ATTENTION_RATE = "dropout_p"  # of operators that draw only where it is not zero
+
 
 def keep_share(budget: float) -> None:
     functorch.activation_memory_budget = budget
+    # Cached graphs may be of another version of this file, or of torch's own choice.
+    compiler.cache_key_tag = f"redline {hashlib.sha256(Path(__file__).read_bytes()).hexdigest()}"
     tell_the_compiler()
 
 
 @functools.cache
 def tell_the_compiler() -> None:
-    """Torch has no other place for either than its own functions."""
+    """By its own functions: of its hooks one sees no FLOPs, and the other no bytes."""
     for operator, formula in ours().items():
         register_flop_formula(operator)(formula)
     operators_of_torch = partitioners.get_default_op_list
@@ -39,32 +50,69 @@ def tell_the_compiler() -> None:
     def operators_with_ours() -> Any:
         found = operators_of_torch()
         found.compute_intensive_ops.update(ours())
+        found.random_ops.update(drawing_operators())
         return found
 
     def choice_of_what_is_kept(
         graph: Graph, memory: list[float], flops: list[float], budget: float, info: Any, nodes: list[Node]
     ) -> Any:
-        worth = worth_keeping(nodes, flops, info.tangents_closure)
-        return choice_of_torch(graph, memory, worth, budget, info, nodes)
+        shares = [share_kept(node, nodes, info.tangents_closure) for node in nodes]
+        sizes = [share * size for share, size in zip(shares, memory, strict=True)]
+        spared, kept, again = choice_of_torch(graph, sizes, flops, budget, info, nodes)
+        drawn = [number for number in again if draws(nodes[number])]
+        return spared, [*kept, *drawn], [number for number in again if number not in drawn]
 
     partitioners.get_default_op_list = operators_with_ours
     partitioners._optimize_runtime_with_given_memory = choice_of_what_is_kept  # type: ignore[assignment]
 
 
-def worth_keeping(nodes: Sequence[Node], flops: Sequence[float], after: Collection[Node]) -> list[float]:
-    """The FLOPs that keeping each of `nodes` spares. None, where less than it is kept without it. `after`: what depends
-    on the gradients that come in."""
-    offered = {*nodes}
-    return [0.0 if is_stood_for(node, offered, after) else spared for node, spared in zip(nodes, flops, strict=True)]
+# --- what is drawn ----------------------------------------------------------------------------------------------------
 
 
-def is_stood_for(node: Node, offered: Collection[Node], after: Collection[Node]) -> bool:
-    """Whether what the backward pass reads of it is smaller: the last ones before it, or others that are offered."""
-    instead = read_instead(node, offered, after)
-    return node not in instead and sum(map(partitioners._size_of, instead)) < partitioners._size_of(node)
+@functools.cache
+def drawing_operators() -> frozenset[Any]:
+    return frozenset(_drawing_operators())
+
+
+def _drawing_operators() -> Iterator[Any]:
+    for name in torch._C._dispatch_get_all_op_names():
+        library, _, name = name.partition("::")
+        packet = getattr(getattr(torch.ops, library), name.partition(".")[0], None) if library in LIBRARIES else None
+        if packet is not None and any(is_drawing(getattr(packet, one)) for one in packet.overloads()):
+            yield packet
+
+
+LIBRARIES = ("aten", "prims")
+
+
+def is_drawing(operator: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(operator, "tags", ())
+
+
+def draws(node: Node) -> bool:
+    if not is_drawing(node.target):
+        return False
+    named = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    if ATTENTION_RATE not in named:
+        return True
+    at = named.index(ATTENTION_RATE)
+    rate = node.args[at] if at < len(node.args) else node.kwargs.get(ATTENTION_RATE, 0.0)
+    return bool(rate != 0)
+
+
+# --- what is kept in its place ----------------------------------------------------------------------------------------
+
+
+def share_kept(node: Node, offered: Sequence[Node], after: Collection[Node]) -> float:
+    """Of its bytes, those that keeping it really takes: the backward pass may read something smaller, made of it.
+    `after`: what depends on the gradients that come in."""
+    size = partitioners._size_of(node)
+    instead = sum(map(partitioners._size_of, read_instead(node, {*offered}, after)))
+    return min(1.0, instead / size) if size else 1.0
 
 
 def read_instead(node: Node, offered: Collection[Node], after: Collection[Node]) -> set[Node]:
+    """On its ways to the backward pass: the last ones before it, or others that are offered."""
     found, seen, waiting = set[Node](), {node}, [node]
     while waiting:
         one = waiting.pop()

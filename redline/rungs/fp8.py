@@ -1,6 +1,6 @@
 """Products with 8-bit operands: one rung for each part of the model, taken when it is named.
 
-redline ladder gpt2 --micro-batch 64 --rungs tf32,bf16,compile,cudnn-attention,padded-vocab,fused-loss,fp8-head
+redline ladder gpt2 --also fp8-head,fp8-linears,fp8-mlps
 
 They round so coarsely that they count as another maths: the gradients are held against those of the unchanged fp32
 model, with bounds of their own, and the verdict is never better than *changed* (docs/fp8.md).

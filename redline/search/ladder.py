@@ -369,6 +369,10 @@ def choose_rungs(
 ) -> tuple[str, ...]:
     """The rungs to climb, in the ladder's order, whatever order they were named in."""
     wanted = _names(rungs) if rungs is not None else {rung.name for rung in LADDER if not rung.when_named}
+    for name in sorted(_names(also) & _names(without)):
+        raise UserError(
+            f"{name} in --also and in --without", "it is climbed or it is not", f"name {name} in one of them"
+        )
     unwanted = _names(without) | {LADDER[0].name} | set(started_with)
     return tuple(rung.name for rung in LADDER if rung.name in (wanted | _names(also)) - unwanted)
 

@@ -243,12 +243,20 @@ def test_no_round_begins_when_the_time_is_used_up(against: Any, order: Callable[
     options = Namespace(**{**vars(QUICK), "seconds": -1.0})
 
     def keep() -> None:
-        kept.append(against.results(found, probe.probe("cpu"))["ratios"]["nanogpt"]["n"])
+        record = against.results(found, probe.probe("cpu"))
+        ratio = record["ratios"]["nanogpt"]
+        kept.append((None if ratio is None else ratio["n"], record["finished"]))
 
-    against.compare(found, lambda one: (Fake(one, [1.0] * 6, []), {}), options, keep)
+    def play(options: Namespace) -> None:
+        against.compare(found, lambda one: (Fake(one, [1.0] * 6, []), {}), options, keep)
+
+    play(options)
     assert len(found.rounds) == 1
-    assert kept == [1]
-    assert not found.finished
+    assert kept == [(None, False), (1, False), (1, False)], "sizes, a round, and how it ended"
+    found, kept = against.Found(orders=[order("nanogpt"), order()]), []
+    play(QUICK)
+    assert kept[0] == (None, False)
+    assert kept[-2:] == [(4, False), (4, True)]
 
 
 def test_the_table_has_100_columns_and_llmc_as_published(against: Any, order: Callable[..., Any]) -> None:

@@ -4,13 +4,15 @@ step 0 again to the bit."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
 import torch
 import torch._functorch.config as functorch
+import torch.compiler.config as compiler_config
+import torch.nn.functional as F
 from torch import nn
 
 import redline.engine.build as build_module
@@ -18,6 +20,7 @@ import redline.model.adapter as adapter_module
 import redline.model.gpt as gpt_module
 from redline.core.plan import Plan
 from redline.core.workload import Shape, Workload
+from redline.engine.budget import draws
 from redline.engine.build import Training, build, in_fp32, pin_attention
 from redline.model.attention import ATTENTION
 from redline.model.fp8 import Fp8Linear
@@ -311,6 +314,110 @@ def test_a_budget_halves_what_a_compiled_step_keeps(products: str, loss: str) ->
     assert 0.35 * whole < half < 0.65 * whole
     for name, gradient in wanted.items():
         torch.testing.assert_close(found[name], gradient)
+
+
+class OneReads(nn.Module):
+    """Attention of one position: of the keys' and values' product all is read, of the queries' next to nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.ModuleList((nn.Linear(32, 96), nn.Linear(32, 32))) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for qkv, out in self.layers:
+            q, k, v = (part.view(8, 32, 2, 16).transpose(1, 2) for part in qkv(x).split(32, -1))
+            x = x + out(F.scaled_dot_product_attention(q[:, :, :1], k, v).transpose(1, 2).reshape(8, 1, 32))
+        return x.square().mean()
+
+
+class Dropping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        layers = (nn.Sequential(nn.Linear(128, 128), nn.GELU(), nn.Dropout(0.3)) for _ in range(4))
+        self.layers = nn.Sequential(*layers, nn.Linear(128, 10))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.layers(x), torch.arange(x.size(0)) % 10)
+
+
+def kept_share(model: nn.Module, x: torch.Tensor, budget: float) -> int:
+    kept = [0]
+    torch._dynamo.reset()
+    with functorch.patch(activation_memory_budget=budget):
+        compiled = torch.compile(model, backend="aot_eager_decomp_partition")
+        with torch.autograd.graph.saved_tensors_hooks(lambda one: kept.append(one.nbytes) or one, lambda one: one):
+            compiled(x).backward()
+    return sum(kept)
+
+
+@pytest.fixture
+def told() -> Iterator[None]:
+    """What the compiler is told stays for good; its budget does not."""
+    with functorch.patch(activation_memory_budget=1.0), compiler_config.patch(cache_key_tag=""):
+        build_module.switch_process(Plan(activation_budget=0.5))
+        yield
+
+
+@pytest.mark.usefixtures("told")
+def test_a_budget_is_spent_on_what_is_read_in_part() -> None:
+    """A product that is read by a slice costs as much as the slice, and is worth what it is worth."""
+    model, x = OneReads(), torch.randn(8, 32, 32)
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    whole, half, little = (kept_share(model, x, budget) - weights for budget in (1.0, 0.7, 0.01))
+    assert little < 0.5 * half
+    assert half < 0.8 * whole
+
+
+@pytest.mark.usefixtures("told")
+@pytest.mark.parametrize("backend", ["aot_eager_decomp_partition", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("budget", [0.3, 0.5])
+def test_what_is_dropped_is_not_drawn_again_under_a_budget(budget: float, backend: str) -> None:
+    """Along a direction the gradient says what two losses say. torch's own choice draws anew on the way back."""
+    torch.manual_seed(0)
+    model, x = Dropping().double(), torch.randn(512, 128, dtype=torch.float64)
+    torch._dynamo.reset()
+    with functorch.patch(activation_memory_budget=budget, enable_autograd_cache=False):
+        compiled = torch.compile(model, backend=backend)
+
+        def loss() -> torch.Tensor:
+            torch.manual_seed(5)
+            return compiled(x)
+
+        loss().backward()
+        parameters = list(model.parameters())
+        ways = [torch.randn_like(parameter) for parameter in parameters]
+        slope = sum(float((parameter.grad * way).sum()) for parameter, way in zip(parameters, ways, strict=True))  # type: ignore[operator]
+        found = []
+        for step in (1e-6, -1e-6):
+            for parameter, way in zip(parameters, ways, strict=True):
+                parameter.data.add_(way, alpha=step)
+            found.append(loss().item())
+            for parameter, way in zip(parameters, ways, strict=True):
+                parameter.data.sub_(way, alpha=step)
+    assert (found[0] - found[1]) / 2e-6 == pytest.approx(slope, rel=1e-4)
+
+
+@pytest.mark.usefixtures("told")
+def test_attention_draws_where_it_drops() -> None:
+    """Its operator may draw; without a rate it does not, and may be computed again."""
+    graph = torch.fx.Graph()
+    attention = torch.ops.aten._scaled_dot_product_flash_attention.default
+    one = graph.placeholder("x")
+    plain, zero, dropping, named = (
+        graph.call_function(attention, (one, one, one, *rest), given)
+        for rest, given in (((), {}), ((0.0,), {}), ((0.1,), {}), ((), {"dropout_p": 0.1}))
+    )
+    product, drawn = (
+        graph.call_function(each, (one,)) for each in (torch.ops.aten.sin.default, torch.ops.aten.bernoulli.default)
+    )
+    assert [draws(node) for node in (plain, zero, dropping, named, product, drawn)] == [
+        False,
+        False,
+        True,
+        True,
+        False,
+        True,
+    ]
 
 
 @pytest.mark.parametrize(("residual", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])

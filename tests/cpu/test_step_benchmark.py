@@ -113,7 +113,7 @@ def test_a_time_limit_keeps_the_turns_that_all_have_taken(
         (["--add", "fsldp"], "unknown rung 'fsldp'"),
         (["--without", "flash"], "base and without flash differ in attention: flash and naive"),
         (["--add", "fp8-linears"], "the recipe's fp8-linears does not apply here"),
-        (["--add", "flash"], "the recipe has flash twice"),
+        (["--add", "flash"], "flash was given twice"),
     ],
     ids=["not there", "unknown", "a switch", "not here", "twice"],
 )

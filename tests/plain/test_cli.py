@@ -592,6 +592,11 @@ def test_rungs_are_climbed_in_the_ladders_order(redline_command, machine, worker
     assert [row["rung"] for row in rows] == ["baseline", *climbed]
 
 
+def test_also_and_without_do_not_go_together(redline_command, machine):
+    code, _, err = redline_command("ladder", "tiny", "--also", "chunked-loss,lion", "--without", "tf32,lion")
+    assert (code, "problem: lion in --also and in --without" in err) == (2, True)
+
+
 def test_also_adds_to_the_usual_ones(redline_command, machine, workers):
     rows = json.loads(redline_command("ladder", "tiny", "--also", "chunked-loss", "--json")[1])["rows"]
     assert [row["rung"] for row in rows] == [
