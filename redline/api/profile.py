@@ -24,8 +24,7 @@ from torch.utils._pytree import tree_map
 
 from redline.api.document import Document
 from redline.commands.profile import anatomy_json, figures
-from redline.core.errors import UserError
-from redline.core.hardware import known_device
+from redline.core.errors import UserError, explained
 from redline.core.places import with_short_places
 from redline.core.plan import Plan
 from redline.core.profile import Profile
@@ -91,10 +90,8 @@ def is_compiled(model: nn.Module | None) -> bool:
 
 
 def trace_in(folder: Path) -> Path:
-    try:
+    with explained(f"cannot write into {folder}", "choose another out"):
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"cannot write into {folder}", error.strerror or str(error), "choose another out") from error
     return folder / TRACE_FILE
 
 
@@ -191,7 +188,7 @@ def held(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 def document(found: Profile, plan: Plan, *, name: str, command: str, trace: Path | None, known: bool) -> Document:
     """As `redline profile` has it, without what takes a workload: advice, predictions, tokens per second."""
     hardware, found = probe(found.device), with_short_places(found)
-    device = known_device(hardware.name, hardware.multiprocessors) if hardware.kind == "cuda" else None
+    device = hardware.device
     measured, notes = find_measured((hardware.name,) if device is None else device.names, hardware.driver)
     told = () if known else ("modules were not told apart, and the steps have trained: give model and optimizer",)
     return Document(

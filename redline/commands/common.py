@@ -37,10 +37,6 @@ def add_sequence(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_gpus(parser: argparse.ArgumentParser, what: str) -> None:
-    parser.add_argument("--gpus", metavar="N", type=int, help=f"{what} (docs/distributed.md)")
-
-
 class NoStages(argparse.Action):
     """Of a command that measures."""
 
@@ -53,6 +49,17 @@ class NoStages(argparse.Action):
             f"{NO_STAGES}: they are trained, and not measured",
             "leave it out: `redline train` has --pipeline N, and `redline estimate` predicts it",
         )
+
+
+def add_subject(parser: argparse.ArgumentParser, gpus: str) -> None:
+    """What is measured, and where: the same words for ladder, tune and profile. `gpus`: what N of them do."""
+    add_sequence(parser)
+    parser.add_argument(
+        "--data", metavar="FILE", help="a UTF-8 text file to train on (default: the prose that ships with Python)"
+    )
+    parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda where torch sees one")
+    parser.add_argument("--gpus", metavar="N", type=int, help=f"{gpus} (docs/distributed.md)")
+    add_degrees(parser)
 
 
 def add_degrees(parser: argparse.ArgumentParser) -> None:
@@ -128,15 +135,11 @@ def check_html(path: Path, example: str) -> None:
 
 
 def write_html(path: Path, page: str) -> None:
-    from redline.core.errors import UserError
+    from redline.core.errors import explained
     from redline.core.job import write_atomically
 
-    try:
+    with explained(f"cannot write {path}", "choose a FILE you may write to"):
         write_atomically(path, page)
-    except OSError as error:
-        raise UserError(
-            f"cannot write {path}", error.strerror or str(error), "choose a FILE you may write to"
-        ) from error
     print(f"page {path}", file=sys.stderr)
 
 

@@ -11,9 +11,7 @@ from typing import Any
 from redline.commands.common import (
     WORKLOAD_HELP,
     add_common,
-    add_degrees,
-    add_gpus,
-    add_sequence,
+    add_subject,
     check_sizes,
     command_line,
     try_page,
@@ -60,13 +58,7 @@ def add_ladder(commands: Any) -> None:
         help="sequences per step (default: the workload's; of a preset on a GPU, the most up to four times that with "
         "which the baseline is predicted to fit)",
     )
-    add_sequence(ladder)
-    ladder.add_argument(
-        "--data", metavar="FILE", help="a UTF-8 text file to train on (default: the prose that ships with Python)"
-    )
-    ladder.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda where torch sees one")
-    add_gpus(ladder, "measure with N ranks, one GPU each; the first row is then ddp, or what --tensor makes of it")
-    add_degrees(ladder)
+    add_subject(ladder, "measure with N ranks, one GPU each; the first row is then ddp, or what --tensor makes of it")
     ladder.add_argument(
         "--keep",
         choices=("faster", "all"),

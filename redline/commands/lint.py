@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from redline.commands.common import add_common, check_html, check_sizes, command_line, write_html
-from redline.core.errors import EXIT_DONE, EXIT_FAILED, UserError, unknown_name
+from redline.core.errors import EXIT_DONE, EXIT_FAILED, UserError, explained, unknown_name
 
 if TYPE_CHECKING:
     from redline.core.devices import Device
@@ -221,7 +221,6 @@ def known_device(options: argparse.Namespace) -> tuple[Device | None, dict[str, 
 
 def measured_device(options: argparse.Namespace) -> tuple[Device | None, dict[str, Any]]:
     """What torch sees here: that is what is measured, whatever NVML says."""
-    from redline.core import hardware
     from redline.core.devices import find_device, why_unknown
     from redline.search.launch import probe_machine
 
@@ -233,7 +232,7 @@ def measured_device(options: argparse.Namespace) -> tuple[Device | None, dict[st
             "torch sees no CUDA device here",
             "run --measure on a machine with a GPU; without it, --gpu NAME predicts for any",
         )
-    device = hardware.known_device(seen.name, seen.multiprocessors)
+    device = seen.device
     if wanted is not None and wanted != device:
         raise UserError(
             f"--gpu {options.gpu} with --measure",
@@ -379,12 +378,8 @@ def write_fix(target: Path | None, resolved: Resolved, report: Report, options: 
     if target is None:
         return ("--fix: no size of the shape to change, so nothing was written",) if options.fix is not None else ()
     text = json.dumps(changed_document(resolved, fixed_shape(resolved, report)), indent=2) + "\n"
-    try:
+    with explained(f"cannot write {target}", "choose a FILE you may write to"):
         write_atomically(target, text)
-    except OSError as error:
-        raise UserError(
-            f"cannot write {target}", error.strerror or str(error), "choose a FILE you may write to"
-        ) from error
     return (f"wrote {target}",)
 
 

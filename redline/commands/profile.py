@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,16 +13,14 @@ from typing import TYPE_CHECKING, Any
 from redline.commands.common import (
     WORKLOAD_HELP,
     add_common,
-    add_degrees,
-    add_gpus,
-    add_sequence,
+    add_subject,
     as_published,
     check_sizes,
     command_line,
     try_page,
     warn_of,
 )
-from redline.core.errors import EXIT_DONE, EXIT_FAILED, UserError
+from redline.core.errors import EXIT_DONE, EXIT_FAILED, UserError, explained
 
 if TYPE_CHECKING:
     from redline.core.hardware import Hardware
@@ -61,13 +58,7 @@ def add_profile(commands: Any) -> None:
         "--rungs", metavar="A,B,...", help="the optimisations (default: all that apply here; 'none': the baseline)"
     )
     profile.add_argument("--micro-batch", metavar="N", type=int, help="sequences per step (default: the recipe's)")
-    add_sequence(profile)
-    profile.add_argument(
-        "--data", metavar="FILE", help="a UTF-8 text file to train on (default: the prose that ships with Python)"
-    )
-    profile.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda where torch sees one")
-    add_gpus(profile, "profile a step that N ranks share, one GPU each")
-    add_degrees(profile)
+    add_subject(profile, "profile a step that N ranks share, one GPU each")
     profile.add_argument("--steps", metavar="N", type=int, help="steps under the profiler (default: 3)")
     profile.add_argument(
         "--out", metavar="DIR", type=Path, help="run directory (default: runs/profile-WORKLOAD-DATE-TIME)"
@@ -116,29 +107,17 @@ def profile(options: argparse.Namespace) -> dict[str, Any]:
     from redline.search.launch import launch_profile, remove_caches
 
     run = prepare(options)
+    trouble = f"the profile in {run.directory.path} could not be written", "free some space, or choose another --out"
     try:
-        with MeasureBar(Console(stderr=True)) as bar, explaining(run.directory.path):
+        with MeasureBar(Console(stderr=True)) as bar, explained(*trouble):
             answer = launch_profile(run.directory, run.job, options.timeout, bar.phase)
     finally:
         remove_caches(run.directory)
     stop_at_a_mistake(answer, run.directory)
     found = failed_document(run, answer) if isinstance(answer, Failure) else document(run, answer)
-    with explaining(run.directory.path):
+    with explained(*trouble):
         run.directory.write(PROFILE_FILE, json.dumps(found, indent=2) + "\n")
     return found
-
-
-@contextmanager
-def explaining(path: Path) -> Iterator[None]:
-    """A disk that is full, or gone, ends a profile in words that help."""
-    try:
-        yield
-    except OSError as error:
-        raise UserError(
-            f"the profile in {path} could not be written",
-            error.strerror or str(error),
-            "free some space, or choose another --out",
-        ) from error
 
 
 # --- from words to a job ----------------------------------------------------------------------------------------------
@@ -269,12 +248,11 @@ def choose_recipe(options: argparse.Namespace, given: Recipe | None, workload: W
 
 
 def check_applies(recipe: Recipe, workload: Workload, hardware: Hardware) -> None:
-    from redline.rungs import find_rung, plan_of, why_not
+    from redline.rungs.ladder import why_not_among
     from redline.search.ranks import not_measured
 
     for name in recipe.rungs:
-        others = plan_of(other for other in recipe.rungs if other != name)
-        reason = not_measured(name, hardware.arranged) or why_not(find_rung(name), workload, hardware, others)
+        reason = not_measured(name, hardware.arranged) or why_not_among(name, recipe.rungs, workload, hardware)
         if reason is not None:
             raise UserError(f"{name} does not apply here", reason, f"profile without {name}")
 
@@ -321,7 +299,6 @@ def failed_document(run: ProfileRun, failure: Failure) -> dict[str, Any]:
 
 
 def document(run: ProfileRun, found: Profile) -> dict[str, Any]:
-    from redline.core.hardware import known_device
     from redline.core.places import with_short_places
     from redline.core.values import to_json
     from redline.machine import find_measured
@@ -330,7 +307,7 @@ def document(run: ProfileRun, found: Profile) -> dict[str, Any]:
 
     workload, recipe, hardware = run.job.workload, run.job.recipe, run.hardware
     plan, found = plan_of(recipe.rungs), with_short_places(found)
-    device = known_device(hardware.name, hardware.multiprocessors) if hardware.kind == "cuda" else None
+    device = hardware.device
     measured, notes = find_measured((hardware.name,) if device is None else device.names, hardware.driver)
     rates = rates_of(found, plan, device, measured)
     advice = advise(

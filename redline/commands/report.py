@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from redline.commands.common import add_common, command_line
-from redline.core.errors import EXIT_DONE, EXIT_FAILED, UserError
+from redline.core.errors import EXIT_DONE, EXIT_FAILED, UserError, explained
 
 
 def add_report(commands: Any) -> None:
@@ -134,9 +134,8 @@ def read_results(path: Path) -> dict[str, Any]:
 def read_document(path: Path) -> dict[str, Any]:
     wanted = "give a run directory, or what `redline ladder --json` or `redline report DIR --json` printed"
     try:
-        document: object = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"cannot read {path}", error.strerror or str(error), wanted) from error
+        with explained(f"cannot read {path}", wanted):
+            document: object = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise UserError(f"{path} is no results document", f"it is not JSON: {error}", wanted) from error
     if not isinstance(document, dict):

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from redline.commands.standing import kind_of_run, page_of, read_standing, stamp_of
-from redline.core.errors import EXIT_DONE, UserError
+from redline.core.errors import EXIT_DONE, UserError, explained
 
 HOST, DEFAULT_PORT = "127.0.0.1", 8765
 NAMES = (HOST, "localhost")  # a forwarded port has any number, and one of these names
@@ -79,14 +79,8 @@ class LocalServer(ThreadingHTTPServer):
 def open_server(pages: Pages, port: int) -> LocalServer:
     if not 0 <= port <= 65535:
         raise UserError(f"--port is {port}", "ports go from 1 to 65535", f"choose one, such as {DEFAULT_PORT}")
-    try:
+    with explained(f"cannot serve on port {port}", "choose another --port; --port 0 takes any that is free"):
         return LocalServer(pages, port)
-    except OSError as error:
-        raise UserError(
-            f"cannot serve on port {port}",
-            error.strerror or str(error),
-            "choose another --port; --port 0 takes any that is free",
-        ) from error
 
 
 class PageHandler(BaseHTTPRequestHandler):

@@ -109,12 +109,11 @@ def check_allowed(recipe: Recipe, workload: Workload, kind: str) -> None:
 
 def other_optimizer(name: str, rungs: tuple[str, ...], workload: Any, hardware: Any) -> tuple[str, ...]:
     """The rungs with this optimizer's in the place of theirs."""
-    from redline.rungs import find_rung, plan_of, why_not
-    from redline.rungs.ladder import with_optimizer
+    from redline.rungs.ladder import why_not_among, with_optimizer
 
     chosen = with_optimizer(rungs, name)
-    for rung in map(find_rung, set(chosen) - set(rungs)):
-        reason = why_not(rung, workload, hardware, plan_of(other for other in chosen if other != rung.name))
+    for rung in set(chosen) - set(rungs):
+        reason = why_not_among(rung, chosen, workload, hardware)
         if reason is not None:
             raise UserError(f"--optimizer {name} does not apply here", reason, "choose another, or another recipe")
     return chosen

@@ -12,9 +12,7 @@ from typing import Any
 from redline.commands.common import (
     WORKLOAD_HELP,
     add_common,
-    add_degrees,
-    add_gpus,
-    add_sequence,
+    add_subject,
     check_sizes,
     command_line,
     try_page,
@@ -82,13 +80,7 @@ def add_tune(commands: Any) -> None:
         metavar="SIZE",
         help="the most memory a recipe may use, such as 40GiB (default: 95 %% of the device)",
     )
-    add_sequence(tune)
-    tune.add_argument(
-        "--data", metavar="FILE", help="a UTF-8 text file to train on (default: the prose that ships with Python)"
-    )
-    tune.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda where torch sees one")
-    add_gpus(tune, "search for N ranks, one GPU each; --micro-batch is then that of a rank")
-    add_degrees(tune)
+    add_subject(tune, "search for N ranks, one GPU each; --micro-batch is then that of a rank")
     tune.add_argument("--steps", metavar="N", type=int, help="timed steps per trial (default: a few seconds' worth)")
     tune.add_argument(
         "--check-steps", metavar="K", type=int, help="training steps whose losses are compared with fp32 (default: 20)"

@@ -6,7 +6,8 @@ raise UserError("unknown rung 'flsh'", "the ladder has no rung of that name", "u
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 EXIT_DONE, EXIT_FAILED, EXIT_MISTAKE, EXIT_INTERRUPTED = 0, 1, 2, 130
 
@@ -44,3 +45,12 @@ def unknown_name(kind: str, name: str, known: Iterable[str]) -> UserError:
         f"there is no {kind} of that name",
         f"{meant}known: {', '.join(known)}",
     )
+
+
+@contextmanager
+def explained(problem: str, fix: str) -> Iterator[None]:
+    """What the system refuses inside becomes a mistake with its reason: no such file, no room on the disk."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(problem, error.strerror or str(error), fix) from error

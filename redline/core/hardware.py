@@ -44,9 +44,13 @@ class Hardware:
         return self.layout or Layout(ranks=self.ranks)
 
     @property
+    def device(self) -> Device | None:
+        """Its row in the table; None on a CPU, and where no row describes the card."""
+        return known_device(self.name, self.multiprocessors) if self.kind == "cuda" else None
+
+    @property
     def peak_tflops(self) -> dict[str, float] | None:
-        known = known_device(self.name, self.multiprocessors) if self.kind == "cuda" else None
-        return None if known is None else known.peak_tflops
+        return None if self.device is None else self.device.peak_tflops
 
 
 def known_device(name: str, multiprocessors: int | None) -> Device | None:

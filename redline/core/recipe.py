@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from redline.core.errors import UserError
+from redline.core.errors import UserError, explained
 from redline.core.values import from_json, to_json
 from redline.core.workload import check_positive
 
@@ -31,13 +31,8 @@ class Recipe:
 
 def load_recipe(path: Path) -> Recipe:
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(
-            f"cannot read the recipe {path}",
-            error.strerror or str(error),
-            "give the path of a recipe file, such as best.json of a run",
-        ) from error
+        with explained(f"cannot read the recipe {path}", "give the path of a recipe file, such as best.json of a run"):
+            data = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise not_a_recipe(str(path), str(error)) from error
     return recipe_from(data, str(path))

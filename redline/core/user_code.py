@@ -33,7 +33,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from redline.core.errors import ModelError, UserError
+from redline.core.errors import ModelError, UserError, explained
 from redline.core.generators import seeded
 from redline.core.known_fixes import DEVICE_ASSERT, known_fix
 from redline.core.traced import SAMPLE
@@ -235,10 +235,8 @@ def check_package(home: Home, path: Path) -> None:
 
 
 def read(path: Path) -> bytes:
-    try:
+    with explained(f"cannot read {path}", "check the path"):
         return path.read_bytes()
-    except OSError as error:
-        raise UserError(f"cannot read {path}", error.strerror or str(error), "check the path") from error
 
 
 def check_unchanged(path: Path, data: bytes, digest: str) -> None:

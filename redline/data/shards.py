@@ -31,7 +31,7 @@ from typing import Any, final
 
 import numpy
 
-from redline.core.errors import UserError
+from redline.core.errors import UserError, explained
 from redline.core.units import counted
 from redline.core.values import from_json, to_json
 from redline.data.tokenizer import Tokenizer
@@ -196,12 +196,8 @@ def write_json(path: Path, document: Any) -> None:
 
 @contextmanager
 def explaining(path: Path) -> Iterator[None]:
-    try:
+    with explained(f"cannot write {path}", "free some space, or choose another folder"):
         yield
-    except OSError as error:
-        raise UserError(
-            f"cannot write {path}", error.strerror or str(error), "free some space, or choose another folder"
-        ) from error
 
 
 # reading
@@ -249,11 +245,8 @@ class Shard:
 
 def open_shard(path: Path) -> Shard:
     """Magic, version, header and length are checked; `verify_shard` reads every token."""
-    try:
-        with open(path, "rb") as file:
-            head, stamp = file.read(DATA_START), stamp_of(path)
-    except OSError as error:
-        raise UserError(f"cannot read the shard {path}", error.strerror or str(error), AGAIN) from error
+    with explained(f"cannot read the shard {path}", AGAIN), open(path, "rb") as file:
+        head, stamp = file.read(DATA_START), stamp_of(path)
     header = _read_header(path, head)
     if stamp[0] != header.file_bytes:
         state = "is cut short" if stamp[0] < header.file_bytes else "is longer than it says"
@@ -309,13 +302,10 @@ def verify_shard(shard: Shard) -> None:
 
 def content_hash(shard: Shard) -> str:
     digest = hashlib.blake2b(digest_size=HASH_BYTES)
-    try:
-        with open(shard.path, "rb") as file:
-            file.seek(DATA_START)
-            while data := file.read(CHECK_TOKENS):
-                digest.update(data)
-    except OSError as error:
-        raise UserError(f"cannot read the shard {shard.path}", error.strerror or str(error), AGAIN) from error
+    with explained(f"cannot read the shard {shard.path}", AGAIN), open(shard.path, "rb") as file:
+        file.seek(DATA_START)
+        while data := file.read(CHECK_TOKENS):
+            digest.update(data)
     return digest.hexdigest()
 
 

@@ -127,46 +127,48 @@ def next_lane(alive: Sequence[int], lane: int) -> int:
     return min(alive, key=lambda other: (other - lane) % LANES, default=0)
 
 
-def lane_chunks(text: Text, moment: Moment, lanes: Sequence[int]) -> Iterator[Chunk]:
-    """Endless: the chunks of these lanes, in turn, epoch after epoch."""
+def read_lane(text: Text, lane: int, parts: list[Part], start: Place) -> Iterator[Chunk]:
+    """One lane to the end of an epoch."""
     encoder = tokenizer(text.source.tokenizer.name)
     end = numpy.array([encoder.end_of_text], dtype=numpy.uint32)
     none = numpy.empty(0, token_dtype(encoder.vocab))
-
-    def encode(piece: Piece) -> numpy.ndarray:
+    gathered: list[numpy.ndarray] = []
+    room, passed = CHUNK_TOKENS, 0
+    for number, count, piece in pieces_from(text, parts, start):
+        if not text.wants(piece):
+            passed += piece.passed
+            continue
         ids = encoder.encode(piece.text)
-        return (numpy.append(ids, end) if piece.ends else ids).astype(none.dtype)
+        ids = (numpy.append(ids, end) if piece.ends else ids).astype(none.dtype)
+        taken = start.token if (number, count) == (start.part, start.piece) else 0
+        while taken < len(ids):
+            some = ids[taken : taken + room]
+            passed += share(piece.passed, taken + len(some), len(ids)) - share(piece.passed, taken, len(ids))
+            gathered.append(some)
+            taken, room = taken + len(some), room - len(some)
+            if room == 0:
+                yield Chunk(lane, numpy.concatenate(gathered), Place(number, count, taken), passed, False)
+                gathered, room, passed = [], CHUNK_TOKENS, 0
+    if gathered:
+        yield Chunk(lane, numpy.concatenate(gathered), Place(len(parts)), passed, False)
+    yield Chunk(lane, none, Place(len(parts)), 0 if gathered else passed, True)
 
-    def read(lane: int, parts: list[Part], place: Place) -> Iterator[Chunk]:
-        """One lane to the end of an epoch. What was taken before is read again and, but for one piece, not encoded."""
-        gathered: list[numpy.ndarray] = []
-        room, passed = CHUNK_TOKENS, 0
-        for number in range(place.part, len(parts)):
-            for count, piece in enumerate(read_part(parts[number], text.source.reading)):
-                if number == place.part and count < place.piece:
-                    continue
-                if not text.wants(piece):
-                    passed += piece.passed
-                    continue
-                ids = encode(piece)
-                taken = place.token if (number, count) == (place.part, place.piece) else 0
-                while taken < len(ids):
-                    some = ids[taken : taken + room]
-                    passed += share(piece.passed, taken + len(some), len(ids)) - share(piece.passed, taken, len(ids))
-                    gathered.append(some)
-                    taken, room = taken + len(some), room - len(some)
-                    if room == 0:
-                        yield Chunk(lane, numpy.concatenate(gathered), Place(number, count, taken), passed, False)
-                        gathered, room, passed = [], CHUNK_TOKENS, 0
-        if gathered:
-            yield Chunk(lane, numpy.concatenate(gathered), Place(len(parts)), passed, False)
-        yield Chunk(lane, none, Place(len(parts)), 0 if gathered else passed, True)
 
+def pieces_from(text: Text, parts: list[Part], start: Place) -> Iterator[tuple[int, int, Piece]]:
+    """Each with the number of its part, and its own there. What was taken before is read again, and not encoded."""
+    for number in range(start.part, len(parts)):
+        for count, piece in enumerate(read_part(parts[number], text.source.reading)):
+            if (number, count) >= (start.part, start.piece):
+                yield number, count, piece
+
+
+def lane_chunks(text: Text, moment: Moment, lanes: Sequence[int]) -> Iterator[Chunk]:
+    """Endless: the chunks of these lanes, in turn, epoch after epoch."""
     epoch = moment.epoch
     lane, alive = rotate(moment, lanes)
     places = moment.places
     while True:
-        readers = {each: read(each, text.parts_of(epoch, each), places[each]) for each in alive}
+        readers = {each: read_lane(text, each, text.parts_of(epoch, each), places[each]) for each in alive}
         while alive:
             chunk = next(readers[lane])
             yield chunk

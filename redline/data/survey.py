@@ -25,7 +25,7 @@ from typing import Any, final
 
 import numpy
 
-from redline.core.errors import UserError
+from redline.core.errors import UserError, explained
 from redline.core.host import core_count
 from redline.core.values import from_json, to_json
 from redline.data.pool import Meter, OnProgress, Pulse, Task, unheard, work_through
@@ -345,9 +345,8 @@ def open_text(
 def read_index(folder: Path) -> dict[str, Any]:
     path = folder / TEXT_FILE
     try:
-        index = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"cannot read {path}", error.strerror or str(error), "start a new run") from error
+        with explained(f"cannot read {path}", "start a new run"):
+            index = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise UserError(f"{path} is damaged", str(error), "start a new run") from error
     if not isinstance(index, dict) or (index.get("format"), index.get("version")) != (FORMAT, VERSION):

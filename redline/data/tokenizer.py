@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, final
 
-from redline.core.errors import UserError, unknown_name
+from redline.core.errors import UserError, explained, unknown_name
 
 if TYPE_CHECKING:
     import numpy
@@ -107,10 +107,8 @@ def _verified_files() -> list[Path]:
 
 def _check_sha256(path: Path, expected: str) -> None:
     reinstall = f"reinstall it: pip install --force-reinstall {MERGES_PACKAGE}"
-    try:
+    with explained(f"cannot read {path}", reinstall):
         found = hashlib.sha256(path.read_bytes()).hexdigest()
-    except OSError as error:
-        raise UserError(f"cannot read {path}", error.strerror or str(error), reinstall) from error
     if found != expected:
         raise UserError(f"{path} is not GPT-2's", f"its sha256 is {found[:16]}..., not {expected[:16]}...", reinstall)
 

@@ -26,17 +26,8 @@ from typing import Any
 import torch
 
 from redline.core.checkpoint_writer import Parts, remove_leftovers, rotate, write_checkpoint
-from redline.core.checkpoints import STATE_FILE, differences, load_checkpoint, newest, read_checkpoint, state_text
-from redline.core.errors import UserError
-from redline.engine.snapshot import (
-    capture_rng,
-    copy_into,
-    load_optimizer_tensors,
-    optimizer_tensors,
-    restore_rng,
-    with_all_states,
-    without_state_of,
-)
+from redline.core.checkpoints import STATE_FILE, load_checkpoint, newest, read_checkpoint, state_text
+from redline.core.errors import UserError, explained
 from redline.engine.tensor_files import (
     METADATA_FILE,
     HostImage,
@@ -46,21 +37,6 @@ from redline.engine.tensor_files import (
     open_sharded,
     open_tensors,
 )
-
-__all__ = [
-    "CheckpointStore",
-    "Loaded",
-    "capture_rng",
-    "copy_into",
-    "differences",
-    "latest_checkpoint",
-    "load_from",
-    "load_optimizer_tensors",
-    "optimizer_tensors",
-    "restore_rng",
-    "with_all_states",
-    "without_state_of",
-]
 
 LOCK_FILE = ".lock"
 NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)  # a network file system without locks
@@ -217,18 +193,12 @@ class CheckpointStore:
 
     def _open_folder(self) -> int:
         """Found now rather than at the first save, an hour later: is there a folder that may be written to?"""
-        try:
+        with explained(f"cannot write checkpoints to {self.folder}", "choose a folder you may write to with --out DIR"):
             self.folder.mkdir(parents=True, exist_ok=True)
             probe = self.folder / ".writable"
             probe.touch()
             probe.unlink()
             lock = os.open(self.folder / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o666)
-        except OSError as error:
-            raise UserError(
-                f"cannot write checkpoints to {self.folder}",
-                error.strerror or str(error),
-                "choose a folder you may write to with --out DIR",
-            ) from error
         try:
             self._take(lock)
             remove_leftovers(self.folder)

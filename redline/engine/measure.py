@@ -196,12 +196,7 @@ def warm_until_steady(bench: Bench, training: Training, seconds: list[float]) ->
     while not is_steady(seconds, WARMUP_SECONDS[bench.device.type]):
         if any(bench.ranks.gather(time.perf_counter() - started > WARMUP_LIMIT_SECONDS)):
             break
-        clock = Clock(bench.device)
-        clock.mark()
-        for _ in range(BLOCK_STEPS):
-            training.step(next(training.batches))
-            clock.mark()
-        seconds = seconds + slowest(bench.ranks, clock.seconds())
+        seconds = seconds + step_times(bench, training, BLOCK_STEPS)
         bench.report("warming up", done=len(seconds), total=None)
     return seconds
 
@@ -221,13 +216,18 @@ def evaluate(training: Training) -> None:
 
 
 def time_steps(bench: Bench, training: Training, expected_step_seconds: float) -> list[float]:
-    """The clock's two marks fence each step; the worker says nothing until the last is done."""
+    """The worker says nothing until the last is done."""
     fewest, most = TIMED_STEPS_BETWEEN
     share = TRIAL_SHARE if bench.job.kind == "trial" else 1.0
     wanted = round(share * TIMED_SECONDS[bench.device.type] / expected_step_seconds)
     count = bench.job.timed_steps or min(max(wanted, fewest), most)
     bench.report("timing", total=count, seconds=count * expected_step_seconds)
     memory.reset_peak(bench.device)
+    return step_times(bench, training, count)
+
+
+def step_times(bench: Bench, training: Training, count: int) -> list[float]:
+    """Of so many steps, each fenced by the clock's two marks, on the slowest rank."""
     clock = Clock(bench.device)
     clock.mark()
     for _ in range(count):

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import gzip
-import json
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -21,7 +19,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import record_function
 
 from redline.core.measurement import spread_of
 from redline.core.profile import COMMUNICATION, DATA_WAIT, IDLE, Finding, MemoryProfile, Profile, Uncompiled
@@ -36,8 +34,8 @@ from redline.engine.memory import is_out_of_memory
 from redline.engine.memory_snapshot import module_hooks, watch_memory
 from redline.engine.probe import probe
 from redline.engine.profiling_summary import kernels_of, launches_of, modules_of, parts_of, work_factor
-from redline.engine.profiling_timeline import DATA_RANGE, MODULE, STEP, WINDOW, read_timeline
-from redline.engine.proof import attention_kernel, shares_of
+from redline.engine.profiling_timeline import MODULE, read_timeline
+from redline.engine.proof import attention_kernel, events_of, exported, profiler_of, run_marked, shares_of
 from redline.rungs import plan_of
 from redline.rungs.ladder import Compile, without_rung
 
@@ -238,20 +236,13 @@ class Loop:
         return slowest(self.ranks, clock.seconds()), (time.process_time() - before) / done
 
     def profile_steps(self, steps: int, module: nn.Module | None, trace: Path | None) -> list[dict[str, Any]]:
-        activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if self.device.type == "cuda" else [])
-        with (
-            named_ranges(module),
-            profile(activities=activities, record_shapes=True, acc_events=True) as profiler,
-        ):
+        with named_ranges(module), profiler_of(self.device) as profiler:
             self.run(1)  # the profiler's own first time is no part of the window
-            with record_function(WINDOW):
-                for _ in range(steps):
-                    with record_function(DATA_RANGE):
-                        batch = next(self.batches)
-                    with record_function(STEP):
-                        self.step(batch)
-                self.wait()
-        return export(profiler, trace)
+            run_marked(self.step, self.batches, steps, self.device)
+        text = exported(profiler)
+        if trace is not None:  # kept, compressed, for Perfetto
+            trace.write_bytes(gzip.compress(text))
+        return events_of(text)
 
     def watch(self, module: nn.Module) -> tuple[tuple[Finding, ...], tuple[str, ...]]:
         """Findings, and what could not be watched: compiled code runs uncompiled here, and may not fit then."""
@@ -302,19 +293,6 @@ def named_ranges(module: nn.Module | None) -> Iterator[None]:
 
     with module_hooks(module, enter, lambda: ranges.pop().__exit__(None, None, None)):
         yield
-
-
-def export(profiler: profile, trace: Path | None) -> list[dict[str, Any]]:
-    """The events of the Chrome trace, which is also kept, compressed, for Perfetto."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
-        profiler.export_chrome_trace(str(path))
-        text = path.read_bytes()
-    if trace is not None:
-        with gzip.open(trace, "wb") as file:
-            file.write(text)
-    events: list[dict[str, Any]] = json.loads(text)["traceEvents"]
-    return events
 
 
 def parameter_bytes(module: nn.Module) -> int | None:

@@ -102,10 +102,12 @@ FUSED_NORMS = ("layer_norm", "rms_norm", "softmax", "var_mean", "rsqrt", "native
 FUSED_ARITHMETIC = re.compile(
     r"_(add|sub|mul|div|gelu|silu|tanh|sigmoid|pow|sum|mean|where|exp|neg|relu|sqrt|norm)(_|$)"
 )
+# torch's flash, cuDNN's and the memory-efficient ones.
+ATTENTION_KERNELS = ("attention", "sdpa", "flash_fwd", "flash_bwd", "fmha", "flash::")
 KERNEL_WORDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (COMMUNICATION, ("nccl",)),
     (MOVEMENT, ("memcpy", "memset", "copy_kernel", "catarray", "fillfunctor", "embedding", "index")),
-    (ATTENTION, ("attention", "sdpa", "flash_fwd", "flash_bwd", "fmha", "flash::")),
+    (ATTENTION, ATTENTION_KERNELS),
     (CONTRACTION, ("gemm", "nvjet", "cutlass", "xmma", "splitk", "gemv")),
     (OPTIMIZER, ("multi_tensor_apply", "adam")),
     (LOSS, ("cross_entropy", "nll_loss", "logsoftmax", "log_softmax")),

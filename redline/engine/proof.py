@@ -6,9 +6,8 @@ from __future__ import annotations
 
 import json
 import tempfile
-import warnings
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,24 +19,16 @@ from redline.core.measurement import Compiled, Proof
 from redline.core.plan import Plan
 from redline.core.profile import COMMUNICATION, GROUPS
 from redline.engine.build import Training
-from redline.engine.profiling_groups import OWN_PRODUCTS
+from redline.engine.findings import collecting_syncs
+from redline.engine.profiling_groups import ATTENTION_KERNELS, OWN_PRODUCTS
 from redline.engine.profiling_summary import parts_of, work_factor
 from redline.engine.profiling_timeline import DATA_RANGE, STEP, WINDOW, Timeline, read_timeline
+from redline.engine.profiling_work import DTYPES
 
 PROFILED_STEPS, SHARED_STEPS = 1, 3  # of one process; of several, whose waits for one another differ from step to step
 SYNC_STEPS = 10  # a whole cycle of the no-sync rung, so that its one read counts as a tenth
 MATMUL_LEAVES = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_scaled_mm", *OWN_PRODUCTS)
 MATMUL_WORDS = ("gemm", "nvjet", "cutlass", "xmma")  # cuBLAS, old and new, and CUTLASS
-SHORT_DTYPES = {
-    "float": "fp32",
-    "c10::BFloat16": "bf16",
-    "c10::Half": "fp16",
-    "double": "fp64",
-    "c10::Float8_e4m3fn": "fp8",
-    "c10::Float8_e5m2": "fp8",
-}
-# Parts of the names of fused attention kernels: torch's flash, cuDNN's and the memory-efficient ones.
-ATTENTION_WORDS = ("attention", "sdpa", "flash_fwd", "flash_bwd", "fmha", "flash::")
 
 
 @dataclass(frozen=True)
@@ -98,20 +89,40 @@ def shares_step(plan: Plan) -> bool:
 
 
 def profile_steps(training: Training, device: torch.device) -> list[dict[str, Any]]:
-    """The events of a Chrome trace: the one public form that carries kernel names and input dtypes both."""
+    steps = SHARED_STEPS if shares_step(training.step.plan) else PROFILED_STEPS
+    with profiler_of(device) as profiler:
+        run_marked(training.step, training.batches, steps, device)
+    return events_of(exported(profiler))
+
+
+def profiler_of(device: torch.device) -> profile:
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device.type == "cuda" else [])
-    with profile(activities=activities, record_shapes=True, acc_events=True) as profiler, record_function(WINDOW):
-        for _ in range(SHARED_STEPS if shares_step(training.step.plan) else PROFILED_STEPS):
+    return profile(activities=activities, record_shapes=True, acc_events=True)
+
+
+def run_marked(step: Callable[[Any], Any], batches: Iterator[Any], steps: int, device: torch.device) -> None:
+    """Under the annotations that `read_timeline` looks for."""
+    with record_function(WINDOW):
+        for _ in range(steps):
             with record_function(DATA_RANGE):
-                batch = next(training.batches)
+                batch = next(batches)
             with record_function(STEP):
-                training.step(batch)
+                step(batch)
         if device.type == "cuda":
             torch.cuda.synchronize()
+
+
+def exported(profiler: profile) -> bytes:
+    """A Chrome trace: the one public form that carries kernel names and input dtypes both."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
-        return json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+        return path.read_bytes()
+
+
+def events_of(trace: bytes) -> list[dict[str, Any]]:
+    events: list[dict[str, Any]] = json.loads(trace)["traceEvents"]
+    return events
 
 
 def attention_kernel(events: list[dict[str, Any]]) -> str | None:
@@ -133,7 +144,7 @@ def longest_matmul(events: list[dict[str, Any]]) -> str | None:
     spent: Counter[str] = Counter()
     for event in events:
         name = str(event.get("name"))
-        if event.get("cat") == "kernel" and _has_one(name, MATMUL_WORDS) and not _has_one(name, ATTENTION_WORDS):
+        if event.get("cat") == "kernel" and _has_one(name, MATMUL_WORDS) and not _has_one(name, ATTENTION_KERNELS):
             spent[_inner(name)] += event.get("dur", 0)
     return spent.most_common(1)[0][0] if spent else None
 
@@ -145,21 +156,16 @@ def matmul_dtypes(events: list[dict[str, Any]]) -> tuple[str, ...]:
         types = event.get("args", {}).get("Input type") or []
         if event.get("cat") == "cpu_op" and event.get("name") in MATMUL_LEAVES and types:
             first = next((str(kind) for kind in types if kind), "?")
-            found[SHORT_DTYPES.get(first, first)] += 1
+            found[DTYPES[first][0] if first in DTYPES else first] += 1
     return tuple(name for name, _ in found.most_common())
 
 
 def count_syncs(training: Training) -> float:
     """Calls per step that made the host wait for the device."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
-            for _ in range(SYNC_STEPS):
-                training.step(next(training.batches))
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-    return sum("called a synchronizing" in str(warning.message) for warning in caught) / SYNC_STEPS
+    with collecting_syncs() as found:
+        for _ in range(SYNC_STEPS):
+            training.step(next(training.batches))
+    return len(found) / SYNC_STEPS
 
 
 def graph_breaks() -> int:
@@ -175,7 +181,7 @@ def _names(events: list[dict[str, Any]], category: str) -> Iterator[str]:
 def _is_attention(name: str) -> bool:
     if name.lower().startswith("triton_"):
         return False  # Inductor names a kernel after the operators around it, attention among them
-    return _has_one(name, ATTENTION_WORDS) and not _has_one(
+    return _has_one(name, ATTENTION_KERNELS) and not _has_one(
         name, ("bwd", "backward", "dprop", "bprop", "convert", "dot_do_o")
     )
 

@@ -24,7 +24,10 @@ from redline.core.errors import UserError
 from redline.core.training import Progress, TrainSettings
 from redline.data.batches import BatchSource
 from redline.engine import memory
-from redline.engine.checkpoint import (
+from redline.engine.distributed import Ranks, alone
+from redline.engine.parts import parts_of
+from redline.engine.rank_stores import Store
+from redline.engine.snapshot import (
     capture_rng,
     copy_into,
     load_optimizer_tensors,
@@ -33,9 +36,6 @@ from redline.engine.checkpoint import (
     with_all_states,
     without_state_of,
 )
-from redline.engine.distributed import Ranks, alone
-from redline.engine.parts import parts_of
-from redline.engine.rank_stores import Store
 from redline.engine.step import TrainStep
 
 ONE_REQUEST_SECONDS = 0.5  # signals that come together

@@ -18,9 +18,8 @@ import torch
 
 from redline.core.measurement import Measurement, spread_of
 from redline.engine.build import Training, build
-from redline.engine.clock import Clock
 from redline.engine.fit import free_memory
-from redline.engine.measure import BLOCK_STEPS, WARMUP_SECONDS, Bench, fullest, measure, slowest, time_steps
+from redline.engine.measure import BLOCK_STEPS, WARMUP_SECONDS, Bench, fullest, measure, step_times, time_steps
 from redline.rungs import plan_of
 
 BRIEF_SECONDS = 0.7  # of warming up, and again of timing
@@ -89,12 +88,7 @@ def warm_up(bench: Bench, training: Training, seconds: float) -> float:
     """Steps for so long, two blocks at least. Returns what the last of them took."""
     taken: list[float] = []
     while sum(taken) < seconds or len(taken) < 2 * BLOCK_STEPS:
-        clock = Clock(bench.device)
-        clock.mark()
-        for _ in range(BLOCK_STEPS):
-            training.step(next(training.batches))
-            clock.mark()
-        taken += slowest(bench.ranks, clock.seconds())
+        taken += step_times(bench, training, BLOCK_STEPS)
     return statistics.median(taken[-BLOCK_STEPS:])
 
 

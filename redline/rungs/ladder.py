@@ -30,6 +30,7 @@ from redline.rungs.parallel import (
     PIPELINE_PARALLEL,
     RANK_RUNGS,
     TENSOR_PARALLEL,
+    WAYS,
     Ddp,
     Fsdp,
     FsdpKeep,
@@ -630,12 +631,11 @@ def with_optimizer(names: Iterable[str], optimizer: str) -> tuple[str, ...]:
 
 def with_parallel(names: Iterable[str], way: str | None) -> tuple[str, ...]:
     """The rungs with this way for ranks to share a step instead of the one they have; None: theirs, or `ddp`."""
-    known = [rung.name for rung in LADDER if group_of(rung) == DDP]
-    if way is not None and way not in known:
-        raise unknown_name("way to share a step", way, known)
+    if way is not None and way not in WAYS:
+        raise unknown_name("way to share a step", way, WAYS)
     names = tuple(names)
-    way = way or next((name for name in names if name in known), DDP)
-    return (*(name for name in names if name not in known), way)
+    way = way or next((name for name in names if name in WAYS), DDP)
+    return (*(name for name in names if name not in WAYS), way)
 
 
 def cuts_of(names: Iterable[str], layout: Layout) -> list[str]:
@@ -651,29 +651,28 @@ def for_layout(names: Iterable[str], layout: Layout) -> tuple[str, ...]:
     gathers or averages with itself. Ranks with data of their own share the step as the rungs say, or by `ddp`."""
     names = tuple(names)
     cuts = cuts_of(names, layout)
-    others = [*(name for name in names if name not in RANK_RUNGS or group_of(find_rung(name)) == DDP), *cuts]
+    others = [*(name for name in names if name not in RANK_RUNGS or name in WAYS), *cuts]
     if layout.data > 1:
         return with_parallel(others, None)
-    return tuple(name for name in others if group_of(find_rung(name)) != DDP)
+    return tuple(name for name in others if name not in WAYS)
 
 
 def without_rung(
     names: Iterable[str], dropped: str, workload: Workload, hardware: Hardware
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The rungs without this one and without those that apply only beside it; and what was taken out."""
-    before = kept = tuple(names)
-    kept = tuple(name for name in kept if name != dropped)
-    while lost := {name for name in kept if not _stands(name, kept, workload, hardware)} & {
-        name for name in kept if _stands(name, before, workload, hardware)
-    }:
+    before = tuple(names)
+    stood = {name for name in before if why_not_among(name, before, workload, hardware) is None}
+    kept = tuple(name for name in before if name != dropped)
+    while lost := {name for name in stood & {*kept} if why_not_among(name, kept, workload, hardware) is not None}:
         kept = tuple(name for name in kept if name not in lost)
     return kept, tuple(name for name in before if name not in kept)
 
 
-def _stands(name: str, names: Iterable[str], workload: Workload, hardware: Hardware) -> bool:
-    """Does it apply on top of the others?"""
+def why_not_among(name: str, names: Iterable[str], workload: Workload, hardware: Hardware) -> str | None:
+    """The reason a rung of a recipe does not apply beside the recipe's others; None where it does."""
     others = plan_of(other for other in names if other != name)
-    return why_not(find_rung(name), workload, hardware, others) is None
+    return why_not(find_rung(name), workload, hardware, others)
 
 
 def usual_rungs(workload: Workload, hardware: Hardware) -> tuple[str, ...]:

@@ -81,7 +81,18 @@ def _sharding_needs(hardware: Hardware, plan: Plan) -> str | None:
     return _several(hardware, plan)
 
 
-class Fsdp(Rung):
+class Sharded(Rung):
+    """Ranks hold parts of the tensors, in the place of DDP."""
+
+    maths = Maths.ROUNDING
+    instead_of = DDP
+    when_named = True
+
+    def needs(self, workload: Workload, hardware: Hardware, plan: Plan) -> str | None:
+        return _sharding_needs(hardware, plan)
+
+
+class Fsdp(Sharded):
     """Every rank holds a part of each tensor, of its gradient and of its optimizer state.
 
     FSDP2 (`fully_shard`): the weights of a block are gathered before it runs, given back, and gathered again for its
@@ -98,18 +109,12 @@ class Fsdp(Rung):
 
     name = FSDP
     title = "ranks share weights, FSDP2"
-    maths = Maths.ROUNDING
-    instead_of = DDP
-    when_named = True
-
-    def needs(self, workload: Workload, hardware: Hardware, plan: Plan) -> str | None:
-        return _sharding_needs(hardware, plan)
 
     def apply(self, plan: Plan) -> Plan:
         return replace(_undone(plan), parallel="fsdp")
 
 
-class FsdpKeep(Rung):
+class FsdpKeep(Sharded):
     """As `fsdp`, with gathered weights kept from the forward to the backward pass, and gradients dealt out once.
 
     One gathering less per micro batch, so as little traffic as DDP without accumulation; but from the end of the
@@ -120,18 +125,12 @@ class FsdpKeep(Rung):
 
     name = "fsdp-keep"
     title = "FSDP2, weights kept for the backward"
-    maths = Maths.ROUNDING
-    instead_of = DDP
-    when_named = True
-
-    def needs(self, workload: Workload, hardware: Hardware, plan: Plan) -> str | None:
-        return _sharding_needs(hardware, plan)
 
     def apply(self, plan: Plan) -> Plan:
         return replace(_undone(plan), parallel="fsdp-keep")
 
 
-class FsdpWhole(Rung):
+class FsdpWhole(Sharded):
     """As `fsdp`, with the model gathered as one, once per update, so that it runs as one process runs it.
 
     Between updates every rank holds a part of each tensor and of its optimizer state, as with `fsdp`. One gathering
@@ -148,12 +147,6 @@ class FsdpWhole(Rung):
 
     name = "fsdp-whole"
     title = "FSDP2, the model gathered as one"
-    maths = Maths.ROUNDING
-    instead_of = DDP
-    when_named = True
-
-    def needs(self, workload: Workload, hardware: Hardware, plan: Plan) -> str | None:
-        return _sharding_needs(hardware, plan)
 
     def apply(self, plan: Plan) -> Plan:
         return replace(plan, parallel="fsdp-whole")
@@ -183,16 +176,6 @@ class TensorParallel(Rung):
         return replace(_undone(plan), tensor_parallel=True, loss="full")
 
 
-def _stage_needs(workload: Workload, hardware: Hardware, plan: Plan) -> str | None:
-    if (unknown := where_to_cut(PIPELINE_PARALLEL, workload)) is not None:
-        return unknown
-    if plan.optimizer not in ADAMWS:
-        return f"a stage has parameters of its own, and {plan.optimizer} was tried with all of them only: take an AdamW"
-    if plan.autocast == "fp16":
-        return "loss scaling was tried with the gradients of a whole model only: take bf16"
-    return _several(hardware, plan)
-
-
 class PipelineParallel(Rung):
     """Ranks hold the blocks one after the other, and pieces of the batch pass through them.
 
@@ -213,13 +196,20 @@ class PipelineParallel(Rung):
     when_named = True
 
     def needs(self, workload: Workload, hardware: Hardware, plan: Plan) -> str | None:
-        return _stage_needs(workload, hardware, plan)
+        if (unknown := where_to_cut(PIPELINE_PARALLEL, workload)) is not None:
+            return unknown
+        if plan.optimizer not in ADAMWS:
+            tried = f"{plan.optimizer} was tried with all of them only"
+            return f"a stage has parameters of its own, and {tried}: take an AdamW"
+        if plan.autocast == "fp16":
+            return "loss scaling was tried with the gradients of a whole model only: take bf16"
+        return _several(hardware, plan)
 
     def apply(self, plan: Plan) -> Plan:
         return replace(_undone(plan), pipeline="1f1b")
 
 
-class PipelineGpipe(Rung):
+class PipelineGpipe(PipelineParallel):
     """As `pipeline-parallel`, with all forwards of an update before its backwards.
 
     GPipe (arXiv 1811.06965): the bubble is that of 1F1B, and what a stage keeps for its backwards is that of all micro
@@ -229,12 +219,7 @@ class PipelineGpipe(Rung):
 
     name = PIPELINE_GPIPE
     title = "ranks hold blocks in turn, GPipe"
-    maths = Maths.ROUNDING
     instead_of = PIPELINE_PARALLEL
-    when_named = True
-
-    def needs(self, workload: Workload, hardware: Hardware, plan: Plan) -> str | None:
-        return _stage_needs(workload, hardware, plan)
 
     def apply(self, plan: Plan) -> Plan:
         return replace(_undone(plan), pipeline="gpipe")

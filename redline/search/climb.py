@@ -19,11 +19,12 @@ from redline.core.measurement import Failure, Measurement, spread_of
 from redline.core.places import short
 from redline.core.recipe import Recipe
 from redline.core.workload import BUILT_IN, Workload
+from redline.predict.noise import UNSEEN_RUN_TO_RUN
 from redline.predict.verdict import LEAST_LEARNING, Equivalence, is_in_doubt, judge
 from redline.rungs import LADDER, Maths, Rung, find_rung, group_of, own_rungs, plan_of, why_not, yardstick_rungs
 from redline.rungs.parallel import RANK_RUNGS
 from redline.search.batch_size import HEADROOM, MEMORY_KINDS, BatchChoice, SizedJobs, best_batch, range_of
-from redline.search.noise import UNSEEN_RUN_TO_RUN, scatter_between, tolerated_noise
+from redline.search.noise import scatter_between, tolerated_noise
 from redline.search.ranks import not_measured, refused_beside
 
 COMPILE = "compile"

@@ -16,10 +16,11 @@ from redline.core.places import short
 from redline.core.values import to_json
 from redline.predict.efficiency import Efficiency, efficiency, trusted_hfu
 from redline.predict.fitting import case_of
+from redline.predict.noise import UNSEEN_RUN_TO_RUN
 from redline.rungs import LADDER, plan_of
 from redline.search.climb import AGAIN, Climb, Row
 from redline.search.limits import anatomy_json, limits_json, roofline_json
-from redline.search.noise import UNSEEN_RUN_TO_RUN, noise_between
+from redline.search.noise import noise_between
 
 
 def ladder_document(climb: Climb, run: dict[str, Any], finished: bool) -> dict[str, Any]:

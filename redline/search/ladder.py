@@ -37,8 +37,8 @@ from redline.core.measurement import Failure
 from redline.core.recipe import Recipe, load_recipe
 from redline.core.values import from_json, to_json
 from redline.core.workload import Workload
-from redline.rungs import LADDER, find_rung, own_rungs, plan_of, why_not, with_own
-from redline.rungs.ladder import check_alternatives
+from redline.rungs import LADDER, find_rung, own_rungs, plan_of, with_own
+from redline.rungs.ladder import check_alternatives, why_not_among
 from redline.search.ahead import compile_side_by_side, graphs_of
 from redline.search.answers import graph_key, surroundings_of
 from redline.search.batch_size import check_headroom, host_memory_bytes, size_of_ladder
@@ -215,50 +215,26 @@ def is_measuring(path: Path) -> bool:
 
 def prepare_ladder(
     *,
-    workload: str | None = None,
     rungs: str | None = None,
     also: str | None = None,
     without: str | None = None,
     start: Path | None = None,
-    micro_batch: int | None = None,
-    sequence: int | None = None,
-    data: str | None = None,
-    device: str | None = None,
-    gpus: int | None = None,
-    tensor: int | None = None,
-    replicas: int | None = None,
     keep: str | None = None,
     repeats: int | None = None,
     aa: bool = False,
-    steps: int | None = None,
-    check_steps: int | None = None,
     rebatch: bool = False,
     headroom: float | None = None,
-    global_batch: int | None = None,
     compile_ahead: int | None = None,
-    out: Path | None = None,
     command: str,
+    **common: Any,
 ) -> LadderRun:
     """Everything the user said is checked here, before the machine is asked and before anything is written."""
-    words = Words(
-        workload=workload,
-        sequence=sequence,
-        data=data,
-        device=device,
-        gpus=gpus,
-        tensor=tensor,
-        replicas=replicas,
-        micro_batch=micro_batch,
-        global_batch=global_batch,
-        steps=steps,
-        check_steps=check_steps,
-        out=out,
-    )
-    recipe = None if start is None else checked_start(start, micro_batch)
+    words = Words(**common)
+    recipe = None if start is None else checked_start(start, words.micro_batch)
     words.check(recipe.rungs if recipe else (), repeats=repeats, compile_ahead=compile_ahead)
     layout = words.layout
     check_compile_ahead(compile_ahead, layout.ranks)
-    check_rebatch(rebatch, headroom, global_batch)
+    check_rebatch(rebatch, headroom, words.global_batch)
     check_choice("keep", keep, ("faster", "all"))
     said: dict[str, Any] = {"keep": keep, "repeats": repeats, "again": aa, "rebatch": rebatch}
     said |= {"headroom": headroom, "compile_ahead": compile_ahead}
@@ -347,8 +323,7 @@ def memory_to_share(hardware: Hardware) -> int | None:
 def check_recipe_applies(recipe: Recipe, workload: Workload, hardware: Hardware) -> None:
     """A rung that does not apply is a row on a ladder; in a recipe that was asked for as a whole it is a mistake."""
     for name in recipe.rungs:
-        others = plan_of(other for other in recipe.rungs if other != name)
-        reason = not_measured(name, hardware.arranged) or why_not(find_rung(name), workload, hardware, others)
+        reason = not_measured(name, hardware.arranged) or why_not_among(name, recipe.rungs, workload, hardware)
         if reason is not None:
             raise UserError(
                 f"the recipe's {name} does not apply here",

@@ -38,7 +38,7 @@ from redline.core.job import (
 from redline.core.measurement import Failure, Measurement
 from redline.core.process_groups import kill_all_but_trackers
 from redline.core.profile import Profile
-from redline.core.rank_processes import INSIDE
+from redline.core.rank_processes import INSIDE, killed_by
 from redline.core.values import from_json, to_json
 
 PROBE_SECONDS = 300.0  # torch's first import from a cold network disk takes a minute or two
@@ -208,10 +208,8 @@ def answer_of(kind: type[Answer], folder: Path, returncode: int, phase: str) -> 
         return from_json(Failure, json.loads((folder / FAILURE_FILE).read_text(encoding="utf-8")))
     log = folder / "log.txt"
     if returncode < 0:
-        known = {number.value: number.name for number in signal.Signals}  # real-time signals have no name
-        name = known.get(-returncode, f"signal {-returncode}")
-        hint = " (the system may be out of memory)" if name == "SIGKILL" else last_words_of_c(log)
-        return Failure(kind="killed", reason=f"the worker was killed by {name}{hint} while {phase}; see {log}")
+        said = "" if returncode == -signal.SIGKILL else last_words_of_c(log)
+        return Failure(kind="killed", reason=f"the worker {killed_by(-returncode)}{said} while {phase}; see {log}")
     return Failure(kind="error", reason=f"the worker left with exit code {returncode} while {phase}: {last_line(log)}")
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from redline.core.hardware import Hardware, known_device
+from redline.core.hardware import Hardware
 from redline.core.plan import Plan
 from redline.core.traced import Traced
 from redline.core.values import from_json
@@ -28,7 +28,7 @@ SIXTEEN_BIT = Plan(autocast="bf16"), Plan(autocast="fp16")
 def limits_json(shape: object, hardware: Hardware) -> list[dict[str, Any]]:
     """The device's matmul peaks as tokens per second, in the convention of MFU: the data sheet's, and the best that
     was measured on such a device."""
-    device = known_device(hardware.name, hardware.multiprocessors) if hardware.kind == "cuda" else None
+    device = hardware.device
     plan = next((plan for plan in SIXTEEN_BIT if device is not None and plan.precision in device.peak_tflops), None)
     if device is None or plan is None or not isinstance(shape, (Shape, Traced)):
         return []
@@ -51,7 +51,7 @@ def roofline_json(shape: object, plan: Plan, micro_batch: int, hardware: Hardwar
     """Tokens per second of this recipe: at its speed of light, as expected, and of its FLOPs alone. Of several ranks
     what is expected has their communication in it, and the other two do not: for those a tensor group shares everything
     evenly, also what each of its ranks computes whole."""
-    device = known_device(hardware.name, hardware.multiprocessors) if hardware.kind == "cuda" else None
+    device = hardware.device
     sheet = None if device is None else sheet_peaks(plan, device)
     if device is None or sheet is None or not isinstance(shape, Shape):
         return None

@@ -13,18 +13,8 @@ import statistics
 from collections.abc import Sequence
 
 from redline.core.measurement import Measurement, spread_of
-from redline.predict.noise import MOST_SWING, UNSEEN_RUN_TO_RUN, noise_of_ratio
+from redline.predict.noise import MOST_SWING, noise_of_ratio
 
-__all__ = [
-    "MOST_NOISE",
-    "UNSEEN_RUN_TO_RUN",
-    "is_disturbed",
-    "looks_of",
-    "noise_between",
-    "scatter_between",
-    "standard_error",
-    "tolerated_noise",
-]
 STRETCHES = 4
 QUIET = 0.01  # scatter of a ratio below this is a quiet machine's
 MOST_NOISE = 0.25  # however noisy the machine: what is slower than its rival by more has lost

@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 
 from redline.core.errors import UserError
-from redline.core.hardware import Hardware, known_device
+from redline.core.hardware import Hardware
 from redline.core.interconnects import choose_links
 from redline.core.layout import Layout
 from redline.core.plan import Plan
@@ -29,7 +29,7 @@ from redline.predict.layouts import expected_peaks, predict_parallel
 from redline.predict.parallel import ALONE, UNCUT, Beside, check_copies, check_cut_copies, layout_for_batch
 from redline.predict.parallel import Layout as Cut
 from redline.rungs import Rung, find_rung, group_of, plan_of, usual_rungs, why_not
-from redline.rungs.ladder import cuts_of, for_layout, with_parallel
+from redline.rungs.ladder import cuts_of, for_layout, why_not_among, with_parallel
 from redline.rungs.parallel import (
     DDP,
     FSDP,
@@ -151,8 +151,7 @@ def check_tensor_needs(rungs: Collection[str], tensor: int | None, workload: Wor
     if tensor is None or tensor < 2:
         return
     check_known_cuts({"tensor": tensor, "pipeline": 1}, workload)
-    others = plan_of(other for other in rungs if other != TENSOR_PARALLEL)
-    reason = why_not(find_rung(TENSOR_PARALLEL), workload, some_machine(tensor), others)
+    reason = why_not_among(TENSOR_PARALLEL, rungs, workload, some_machine(tensor))
     if reason is not None:
         fix = "leave --tensor out, or take another recipe"
         raise UserError(f"{TENSOR_PARALLEL} does not apply here", reason, fix)
@@ -327,7 +326,7 @@ def check_global_batch(global_batch: int | None, ranks: int) -> None:
 
 def rate_of_ranks(shape: Shape | Traced, plan: Plan, micro_batch: int, hardware: Hardware) -> float | None:
     """As `redline estimate --gpus N` predicts it; None where device, link or model are not known."""
-    device = known_device(hardware.name, hardware.multiprocessors) if hardware.kind == "cuda" else None
+    device = hardware.device
     ranks = hardware.arranged
     case = case_of(shape, plan, ranks)
     if device is None or not isinstance(case, Case):

@@ -21,7 +21,7 @@ from functools import cached_property
 from typing import Any
 
 from redline.core.errors import unknown_name
-from redline.core.hardware import Hardware, known_device
+from redline.core.hardware import Hardware
 from redline.core.layout import Layout
 from redline.core.plan import Plan
 from redline.core.recipe import Recipe
@@ -33,7 +33,7 @@ from redline.predict.fitting import Case, TracedCase, case_of
 from redline.predict.parallel import divisors
 from redline.predict.roofline import Prediction, predict_step, reachable, sheet_peaks
 from redline.rungs import LADDER, Maths, Rung, find_rung, group_of, plan_of, published_rungs, usual_rungs, why_not
-from redline.rungs.ladder import cuts_of
+from redline.rungs.ladder import cuts_of, why_not_among
 from redline.rungs.parallel import DDP
 from redline.search.batch_size import HEADROOM
 from redline.search.ranks import not_measured, rate_of_ranks, refused_beside, usual_way
@@ -77,6 +77,11 @@ class Space:
     """The only one to consider; None: searched."""
     global_batch: int | None = None
     """Sequences per update; the micro batch must divide a rank's part of them."""
+    # What was worked out: a search asks for the same thousands of times.
+    _fitting: dict[frozenset[str], tuple[str, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _bytes: dict[Recipe, int] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _largest: dict[tuple[str, ...], int] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _rates: dict[Recipe, float | None] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def choice_of(self, rungs: Sequence[str], knob: Knob) -> str | None:
         return next((choice for choice in knob.choices if choice is not None and choice in rungs), None)
@@ -115,8 +120,7 @@ class Space:
         return before != after and after != DDP
 
     def _refusal(self, name: str, rungs: Sequence[str]) -> str | None:
-        others = plan_of(other for other in rungs if other != name)
-        return why_not(find_rung(name), self.workload, self.hardware, others)
+        return why_not_among(name, rungs, self.workload, self.hardware)
 
     def baseline(self) -> Recipe:
         """The published model and nothing else, at the size the workload says or at what fits."""
@@ -265,11 +269,9 @@ class Space:
         """The roofline of one device's step; None of a device whose peaks nobody knows, and of a model that was
         traced."""
         shape = self.workload.shape
-        if self.hardware.kind != "cuda" or isinstance(shape, Traced):
-            return None
-        device, plan = known_device(self.hardware.name, self.hardware.multiprocessors), plan_of(recipe.rungs)
+        device, plan = self.hardware.device, plan_of(recipe.rungs)
         sheet = None if device is None else sheet_peaks(plan, device)
-        if device is None or sheet is None:
+        if device is None or sheet is None or isinstance(shape, Traced):
             return None
         return predict_step(
             shape,
@@ -290,24 +292,6 @@ class Space:
             return rate_of_ranks(self.workload.shape, plan, recipe.micro_batch, self.hardware)
         prediction = self.predict(recipe)
         return None if prediction is None else prediction.expected.tokens_per_second
-
-    # What was worked out: a search asks for the same thousands of times.
-
-    @cached_property
-    def _fitting(self) -> dict[frozenset[str], tuple[str, ...]]:
-        return {}
-
-    @cached_property
-    def _bytes(self) -> dict[Recipe, int]:
-        return {}
-
-    @cached_property
-    def _largest(self) -> dict[tuple[str, ...], int]:
-        return {}
-
-    @cached_property
-    def _rates(self) -> dict[Recipe, float | None]:
-        return {}
 
 
 def open_space(

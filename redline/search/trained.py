@@ -22,8 +22,8 @@ from redline.core.recipe import Recipe
 from redline.core.values import to_json
 from redline.core.workload import Workload
 from redline.predict.parallel import Layout
-from redline.rungs import find_rung, plan_of, why_not
-from redline.rungs.ladder import for_layout
+from redline.rungs import plan_of
+from redline.rungs.ladder import for_layout, why_not_among
 from redline.rungs.parallel import DDP, RANK_RUNGS
 from redline.search.ranks import OF_LAYOUTS
 
@@ -63,7 +63,7 @@ class Trainable:
         names, ranked = self.names(tp, pp, zero), replace(self.hardware, ranks=self.gpus, count=self.gpus)
         found = []
         for name in filter(RANK_RUNGS.__contains__, names):
-            reason = why_not(find_rung(name), self.workload, ranked, plan_of(one for one in names if one != name))
+            reason = why_not_among(name, names, self.workload, ranked)
             found += [] if reason is None else [f"{OF_LAYOUTS.get(name, name)}: {reason}"]
         return tuple(found)
 

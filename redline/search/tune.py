@@ -23,11 +23,12 @@ from redline.core.job import Job, Result
 from redline.core.measurement import Failure, Measurement, spread_of
 from redline.core.recipe import Recipe
 from redline.core.units import human_bytes
+from redline.predict.noise import UNSEEN_RUN_TO_RUN
 from redline.predict.verdict import is_in_doubt, judge
 from redline.rungs import Maths, find_rung, group_of, plan_of, yardstick_rungs
 from redline.search.batch_size import STEPPING_SECONDS, STEPS_PER_TRIAL, best_batch
 from redline.search.climb import TOKENS_FILE
-from redline.search.noise import UNSEEN_RUN_TO_RUN, tolerated_noise
+from redline.search.noise import tolerated_noise
 from redline.search.space import VERDICTS, Space, compiled_part
 from redline.search.trials import (
     Answer,

@@ -206,47 +206,23 @@ def named_row(row: dict[str, Any], *, leads: bool) -> dict[str, Any]:
 
 def prepare_tune(
     *,
-    workload: str | None = None,
     minutes: float,
     allow: str | None = None,
     rungs: str | None = None,
     without: str | None = None,
-    micro_batch: int | None = None,
-    global_batch: int | None = None,
     memory_limit: int | None = None,
-    sequence: int | None = None,
-    data: str | None = None,
-    device: str | None = None,
-    gpus: int | None = None,
-    tensor: int | None = None,
-    replicas: int | None = None,
-    steps: int | None = None,
-    check_steps: int | None = None,
-    out: Path | None = None,
     fresh: bool = False,
     after: Path | None = None,
     command: str = "redline.tune()",
+    **common: Any,
 ) -> TuneRun:
     """Everything the user said is checked here, before the machine is asked and before anything is written."""
     budget = Budget(60 * minutes)  # from here on it is the user's time
     check_minutes(minutes)
-    words = Words(
-        workload=workload,
-        sequence=sequence,
-        data=data,
-        device=device,
-        gpus=gpus,
-        tensor=tensor,
-        replicas=replicas,
-        micro_batch=micro_batch,
-        global_batch=global_batch,
-        steps=steps,
-        check_steps=check_steps,
-        out=out,
-    )
+    words = Words(**common)
     words.check(memory_limit=memory_limit)
     check_allowed(allow, words.layout.ranks)
-    check_batches(micro_batch, global_batch, words.layout.data)
+    check_batches(words.micro_batch, words.global_batch, words.layout.data)
     said: dict[str, Any] = {"minutes": minutes, "allow": allow, "memory_limit": memory_limit}
     said |= {"rungs": names_of(rungs), "without": names_of(without)}
     if fresh and after is not None:

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from redline.core.errors import UserError, unknown_name
+from redline.core.errors import UserError, explained, unknown_name
 from redline.core.plan import ON_FUSED_BACKWARD
 from redline.core.traced import SAMPLE, Embedding, Place, Product, Traced, Unlisted
 from redline.core.workload import NO_TOKENIZER, Shape, Source, Workload
@@ -93,12 +93,8 @@ def _how_to_name(file: str, makers: list[str]) -> str:
 
 
 def _read(path: Path) -> bytes:
-    try:
+    with explained(f"cannot read {path}", "check the path: FILE.py:FACTORY"):
         return path.read_bytes()
-    except OSError as error:
-        raise UserError(
-            f"cannot read {path}", error.strerror or str(error), "check the path: FILE.py:FACTORY"
-        ) from error
 
 
 @dataclass(frozen=True)

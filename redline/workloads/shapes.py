@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from redline.core.errors import UserError, unknown_name
+from redline.core.errors import UserError, explained, unknown_name
 from redline.core.user_code import described
 from redline.core.values import to_json
 from redline.core.workload import SIZES, Shape
@@ -155,21 +155,20 @@ def check_sane(shape: Shape) -> None:
 
 def read_json_object(path: Path) -> dict[str, Any]:
     try:
-        if path.exists() and not path.is_file():
-            raise UserError(f"cannot read {path}", "it is not a regular file", "point at a config.json or a shape")
-        if path.suffix in WEIGHTS:
-            raise UserError(
-                f"{path} holds weights",
-                f"what a model is stands in the {CONFIG_FILE} beside them",
-                f"point at the folder: {path.parent}",
-            )
-        if path.stat().st_size > FILE_BYTES:
-            raise UserError(
-                f"{path} is too large for a config", "it has more than 16 MiB", f"point at a {CONFIG_FILE} instead"
-            )
-        data = json.loads(path.read_text(encoding="utf-8-sig"))  # editors on Windows put a mark in front
-    except OSError as error:
-        raise UserError(f"cannot read {path}", error.strerror or str(error), "check the path") from error
+        with explained(f"cannot read {path}", "check the path"):
+            if path.exists() and not path.is_file():
+                raise UserError(f"cannot read {path}", "it is not a regular file", "point at a config.json or a shape")
+            if path.suffix in WEIGHTS:
+                raise UserError(
+                    f"{path} holds weights",
+                    f"what a model is stands in the {CONFIG_FILE} beside them",
+                    f"point at the folder: {path.parent}",
+                )
+            if path.stat().st_size > FILE_BYTES:
+                raise UserError(
+                    f"{path} is too large for a config", "it has more than 16 MiB", f"point at a {CONFIG_FILE} instead"
+                )
+            data = json.loads(path.read_text(encoding="utf-8-sig"))  # editors on Windows put a mark in front
     except (ValueError, RecursionError) as error:  # ValueError: bad UTF-8, bad JSON, or a number without end
         raise UserError(f"{path} is not JSON", str(error) or "too deep", "point at a config.json or a shape") from error
     if not isinstance(data, dict):

@@ -29,16 +29,8 @@ from redline.core import checkpoint_writer
 from redline.core.errors import UserError
 from redline.core.workload import Shape
 from redline.engine import checkpoint
-from redline.engine.checkpoint import (
-    CheckpointStore,
-    capture_rng,
-    latest_checkpoint,
-    load_from,
-    load_optimizer_tensors,
-    optimizer_tensors,
-    restore_rng,
-)
-from redline.engine.snapshot import copy_into
+from redline.engine.checkpoint import CheckpointStore, latest_checkpoint, load_from
+from redline.engine.snapshot import capture_rng, copy_into, load_optimizer_tensors, optimizer_tensors, restore_rng
 from redline.engine.tensor_files import DTYPES, HostImage, layout_of
 from redline.model.gpt import GPT, initialise
 from redline.optim import OPTIMIZERS, build_optimizer

@@ -8,13 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from redline.engine.checkpoint import (
-    CheckpointStore,
-    capture_rng,
-    load_optimizer_tensors,
-    optimizer_tensors,
-    restore_rng,
-)
+from redline.engine.checkpoint import CheckpointStore
+from redline.engine.snapshot import capture_rng, load_optimizer_tensors, optimizer_tensors, restore_rng
 
 pytestmark = pytest.mark.gpu
 

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from redline.core.measurement import Measurement
-from redline.search.noise import UNSEEN_RUN_TO_RUN, looks_of, noise_between, standard_error
+from redline.predict.noise import UNSEEN_RUN_TO_RUN
+from redline.search.noise import looks_of, noise_between, standard_error
 
 SECONDS = st.floats(min_value=1e-5, max_value=1e3)
 quick = settings(deadline=None, max_examples=50)  # another run on the same cores must not fail a test
