@@ -36,13 +36,12 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any, Protocol
 
 import torch
 
-from redline.core.host import core_count
+from redline.core.host import core_count, timestamp
 from redline.core.job import Job, RunDirectory, write_atomically
 from redline.core.recipe import Recipe, load_recipe
 from redline.core.values import from_json, to_json
@@ -134,7 +133,7 @@ def main(words: list[str] | None = None, enter: Enter | None = None) -> int:
         "what": "a redline recipe beside transformers' defaults",
         "how": " ".join((__doc__ or "").split("\n\n")[2].split()),
         "command": shlex.join(["python", *sys.argv]),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "date": timestamp(),
         "hardware": to_json(hardware),
         "versions": versions,
         "workload": workload.name,

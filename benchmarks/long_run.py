@@ -35,7 +35,6 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +45,7 @@ from rich.table import Table
 
 from redline.core.devices import lookup
 from redline.core.errors import UserError
+from redline.core.host import timestamp
 from redline.core.job import Job, RunDirectory, write_atomically
 from redline.core.plan import ADAMWS
 from redline.core.recipe import Recipe, load_recipe
@@ -178,7 +178,7 @@ def run(options: argparse.Namespace) -> int:
         "what": "a fast recipe beside plain TF32 over long runs: final losses, and the band of two baselines",
         "how": " ".join(" ".join(__doc__.split("\n\n")[2:]).split()),
         "command": shlex.join(["python", *sys.argv]),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "date": timestamp(),
         **about,
         "workload": workload.name,
         "recipes": {side: list(rungs) for side, (rungs, _) in sides.items()},
@@ -322,7 +322,7 @@ def work(path: Path, data: Path, out: Path) -> int:
     asked = json.loads(path.read_text(encoding="utf-8"))
     order = from_json(Order, asked["order"])
     found = trained(order, open_dataset(data, vocab=order.workload.decoder.vocab))
-    date = datetime.now(UTC).isoformat(timespec="seconds")
+    date = timestamp()
     write_atomically(out / f"{order.name}.json", json.dumps({**asked, "date": date, **found}))
     return 0
 

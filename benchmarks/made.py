@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import shlex
 import sys
-from datetime import UTC, datetime
 from pathlib import Path
+
+from redline.core.host import timestamp
 
 
 def made() -> dict[str, str]:
@@ -16,5 +17,5 @@ def made() -> dict[str, str]:
     script = Path("benchmarks") / Path(sys.argv[0]).name
     return {
         "command": shlex.join(["python", str(script), *sys.argv[1:]]),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "date": timestamp(),
     }

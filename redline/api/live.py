@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import datetime
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
@@ -29,6 +28,7 @@ from redline.commands.estimate import check_options
 from redline.commands.estimate_subject import check_one_gpu, choose_machine, traced_subject
 from redline.core.errors import UserError
 from redline.core.generators import seeded
+from redline.core.host import timestamp
 from redline.core.traced import SAMPLE, TOKEN, Line, Product, Traced
 from redline.core.user_code import Functions, described
 from redline.core.workload import Workload
@@ -97,7 +97,7 @@ def lint_sizes(model: nn.Module, ignored: tuple[str, ...], options: argparse.Nam
     return {
         "name": type(model).__name__,
         "origin": ORIGIN,
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "date": timestamp(),
         **document,
         "notes": [SIZES_ONLY],
     }

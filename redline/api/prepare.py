@@ -34,7 +34,7 @@ from redline.model.adapter import LossOf
 from redline.model.python_adapter import check_dense, check_filled, check_fp32, check_sized
 from redline.optim import build_optimizer, settings_for
 from redline.rungs import LADDER, find_rung, plan_of
-from redline.rungs.ladder import check_alternatives
+from redline.rungs.ladder import check_alternatives, in_order
 from redline.rungs.optimizers import FUSED_ADAMW
 from redline.workloads.resolve import BY_SIZE
 
@@ -208,17 +208,12 @@ def rungs_of(recipe: Path | str | Recipe | Mapping[str, Any] | Iterable[str]) ->
     names = tuple(recipe.rungs if isinstance(recipe, Recipe) else recipe)
     plan_of(names)  # an unknown name is answered with the list
     check_alternatives(names)
-    return in_order(names)
+    return in_order(name for name in names if name != LADDER[0].name)
 
 
 def is_names(text: str) -> bool:
     """Of rungs, with commas between them, rather than the path of a file: they have no suffix and no folder."""
     return text == "none" or {name.strip() for name in text.split(",")} <= {rung.name for rung in LADDER}
-
-
-def in_order(names: Iterable[str]) -> tuple[str, ...]:
-    wanted = set(names)
-    return tuple(rung.name for rung in LADDER[1:] if rung.name in wanted)
 
 
 def choose_rate(given: Rate | None, model: nn.Module) -> tuple[Rate, tuple[str, ...]]:

@@ -14,7 +14,6 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from torch.utils._pytree import tree_map
 from redline.api.document import Document
 from redline.commands.profile import anatomy_json, figures
 from redline.core.errors import UserError, explained
+from redline.core.host import timestamp
 from redline.core.places import with_short_places
 from redline.core.plan import Plan
 from redline.core.profile import Profile
@@ -196,7 +196,7 @@ def document(found: Profile, plan: Plan, *, name: str, command: str, trace: Path
             "status": "ok",
             "kind": "profile",
             "command": command,
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "date": timestamp(),
             "versions": versions(),
             "workload": {"name": name, "shape": None},
             "hardware": to_json(hardware),

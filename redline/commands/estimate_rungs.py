@@ -61,14 +61,14 @@ def check_rungs_apply(names: Iterable[str], workload: Workload, machine: Target)
 
 def tied_as_published(rungs: tuple[str, ...], shape: Shape) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The ladder unties GPT-2 to show what tying does. Another model is what its config says."""
-    from redline.rungs import LADDER
+    from redline.rungs.ladder import in_order
 
     if (TIED in rungs) == shape.tied:
         return rungs, ()
     if not shape.tied:
         kept = tuple(name for name in rungs if name != TIED)
         return kept, (f"{TIED} is left out: this model has a head of its own",)
-    ordered = tuple(rung.name for rung in LADDER if rung.name in (*rungs, TIED))
+    ordered = in_order((*rungs, TIED))
     return ordered, (f"{TIED} is taken: this model's head is its embedding",)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from redline.commands.common import add_common, check_html, check_sizes, command_line, write_html
 from redline.core.errors import EXIT_DONE, EXIT_FAILED, UserError, explained, unknown_name
+from redline.core.host import timestamp
 
 if TYPE_CHECKING:
     from redline.core.devices import Device
@@ -107,7 +107,7 @@ def lint(options: argparse.Namespace) -> dict[str, Any]:
     return {
         "name": resolved.name,
         "origin": resolved.origin.text,
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "date": timestamp(),
         "command": command_line(),
         **document(report, hardware, seconds),
         "notes": [*notes, *resolved.origin.notes, *write_fix(target, resolved, report, options)],
@@ -157,7 +157,7 @@ def lint_traced(
     return {
         "name": workload.name,
         "origin": origin,
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "date": timestamp(),
         "command": command_line(),
         **body,
         "notes": [

@@ -21,6 +21,7 @@ from redline.commands.common import (
     warn_of,
 )
 from redline.core.errors import EXIT_DONE, EXIT_FAILED, UserError, explained
+from redline.core.host import timestamp
 
 if TYPE_CHECKING:
     from redline.core.hardware import Hardware
@@ -258,19 +259,17 @@ def check_applies(recipe: Recipe, workload: Workload, hardware: Hardware) -> Non
 
 
 def open_run(options: argparse.Namespace, job: Job, hardware: Hardware, versions: dict[str, str | None]) -> ProfileRun:
-    from datetime import UTC, datetime
 
-    from redline.core.job import RUN_FILE, begin_run_directory
+    from redline.core.job import RUN_FILE, begin_run_directory, default_directory
     from redline.core.values import to_json
     from redline.data.tokens import encode_corpus, write_tokens
 
     tokens = encode_corpus(job.workload) if job.workload.reads_text else None
-    now = datetime.now(UTC)
-    path = options.out or Path("runs") / f"profile-{job.workload.name}-{datetime.now():%Y%m%d-%H%M%S}"
+    path = options.out or default_directory("profile", job.workload)
     record = {
         "kind": "profile",
         "command": getattr(options, "command", None) or command_line(),
-        "date": now.isoformat(timespec="seconds"),
+        "date": timestamp(),
         "versions": versions,
         "workload": to_json(job.workload),
         "hardware": to_json(hardware),

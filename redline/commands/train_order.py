@@ -10,7 +10,6 @@ import argparse
 import json
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +27,7 @@ from redline.commands.train_recipe import (
 )
 from redline.commands.training_data import TEXT_OPTIONS, check_data, data_of_run, training_data
 from redline.core.errors import UserError
+from redline.core.host import timestamp
 from redline.core.units import counted
 from redline.core.workload import check_positive
 
@@ -94,7 +94,7 @@ def new_order(options: argparse.Namespace, console: Any, ranks: int = 1) -> Trai
             "hardware": to_json(hardware),
             "versions": versions,
             "command": command_line(),
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "date": timestamp(),
         }
         directory.write(RUN_FILE, json.dumps(record, indent=2))
     return order
@@ -105,6 +105,7 @@ def chosen_order(
 ) -> tuple[TrainOrder, Hardware, dict[str, str | None]]:
     """What the words come to on this machine, without its data yet; nothing is written."""
     from redline.commands.ranks import batch_beside, layout_of
+    from redline.core.job import default_directory
     from redline.core.recipe import load_recipe
     from redline.search.ranks import check_ranks
 
@@ -126,7 +127,7 @@ def chosen_order(
         check_and_tell_layout(options, recipe, workload, hardware, layout, console)
     settings = settings_of(options, workload, recipe, budget, layout)
     rate_of(settings)  # a warm-up that does not fit is told before anything is made
-    out = options.out or Path("runs") / f"train-{workload.name}-{datetime.now().strftime('%Y%m%d-%H%M%S')}"
+    out = options.out or default_directory("train", workload)
     order = TrainOrder(
         workload=workload,
         recipe=recipe,

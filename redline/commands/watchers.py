@@ -14,12 +14,12 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from redline.commands.common import command_line
+from redline.core.host import timestamp
 from redline.core.job import REPORT_FILE, RUN_FILE, RunDirectory
 from redline.core.training import METRICS_FILE
 from redline.core.values import to_json
@@ -72,7 +72,7 @@ class Watchers:
         self.emit(
             "session",
             command=command_line(),
-            date=datetime.now(UTC).isoformat(timespec="seconds"),
+            date=timestamp(),
             hardware=to_json(self._session.hardware),
             versions=self._session.versions,
             mfu_convention=self._efficiency(0.0).convention,

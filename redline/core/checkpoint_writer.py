@@ -66,11 +66,9 @@ def publish_draft(draft: Path, records: Mapping[str, FileRecord]) -> Path:
 
 def record_of(path: Path) -> FileRecord:
     """Of a file that somebody else wrote."""
-    digest, size = hashlib.sha256(), 0
     with open(path, "rb") as file:
-        while chunk := file.read(CHUNK_BYTES):
-            digest.update(chunk)
-            size += len(chunk)
+        digest = hashlib.file_digest(file, "sha256")
+        size = file.tell()
     return FileRecord(bytes=size, sha256=digest.hexdigest())
 
 

@@ -211,11 +211,9 @@ def _check_size(path: Path, record: FileRecord) -> None:
 
 
 def _check_sum(path: Path, record: FileRecord) -> None:
-    digest = hashlib.sha256()
     try:
         with open(path, "rb") as file:
-            while chunk := file.read(CHUNK_BYTES):
-                digest.update(chunk)
+            digest = hashlib.file_digest(file, "sha256")
     except OSError as error:
         raise _unreadable(path, error) from None
     if digest.hexdigest() != record.sha256:

@@ -1,9 +1,10 @@
-"""The machine around the device, by the standard library alone: its CPU, its cores, what is installed."""
+"""The machine around the device, by the standard library alone: its CPU, its cores, its clock, what is installed."""
 
 from __future__ import annotations
 
 import os
 import platform
+from datetime import UTC, datetime
 from pathlib import Path
 
 
@@ -21,6 +22,11 @@ def cpuinfo() -> list[str]:
 def core_count() -> int:
     """Cores this process may use, which a container or taskset can make fewer than the machine has."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def timestamp() -> str:
+    """The `date` of a record: now, in UTC, to the second."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def installed_version(package: str) -> str | None:

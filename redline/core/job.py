@@ -18,6 +18,7 @@ import shlex
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,11 @@ class Job:
 
 
 Result = Measurement | Failure
+
+
+def default_directory(kind: str, workload: Workload) -> Path:
+    """Where a run goes that was given no --out."""
+    return Path("runs") / f"{kind}-{workload.name}-{datetime.now():%Y%m%d-%H%M%S}"
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ part after part, and what it has finished stays: the same command goes on where 
 from __future__ import annotations
 
 import contextlib
-import datetime
 import fcntl
 import json
 import os
@@ -29,7 +28,7 @@ import numpy
 
 from redline import __version__
 from redline.core.errors import UserError
-from redline.core.host import core_count
+from redline.core.host import core_count, timestamp
 from redline.core.units import counted
 from redline.core.values import from_json, to_json
 from redline.data.pool import Meter, OnProgress, Pulse, Task, unheard, work_through
@@ -310,7 +309,7 @@ def finish(
         "sources": {"words": list(order.sources), "files": len(found.files), "bytes": found.size},
         "options": {name: identity[name] for name in identity if name not in ("files", "tokenizer", "version")},
         "notes": notes,
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "date": timestamp(),
         "command": order.command,
         "versions": {"redline": __version__},
     }

@@ -25,12 +25,13 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, final
 
 import numpy
 
+from redline.core.checkpoint_writer import sync_folder
 from redline.core.errors import UserError, explained
 from redline.core.units import counted
 from redline.core.values import from_json, to_json
@@ -177,11 +178,7 @@ def publish(file: Any, draft: Path, path: Path) -> None:
     os.fsync(file.fileno())
     file.close()
     os.replace(draft, path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    sync_folder(path.parent)
 
 
 def write_json(path: Path, document: Any) -> None:
@@ -301,12 +298,9 @@ def verify_shard(shard: Shard) -> None:
 
 
 def content_hash(shard: Shard) -> str:
-    digest = hashlib.blake2b(digest_size=HASH_BYTES)
     with explained(f"cannot read the shard {shard.path}", AGAIN), open(shard.path, "rb") as file:
         file.seek(DATA_START)
-        while data := file.read(CHECK_TOKENS):
-            digest.update(data)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, partial(hashlib.blake2b, digest_size=HASH_BYTES)).hexdigest()
 
 
 def _check_ids(shard: Shard) -> None:

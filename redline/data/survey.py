@@ -14,7 +14,6 @@ held-out ones, of which there may be one in 200. A data set on the hub is not re
 from __future__ import annotations
 
 import contextlib
-import datetime
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +25,7 @@ from typing import Any, final
 import numpy
 
 from redline.core.errors import UserError, explained
-from redline.core.host import core_count
+from redline.core.host import core_count, timestamp
 from redline.core.values import from_json, to_json
 from redline.data.pool import Meter, OnProgress, Pulse, Task, unheard, work_through
 from redline.data.prepare import check_val_fraction, file_difference, files_of, is_val
@@ -162,7 +161,7 @@ def survey(order: Survey, on_progress: OnProgress = unheard) -> dict[str, Any]:
     kept = hold_out(source, facts, order)
     about = {"sources": {"words": words, "bytes": found.size}, "part_bytes": size, "files": files_of(found)}
     index = {**index_of(source, facts), **about, "val_tokens": kept, "notes": notes_on(found, facts, kept, order)}
-    index |= {"date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), "command": order.command}
+    index |= {"date": timestamp(), "command": order.command}
     write_json(order.out / TEXT_FILE, index)
     return index
 

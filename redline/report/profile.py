@@ -117,9 +117,9 @@ def phases_table(document: Document) -> Table:
     return table
 
 
-def bar(share: float, columns: int = BAR_COLUMNS) -> str:
+def bar(share: float) -> str:
     """To an eighth of a cell; what is there at all shows."""
-    eighths = max(1, round(min(share, 1.0) * columns * 8)) if share > 0 else 0
+    eighths = max(1, round(min(share, 1.0) * BAR_COLUMNS * 8)) if share > 0 else 0
     return "█" * (eighths // 8) + ("▏▎▍▌▋▊▉"[eighths % 8 - 1] if eighths % 8 else "")
 
 

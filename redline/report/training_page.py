@@ -276,8 +276,8 @@ def health_panels(document: Document) -> list[tuple[Panel, str]]:
     size, unit = (GIB, "GiB") if (document["peak_bytes"] or 0) >= GIB else (MIB, "MiB")
     memory = [(place, value / size) for place, value in curves["peak_bytes"]]
 
-    def panel(title: str, points: Any, show: Callable[[float], str], from_zero: bool = True) -> Panel:
-        return Panel(title=title, curves=((title, points),), show=show, from_zero=from_zero, **below(document))
+    def panel(title: str, points: Any, show: Callable[[float], str]) -> Panel:
+        return Panel(title=title, curves=((title, points),), show=show, from_zero=True, **below(document))
 
     return [
         (

@@ -625,7 +625,13 @@ def with_optimizer(names: Iterable[str], optimizer: str) -> tuple[str, ...]:
     }
     if optimizer not in own:
         raise unknown_name("optimizer", optimizer, own)
-    wanted = {own[optimizer], *(name for name in names if group_of(find_rung(name)) != FUSED_ADAMW)}
+    others = (name for name in names if group_of(find_rung(name)) != FUSED_ADAMW)
+    return in_order(filter(None, (own[optimizer], *others)))
+
+
+def in_order(names: Iterable[str]) -> tuple[str, ...]:
+    """Sorted as the ladder climbs them."""
+    wanted = set(names)
     return tuple(rung.name for rung in LADDER if rung.name in wanted)
 
 

@@ -16,12 +16,12 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Protocol
 
 from redline.core.errors import UserError
 from redline.core.hardware import Hardware
+from redline.core.host import timestamp
 from redline.core.job import (
     BEST_FILE,
     REBATCHED_FILE,
@@ -31,6 +31,7 @@ from redline.core.job import (
     RunDirectory,
     begin_run_directory,
     check_kind,
+    default_directory,
     open_run_directory,
 )
 from redline.core.measurement import Failure
@@ -38,7 +39,7 @@ from redline.core.recipe import Recipe, load_recipe
 from redline.core.values import from_json, to_json
 from redline.core.workload import Workload
 from redline.rungs import LADDER, find_rung, own_rungs, plan_of, with_own
-from redline.rungs.ladder import check_alternatives, why_not_among
+from redline.rungs.ladder import check_alternatives, in_order, why_not_among
 from redline.search.ahead import compile_side_by_side, graphs_of
 from redline.search.answers import graph_key, surroundings_of
 from redline.search.batch_size import check_headroom, host_memory_bytes, size_of_ladder
@@ -268,7 +269,7 @@ def begin_ladder(
         memory_bytes=memory_to_share(hardware) if said["rebatch"] else None,
         **said,
     )
-    path = words.out or default_directory(resolved)
+    path = words.out or default_directory("ladder", resolved)
     directory = open_directory(path, resolved, hardware, found.versions, settings, command)
     notes = (*found.notes, *why, *notes_of_ways(start.rungs if start else (), first))
     return LadderRun(directory=directory, workload=resolved, hardware=hardware, settings=settings, notes=notes)
@@ -349,7 +350,7 @@ def choose_rungs(
             f"{name} in --also and in --without", "it is climbed or it is not", f"name {name} in one of them"
         )
     unwanted = _names(without) | {LADDER[0].name} | set(started_with)
-    return tuple(rung.name for rung in LADDER if rung.name in (wanted | _names(also)) - unwanted)
+    return in_order((wanted | _names(also)) - unwanted)
 
 
 def _names(text: str | None) -> set[str]:
@@ -367,10 +368,6 @@ def check_not_own(without: Collection[str], workload: Workload) -> None:
                 "its config says that the head is the embedding: without it, it would be a different model",
                 'copy the config and set "tie_word_embeddings" to false in it',
             )
-
-
-def default_directory(workload: Workload) -> Path:
-    return Path("runs") / f"ladder-{workload.name}-{datetime.now():%Y%m%d-%H%M%S}"
 
 
 def open_directory(
@@ -391,7 +388,7 @@ def open_directory(
     run: dict[str, Any] = {
         "kind": kind,
         "command": command,
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "date": timestamp(),
         "tokens": None if tokens is None else len(tokens),
         "versions": versions,
         "workload": to_json(workload),

@@ -8,7 +8,6 @@ The worker (engine/matmuls.py) owns torch and the device; this side chooses what
 
 from __future__ import annotations
 
-import datetime
 import json
 import os
 import subprocess
@@ -20,6 +19,7 @@ from typing import Any
 
 from redline.core.errors import UserError, unknown_name
 from redline.core.hardware import Hardware, MeasuredPeaks, MeasuredRate
+from redline.core.host import timestamp
 from redline.core.job import write_atomically
 from redline.core.plan import Plan
 from redline.core.workload import Shape, check_positive
@@ -95,7 +95,7 @@ def measure_peaks(
         rates=rates,
         workload=chosen.name,
         micro_batch=micro_batch,
-        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        date=timestamp(),
         versions=versions,
         command=command,
         failed=failed_products(asked, answer["products"]),

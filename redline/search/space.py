@@ -33,7 +33,7 @@ from redline.predict.fitting import Case, TracedCase, case_of
 from redline.predict.parallel import divisors
 from redline.predict.roofline import Prediction, predict_step, reachable, sheet_peaks
 from redline.rungs import LADDER, Maths, Rung, find_rung, group_of, plan_of, published_rungs, usual_rungs, why_not
-from redline.rungs.ladder import cuts_of, why_not_among
+from redline.rungs.ladder import cuts_of, in_order, why_not_among
 from redline.rungs.parallel import DDP
 from redline.search.batch_size import HEADROOM
 from redline.search.ranks import not_measured, rate_of_ranks, refused_beside, usual_way
@@ -100,7 +100,7 @@ class Space:
         """In the order of the ladder, without those that do not apply beside the rest."""
         names = frozenset(wanted)
         if names not in self._fitting:
-            rungs = tuple(rung.name for rung in LADDER if rung.name in names)
+            rungs = in_order(names)
             fitting = tuple(name for name in rungs if self._refusal(name, rungs) is None)
             if self.ways and not set(fitting) & set(self.ways):
                 # Ranks share a step in some way, and the layout's usual one goes with everything that is a choice.

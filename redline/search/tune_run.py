@@ -15,7 +15,6 @@ import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -29,12 +28,14 @@ from redline.core.job import (
     Result,
     RunDirectory,
     check_kind,
+    default_directory,
     open_run_directory,
 )
 from redline.core.units import counted, human_bytes
 from redline.core.values import from_json, to_json
 from redline.core.workload import Workload
-from redline.rungs import LADDER, find_rung
+from redline.rungs import find_rung
+from redline.rungs.ladder import in_order
 from redline.search.answers import TrialAnswers, context_of, open_cache, surroundings_of
 from redline.search.batch_size import HEADROOM
 from redline.search.climb import TOKENS_FILE
@@ -250,7 +251,7 @@ def begin_tune(words: Words, ladder: LadderRun | None, budget: Budget, said: dic
         **{"memory_limit": usable_bytes(found.hardware), **said},
     )
     run = TuneRun(
-        directory=RunDirectory(words.out or default_directory(resolved)),
+        directory=RunDirectory(words.out or default_directory("tune", resolved)),
         workload=resolved,
         hardware=found.hardware,
         settings=settings,
@@ -320,7 +321,7 @@ def answers_of(directory: RunDirectory) -> dict[str, tuple[Result, float]]:
     need not be."""
     answers, found = directory.answers(), {}
     for job in directory.jobs():
-        rungs = tuple(rung.name for rung in LADDER if rung.name in job.recipe.rungs)
+        rungs = in_order(job.recipe.rungs)
         found[replace(job, recipe=replace(job.recipe, rungs=rungs)).key] = answers[job.key]
     return found
 
@@ -381,10 +382,6 @@ def names_of(text: str | None) -> tuple[str, ...] | None:
     if text is None:
         return None
     return tuple(find_rung(name.strip()).name for name in text.split(","))
-
-
-def default_directory(workload: Workload) -> Path:
-    return Path("runs") / f"tune-{workload.name}-{datetime.now():%Y%m%d-%H%M%S}"
 
 
 def resume_tune(path: Path, choices: dict[str, Any], minutes: float | None, fresh: bool = False) -> TuneRun:
