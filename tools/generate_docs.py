@@ -193,14 +193,19 @@ def newest_ladder(folder: Path) -> dict[str, Any] | None:
 
 
 def fastest_row(document: dict[str, Any], narrow: bool = False) -> dict[str, Any]:
-    """Among those that compute in 16 bits or more; `narrow`: among the others."""
-    rows = [
-        row
-        for row in document["rows"]
-        if narrow == any(name.startswith("fp8") for name in [row["rung"], *(row.get("recipe") or ())])
-    ]
+    """Among those that compute in 16 bits or more; `narrow`: among those that compute in 8."""
+    rows = [row for row in document["rows"] if narrow == is_narrow(row)]
     found: dict[str, Any] = max(rows, key=rate_of, default={})
     return found
+
+
+def is_narrow(row: dict[str, Any]) -> bool:
+    return any(name.startswith("fp8") for name in [row["rung"], *(row.get("recipe") or ())])
+
+
+def narrow_rows(record: Record) -> int:
+    """How many rows in 8 bits were measured and are right."""
+    return sum(is_narrow(row) and rate_of(row) > 0 for row in record.document["rows"])
 
 
 def rate_of(row: dict[str, Any]) -> float:
@@ -267,11 +272,12 @@ def is_measured(record: Record) -> bool:
 
 
 def eight_bit_lines(folder: Path) -> list[str]:
-    """The fastest that a ladder has judged; and what benchmarks/step.py has timed, which judges nothing, if faster."""
+    """The fastest row of the newest ladder that climbed most of these rungs; and what benchmarks/step.py has timed,
+    which judges nothing, if that is faster."""
     lines, judged = [], 0.0
     ladders = [record for record in ladders_of(folder, README_WORKLOAD, "fp8-head") if is_measured(record)]
     if ladders:
-        climbed = max(ladders, key=lambda record: rate_of(fastest_row(record.document, narrow=True)))
+        climbed = max(ladders, key=lambda record: (narrow_rows(record), record.date))
         row, beside = fastest_row(climbed.document, narrow=True), fastest_row(climbed.document)
         if judged := rate_of(row):
             lines.append(

@@ -194,7 +194,7 @@ def check_options(options: argparse.Namespace) -> Recipe | None:
         check_corpus(options.data)
     recipe = load_recipe(options.recipe) if options.recipe is not None else None
     if recipe is not None:
-        check_alternatives(recipe.rungs)
+        check_alternatives(recipe.rungs, str(options.recipe))
     if options.rungs is not None:
         named_rungs(options.rungs)
     return recipe

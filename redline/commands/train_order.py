@@ -154,7 +154,7 @@ def check_words(options: argparse.Namespace, ranks: int, recipe: Recipe | None) 
         workload = find_workload(options.workload, sequence=options.sequence)
         check_needs(options, ranks, Recipe(rungs=rungs, micro_batch=1), workload)
         layout_of(options, ranks, workload, batch_beside(options, workload, recipe))
-    check_alternatives(named)
+    check_alternatives(named, str(options.recipe))
 
 
 def budget_of(options: argparse.Namespace, console: Console) -> Budget:

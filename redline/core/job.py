@@ -158,7 +158,7 @@ class RunDirectory:
             raise UserError(
                 f"the run in {self.path} had to stop",
                 f"{error.strerror or error}{where}",
-                f"free some space or mend what it names, then use --resume {self.path}: finished rows are kept",
+                f"free some space or fix what it names, then use --resume {self.path}: finished rows are kept",
             ) from error
 
     def results(self) -> dict[str, Result]:
@@ -275,7 +275,9 @@ def begin_run_directory(path: Path) -> Iterator[RunDirectory]:
         shutil.rmtree(path, ignore_errors=True)
         if isinstance(error, OSError):
             raise UserError(
-                f"cannot write to {path}", error.strerror or str(error), "free some space, or choose another --out"
+                f"cannot begin the run in {path}",
+                error.strerror or str(error),
+                "if the disk is full or not yours to write to, free some space or choose another --out",
             ) from error
         raise
 

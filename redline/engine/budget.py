@@ -27,6 +27,7 @@ from torch._functorch import partitioners
 from torch.fx import Graph, Node
 from torch.utils.flop_counter import register_flop_formula
 
+from redline.engine import flop_counter
 from redline.engine.flop_counter import ours
 
 ATTENTION_RATE = "dropout_p"  # of operators that draw only where it is not zero
@@ -34,9 +35,16 @@ ATTENTION_RATE = "dropout_p"  # of operators that draw only where it is not zero
 
 def keep_share(budget: float) -> None:
     functorch.activation_memory_budget = budget
-    # Cached graphs may be of another version of this file, or of torch's own choice.
-    compiler.cache_key_tag = f"redline {hashlib.sha256(Path(__file__).read_bytes()).hexdigest()}"
+    # A cached graph may be torch's own choice, or that of another version of what steers ours.
+    own = f"redline {version_of_the_choice()}"
+    if own not in compiler.cache_key_tag:
+        compiler.cache_key_tag = f"{compiler.cache_key_tag} {own}".strip()  # the user's own tag stays
     tell_the_compiler()
+
+
+def version_of_the_choice() -> str:
+    files = (Path(__file__), Path(flop_counter.__file__))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
 @functools.cache
@@ -69,20 +77,14 @@ def tell_the_compiler() -> None:
 # --- what is drawn ----------------------------------------------------------------------------------------------------
 
 
-@functools.cache
-def drawing_operators() -> frozenset[Any]:
-    return frozenset(_drawing_operators())
-
-
-def _drawing_operators() -> Iterator[Any]:
+def drawing_operators() -> Iterator[Any]:
+    """Those of every library, also the user's, that are tagged as drawing. Asked for at every graph (90 ms), since a
+    user may register one at any time; one without the tag is taken for one that draws nothing, as torch takes it."""
     for name in torch._C._dispatch_get_all_op_names():
         library, _, name = name.partition("::")
-        packet = getattr(getattr(torch.ops, library), name.partition(".")[0], None) if library in LIBRARIES else None
+        packet = getattr(getattr(torch.ops, library), name.partition(".")[0], None)
         if packet is not None and any(is_drawing(getattr(packet, one)) for one in packet.overloads()):
             yield packet
-
-
-LIBRARIES = ("aten", "prims")
 
 
 def is_drawing(operator: Any) -> bool:

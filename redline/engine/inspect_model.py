@@ -260,7 +260,7 @@ def check_number(subject: Subject) -> None:
     raise UserError(
         f"the loss of {subject.functions.words} is no number: {loss} on the first batch",
         why_nan(subject) if math.isnan(loss) else "a logarithm of zero, a division by zero or an overflow gives that",
-        "mend that first: look for log(0), 0 / 0, the root of a negative number, and rows that a mask hides whole",
+        "fix that first: look for log(0), 0 / 0, the root of a negative number, and rows that a mask hides whole",
     )
 
 

@@ -205,7 +205,7 @@ def end_in_c(order: TrainOrder, trainer: Trainer) -> FailedRunError:
     mistake = UserError(
         f"{training_of(order)} ended in C++ code, which called abort()",
         "what it has to say about that stands above" + (f"; a {DEVICE_ASSERT} is an index out of range" if gpu else ""),
-        gpu or "mend what it complains of",
+        gpu or "fix what it complains about",
     )
     return failed_run(mistake, order, trainer)
 

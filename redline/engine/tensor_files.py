@@ -208,7 +208,6 @@ class CheckedReader(FileSystemReader):
             found = MetadataUnpickler(file).load()
         if not isinstance(found, Metadata):
             raise pickle.UnpicklingError(f"it holds {type(found).__name__}")
-        # Of an entry that is no tensor torch would unpickle whatever its bytes say.
         others = [name for name, kind in found.state_dict_metadata.items() if type(kind) is not TensorStorageMetadata]
         if others:
             raise pickle.UnpicklingError(f"{others[0]} is no tensor")

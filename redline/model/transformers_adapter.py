@@ -130,7 +130,7 @@ def refused(error: Exception, config: dict[str, Any]) -> ModelError:
     if isinstance(error, KeyError):  # such as a rope_type that is newer than it; or a sentence
         field = field_of(error.args[0], config)
         why = str(error.args[0]) if field is None else f"{field} is {text}, and it knows no such one"
-    fix = "mend it, or install a newer transformers; `redline estimate` reads its sizes alone"
+    fix = "repair it, or install a newer transformers; `redline estimate` reads its sizes alone"
     return ModelError("transformers cannot build the config", why, fix)
 
 

@@ -319,7 +319,7 @@ def synchronisations(case: Case) -> Iterator[Advice]:
     recipe = not lines or any(each.rung == NO_SYNC for each in found)
     rung = case.candidate(NO_SYNC) if recipe else None
     kept = 1 / rung.plan.read_loss_every if rung is not None and rung.plan.read_loss_every else 0.0
-    todo = ([] if rung is None else [f"take {rung.rung}"]) + ([f"mend {', '.join(lines[:3])}"] if lines else [])
+    todo = ([] if rung is None else [f"take {rung.rung}"]) + ([f"fix {', '.join(lines[:3])}"] if lines else [])
     yield Advice(
         what=" and ".join(todo) or "let the host wait for the device less often",
         why=f"the device runs dry for {case.share(idle)} while the host waits for it",
@@ -381,7 +381,7 @@ def other_findings(case: Case) -> Iterator[Advice]:
         found = [each for each in case.profile.findings if each.kind == kind]
         if found:
             places = ", ".join(each.where or "an unknown line" for each in found[:3])
-            yield Advice(what=f"mend {places}", why=f"{words}: {found[0].detail}", gain_seconds=None)
+            yield Advice(what=f"fix {places}", why=f"{words}: {found[0].detail}", gain_seconds=None)
 
 
 def written_out_attention(case: Case) -> Iterator[Advice]:

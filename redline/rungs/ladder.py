@@ -603,18 +603,21 @@ def with_own(names: Iterable[str], workload: Workload) -> tuple[str, ...]:
     return (*(name for name in own_rungs(workload) if name not in names), *names)
 
 
-def check_alternatives(names: Iterable[str]) -> None:
-    """Of rungs that take each other's place a recipe holds one, and that once."""
+def check_alternatives(names: Iterable[str], source: str | None = None) -> None:
+    """Each rung once, and one of those that replace each other. `source`: the recipe file they come from, if any."""
     names, taken = tuple(names), dict[str, str]()
+    where = "" if source is None else f" in {source}"
     for name in names:
         if names.count(name) > 1:
-            raise UserError(f"{name} was given twice", "a rung is there or it is not", f"name {name} once")
+            raise UserError(
+                f"{name} was given twice{where}", "a rung is either on or off", f"name {name} once{where}"
+            )
         other = taken.setdefault(group_of(find_rung(name)), name)
         if other != name:
             raise UserError(
-                f"{other} and {name} were given together",
+                f"{other} and {name} were given together{where}",
                 "each takes the place of the other, and a step has one of the two",
-                "drop one of them",
+                f"drop one of them{where}",
             )
 
 

@@ -287,7 +287,7 @@ def check_compile_ahead(processes: int | None, ranks: int) -> None:
 def checked_start(path: Path, micro_batch: int | None) -> Recipe:
     """The recipe that a ladder begins with; another micro batch may take the place of its own."""
     recipe = load_recipe(path)
-    check_alternatives(recipe.rungs)
+    check_alternatives(recipe.rungs, str(path))
     if micro_batch is None:
         check_sensible("the recipe's micro batch", recipe.micro_batch)
     return recipe

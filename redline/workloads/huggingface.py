@@ -376,7 +376,7 @@ def dropouts(config: Config) -> dict[str, float]:
     shares = {key: values.get(key) or 0.0 for key in FAMILIES[model_type].dropouts}
     for key, share in shares.items():
         if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share < 1:
-            raise UserError(f"{key} is {shown(share)}", f"{key} is a share of what is dropped", "mend it: 0 drops none")
+            raise UserError(f"{key} is {shown(share)}", f"{key} is a share of what is dropped", "write 0 for none")
     return {key: share for key, share in shares.items() if share}
 
 
@@ -525,7 +525,7 @@ def _count(values: Config, key: str, least: int = 1) -> int:
     value = values[key]
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise UserError(
-            f"{key} is {shown(value)}", f"{key} counts things, so it is a whole number from {least}", f"mend {key}"
+            f"{key} is {shown(value)}", f"{key} counts things, so it is a whole number from {least}", f"correct {key}"
         )
     return value
 

@@ -6,7 +6,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +22,7 @@ import redline.model.adapter as adapter_module
 import redline.model.gpt as gpt_module
 from redline.core.plan import Plan
 from redline.core.workload import Shape, Workload
-from redline.engine.budget import draws
+from redline.engine.budget import draws, keep_share, share_kept
 from redline.engine.build import Training, build, in_fp32, pin_attention
 from redline.model.attention import ATTENTION
 from redline.model.fp8 import Fp8Linear
@@ -330,10 +332,27 @@ class OneReads(nn.Module):
         return x.square().mean()
 
 
+@torch.library.custom_op("redline_test::drop", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
+def drop(x: torch.Tensor, rate: float) -> torch.Tensor:
+    return (torch.rand_like(x) > rate).to(x.dtype)
+
+
+@drop.register_fake
+def _(x: torch.Tensor, rate: float) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+class OwnDropout(nn.Module):
+    """By an operator of the user's own library."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * drop(x.detach(), 0.3)
+
+
 class Dropping(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, dropout: Callable[[], nn.Module]) -> None:
         super().__init__()
-        layers = (nn.Sequential(nn.Linear(128, 128), nn.GELU(), nn.Dropout(0.3)) for _ in range(4))
+        layers = (nn.Sequential(nn.Linear(128, 128), nn.GELU(), dropout()) for _ in range(4))
         self.layers = nn.Sequential(*layers, nn.Linear(128, 10))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -371,10 +390,13 @@ def test_a_budget_is_spent_on_what_is_read_in_part() -> None:
 @pytest.mark.usefixtures("told")
 @pytest.mark.parametrize("backend", ["aot_eager_decomp_partition", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("budget", [0.3, 0.5])
-def test_what_is_dropped_is_not_drawn_again_under_a_budget(budget: float, backend: str) -> None:
+@pytest.mark.parametrize("dropout", [partial(nn.Dropout, 0.3), OwnDropout], ids=["torch's", "own"])
+def test_what_is_dropped_is_not_drawn_again_under_a_budget(
+    dropout: Callable[[], nn.Module], budget: float, backend: str
+) -> None:
     """Along a direction the gradient says what two losses say. torch's own choice draws anew on the way back."""
     torch.manual_seed(0)
-    model, x = Dropping().double(), torch.randn(512, 128, dtype=torch.float64)
+    model, x = Dropping(dropout).double(), torch.randn(512, 128, dtype=torch.float64)
     torch._dynamo.reset()
     with functorch.patch(activation_memory_budget=budget, enable_autograd_cache=False):
         compiled = torch.compile(model, backend=backend)
@@ -395,6 +417,36 @@ def test_what_is_dropped_is_not_drawn_again_under_a_budget(budget: float, backen
             for parameter, way in zip(parameters, ways, strict=True):
                 parameter.data.sub_(way, alpha=step)
     assert (found[0] - found[1]) / 2e-6 == pytest.approx(slope, rel=1e-4)
+
+
+def test_a_tensor_counts_what_would_be_kept_in_its_place() -> None:
+    """A product of 96 columns: a third is read by what may be kept, a sixth by the backward pass itself."""
+    graph = torch.fx.Graph()
+
+    def call(operator: Any, *arguments: Any, columns: int) -> torch.fx.Node:
+        node = graph.call_function(operator, arguments)
+        node.meta["val"] = torch.empty(32, columns)
+        return node
+
+    narrow, aten = torch.ops.aten.slice.Tensor, torch.ops.aten
+    x, gradient = graph.placeholder("x"), graph.placeholder("tangents")
+    product = call(aten.mm.default, x, x, columns=96)
+    kept = call(aten.relu.default, call(narrow, product, 1, 0, 32, columns=32), columns=32)
+    read = call(narrow, product, 1, 32, 48, columns=16)
+    after = [call(aten.mul.Tensor, one, gradient, columns=columns) for one, columns in ((kept, 32), (read, 16))]
+    assert share_kept(product, [product, kept], after) == pytest.approx(1 / 3 + 1 / 6)
+    assert share_kept(kept, [product, kept], after) == 1
+    assert share_kept(product, [product], after) == pytest.approx(1 / 3 + 1 / 6)  # relu's output is read in its place
+
+
+def test_a_budget_has_cached_graphs_of_its_own() -> None:
+    """Else a graph that torch chose by itself would be served; and what the user tells graphs apart by stays."""
+    with functorch.patch(activation_memory_budget=1.0), compiler_config.patch(cache_key_tag="mine"):
+        keep_share(0.5)
+        tag = compiler_config.cache_key_tag
+        keep_share(0.3)
+        assert compiler_config.cache_key_tag == tag
+    assert tag.startswith("mine redline ")
 
 
 @pytest.mark.usefixtures("told")

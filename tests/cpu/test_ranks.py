@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorProperties
 
 from redline.core.checkpoints import UnusableError
 from redline.core.plan import Plan
@@ -471,7 +471,7 @@ def called(module: str, name: str, argument: str) -> bytes:
 LISTS = "torch.distributed.checkpoint.metadata"
 
 
-@pytest.mark.parametrize("way", ["by its name", "through a module that is let in", "as an entry that is no tensor"])
+@pytest.mark.parametrize("way", ["by its name", "through a module that is let in", "as an entry of bytes"])
 def test_a_pickle_in_a_checkpoint_runs_nothing(runs: Runs, tmp_path: Path, way: str) -> None:
     folder, ran = tmp_path / "step-00000004", tmp_path / "ran"
     shutil.copytree(last_of(runs.at("fsdp")).path, folder)
@@ -489,3 +489,11 @@ def test_a_pickle_in_a_checkpoint_runs_nothing(runs: Runs, tmp_path: Path, way: 
     with pytest.raises(UnusableError, match=words):
         open_sharded(folder).read_into({"model.w": torch.zeros(2)})
     assert not ran.exists()
+
+
+def test_an_entry_of_a_checkpoint_is_a_tensor(runs: Runs, tmp_path: Path) -> None:
+    folder = tmp_path / "step-00000004"
+    shutil.copytree(last_of(runs.at("fsdp")).path, folder)
+    (folder / METADATA_FILE).write_bytes(pickle.dumps(Metadata({"model.w": TensorProperties()})))  # type: ignore[dict-item]
+    with pytest.raises(UnusableError, match="model.w is no tensor"):
+        open_sharded(folder)

@@ -157,8 +157,8 @@ READ_LOSS = Finding(kind="synchronisation", detail="", rung="no-sync")
     [
         ((READ_LOSS,), "take no-sync", "no-sync", 0.1),  # one read in ten steps is left
         ((), "take no-sync", "no-sync", 0.1),  # nobody could watch
-        ((OWN_LINE,), "mend model.py:12", None, 0.0),  # which no rung can
-        ((READ_LOSS, OWN_LINE), "take no-sync and mend model.py:12", "no-sync", 0.1),
+        ((OWN_LINE,), "fix model.py:12", None, 0.0),  # which no rung can
+        ((READ_LOSS, OWN_LINE), "take no-sync and fix model.py:12", "no-sync", 0.1),
     ],
     ids=["the-recipe", "unknown", "a-line", "both"],
 )
@@ -188,7 +188,7 @@ def test_fp32_matmuls_under_autocast_cost_their_time_over_the_16_bit_rate():
 def test_findings_without_a_time_come_last_and_say_where(kind):
     line = Finding(kind=kind, detail="because", file="model.py", line=7)
     found = advice_on(profile(EVEN, findings=(line,)), ("tf32", "bf16"))
-    assert found[-1] == Advice(what="mend model.py:7", why=found[-1].why, gain_seconds=None)
+    assert found[-1] == Advice(what="fix model.py:7", why=found[-1].why, gain_seconds=None)
     assert "because" in found[-1].why
 
 

@@ -158,6 +158,8 @@ def test_results_are_of_the_newest_record_that_trains_right(tool, copy):
     assert told()[1:] == [line.format(690), timed]
     climb("climbed.json", "2026-11-14", fp8_head=650.0, fp8_mlps=710.0)
     assert told()[1:] == [line.format(710)]
+    climb("slower.json", "2026-11-15", fp8_head=600.0, fp8_mlps=680.0)  # the newest of those that got as far
+    assert told()[1:] == [line.format(680).replace("11-14", "11-15").replace("climbed", "slower"), timed]
 
 
 def test_a_page_says_what_the_class_says(tool):

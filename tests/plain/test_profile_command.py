@@ -279,7 +279,7 @@ def test_a_full_disk_is_said_in_three_lines(answer, tmp_path, capsys, monkeypatc
     monkeypatch.setattr("redline.core.job.RunDirectory.write", full)
     assert run("tiny", "--rungs", "none", "--out", str(tmp_path / "run")) == 2
     said = capsys.readouterr().err
-    assert f"cannot write to {tmp_path / 'run'}" in said
+    assert f"cannot begin the run in {tmp_path / 'run'}" in said
     assert "No space left on device" in said
     assert "--resume" not in said
     assert not (tmp_path / "run").exists()
@@ -426,7 +426,7 @@ def test_the_document_names_no_folder_of_the_machine(answer, tmp_path, monkeypat
     found = redline.profile("tiny", rungs="tf32", out="run")
     assert (found["findings"][0]["file"], found["findings"][0]["detail"]) == ("model.py", "because of model.py:3")
     assert found["memory"]["lines"][0]["file"] == "model.py"
-    assert [each["what"] for each in found["advice"] if "model.py" in each["what"]] == ["mend model.py:57"]
+    assert [each["what"] for each in found["advice"] if "model.py" in each["what"]] == ["fix model.py:57"]
     assert str(tmp_path) not in json.dumps({**found, "command": ""})
 
 
