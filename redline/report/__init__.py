@@ -1,9 +1,10 @@
-"""Shows a ladder document: in the terminal while it runs and afterwards, as charts, as one HTML page. Never runs one.
+"""Draws the documents of runs: tables in the terminal, live and afterwards, charts, and self-contained HTML pages.
 
     print_ladder(document, console);  Path("report.html").write_text(render_page(document))
 
-A document is the plain dict of `redline ladder --json`; here are the few questions every view asks of its rows.
-Nothing in this folder imports torch, so a report can be drawn anywhere.
+A document is the plain dict that a command such as `redline ladder` prints with `--json`. This module answers the few
+questions that every view asks about its rows. Nothing in this folder measures or imports torch, so a report can be
+drawn anywhere.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from redline.core.units import UNKNOWN
 
 Document = dict[str, Any]
 Row = dict[str, Any]
-MOST_BELOW = 2.0  # times: predicted peaks are right to per cents
+MOST_BELOW = 2.0  # times: predicted peaks are accurate to a few per cent
 
 
 def one_line(text: object) -> str:
-    """Text from outside, safe to print: escape sequences, newlines and direction marks become single spaces."""
+    """Make outside text safe to print: escape sequences, newlines and direction marks become single spaces."""
     printable = (character if character.isprintable() else " " for character in str(text))
     return " ".join("".join(printable).split())
 
@@ -32,7 +33,7 @@ def status_of(row: Row) -> str:
 
 
 def verdict_of(row: Row) -> str:
-    """A row that did not run has a status instead of a verdict."""
+    """Return the verdict, or the status of a row that did not run."""
     if status_of(row) != "ok":
         return status_of(row)
     return one_line((row.get("equivalence") or {}).get("verdict") or "not-checked")
@@ -43,13 +44,13 @@ def reason_of(row: Row) -> str:
 
 
 def is_dropped(row: Row) -> bool:
-    """Measured, and then the climb went on without it."""
+    """True if the rung was measured and the climb continued without it."""
     return status_of(row) == "ok" and row.get("kept") is False
 
 
 def is_implausible_peak(measured: float | None, predicted: float | None) -> bool:
-    """Far less than the tensors that must be there: a recorded graph's memory, for one, is not counted by the
-    allocator. Such a peak is shown and nothing is built on it. More than predicted was really held."""
+    """True if the peak is far below the size of the tensors that must exist: the allocator does not count a recorded
+    graph's memory, for one. Such a peak is shown but never relied on. A peak above its prediction is real."""
     return bool(measured and predicted and MOST_BELOW * measured < predicted)
 
 
@@ -58,6 +59,7 @@ def has_implausible_peak(row: Row) -> bool:
 
 
 def shown_mfu(row: Row) -> float | None:
-    """More than the peak is a wrong peak or a wrong count, never a result: it is not shown, and a note says so."""
+    """Return the MFU; None if it is above 1, which is a wrong peak or a wrong count and never a result (a note says
+    so)."""
     mfu = row.get("mfu")
     return None if mfu is None or mfu > 1 else float(mfu)

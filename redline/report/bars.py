@@ -1,11 +1,11 @@
-"""Horizontal bars of parts: memory by what holds it, a phase's time by groups of operations; and bars of gains.
+"""Horizontal bars: stacked parts (memory by what holds it, time by group of operations), gains, and before/after pairs.
 
     stacked_chart((Bar(name="bf16", parts=(("weights", 4e8), ("logits", 2e9)), tip="bf16", marker=2.3e9),), ...)
     gain_chart((Gain(name="flash", share=0.31, noise=0.02, tip="flash +31 %"),), title="Knobs", width_px=960)
     pair_chart((Pair(name="head", before=0.21, after=0.71, tip="head"),), title="GEMMs", width_px=960)
 
-A marker is the figure that the parts are held against: what was measured, where they are predicted. Colours follow the
-order of `names`, which the caller keeps the same in every chart of a page.
+A marker is a figure to compare the parts with, such as the measured total of predicted parts. Colours follow the order
+of `names`, which callers keep the same in every chart of a page.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Bar:
     parts: tuple[tuple[str, float], ...]
     tip: str
     label: str = ""
-    """Behind the bar."""
+    """Text to the right of the bar."""
     marker: float | None = None
 
     @property
@@ -59,7 +59,7 @@ class Bar:
 class Gain:
     name: str
     share: float
-    """0.05 is 5 % more."""
+    """0.05 means 5 % more."""
     noise: float | None
     tip: str
 
@@ -69,7 +69,7 @@ class Pair:
     name: str
     before: float
     after: float | None
-    """None where nothing changes."""
+    """None if nothing changes."""
     tip: str
 
 
@@ -85,8 +85,8 @@ def stacked_chart(
     hollow: Sequence[str] = (),
     marker: str = "",
 ) -> str:
-    """`unit`: what the axis counts in, such as GiB, so that its ticks are round. `hollow`: parts in which nothing is
-    done, drawn without a colour; those after the first of them darker."""
+    """Draw one bar per row. The axis counts in `unit`, such as GiB, so that its ticks are round. Parts in `hollow`, in
+    which no work is done, have no colour of their own; all but the first of them are darker."""
     chars = name_room(width_px)
     left = _name_px([bar.name for bar in bars], chars)
     right = CHAR_PX * max((len(bar.label) for bar in bars), default=0) + 16
@@ -126,7 +126,7 @@ def _stack(bar: Bar, top: float, x: Scale, unit: float, looks: dict[str, str]) -
 
 
 def key_rows(used: Sequence[tuple[str, str]], width_px: int, marker: str = "") -> tuple[list[str], float]:
-    """Squares with their names, in lines as they fit; also the height they take."""
+    """Return coloured squares with their names, wrapped to the width, and the height they take."""
     parts, x, y = [], 0.0, 8.0
     entries = [*used, ("measured", marker)] if marker else [*used]
     for look, name in entries:
@@ -142,7 +142,7 @@ def key_rows(used: Sequence[tuple[str, str]], width_px: int, marker: str = "") -
 
 
 def gain_chart(gains: Sequence[Gain], *, title: str, width_px: int) -> str:
-    """To the right is faster; a gain inside its noise is pale, and the whisker is that noise."""
+    """Draw gains as bars, faster to the right. The whisker is the noise; a gain inside it is pale."""
     chars = name_room(width_px)
     left = _name_px([gain.name for gain in gains], chars)
     ends = [gain.share + sign * (gain.noise or 0.0) for gain in gains for sign in (-1, 1)]
@@ -174,7 +174,7 @@ def _gain_row(gain: Gain, top: float, x: Scale) -> Iterator[str]:
 
 
 def pair_chart(pairs: Sequence[Pair], *, title: str, width_px: int) -> str:
-    """Shares of a peak, as it is and as it would be; one bar where nothing changes."""
+    """Draw shares of a peak before and after a change, or a single bar where nothing changes."""
     chars = name_room(width_px)
     left = _name_px([pair.name for pair in pairs], chars)
     x = Scale(low=0.0, high=1.0, start_px=left, end_px=max(left + 40.0, width_px - CHAR_PX * 8))

@@ -1,9 +1,9 @@
-"""The ladder as bars and its loss curves as SVG text: no library, light and dark by the reader's own setting.
+"""The ladder as bars, and its loss curves, as SVG text: no library, light or dark by the reader's own setting.
 
     ladder_chart(document["rows"], width_px=320);  loss_chart(document["rows"], document["reference"], width_px=340)
 
 A chart is drawn at the width it will have, not scaled to it, so that text keeps its size on a phone. Every mark shows
-its figures when it is pointed at (`svg.hot_area`). The ladder of a wide window is `steps.steps_chart`.
+its figures when it is pointed at (`svg.hot_area`). Wide windows show the ladder as `steps.steps_chart` instead.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ from redline.report.svg import (
 
 WIDTH_PX = 760
 ROW_PX, BAR_PX = 30, 16
-OWN_PX = 5  # of a bar's height: the same rung at its own micro batch
-PAIR_PX = 13  # between the figures of the two
+OWN_PX = 5  # the part of a bar's height that shows the rung at its own micro batch
+PAIR_PX = 13  # between the figures of these two
 NAME_CHARS = 15
 PLOT_PX = 300  # height of the loss plot
 GAP_PLOT_PX, GAP_SPACE_PX = 110, 40  # the plot of differences, and the space above it
 GAP_TITLE = "minus its own fp32 reference"
-LOOKS = 5  # colours that thin lines on either background tell apart
-MOST_SLICES = 40  # of a plot: where losses can be asked for
-DASHES = ("none", "7 4", "2 3", "9 3 2 3", "5 2 1 2 1 2")  # tell apart what colours cannot: a plain ladder has 20 rows
+LOOKS = 5  # colours that stay distinct as thin lines on either background
+MOST_SLICES = 40  # of a plot, each of which shows its losses when pointed at
+DASHES = ("none", "7 4", "2 3", "9 3 2 3", "5 2 1 2 1 2")  # when colours run out: a plain ladder has 20 rows
 
 Curve = Sequence[float | None]
 
@@ -67,37 +67,37 @@ def is_measured(row: Row) -> bool:
 
 
 def own_rate(row: Row) -> float | None:
-    """At the micro batch that is fastest for it, where somebody looked."""
+    """Return tokens per second at the micro batch that is fastest for the row; None if none was searched for."""
     return (row.get("rebatched") or {}).get("tokens_per_second")
 
 
 def fastest_of(rows: Sequence[Row]) -> float:
-    """The furthest a bar or its whisker reaches."""
+    """Return the highest rate that a bar or its whisker reaches."""
     ends = [max(rate_range(row)[1], own_range(row)[1], row["tokens_per_second"]) for row in rows if is_measured(row)]
     return max(ends, default=0.0)
 
 
 def rate_range(row: Row) -> tuple[float, float]:
-    """Tokens per second of a slow step (p90) and of a fast one (p10)."""
+    """Return tokens per second of a slow step (p90) and of a fast one (p10)."""
     rate, seconds = float(row["tokens_per_second"]), row.get("step_seconds") or {}
     median, p10, p90 = (seconds.get(name) for name in ("median", "p10", "p90"))
     return (rate * median / p90, rate * median / p10) if median and p10 and p90 else (rate, rate)
 
 
 def own_range(row: Row) -> tuple[float, float]:
-    """The same at its own micro batch; both ends are its rate where the noise is not known."""
+    """The same at the row's own micro batch; zeros if it has none, and the rate twice if its noise is unknown."""
     own = row.get("rebatched") or {}
     return (0.0, 0.0) if own.get("tokens_per_second") is None else rate_range(own)
 
 
 def base_rate(row: Row) -> float:
-    """What the recipe without this rung reached; the whole bar is old where a gain is unknown or inside the noise."""
+    """Return the rate of the recipe without this rung; the row's own if the gain is unknown or inside the noise."""
     ratio, rate = row.get("speedup_step"), float(row["tokens_per_second"])
     return rate if not ratio or row.get("within_noise") else rate / ratio
 
 
 def row_data(row: Row) -> str:
-    """Attributes with the figures as they are in the document, for whoever reads the page with a program."""
+    """Return attributes with the document's exact figures, for programs that read the page."""
     rate, own = row.get("tokens_per_second"), own_rate(row)
     figures = "" if rate is None else f' data-tokens-per-second="{rate}"'
     figures += "" if own is None else f' data-own-tokens-per-second="{own}"'
@@ -184,7 +184,7 @@ def _empty_bar(row: Row, middle: float, scale: Scale, width_px: int) -> Iterator
 
 
 def tooltip(row: Row) -> str:
-    """Every figure of a row, a line each; the name first."""
+    """Return every figure of a row, one per line; the name comes first."""
     lines = [rung_name(row), one_line(row.get("title") or ""), one_line(row.get("reason") or "")]
     lines += _figure_lines(row) if status_of(row) == "ok" else [status_of(row)]
     return "\n".join(line for line in lines if line)
@@ -228,9 +228,9 @@ def _own_lines(row: Row) -> Iterator[str]:
 
 
 def loss_chart(rows: Sequence[Row], reference: dict[str, Any] | None, width_px: int = WIDTH_PX) -> str:
-    """Every loss curve over the thick fp32 reference; the dashed line is ln V, where a model that knows nothing starts.
+    """Draw every loss curve over the thick fp32 reference; the dashed line is ln V, the loss of a uniform guess.
 
-    Curves that agree lie on one another, so a second plot below shows each minus the reference of its own maths.
+    Curves that agree overlap, so a second plot below shows each minus the reference of its own maths.
     """
     reference = reference or {}
     curves = [row for row in rows if _finite(row.get("loss_curve"))]
@@ -251,7 +251,7 @@ def loss_chart(rows: Sequence[Row], reference: dict[str, Any] | None, width_px: 
 
 
 def _step_slices(curves: Sequence[Row], reference: dict[str, Any], x: Scale, y: Scale, chart: Size) -> Iterator[str]:
-    """Upright stretches of the plot that show every curve's loss at their step."""
+    """Yield vertical slices of the plot that show every curve's loss at their step."""
     base, steps = reference.get("loss_curve") or [], int(x.high) + 1
     named = [(_reference_name(reference), base)] if _finite(base) else []
     named += [(rung_name(row), row["loss_curve"]) for row in curves]
@@ -269,8 +269,8 @@ def _loss(value: float | None) -> str:
 
 
 def own_reference(row: Row, reference: dict[str, Any], changing: set[str]) -> Curve:
-    """The fp32 curve of the row's own maths; empty where the document has none. Older documents hold the unchanged
-    model's alone: what changed the maths, and what was put onto that, has nothing there to be held against."""
+    """Return the fp32 curve of the row's own maths; empty if the document has none. Older documents hold only the
+    unchanged model's curve, so rows that change the maths, or build on a rung that does, have no reference there."""
     if "reference_curve" in row:
         return row["reference_curve"] or []
     changed = changing & {rung_name(row), *(row.get("recipe") or [])}
@@ -278,8 +278,8 @@ def own_reference(row: Row, reference: dict[str, Any], changing: set[str]) -> Cu
 
 
 def changing_rungs(rows: Sequence[Row]) -> set[str]:
-    """The rungs by which an older document changed the maths. A first row that is a whole recipe does not say which of
-    its rungs did: all of them count, since every row on top of it has them."""
+    """Return the rungs that changed the maths in an older document. A first row that is a whole recipe does not say
+    which of its rungs did; all of them count, since every later row contains them."""
     changing: set[str] = set()
     for place, row in enumerate(rows):
         if (row.get("equivalence") or {}).get("class") == "changes-maths":
@@ -288,7 +288,8 @@ def changing_rungs(rows: Sequence[Row]) -> set[str]:
 
 
 def _gap_plot(curves: Sequence[Row], references: Sequence[Curve], x: Scale, width_px: int) -> tuple[list[str], int]:
-    """Each curve minus its own reference, and where the plot ends; scaled to the rungs that claim to agree with it."""
+    """Draw each curve minus its own reference, scaled to the curves whose verdict is *same* or *rounding*; also return
+    where the plot ends."""
     gaps = [
         [_minus(a, b) for a, b in zip(row["loss_curve"], base, strict=False)]
         for row, base in zip(curves, references, strict=True)
@@ -317,7 +318,8 @@ def _finite(curve: Sequence[float | None] | None) -> list[float]:
 def _loss_scales(
     curves: Sequence[Sequence[float]], base: Sequence[float], start: float | None, width_px: int
 ) -> tuple[Scale, Scale]:
-    """A curve that blows up must not flatten the others: the axis ends at twice what the reference and ln V span."""
+    """Return both scales. A curve that blows up must not flatten the others, so the loss axis ends at twice the span
+    of the reference and ln V at most."""
     trusted = _finite(base) + _finite([start])
     values = [value for curve in curves for value in _finite(curve)] + trusted
     low, high = min(values), max(values)
@@ -355,13 +357,13 @@ def _hot_curve(row: Row, values: Sequence[float | None], x: Scale, y: Scale, cha
 
 
 def _look(index: int, row: Row) -> str:
-    """The attributes that tell a curve apart: colours first, then the same colours dashed."""
+    """Return the attributes that distinguish a curve: colours first, then the same colours dashed."""
     kind = "different" if verdict_of(row) == "different" else f"s{index % LOOKS}"
     return f'class="curve {kind}" stroke-dasharray="{DASHES[index // LOOKS % len(DASHES)]}"'
 
 
 def _path(curve: Sequence[float | None], x: Scale, y: Scale) -> str:
-    """Line segments; a step without a finite loss is a gap."""
+    """Return line segments with a gap at every step without a finite loss."""
     words, pen_down = [], False
     for step, value in enumerate(curve):
         known = value is not None and math.isfinite(value)
@@ -376,7 +378,7 @@ def _ends(curve: Sequence[float | None]) -> str:
 
 
 def _legend_entries(curves: Sequence[Row], reference: dict[str, Any]) -> list[tuple[str, str]]:
-    """(look, label) of everything drawn."""
+    """Return (look, label) of everything drawn."""
     start = reference.get("ln_vocab")
     entries = (
         [('class="reference"', clipped(_reference_name(reference), NAME_CHARS))]
@@ -393,7 +395,7 @@ def _name_px(rows: Sequence[Row]) -> float:
 
 
 def _value_px(rows: Sequence[Row], wide: bool) -> float:
-    """Room to the right of the longest bar for its label."""
+    """Return the room that labels need to the right of the longest bar."""
     measured = [row for row in rows if is_measured(row)]
     labels = [_value_label(row, wide)[0] for row in measured] + [human_rate(own_rate(row)) for row in measured]
     return CHAR_PX * max(map(len, labels), default=4) + 10

@@ -3,9 +3,9 @@
     document = compare(read(a), read(b), sources=("runs/monday", "runs/tuesday"), rung=None, fail_below=0.95)
     document["figure"]["ratio"], document["figure"]["significant"], document["figure"]["passed"]
 
-A run is the document of a ladder, a tune or a training run (`kind_of`), of one kind or of two. Ratios are B's over A's.
-Tokens of different models are not the same work: then there is no ratio, no verdict and no gate, and it says so. What
-to make of it in words is `compare_words.py`; this file computes, and shows nothing.
+A run is the document of a ladder, a tune or a training run (`kind_of`); the two may differ in kind. Ratios are B over
+A. Tokens of different models are not the same work: then there is no ratio, `why_not` holds the reason, and a gate is
+refused. `compare_words.py` puts the result into words; this file computes and shows nothing.
 """
 
 from __future__ import annotations
@@ -37,36 +37,37 @@ from redline.report.compare_words import words_of
 from redline.report.table import best_row, rows_of, unit_of
 
 KINDS = ("ladder", "tune", "train")
-MOST_SHARE = 2.0  # of --fail-below: more than twice as fast is a percentage without its sign
+MOST_SHARE = 2.0  # of --fail-below: a larger number was meant as a percentage
 MACHINE = ("name", "count", "memory_bytes", "capability", "driver", "cpu_name", "cpu_cores", "features")
-MOST_SIZES = 6  # that are named in one sentence
+MOST_SIZES = 6  # named in one sentence
 TRACED = ("unit", "items_per_sample", "parameters", "flops_forward", "flops_backward")
 NOT_SETTINGS = ("shape", "notes", "cannot", "words", "source")
-"""Of a workload: sizes are compared as the model, the rest follows from it or is said elsewhere."""
+"""Workload fields that are not compared as settings: sizes are compared as the model, the rest follows from it or is
+reported elsewhere."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """One speed that was measured, or the reason there is none."""
+    """One measured speed, or the reason there is none."""
 
     name: str
     rungs: tuple[str, ...] | None
     micro_batch: int | None
     tokens_per_second: float | None
     error: float | None
-    """The standard error of its median, as a fraction; None where the document has no spread."""
+    """The standard error of its median, as a fraction; None if the document has no spread."""
     repeats: int
     peak_bytes: int | None
     peak_trusted: bool
-    """False: far below what was predicted, so that nothing is to be built on it."""
+    """False if the peak is far below its prediction and must not be relied on."""
     mfu: float | None
     verdict: str | None
-    """None of a training run: nobody holds it against fp32."""
+    """None for a training run, which is not compared with fp32."""
     reason: str | None
 
     @property
     def counts(self) -> bool:
-        """The speed of training that is not the same any more is no figure."""
+        """True if the speed is known and the training is not *different*, which would make it meaningless."""
         return self.tokens_per_second is not None and self.verdict != "different"
 
 
@@ -81,7 +82,7 @@ class Side:
 
 
 def kind_of(document: object) -> str | None:
-    """Which command made it, by what it holds; None for anything that cannot be compared."""
+    """Return the command that made the document, judging by its fields; None if it cannot be compared."""
     if not isinstance(document, dict):
         return None
     if document.get("kind") == "train" and isinstance(document.get("curves"), dict):
@@ -123,7 +124,7 @@ def compare(
 
 
 def check_share(share: float | None) -> None:
-    if share is not None and not 0 < share <= MOST_SHARE:  # NaN is neither
+    if share is not None and not 0 < share <= MOST_SHARE:  # NaN is refused too
         raise UserError(
             f"--fail-below is {share:g}",
             "it is the share of A's speed that B must reach",
@@ -177,7 +178,7 @@ def row_entry(row: Row, name: str, rungs: Any, repeats: int, verdict: str) -> En
 
 
 def training_entries(document: Document) -> Iterator[Entry]:
-    """One: the median of its last session's cycles, with the scatter of all of them."""
+    """Yield one entry: the median of the last session's cycles, with the scatter of the whole speed curve."""
     recipe, settings = document.get("recipe") or {}, document.get("settings") or {}
     rates = [rate for _, rate in document["curves"].get("tokens_per_second") or []]
     yield Entry(
@@ -188,7 +189,7 @@ def training_entries(document: Document) -> Iterator[Entry]:
         error=spread_error(to_json(spread_of(rates))) if len(rates) > 1 else None,
         repeats=1,
         peak_bytes=document.get("peak_bytes"),
-        peak_trusted=True,  # a training run holds its peak against no prediction
+        peak_trusted=True,  # a training run has no predicted peak
         mfu=shown_mfu(document),
         verdict=None,
         reason=None,
@@ -203,13 +204,13 @@ ENTRIES: dict[str, Callable[[Document], Iterator[Entry]]] = {
 
 
 def speed(value: object) -> float | None:
-    """A figure that is no speed is not known: documents come from anywhere."""
+    """Return a positive, finite number; None for anything else, since documents come from anywhere."""
     known = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value > 0
     return float(value) if known else None  # type: ignore[arg-type]
 
 
 def best_entry(kind: str, document: Document) -> Entry | None:
-    """What the run itself calls its best; a training run is one figure."""
+    """Return what the run itself calls its best; a training run has a single entry."""
     entries = list(ENTRIES[kind](document))
     if kind == "train":
         return entries[0] if entries[0].tokens_per_second is not None else None
@@ -247,7 +248,7 @@ def ended_well(side: Side) -> bool:
 
 
 def model_of(document: Document) -> Document | None:
-    """What a token costs depends on: the sizes; of a module that was traced, what was counted in it."""
+    """Return what the cost of a token depends on: the sizes or, for a traced module, what was counted in it."""
     shape = (document.get("workload") or {}).get("shape")
     if not isinstance(shape, dict) or not shape:
         return None
@@ -255,7 +256,7 @@ def model_of(document: Document) -> Document | None:
         return {name: shape.get(name) for name in TRACED}
     known = dataclasses.fields(Shape)
     sizes = {**{one.name: None if one.default is dataclasses.MISSING else one.default for one in known}, **shape}
-    # Said or left to the default, it is the same size.
+    # A size is the same whether it was stated or left to its default.
     implied = {"max_positions": sizes["sequence"], "kv_heads": sizes["heads"]}
     return {name: implied.get(name) if value is None else value for name, value in sizes.items()}
 
@@ -276,7 +277,7 @@ def why_not_comparable(one: Document, other: Document) -> str | None:
 
 
 def chosen(a: Side, b: Side, rung: str | None) -> tuple[Entry | None, Entry | None]:
-    """The figure that is held against the other: the best of each, or one rung of both."""
+    """Return the two entries to compare: the best of each side, or one rung of both."""
     if rung is None:
         return a.best, b.best
     return named(a, rung), named(b, rung)
@@ -317,7 +318,7 @@ def figure_json(a: Side, b: Side, rung: str | None, fail_below: float | None, wh
 def check_known(
     a: Side, b: Side, mine: Entry | None, theirs: Entry | None, rung: str | None, why_not: str | None
 ) -> None:
-    """A gate without its two figures must not open."""
+    """Raise unless both figures are known and comparable: a gate must not pass without them."""
     if why_not is not None:
         raise UserError(
             "--fail-below has nothing to compare", why_not, "compare runs of the same model at the same sequence length"
@@ -340,7 +341,7 @@ def check_known(
 
 
 def ratio_json(mine: Entry | None, theirs: Entry | None, a: Side, b: Side, comparable: bool) -> Document:
-    """B's speed over A's, its noise, and whether it is more than that."""
+    """Return B's speed over A's, the noise of this ratio, and whether the change exceeds it."""
     unknown = {"ratio": None, "noise": None, "significant": None}
     if mine is None or theirs is None or not comparable:
         return unknown
@@ -352,13 +353,13 @@ def ratio_json(mine: Entry | None, theirs: Entry | None, a: Side, b: Side, compa
 
 
 def noise_of(mine: Entry, theirs: Entry, one: Document, other: Document) -> float | None:
-    """From both spreads, and never less than what either ladder learned of its own machine; None where a spread is
-    missing."""
+    """Return the noise from both spreads, never less than what either ladder learned about its own machine; None if a
+    spread is missing."""
     if mine.error is None or theirs.error is None:
         return None
     kinds = [(document.get("hardware") or {}).get("kind") for document in (one, other)]
     known = [kind for kind in kinds if kind in UNSEEN_RUN_TO_RUN] or list(UNSEEN_RUN_TO_RUN)
-    device = max(known, key=lambda kind: UNSEEN_RUN_TO_RUN[kind])  # of two machines the less steady
+    device = max(known, key=lambda kind: UNSEEN_RUN_TO_RUN[kind])  # the less steady of two machines
     noise = noise_of_ratio(mine.error, theirs.error, device=device, repeats=min(mine.repeats, theirs.repeats))
     learned = [(document.get("noise") or {}).get("fraction") or 0.0 for document in (one, other)]
     return max(noise, *learned)
@@ -372,7 +373,8 @@ def entry_json(entry: Entry) -> Document:
 
 
 def pairs(a: Side, b: Side) -> list[tuple[Entry | None, Entry | None]]:
-    """Rows of two ladders by their rung, those of one alone too. Otherwise the recipes that both measured."""
+    """Pair the rows of two ladders by rung, with None for a missing one; otherwise pair the recipes that both sides
+    measured."""
     if a.kind == b.kind == "ladder":
         mine, theirs = ({entry.name: entry for entry in side.entries} for side in (a, b))
         return [(mine.get(name), theirs.get(name)) for name in {**mine, **theirs}]
@@ -403,7 +405,7 @@ def pair_json(mine: Entry | None, theirs: Entry | None, a: Side, b: Side, compar
 
 
 def recipe_json(mine: Entry | None, theirs: Entry | None) -> Document | None:
-    """How the two recipes that are compared differ."""
+    """Return how the two compared recipes differ."""
     if mine is None or theirs is None or mine.rungs is None or theirs.rungs is None:
         return None
     return {
@@ -414,8 +416,8 @@ def recipe_json(mine: Entry | None, theirs: Entry | None) -> Document | None:
 
 
 def differences(a: Side, b: Side) -> dict[str, list[Document] | None]:
-    """By group, what is not the same on both sides, as text. A setting that one side does not state is of another
-    version and not told; those of two commands mean different things: None."""
+    """Return what differs between the sides, by group, as text. A setting that only one side states comes from another
+    version and is left out. `settings` is None for two different commands, whose settings mean different things."""
     one, other = a.document, b.document
     mine, theirs = one.get("versions") or {}, other.get("versions") or {}
     return {
@@ -442,7 +444,7 @@ def workload_facts(document: Document) -> Document:
 
 
 def flat(settings: Document | None) -> Document:
-    """A setting of settings (the budget, the recipe to start from) by its own names."""
+    """Flatten nested settings (the budget, the starting recipe) into names such as 'budget minutes'."""
     parts: Document = {}
     for name, value in (settings or {}).items():
         inner = {f"{name} {key}": item for key, item in value.items()} if isinstance(value, dict) else {name: value}
@@ -463,7 +465,7 @@ def differing(one: Document, other: Document, names: Iterable[str]) -> list[Docu
 
 
 def told(value: Any, against: Any) -> str:
-    """Of two lists only what the other lacks."""
+    """Return the value as text; for two lists of strings, only the items that the other lacks."""
     if isinstance(value, list) and isinstance(against, list) and all(isinstance(item, str) for item in value):
         return plain([item for item in value if item not in against]) if value else plain(value)
     return plain(value)

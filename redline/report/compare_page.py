@@ -73,7 +73,7 @@ def sections(document: Document, differ: bool) -> Iterator[tuple[str, str]]:
 
 
 def command_of(document: Document) -> str:
-    """Of a comparison that was made from Python: the same words on the command line."""
+    """Return the command line that is equivalent to a comparison made from Python."""
     figure = document["figure"]
     words = ["redline", "report", *(side["source"] for _, side in sides(document))]
     words += [] if figure["of"] == "best" else ["--rung", one_line(figure["of"])]
@@ -82,7 +82,7 @@ def command_of(document: Document) -> str:
 
 
 def headline_figures(document: Document) -> list[tuple[str, str, str]]:
-    """(figure, what it is, a word more)."""
+    """Return (figure, label, detail) of each headline."""
     figure, unit = document["figure"], f"{document['unit']}s per second"
     figures = [
         (
@@ -105,7 +105,7 @@ def alarms(document: Document) -> Iterator[tuple[str, str]]:
 
 
 def gains_of(document: Document) -> list[Gain]:
-    """Every row that has a ratio, in the ladder's order."""
+    """Return every row that has a ratio, in the ladder's order."""
     return [
         Gain(name=row["name"], share=row["ratio"] - 1, noise=row["noise"], tip=gain_tip(row, document["unit"]))
         for row in document["rows"]

@@ -1,4 +1,4 @@
-"""A comparison for the terminal: who is A and who B, the rows with their ratios, and what changed in words.
+"""A comparison for the terminal: what A and B are, the rows with their ratios, and what changed in words.
 
 print_comparison(compare(one, other), Console())
 """
@@ -42,7 +42,7 @@ def side_text(side: Document) -> str:
 
 
 def rows_table(document: Document, narrow: bool) -> Table:
-    """A narrow one without the columns that --json and the page have as well."""
+    """Build the table of rows. A narrow one leaves out the columns in SHED, which --json and the page have."""
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
     names = column_names(document)
     shown = [place for place, name in enumerate(names) if not (narrow and name in SHED)]
@@ -61,7 +61,7 @@ def column_names(document: Document) -> list[str]:
 
 
 def row_cells(row: Document) -> list[str]:
-    """In the order of COLUMNS; what one side lacks is an em dash."""
+    """Return the cells in the order of COLUMNS, with an em dash for what a side lacks."""
     a, b = row["a"] or {}, row["b"] or {}
     mark = "" if row["ratio"] is None or row["significant"] else "~"
     return [
@@ -77,12 +77,12 @@ def row_cells(row: Document) -> list[str]:
 
 
 def peak_text(entry: Document) -> str:
-    """With a `?` where it is not to be trusted."""
+    """Return the peak, with a `?` if it is not to be trusted."""
     return human_bytes(entry.get("peak_bytes")) + ("" if entry.get("peak_trusted", True) else "?")
 
 
 def legend_notes(document: Document) -> Iterator[Note]:
-    """What the signs in the rows mean, of those that are there."""
+    """Explain the signs that occur in the rows."""
     rows = document["rows"]
     if any(row["ratio"] is not None and not row["significant"] for row in rows):
         yield Note(about="~", text="inside the noise of its two rows, or the noise is not known")

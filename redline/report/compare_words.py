@@ -1,8 +1,8 @@
-"""What a comparison comes to, in words: the speed first, then what is wrong, then everything that is not the same.
+"""A comparison in words: warnings, the speed and the gate, which rows changed, then everything that is not the same.
 
     for note in words_of(document): print(note.about, note.text)
 
-The document is `compare.compare`'s; nothing is computed here but the choice of what to say.
+The document comes from `compare.compare`; this file only chooses what to say.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from redline.core.units import UNKNOWN, human_bytes, human_percent, human_rate, 
 from redline.report import Document, one_line
 from redline.report.table import Note
 
-SAME = 0.0005  # below it a change is shown as 0.0 %
+SAME = 0.0005  # a smaller change would be shown as 0.0 %
 MOST_NAMED = 4  # rungs in one sentence; the table has all
 KIND_WORDS = {"ladder": "ladder", "tune": "tune", "train": "training run"}
 
@@ -32,7 +32,7 @@ def words_of(document: Document) -> list[Note]:
 
 
 def loud_notes(document: Document) -> Iterator[Note]:
-    """What a reader must know before any number."""
+    """Yield what a reader must know before any number."""
     if not document["comparable"]:
         plural = f"{document['unit']}s"
         yield Note(
@@ -84,7 +84,7 @@ def gate_notes(document: Document) -> Iterator[Note]:
 
 
 def row_notes(document: Document) -> Iterator[Note]:
-    """Which rows moved beyond their noise, and which are on one side alone."""
+    """Yield which rows moved beyond their noise, which are on one side only, and which have another recipe."""
     rows = document["rows"]
     moved = sorted((row for row in rows if row["significant"]), key=lambda row: row["ratio"])
     slower = [row for row in moved if row["ratio"] < 1]
@@ -110,7 +110,7 @@ def listed(rows: list[Document]) -> str:
 
 
 def verdict_notes(document: Document) -> Iterator[Note]:
-    """Rows that are judged otherwise in B than in A."""
+    """Yield the rows whose verdict differs between A and B."""
     for row in document["rows"]:
         a, b = ((row[side] or {}).get("verdict") for side in ("a", "b"))
         if a is None or b is None or a == b:
@@ -137,7 +137,7 @@ def _is_doubted(entry: Document | None) -> bool:
 
 
 def difference_notes(document: Document) -> Iterator[Note]:
-    """Each group that differs, then those that do not: what is the same cannot be the cause."""
+    """Yield each group that differs, then the names of those that do not: what is the same cannot be the cause."""
     known = {name: parts for name, parts in document["differences"].items() if parts is not None}
     found = {name: difference_text(parts) for name, parts in known.items()}
     found = {**found, "recipe": recipe_text(document["recipe"])}
@@ -154,7 +154,7 @@ def difference_text(parts: list[Document]) -> str:
 
 
 def recipe_text(recipe: Document | None) -> str:
-    """Of the two figures that are compared."""
+    """Return how the recipes of the two compared figures differ."""
     if recipe is None:
         return UNKNOWN
     parts = [f"+ {', '.join(recipe['only_b'])}"] if recipe["only_b"] else []

@@ -1,10 +1,10 @@
-"""Curves of a training run over the tokens it has seen, as SVG text: a panel each, all with the same tokens below.
+"""Curves of a training run over the tokens it has seen, as SVG text: one panel each, all with the same token axis.
 
     curve_chart(Panel(title="loss", curves=(("train", points),), show="{:.3f}".format), end=1e9, width_px=440)
 
-Drawn at the width they will have. Pointing anywhere shows the values there; the end of a curve takes the focus and
-tells its figures. A value that is no number is a gap that `marks` can show: an update that was skipped. A profile's
-memory over time is such a curve too, over seconds.
+Panels are drawn at the width they will have. Pointing anywhere shows the values there; the end of a curve takes the
+focus and shows its figures. Values must be finite; `marks` can show where one is missing because an update was skipped.
+A profile's memory over the step is such a curve too, over milliseconds.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from redline.report.svg import (
     svg_text,
 )
 
-MOST_DOTS = 40  # a curve of so few points shows each of them: a line through one is nothing
+MOST_DOTS = 40  # a curve with no more points than this shows each: a line through a single one is invisible
 MARK_PX = 8
 RIGHT_PX = 14.0
-SLICES_WIDE, SLICES = 24, 14  # of the width: where the values of a curve can be asked for
+SLICES_WIDE, SLICES = 24, 14  # of the plot's width, each of which shows its values when pointed at
 END_PX = 16.0
 
 Points = Sequence[tuple[float, float]]
-"""(tokens, value), in the order of tokens."""
+"""(tokens, value) pairs in the order of tokens."""
 
 
 def tokens_text(place: float) -> str:
@@ -47,21 +47,21 @@ def tokens_text(place: float) -> str:
 class Panel:
     title: str
     curves: tuple[tuple[str, Points], ...]
-    """Each with its name."""
+    """(name, points) of each curve."""
     show: Callable[[float], str]
-    """A value as people read it."""
+    """Formats a value."""
     tick: Callable[[float], str] | None = None
-    """The round numbers of the axis, where `show` has more digits than they need."""
+    """Formats the round numbers of the axis, if `show` has more digits than they need."""
     from_zero: bool = False
     high: float | None = None
-    """Values above it run along the edge, so that one that blew up does not flatten the rest."""
+    """Values above it run along the edge, so that a spike does not flatten the rest."""
     level: tuple[str, float] | None = None
-    """A dashed line with its name, such as ln V."""
+    """Name and value of a dashed line, such as ln V."""
     marks: Sequence[float] = ()
-    """Tokens at which an update was skipped."""
+    """Token counts at which an update was skipped."""
     axis: str = "tokens"
     place: Callable[[float], str] = tokens_text
-    """A point of the axis as people read it."""
+    """Formats a position on the axis."""
 
     @property
     def is_empty(self) -> bool:
@@ -69,7 +69,7 @@ class Panel:
 
 
 def curve_chart(panel: Panel, *, end: float, width_px: int, height_px: int = 150) -> str:
-    """`end`: where the axis ends, the same for all panels of a run. `height_px` is the plot's own."""
+    """Draw a panel. `end` is where the axis ends, the same for all panels of a run; `height_px` is the plot's alone."""
     if panel.is_empty:
         return svg_picture(width_px, 40, panel.title, [svg_text(0, 20, "nothing was recorded", "muted")])
     x = Scale(low=0.0, high=end or 1.0, start_px=AXIS_PX, end_px=width_px - RIGHT_PX)
@@ -83,7 +83,7 @@ def curve_chart(panel: Panel, *, end: float, width_px: int, height_px: int = 150
 
 
 def _slices(panel: Panel, x: Scale, y: Scale, size: Size) -> Iterator[str]:
-    """Upright stretches that show the values in the middle of them; the table has them for the keyboard."""
+    """Yield vertical slices that show the values nearest to their middle; keyboard users have the table instead."""
     count = SLICES_WIDE if size.width >= WIDE_FROM_PX else SLICES
     width = (x.end_px - x.start_px) / count
     for index in range(count):
@@ -146,7 +146,7 @@ def _marks(panel: Panel, x: Scale, height_px: int) -> Iterator[str]:
 
 
 def _legend(panel: Panel, top: float, width_px: int) -> tuple[list[str], float]:
-    """Nothing where there is one curve: the heading names it."""
+    """Return the legend and its height; nothing for a single entry, which the heading names."""
     entries = [(f'class="curve s{index}"', name) for index, (name, points) in enumerate(panel.curves) if points]
     entries += [('class="start"', panel.level[0])] if panel.level else []
     entries += [('class="mark"', "skipped update")] if panel.marks else []

@@ -1,4 +1,4 @@
-"""Prepared data for the terminal: what a folder holds, what a check found, and how far a preparation is.
+"""Prepared data for the terminal: what a folder holds, what a check found, and how far a preparation has come.
 
     print_data(document, Console());  with PrepareView(Console(stderr=True)) as view: view.show(to_json(progress))
 
@@ -21,7 +21,7 @@ from redline.core.units import UNKNOWN, human_bytes, human_percent, human_second
 from redline.report import Document, one_line
 from redline.report.table import Note, notes_grid
 
-LINE_SECONDS = 5.0  # between two lines where there is no terminal
+LINE_SECONDS = 5.0  # between two lines if there is no terminal
 
 
 def print_data(document: Document, console: Console) -> None:
@@ -51,7 +51,7 @@ def data_lines(document: Document) -> Iterator[tuple[str, str]]:
     yield "text", f"{human_bytes(text)} of UTF-8, {text / tokens:.2f} bytes per token" if tokens else UNKNOWN
     words = one_line(" ".join(sources["words"]))
     files = "1 file" if sources["files"] == 1 else f"{sources['files']:,} files"
-    yield "source", f"{words} ({files}, {human_bytes(sources['bytes'] or None)})"  # the hub does not say
+    yield "source", f"{words} ({files}, {human_bytes(sources['bytes'] or None)})"  # unknown for the hub
     yield "prepared", f"{one_line(document['date'])}: {one_line(document['command'])}"
     if took and took["seconds"] and took["text_bytes"]:
         rate = took["text_bytes"] / took["seconds"] / 1e6
@@ -105,14 +105,14 @@ class PrepareView:
 
 
 def standing_line(now: Document) -> str:
-    """'12.4 MiB of 98.1 MiB, 8.31 MB/s, 1,204 documents, 3,100,224 tokens, 12 s left'."""
+    """'12.4 MiB of 98.1 MiB, 8.31 MB/s, 1,204 documents, 3,100,224 tokens, 0:00:12 left'."""
     done = now["bytes_kept"] + now["bytes_done"]
-    total = human_bytes(now["bytes_total"] or None)  # the hub does not say
+    total = human_bytes(now["bytes_total"] or None)  # unknown for the hub
     rate = None if not now["seconds"] else now["text_bytes"] / now["seconds"] / 1e6
     left = None
     if now["bytes_done"] and now["bytes_total"]:
         left = max(0.0, now["seconds"] * (now["bytes_total"] - done) / now["bytes_done"])
-    tokens = "" if now["tokens"] is None else f"{now['tokens']:,} tokens, "  # none are made where text is only read
+    tokens = "" if now["tokens"] is None else f"{now['tokens']:,} tokens, "  # there are none while text is only read
     return (
         f"{human_bytes(done)} of {total}, {UNKNOWN if rate is None else f'{rate:.2f}'} MB/s, "
         f"{now['documents']:,} documents, {tokens}{clock_time(left)} left"

@@ -43,7 +43,7 @@ IN_INFERENCE = {
     "logits": "of the last token of each sequence",
     "working": "workspaces of matmuls",
 }
-OF_ONES_OWN = {  # a model that was seen, and not described
+OF_ONES_OWN = {  # a user's own model, traced rather than described
     "weights": "parameters and buffers",
     "gradients": "of every parameter that is trained",
     "activations": "kept for the backward pass, of every kind",
@@ -94,7 +94,7 @@ def subject_text(document: Document) -> str:
 
 
 def model_words(shape: Document) -> Iterator[str]:
-    """Sizes of a decoder; of a user's own model the list of its blocks."""
+    """Yield a decoder's sizes, or the number and kind of blocks of a user's own model."""
     if "heads" not in shape:
         if (blocks := shape.get("blocks")) is not None:
             yield f"{blocks['count']} x {one_line(blocks['kind'])}"
@@ -124,7 +124,7 @@ def flops_table(document: Document) -> Table:
 
 
 def flops_unit(flops: float) -> tuple[float, str]:
-    """MFLOP for all but the smallest models, whose figure would have no digit left."""
+    """Return (factor, name): MFLOP for all but the smallest models, whose figure would have no digits left."""
     return next((each for each in ((1e6, "MFLOP"), (1e3, "kFLOP")) if flops >= each[0]), (1.0, "FLOP"))
 
 
@@ -132,19 +132,20 @@ def flops_unit(flops: float) -> tuple[float, str]:
 
 
 def parts_of(document: Document) -> dict[str, int]:
-    """Bytes in the order of the bar; the detail tells apart what the contract calls temporary. What is not known apart
-    is left out."""
+    """Return bytes by part in the order of the bar. `memory_detail` splits what `memory` calls temporary; parts that
+    are not known separately are left out."""
     everything = {**document["memory"], **{k: v for k, v in document["memory_detail"].items() if isinstance(v, int)}}
     return {name: everything[name] for name in PARTS if everything.get(name) is not None}
 
 
 def is_own(document: Document) -> bool:
-    """A user's own model: it has no sizes of a decoder."""
+    """True for a user's own model, which has no decoder sizes."""
     return "heads" not in document["shape"]
 
 
 def memory_bar(document: Document, width: int = BAR_COLUMNS) -> Text:
-    """To the scale of the card, or of what is needed where that is more: then the end is marked as beyond the card."""
+    """Draw the parts to the scale of the card, or of the total if that is larger; then a second line marks where the
+    card ends."""
     parts, total = parts_of(document), document["memory"]["total"]
     memory = document["hardware"]["memory_bytes"]
     scale = max(total, memory or 0) / width
@@ -152,7 +153,7 @@ def memory_bar(document: Document, width: int = BAR_COLUMNS) -> Text:
     for name, size in parts.items():
         letter, colour, _ = PARTS[name]
         filled += size
-        columns = round(filled / scale) - drawn  # by running sum: rounding never makes the bar longer or shorter
+        columns = round(filled / scale) - drawn  # from a running sum, so that rounding does not change the bar's length
         bar.append(letter * columns, style=f"black on {colour}")
         drawn += columns
     bar.append(FREE * (width - drawn), style="dim")
@@ -205,7 +206,7 @@ def changes_table(document: Document) -> Table:
 
 
 def roofline_table(roofline: Document) -> Table:
-    """Three answers, and where the realistic one spends its time. Of a user's own model only bounds are known."""
+    """Tabulate three answers and where the realistic one spends its time; bounds alone for a user's own model."""
     expected, unit = roofline["expected"], rate_unit(roofline.get("unit"), short=False)
     table = plain_table("roofline", "step ", f"{unit} ", "what")
     light = "every operation at the data sheet's peaks, one after the other"
@@ -227,7 +228,7 @@ def roofline_table(roofline: Document) -> Table:
 
 
 def operations_table(roofline: Document) -> Table:
-    """The most expensive ones by the expected time; all layers and passes of one name together."""
+    """Tabulate the operations with the longest expected time; a row sums up all layers and micro batches."""
     expected = roofline["expected"]
     pairs = sorted(
         zip(expected["operations"], roofline["light"]["operations"], strict=True),

@@ -19,7 +19,7 @@ from redline.report.table import milliseconds
 
 
 def groups_in(row: Row) -> dict[str, float]:
-    """Seconds by group; none of a row that nobody profiled."""
+    """Return seconds by group; empty for a row that was not profiled."""
     return {name: float(spent) for name, spent in ((row.get("kernels") or {}).get("groups") or {}).items()}
 
 

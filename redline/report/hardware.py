@@ -1,4 +1,4 @@
-"""A machine, a device or the whole device table for the terminal: data sheet beside measurement, at most 100 columns.
+"""A machine, a device or the whole device table for the terminal: data sheet beside measurement, fitting 100 columns.
 
     print_hardware(document, Console());  print_devices(rows, Console())
 
@@ -25,7 +25,7 @@ from redline.report.table import Note, notes_grid
 
 LIST_SHED = {"int8": 4, "fp8": 5, "fp32": 6, "tf32": 7}
 LIST_LEVELS, LIST_WIDEST = 7, 200
-DETAIL_DTYPES = ("bf16", "fp16", "tf32", "fp32")  # the products are shown in the first of these that was measured
+DETAIL_DTYPES = ("bf16", "fp16", "tf32", "fp32")  # matmuls are shown in the first of these that was measured
 
 
 def print_hardware(document: Document, console: Console) -> None:
@@ -44,7 +44,7 @@ def print_hardware(document: Document, console: Console) -> None:
 
 
 def machine_lines(machine: Document | None) -> Iterator[tuple[str, str]]:
-    """What the driver says now. Nothing when a name was looked up."""
+    """Yield what the machine reports now; nothing if a device was looked up by name."""
     if machine is None:
         return
     count = f"{machine['count']} x " if machine["count"] > 1 else ""
@@ -71,7 +71,7 @@ def gpu_lines(gpu: Document) -> Iterator[tuple[str, str]]:
 
 
 def held_by(reasons: list[str] | None) -> str:
-    """Why the clocks are not higher."""
+    """Say why the clocks are not higher."""
     return UNKNOWN if reasons is None else ", ".join(reasons) or "nothing"
 
 
@@ -113,7 +113,7 @@ def peaks_table(document: Document) -> Table:
 
 
 def products_table(measured: Document) -> Table:
-    """Every product in the dtype that training uses, largest last as they were asked."""
+    """Tabulate every timed matmul in the dtype that training uses, largest last."""
     dtype = next(dtype for dtype in DETAIL_DTYPES if dtype in measured["matmul_tflops"])
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, header_style="bold")
     table.add_column(f"{dtype}, {one_line(measured['workload'])} at micro batch {measured['micro_batch']}")
@@ -154,7 +154,7 @@ def notes_of(document: Document) -> Iterator[Note]:
 
 
 def tflops(value: float | None) -> str:
-    """Four digits at most: data sheets have no more."""
+    """Format with up to four digits: data sheets have no more."""
     if value is None:
         return UNKNOWN
     return f"{value:,.0f}" if value >= 1000 else f"{value:.1f}" if value >= 1 else f"{value:.3f}"
@@ -164,7 +164,7 @@ def _peak_of(row: Document, dtype: str) -> str:
     return tflops(row["peak_tflops"][dtype])
 
 
-# Columns of the list after the label, and in which order a narrow terminal gives them up; 0 stays.
+# Columns of the list after the label, and the order in which a narrow terminal drops them; 0 stays.
 LIST_COLUMNS: tuple[tuple[str, int, Callable[[Document], str]], ...] = (
     ("family", 2, lambda row: str(row["architecture"])),
     ("SMs", 3, lambda row: str(row["multiprocessors"])),
@@ -176,7 +176,8 @@ LIST_COLUMNS: tuple[tuple[str, int, Callable[[Document], str]], ...] = (
 
 
 def print_devices(rows: list[Document], console: Console) -> None:
-    """The whole table, one line a device. A label is what --gpu takes, so it is never cut: other columns go."""
+    """Print the whole table, one line per device. --gpu accepts the label, so it is never cut; other columns are
+    dropped instead."""
     free = console.options.update(width=LIST_WIDEST)
     tables = [devices_table(rows, level) for level in range(LIST_LEVELS + 1)]
     fitting = (table for table in tables if console.measure(table, options=free).maximum <= console.width)
@@ -186,7 +187,7 @@ def print_devices(rows: list[Document], console: Console) -> None:
 
 
 def devices_table(rows: list[Document], level: int = 0) -> Table:
-    """Without the columns that are given up by this level."""
+    """Build the table without the columns that are dropped up to this level."""
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
     table.add_column("device", no_wrap=True)
     columns = [(name, cell) for name, shed, cell in LIST_COLUMNS if shed == 0 or shed > level]

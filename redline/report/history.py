@@ -1,12 +1,12 @@
-"""What a training run came to so far: its events, told one by one, as a document of bounded size that a page shows.
+"""The results of a training run so far: collects its events one by one into a document of bounded size for the page.
 
-    history = read_history(run / "metrics.jsonl")          # what earlier sessions wrote; a half line is passed over
-    history("cycle", updates=10, tokens=655_360, ...)      # and from here on each event as it happens
+    history = read_history(run / "metrics.jsonl")          # what earlier sessions wrote; an incomplete line is skipped
+    history("cycle", updates=10, tokens=655_360, ...)      # from here on, each event as it happens
     history.document(run_json, run)                        # curves over tokens, summary, samples, sessions
 
 A week of training is 100,000 cycles. Curves are thinned as they grow, by `thin`, which keeps the extremes: a spike that
-lasted one update stays in sight. A run that was killed repeats what came after its last checkpoint; the repetition
-replaces what it repeats.
+lasted one update stays visible. A run that was killed repeats what came after its last checkpoint; the repetition
+replaces what was recorded first.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from redline.report.table import unit_of
 Point = tuple[float, float]
 """(tokens trained on, value)"""
 
-MOST_POINTS = 600  # of a curve: more than one per pixel of a wide chart shows nothing new
+MOST_POINTS = 600  # per curve: more than one per pixel of a wide chart would show nothing new
 MOST_SAMPLES, MOST_NOTES, MOST_MARKS = 12, 40, 200
 PER_CYCLE = ("learning_rate", "tokens_per_second", "mfu", "peak_bytes", "data_wait")
 CURVES = ("loss", "validation_loss", "gradient_norm", *PER_CYCLE)
 
 
 def thin(points: Sequence[Point], most: int = MOST_POINTS) -> list[Point]:
-    """At most `most` points (from 4) in their order: the first, the last, and of each of equal stretches of tokens the
-    lowest and the highest."""
+    """Return at most `most` points (at least 4) in order: the first, the last, and the lowest and highest of each of
+    several equal stretches of tokens."""
     if len(points) <= most:
         return list(points)
     first, last = points[0], points[-1]
@@ -54,7 +54,7 @@ def thin(points: Sequence[Point], most: int = MOST_POINTS) -> list[Point]:
 
 
 class Cycle(NamedTuple):
-    """What medians and sums are made of: all of them are kept, since thinned points have another median."""
+    """What medians and sums are computed from. All cycles are kept, since thinned points have another median."""
 
     session: int
     updates: int
@@ -65,7 +65,7 @@ class Cycle(NamedTuple):
 
 
 class TrainingHistory:
-    """Takes the events of all sessions of a run, in the order of metrics.jsonl."""
+    """Collects the events of all sessions of a run, in the order of metrics.jsonl."""
 
     def __init__(self) -> None:
         self.curves: dict[str, list[Point]] = {name: [] for name in CURVES}
@@ -73,7 +73,7 @@ class TrainingHistory:
         self.samples: list[dict[str, Any]] = []
         self.notes: list[str] = []
         self.skipped_at: list[float] = []
-        """Tokens at the updates that were skipped."""
+        """Token counts at the updates that were skipped."""
         self.last: dict[str, Any] = {}
         """The newest cycle."""
         self.validation: list[tuple[int, float | None, int | None]] = []
@@ -89,7 +89,7 @@ class TrainingHistory:
             "session": self._session,
             "end": self._end,
         }.get(kind)
-        if tell is not None:  # a checkpoint is in its folder, and a later version may tell more
+        if tell is not None:  # checkpoints are found in their folder; a later version may emit more kinds
             tell(fields)
 
     # --- events -------------------------------------------------------------------------------------------------------
@@ -103,7 +103,7 @@ class TrainingHistory:
         updates, tokens, seconds = fields["updates"], fields["tokens"], fields["seconds"]
         rate, waited = fields["tokens_per_second"], fields["data_wait"] * seconds
         cycle = Cycle(len(self.sessions), updates, rate, fields.get("mfu"), seconds, waited)
-        # From here on nothing is missing: an event counts as a whole or not at all.
+        # Every required field was read above, so that an event counts as a whole or not at all.
         before, each = updates - len(losses), tokens / updates
         self._rewind(before, before * each)
         if self.sessions and self.sessions[-1]["from_updates"] is None:
@@ -123,7 +123,7 @@ class TrainingHistory:
         self._add("validation_loss", [(fields["tokens"], fields["loss"])])
 
     def _sample(self, fields: dict[str, Any]) -> None:
-        """The first shows where it came from, the newest where it is."""
+        """Keep the first sample, which shows where training started, and the newest ones."""
         self.samples.append({"updates": fields["updates"], "text": fields["text"]})
         if len(self.samples) > MOST_SAMPLES:
             del self.samples[1]
@@ -142,10 +142,10 @@ class TrainingHistory:
             self.curves[name] = thin(curve)
 
     def _rewind(self, updates: int, tokens: float) -> None:
-        """A cycle that starts here says that nothing after this counts any more."""
+        """Drop what was recorded after this update: the cycle that starts here replaces it."""
         if not self.last or self.last["updates"] <= updates:
             return
-        limit = tokens + 0.5  # whole numbers, up to rounding
+        limit = tokens + 0.5  # token counts are whole numbers, up to rounding
         self.curves = {name: [point for point in curve if point[0] <= limit] for name, curve in self.curves.items()}
         self.skipped_at = [place for place in self.skipped_at if place <= limit]
         self.samples = [sample for sample in self.samples if sample["updates"] <= updates]
@@ -155,8 +155,8 @@ class TrainingHistory:
     # --- what they come to --------------------------------------------------------------------------------------------
 
     def document(self, run: Document, directory: Path | None = None) -> Document:
-        """Plain JSON: what was asked (run.json) and what came of it. Numbers that are not known are None. With the run
-        directory `checkpoint` is what lies there now: a session that was killed has not said what it had saved."""
+        """Return plain JSON: what was requested (run.json) and the results so far; unknown numbers are None. Given the
+        run directory, `checkpoint` is the newest one there: a killed session did not report what it had saved."""
         order = run.get("order") or {}
         newest = self.sessions[-1] if self.sessions else {}
         summary = self.summary()
@@ -166,7 +166,7 @@ class TrainingHistory:
             "kind": "train",
             **{name: order.get(name) for name in ("workload", "recipe", "settings", "data")},
             "unit": unit_of(order) or TOKEN,
-            # Of the newest session: one that was resumed has its own. run.json has those of the first.
+            # From the newest session, since a resumed one has its own; run.json has those of the first.
             **{name: newest.get(name) or order.get(name) for name in ("layout", "parallel")},
             **{name: newest.get(name) or run.get(name) for name in ("hardware", "versions")},
             **{name: run.get(name) for name in ("command", "date")},
@@ -180,8 +180,8 @@ class TrainingHistory:
         }
 
     def summary(self) -> Document:
-        """Over all sessions, but for the speed and its `cycles`: those are of the last one that trained, since one that
-        was resumed may have other GPUs. `ended` is None while nobody has said how: it goes on, or it was killed."""
+        """Summarise all sessions, except that speed, MFU and `cycles` cover only the last one that trained: a resumed
+        session may have other GPUs. `ended` is None for a run that still trains or was killed."""
         newest = self.sessions[-1] if self.sessions else {}
         seconds = sum(cycle.seconds for cycle in self.cycles)
         last = [cycle for cycle in self.cycles if cycle.session == self.cycles[-1].session]
@@ -207,7 +207,8 @@ class TrainingHistory:
 
 
 def checkpoint_in(directory: Path, updates: int | None) -> str | None:
-    """The newest of a run that has made so many updates. What may not be read here cannot be gone on with here."""
+    """Return the newest checkpoint of a run that has made this many updates; None also if the folder cannot be read,
+    since the run cannot be resumed from here then."""
     try:
         return newest_checkpoint(directory / CHECKPOINTS_FOLDER, updates)
     except UserError:
@@ -215,7 +216,8 @@ def checkpoint_in(directory: Path, updates: int | None) -> str | None:
 
 
 def read_history(metrics: Path) -> TrainingHistory:
-    """From metrics.jsonl, if it is there. A line cut short (the machine died) or of another version is passed over."""
+    """Read metrics.jsonl, if it exists. A line that was cut short (the machine died) or that another version wrote is
+    skipped."""
     history = TrainingHistory()
     if not metrics.exists():
         return history
@@ -230,6 +232,6 @@ def read_history(metrics: Path) -> TrainingHistory:
 
 
 def read_training(directory: Path) -> Document:
-    """The document of a run directory of `redline train`. A part of run.json that is not there is not shown."""
+    """Return the document of a run directory of `redline train`. Parts missing from run.json are not shown."""
     run = json.loads((directory / RUN_FILE).read_text(encoding="utf-8"))
     return read_history(directory / METRICS_FILE).document(run, directory)

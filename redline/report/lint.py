@@ -1,4 +1,4 @@
-"""Lint findings for people: a table of what, where, the fix and the gains; the reasons stand under it in full.
+"""Lint findings for the terminal: a table of what, where, the fix and the gains; the reasons follow in full.
 
     print_lint(document, Console())        the document is that of `redline lint --json`
 
@@ -50,7 +50,7 @@ def subject_text(document: Document) -> str:
 
 
 def clean_text(document: Document) -> str:
-    """What was checked, so that silence means something."""
+    """Say what was checked, so that silence means something."""
     if document["settings"]["micro_batch"] is None:
         return "nothing ugly: the rows of every layer's matrix"
     if "parameters" in document["shape"]:
@@ -84,7 +84,7 @@ def _cells(finding: dict[str, Any], measured: bool) -> Iterator[Text]:
 
 
 def where_text(where: list[str]) -> str:
-    """The layers alone: ['head forward 16384x50257x768', 'head dgrad ...'] -> 'head'. --json has the sizes."""
+    """Name only the layers: ['head forward 16384x50257x768', 'head dgrad ...'] -> 'head'. --json has the sizes."""
     return ", ".join(dict.fromkeys(name.split()[0] for name in where)) or UNKNOWN
 
 
@@ -97,7 +97,7 @@ def notes_of(document: Document) -> Iterator[Note]:
     known = document["hardware"]["name"] is not None
     for finding in findings:
         yield Note(about=finding["rule"], text=one_line(finding["why"]))
-        if known and finding["no_predicted_gain"]:  # for an unknown device a note of the document says it for all
+        if known and finding["no_predicted_gain"]:  # for an unknown device one note covers all
             yield Note(about="", text=one_line(f"no gain is predicted: {finding['no_predicted_gain']}"))
         if finding["mild"]:
             yield Note(about="", text="mild: --strict lets it pass")

@@ -2,8 +2,8 @@
 
     Path("lint.html").write_text(render_lint_page(document), encoding="utf-8")
 
-The document is that of `redline lint --json`. Where it holds no measured GEMMs the page predicts them from the shapes
-that it names, with the same arithmetic that made the findings; a device that is not known has no efficiency.
+The document is that of `redline lint --json`. The page predicts GEMM times from its shapes, with the arithmetic behind
+the findings, and shows measured times where the document has them. An unknown device has no efficiency.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ Key = tuple[str, str]
 
 @dataclass(frozen=True, kw_only=True)
 class Timed:
-    """A GEMM and what is known of the time of one call."""
+    """A GEMM and what is known about the time of one call."""
 
     gemm: Gemm
     predicted: float | None
     measured: float | None
     peak: float | None
-    """FLOP/s of the data sheet at its dtype."""
+    """FLOP/s of the data sheet at the GEMM's dtype."""
 
     @property
     def seconds(self) -> float | None:
         return self.predicted if self.measured is None else self.measured
 
     def share(self, seconds: float | None) -> float | None:
-        """Of the peak."""
+        """Return the share of the peak that a call of this length reaches."""
         rate = None if not seconds else self.gemm.flops / self.gemm.count / seconds
         return None if rate is None or self.peak is None else rate / self.peak
 
@@ -80,7 +80,7 @@ def view_of(document: Document) -> dict[str, Any]:
 
 
 def headline_figures(document: Document) -> list[tuple[str, str, str]]:
-    """(figure, what it is, a word more)."""
+    """Return (figure, label, detail) of each headline."""
     findings = document["findings"]
     mild = sum(bool(finding["mild"]) for finding in findings)
     more = f"{mild} of them mild" if mild else "sizes that cost speed" if findings else "nothing ugly"
@@ -116,7 +116,7 @@ def finding_table(document: Document) -> dict[str, Any]:
 
 
 def subject_of(document: Document, state: str) -> Subject | None:
-    """The shape as it is, or with every fix; None where nothing is to be changed."""
+    """Return the shape as it is ('before') or with every fix; None if there is nothing to change."""
     shape, settings = (
         (document["shape"], document["settings"])
         if state == "before"
@@ -160,7 +160,7 @@ def timed(gemm: Gemm, subject: Subject, measured: dict[Key, float | None]) -> Ti
 
 
 def pairs_of(before: dict[Key, Timed], after: dict[Key, Timed]) -> list[Pair]:
-    """In the order of the step; the second bar only where the size changed."""
+    """Return a pair per GEMM in the order of the step, with a second bar only where the size changes."""
     pairs = []
     for key, one in before.items():
         share, other = one.share(one.seconds), after.get(key)
@@ -193,7 +193,7 @@ def sizes(gemm: Gemm) -> str:
 
 
 def gemm_table(before: dict[Key, Timed], after: dict[Key, Timed]) -> dict[str, Any]:
-    """A row for each GEMM as it is, and one for each that a fix changes."""
+    """Tabulate each GEMM as it is, followed by its fixed version where a fix changes it."""
     columns = [("GEMM", "words"), ("m x n x k", "words")]
     columns += [(name, "number") for name in ("calls", "predicted", "share", "measured", "measured share")]
     rows = []
@@ -213,7 +213,7 @@ def gemm_row(name: str, one: Timed) -> Row:
 
 
 def facts_of(document: Document) -> Document:
-    """In the form that every page's facts have."""
+    """Return the facts in the form that `fact_groups` expects."""
     hardware: dict[str, Any] = document["hardware"]
     measured = hardware.get("measured") or {}
     return {

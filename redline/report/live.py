@@ -36,7 +36,7 @@ CHROME_LINES = 8  # heading, rule, reason of the last row, progress line, prompt
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
-    """What the worker does now. The viewer's clock moves it on: a worker that is being timed stays silent."""
+    """What the worker is doing. The viewer's clock advances it, since a worker stays silent while it is timed."""
 
     name: str
     started: float
@@ -50,7 +50,7 @@ class Phase:
         return REDRAW_SECONDS_TIMED if self.name == "timing" else REDRAW_SECONDS
 
     def share(self, now: float) -> float | None:
-        """How much is behind us, 0 to 1, or None when nobody can say."""
+        """Return how much is done, from 0 to 1; None if unknown."""
         if self._told_by_clock:
             return min(1.0, (now - self.started) / (self.seconds or 1.0))
         return min(1.0, (self.done or 0) / self.total) if self.total else None
@@ -68,9 +68,10 @@ class Phase:
 
 
 class LiveLadder:
-    """A view, nothing more: it is told what happens and draws it on the console it was given.
+    """Draws what its caller reports on the given console; it decides nothing.
 
-    At a clean end the live table is taken away, because print_ladder follows; `keep` leaves it, as an exception does.
+    On a clean exit the live table is removed, because print_ladder follows; after an exception, or with `keep`, it
+    stays.
     """
 
     def __init__(self, console: Console, *, keep: bool = False, clock: Callable[[], float] = time.monotonic) -> None:
@@ -116,7 +117,7 @@ class LiveLadder:
             self._print(Text(self._heading))
 
     def phase(self, name: str, done: int | None = None, total: int | None = None, seconds: float | None = None) -> None:
-        """The same phase told again keeps its clock: only its progress is new."""
+        """Show a phase. Repeating its name keeps its clock and only updates the progress."""
         name, before = one_line(name), self._phase
         again = before is not None and before.name == name
         if not again and not self._live and self._heading is None:
@@ -127,8 +128,8 @@ class LiveLadder:
         self._phase = Phase(name=name, started=started, done=done, total=total, seconds=seconds)
 
     def _compile_seconds(self) -> float | None:
-        """What the last row that compiled took: each row compiles the whole model from an empty cache, and the next
-        does about the same, or less where it finds its code compiled. Of a repeat nobody can say."""
+        """Return what the last row that compiled took: each row compiles the whole model from an empty cache, so the
+        next takes about as long, or less if it finds its code compiled. None for a repeat, which is unpredictable."""
         if any(row["rung"] == self._rung for row in self._rows):
             return None
         return next((row["compile_seconds"] for row in reversed(self._rows) if row.get("compile_seconds")), None)
@@ -136,7 +137,7 @@ class LiveLadder:
     def row_finished(self, row: Row) -> None:
         places = [place for place, known in enumerate(self._rows) if known["rung"] == row["rung"]]
         if places:
-            self._rows[places[0]] = row  # a repeat: the row it had, with more measurements in it
+            self._rows[places[0]] = row  # a repeat: the same row with more measurements
         else:
             self._rows.append(row)
         self._heading = self._phase = None
@@ -150,13 +151,13 @@ class LiveLadder:
         self._console.print(text, soft_wrap=True)
 
     def _tick(self) -> None:
-        """Redraws on its own clock; what happens in between waits for the next tick."""
+        """Redraw on a clock of its own; events in between wait for the next tick."""
         while not self._stop.wait(self._phase.redraw_seconds if self._phase else REDRAW_SECONDS):
             if self._live:
                 self._live.refresh()
 
     def _picture(self) -> ConsoleRenderable:
-        """The last rows that fit the window: the progress line must never be the part that is cut off."""
+        """Return the last rows that fit the window, so that the progress line is never cut off."""
         room = max(1, self._console.height - CHROME_LINES)
         parts: list[ConsoleRenderable] = []
         if len(self._rows) > room:
@@ -168,14 +169,14 @@ class LiveLadder:
         return Group(*parts)
 
     def _last_reason(self) -> Text:
-        """Why the newest row is not an ordinary one; the full list follows at the end."""
+        """Return the newest row's reason, if it has one; the full list follows at the end."""
         row = self._rows[-1]
         text = f"{rung_name(row)}: {reason_of(row)}" if row.get("reason") else ""
         return Text(text, style="red" if status_of(row) == "failed" else "dim", no_wrap=True, overflow="ellipsis")
 
 
 def progress_line(heading: str | None, phase: Phase, now: float, width: int) -> Table:
-    """A bar where progress is known or expected, else a spinner; when it is tight, the heading gives way."""
+    """Return a bar if progress is known or expected, else a spinner; the heading is shortened if space is tight."""
     share, figure = phase.share(now), phase.progress_text(now)
     frame = SPINNER[int((now - phase.started) / REDRAW_SECONDS) % len(SPINNER)]
     mark = Text(frame, style="cyan") if share is None else ProgressBar(total=1.0, completed=share, width=BAR_COLUMNS)
@@ -188,7 +189,7 @@ def progress_line(heading: str | None, phase: Phase, now: float, width: int) -> 
 
 
 def finished_line(row: Row) -> Text:
-    """One row in one line, for logs."""
+    """Return a row as one line, for logs."""
     if status_of(row) != "ok":
         return Text(f"  {rung_name(row)} {status_of(row)}: {reason_of(row)}{own_batch_text(row)}")
     step = milliseconds((row.get("step_seconds") or {}).get("median")) or UNKNOWN
@@ -199,7 +200,7 @@ def finished_line(row: Row) -> Text:
 
 
 def own_batch_text(row: Row) -> str:
-    """What the row is at its own micro batch, once that is known."""
+    """Return the row's result at its own micro batch, once that is known."""
     own = row.get("rebatched") or {}
     if not own:
         return ""

@@ -1,4 +1,4 @@
-"""The ladder as GitHub renders it: the README's table, with where, when and how under it.
+"""The ladder as GitHub Markdown: the README's table, with where, when and how it was measured below.
 
     markdown_table(document) -> "| rung | ms/step | ..."
 
@@ -22,7 +22,7 @@ from redline.report.table import (
 
 
 def markdown_table(document: Document) -> str:
-    """The table, a caption and the reasons, as GitHub renders them."""
+    """Return the table, a caption and the notes."""
     columns = shown_columns(document)
     lines = [_markdown_line(column.name for column in columns)]
     lines.append(_markdown_line("---:" if column.number else ":---" for column in columns))
@@ -37,7 +37,7 @@ def _markdown_line(cells: Iterable[str]) -> str:
 
 
 def caption(document: Document) -> str:
-    """Where, with what, when and how: a number without these is a rumour."""
+    """Say where, with what, when and how: a number without these is a rumour."""
     parts = [markdown_text(text) for text in (workload_text(document), machine_text(document), versions_text(document))]
     parts.append(markdown_text(document.get("date") or "date not known"))
     command = one_line(document.get("command") or "").replace("`", "'")
@@ -45,6 +45,6 @@ def caption(document: Document) -> str:
 
 
 def markdown_text(text: object) -> str:
-    """Text that Markdown must not read as markup or as a column."""
+    """Escape text so that Markdown reads neither markup nor columns in it."""
     escaped = one_line(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     return "".join("\\" + character if character in "\\`*_|[]~" else character for character in escaped)

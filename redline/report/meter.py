@@ -1,4 +1,4 @@
-"""What a meter in somebody's loop has seen, for the terminal.
+"""What a meter in a user's own training loop measured, for the terminal.
 
 print_meter(document, Console())        the document is that of `redline.Meter.summary`
 """

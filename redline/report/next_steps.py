@@ -1,11 +1,11 @@
-"""What to do after a ladder or a tune, in words: the three that matter most, each with its figures and a command.
+"""What to do after a ladder or a tune: the three most important steps, each with its figures and a command.
 
     ladder_steps(document) -> [Step(what="Try a larger micro batch", why="the best recipe takes 8.40 GiB of ...", ...)]
 
-A rule is a function over the document that gives a step, or nothing where it has nothing to say. The order of the rules
-is the order of importance: what is wrong, what is unfinished, what would be faster, what would be surer. Every figure
-is one of the document, and so is every option of a command; paths are those of `document["directory"]`, which whoever
-draws a run directory puts in. A document that came alone has none: its recipe is on the page, to be saved as best.json.
+A rule is a function over the document that yields a step, or nothing. Rules are ordered by importance: what is wrong,
+what is unfinished, what would be faster, what would be more certain. Figures and the options of the run come from the
+document; paths start at `document["directory"]`, which is set when a run directory is drawn. A document on its own has
+none: its recipe is on the page, to be saved as best.json.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from redline.report import Document, Row, has_implausible_peak, one_line, reason
 from redline.report.table import best_row, layout_of, rows_of, swing_of, unit_of
 
 SHOWN = 3
-ROOM = 0.5  # of the device's memory: below this a larger micro batch is worth a look
+ROOM = 0.5  # of the device's memory: below this, larger micro batches are worth trying
 WORTH = 1.02  # a gain that a run would notice
 SURER = ("--repeats", "3", "--aa")
 
@@ -48,7 +48,7 @@ def tune_steps(document: Document) -> list[Step]:
 
 
 def first_steps(rules: Sequence[Rule], document: Document) -> list[Step]:
-    """No command twice: what does two things at once is told for the first."""
+    """Return the first steps that the rules yield; a command that serves two steps is listed only with the first."""
     steps: list[Step] = []
     for step in (step for rule in rules for step in rule(document)):
         if not step.command or step.command not in {one.command for one in steps}:
@@ -60,18 +60,18 @@ def first_steps(rules: Sequence[Rule], document: Document) -> list[Step]:
 
 
 def command(document: Document, name: str, *more: str) -> str:
-    """`redline NAME` of the same workload."""
+    """Return `redline NAME` for the same workload."""
     workload = document.get("workload") or {}
     words = ["redline", name, workload.get("words") or workload.get("name") or "gpt2", *more]
     return shlex.join(map(one_line, words))
 
 
 def text_words(document: Document) -> list[str]:
-    """The options that give every command the same text on the same devices."""
+    """Return the options that make any command use the same text on the same devices."""
     workload, typed = document.get("workload") or {}, typed_words(document)
     shape = workload.get("shape") or {}
     words = []
-    if shape.get("max_positions") is not None and shape.get("sequence"):  # pieces shorter than the context
+    if shape.get("max_positions") is not None and shape.get("sequence"):  # sequences shorter than the context
         words += ["--sequence", str(shape["sequence"])]
     if workload.get("corpus") not in (None, SAMPLE_CORPUS):
         words += ["--data", str(workload["corpus"])]
@@ -82,18 +82,17 @@ def text_words(document: Document) -> list[str]:
 
 
 def typed_words(document: Document) -> list[str]:
-    """What was typed behind `redline ladder` or `redline tune`; nothing of a run from Python, or of one that was
-    resumed."""
+    """Return what was typed after `redline ladder` or `redline tune`; nothing for a resumed run or one from Python."""
     try:
         words = shlex.split(one_line(document.get("command") or ""))
-    except ValueError:  # a quote that nobody closed: no command of ours
+    except ValueError:  # an unclosed quote: no command of ours
         return []
     return words[2:] if words[:1] == ["redline"] and "--resume" not in words else []
 
 
 def value_of(words: Sequence[str], option: str) -> str | None:
-    """Of '--option value' or '--option=value'; None where it was not typed."""
-    for word, after in zip(words, [*words[1:], None], strict=False):  # of no words there is one that is after
+    """Return the value of '--option value' or '--option=value'; None if the option was not typed."""
+    for word, after in zip(words, [*words[1:], None], strict=False):  # without words the second is longer
         name, equals, value = word.partition("=")
         if name == option:
             return value if equals else after
@@ -101,7 +100,7 @@ def value_of(words: Sequence[str], option: str) -> str | None:
 
 
 def ladder_again(document: Document, *more: str) -> str:
-    """The same ladder with something changed. It gets a run directory of its own."""
+    """Return the command for the same ladder with something changed, in a run directory of its own."""
     typed = typed_words(document)
     if not typed:
         start = (document.get("settings") or {}).get("start") or {}
@@ -133,7 +132,7 @@ def file_in(document: Document, name: str) -> str:
 
 
 def resume_command(document: Document, name: str, *more: str) -> str:
-    """Nothing where nobody knows the run directory."""
+    """Return the command that resumes the run; empty if the run directory is unknown."""
     folder = document.get("directory")
     return shlex.join(["redline", name, "--resume", one_line(folder), *more]) if folder else ""
 
@@ -143,7 +142,7 @@ def profile_command(document: Document) -> str:
 
 
 def train_command(document: Document, recipe: str | None = None) -> str:
-    """What goes on where the run ended: the same text and the same update."""
+    """Return the command that trains with the recipe, on the same text and with the same global batch."""
     chosen = (document.get("best") or {}).get("global_batch") or (document.get("settings") or {}).get("global_batch")
     update = [] if chosen is None else ["--global-batch", str(chosen)]
     path = recipe or file_in(document, BEST_FILE)
@@ -164,7 +163,7 @@ def drop_what_is_wrong(document: Document) -> Iterator[Step]:
 
 
 def left_out(document: Document) -> list[str]:
-    """What the user had left out already."""
+    """Return what the user had already left out."""
     typed = value_of(typed_words(document), "--without")
     return [] if typed is None else [typed]
 
@@ -187,7 +186,7 @@ def look_at_failures(document: Document) -> Iterator[Step]:
 
 
 def take_the_own_batch(document: Document) -> Iterator[Step]:
-    """The re-batched winner where there is one, else a look for it where memory is left."""
+    """Suggest the re-batched winner if there is one, else a search for it if memory is left."""
     best, own = document.get("best") or {}, document.get("best_rebatched") or {}
     rate, own_rate = best.get("tokens_per_second"), own.get("tokens_per_second")
     if rate and own_rate:
@@ -267,7 +266,7 @@ def train_with_it(document: Document) -> Iterator[Step]:
 
 
 def rate_text(document: Document, rate: float | None) -> str:
-    """'32,239 tokens/s', or samples of a user's own model."""
+    """Return '32,239 tokens/s', or samples/s for a user's own model."""
     return f"{human_rate(rate)} {rate_unit(unit_of(document), short=False)}"
 
 
@@ -325,7 +324,7 @@ def settle_ties(document: Document) -> Iterator[Step]:
 
 
 def tie_advice(document: Document) -> str:
-    """Least memory decides, where every peak can be right."""
+    """Advise taking the trial with the least memory, provided that every peak is plausible."""
     best = document["best"]
     equals = [row for row in rows_of(document) if row.get("number") in (best.get("number"), *best["ties"])]
     doubted = [f"#{row['number']}" for row in equals if has_implausible_peak(row)]

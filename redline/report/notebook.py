@@ -1,9 +1,10 @@
-"""Results in a notebook: a page in a frame of its own, so that neither's style reaches the other.
+"""Results in a notebook: each page in a frame of its own, so that its style and the notebook's do not mix.
 
     in_notebook(render_estimate_page(document))  ->  '<iframe srcdoc="..." ...></iframe>'
 
-A ladder, a tune, a profile and a lint have pages; those of the rest are made here, from the terminal's own tables. The
-frame is self-contained and runs no script. All text is escaped twice: in the page, and the page in the frame.
+Ladders, tunes, profiles and lints have pages already; those of all other results are made here from the terminal's
+tables. The frame is self-contained and runs no script. All text is escaped twice: in the page, and with the page in the
+frame.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from redline.report.svg import plain_tick
 from redline.report.table import Note
 
 HEIGHT_PX = 640
-NEAR = 0.25  # of the device's memory: from there on its end is drawn
+NEAR = 0.25  # of the device's memory: smaller totals are drawn without its limit
 
 
 def in_notebook(page: str) -> str:
@@ -40,7 +41,7 @@ class Part:
 
 
 def page_table(title: str, table: Table) -> dict[str, Any]:
-    """A table of the terminal for the page."""
+    """Convert a terminal table for the page."""
     kinds = ["number" if column.justify == "right" else "words" for column in table.columns]
     columns = [(str(column.header), kind) for column, kind in zip(table.columns, kinds, strict=True)]
     rows = zip(*(column.cells for column in table.columns), strict=True)
@@ -52,7 +53,7 @@ def page_table(title: str, table: Table) -> dict[str, Any]:
 
 
 def lines_table(label: str, names: tuple[str, ...], lines: Iterable[Iterable[str]]) -> dict[str, Any]:
-    """A table of words."""
+    """Build a table in which every column is text."""
     rows = [table_row([one_line(cell) for cell in line]) for line in lines]
     return {"label": label, "columns": [(name, "words") for name in names], "rows": rows}
 
@@ -91,7 +92,7 @@ def render_estimate_page(document: Document) -> str:
     if document["what_to_change"]:
         parts.append(Part(title="To make it fit", table=page_table("changes", estimate.changes_table(document))))
     if roofline is not None:
-        # Of a model of one's own nobody predicts a step, only what it cannot be faster than.
+        # For a user's own model no step time is predicted, only what it cannot be faster than.
         chart = drawings(lambda px: _roofline_chart(roofline, px)) if roofline["expected"] else None
         parts.append(Part(title="Speed", chart=chart, table=page_table("roofline", estimate.roofline_table(roofline))))
     return _page(
@@ -106,7 +107,7 @@ def render_estimate_page(document: Document) -> str:
 
 
 def without_first(table: Table) -> Table:
-    """The key of the terminal's bar is its first column."""
+    """Drop the first column, which is the key to the terminal's bar."""
     table.columns = table.columns[1:]
     return table
 
@@ -116,7 +117,7 @@ def _memory_chart(document: Document, width_px: int) -> str:
     lines = [f"{estimate.LABELS.get(name, name)} {human_bytes(size)}" for name, size in parts.items()]
     total, memory = document["memory"]["total"], document["hardware"]["memory_bytes"]
     if memory is not None and total < NEAR * memory:
-        memory = None  # at that scale the parts could not be told apart; the text says what share they are
+        memory = None  # at that scale the parts could not be told apart
     bar = Bar(
         name="predicted",
         parts=tuple((estimate.LABELS.get(name, name), float(size)) for name, size in parts.items()),
@@ -160,7 +161,7 @@ def _roofline_chart(roofline: Document, width_px: int) -> str:
 
 
 def render_lint(document: Document) -> str:
-    """A described shape has a page of its own, with its GEMMs; a model that was walked has its findings."""
+    """Render a described shape with its GEMMs, on the page of `lint_page`, and a user's own model with its findings."""
     if "parameters" not in document["shape"]:
         return render_lint_page(document)
     findings = document["findings"]
@@ -206,7 +207,7 @@ def render_hardware_page(document: Document) -> str:
 
 
 def _peaks(document: Document) -> dict[str, tuple[float, float | None]]:
-    """By dtype: the data sheet's rate, and what was measured; without a data sheet the measured one alone."""
+    """Return (data-sheet rate, measured rate) by dtype; (measured rate, None) where the data sheet has none."""
     sheet = (document["known"] or {}).get("peak_tflops") or {}
     rates = (document["measured"] or {}).get("matmul_tflops") or {}
     names = dict.fromkeys([*sheet, *rates])

@@ -62,10 +62,10 @@ VERDICT_MEANINGS = {
     "different": "outside the band: not the same training any more",
     "not-checked": "no curve to compare",
 }
-# What holds memory, in the order of the predicted anatomy; colours follow it in every chart.
+# What holds memory, in the order of the predicted anatomy; colours follow this order in every chart.
 MEMORY_PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "temporary")
 RECIPE_NOTE = "A file that --recipe and --from take."
-# Buttons are shown only where this runs. Some browsers lend the clipboard to no local file: then the text is selected
+# Buttons are shown only if this script runs. Some browsers deny local files the clipboard: then the text is selected
 # and copied the old way.
 SCRIPT = """(function () {
   "use strict";
@@ -100,7 +100,7 @@ def render_page(document: Document) -> str:
 
 
 def render(name: str, view: dict[str, Any]) -> str:
-    """With what every page needs: the charts' style, and the script with its hash."""
+    """Render a template with what every page needs: the charts' style, and the script with its hash."""
     from markupsafe import Markup
 
     digest = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
@@ -108,13 +108,13 @@ def render(name: str, view: dict[str, Any]) -> str:
     return template(name).render({**SHARED_VIEW, **shared, **view})
 
 
-# What a page may leave out.
+# Defaults for what a page may leave out.
 SHARED_VIEW: dict[str, Any] = {"sections": [], "recipe": "", "recipe_note": RECIPE_NOTE}
 
 
 @cache
 def template(name: str) -> Template:
-    """A page that extends base.html.j2, where the style is."""
+    """Load a page that extends base.html.j2, which holds the style."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     environment = Environment(
@@ -159,7 +159,7 @@ def view_of(document: Document) -> dict[str, Any]:
 
 
 def sections(document: Document) -> Iterator[tuple[str, str]]:
-    """(id, words) of what the page holds, for the line of links at its top."""
+    """Yield (id, words) of each section, for the line of links at the top of the page."""
     rows = rows_of(document)
     yield "ladder", "Ladder"
     if rebatched_rows(document):
@@ -177,7 +177,7 @@ def sections(document: Document) -> Iterator[tuple[str, str]]:
 
 
 def best_recipe(document: Document) -> str:
-    """As best.json holds it."""
+    """Return the recipe as best.json holds it."""
     row = best_row(document)
     if row is None or row.get("recipe") is None:
         return ""
@@ -197,7 +197,7 @@ def date_text(document: Document) -> str:
 
 
 def headline_figures(document: Document) -> list[tuple[str, str, str]]:
-    """(figure, what it is, a word more): the three numbers people quote."""
+    """Return (figure, label, detail) of the three numbers people quote."""
     best = document.get("best")
     if not best:
         return []
@@ -219,14 +219,14 @@ def _best_place(best: dict[str, Any]) -> str:
 
 
 def _baseline_rate(document: Document) -> str:
-    """The first measured row is what totals are counted from."""
+    """Return the rate of the first measured row, which total speed-ups are relative to."""
     first = next((row for row in rows_of(document) if status_of(row) == "ok"), {})
     unit = rate_unit(first.get("unit"), short=False)
     return f"{human_rate(first.get('tokens_per_second'))} {unit} before" if first.get("tokens_per_second") else ""
 
 
 def alarms(document: Document) -> list[tuple[str, str]]:
-    """(kind, text) of what a reader must know before any number."""
+    """Return (kind, text) of what a reader must know before any number."""
     lines = [(note.kind, f"{note.about}: {note.text}") for note in notes_of(document) if note.kind == "different"]
     if document.get("under_way"):
         lines.append(("unfinished", "This run goes on: the rows below are those so far."))
@@ -249,7 +249,7 @@ def _charts(document: Document) -> dict[str, Any]:
 
 
 def drawings(draw: Callable[[int], str], wide_px: int = WIDE_PX) -> list[tuple[str, Any]]:
-    """One for a wide window and one for a narrow one."""
+    """Draw a chart for a wide window and for a narrow one."""
     from markupsafe import Markup
 
     return [(size, Markup(draw(px))) for size, px in (("wide", wide_px), ("narrow", NARROW_PX))]
@@ -263,7 +263,7 @@ def has_anatomy(rows: Iterable[Row]) -> bool:
 
 
 def memory_chart(rows: Iterable[Row], width_px: int) -> str:
-    """Predicted parts against the measured peak; also of a rung that ran out of memory, which has no peak."""
+    """Draw predicted parts against the measured peak, also for a rung that ran out of memory and has no peak."""
     bars = [
         Bar(
             name=rung_name(row),
@@ -314,7 +314,8 @@ def memory_table(rows: Iterable[Row]) -> dict[str, Any]:
 
 
 def table_row(cells: list[str], kind: str = "", why: str = "", title: str = "") -> dict[str, Any]:
-    """A line of parts.html.j2's plain table. `title`: the whole of a long name, whose cell may wrap."""
+    """Return a row for the plain table of parts.html.j2. `title` is the full text of a long name, whose cell may
+    wrap."""
     return {"cells": cells, "kind": kind, "why": why, "title": title}
 
 
@@ -340,7 +341,7 @@ def _row_view(row: Row, columns: Any) -> dict[str, Any]:
 
 
 def rebatched_view(document: Document) -> dict[str, Any]:
-    """The second view: each rung at its own micro batch, and why it is that one."""
+    """Return the second table: each rung at its own micro batch, and why that one was chosen."""
     columns, rows = rebatched_columns(document), rebatched_rows(document)
     reasons = (note.text for note in rebatched_notes(document))
     lines = [(cells_of(row, columns), reason) for row, reason in zip(rows, reasons, strict=True)]
@@ -362,8 +363,8 @@ PROOF_COLUMNS = (*PROOF_WORDS, "graph breaks", "syncs/step", "compiling", "HFU",
 
 
 def proof_view(rows: Iterable[Row]) -> dict[str, Any]:
-    """What the profile saw, and memory against its prediction, unless a panel of its own has that; columns nobody could
-    fill are left out."""
+    """Return what the profile saw, and memory against its prediction unless a panel of its own shows that; columns
+    without a value are left out."""
     measured = [row for row in rows if status_of(row) == "ok"]
     table = [_proof_cells(row) for row in measured]
     told = ("peak", "predicted") if has_anatomy(measured) else ()
@@ -378,7 +379,7 @@ def proof_view(rows: Iterable[Row]) -> dict[str, Any]:
 
 
 def _proof_cells(row: Row) -> list[tuple[str, str]]:
-    """(text, title) of each column: a title holds in full what the text shortens, and is empty elsewhere."""
+    """Return (text, title) of each column: the title is the full form of a shortened text, and empty otherwise."""
     kernels = row.get("kernels") or {}
     texts = [
         ", ".join(one_line(name) for name in kernels.get("matmul_dtypes") or [] if name) or UNKNOWN,
@@ -401,7 +402,7 @@ def _kernel_cell(name: object) -> tuple[str, str]:
 
 
 def short_kernel(name: str) -> str:
-    """cuDNN writes the whole plan of a kernel into its name; family, architecture and algorithm are what people read:
+    """Reduce a cuDNN name, which contains the kernel's whole plan, to family, architecture and algorithm:
     'cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_...' -> 'cudnn sdpa sm90 flash'."""
     if not name.startswith("cudnn_generated_"):
         return name
@@ -410,7 +411,7 @@ def short_kernel(name: str) -> str:
 
 
 def _plain(value: object) -> str:
-    """A setting as people write it: 1000 -> '1,000', 0.5 -> '0.5', [9, 0] -> '9, 0'."""
+    """Format a setting as people write it: 1000 -> '1,000', 0.5 -> '0.5', [9, 0] -> '9, 0'."""
     if value is None or value == "" or value == []:
         return UNKNOWN
     if isinstance(value, dict):  # what is unset is left out
@@ -424,7 +425,7 @@ def _plain(value: object) -> str:
 
 
 def fact_groups(document: Document) -> list[tuple[str, list[tuple[str, str]]]]:
-    """Machine, workload, versions and settings as (name, value) lists; what is not known is left out."""
+    """Return machine, workload, versions and settings as (name, value) lists; unknown values are left out."""
     groups = [
         ("Machine", machine_facts(document)),
         ("Workload", workload_facts(document)),
@@ -440,7 +441,7 @@ def fact_groups(document: Document) -> list[tuple[str, list[tuple[str, str]]]]:
 
 
 def _fact(name: str, value: Any) -> str:
-    """A seed is a name made of digits, no amount; a limit of memory is one of bytes."""
+    """Format a fact: a memory limit is in bytes, and a seed has no thousands separators since it is not an amount."""
     if name == "memory_limit" and isinstance(value, int):
         return human_bytes(value)
     return one_line(value) if name == "seed" and value is not None else _plain(value)
@@ -470,7 +471,7 @@ def workload_facts(document: Document) -> dict[str, Any]:
     if workload.get("tokenizer") == NO_TOKENIZER:
         hidden += ["tokenizer", "corpus"]  # a user's file makes its own batches
     plain = {name: value for name, value in workload.items() if name not in hidden}
-    # What was seen of a user's own model is lists of products and modules: no facts to be read here.
+    # The shape of a user's own model also holds lists of matmuls and modules, which are no facts to read here.
     sizes = {name: size for name, size in (workload.get("shape") or {}).items() if not isinstance(size, (list, dict))}
     source = workload.get("source") or {}
     return {"name": plain.pop("name", None), "model code": source.get("kind"), **sizes, **plain}

@@ -1,4 +1,4 @@
-"""Many GPUs for the terminal: the layout and why, what each GPU sends, and where the step goes.
+"""An estimate for many GPUs, for the terminal: the layout and why, what each GPU sends, and where the step's time goes.
 
 print_parallel(document["parallel"], Console())     the document is that of `redline estimate --json`
 """
@@ -37,7 +37,7 @@ def print_parallel(parallel: Document, console: Console) -> None:
 
 
 def shortage_text(shortage: Document) -> str:
-    """Who lacks how much, and what does not."""
+    """Say which ranks need more memory than they have, and which layout fits."""
     first, last = shortage["ranks"]
     stage = "" if shortage["stage"] is None else f", the {shortage['stage']} stage of the pipeline,"
     ranks = f"ranks {first} {'and' if last == first + 1 else 'to'} {last}"
@@ -54,7 +54,8 @@ def shortage_text(shortage: Document) -> str:
 
 
 def train_text(parallel: Document, width: int) -> str:
-    """The line to type; of what does not fit, the line of what does."""
+    """Return the command to type; if `redline train` refuses the layout, the reason and the command of one that
+    fits."""
     train, shortage = parallel["train"], parallel["shortage"]
     if train["command"] is not None:
         return f"to train like that:\n{broken_line(train['command'], width)}"
@@ -64,7 +65,7 @@ def train_text(parallel: Document, width: int) -> str:
 
 
 def broken_line(command: str, width: int) -> str:
-    """Broken where a shell lets it be."""
+    """Break a command into lines that a shell joins again."""
     lines = [""]
     for word in _unbroken(one_line(command)):
         longer = f"{lines[-1]} {word}".strip()
@@ -76,7 +77,7 @@ def broken_line(command: str, width: int) -> str:
 
 
 def _unbroken(command: str) -> list[str]:
-    """Words as the shell reads them, quotes and all: none is broken."""
+    """Return the words as a shell reads them, with their quotes; none of them may be broken."""
     return [shlex.quote(word) if word not in ("&&", ">") else word for word in shlex.split(command)]
 
 
@@ -94,7 +95,7 @@ def layout_words(layout: dict[str, Any]) -> str:
 
 
 def traffic_table(parallel: Document) -> Table:
-    """Of the pipeline stage that takes longest, if there are several."""
+    """Tabulate what one GPU sends, in the slowest pipeline stage if there are several."""
     table = plain_table("sent by one GPU in a step", "how", "calls ", "bytes ", "time ", "hides behind")
     for one in parallel["collectives"]:
         hides = f"the {one['during']}" if one["overlaps"] else "nothing"
@@ -130,7 +131,7 @@ def step_table(parallel: Document) -> Table:
 
 
 def layouts_table(recommendation: Document) -> Table:
-    # Of one GPU with that row's own micro batches: a row with smaller ones may be slower and stand higher here.
+    # 'of one GPU' compares with one GPU at the row's own micro batch: a slower row with smaller ones may score higher.
     table = plain_table("layout", "micro batch ", "GAS ", "memory ", "tokens/s ", "of one GPU ")
     for number, row in enumerate([recommendation["best"], *recommendation["others"]]):
         layout = row["layout"]

@@ -1,4 +1,4 @@
-"""The table that estimates are printed as: a head, a rule, no frame.
+"""The plain table of estimates and profiles: a heading, a rule, no frame.
 
 table = plain_table("operation", "GFLOP ", "share ")     # names that end in a space are numbers
 """

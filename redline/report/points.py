@@ -1,9 +1,9 @@
-"""Trials as points: speed against memory, and the front of those that nothing beats in both.
+"""Trials as points: speed against memory, and the Pareto front of the two.
 
     points_chart((Point(number=3, memory=8e9, rate=4.1e5, kind="sound", tip="#3"),), light=8e5, width_px=960)
 
-Only sound trials are on the front: one that is wrong, or was given up before it was checked, is no choice. Nor is one
-whose memory cannot be right: its ring is dashed.
+Only sound trials are on the front: one that is wrong, or was given up before it was checked, cannot be chosen. Nor is a
+trial whose peak memory is implausible: it has a dashed ring.
 """
 
 from __future__ import annotations
@@ -41,11 +41,12 @@ class Point:
     """best, sound, lost (given up, or over the limit) or bad (different training)."""
     tip: str
     trusted: bool = True
-    """Its memory: `is_implausible_peak` says why not."""
+    """False if its memory figure is implausible (`is_implausible_peak`)."""
 
 
 def front_of(points: Sequence[Point]) -> list[Point]:
-    """Least memory first: each is faster than everything sound that takes no more."""
+    """Return the Pareto front, least memory first: each point is faster than all sound, trusted ones that need no
+    more."""
     front: list[Point] = []
     for point in sorted(points, key=lambda one: (one.memory, -one.rate)):
         if point.trusted and point.kind in ("best", "sound") and (not front or point.rate > front[-1].rate):
@@ -54,7 +55,7 @@ def front_of(points: Sequence[Point]) -> list[Point]:
 
 
 def points_chart(points: Sequence[Point], *, width_px: int, light: float | None = None) -> str:
-    """`light`: the winner's speed of light, in tokens per second."""
+    """Draw every trial. `light` is the winner's speed of light, in tokens per second."""
     unit, name = (GIB, "GiB") if max(point.memory for point in points) >= GIB else (MIB, "MiB")
     x = _spread([point.memory / unit for point in points], AXIS_PX, width_px - RIGHT_PX)
     y = _spread([*(point.rate for point in points), *([light] if light else [])], PLOT_PX, TOP_PX)
@@ -95,7 +96,7 @@ def _light(light: float | None, x: Scale, y: Scale) -> Iterator[str]:
 
 
 def _front(front: Sequence[Point], unit: float, x: Scale, y: Scale) -> Iterator[str]:
-    """Steps: between two points nothing faster fits into less than the next one's memory."""
+    """Draw steps: between two points, nothing faster fits into less memory than the next point needs."""
     if len(front) < 2:
         return
     first, *others = front

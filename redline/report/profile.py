@@ -49,7 +49,7 @@ def print_profile(document: Document, console: Console) -> None:
 
 
 def parts_of(document: Document, width: int) -> Iterator[tuple[str, Table | Text]]:
-    if document["advice"] is not None:  # a step that somebody wrote has no workload to advise on
+    if document["advice"] is not None:  # a user's own step has no workload to advise on
         yield "to do first", advice_table(document)
     yield "where the time goes", groups_table(document)
     yield "by phase", phases_table(document)
@@ -118,7 +118,7 @@ def phases_table(document: Document) -> Table:
 
 
 def bar(share: float) -> str:
-    """To an eighth of a cell; what is there at all shows."""
+    """Draw a share to an eighth of a cell; anything above zero is visible."""
     eighths = max(1, round(min(share, 1.0) * BAR_COLUMNS * 8)) if share > 0 else 0
     return "█" * (eighths // 8) + ("▏▎▍▌▋▊▉"[eighths % 8 - 1] if eighths % 8 else "")
 
@@ -133,7 +133,7 @@ def modules_table(document: Document) -> Table:
 
 
 def uncompiled_table(document: Document) -> Table:
-    """Shares only: the times are those of another step."""
+    """Tabulate shares only: the times are those of another step."""
     table = plain_table("module", "forward ", "backward ", "share ", "")
     for name, forward, backward in uncompiled_shares(document)[:SHOWN_MODULES]:
         shares = (forward, backward, forward + backward)
@@ -142,7 +142,7 @@ def uncompiled_table(document: Document) -> Table:
 
 
 def uncompiled_words(document: Document) -> str:
-    """Which step it is: 'of the same step without compile: 171 ms instead of 114 ms'."""
+    """Say which step was measured: 'of the same step without compile: 171 ms instead of 114 ms'."""
     found, recipe = document["modules_without_compile"], document["recipe"]
     took, micro_batch = human_seconds(found["step_seconds"]), found["micro_batch"]
     if micro_batch != recipe["micro_batch"]:
@@ -152,7 +152,7 @@ def uncompiled_words(document: Document) -> str:
 
 
 def uncompiled_shares(document: Document) -> list[tuple[str, float, float]]:
-    """(modules of one kind, share in the forward pass, in the backward pass) of the work of both; most first."""
+    """Return (modules of one kind, forward share, backward share) of the work of both passes; largest first."""
     rows = folded_modules(document["modules_without_compile"]["modules"], OUTSIDE)
     work = sum(forward + backward for _, (forward, backward) in rows)
     return [(name, forward / work, backward / work) for name, (forward, backward) in rows]
@@ -163,7 +163,7 @@ def unnamed_modules(document: Document) -> str:
 
 
 def folded_modules(modules: list[Document], unnamed: str) -> list[tuple[str, tuple[float, float]]]:
-    """Layers of one kind together, most time first."""
+    """Return (name, (forward, backward)) seconds, summed over layers of one kind, most time first."""
     spent: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for each in modules:
         name = unnamed if each["module"] is None else folded(each["module"])
@@ -193,15 +193,15 @@ def kernels_table(document: Document) -> Table:
 
 
 def plain_kernel(name: str) -> str:
-    """Without return type, arguments and template; all of the name where nothing else is left of it."""
+    """Strip return type, arguments and template; keep the whole name if nothing would be left."""
     whole = one_line(name)
-    # "at::native::(anonymous namespace)::..." has no arguments yet.
+    # The parentheses in "at::native::(anonymous namespace)::..." are not arguments.
     plain = whole.removeprefix("void ").replace("(anonymous namespace)::", "").split("(")[0].split("<")[0]
     return plain.removeprefix("autograd::engine::evaluate_function: ") or whole
 
 
 def short_kernel(name: str) -> str:
-    """The same within the terminal's column. Beginning and end stay: variants of a kernel differ in either."""
+    """The same, cut to the terminal's column. Beginning and end stay, since variants of a kernel differ in either."""
     plain = plain_kernel(name).removeprefix("cudnn_generated_fort_native_")
     if len(plain) <= NAME_COLUMNS:
         return plain
@@ -209,7 +209,7 @@ def short_kernel(name: str) -> str:
 
 
 def plain_rate(per_second: float | None, unit: float = 1.0) -> str:
-    """Three digits, or whole numbers: '4.31', '1,183'."""
+    """Format with three digits, or as a whole number from 100 on: '4.31', '1,183'."""
     if per_second is None:
         return UNKNOWN
     value = per_second / unit
@@ -229,7 +229,7 @@ def findings_table(document: Document) -> Table:
 
 
 def place_of(finding: Document) -> str:
-    """A line, or the recipe; documents of older runs have no 'rung'."""
+    """Return the line of a finding, or the recipe; documents of older runs have no 'rung'."""
     if finding.get("rung") is not None:
         return RECIPE
     return UNKNOWN if finding["file"] is None else f"{short(finding['file'])}:{finding['line']}"
@@ -239,7 +239,8 @@ def place_of(finding: Document) -> str:
 
 
 def memory_table(memory: Document) -> Table:
-    """Measured beside predicted. What is kept and what is on its way are one row: predictions split them otherwise."""
+    """Tabulate measured beside predicted. Activations and temporaries share a row, since predictions split them
+    differently."""
     measured, predicted = memory["categories"], memory["predicted"]
     known = {"weights": ("weights", "buffers"), "optimizer": ("optimizer",), "gradients": ("gradients",)}
     rest = sum(measured.values()) - sum(measured.get(name, 0) for names in known.values() for name in names)
@@ -265,7 +266,7 @@ def _fragmentation(memory: Document) -> str:
 
 
 def memory_plot(memory: Document, width: int = WIDTH_COLUMNS) -> str:
-    """Bytes alive, left to right through the step: the fullest moment of each column."""
+    """Plot the bytes alive, left to right through the step: each column shows its fullest moment."""
     columns = fullest_moments(memory, width - LABEL_COLUMNS - 1)
     peak = max(columns) or 1
     lines = []
@@ -277,7 +278,7 @@ def memory_plot(memory: Document, width: int = WIDTH_COLUMNS) -> str:
 
 
 def fullest_moments(memory: Document, columns: int) -> list[int]:
-    """The largest size in each of so many equal stretches of the step."""
+    """Return the largest size in each of `columns` equal stretches of the step."""
     sizes = [0] * columns
     moments = memory["timeline_seconds"]
     length = (moments[-1] if moments else 0) or 1.0
@@ -307,7 +308,7 @@ def memory_modules_table(memory: Document) -> Table:
 
 
 def memory_by_module(memory: Document) -> list[tuple[str, int]]:
-    """Layers of one kind together, as the times have them, and what is of no module; largest first."""
+    """Return bytes summed over layers of one kind, as for the times, and those of no module; largest first."""
     sizes: dict[str, int] = {}
     for module, size in memory["modules"].items():
         sizes[folded(module)] = sizes.get(folded(module), 0) + size
@@ -324,7 +325,7 @@ def notes_of(document: Document) -> Iterator[Note]:
         f"issuing them takes the host {human_seconds(document['host_seconds'])} under the profiler; "
         f"{human_seconds(document['cpu_seconds'])} of CPU time a step, all threads",
     )
-    if sharing := document.get("sharing"):  # a document of before has none
+    if sharing := document.get("sharing"):  # older documents have none
         yield Note(
             about=f"{ranks_of(document)} ranks",
             text=sharing_text(sharing) + "; the step is the slowest rank's, the rest rank 0's",

@@ -39,7 +39,7 @@ from redline.report.table import device_name, milliseconds, unit_of, workload_te
 
 SHOWN_KERNELS, SHOWN_MODULES, SHOWN_LINES = 30, 20, 15
 MEMORY_PX = 190
-# Measured and predicted are split otherwise beyond these: what is left of either is one part.
+# Beyond these, measured and predicted memory are split differently: what is left of either is one part.
 KNOWN_PARTS = {"weights": ("weights", "buffers"), "gradients": ("gradients",), "optimizer": ("optimizer",)}
 REST = "activations and others"
 
@@ -99,7 +99,7 @@ def measured_view(document: Document) -> dict[str, Any]:
 
 
 def todo_of(document: Document) -> list[Step] | None:
-    """None: a step that somebody wrote has no workload to advise on."""
+    """Return the advice as steps; None for a user's own step, which has no workload to advise on."""
     advice = document["advice"]
     if advice is None:
         return None
@@ -118,7 +118,7 @@ def sections(document: Document) -> Iterator[tuple[str, str]]:
 
 
 def headline_figures(document: Document) -> list[tuple[str, str, str]]:
-    """(figure, what it is, a word more)."""
+    """Return (figure, label, detail) of each headline."""
     step, roofline = document["step_seconds"], document["roofline"]
     spread = f"p10 {human_seconds(step['p10'])}, p90 {human_seconds(step['p90'])}, without the profiler"
     figures = [
@@ -132,7 +132,7 @@ def headline_figures(document: Document) -> list[tuple[str, str, str]]:
         figures.append((share, "of its speed of light", f"{human_seconds(light)} a step at the data sheet's peaks"))
     else:
         busy = "of the step the device works" if document["device"] == "cuda" else "of the step operators work"
-        own = not (document["workload"]["shape"] or {}).get("heads")  # sizes of a decoder: others were not described
+        own = not (document["workload"]["shape"] or {}).get("heads")  # only a described decoder has them
         reason = "how fast a model of one's own could be is not known" if own else "no peaks are known for this device"
         why = reason if document["recipe"] else ""
         figures.append((human_percent(document["busy_share"]), busy, why))
@@ -161,7 +161,7 @@ def group_name(group: str, document: Document) -> str:
 
 
 def time_chart(document: Document, width_px: int) -> str:
-    """A bar for the whole step and one for each phase, by groups of operations."""
+    """Draw a bar for the whole step and one for each phase, by groups of operations."""
     names = [group_name(group, document) for group in GROUPS]
     whole = [(each["group"], each["seconds"]) for each in document["groups"]]
     bars = [_time_bar("whole step", whole, document)]
@@ -235,7 +235,7 @@ def module_table(document: Document) -> dict[str, Any]:
 
 
 def uncompiled_table(document: Document) -> dict[str, Any]:
-    """Shares only: the times are those of another step."""
+    """Tabulate shares only: the times are those of another step."""
     columns = [("module", "words"), *((name, "number") for name in ("forward", "backward", "share"))]
     rows = [
         table_row([name, *(human_percent(share) for share in (forward, backward, forward + backward))])
@@ -288,7 +288,7 @@ def finding_table(document: Document) -> dict[str, Any]:
 
 
 def memory_chart(memory: Document, width_px: int) -> str:
-    """Measured at the fullest moment beside predicted; what the two split otherwise is one part."""
+    """Draw memory measured at its peak beside the prediction; what the two split differently is one part."""
     unit, name = _unit(max(memory["peak_bytes"], (memory["predicted"] or {}).get("allocated", 0)))
     measured = {part: sum(memory["categories"].get(one, 0) for one in own) for part, own in KNOWN_PARTS.items()}
     measured[REST] = sum(memory["categories"].values()) - sum(measured.values())

@@ -2,9 +2,9 @@
 
     steps_chart(document, width_px=960)
 
-Height is tokens per second, which is MFU as well: one scale, two axes. The thin line on the treads is the recipe as it
-grew; a rung that was not kept stands beside it, paler. Above are the speed of light of each recipe (dotted) and the
-device's own peaks. For a narrow window there is `charts.ladder_chart`, the same figures as bars.
+Height is tokens per second and MFU at once: one scale, two axes. The thin line on the treads is the recipe as it grew;
+a rung that was not kept is paler and leaves the line level. Above are the speed of light of each recipe (dotted) and
+the device's own peaks. Narrow windows show the same figures as bars (`charts.ladder_chart`).
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ MFU_AXIS_PX = 52.0
 NAME_CHAR_PX = 6.5  # at 11.5 px
 STUB_PX = 30.0
 LABEL_PX = 13.0  # a line of figures
-MOST_ABOVE = 4.0  # times the fastest: a limit higher than that would leave no room for the steps, and is told in words
+MOST_ABOVE = 4.0  # times the fastest: a higher limit would leave no room for the steps, and is given in words
 
 
 @dataclass(frozen=True, kw_only=True)
 class Frame:
-    """Where everything is."""
+    """Where the chart places everything."""
 
     size: Size
     y: Scale
@@ -73,7 +73,7 @@ class Frame:
 
 
 def steps_chart(document: Document, width_px: int) -> str:
-    """Bars instead, where there is nothing to climb or too much for this width."""
+    """Draw the staircase, or bars if nothing was measured or the rungs are too many for this width."""
     rows, limits = document.get("rows") or [], limits_of(document)
     if not has_steps(document, width_px):
         return ladder_chart(rows, width_px)
@@ -104,7 +104,7 @@ def steps_chart(document: Document, width_px: int) -> str:
 
 
 def has_steps(document: Document, width_px: int) -> bool:
-    """Whether there is something to climb, and room for every name."""
+    """True if something was measured and there is room for every name."""
     rows = document.get("rows") or []
     return bool(fastest_of(rows)) and (_right_px(rows, width_px) - AXIS_PX) / len(rows) >= LEAST_COLUMN_PX
 
@@ -117,7 +117,7 @@ def _right_px(rows: Sequence[Row], width_px: int) -> float:
 
 
 def limits_of(document: Document) -> list[tuple[str, float]]:
-    """(label, tokens per second) of the device's peaks, lowest first."""
+    """Return (label, tokens per second) of the device's peaks, lowest first."""
     known = [limit for limit in document.get("limits") or [] if limit.get("tokens_per_second")]
     unit = rate_unit(unit_of(document), short=False)
     labels = [
@@ -140,7 +140,7 @@ def lights_of(rows: Sequence[Row]) -> list[float]:
 
 
 def has_place(rate: float, rows: Sequence[Row]) -> bool:
-    """Higher up there would be no room left for the steps."""
+    """True if a line at this rate leaves room for the steps."""
     return rate <= MOST_ABOVE * fastest_of(rows)
 
 
@@ -150,14 +150,14 @@ def draws_lights(document: Document, width_px: int) -> bool:
 
 
 def tells_limits(document: Document, width_px: int) -> bool:
-    """Whether the chart of this width has all limits that are known, as lines or in its own words."""
+    """True if the chart of this width shows all known limits, as lines or in words of its own."""
     return has_steps(document, width_px) and (
         draws_lights(document, width_px) or not lights_of(document.get("rows") or [])
     )
 
 
 def limit_words(document: Document) -> str:
-    """For where the chart has no room for lines: the peaks, and the speed of light of the fastest row."""
+    """Return the peaks and the speed of light of the fastest row in words, for charts without room for lines."""
     texts = [label for label, _ in limits_of(document)]
     lit = [row for row in document.get("rows") or [] if is_measured(row) and light_of(row) and not is_dropped(row)]
     if lit:
@@ -168,7 +168,7 @@ def limit_words(document: Document) -> str:
 
 
 def peak_rate(rows: Sequence[Row]) -> float | None:
-    """Tokens per second at an MFU of 1: what makes one scale of both. Unknown where rows disagree."""
+    """Return tokens per second at an MFU of 1, which gives both axes one scale; None if rows disagree."""
     rates = {round(row["tokens_per_second"] / mfu) for row in rows if is_measured(row) and (mfu := shown_mfu(row))}
     low, high = (min(rates), max(rates)) if rates else (0, 0)
     return float(high) if rates and high - low <= 1e-6 * high + 1 else None
@@ -187,7 +187,7 @@ def _limit_lines(limits: Sequence[tuple[str, float]], frame: Frame) -> Iterator[
 
 
 def _light_line(rows: Sequence[Row], frame: Frame) -> Iterator[str]:
-    """One dotted line over neighbours whose speed of light is known and has a place here."""
+    """Draw a dotted line over neighbours whose speed of light is known and inside the chart."""
     path, before = "", None
     for index, row in enumerate(rows):
         light = light_of(row)
@@ -247,7 +247,7 @@ def _whisker(middle: float, ends: tuple[float, float], frame: Frame) -> Iterator
 
 
 def _labels(row: Row, x: float, width: float, share: float, frame: Frame) -> Iterator[str]:
-    """A figure over each block, clear of the dotted line, and of one another."""
+    """Write a figure over each block, clear of the dotted line and of the other figure."""
     wrong, own, light = verdict_of(row) == "different", own_rate(row), light_of(row)
     line = frame.y(light) if light is not None and light <= frame.y.high else None
     place = _clear_of(line, frame.y(rate_range(row)[1]) - 10)
@@ -262,17 +262,17 @@ def _labels(row: Row, x: float, width: float, share: float, frame: Frame) -> Ite
 
 
 def _clear_of(line: float | None, place: float) -> float:
-    """Above a line that would strike the text through."""
+    """Return `place`, moved above a line that would strike through the text."""
     return line - LABEL_PX / 2 - 3 if line is not None and abs(line - place) < LABEL_PX / 2 + 1 else place
 
 
 def _rate_label(rate: float) -> str:
-    """Three digits: the table has them all."""
+    """Round to three digits: the table has them all."""
     return short_number(float(f"{rate:.3g}"))
 
 
 def _absent(row: Row, index: int, frame: Frame) -> Iterator[str]:
-    """A hatched stub and the status; the reason is in its box, and in the table."""
+    """Draw a hatched stub with the status; the reason is in the tooltip and in the table."""
     failed = status_of(row) == "failed"
     x, width, top = frame.start(index) + 6, frame.column_px - 12, PLOT_PX - STUB_PX
     yield svg_rect("absent failed" if failed else "absent", x, top, width, STUB_PX)
@@ -283,7 +283,7 @@ def _absent(row: Row, index: int, frame: Frame) -> Iterator[str]:
 
 
 def _foot(row: Row, index: int, frame: Frame) -> Iterator[str]:
-    """The name in at most two lines, and how far the climb has come."""
+    """Write the name in at most two lines, and the total speed-up so far."""
     room = max(3, int((frame.column_px - 2) / NAME_CHAR_PX))
     lines = name_lines(rung_name(row), room)
     for number, line in enumerate(lines):
@@ -295,7 +295,7 @@ def _foot(row: Row, index: int, frame: Frame) -> Iterator[str]:
 
 
 def _stair(rows: Sequence[Row], frame: Frame) -> str:
-    """The recipe as it grew: what was not kept changes nothing."""
+    """Draw the recipe as it grew: a rung that was not kept changes nothing."""
     path, level = "", None
     for index, row in enumerate(rows):
         if is_measured(row) and row.get("kept") is not False:
@@ -307,7 +307,7 @@ def _stair(rows: Sequence[Row], frame: Frame) -> str:
 
 
 def steps_key(document: Document, width_px: int) -> list[tuple[str, str]]:
-    """(kind, meaning) of what the chart of this width holds, for the legend above it."""
+    """Return (kind, meaning) of what the chart of this width shows, for the legend above it."""
     rows: list[dict[str, Any]] = document.get("rows") or []
     steps = has_steps(document, width_px)
     known = [

@@ -1,11 +1,11 @@
-"""The parts that charts are made of: a scale, axes, a legend, marks that show their figures, and the one style of all.
+"""The parts that charts are made of: a scale, axes, a legend, marks that show their figures, and the shared style.
 
     x = Scale(low=0, high=1e6, start_px=AXIS_PX, end_px=746.0)
     svg_picture(760, 300, "Loss", [*bottom_axis(x, 260, "tokens")], [hot_area(box, "bf16\\n111,549 tokens/s", chart)])
 
-A mark that people point at is a `hot_area`: it takes the keyboard's focus, reads its text to a screen reader, and shows
-it in a box while it is pointed at. That is style sheet alone, no script. Everything that comes from outside goes
-through `escaped`. Colours are variables that base.html.j2 sets, for light and for dark.
+A mark that can be pointed at is a `hot_area`: it accepts keyboard focus, offers its text to screen readers, and shows
+it in a box on hover and focus. This takes CSS alone, no script. Everything that comes from outside goes through
+`escaped`. Colours are variables for light and dark: STYLE sets those of series, base.html.j2 the others.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ WIDE_FROM_PX = 600  # below this, labels are shorter
 CHAR_PX = 7.0  # upper estimate of a character at 12 px in any sans-serif a reader may have
 AXIS_PX = 62.0  # room for the labels of the left axis
 LEGEND_ROW_PX = 20
-NARROW_PLOT_PX = 300  # ticks stand closer together there, or there would be one
-BOLD = 1.12  # a bold character against a plain one
+NARROW_PLOT_PX = 300  # below this, ticks are closer together, or there would be only one
+BOLD = 1.12  # width of a bold character relative to a plain one
 NAME_LINE_PX = 13.0
 TIP_CHARS, TIP_LINE_PX, TIP_PAD_PX = 46, 17, 10
 
@@ -99,7 +99,7 @@ STYLE = """
 
 
 class Scale:
-    """Values to pixels, linear; `ticks` are round numbers inside it."""
+    """Maps values to pixels linearly; `ticks` are round numbers inside the range."""
 
     def __init__(self, *, low: float, high: float, start_px: float, end_px: float) -> None:
         self.low, self.high, self.start_px, self.end_px = low, high, start_px, end_px
@@ -154,7 +154,7 @@ def left_axis(
 
 
 def legend_rows(entries: Sequence[tuple[str, str]], top: float, width_px: int) -> tuple[list[str], float]:
-    """Columns as wide as the longest label, as many as fit; also the height they take."""
+    """Return the legend in as many columns, each as wide as the longest label, as fit, and the height it takes."""
     column_px = 34 + CHAR_PX * max(len(label) for _, label in entries) + 12
     left = AXIS_PX if width_px >= WIDE_FROM_PX else 0.0
     columns = max(1, int((width_px - left) // column_px))
@@ -167,7 +167,8 @@ def legend_rows(entries: Sequence[tuple[str, str]], top: float, width_px: int) -
 
 
 def svg_picture(width_px: float, height_px: float, label: str, parts: Sequence[str], marks: Sequence[str] = ()) -> str:
-    """`marks` are what can be pointed at, over everything else. A screen reader is told them, or the label alone."""
+    """Return the whole chart. `marks` can be pointed at and lie over everything else; screen readers get the label and
+    the marks, not `parts`."""
     size = f'viewBox="0 0 {width_px} {height_px:.0f}" width="{width_px}" height="{height_px:.0f}"'
     name = f'class="redline-chart" role="{"group" if marks else "img"}" aria-label="{escaped(label)}"'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" {name} {size}>'
@@ -183,20 +184,20 @@ class Box(NamedTuple):
 
 
 class Size(NamedTuple):
-    """Of a whole chart."""
+    """The size of a whole chart."""
 
     width: float
     height: float
 
 
 def hot_area(box: Box, text: str, chart: Size, data: str = "", focus: bool = True) -> str:
-    """A rectangle that shows `text`, a figure a line, while it is pointed at or has the focus."""
+    """Return a rectangle that shows `text`, one figure per line, while it is pointed at or has the focus."""
     grip = f'<rect class="grip" x="{box.x:.1f}" y="{box.y:.1f}" width="{box.width:.1f}" height="{box.height:.1f}"/>'
     return hot_mark(grip, text, tip_box(text, box, chart), data, focus)
 
 
 def hot_path(path: str, text: str, chart: Size, place: tuple[float, float], data: str = "") -> str:
-    """The same along a line; the box stands beside `place`."""
+    """The same along a path; the box appears beside `place`."""
     grip = f'<path class="grip" d="{path}"/>'
     return hot_mark(grip, text, tip_box(text, Box(*place, 0, 0), chart), data)
 
@@ -208,7 +209,8 @@ def hot_mark(grip: str, text: str, tip: str, data: str = "", focus: bool = True)
 
 
 def tip_box(text: str, box: Box, chart: Size) -> str:
-    """Beside the mark, where there is room; inside the chart's width always, or a phone would scroll sideways."""
+    """Place the box beside the mark if there is room, and always inside the chart's width, or a phone would scroll
+    sideways."""
     chars = int(min(TIP_CHARS, (chart.width - 2 * TIP_PAD_PX) / CHAR_PX))
     lines = [piece for line in text.split("\n") for piece in textwrap.wrap(one_line(line), chars) or [""]]
     widths = [len(line) * (BOLD if index == 0 else 1.0) for index, line in enumerate(lines)]
@@ -232,7 +234,7 @@ def svg_line(kind: str, x1: float, y1: float, x2: float, y2: float, title: str =
 
 
 def svg_rect(kind: str, x: float, y: float, width: float, height: float) -> str:
-    """What is there at all shows: half a pixel at least."""
+    """Draw a rectangle of at least half a pixel, so that whatever exists is visible."""
     size = f'width="{max(width, 0.5):.2f}" height="{max(height, 0.5):.2f}"'
     return f'<rect class="{kind}" x="{x:.2f}" y="{y:.2f}" {size}/>'
 
@@ -243,7 +245,7 @@ def svg_text(x: float, y: float, text: str, kind: str = "", anchor: str = "start
 
 
 def name_lines(name: str, room: int) -> list[str]:
-    """'cudnn-attention' -> ['cudnn-', 'attention']: broken at a hyphen where it is too long, cut where that fails."""
+    """'cudnn-attention' -> ['cudnn-', 'attention']: break a long name at a separator, or cut it if that fails."""
     if len(name) <= room:
         return [name]
     places = [place + 1 for place, character in enumerate(name) if character in "-_ /" and place + 1 <= room]
@@ -253,7 +255,7 @@ def name_lines(name: str, room: int) -> list[str]:
 
 
 def row_name(x: float, middle: float, name: str, room: int) -> Iterator[str]:
-    """The name left of a bar, ending at `x`, in at most two lines."""
+    """Write the name to the left of a bar, ending at `x`, in at most two lines."""
     lines = name_lines(name, room)
     for index, line in enumerate(lines):
         y = middle + NAME_LINE_PX * (index - (len(lines) - 1) / 2)
@@ -265,5 +267,5 @@ def clipped(text: str, chars: int) -> str:
 
 
 def escaped(text: object) -> str:
-    """For element text and attributes; newlines stay, because tooltips have lines."""
+    """Escape for element text and attributes; newlines stay, because tooltips have lines."""
     return "\n".join(escape(one_line(line)) for line in str(text).split("\n"))

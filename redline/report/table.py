@@ -1,10 +1,10 @@
-"""The ladder as a table: for the terminal, for the README, and the columns and notes that the HTML page shares.
+"""The ladder as a table for the terminal, and the columns and notes that the README and the HTML page share with it.
 
     print_ladder(document, Console())        header, table, notes, bars, the best row
-    markdown_table(document)                 the same columns for GitHub
+    ladder_table(document, 80)               the table alone, at most 80 columns wide
 
-COLUMNS is the one list of what a row shows. A column that no row can fill is left out and a note says why; a reason is
-never cut: it stands under the table in full.
+COLUMNS is the one list of what a row shows. A column that no row can fill is left out and a note says why. Reasons are
+never cut: they follow below the table in full.
 """
 
 from __future__ import annotations
@@ -43,27 +43,27 @@ VERDICT_STYLES = {
     "different": "bold red",
     "not-checked": "dim",
 }
-LOUD_NOISE = 0.1  # from a tenth on, the digits of a speed-up say more than was measured
-ONE_PROCESS = ""  # has nobody to talk to: such a column is not missing
+LOUD_NOISE = 0.1  # from a tenth on, a speed-up is printed with more digits than were measured
+ONE_PROCESS = ""  # a single process does not communicate: such a column is left out without a note
 STATUS_STYLES = {"skipped": "dim", "failed": "red"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Column:
-    """One figure of a row. `cell` gives None where the figure is not known."""
+    """One figure of a row. `cell` returns None if the figure is unknown."""
 
     name: str
     meaning: str
     cell: Callable[[Row], str | None]
     why_unknown: str = "no row reported it"
-    """Said under the table when every row is unknown; `{device}` is filled in. '': nothing is to be said."""
+    """Printed under the table if the figure is unknown for every row, with `{device}` filled in; '' prints nothing."""
     number: bool = True
     shed: int = 0
-    """Order in which a narrow terminal gives columns up; 0 stays."""
+    """Order in which a narrow terminal drops columns; 0 stays."""
 
 
 def milliseconds(seconds: float | None) -> str | None:
-    """Always in ms, so that a column of them compares at a glance."""
+    """Format in ms always, so that a column of them compares at a glance."""
     if seconds is None:
         return None
     value = seconds * 1e3
@@ -71,7 +71,7 @@ def milliseconds(seconds: float | None) -> str | None:
 
 
 def spread_fraction(row: Row) -> float | None:
-    """Half the distance from p10 to p90, as a share of the median."""
+    """Return half the distance from p10 to p90, as a share of the median."""
     seconds = row.get("step_seconds") or {}
     median, p10, p90 = (seconds.get(name) for name in ("median", "p10", "p90"))
     return None if not median or p10 is None or p90 is None else float((p90 - p10) / 2 / median)
@@ -97,7 +97,7 @@ def _loss_cell(row: Row) -> str | None:
 
 
 def _shared(show: Callable[[dict[str, float]], str | None]) -> Callable[[Row], str | None]:
-    """A figure of several ranks."""
+    """Make the cell of a figure that only several ranks have."""
     return lambda row: show(row["sharing"]) if row.get("sharing") else None
 
 
@@ -155,7 +155,7 @@ COLUMNS = (
         meaning="what the slowest rank computes longer than the middle one",
         cell=_shared(lambda sharing: milliseconds(sharing["straggler_seconds"])),
         why_unknown=ONE_PROCESS,
-        shed=4,  # the last: who asks for ranks looks for a straggler
+        shed=4,  # dropped last: users of several ranks look for stragglers
     ),
     Column(name="loss", meaning="first and last loss of the checked curve", cell=_loss_cell, shed=2),
     Column(name="verdict", meaning="the loss curve against the fp32 reference", cell=verdict_of, number=False),
@@ -163,7 +163,7 @@ COLUMNS = (
 
 
 def _own(name: str, show: Callable[[Any], str]) -> Callable[[Row], str | None]:
-    """A figure of the row at its own micro batch."""
+    """Make the cell of a figure at the row's own micro batch."""
     return lambda row: _known((row.get("rebatched") or {}).get(name), show)
 
 
@@ -200,14 +200,14 @@ def rebatched_columns(document: Document) -> tuple[Column, ...]:
 
 
 def rebatched_table(document: Document, width: int = WIDTH_COLUMNS) -> Table:
-    """The second view, beside the fixed micro batch; its gaps shrink where it is tight."""
+    """Build the second table, with each rung at its own micro batch; its gaps shrink if space is tight."""
     rows, columns = rebatched_rows(document), rebatched_columns(document)
     gap = 2 if _width({"rows": rows}, columns, 2) <= width else 1
     return _table(rows, columns, gap)
 
 
 def rebatched_notes(document: Document) -> list[Note]:
-    """Why each size was chosen, or why none was."""
+    """Say why each size was chosen, or why none was."""
     notes = []
     for row in rebatched_rows(document):
         failed = row["rebatched"].get("status") == "failed"
@@ -217,7 +217,7 @@ def rebatched_notes(document: Document) -> list[Note]:
 
 
 def shown_columns(document: Document) -> tuple[Column, ...]:
-    """The columns some row can fill. Before the first measurement that is all of them."""
+    """Return the columns that some row can fill; before the first measurement, all but those of several ranks."""
     measured = [row for row in rows_of(document) if status_of(row) == "ok"]
     columns = counting(COLUMNS, document)
     if not measured:
@@ -226,7 +226,7 @@ def shown_columns(document: Document) -> tuple[Column, ...]:
 
 
 def counting(columns: Sequence[Column], document: Document) -> tuple[Column, ...]:
-    """The same, of what the document's rates count: samples, where the model is a user's own."""
+    """Return the columns in terms of what the document's rates count: samples for a user's own model."""
     unit = unit_of(document)
     if unit in (None, TOKEN):
         return tuple(columns)
@@ -249,13 +249,13 @@ def cells_of(row: Row, columns: Sequence[Column]) -> list[str]:
 
 
 def ladder_table(document: Document, width: int = WIDTH_COLUMNS) -> Table:
-    """A table at most `width` wide: first the gaps shrink, then columns go, in the order of Column.shed."""
+    """Build a table at most `width` wide: gaps shrink first, then columns are dropped in the order of Column.shed."""
     columns, gap = _fit(document, width)
     return _table(rows_of(document), columns, gap)
 
 
 def unit_of(document: Document) -> str | None:
-    """What its rates count: tokens, unless its model is a user's own."""
+    """Return what the rates count, such as samples for a user's own model; None also means tokens."""
     shape = (document.get("workload") or {}).get("shape") or {}
     return shape.get("unit")
 
@@ -271,7 +271,7 @@ def _table(rows: Sequence[Row], columns: Sequence[Column], gap: int) -> Table:
 
 
 def _fit(document: Document, width: int) -> tuple[tuple[Column, ...], int]:
-    """The fullest layout that fits: its columns and the gap between them."""
+    """Return the fullest layout that fits: its columns and the gap between them."""
     shown = shown_columns(document)
     levels = range(1 + max(column.shed for column in COLUMNS))
     layouts = [(tuple(c for c in shown if c.shed == 0 or c.shed > level), gap) for level in levels for gap in (2, 1)]
@@ -287,7 +287,7 @@ def _width(document: Document, columns: Sequence[Column], gap: int) -> int:
 
 
 def shed_columns(document: Document, width: int) -> list[str]:
-    """Names of the columns that ladder_table leaves out at this width."""
+    """Return the names of the columns that ladder_table leaves out at this width."""
     kept, _ = _fit(document, width)
     return [column.name for column in shown_columns(document) if column not in kept]
 
@@ -310,12 +310,12 @@ class Note:
 
 
 def notes_of(document: Document) -> list[Note]:
-    """Everything the table has no room for, what is wrong first."""
+    """Return everything the table has no room for, starting with what is wrong."""
     return [*row_notes(document), *_subject_notes(document)]
 
 
 def row_notes(document: Document) -> list[Note]:
-    """What is to be said of single rows: different ones loudly, then every reason."""
+    """Return the notes on single rows: *different* ones first and loudly, then every reason."""
     reasons = (*_unchecked_notes(document), *_reason_notes(document), *_compile_notes(document))
     return [*_different_notes(document), *reasons]
 
@@ -332,7 +332,7 @@ def _different_notes(document: Document) -> Iterator[Note]:
 
 
 def _unchecked_notes(document: Document) -> Iterator[Note]:
-    """Why, once for all rows alike; a reason that is the model's own stands among its notes."""
+    """Say why rows were not checked, once per reason; the model's own notes already give its reasons."""
     known = " ".join(note.text for note in model_notes(document))
     rungs: dict[str, list[str]] = {}
     for row in rows_of(document):
@@ -352,7 +352,7 @@ def _reason_notes(document: Document) -> Iterator[Note]:
 
 
 def _compile_notes(document: Document) -> Iterator[Note]:
-    """What was not compiled, of the first row that says so: those above it run the same code."""
+    """Say what was not compiled, for the first row that reports it: later rungs run the same code."""
     told = {row.get("reason") for row in rows_of(document)}
     for row in rows_of(document):
         text = row.get("compile_note")
@@ -404,7 +404,7 @@ def step_of_ranks(layout: Layout) -> str:
 
 
 def sharing_text(sharing: dict[str, Any]) -> str:
-    groups = sharing.get("by_group") or {}  # where there is one alone, it has all
+    groups = sharing.get("by_group") or {}  # a single group has all of it
     parts = ", ".join(
         f"{human_seconds(seconds)} about {WHAT_IS_SHARED.get(name, name)}" for name, seconds in groups.items()
     )
@@ -424,7 +424,7 @@ WHAT_IS_SHARED = {"tensor": "layers", "data": "gradients and weights"}
 
 
 def layout_of(document: Document) -> Layout:
-    """Ranks of a document of before layouts, or of a damaged one, differ in their data alone."""
+    """Return the layout. The ranks of a damaged document, or of one older than layouts, differ only in their data."""
     stored = (document.get("hardware") or {}).get("layout")
     try:
         return from_json(Layout, stored)
@@ -439,15 +439,15 @@ def ranks_text(document: Document) -> str:
 
 
 def swing_of(row: Row) -> float:
-    """How many times its quick steps a row's slow ones take: 1 is even."""
+    """Return how many times as long as its quick steps (p10) a row's slow ones (p90) take: 1 is even."""
     spread = row.get("step_seconds") or {}
     slow, quick = spread.get("p90"), spread.get("p10")
     return float(slow / quick) if slow and quick else 1.0
 
 
 def disturbed_text(rows: Sequence[Row], instead: str = ", or with --repeats") -> str:
-    """Something else ran on the machine: the figure stands, and nobody should build on it. `instead`: what else helps
-    besides a quiet machine, or what happens there."""
+    """Say that something else ran on the machine, so that these figures are shown but not to be relied on. `instead`
+    is what else helps besides a quiet machine, or what another run does."""
     worst = max(rows, key=swing_of)
     others = f" and {len(rows) - 1} more" if len(rows) > 1 else ""
     return (
@@ -466,7 +466,7 @@ def noise_text(document: Document) -> str:
 
 
 def mfu_texts(rows: Sequence[Row]) -> Iterator[str]:
-    """The convention, once, and every figure that was refused."""
+    """Yield each convention once, and every figure that is not shown."""
     measured = [row for row in rows if row.get("mfu") is not None]
     for convention in dict.fromkeys(one_line(row["mfu_convention"]) for row in measured if row.get("mfu_convention")):
         yield f"convention: {convention}"
@@ -477,7 +477,7 @@ def mfu_texts(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def memory_texts(rows: Sequence[Row]) -> Iterator[str]:
-    """How well the peaks were predicted, by the row that was predicted worst."""
+    """Say how far off the worst predicted peak is, and which rows kept blocks that were to be recomputed."""
     errors = {
         rung_name(row): row["predicted_peak_bytes"] / row["peak_bytes"] - 1
         for row in rows
@@ -499,7 +499,7 @@ def damage_notes(document: Document) -> Iterator[Note]:
 
 
 def model_notes(document: Document) -> Iterator[Note]:
-    """What was chosen for the user when the model was resolved."""
+    """Yield what was chosen for the user when the model was resolved."""
     texts = (document.get("workload") or {}).get("notes") or ()
     yield from (Note(about="model", text=one_line(text)) for text in texts)
 
@@ -517,14 +517,14 @@ def device_name(document: Document) -> str:
 
 
 def best_row(document: Document) -> Row | None:
-    """The row behind document["best"]; None when the best came from elsewhere, such as a larger batch."""
+    """Return the row behind document["best"]; None if the best came from elsewhere, such as a larger batch."""
     best = document.get("best") or {}
     same = (row for row in rows_of(document) if all(row.get(key) == best.get(key) for key in ("rung", "micro_batch")))
     return next(same, None) if best else None
 
 
 def workload_text(document: Document) -> str:
-    """'gpt2: 12 layers, 12 heads, ..., micro batch 16'; what is not known is left out."""
+    """Return 'gpt2: 12 layers, 12 heads, ..., micro batch 16'; unknown parts are left out."""
     workload = document.get("workload") or {}
     shape = workload.get("shape") or {}
     words = [
@@ -541,7 +541,7 @@ def workload_text(document: Document) -> str:
         if shape.get(key) is not None
     ]
     parts += [f"{_count(shape['parameters'])} parameters"] if shape.get("parameters") is not None else []
-    # A tune's settings say which one was asked for, or none: then it is what the search is about.
+    # A tune's settings hold the requested micro batch, or None if the search is to find one.
     size = {**workload, **(document.get("settings") or {})}.get("micro_batch")
     parts += [f"micro batch {_count(size)}"] if size is not None else []
     return f"{one_line(workload.get('name') or 'unknown workload')}: {', '.join(parts) or 'shape not known'}"
@@ -591,7 +591,7 @@ def best_text(document: Document) -> str:
 
 
 def print_ladder(document: Document, console: Console) -> None:
-    """The whole result for people: what ran where, the table, its notes, bars, the best row."""
+    """Print the whole result: what ran where, the table, its notes, bars, the best row."""
     rows = rows_of(document)
     _print_header(document, console)
     console.print(ladder_table(document, console.width) if rows else Text("nothing was measured yet", style="bold"))
@@ -657,7 +657,7 @@ def print_bars(rows: Sequence[Row], console: Console) -> None:
 
 
 def speed_bars(rows: Sequence[Row], width: int, plain: bool = False) -> Iterator[Text]:
-    """Tokens per second as bars; rungs that were not kept are lighter. `plain`: of signs that every terminal has."""
+    """Draw tokens per second as bars; rungs that were not kept are lighter. `plain` draws them in ASCII."""
     measured = [row for row in rows if row.get("tokens_per_second") is not None]
     if not measured:
         return
@@ -675,7 +675,7 @@ def speed_bars(rows: Sequence[Row], width: int, plain: bool = False) -> Iterator
 
 
 def _bar(length: float, light: bool) -> str:
-    """`length` cells, to an eighth of a cell; the light form has no eighths."""
+    """Return a bar of `length` cells, to an eighth of a cell; the light form has no eighths."""
     if light:
         return "░" * max(1, round(length))
     eighths = max(1, round(length * 8))

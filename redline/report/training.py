@@ -1,10 +1,10 @@
-"""A training run while it goes on: a line per cycle, a progress bar on a terminal, and metrics.jsonl for everything.
+"""A training run in progress: lines about its cycles, a progress bar on a terminal, and metrics.jsonl for everything.
 
     with TrainingView(Console(stderr=True), budget=budget) as view:
         view("cycle", updates=10, loss=7.1, ...)
 
-What is shown and what is written are the same events: `Trainer` emits them, and the view, the log, the page and a
-tracker are told alike.
+What is shown and what is written are the same events: `Trainer` emits them, and the view, the log, the page and any
+tracker all receive them.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from redline.report import one_line
 from redline.report.svg import short_number
 
 LEAST_LINE_SECONDS, MOST_LINE_SECONDS = 2.0, 60.0  # between two lines; evaluations and notes are always shown
-LINES = 500  # a run of hours has about so many, a run of days one a minute: metrics.jsonl has every cycle
+LINES = 500  # about as many in a run of hours; a run of days prints one a minute: metrics.jsonl has every cycle
 HEADING_EVERY = 20
 REDRAWS_PER_SECOND = 2.0  # of the bar: drawing takes time from the thread that feeds the device
 SAMPLE_COLUMNS = 500
-INDENT = " " * 11  # what is no cycle begins under the second column
+INDENT = " " * 11  # notes start under the second column
 
 
 # --- metrics.jsonl ----------------------------------------------------------------------------------------------------
 
 
 def without_nan(value: Any) -> Any:
-    """JSON has no NaN and no infinity, and half its readers stop there: what is no number is null."""
+    """Replace NaN and infinity by None: JSON has neither, and many of its readers stop there."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
@@ -50,7 +50,8 @@ def without_nan(value: Any) -> Any:
 class MetricsLog:
     """metrics.jsonl: one object per event, flushed, so that a killed run loses nothing it has shown.
 
-    A full disk stops nobody: lines that could not be written are counted in `lost`, and `trouble` has the reason.
+    A full disk does not stop the run: lines that could not be written are counted in `lost`, and `trouble` has the
+    reason.
     """
 
     def __init__(self, path: Path) -> None:
@@ -85,15 +86,15 @@ def ends_whole(path: Path) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Field:
-    """A column of the line. `width` is that of the widest value of a large run; wider ones are shown all the same."""
+    """A column of the line. `width` fits the widest value of a large run; wider ones are still shown in full."""
 
     name: str
     width: int
     text: Callable[[dict[str, Any]], str]
     shed: int = 0
-    """Order in which a narrow terminal gives columns up; 0 stays."""
+    """Order in which a narrow terminal drops columns; 0 stays."""
     of_text: bool = False
-    """It says how far into a text a run is: a model that makes its own batches has none."""
+    """True if it says how far into a text a run is; a model that makes its own batches has no text."""
 
 
 FIELDS = (
@@ -122,7 +123,7 @@ def fields_of(reads_text: bool) -> tuple[Field, ...]:
 
 
 def fitting_fields(width: int, known: tuple[Field, ...] = FIELDS) -> tuple[Field, ...]:
-    """As many as a line of this width holds."""
+    """Return as many fields as a line of this width holds."""
     layouts = [tuple(field for field in known if not 0 < field.shed <= level) for level in range(len(FIELDS))]
     return next((fields for fields in layouts if line_width(fields) <= width), layouts[-1])
 
@@ -137,7 +138,7 @@ def heading(fields: tuple[Field, ...] = FIELDS, unit: str = "token") -> str:
 
 
 def cycle_line(cycle: dict[str, Any], fields: tuple[Field, ...] = FIELDS) -> str:
-    """`cycle`: the event, with `validation` (the last loss or None), `mfu` and `eta` (seconds)."""
+    """Format one line. `cycle` is the event with `validation` (the last loss or None), `mfu` and `eta` (seconds)."""
     return " ".join(field.text(cycle).rjust(field.width) for field in fields)
 
 
@@ -150,8 +151,8 @@ def documents_text(documents: int | None, short: bool = False) -> str:
 
 
 def epoch_text(epoch: float | None) -> str:
-    """How many have passed: 1.50 is half-way through the second. A whole number (a stream whose length nobody knows)
-    says which one it is in: '2nd' after one has passed."""
+    """Return how many epochs have passed: 1.50 is half-way through the second. An integer (from a stream of unknown
+    length) becomes the current epoch: '2nd' after one has passed."""
     if epoch is None:
         return UNKNOWN
     if isinstance(epoch, float):
@@ -162,7 +163,7 @@ def epoch_text(epoch: float | None) -> str:
 
 
 def clock_text(seconds: float | None) -> str:
-    """h:mm:ss, or m:ss."""
+    """Format as h:mm:ss, or as m:ss below an hour."""
     if seconds is None:
         return UNKNOWN
     minutes, rest = divmod(round(seconds), 60)
@@ -171,7 +172,7 @@ def clock_text(seconds: float | None) -> str:
 
 
 def share_done(budget: Budget, cycle: dict[str, Any]) -> float:
-    """Of the limit that is nearest to its end."""
+    """Return the share that is done of the limit closest to being reached."""
     shares = [
         cycle["updates"] / budget.steps if budget.steps else 0.0,
         cycle["tokens"] / budget.tokens if budget.tokens else 0.0,
@@ -181,7 +182,8 @@ def share_done(budget: Budget, cycle: dict[str, Any]) -> float:
 
 
 def eta_seconds(budget: Budget, cycle: dict[str, Any]) -> float:
-    """Until the first limit is reached, at the speed of this cycle: the first one's compiling must not count twice."""
+    """Return the seconds until the first limit is reached at the speed of this cycle; an average over the run would
+    count the first cycle's compiling again."""
     rate, each = cycle["tokens_per_second"], cycle["tokens"] / cycle["updates"]
     limits = [
         (budget.steps - cycle["updates"]) * each / rate if budget.steps else math.inf,
@@ -195,7 +197,7 @@ def eta_seconds(budget: Budget, cycle: dict[str, Any]) -> float:
 
 
 class TrainingView:
-    """Lines on any stream; on a terminal a bar below them, and columns that fit it."""
+    """Prints lines on any stream; on a terminal also a bar below them, and only the columns that fit."""
 
     def __init__(
         self,
@@ -206,7 +208,7 @@ class TrainingView:
         unit: str = "token",
         reads_text: bool = True,
     ) -> None:
-        """`unit`: what the rates count."""
+        """`unit` is what the rates count; `reads_text` is False for a model that makes its own batches."""
         self._console, self._budget, self._clock, self._unit = console, budget, clock, unit
         fields = fields_of(reads_text)
         self._fields = fitting_fields(console.width, fields) if console.is_terminal else fields
@@ -240,7 +242,7 @@ class TrainingView:
             "checkpoint": self._show_checkpoint,
             "note": self._show_note,
         }.get(kind)
-        if show is not None:  # how a session began and ended is said elsewhere
+        if show is not None:  # how a session began and ended is shown elsewhere
             show(fields)
 
     def _cycle(self, fields: dict[str, Any]) -> None:
@@ -285,7 +287,7 @@ def updates_text(count: int) -> str:
 
 
 def line_seconds(total_seconds: float) -> float:
-    """Longer runs speak less often."""
+    """Return the seconds between two lines: longer runs print less often."""
     return min(max(total_seconds / LINES, LEAST_LINE_SECONDS), MOST_LINE_SECONDS)
 
 
@@ -302,7 +304,7 @@ ENDS = {
     None: "not yet, or killed",
 }
 SPEED_IS = "median of the last session's cycles"
-"""Of the last one that trained: one that was resumed may have other GPUs, and its own summary says the same."""
+"""The last session that trained: a resumed one may have other GPUs, and its own summary says the same."""
 
 
 def pipeline_text(pipeline: Mapping[str, Any] | None) -> str:
@@ -314,7 +316,7 @@ def pipeline_text(pipeline: Mapping[str, Any] | None) -> str:
 
 
 def layout_options(summary: dict[str, Any]) -> str | None:
-    """Of as many ranks as before; None where the layout is one of another version."""
+    """Return the options for the same ranks as before; None if another version wrote the layout."""
     try:
         layout = Layout(**(summary.get("layout") or {}))
     except (TypeError, ValueError):
@@ -323,14 +325,14 @@ def layout_options(summary: dict[str, Any]) -> str | None:
 
 
 def way_on(summary: dict[str, Any]) -> str:
-    """Nothing where nothing was saved: it would begin anew, and end as it did. Nothing either where nobody knows how
-    the model was cut: it would start whole."""
+    """Return the command that resumes the run. Empty if nothing was saved, since the run would start over and end the
+    same way, or if the layout is unknown, since the model would start uncut."""
     options = layout_options(summary)
     return resume_command(summary["out"], options) if summary["checkpoint"] and options is not None else ""
 
 
 def summary_lines(summary: dict[str, Any]) -> list[str]:
-    """What a run came to, for people."""
+    """Return the results of a run as lines for the terminal."""
     tokens, loss, best = summary["tokens"], summary["loss"], summary["best_validation_loss"]
     unit = summary.get("unit") or "token"
     median = f"{human_rate(summary['tokens_per_second'])} {unit}s/s ({SPEED_IS})"

@@ -2,8 +2,8 @@
 
     Path("report.html").write_text(render_training_page(history.document(run_json, run)), encoding="utf-8")
 
-The document is `report/history.py`'s. `LivePage` is told the run's events like everything else that shows them, and
-draws after evaluations and at the end: between cycles, never inside one.
+The document comes from `report/history.py`. `LivePage` receives the run's events, as every other view does, and draws
+after evaluations and at the end: between cycles, never inside one.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from redline.report.training import (
     updates_text,
 )
 
-PLOT_WIDE_PX = 440  # two beside each other
+PLOT_WIDE_PX = 440  # two side by side
 LOSS_PX = 300
 REDRAW_SECONDS = 30.0  # between two pages of a run that evaluates often: drawing takes a tenth of a second
 SESSION_COLUMNS = ("begun", "from step", "ended", "machine", "command")
@@ -47,7 +47,7 @@ def render_training_page(document: Document) -> str:
 
 
 def write_training_page(run: Path, document: Document) -> Path | None:
-    """None where it cannot be written, which is said: the run may lie where nothing can be."""
+    """Write the page; warn and return None if it cannot be written, since the run may lie in a read-only place."""
     try:
         return RunDirectory(run).write(REPORT_FILE, render_training_page(document))
     except OSError as error:
@@ -56,7 +56,8 @@ def write_training_page(run: Path, document: Document) -> Path | None:
 
 
 class LivePage:
-    """report.html of a run that goes on. A page that cannot be written stops nobody: `trouble` keeps the reason."""
+    """Draws report.html while the run continues. A page that cannot be written does not stop it: `trouble` keeps the
+    reason."""
 
     def __init__(
         self,
@@ -79,7 +80,7 @@ class LivePage:
             document = self._history.document(self._run, self._directory.path)
             self._directory.write(REPORT_FILE, render_training_page(document))
             self.trouble = ""
-        except Exception as error:  # a full disk, a mistake of ours: a week of training must not end for a picture
+        except Exception as error:  # a full disk, a bug of ours: a week of training must not end over a picture
             self.trouble = str(error) or type(error).__name__
         self._drawn_at = self._clock()
 
@@ -121,7 +122,7 @@ def view_of(document: Document) -> dict[str, Any]:
 
 
 def sections(document: Document, has_plots: bool) -> Iterator[tuple[str, str]]:
-    """(id, words) of what the page holds, for the line of links at its top."""
+    """Yield (id, words) of each section, for the line of links at the top of the page."""
     yield "loss", "Loss"
     parts = (
         ("health", "Speed and health", has_plots),
@@ -139,7 +140,7 @@ def sections(document: Document, has_plots: bool) -> Iterator[tuple[str, str]]:
 
 
 def headline_figures(document: Document) -> list[tuple[str, str, str]]:
-    """(figure, what it is, a word more)."""
+    """Return (figure, label, detail) of each headline."""
     if not document.get("updates"):
         return []
     tokens, best, loss = document["tokens"], document["best_validation_loss"], document["loss"]
@@ -165,7 +166,7 @@ def headline_figures(document: Document) -> list[tuple[str, str, str]]:
 
 
 def alarms(document: Document) -> Iterable[tuple[str, str]]:
-    """(kind, text) of what a reader must know before any number."""
+    """Yield (kind, text) of what a reader must know before any number."""
     ended = document.get("ended")
     if ended in ("diverged", "failed"):
         yield "different", f"Training stopped: {one_line(document.get('reason') or 'no reason was given')}."
@@ -204,12 +205,12 @@ def text_facts(document: Document) -> Iterator[tuple[str, str]]:
 
 
 def items_of(document: Document) -> str:
-    """What is trained on: tokens, or the samples of a user's own model."""
+    """Return what is trained on: tokens, or the samples of a user's own model."""
     return f"{unit_of(document) or TOKEN}s"
 
 
 def makes_batches(document: Document) -> bool:
-    """A user's file makes its batches: they come from no text."""
+    """True if a user's file makes the batches, which then come from no text."""
     return (document.get("workload") or {}).get("tokenizer") == NO_TOKENIZER
 
 
@@ -230,13 +231,13 @@ def session_cells(session: Document) -> list[str]:
 
 
 def workload_as_trained(document: Document) -> Document:
-    """With the micro batch, learning rate, ... that were chosen for this run in the place of its own."""
+    """Return the workload with the micro batch, learning rate, ... of this run in place of its own."""
     settings = document.get("settings") or {}
     return {name: settings.get(name, value) for name, value in (document.get("workload") or {}).items()}
 
 
 def setting_facts(document: Document) -> Document:
-    """As run.json has them, the budget in words, and what names the run's parts."""
+    """Return the settings of run.json with the budget in words, and the run's rungs and data."""
     settings = dict(document.get("settings") or {})
     budget = settings.pop("budget", None) or {}
     return {
@@ -248,7 +249,7 @@ def setting_facts(document: Document) -> Document:
 
 
 def printable_lines(text: object) -> str:
-    """A sample with its line breaks; whatever else is not printable is a space."""
+    """Return a sample with its line breaks; other unprintable characters become spaces."""
     return "\n".join(one_line(line) for line in str(text).splitlines()).strip() or "(nothing)"
 
 
@@ -271,7 +272,7 @@ def loss_panel(document: Document, vocab: int | None) -> Panel:
 
 
 def health_panels(document: Document) -> list[tuple[Panel, str]]:
-    """Each with what it means."""
+    """Return each panel with what it means."""
     curves = document["curves"]
     size, unit = (GIB, "GiB") if (document["peak_bytes"] or 0) >= GIB else (MIB, "MiB")
     memory = [(place, value / size) for place, value in curves["peak_bytes"]]
@@ -293,7 +294,7 @@ def health_panels(document: Document) -> list[tuple[Panel, str]]:
 
 
 def below(document: Document) -> dict[str, Any]:
-    """Of every panel: what its axis counts."""
+    """Return the fields that all panels share: what the axis counts."""
     items = items_of(document)
     return {"axis": items, "place": lambda place: f"{place:,.0f} {items}"}
 
@@ -304,7 +305,7 @@ def curve_drawings(panel: Panel, document: Document, wide_px: int, height_px: in
 
 
 def curve_table(panels: Iterable[Panel]) -> dict[str, Any]:
-    """Every curve by its ends and extremes: what the charts say, for those who do not see them."""
+    """Tabulate every curve by its ends and extremes, for readers who cannot see the charts."""
     columns = [("curve", "words"), *((name, "number") for name in ("first", "last", "lowest", "highest", "points"))]
     rows = []
     for panel in panels:

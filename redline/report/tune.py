@@ -1,8 +1,8 @@
-"""A tune for people: the winner, what each knob brought, the ranking, the price of compiling and the gap that is left.
+"""A tune for the terminal: the ranking, what each knob gained, the cost of compiling, the remaining gap, the winner.
 
     print_tune(document, Console())
 
-Draws the document of `redline tune --json`; within 100 columns, and nothing that matters is cut.
+Draws the document of `redline tune --json`. It fits 100 columns and cuts nothing that matters.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ ENDINGS = {
     "device-lost": "the device no longer answers",
 }
 MOST_BARS, BAR_LETTERS = 12, 36  # the table above has all of them
-UNDER_WAY = "under-way"  # why a search has not stopped, where somebody looks at it meanwhile
+UNDER_WAY = "under-way"  # the `why` of a search that is still running when it is looked at
 
 
 def print_tune(document: Document, console: Console) -> None:
@@ -96,7 +96,7 @@ def ranking_table(document: Document, width: int) -> Table:
 
 
 def bar_rows(document: Document) -> Iterator[Row]:
-    """The fastest trials as the rows of a ladder; what cannot win is 'not kept'."""
+    """Yield the fastest trials as rows of a ladder; trials that cannot win are 'not kept'."""
     measured = [row for row in document["rows"] if row["tokens_per_second"] is not None]
     for row in sorted(measured, key=lambda row: -row["tokens_per_second"])[:MOST_BARS]:
         name = clipped(f"#{row['number']} {change_text(row, document)}", BAR_LETTERS)
@@ -122,8 +122,8 @@ def styled_cells(row: Row, document: Document) -> Iterator[Text]:
 
 
 def verdict_of(row: Row) -> str:
-    """'lost' is what was given up before it was checked: it could not have won. What is faster than the winner could
-    have, and had no time."""
+    """Return the verdict; 'lost' if the trial was given up before it was checked, because it could not win. Unchecked
+    trials that are faster than the winner could have won and ran out of time: they stay 'not-checked'."""
     if row["status"] != "ok":
         return "failed"
     verdict = one_line(row["equivalence"]["verdict"])
@@ -136,7 +136,7 @@ def is_best(row: Row, document: Document) -> bool:
 
 
 def change_text(row: Row, document: Document) -> str:
-    """Against the winner, whatever it was tried on; of a run without one, what was changed."""
+    """Return the difference from the winner, whatever the trial built on; without a winner, what the trial changed."""
     best = document["best"]
     if best is None:
         return one_line(row["change"])
@@ -152,7 +152,7 @@ def change_text(row: Row, document: Document) -> str:
 
 
 def notes_of(document: Document) -> Iterator[Note]:
-    """What is wrong first, then what each knob brought, then the rest."""
+    """Yield what is wrong first, then what each knob gained, then the rest."""
     yield from slower_notes(document)
     for row in document["rows"]:
         if verdict_of(row) == "different":
@@ -183,7 +183,7 @@ def notes_of(document: Document) -> Iterator[Note]:
 
 
 def sharing_notes(document: Document) -> Iterator[Note]:
-    """What the winner's ranks cost one another."""
+    """Say how much time the winner's ranks cost one another."""
     for row in document["rows"]:
         if is_best(row, document) and row.get("sharing"):
             yield Note(about=f"{ranks_of(document)} ranks", text=f"#{row['number']}: {sharing_text(row['sharing'])}")
@@ -197,7 +197,7 @@ def disturbed_notes(document: Document) -> Iterator[Note]:
 
 
 def peak_notes(document: Document) -> Iterator[Note]:
-    """Peaks that nothing is built on; `?` marks them in the tables."""
+    """Yield the peaks that are not relied on; `?` marks them in the tables."""
     for row in document["rows"]:
         if has_implausible_peak(row):
             measured, predicted = human_bytes(row["peak_bytes"]), human_bytes(row["predicted_peak_bytes"])
@@ -210,7 +210,7 @@ def peak_text(row: Row) -> str:
 
 
 def left_out_notes(document: Document) -> Iterator[Note]:
-    """Rungs that are no choice, those with one reason together."""
+    """Yield the rungs that cannot be chosen, grouped by reason."""
     reasons: dict[str, list[str]] = {}
     for name, reason in document["space"]["left_out"].items():
         reasons.setdefault(one_line(reason), []).append(one_line(name))
@@ -266,7 +266,7 @@ def best_text(document: Document) -> str:
 
 
 def slower_notes(document: Document) -> Iterator[Note]:
-    """Nobody wants a winner that is slower than what they have."""
+    """Warn of a winner that is slower than the plain way."""
     speedup = (document["best"] or {}).get("speedup")
     if speedup is not None and speedup < 1:
         text = (
@@ -277,7 +277,7 @@ def slower_notes(document: Document) -> Iterator[Note]:
 
 
 def unproved_text(document: Document) -> str:
-    """': why; what helps' of a run without a winner; nothing of an older document, which does not say."""
+    """Return ': why; what helps' for a run without a winner; empty for an older document, which does not say."""
     unproved = document.get("unproved") or {}
     said = [one_line(unproved[part]) for part in ("why", "fix") if unproved.get(part)]
     return f": {'; '.join(said)}" if said else ""

@@ -1,9 +1,8 @@
-"""One self-contained HTML page of a tune: every trial as a point, the front of speed against memory, what each knob
-brought.
+"""One self-contained HTML page of a tune: every trial as a point of speed against memory, and what each knob gained.
 
     Path("report.html").write_text(render_tune_page(document), encoding="utf-8")
 
-The document is that of `redline tune --json`. Nothing is chosen here: the winner, ties and gains are the document's.
+The document is that of `redline tune --json`. Nothing is chosen here: winner, ties and gains come from the document.
 """
 
 from __future__ import annotations
@@ -108,13 +107,13 @@ def sections(document: Document, has_gains: bool) -> Iterator[tuple[str, str]]:
 
 
 def best_recipe(document: Document) -> str:
-    """As best.json holds it."""
+    """Return the recipe as best.json holds it."""
     best = document["best"]
     return "" if best is None else json.dumps({"rungs": best["rungs"], "micro_batch": best["micro_batch"]})
 
 
 def headline_figures(document: Document) -> list[tuple[str, str, str]]:
-    """(figure, what it is, a word more)."""
+    """Return (figure, label, detail) of each headline."""
     best = document["best"]
     if best is None:
         return []
@@ -142,7 +141,7 @@ def headline_figures(document: Document) -> list[tuple[str, str, str]]:
 
 
 def alarms(document: Document) -> Iterator[tuple[str, str]]:
-    """(kind, text) of what a reader must know before any number."""
+    """Yield (kind, text) of what a reader must know before any number."""
     wrong = [f"#{row['number']}" for row in document["rows"] if verdict_of(row) == "different"]
     if wrong:
         yield "different", f"{', '.join(wrong)}: not the same training any more, so they cannot win."
@@ -160,7 +159,7 @@ def alarms(document: Document) -> Iterator[tuple[str, str]]:
 
 
 def points_of(document: Document) -> list[Point]:
-    """Trials that ran and whose memory is known; the others are rows of the table alone."""
+    """Return the trials that ran and whose memory is known; the others appear only in the table."""
     return [
         Point(
             number=row["number"],
@@ -268,14 +267,14 @@ def not_tried_table(document: Document) -> dict[str, Any]:
 
 
 def gains_of(document: Document) -> list[Gain]:
-    """Of the winner's choice over each other that was tried, the largest first."""
+    """Return the gain of the winner's choice over each alternative that was tried, largest first."""
     known = [knob for knob in document["knobs"] if knob["gain"] is not None]
     gains = [Gain(name=knob_name(knob), share=knob["gain"], noise=knob["noise"], tip=knob_tip(knob)) for knob in known]
     return sorted(gains, key=lambda gain: -gain.share)
 
 
 def knob_name(knob: Row) -> str:
-    """The choice, or the knob left alone, and what it was held against."""
+    """Name the winner's choice and what it was compared with; 'no X' if the winner does without X."""
     chosen, other = knob["choice"], knob["against"]
     if chosen is None:
         return one_line(f"no {other}")

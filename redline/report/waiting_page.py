@@ -1,4 +1,4 @@
-"""The page of a run that has nothing to show yet: what was asked, where, and that it is not there.
+"""The page of a run without results yet: what was requested, on which machine, and that nothing is there so far.
 
 render_waiting_page(run_json)
 """
