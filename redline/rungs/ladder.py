@@ -609,9 +609,7 @@ def check_alternatives(names: Iterable[str], source: str | None = None) -> None:
     where = "" if source is None else f" in {source}"
     for name in names:
         if names.count(name) > 1:
-            raise UserError(
-                f"{name} was given twice{where}", "a rung is either on or off", f"name {name} once{where}"
-            )
+            raise UserError(f"{name} was given twice{where}", "a rung is either on or off", f"name {name} once{where}")
         other = taken.setdefault(group_of(find_rung(name)), name)
         if other != name:
             raise UserError(
