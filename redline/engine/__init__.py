@@ -1,1 +1,1 @@
-"""Runs one thing. Everything here may import torch; nobody in the parent process imports anything from here."""
+"""Runs one job at a time. Modules here may import torch; the parent process imports none of them."""

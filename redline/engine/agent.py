@@ -1,9 +1,10 @@
-"""torchrun's agent with an ending of our own: one message that names the rank that failed, and why.
+"""torchrun's agent with redline's own ending: one message that names the rank that failed, and why.
 
     python -m redline.engine.agent --standalone --nproc-per-node 4 -m redline train gpt2
 
-The words are those of `python -m torch.distributed.run`, which this is. Its own report is a page of process ids; what
-it knows of each rank (exit code, signal, the file in which a rank records its exception) makes one sentence here.
+It accepts the arguments of `python -m torch.distributed.run`, which it calls. torchrun's own report is a page of
+process ids; here, what it knows of each rank (exit code, signal, the file in which a rank records its exception)
+becomes one sentence.
 """
 
 from __future__ import annotations
@@ -42,12 +43,12 @@ from redline.engine.distributed import (
     leave_with_parent,
 )
 
-NO_FILE = "<N/A>"  # torch's word for a rank that recorded nothing
-LOST = f"{LostRankError.__name__}: "  # said by the rank that watched, of another
-MISTAKE = f"{MistakeOfRankError.__name__}: "  # ours: it says nothing to a user
+NO_FILE = "<N/A>"  # torch's marker for a rank that recorded nothing
+LOST = f"{LostRankError.__name__}: "  # recorded by the watching rank about another rank
+MISTAKE = f"{MistakeOfRankError.__name__}: "  # our own class name: means nothing to a user
 LATE = "rank 0 does not end"
-BEFORE_HANDLERS = (-signal.SIGINT, -signal.SIGTERM)  # exit codes of a process that was asked to stop as it began
-GRACE_SECONDS = 30  # torch's agent waits so long after its SIGTERM, then it kills
+BEFORE_HANDLERS = (-signal.SIGINT, -signal.SIGTERM)  # exit codes of a process signalled before it had handlers
+GRACE_SECONDS = 30  # how long torch's agent waits between SIGTERM and SIGKILL
 
 
 def main(words: Sequence[str]) -> int:
@@ -71,28 +72,28 @@ def main(words: Sequence[str]) -> int:
     quiet = quiet_ranks(failures, [] if pid_file is None else ranks_inside(pid_file.parent))
     rank, cause = cause_of(failures, quiet, interrupts)
     if pid_file is not None and was_interrupted(pid_file, cause.exitcode):
-        return 128 + signal.SIGTERM  # as above: whoever asked us says the rest
+        return 128 + signal.SIGTERM  # as above: whoever interrupted us reports the rest
     if pid_file is not None and (asked := asked_rank(failures, interrupts)) is not None:
         tell_why(pid_file, words_of_asking(asked, failures[asked], interrupts), open_screen())
         return EXIT_INTERRUPTED
     if (text := words_of_leaving(rank, cause) if rank in quiet else words_of(rank, cause)) is not None:
         tell_why(pid_file, text, open_screen())
-    is_ours = text is None or cause.error_file != NO_FILE  # any other code means something to the user's code alone
+    is_ours = text is None or cause.error_file != NO_FILE  # any other code has a meaning only to the user's code
     return cause.exitcode if is_ours and 0 < cause.exitcode < 256 else 1
 
 
 def limit_the_end(pid_file: Path, late: threading.Event, ended: threading.Event) -> None:
-    """In a thread, until the ranks have ended. Rank 0 sees the others off, and nobody is left to do that for rank 0."""
+    """Limit how long rank 0 may take to end; runs in a thread. It waits for the others, but none waits for it."""
     while (seconds := seconds_to_end(pid_file)) is None:
         if ended.wait(BEAT_SECONDS):
             return
-    if not ended.wait(2 * seconds + GRACE_SECONDS):  # its limit, what ending another may take, and as long again
+    if not ended.wait(2 * seconds + GRACE_SECONDS):  # its limit, the time to end another rank, and its limit again
         late.set()
         os.kill(os.getpid(), signal.SIGTERM)  # its handler ends the ranks
 
 
 def run_ranks(words: Sequence[str]) -> Mapping[int, ProcessFailure]:
-    """This process is the agent until all ranks have ended. Returns those that failed."""
+    """Run as the agent until all ranks have ended. Return the failures by rank."""
     leave_with_parent(lambda: os.kill(os.getpid(), signal.SIGTERM))  # its handler ends the ranks
     try:
         with trackers_outlive_ranks():
@@ -104,14 +105,14 @@ def run_ranks(words: Sequence[str]) -> Mapping[int, ProcessFailure]:
 
 @contextmanager
 def trackers_outlive_ranks() -> Iterator[None]:
-    """torch's agent ends a rank that outlasts its grace by SIGKILL to its whole group. multiprocessing's tracker is in
-    there, and nobody else removes from /dev/shm what the rank has left."""
+    """Spare multiprocessing's trackers when torch's agent kills a rank. After the grace period the agent sends SIGKILL
+    to the rank's process group. The tracker is in that group, and nothing else cleans up /dev/shm after the rank."""
     close = SubprocessHandler.close
 
     def close_sparing(handler: SubprocessHandler, death_sig: signal.Signals | None = None) -> None:
         if death_sig == signal.SIGKILL:
             kill_all_but_trackers(handler.proc.pid)
-            death_sig = signal.SIGCONT  # no more is to be killed; torch has files to close
+            death_sig = signal.SIGCONT  # nothing is left to kill; torch still has files to close
         close(handler, death_sig)
 
     SubprocessHandler.close = close_sparing  # type: ignore[assignment,method-assign]
@@ -122,14 +123,14 @@ def trackers_outlive_ranks() -> Iterator[None]:
 
 
 def left_with_zero(failures: Mapping[int, ProcessFailure], folder: Path) -> dict[int, ProcessFailure]:
-    """Ranks that left in the middle of their work with an exit code that torch's agent takes for success."""
+    """Return ranks that left in the middle of their work with exit code 0, which torch's agent counts as success."""
     early = [rank for rank in ranks_inside(folder) if rank not in failures]
     return {rank: ProcessFailure(local_rank=rank, pid=0, exitcode=0, error_file=NO_FILE) for rank in early}
 
 
 def quiet_ranks(failures: Mapping[int, ProcessFailure], inside: Collection[int] = ()) -> set[int]:
-    """Of `redline train`: those that left with an exit code and told nobody why, as user code that ends its process.
-    `inside`: those that left in the middle of their work, whatever their exit code may say."""
+    """Return the ranks of `redline train` that left with an exit code and no explanation, as user code does when it
+    ends its process. `inside`: ranks that left in the middle of their work, whatever their exit code."""
     leader = failures.get(0)
     told = leader.exitcode if leader is not None and 0 not in inside and has_told(0, leader) else None
 
@@ -141,21 +142,21 @@ def quiet_ranks(failures: Mapping[int, ProcessFailure], inside: Collection[int] 
 
 
 def has_told(rank: int, failure: ProcessFailure) -> bool:
-    """Rank 0 tells of mistakes and failures itself, and records nothing then; a rank that was interrupted was so by the
-    user, or by the agent because of another."""
+    """True if the exit code says that the cause is reported elsewhere: rank 0 reports mistakes and failures itself and
+    records nothing, and an interrupted rank was interrupted by the user, or by the agent because of another rank."""
     told = (EXIT_INTERRUPTED, EXIT_MISTAKE, EXIT_FAILED) if rank == 0 else (EXIT_INTERRUPTED,)
     return failure.error_file == NO_FILE and failure.exitcode in told
 
 
 def asked_rank(failures: Mapping[int, ProcessFailure], interrupts: Mapping[int, Interrupt]) -> int | None:
-    """The one that somebody, or its own code, has interrupted: it leaves first, and the agent then ends the others,
-    which are interrupted by that. `failures` are in the order in which the agent has found them."""
+    """Return the rank that a signal or its own code interrupted; None if another failure came first. That rank leaves
+    first, and the agent then interrupts the others. `failures` are in the order in which the agent saw them."""
     for rank, failure in failures.items():
         if failure.error_file == NO_FILE:
             return rank if rank in interrupts or failure.exitcode in BEFORE_HANDLERS else None
         failed = Path(failure.error_file).stat().st_mtime
         if not any(interrupt.when < failed for interrupt in interrupts.values()):
-            return None  # else it failed because the other one left
+            return None  # otherwise it failed because the interrupted rank had left
     return None
 
 
@@ -167,10 +168,10 @@ def words_of_asking(rank: int, failure: ProcessFailure, interrupts: Mapping[int,
 def cause_of(
     failures: Mapping[int, ProcessFailure], quiet: Collection[int], interrupted: Collection[int] = ()
 ) -> tuple[int, ProcessFailure]:
-    """Others fail because one did. A rank that watched has said who. Else a rank that was killed, or that left and is
-    `quiet`, is the cause, though others may have failed of it before the agent saw that it is gone; or else the first
-    that recorded a failure. Those that ended by SIGTERM were ended by the agent, and so were those that it killed after
-    its grace. `interrupted` ranks have said so, and Python may end them by a SIGINT of its own."""
+    """Return the rank whose failure made the others fail, and that failure. A watching rank's report of a lost rank
+    comes first. Then come ranks that were killed or are `quiet`: others may have failed because of them before the
+    agent saw that they were gone. Then comes the first rank that recorded a failure. Ranks that ended by SIGTERM, or
+    were killed after the grace period, were ended by the agent. Python may end `interrupted` ranks by SIGINT."""
     first = min(failure.timestamp for failure in failures.values())
     lost = [pair for pair in failures.items() if told_by(pair[1]).startswith(LOST)]
     killed = [
@@ -189,7 +190,7 @@ def cause_of(
 
 
 def told_by(failure: ProcessFailure) -> str:
-    """The first line of what the rank recorded; '' where it recorded nothing."""
+    """Return the first line of what the rank recorded; '' if it recorded nothing."""
     if failure.error_file == NO_FILE:
         return ""
     told = failure.message["message"] if isinstance(failure.message, dict) else failure.message
@@ -197,9 +198,9 @@ def told_by(failure: ProcessFailure) -> str:
 
 
 def words_of(rank: int, failure: ProcessFailure) -> str | None:
-    """None where the rank has told itself what was wrong, or whoever interrupted it does."""
+    """Describe the failure; None if the rank has reported it, or if whoever interrupted the rank does."""
     who = f"rank {rank}"
-    if failure.exitcode < 0 and failure.error_file == NO_FILE:  # else the agent has ended a rank that had failed
+    if failure.exitcode < 0 and failure.error_file == NO_FILE:  # otherwise the agent ended a rank that had failed
         return f"{who} {killed_by(-failure.exitcode)}"
     if failure.error_file == NO_FILE:
         return None if has_told(rank, failure) else words_of_leaving(rank, failure)

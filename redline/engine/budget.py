@@ -1,14 +1,15 @@
-"""A compiled step that keeps a share of its activations: what torch's compiler must be told to choose well.
+"""A compiled step that keeps a share of its activations: what torch's compiler needs to know to choose well.
 
     keep_share(0.5)      # before anything is compiled; a process has one budget
 
-Given a budget, the compiler picks what to keep by a knapsack of bytes and FLOPs. Three things go wrong there.
-Operators that it does not know it takes for free, and computes all of them again whatever the budget is: so it is told
-what ours cost. What draws random numbers it may compute again too, and draws others: dropout would then drop different
-numbers on the way back, and the gradients are wrong without a sign of it. And it counts the bytes of what nobody keeps.
-A loss that computes its gradient on the spot (`model/loss.py`) makes two small tensors of its logits, and the backward
-pass reads those; the knapsack counts the logits, 6.6 of its 8.9 GB for GPT-2 at 64 sequences, and the step then keeps
-an eighth instead of half. Here a tensor costs no more bytes than what would be kept in its place.
+Given a budget, the compiler solves a knapsack problem of bytes and FLOPs to pick what to keep. Three things go wrong.
+It treats operators that it does not know as free and recomputes all of them whatever the budget: here it learns what
+redline's operators cost. It may recompute operators that draw random numbers, and they then draw different ones:
+dropout would drop other elements in the backward pass, and the gradients would be silently wrong. And it counts bytes
+that would never be kept: a loss that computes its gradient on the spot (`model/loss.py`) turns its logits into two
+small tensors, which are all that the backward pass reads. The knapsack counts the logits, 6.6 of its 8.9 GB for GPT-2
+at 64 sequences, and the step then keeps an eighth instead of half. Here a tensor costs no more bytes than what would be
+kept in its place.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any
 
 import torch
 import torch._functorch.config as functorch
-import torch._inductor.inductor_prims  # whose seeds are among what draws
+import torch._inductor.inductor_prims  # registers its seed operators, which draw too
 import torch.compiler.config as compiler
 from torch._functorch import partitioners
 from torch.fx import Graph, Node
@@ -30,12 +31,12 @@ from torch.utils.flop_counter import register_flop_formula
 from redline.engine import flop_counter
 from redline.engine.flop_counter import ours
 
-ATTENTION_RATE = "dropout_p"  # of operators that draw only where it is not zero
+ATTENTION_RATE = "dropout_p"  # argument of operators that draw only if it is not zero
 
 
 def keep_share(budget: float) -> None:
     functorch.activation_memory_budget = budget
-    # A cached graph may be torch's own choice, or that of another version of what steers ours.
+    # A cached graph may come from torch's own choice, or from another version of what steers ours.
     own = f"redline {version_of_the_choice()}"
     if own not in compiler.cache_key_tag:
         compiler.cache_key_tag = f"{compiler.cache_key_tag} {own}".strip()  # the user's own tag stays
@@ -49,7 +50,7 @@ def version_of_the_choice() -> str:
 
 @functools.cache
 def tell_the_compiler() -> None:
-    """By its own functions: of its hooks one sees no FLOPs, and the other no bytes."""
+    """Replace functions of torch's partitioner: of its public hooks, one sees no FLOPs and the other no bytes."""
     for operator, formula in ours().items():
         register_flop_formula(operator)(formula)
     operators_of_torch = partitioners.get_default_op_list
@@ -74,12 +75,12 @@ def tell_the_compiler() -> None:
     partitioners._optimize_runtime_with_given_memory = choice_of_what_is_kept  # type: ignore[assignment]
 
 
-# --- what is drawn ----------------------------------------------------------------------------------------------------
+# --- operators that draw random numbers -------------------------------------------------------------------------------
 
 
 def drawing_operators() -> Iterator[Any]:
-    """Those of every library, also the user's, that are tagged as drawing. Asked for at every graph (90 ms), since a
-    user may register one at any time; one without the tag is taken for one that draws nothing, as torch takes it."""
+    """Yield the operators tagged as drawing, of every library including the user's. Repeated for each graph (90 ms),
+    because users may register operators at any time. One without the tag counts as drawing nothing, as in torch."""
     for name in torch._C._dispatch_get_all_op_names():
         library, _, name = name.partition("::")
         packet = getattr(getattr(torch.ops, library), name.partition(".")[0], None)
@@ -106,15 +107,16 @@ def draws(node: Node) -> bool:
 
 
 def share_kept(node: Node, offered: Sequence[Node], after: Collection[Node]) -> float:
-    """Of its bytes, those that keeping it really takes: the backward pass may read something smaller, made of it.
-    `after`: what depends on the gradients that come in."""
+    """Return the share of its bytes that keeping it really costs: the backward pass may read something smaller,
+    computed from it. `after`: the nodes that depend on incoming gradients."""
     size = partitioners._size_of(node)
     instead = sum(map(partitioners._size_of, read_instead(node, {*offered}, after)))
     return min(1.0, instead / size) if size else 1.0
 
 
 def read_instead(node: Node, offered: Collection[Node], after: Collection[Node]) -> set[Node]:
-    """On its ways to the backward pass: the last ones before it, or others that are offered."""
+    """Return the nodes that would be kept instead: on each path from `node` to the backward pass, the last node before
+    that pass, or the first other node that is offered."""
     found, seen, waiting = set[Node](), {node}, [node]
     while waiting:
         one = waiting.pop()

@@ -1,4 +1,4 @@
-"""From a plan to something that trains. The order in which optimisations are applied is written here and nowhere else.
+"""Turns a plan into something that trains. The order in which optimisations are applied is defined only here.
 
 training = build(workload, plan, micro_batch=16, tokens=path, device=torch.device("cuda"))
 loss = training.step(next(training.batches))
@@ -33,7 +33,7 @@ from redline.optim import build_optimizer, reset_optimizer, settings_for, warm_u
 
 @dataclass
 class Training:
-    """A model on its way: everything a loop needs, and the way back to step 0."""
+    """A model in training: everything a loop needs, and `restore` to return to step 0."""
 
     workload: Workload
     adapter: Adapter
@@ -42,7 +42,7 @@ class Training:
     batches: Generator[Any, None, None]
 
     def restore(self) -> None:
-        """Initial weights and an empty optimizer, in place: compiled code and fused kernels keep their tensors."""
+        """Reset weights and optimizer in place, so that compiled code and fused kernels keep their tensors."""
         if is_cut(self.step.plan):
             fill(self.adapter, self.model, self.step.shared.cuts)
         else:
@@ -65,12 +65,12 @@ def build(
     chunk: int | None = None,
     ranks: Ranks | None = None,
 ) -> Training:
-    """Model, step and an endless stream of batches: what a measurement needs. `ranks`: those that share every batch,
+    """Build what a measurement needs: model, step and an endless stream of batches. `ranks` share every batch, with
     `micro_batch` sequences each."""
     if plan.loader_workers:
         worker_context()  # its server imports torch while the model is built
     step = build_step(workload, plan, device=device, chunk=chunk, ranks=ranks)
-    # The loader comes last: its workers start when the first batch is asked for.
+    # The loader comes last: its workers start when the first batch is requested.
     batches = batches_of(workload, micro_batch, tokens, ranks or alone())
     return Training(workload, step.adapter, step.model, step, stream_batches(batches, device, plan.loader_workers))
 
@@ -92,12 +92,12 @@ def build_step(
     learning_rate: Callable[[int], float] | None = None,
     ranks: Ranks | None = None,
 ) -> TrainStep:
-    """The step that is timed and the step that trains. `learning_rate` is a function of the steps taken, in the plan's
-    own optimizer's terms; without one it warms up and stays. `ranks`: those that `plan.parallel` shares the step among;
-    a plan that does not say how shares nothing."""
+    """Build the step, the same for timing and for training. `learning_rate` maps the number of steps taken to a rate
+    for the plan's own optimizer; without it, the rate warms up and then stays constant. `ranks` share the step in the
+    way that `plan.parallel` names; with 'none' they share no data."""
     # 1. Process switches first: they decide which kernels everything after them picks.
     switch_process(plan, calls_sdpa=not workload.reads_text)
-    # 2. The model at its final shape, on the device, before anything holds on to its parameters.
+    # 2. The model at its final shape, on the device, before anything holds a reference to its parameters.
     adapter = adapter_of(workload)
     ranks = ranks or alone()
     with ranks.meeting():
@@ -111,13 +111,13 @@ def build_step(
         compile_blocks(adapter.blocks(model), plan)
     if plan.cuda_graphs:
         loss_of = outlive_replays(loss_of, model, accumulates=chunk is not None)
-    # 4. Ranks share what was compiled: their hooks run between compiled parts. A model that is cut has its weights now.
+    # 4. Ranks share what was compiled: their hooks run between compiled parts. A cut model now has its weights.
     ways = Pipelined if is_pipelined(plan) else share
     shared = ways(adapter, model, loss_of, plan=plan, ranks=ranks, device=device, cuts=cuts)
-    # 5. The optimizer gets the parameters themselves, of which a rank may hold a part only.
+    # 5. The optimizer gets the parameters as they are now; a rank may hold only a part of each.
     own = optimizer_settings(workload, plan)
     optimizer = build_optimizer(plan.optimizer, model, **own)
-    # 6. The step reads precision, scaling and synchronisation off the plan.
+    # 6. The step takes precision, loss scaling and synchronisation from the plan.
     warming = partial(warm_up, peak=own["learning_rate"], warmup_steps=workload.warmup_steps)
     return TrainStep(
         adapter=adapter,
@@ -133,20 +133,20 @@ def build_step(
 
 
 def build_model(adapter: Adapter, plan: Plan, device: torch.device, ranks: Ranks) -> nn.Module:
-    """What is cut gets its numbers after the cut."""
+    """Build the model on `device`. One that is to be cut is built on 'meta' or on the host; the cut moves it."""
     if is_pipelined(plan):
         return build_stage(adapter, plan, ranks)
     return adapter.build_unplaced(plan) if is_cut(plan) else adapter.build(plan, device)
 
 
 def optimizer_settings(workload: Workload, plan: Plan) -> dict[str, float]:
-    """Peak rate and decay of the plan's optimizer: a workload states AdamW's."""
+    """Return peak rate and decay for the plan's optimizer, converted from AdamW's, which a workload states."""
     return settings_for(plan.optimizer, learning_rate=workload.learning_rate, weight_decay=workload.weight_decay)
 
 
 def switch_process(plan: Plan, calls_sdpa: bool = False) -> None:
-    """Flags that belong to the process. One measurement, one process: nothing leaks into another row. `calls_sdpa`:
-    the model may call SDPA whatever the plan says, so that 'naive' is a backend to be pinned too."""
+    """Set the flags of this process. Each measurement has its own process, so nothing leaks into another row.
+    `calls_sdpa`: the model may call SDPA whatever the plan says, so 'naive' is also a backend to pin."""
     if plan.expandable_segments:
         grow_segments()
     torch.set_float32_matmul_precision(plan.matmul_precision)
@@ -161,15 +161,16 @@ def switch_process(plan: Plan, calls_sdpa: bool = False) -> None:
 
 
 def grow_segments() -> None:
-    """At run time, beside what the user chose: torch has changed which variable of the environment it reads (2.9.1
-    ignores the new one and warns of the old), and a trainer's process has imported torch already."""
+    """Turn on expandable segments at run time, in addition to the user's settings. An environment variable would not
+    do: torch has changed which one it reads (2.9.1 ignores the new one and warns about the old one), and a trainer's
+    process has already imported torch."""
     chosen = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
     settings = [chosen] if chosen else []
     torch._C._accelerator_setAllocatorSettings(",".join([*settings, "expandable_segments:True"]))
 
 
 def pin_attention(backend: str) -> None:
-    """Exactly one SDPA backend stays on: an unpinned call may pick another kernel than the row is named after."""
+    """Leave exactly one SDPA backend on: an unpinned call may pick another kernel than the row's name says."""
     torch.backends.cuda.enable_flash_sdp(backend == "flash")
     torch.backends.cuda.enable_cudnn_sdp(backend == "cudnn")
     torch.backends.cuda.enable_mem_efficient_sdp(False)
@@ -177,8 +178,9 @@ def pin_attention(backend: str) -> None:
 
 
 def in_fp32(model: nn.Module, loss_of: LossOf) -> LossOf:
-    """A loss in fp32 of a model whose weights are stored in bf16: copies take the weights' place for one pass, and the
-    gradients are rounded on their way to the stored ones. Slow, and what a recipe with bf16 weights is held against."""
+    """Return a loss that computes in fp32 for a model whose weights are stored in bf16. fp32 copies replace the weights
+    for one pass, and gradients are rounded on their way back to the stored weights. This is slow; recipes with bf16
+    weights are compared with it."""
 
     def wide(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.float() if tensor.is_floating_point() else tensor
@@ -200,7 +202,7 @@ def compile_loss(loss_of: LossOf, plan: Plan) -> LossOf:
 
 
 def compile_blocks(blocks: list[nn.Module], plan: Plan) -> None:
-    """One by one and in place: a graph over all of them would have to hold the gathering in it."""
+    """Compile blocks one by one and in place: a graph across them would have to contain the gathering of weights."""
     for block in blocks:
         block.compile(dynamic=False, options=compile_options(plan))
 
@@ -215,8 +217,8 @@ def compile_options(plan: Plan) -> dict[str, Any]:
 
 
 def outlive_replays(loss_of: LossOf, model: nn.Module, accumulates: bool) -> LossOf:
-    """What a CUDA graph writes, its next run overwrites. Losses are read later, so they are copied. Gradients are used
-    up before the next run, unless they are added up: then they are copied too."""
+    """Copy what must survive the next replay of a CUDA graph, which overwrites all its outputs: losses, since they are
+    read later, and gradients if they are accumulated; otherwise these are consumed before the next replay."""
     if accumulates:
         for parameter in model.parameters():
             parameter.register_hook(torch.clone)

@@ -1,13 +1,14 @@
-"""The store of checkpoints: saves while the training goes on, and finds the newest whole one again.
+"""The checkpoint store: saves while training continues, and loads the newest intact checkpoint.
 
     with CheckpointStore(run / "checkpoints", keep_last=2, keep_best=1) as store:
-        loaded = store.latest()                       # None at the first start; what it passed over is in store.notes
+        loaded = store.latest()                       # None at the first start; store.notes has what it skipped
         store.save(step=500, tensors={"model.wte.weight": ..., "optimizer.wte.weight.exp_avg": ...},
                    state={"schedule": ...}, identity={"vocab": 50257}, metric=3.28)
 
-Tensors are copied to host memory; a thread writes them from there. A write that fails (a full disk) stops nobody: the
-older checkpoints are whole, the error is kept and told. Files: `core/checkpoints.py`; what to put in:
-`engine/snapshot.py`. Reading alone (`latest_checkpoint`, `load_from`) takes no lock and changes nothing.
+Tensors are copied to host memory, and a thread writes them from there. A failed write (a full disk) does not stop the
+training: older checkpoints stay intact, and the error is kept and reported. The files are described in
+`core/checkpoints.py`, their contents in `engine/snapshot.py`. Reading alone (`latest_checkpoint`, `load_from`) takes no
+lock and changes nothing.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)  # a network file syst
 
 @dataclass(frozen=True, kw_only=True)
 class Loaded:
-    """A checkpoint with its files open: it stays readable when rotation removes it."""
+    """A checkpoint with its files open, so that it stays readable when rotation removes it."""
 
     path: Path
     step: int
@@ -54,17 +55,17 @@ class Loaded:
     opened: SavedTensors
 
     def tensors(self, device: torch.device | str = "cpu") -> SavedTensors:
-        """By name, each read when it is asked for: the model never lies in memory a second time."""
+        """Return the tensors by name. Each is read on access, so that memory never holds the model twice."""
         return self.opened.on(device)
 
 
 def load_from(path: Path, *, verify: bool = True) -> Loaded:
-    """The checkpoint in `path`, or a UserError that names the file at fault."""
+    """Load the checkpoint in `path`, or raise a UserError that names the file at fault."""
     return load_checkpoint(path, partial(_load, verify=verify))
 
 
 def latest_checkpoint(folder: Path, *, verify: bool = True) -> tuple[Loaded | None, tuple[str, ...]]:
-    """The newest whole checkpoint and notes on what was passed over, also while another process writes there."""
+    """Return the newest intact checkpoint and notes on those skipped. Safe while another process writes there."""
     return newest(folder, partial(_load, verify=verify))
 
 
@@ -82,7 +83,7 @@ def _load(path: Path, *, verify: bool) -> Loaded:
 
 class CheckpointStore:
     def __init__(self, folder: Path, *, keep_last: int = 2, keep_best: int = 1) -> None:
-        """Makes the folder and takes it for this process; what a killed run left unfinished in it is removed."""
+        """Create the folder, lock it for this process, and remove what a killed run left unfinished in it."""
         if keep_last < 1 or keep_best < 0:
             raise UserError(
                 f"cannot keep the last {keep_last} and the best {keep_best} checkpoints",
@@ -91,11 +92,11 @@ class CheckpointStore:
             )
         self.folder, self.keep_last, self.keep_best = folder, keep_last, keep_best
         self.notes: list[str] = []
-        """What was passed over or could not be removed, in words for the user."""
+        """What was skipped or could not be removed, in words for the user."""
         self.last_error: UserError | None = None
-        """Of the last write that ended; None when it went well."""
+        """The error of the last finished write; None if it succeeded."""
         self.last_saved: int | None = None
-        """The step of the newest checkpoint that this store has on the disk."""
+        """Step of the newest checkpoint that this store has written."""
         self._images: dict[str, HostImage] = {}
         self._thread: threading.Thread | None = None
         self._lock = self._open_folder()
@@ -111,13 +112,13 @@ class CheckpointStore:
         identity: Mapping[str, Any],
         metric: float | None = None,
     ) -> UserError | None:
-        """Copies everything and goes on; a thread writes. Waits for the write before this one, and returns its failure,
-        if it failed: this one is tried all the same, since somebody may have made room."""
+        """Copy everything and return; a thread does the writing. Waits for the previous write first, and returns its
+        error if it failed. This one is attempted anyway, since somebody may have made room."""
         failure = self.wait()
-        # As text now: the training goes on and changes what the state is made of.
+        # Serialised now: training continues and changes the objects in the state.
         text = state_text(step=step, metric=metric, identity=identity, state=state).encode()
         copied = self._copy(tensors)
-        # A daemon: whoever leaves at once does not wait for it. `close` does, and a draft left behind is no checkpoint.
+        # A daemon, so that an abrupt exit need not wait for it. `close` waits, and an abandoned draft is no checkpoint.
         self._thread = threading.Thread(
             target=self._write, args=(step, text, copied), name=f"checkpoint-{step}", daemon=True
         )
@@ -125,14 +126,14 @@ class CheckpointStore:
         return failure
 
     def wait(self) -> UserError | None:
-        """Until nothing is being written. Returns the failure of the last write, or None."""
+        """Wait until nothing is being written. Return the error of the last write, or None."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
         return self.last_error
 
     def close(self) -> None:
-        """Waits, gives the folder free, and raises if the last checkpoint is not on the disk."""
+        """Wait, unlock the folder, and raise if the last write failed."""
         failure = self.wait()
         self._release()
         if failure is not None:
@@ -147,14 +148,14 @@ class CheckpointStore:
         if kind is None:
             self.close()
             return
-        if not issubclass(kind, KeyboardInterrupt):  # somebody who presses it a second time wants to leave now
-            self.wait()  # what ended the block matters more than a checkpoint that failed
+        if not issubclass(kind, KeyboardInterrupt):  # a second Ctrl-C means: leave now
+            self.wait()  # the error that ended the block matters more than a failed write
         self._release()
 
     # --- loading ------------------------------------------------------------------------------------------------------
 
     def latest(self, *, verify: bool = True) -> Loaded | None:
-        """The newest checkpoint whose manifest and checksums hold. Those passed over are in `notes`."""
+        """Return the newest checkpoint whose manifest and checksums are valid. `notes` gets those skipped."""
         self.wait()
         found, notes = latest_checkpoint(self.folder, verify=verify)
         self.notes.extend(notes)
@@ -163,8 +164,8 @@ class CheckpointStore:
     # --- inside -------------------------------------------------------------------------------------------------------
 
     def _copy(self, tensors: Mapping[str, torch.Tensor]) -> list[torch.cuda.Event]:
-        """Device to host, queued behind the step that was just taken: the next one changes the weights only after the
-        copy, in the order of the stream, so the host need not wait. The writer waits, for the events."""
+        """Queue copies from device to host behind the step just taken. Stream order puts them before the next update of
+        the weights, so the host need not wait; the writer waits for the returned events."""
         images = {}
         for name, inside in by_file(tensors).items():
             layout = layout_of(inside)
@@ -180,7 +181,7 @@ class CheckpointStore:
         ]
 
     def _write(self, step: int, text: bytes, copied: list[torch.cuda.Event]) -> None:
-        """In the thread. Nothing may get lost in it, so every failure is kept for the next call."""
+        """Write the checkpoint; runs in the thread. Every error is kept for the next call, so that none gets lost."""
         try:
             for event in copied:
                 event.synchronize()
@@ -192,7 +193,7 @@ class CheckpointStore:
             self.last_error = not_written(step, self.folder, error)
 
     def _open_folder(self) -> int:
-        """Found now rather than at the first save, an hour later: is there a folder that may be written to?"""
+        """Create and lock the folder. An unwritable one fails here, and not at the first save an hour later."""
         with explained(f"cannot write checkpoints to {self.folder}", "choose a folder you may write to with --out DIR"):
             self.folder.mkdir(parents=True, exist_ok=True)
             probe = self.folder / ".writable"
@@ -208,7 +209,7 @@ class CheckpointStore:
         return lock
 
     def _take(self, lock: int) -> None:
-        """Two runs would remove each other's drafts. The system gives the lock free when its process dies."""
+        """Lock the folder: two runs would remove each other's drafts. The system frees the lock if the process dies."""
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -11,7 +11,7 @@ import torch
 
 
 class Clock:
-    """Marks in the order of the work. Nothing waits for the device until `seconds` is asked for."""
+    """Marks in the order of the work. Nothing waits for the device until `seconds` is called."""
 
     def __init__(self, device: torch.device) -> None:
         self.on_gpu = device.type == "cuda"
@@ -26,7 +26,7 @@ class Clock:
             self.marks.append(time.perf_counter())
 
     def seconds(self) -> list[float]:
-        """The time between each two neighbouring marks."""
+        """Return the time between each pair of neighbouring marks."""
         if self.on_gpu:
             torch.cuda.synchronize()
         return [_between(start, end) for start, end in zip(self.marks, self.marks[1:], strict=False)]
@@ -35,4 +35,4 @@ class Clock:
 def _between(start: float | torch.cuda.Event, end: float | torch.cuda.Event) -> float:
     if isinstance(start, float) and isinstance(end, float):
         return end - start
-    return start.elapsed_time(end) / 1e3  # type: ignore[union-attr, arg-type]  # events give milliseconds
+    return start.elapsed_time(end) / 1e3  # type: ignore[union-attr, arg-type]  # elapsed_time is in milliseconds

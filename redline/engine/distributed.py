@@ -1,16 +1,16 @@
-"""Several processes that train one model: how they find each other, agree, and notice that one of them is gone.
+"""Several processes that train one model: how they find each other, agree, and notice that one is gone.
 
-    with join(limit_seconds=600) as ranks:       # what torchrun's environment says; `alone()` where nobody started it
-        ranks.say("order", {...});  ranks.hear("order")                   # over the store, before there are collectives
-        device = ranks.connect("cuda")                                    # from here on collectives work
-        ranks.arrange(Layout(ranks=8, tensor=2));  ranks.mesh["tp"]       # who holds a layer together with whom
+    with join(limit_seconds=600) as ranks:       # from torchrun's environment; `alone()` without torchrun
+        ranks.say("order", {...});  ranks.hear("order")                   # over the store, before collectives exist
+        device = ranks.connect("cuda")                                    # collectives work from here on
+        ranks.arrange(Layout(ranks=8, tensor=2));  ranks.mesh["tp"]       # the ranks that hold a layer together
         ranks.mean(losses);  ranks.gather({"asked": False})               # on the device; on the host
-        ranks.take_leave()                                                # rank 0 is the last to go
+        ranks.take_leave()                                                # rank 0 leaves last
 
-Every rank tells the store once a second that it lives, and how far its training has come (`mark`). Rank 0 looks at the
-others, rank 1 at rank 0, from the first moment to the last: one whose process is frozen for `limit_seconds`, or that
-stands still for so long where steps are due (`marking`), ends the job with a message that names it. Starting processes
-is torchrun's affair (`engine/agent.py`), cutting the model that of `engine/shard.py`.
+Once a second every rank writes a heartbeat to the store, with how far its training has come (`mark`). From start to end
+rank 0 watches the others and rank 1 watches rank 0. A rank whose process is frozen for `limit_seconds`, or that makes
+no progress for that long while steps are due (`marking`), ends the job with a message that names it. Processes are
+started by torchrun (`engine/agent.py`), and the model is cut in `engine/shard.py`.
 """
 
 from __future__ import annotations
@@ -46,29 +46,29 @@ from redline.core.rank_processes import RANK_PID_FILE, inside, leave_inside, ran
 from redline.core.user_code import PACKAGE, STANDARD_LIBRARY
 
 BEAT_SECONDS = 1.0
-LIMIT_SECONDS = 600.0  # a first step that compiles for long is no rank that hangs
-STANDING_SECONDS = 5.0  # without a mark: worth a word where a time limit ends the job anyway
+LIMIT_SECONDS = 600.0  # a first step may compile for long without being a hang
+STANDING_SECONDS = 5.0  # without a mark, until `on_standing` gets the rank; there another time limit ends the job
 RANK_0 = "rank 0: "
 POLL_SECONDS = 0.05
-MISTAKE_SECONDS = 10.0  # between ranks that find the same one
-OUTLIVED_SECONDS = 5.0  # signs of life come once a second, and of two machines the clocks may differ
-SHOWN = 4  # ranks in one message
+MISTAKE_SECONDS = 10.0  # between ranks that find the same mistake
+OUTLIVED_SECONDS = 5.0  # heartbeats come once a second, and the clocks of two machines may differ
+SHOWN = 4  # maximum number of ranks in one message
 SLOW_START = "a slow start counts too, of loaders and of what is compiled: a larger --rank-timeout leaves it the time"
-GLOOS_LINE = re.compile(r"\[[^\]]*\.cc:\d+\] ?")  # of its own code, which its words begin with
+GLOOS_LINE = re.compile(r"\[[^\]]*\.cc:\d+\] ?")  # gloo's messages start with a place in its own source
 BACKENDS_WORDS = re.compile(rf"{GLOOS_LINE.pattern}|\bNCCL\b")
-PACKAGES = ("site-packages", "dist-packages")  # which may lie in the standard library's folder
+PACKAGES = ("site-packages", "dist-packages")  # these may lie in the standard library's folder
 
 
 class LostRankError(Exception):
-    """A rank that no longer answers, in words."""
+    """A rank no longer answers; the message says which."""
 
 
 class MistakeOfRankError(Exception):
-    """A mistake of the user's that a rank other than 0 alone has met: the problem and why, for one line."""
+    """A user's mistake that only a rank other than 0 has met; the message is the problem and its reason in one line."""
 
 
 class Ranks:
-    """This process among those that train together. Rank 0 leads: it alone talks, makes folders and writes metrics."""
+    """This process among those that train together. Rank 0 leads: it alone prints, makes folders and writes metrics."""
 
     def __init__(
         self,
@@ -80,14 +80,14 @@ class Ranks:
         limit_seconds: float = LIMIT_SECONDS,
         watches: bool = True,
     ) -> None:
-        """`watches`: False where whoever started the ranks has a time limit of their own."""
+        """`watches`: False if whoever started the ranks enforces a time limit of its own."""
         self.rank, self.count, self.local, self.limit_seconds = rank, count, local, limit_seconds
         self.layout = Layout(ranks=count)
         self.kind = "cpu"
-        """Of the device that collectives work on."""
+        """Kind of the device that collectives work on."""
         self._meshes: dict[Layout, DeviceMesh] = {}
         self.host_group: dist.ProcessGroup | None = None
-        """Collectives between hosts, on numbers that are in their memory anyway."""
+        """For collectives on values that are in host memory anyway."""
         self._rendezvous = store
         self._store: Any = None
         self._lasting: Any = None
@@ -103,12 +103,12 @@ class Ranks:
         self._telling, self._has_told_end = threading.Lock(), False
         self._meetings = 0
         self.asked = False
-        """A signal has asked this rank to stop while it trained: the user's, or the agent's because of another rank."""
+        """True if a signal during training asked this rank to stop: the user's, or the agent's because of another."""
         self._watches = watches and rank < 2
         self._marks_since: float | None = None
         self._seen: dict[str, tuple[int, float]] = {}
         self.on_standing: Callable[[str], None] | None = None
-        """Rank 0 is told by this, once a second, who stands still; '' while nobody does."""
+        """Called once a second on rank 0 with words about a rank that makes no progress, or '' if there is none."""
         self._thread: threading.Thread | None = None
         self._welcome: threading.Thread | None = None
         if self._store is not None:
@@ -125,7 +125,7 @@ class Ranks:
 
     @property
     def joined(self) -> bool:
-        """There is a job of ranks, if only of one."""
+        """True in a job of ranks, even of a single one."""
         return self._store is not None
 
     @property
@@ -138,19 +138,19 @@ class Ranks:
 
     @property
     def counts(self) -> bool:
-        """The one of those that read the same data that tells how much there was."""
+        """True on the rank that reports how much data was read, one of those that read the same data."""
         return self.place.tensor == 0 and self.place.pipeline == 0
 
     @property
     def attempt(self) -> int:
-        """How many times torchrun has started the job again. Its own number is a node's: torch counts a restart only
-        where a rank of that node has failed, and ranks with other numbers would not find one another."""
+        """How many times torchrun has restarted the job. torch's own count is per node: it counts a restart only where
+        a rank of that node has failed, and ranks with different counts would not find each other."""
         return self._attempt
 
     @property
     def mistake_seconds(self) -> float:
-        """What a rank leaves rank 0 to tell of what may have happened to both. Much less than the time limit: in it
-        the rank may give no sign of life, or make no mark."""
+        """How long a rank lets rank 0 report first what may have happened to both. At most a quarter of the time limit,
+        since the rank may make no mark and write no heartbeat meanwhile."""
         return min(MISTAKE_SECONDS, self.limit_seconds / 4)
 
     def __enter__(self) -> Ranks:
@@ -162,7 +162,7 @@ class Ranks:
         self._ended.set()
         for thread in filter(None, (self._thread, self._welcome)):
             thread.join()
-        # After a failure the others may wait in a collective: to take leave of them would be to wait as well.
+        # After a failure the others may be waiting in a collective; destroying the group would wait too.
         if kind is None:
             self._close_collectives()
 
@@ -172,10 +172,10 @@ class Ranks:
             self.host_group = None
 
     def take_leave(self) -> None:
-        """After the last word that anybody hears: from here on ranks end. Rank 0 stays until the others have, since
-        torchrun would wait without a limit for one that does not."""
-        self._watches = False  # whoever has gone gives no signs of life
-        self._close_collectives()  # all at once: NCCL's may wait for one another
+        """Leave the job; call this after the last message that another rank waits for. Rank 0 stays until the others
+        have ended, since torchrun would wait without limit for one that does not."""
+        self._watches = False  # a rank that has left writes no heartbeats
+        self._close_collectives()  # on all ranks at the same time: NCCL may wait for the others
         self.say(f"left/{self.rank}", True)
         if self.leads:
             self._see_off()
@@ -191,7 +191,7 @@ class Ranks:
             time.sleep(POLL_SECONDS)
 
     def _is_gone(self, rank: int) -> bool:
-        """Of a rank on another machine its word is all that can be known."""
+        """True if the rank has said that it leaves and, where it is on this machine, its process has ended."""
         assert self._store is not None
         machine, process = json.loads(self._store.get(f"process/{rank}"))
         return bool(self._store.check([f"left/{rank}"])) and (machine != this_process()[0] or has_ended(process))
@@ -203,7 +203,7 @@ class Ranks:
             self._store.set(key, json.dumps(value))
 
     def hear(self, key: str, speaker: int = 0) -> Any:
-        """What that rank says, once it does. It may take as long as it likes, as long as it lives."""
+        """Wait until `speaker` says `key`, and return the value. There is no time limit while that rank is alive."""
         assert self._store is not None, "there is nobody to listen to"
         last, since = "", time.monotonic()
         while not self._store.check([key]):
@@ -216,7 +216,7 @@ class Ranks:
         return json.loads(self._store.get(key))
 
     def hears(self, key: str, seconds: float) -> bool:
-        """Whether anybody says it within that time, or before this rank is asked to stop."""
+        """True if anybody says `key` within `seconds`. Stops waiting early if this rank is asked to stop."""
         assert self._store is not None, "there is nobody to listen to"
         until = time.monotonic() + seconds
         while not (said := bool(self._store.check([key]))) and time.monotonic() < until and not self.asked:
@@ -225,24 +225,25 @@ class Ranks:
 
     @contextmanager
     def meeting(self) -> Iterator[None]:
-        """Around what each rank does by itself, such as building a user's model: at its end all wait for all. Here
-        and not in a collective, which knows neither who is missing nor why."""
+        """Context for work that each rank does by itself, such as building a user's model; at its end all ranks wait
+        for each other. They wait over the store, since a collective would know neither who is missing nor why."""
         if self._store is None or self.count == 1:
             yield
             return
         self._meetings += 1
         try:
             yield
-        except UserError as error:  # rank 0 tells it, whoever has found it
+        except UserError as error:  # rank 0 reports it, whichever rank found it
             self.say(f"mistake/{self._meetings}", [f"rank {self.rank}: {error.problem}", error.why, error.fix])
             raise
         self.say(f"met/{self._meetings}/{self.rank}", True)
         self._wait_for_others(self._store)
 
     def _wait_for_others(self, store: Store) -> None:
-        """As long as they live and the limit allows: whoever watches names the one that does not come."""
+        """Wait for every rank to finish the meeting. A watching rank names one that is not done within the limit, and
+        rank 0 raises a mistake that another rank has found."""
         until = time.monotonic() + self.limit_seconds
-        for rank in range(self.count):  # one question at a time: every rank asks the same store
+        for rank in range(self.count):  # one at a time: all ranks query the same store
             while not store.check([f"met/{self._meetings}/{rank}"]):
                 if self.leads and store.check([f"mistake/{self._meetings}"]):
                     raise UserError(*json.loads(store.get(f"mistake/{self._meetings}")))
@@ -252,13 +253,13 @@ class Ranks:
                 time.sleep(POLL_SECONDS)
 
     def named(self, error: UserError) -> UserError:
-        """What ends a run under way may be one rank's alone; of rank 0 nobody else says it."""
+        """Prefix a failed run's error with 'rank 0': it may concern one rank alone, and nobody else names rank 0."""
         if not isinstance(error, FailedRunError) or self.count == 1 or error.problem.startswith(RANK_0):
             return error
         return FailedRunError(f"{RANK_0}{error.problem}", error.why, error.fix)
 
     def remember(self, key: str, value: Any) -> None:
-        """For those that torchrun may start after these ranks have failed."""
+        """Store a value for ranks that torchrun may start after these have failed."""
         if self._lasting is not None:
             self._lasting.set(key, json.dumps(value))
 
@@ -267,15 +268,16 @@ class Ranks:
         return json.loads(self._lasting.get(key)) if known else None
 
     def tell_end(self, text: str, *, lost: bool = False) -> None:
-        """And that this rank leaves: nothing is left to be done."""
+        """Report the failure, and that this rank is leaving with nothing left to do."""
         self.tell_failure(text, lost=lost)
         with suppress(dist.DistError):
             self.say(f"leaves/{self.rank}", True)
 
     def tell_failure(self, text: str, *, lost: bool = False) -> None:
-        """To the others, and to those that torchrun may start next. The first words stand; '' where there are none to
-        be said, and whoever is killed tells nothing. `lost`: they are of a rank that no longer answers."""
-        with self._telling:  # two threads may have words for one end
+        """Report how this rank ends to the others and to those that torchrun may start next. Only the first call
+        counts. '' means that there is nothing to report; a killed rank reports nothing at all. `lost`: the text is
+        about a rank that no longer answers."""
+        with self._telling:  # two threads may report the same end
             if self._has_told_end:
                 return
             self._has_told_end = True
@@ -284,18 +286,18 @@ class Ranks:
             self.remember(f"end/{self.attempt}/{self.rank}", End(number, first_sentence(text), lost, time.time()))
 
     def ask(self) -> None:
-        """From the handler of a signal: a flag, since a lock may be held by what it interrupts."""
+        """Ask this rank to stop, from a signal handler. Only sets a flag: the interrupted code may hold a lock."""
         self.asked = True
 
     def wait_for_rank_0(self) -> None:
-        """It may have met the same, and tells it then; the agent ends this rank meanwhile. Whoever was asked to stop
-        before, by a signal that the training has taken, waits for nothing: no second one comes."""
+        """Give rank 0, which may have met the same problem, time to report it; the agent then ends this rank. Returns
+        at once if a signal during training has already asked this rank to stop: no second signal comes."""
         if not self.asked:
             time.sleep(self.mistake_seconds)
 
     def follows(self) -> bool:
-        """Whether rank 0 had told its failure before this rank told its own, which came of that then; or has said that
-        all is over, and not because all is done."""
+        """True if this rank's failure follows from rank 0's: rank 0 reported a failure first, or has said that the
+        training is over with an exit code other than success."""
         if self.leads or self._store is None:
             return False
         with suppress(dist.DistError):
@@ -306,12 +308,12 @@ class Ranks:
         return False
 
     def end_of(self, rank: int, attempt: int) -> End | None:
-        """None: it has told none."""
+        """Return how the rank ended; None if it has not reported that."""
         told = self.remembered(f"end/{attempt}/{rank}")
         return None if told is None else End(*told)
 
     def lost_before(self) -> str | None:
-        """Why there was an attempt before this one that is over; None: there was none, or nobody knows."""
+        """Return why the previous attempt ended; None if there was none, or if nobody knows."""
         before = self.attempt - 1
         count = self.remembered(f"count/{before}")
         if count is None:
@@ -322,7 +324,7 @@ class Ranks:
     # --- collectives --------------------------------------------------------------------------------------------------
 
     def connect(self, kind: str) -> torch.device:
-        """This rank's device; collectives on it, and between the hosts."""
+        """Set up collectives on this rank's device and between hosts. Return the device."""
         if not self.joined:
             return torch.device(kind)
         device = torch.device(kind, self.local) if kind == "cuda" else torch.device(kind)
@@ -331,7 +333,7 @@ class Ranks:
             torch.cuda.set_device(device)
         if self.host_group is not None:
             return device
-        # The watch names a rank that hangs; a collective's own limit is for the case that nobody is left to watch.
+        # A watching rank names one that hangs; a collective's own limit is for when nobody is left to watch.
         limit = timedelta(seconds=2 * self.limit_seconds)
         backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
         store = PrefixStore(f"collectives/{self.attempt}", self._rendezvous)
@@ -340,15 +342,15 @@ class Ranks:
         return device
 
     def arrange(self, layout: Layout) -> None:
-        """All of them at once, with the same layout."""
+        """Set the layout; all ranks must call this with the same one."""
         if layout.ranks != self.count:
             raise ValueError(f"there are {self.count} ranks, not {layout.ranks}")
         self.layout = layout
 
     @property
     def mesh(self) -> DeviceMesh:
-        """The one mesh of the layout, made by all ranks when they first ask: (pp, dp, tp), and with replicas (pp,
-        replicate, shard, tp). tp is innermost, so that it stays in a node."""
+        """The mesh of the layout: (pp, dp, tp), or with replicas (pp, replicate, shard, tp). tp is innermost, so that
+        it stays within a node. The first access creates the mesh, and all ranks must make it together."""
         layout = self.layout
         if layout not in self._meshes:
             data = (
@@ -360,11 +362,11 @@ class Ranks:
 
     @property
     def data_mesh(self) -> DeviceMesh:
-        """Of the ranks that take different data: what gradients are averaged over."""
+        """The mesh of ranks with different data, over which gradients are averaged."""
         return self.mesh["dp"] if self.layout.replicas == 1 else self.mesh["replicate", "shard"]
 
     def mean(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Over ranks that take different data, in place. gloo has no average."""
+        """Average in place over ranks with different data. gloo has no average, hence sum and division."""
         if not self.joined or self.layout.data == 1:
             return tensor
         for group in [None] if self.layout.is_plain else self.data_mesh.get_all_groups():
@@ -373,13 +375,13 @@ class Ranks:
         return tensor
 
     def spread(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Rank 0's, into everybody's."""
+        """Broadcast rank 0's tensor into every rank's, in place."""
         if self.joined and self.count > 1:
             dist.broadcast(tensor, src=0)
         return tensor
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's, in their order, on every rank."""
+        """Return every rank's value, in rank order, on every rank."""
         if not self.joined or self.count == 1:
             return [value]
         found: list[Any] = [None] * self.count
@@ -389,13 +391,13 @@ class Ranks:
     # --- signs of life ------------------------------------------------------------------------------------------------
 
     def mark(self, step: int, doing: str) -> None:
-        """How far this rank has come. Costs nothing: the store is told by another thread."""
+        """Record how far this rank has come. Costs nothing: another thread writes it to the store."""
         self._mark = (self._mark[0] + 1, step, doing)
 
     @contextmanager
     def marking(self) -> Iterator[None]:
-        """Around what makes marks in a row: whoever makes no more hangs. Reading and writing large files before and
-        after it may take as long as it takes, in a process that lives."""
+        """Context in which marks are due: a rank that stops making them hangs. Outside it, in reading and writing large
+        files, a rank may take as long as it needs while its process lives."""
         self._marks_since = time.monotonic()
         try:
             yield
@@ -419,24 +421,25 @@ class Ranks:
                 self._beat()
                 if self._outstays_rank_0():
                     leave_to_others()
-                # Rank 0 looks at all; rank 1 at rank 0, whose process may be the one that is frozen.
+                # Rank 0 watches all ranks; rank 1 watches rank 0, whose process may be the frozen one.
                 if self._watches and (found := self._standing_still(self.limit_seconds, self._marks_since)) is not None:
                     self._end_all(found if self._mark[1] else f"{found} ({SLOW_START})")
                 if self.on_standing is not None:
                     self.on_standing(self._standing_still(STANDING_SECONDS, 0.0) or "")
         except dist.DistError:
-            return  # the store is gone, and with it the job: whoever ended it says why
+            return  # the store is gone, and so is the job: whoever ended it reports why
 
     def _outstays_rank_0(self) -> bool:
-        """Rank 0 has left, and this rank's main thread does not come to its own end. A rank 0 that has told of a
-        failure may still be writing its report."""
+        """True if rank 0 left over `mistake_seconds` ago and this rank's main thread is still running. A failure that
+        rank 0 reported does not count by itself: it may still be writing its report."""
         if self.leads or self._store is None:
             return False
         now, has_left = time.monotonic(), bool(self._store.check(["leaves/0"]))
         return now - self._unchanged_since("end of 0", has_left, now) > self.mistake_seconds and has_left
 
     def _end_all(self, found: str) -> None:
-        """Whoever has told its end stands still for a reason: its words, if it has any, are the cause then."""
+        """End the job because a rank makes no progress. If other ranks have reported their end, that is why: the first
+        with a text is the cause instead of `found`, and without any text this rank leaves silently."""
         ends = [self.end_of(rank, self.attempt) for rank in range(self.count) if rank != self.rank]
         told = [end for end in ends if end is not None]
         if told and not any(end.text for end in told):
@@ -446,7 +449,8 @@ class Ranks:
         end_with(LostRankError(text))
 
     def _standing_still(self, limit: float, marks_since: float | None) -> str | None:
-        """Who is frozen; and on rank 0 who has made no mark, while there are any to be made: since then, None: not."""
+        """Describe a rank that is frozen or, on rank 0, one that has made no mark; None if there is none.
+        `marks_since`: when marks became due; None if they are not."""
         now = time.monotonic()
         watched = range(self.count) if self.leads else (0,)
         beats: dict[int, float] = {}
@@ -474,24 +478,24 @@ class End(NamedTuple):
     """How a rank ended, in its own words."""
 
     number: int
-    """Which of the job's ends it was, counted by the store: the clocks of two machines may differ."""
+    """Position among the job's ends, counted by the store: the clocks of two machines may differ."""
     text: str
-    """'': by the user, by the agent because of another rank, or with all steps done."""
+    """'' if the user ended it, the agent did because of another rank, or all steps were done."""
     lost: bool = False
-    """The words are about a rank that no longer answers."""
+    """True if the text is about a rank that no longer answers."""
     when: float = 0.0
-    """By its machine's clock: good for seconds, to be held against another's last sign of life."""
+    """Time by its machine's clock: accurate to seconds, for comparison with another rank's last heartbeat."""
 
 
 class Mark(NamedTuple):
     """How far a rank has come."""
 
     number: int
-    """Of this mark: all ranks make the same ones in the same order."""
+    """Number of this mark: all ranks make the same marks in the same order."""
     step: int
     doing: str
     frame: str
-    """Where it is in Python."""
+    """Where the main thread is in Python."""
 
 
 NEVER_SEEN = Mark(0, 0, "getting ready", "")
@@ -500,8 +504,8 @@ NEVER_SEEN = Mark(0, 0, "getting ready", "")
 def words_of_standing(
     marks: Mapping[int, Mark], seconds: Mapping[int, float], frozen: Sequence[int], limit: float
 ) -> str | None:
-    """Who holds the others up, or None. `seconds`: since a rank made its last mark; `frozen`: ranks whose process has
-    given no sign at all, and since when."""
+    """Describe the rank that holds the others up; None if there is none. `seconds`: time since a rank's last mark, or
+    since its last heartbeat if it is one of the `frozen`, whose processes give no sign of life."""
     behind = min(marks, key=lambda rank: (rank not in frozen, marks[rank].number, -seconds[rank]))
     mark = marks[behind]
     ago = f"{seconds[behind]:.0f} s"
@@ -514,7 +518,7 @@ def words_of_standing(
     if any(other.number > mark.number for other in marks.values()):
         when = f"{ago} ago at step {mark.step:,}, {mark.doing} ({mark.frame})"
         return f"rank {behind} was last seen {when}; the others are further"
-    # Most of them wait in the same line for the one that does not come.
+    # Most ranks wait in the same function for the one that does not come.
     lines = Counter(other.frame for other in marks.values())
     places = sorted(marks, key=lambda rank: (lines[marks[rank].frame], -rank))[:SHOWN]
     return f"no rank has got any further for {ago}, at step {mark.step:,}, {mark.doing}: " + ", ".join(
@@ -523,12 +527,12 @@ def words_of_standing(
 
 
 def words_of_missing(rank: int, mark: Mark, waiting: int, limit: float) -> str:
-    """Of a rank that others wait for, all having started together."""
+    """Describe a rank that the others wait for at the end of a meeting, which all began together."""
     return f"rank {rank} is {mark.doing} ({mark.frame}) {limit:.0f} s after rank {waiting} was done with that"
 
 
 def words_of_last(mark: Mark) -> str:
-    """Of a process that tells no more: what it did in the second after its last beat, nobody knows."""
+    """Describe the last heartbeat of a process. What it did in the second after that is unknown, hence 'or later'."""
     return f"at step {mark.step:,} or later, {mark.doing} ({mark.frame})"
 
 
@@ -538,7 +542,7 @@ def words_of_staying(rank: int, mark: Mark, lives: bool, seconds: float) -> str:
 
 
 def this_process() -> tuple[str, int]:
-    """Where its number means something: on its machine, and there in its container. Then the number."""
+    """Return where the process id is valid (a host and a PID namespace of it, as of a container), and the id."""
     try:
         numbers = os.readlink("/proc/self/ns/pid")
     except OSError:
@@ -547,7 +551,7 @@ def this_process() -> tuple[str, int]:
 
 
 def has_ended(process: int) -> bool:
-    """Of this machine. One that nobody has asked for its exit code yet has ended too ('Z')."""
+    """True if a process of this machine has ended. That includes zombies ('Z'), whose exit code nobody has read yet."""
     try:
         state = (
             Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0]
@@ -558,15 +562,16 @@ def has_ended(process: int) -> bool:
 
 
 def main_frame() -> str:
-    """Where the thread that trains is, such as 'mean, distributed.py, which calls all_reduce'."""
+    """Describe where the main thread is, such as 'mean, distributed.py, which calls all_reduce'."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     codes = [one.f_code for one, _ in traceback.walk_stack(frame)] if frame is not None else []  # innermost first
     return words_of_place([(code.co_name, code.co_filename) for code in codes])
 
 
 def words_of_place(stack: Sequence[tuple[str, str]]) -> str:
-    """The innermost function that is ours or the user's, and what it is in of a library: the inside of one, or the
-    standard library's wait in a lock, says little to anybody. `stack`: functions and their files, innermost first."""
+    """Describe the innermost function of redline's or the user's, and the library function that it calls. Frames deeper
+    in a library, or the standard library waiting for a lock, would tell nobody much. `stack`: functions and their
+    files, innermost first."""
     if not stack:
         return "nowhere"
     own = next((depth for depth, (_, file) in enumerate(stack) if is_own(file)), 0)
@@ -578,13 +583,13 @@ def words_of_place(stack: Sequence[tuple[str, str]]) -> str:
 
 
 def is_own(file: str) -> bool:
-    """Ours, wherever redline is installed, or the user's; '<frozen ...>' and the like are nobody's."""
+    """True for redline's files, wherever it is installed, and for the user's; not for '<frozen ...>' and the like."""
     nobodys = file.startswith((STANDARD_LIBRARY, "<")) or is_library(file) or is_compiled(file)
     return file.startswith(PACKAGE) or not nobodys
 
 
 def is_compiled(file: str) -> bool:
-    """What Inductor has written: a file in a folder of two letters, which its name begins with behind a c."""
+    """True for a file that Inductor generated: its name is 'c' and a hash, whose first two letters name its folder."""
     path = Path(file)
     return re.fullmatch(r"c[a-z2-7]{51}\.py", path.name) is not None and path.name[1:3] == path.parent.name
 
@@ -598,7 +603,7 @@ def alone() -> Ranks:
 
 
 def join(limit_seconds: float | None = None, *, watches: bool = True) -> Ranks:
-    """The job that the environment tells of (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT: torchrun's)."""
+    """Join the job described by torchrun's environment (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT)."""
     leave_with_parent(lambda: os._exit(1))
     limit = LIMIT_SECONDS if limit_seconds is None else limit_seconds
     try:
@@ -621,24 +626,25 @@ def join(limit_seconds: float | None = None, *, watches: bool = True) -> Ranks:
 
 
 def own_store() -> Any:
-    """A connection of our own: another's that waits in it would hold up the beat."""
+    """Open a connection of our own: on a shared one, another user's wait would delay the heartbeat."""
     return TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
 
 
-# The store outlives the ranks. Each rank 0 begins an attempt, and every other rank asks which one is its own, under a
-# name that no process before it had: an old answer cannot be taken for a new one, nor an old rank for a new one.
+# The store outlives the ranks. Each new rank 0 begins an attempt, and every other rank asks for its number under a
+# unique name: neither an old answer nor an old rank can be mistaken for a new one.
 
 
 def next_attempt(lasting: Any) -> int:
-    """No number twice, and none below torch's own: a store that is new (TORCH_DISABLE_SHARE_RDZV_TCP_STORE) knows of no
-    attempt before, and of one whose rank 0 died before it came here nobody else does."""
+    """Return the number of a new attempt: never one that was used, and none below torch's own count. A new store
+    (TORCH_DISABLE_SHARE_RDZV_TCP_STORE) knows of no earlier attempts, and no store knows of one whose rank 0 died
+    before it came here."""
     counted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     attempt = int(lasting.add("attempts", 1)) - 1
     return attempt if attempt >= counted else int(lasting.add("attempts", counted - attempt)) - 1
 
 
 def welcome(lasting: Any, attempt: int, count: int, ended: threading.Event) -> None:
-    """In a thread of rank 0, until all have come: each is told the attempt."""
+    """Tell every other rank the number of the attempt; runs in a thread of rank 0 until all have confirmed it."""
     asked = dict.fromkeys(range(1, count), "")
     try:
         while asked and not ended.wait(POLL_SECONDS):
@@ -650,11 +656,11 @@ def welcome(lasting: Any, attempt: int, count: int, ended: threading.Event) -> N
                 elif lasting.check([f"thanks/{name}/{attempt}"]):
                     del asked[rank]
     except dist.DistError:
-        return  # the store is gone, and with it the job
+        return  # the store is gone, and so is the job
 
 
 def told_attempt(lasting: Any, rank: int, limit_seconds: float) -> int:
-    """Rank 0's."""
+    """Ask rank 0 for the number of the attempt, and return it."""
     name, until = uuid.uuid4().hex, time.monotonic() + limit_seconds
     lasting.set(f"hello/{rank}", name)
     while not lasting.check([f"welcome/{name}"]):
@@ -667,7 +673,7 @@ def told_attempt(lasting: Any, rank: int, limit_seconds: float) -> int:
 
 
 def leave_with_parent(leave: Callable[[], None]) -> None:
-    """Nothing is left behind when whoever started this process is gone, even if it was killed."""
+    """Call `leave` when the parent process is gone, even if it was killed, so that nothing is left running."""
     parent = os.getppid()
 
     def watch() -> None:
@@ -680,8 +686,8 @@ def leave_with_parent(leave: Callable[[], None]) -> None:
 
 @contextmanager
 def recorded(ranks: Ranks) -> Iterator[None]:
-    """What ends a rank goes into the file that torchrun's agent reads, so that it is told once and by name. A mistake
-    of the user's that rank 0 finds is told by the command line, as ever: the others leave it the time to."""
+    """Record what ends a rank in the file that torchrun's agent reads, so that it is reported once, with the rank's
+    name. A user's mistake that rank 0 finds is reported by the command line as usual; other ranks wait for that."""
     folder = rank_pid_file()
     with inside(None if folder is None else folder.parent, ranks.rank):
         try:
@@ -704,19 +710,20 @@ def recorded(ranks: Ranks) -> Iterator[None]:
             ranks.tell_end(words, lost=is_lost)
             if not is_lost and ranks.follows():
                 traceback.print_exception(error, file=sys.__stderr__)  # a rank's log
-                ranks.wait_for_rank_0()  # the agent would end one that still tells what happened
+                ranks.wait_for_rank_0()  # otherwise the agent would end rank 0 while it still reports
                 raise SystemExit(EXIT_INTERRUPTED) from error
             record_failure(error)
             raise SystemExit(1) from error
         finally:
-            ranks.tell_end("")  # where nothing was said: by the user, by the agent, or all is done
+            ranks.tell_end("")  # unless reported above: ended by the user, by the agent, or all done
 
 
 def words_of_ends(ends: Mapping[int, End | None], seen: Mapping[int, float]) -> str | None:
-    """Of the ranks of an attempt; None: that rank has told nothing. A rank that was lost may tell nothing either, and
-    the agent may have killed others since: the words of whoever watched are the cause. `seen`: when each rank last gave
-    a sign of life. One that lived on after another had failed, or was gone, waited for that one where no signal reaches
-    it, in the driver, for a collective of NCCL's: the agent has killed it after its grace."""
+    """Describe why an attempt ended, from the ends of its ranks; None if nothing is known. A rank whose end is None
+    reported nothing. If a watching rank reported a lost one, that is the cause: a lost rank may report nothing, and the
+    agent may have killed others since. `seen`: time of each rank's last heartbeat. A silent rank that lived on after
+    the first failure is not blamed: it was waiting in the driver, where no signal reaches it, for an NCCL collective
+    with the failed rank, until the agent killed it after the grace period."""
     told = sorted(end for end in ends.values() if end is not None and end.text)
     lost = [end for end in told if end.lost]
     first = told[0].when if told else min((seen[rank] for rank, end in ends.items() if end is None), default=0.0)
@@ -728,14 +735,14 @@ def words_of_ends(ends: Mapping[int, End | None], seen: Mapping[int, float]) -> 
 
 
 def first_sentence(text: str) -> str:
-    """Of gloo's or NCCL's first line, which goes on with causes that they know nothing of; any other line is a user's,
-    and stays whole. The log has it all."""
+    """Return the first line, cut after its first sentence if it is gloo's or NCCL's: those continue with guesses about
+    the cause. Any other line is the user's and is kept in full. The log has everything."""
     line = next(iter(text.strip().splitlines()), "")
     return GLOOS_LINE.sub("", line.split(". ")[0]) if BACKENDS_WORDS.search(line) else line
 
 
 def record_failure(error: Exception, told: Exception | None = None) -> None:
-    """`told`: what the agent shows in its place."""
+    """Record `error` for torchrun's agent and write its traceback to the log. `told`: what the agent shows instead."""
     traceback.print_exception(error, file=sys.__stderr__)  # a rank's log
     handler = get_error_handler()
     handler.initialize()
@@ -743,15 +750,15 @@ def record_failure(error: Exception, told: Exception | None = None) -> None:
 
 
 def leave_to_others() -> NoReturn:
-    """From another thread than the one that hangs, where another rank tells why."""
+    """End this process from a thread other than the hanging one; another rank reports why."""
     leave_inside()
     os._exit(EXIT_INTERRUPTED)
 
 
 def end_with(error: Exception) -> None:
-    """From another thread than the one that hangs."""
+    """End this process with `error` as its recorded failure, from a thread other than the hanging one."""
     try:
-        raise error  # torch's handler writes down what is being handled, and torchrun shows that
+        raise error  # torch's handler records the exception being handled, and torchrun shows it
     except Exception:
         record_failure(error)
     os._exit(1)

@@ -1,20 +1,21 @@
-"""Is it still right? Step 0 of a recipe against the plain fp32 model, tensor by tensor, in the worker that is timed.
+"""Is it still right? Compares step 0 of a recipe with the plain fp32 model, tensor by tensor, in the timed worker.
 
 The loss alone proves little: AdamW forgives gradients that are twice too large, and a model without its causal mask
 starts at ln V like any other. Gradients forgive neither. The reference is the plain model in true fp32 on the same
-batch; the yardstick is the plain model at the row's own precision: what that precision costs by itself. This file
-measures; `predict/verdict.py` judges.
+batch. The yardstick is the plain model at the row's own precision, and shows what that precision costs by itself. This
+file measures; `predict/verdict.py` judges.
 
-Some gradients are zero but for rounding: softmax cancels the keys' bias, batch norm the bias of the layer before it. No
-two correct programs agree on those, and AdamW makes an update of full size of them. Which they are is measured, since
-no size tells: the plain fp32 model takes step 0 again from weights that are moved in their last bits, and what changes
-with them is noise. It is sent along tensor by tensor, and updates are compared where gradients stand out of it.
+Some gradients are zero except for rounding: softmax cancels the keys' bias, and batch norm the bias of the layer before
+it. No two correct programs agree on those, and AdamW turns them into full-size updates. Their size does not identify
+them, so they are measured: the plain fp32 model repeats step 0 from weights moved in their last bits, and whatever
+changes in a gradient is noise. The noise of each tensor is part of the result, and updates are compared only where
+gradients exceed it.
 
-Of several ranks, rank 0 takes the reference's step alone, on the batch that all of them share; each rank then holds its
-own gradients against it, and the worst counts: a rank that was left out of a reduction, or that read another's share of
-the batch, is as wrong as any other fault. Of a tensor that a tensor group has cut each rank compares its piece with the
-same numbers of the reference's (`core/cut.py` says which), and the group's pieces make one error together, of the whole
-tensor: what a precision costs is known of that alone.
+With several ranks, rank 0 alone takes the reference's step, on the batch that all ranks share. Each rank then compares
+its own gradients with it, and the worst rank counts: one that was left out of a reduction, or that read another's share
+of the batch, is as wrong as any other. Where a tensor group has cut a tensor, each rank compares its piece with the
+same part of the reference (`core/cut.py` says which), and the errors of the pieces are combined into one for the whole
+tensor, since what a precision costs is known only for that.
 """
 
 from __future__ import annotations
@@ -40,39 +41,41 @@ from redline.engine.fit import in_pieces_that_fit
 from redline.engine.shard import whole
 from redline.rungs import find_rung, plain_at_precision, reference_plan
 
-REFERENCE_CHUNK = 4  # sequences at a time, fewer if they do not fit: plain attention in fp32 takes most of all
+REFERENCE_CHUNK = 4  # sequences at a time, fewer if they do not fit: plain fp32 attention needs the most memory
 PAIR_STEPS, PAIR_BATCH = 3, 4
-# Weights are moved by sixteen epsilons of fp32: a little more than other orders of the same sums do to activations, so
-# that of the ReLUs whose inputs those carry over zero some are carried here too. Once up and once down, each weight by
-# a sign of its own: one of the two meets the zero. Small ResNets rounded otherwise, 192 times (weights moved by another
-# epsilon or two, images in another memory format), then never came over their bounds; with eight epsilons twice.
+# Weights are moved by sixteen epsilons of fp32. That changes activations a little more than summing in another order
+# does, so that some of the ReLU inputs which reordering carries across zero are carried across here too. It is done
+# once up and once down, with a sign per weight, since only one of the two directions meets the zero. In 192 trials of
+# small ResNets with other rounding (weights moved by another epsilon or two, images in another memory format) none
+# exceeded its bounds; with eight epsilons two did.
 NUDGES = (16 * 2.0**-23, -16 * 2.0**-23)
 EPSILONS = {"tf32": 2.0**-10, "fp16": 2.0**-10, "bf16": 2.0**-7, "fp8": 2.0**-7}  # fp8's yardstick is bf16
-STANDS_OUT = 10.0  # an element's gradient is its own, not rounding's, from so many times its tensor's noise on
+STANDS_OUT = 10.0  # an element's gradient is more than rounding from this multiple of its tensor's noise on
 
 
 @dataclass(frozen=True)
 class Expected:
-    """Step 0 of the plain fp32 model, on the host, and the yardstick's error for each gradient."""
+    """Step 0 of the plain fp32 model, on the host, with the yardstick's error for each gradient."""
 
     loss: float
     gradients: Mapping[str, torch.Tensor]
     sizes: dict[str, float]
-    """What errors of gradients are relative to: their norms, or their noise where that is larger."""
+    """What gradient errors are relative to: the gradient's norm, or its noise if that is larger."""
     noise: dict[str, float]
-    """How far rounding moves each gradient, of its size."""
+    """How far rounding moves each gradient, relative to its size."""
     swing: dict[str, float]
-    """How far the rounding of the row's precision would move it, were all else exact; empty for fp32."""
+    """How far each gradient moves, relative to its norm, in fp32 with weights moved by the epsilon of the row's
+    precision; empty for fp32."""
     weights: Mapping[str, torch.Tensor]
-    """After the first update."""
+    """The weights after the first update."""
     update_norms: dict[str, float]
-    """Over the elements that are settled."""
+    """Norms of the first updates, over settled elements only."""
     yardstick_errors: dict[str, float]
     yardstick_error: float
 
     def settled(self, name: str) -> torch.Tensor | None:
-        """Elements whose first update says anything: Adam's is the gradient's sign, and of rounding that is chance.
-        None: all of them."""
+        """Return a mask of the elements whose first update means something; None for all. Adam's first update is the
+        gradient's sign, which is chance where the gradient is rounding."""
         gradient = self.gradients.get(name)
         if gradient is None:
             return None
@@ -80,14 +83,14 @@ class Expected:
 
 
 def stands_out(gradient: torch.Tensor, noise: float) -> torch.Tensor:
-    """Elements that are more than rounding. Rounding leaves no zero, so that zero is one (a row nobody looked up); and
-    what is no number is never hidden."""
+    """Return a mask of the elements that are more than rounding. An exact zero is included, since rounding leaves none
+    (it is a row nobody looked up), and so is NaN, which must not be hidden."""
     typical = noise / math.sqrt(max(gradient.numel(), 1))
     return (gradient.abs() <= STANDS_OUT * typical).logical_not_() | (gradient == 0)
 
 
 class Told(Mapping[str, torch.Tensor]):
-    """Rank 0's tensors on every rank, one at a time: all ranks go through them together, in one order."""
+    """Rank 0's tensors, broadcast one at a time on access: all ranks must access them together, in the same order."""
 
     def __init__(
         self, ranks: Ranks, shapes: Mapping[str, list[int]], tensors: Mapping[str, torch.Tensor], device: torch.device
@@ -109,7 +112,7 @@ class Told(Mapping[str, torch.Tensor]):
 
 
 def told(expected: Expected | None, ranks: Ranks, device: torch.device) -> Expected:
-    """What rank 0 expects, on all ranks. The others wait for it as long as it takes."""
+    """Return rank 0's `expected` on all ranks. The others wait for it as long as it takes."""
     if not ranks.joined:
         assert expected is not None
         return expected
@@ -141,7 +144,7 @@ def reference_gradients(
     fit: dict[str, Any] = {"chunk": min(REFERENCE_CHUNK, micro_batch), "device": device}
     if not workload.splits:
         fit["chunk"] = None
-    # Two functions, so that the first model is gone before the second is made.
+    # Two functions, so that the first model is freed before the second is built.
     expected = in_pieces_that_fit(partial(_reference_step, workload, reference, plan.precision, where), **fit)
     if plan.precision == "fp32":
         return expected
@@ -153,7 +156,7 @@ def reference_gradients(
 def _reference_step(
     workload: Workload, reference: Plan, precision: str, where: dict[str, Any], chunk: int | None
 ) -> Expected:
-    """The first step of the plain fp32 model, which is its own yardstick."""
+    """Take the first step of the plain fp32 model, which is its own yardstick."""
     training, batch, loss = _plain_gradients(workload, reference, **where, chunk=chunk)
     gradients = _on_host(gradients_of(training))
     before = _on_host(weights_of(training))
@@ -178,7 +181,7 @@ def _reference_step(
 def rounding_noise(
     training: Training, batch: torch.Tensor, gradients: Mapping[str, torch.Tensor]
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Sizes of the gradients and the share of them that is noise."""
+    """Return the sizes of the gradients and the share of each that is noise."""
     found = [changes(training, batch, gradients, amount) for amount in NUDGES]
     noise = {name: max(each.distances[name] for each in found) for name in gradients}
     sizes = {name: max(norm, noise[name]) for name, norm in found[0].norms.items()}
@@ -188,13 +191,14 @@ def rounding_noise(
 def swing_at(
     precision: str, training: Training, batch: torch.Tensor, gradients: Mapping[str, torch.Tensor]
 ) -> dict[str, float]:
-    """In plain fp32, so that no fault of code at that precision can excuse itself."""
+    """Return how far gradients move with weights moved by the precision's epsilon. Computed in plain fp32, so that a
+    fault of code at that precision cannot excuse itself."""
     return changes(training, batch, gradients, EPSILONS[precision]).relative()[0]
 
 
 def changes(training: Training, batch: torch.Tensor, gradients: Mapping[str, torch.Tensor], amount: float) -> Distances:
-    """Of the gradients, when the weights move. One that comes out as no number, or not at all, from weights that are
-    almost the same is no measure: it is taken for no change, which excuses nothing."""
+    """Return how far the gradients change when the weights move. If a gradient is NaN, infinite or missing for weights
+    that are almost the same, it measures nothing and counts as unchanged, which excuses nothing."""
     training.restore()
     nudge(training.model.parameters(), amount)
     training.step.compute_gradients(batch)
@@ -204,7 +208,7 @@ def changes(training: Training, batch: torch.Tensor, gradients: Mapping[str, tor
 
 @torch.no_grad()
 def nudge(parameters: Iterable[torch.Tensor], amount: float) -> None:
-    """Moves each weight by `amount` of its own size, or by what its type can hold, up or down by chance. Zeros stay."""
+    """Move each weight up or down at random by `amount` of its size, at least by its dtype's epsilon. Zeros stay."""
     generators: dict[torch.device, torch.Generator] = {}
     for parameter in filter(torch.is_floating_point, parameters):
         device, least = parameter.device, torch.finfo(parameter.dtype).eps
@@ -216,7 +220,7 @@ def nudge(parameters: Iterable[torch.Tensor], amount: float) -> None:
 def _yardstick_errors(
     workload: Workload, plan: Plan, expected: Expected, where: dict[str, Any], chunk: int | None
 ) -> tuple[dict[str, float], float]:
-    """What the row's precision costs plain code by itself."""
+    """Return the errors that the row's precision alone causes in plain code."""
     training, *_ = _plain_gradients(workload, plan, **where, chunk=chunk)
     return relative_errors(gradients_of(training), expected.gradients, expected.sizes)
 
@@ -224,7 +228,7 @@ def _yardstick_errors(
 def check_gradients(
     training: Training, batch: torch.Tensor, expected: Expected, ranks: Ranks | None = None
 ) -> GradientCheck:
-    """Takes the first step: gradients are compared as they come, the update as the optimizer leaves it."""
+    """Take the first step, and compare its gradients (before clipping) and the update that the optimizer makes."""
     ranks = ranks or alone()
     loss = ranks.mean(training.step.compute_gradients(batch).float()).item()
     errors, overall = worst_errors(ranks, distances(gradients_of(training), expected.gradients, expected.sizes))
@@ -254,9 +258,9 @@ def weights_of(training: Training) -> Mapping[str, torch.Tensor]:
 
 
 class Published(Mapping[str, torch.Tensor]):
-    """Tensors by published name and without padding, so that padded and plain variants can be compared. One that FSDP
-    has cut is put together when it is asked for: no rank has room for all of them. Of one that a tensor group has cut
-    there is this rank's piece, padding included: `beside` says what it is to be compared with."""
+    """Tensors by published name and without padding, so that padded and plain variants can be compared. A tensor that
+    FSDP has cut is gathered on access, since no rank has room for all of them. Of a tensor that a tensor group has cut,
+    this holds the rank's piece with its padding; `beside` finds what to compare it with."""
 
     def __init__(self, training: Training, tensors: dict[str, torch.Tensor]) -> None:
         self._training, self._tensors = training, tensors
@@ -278,16 +282,16 @@ class Published(Mapping[str, torch.Tensor]):
 
 @dataclass(frozen=True)
 class Distances:
-    """Of a rank's tensors, or of its pieces of them, from a reference."""
+    """L2 distances of a rank's tensors, or of its pieces of them, from a reference."""
 
     distances: dict[str, float]
     norms: dict[str, float]
-    """Of the reference's whole tensors."""
+    """What distances are relative to, by name: for whole tensors, even where a rank holds a piece."""
     cut: frozenset[str] = frozenset()
-    """Names of those that a tensor group holds in pieces."""
+    """Names of the tensors that a tensor group holds in pieces."""
 
     def relative(self) -> tuple[dict[str, float], float]:
-        """Of each tensor, and of all as one vector."""
+        """Return the relative error of each tensor, and of all tensors as one vector."""
         errors = {name: _share(self.distances[name], norm) for name, norm in self.norms.items()}
         total, norm = (math.hypot(*numbers.values()) for numbers in (self.distances, self.norms))
         return errors, total / norm if norm else 0.0
@@ -298,13 +302,13 @@ def _share(distance: float, norm: float) -> float:
 
 
 def worst_errors(ranks: Ranks, own: Distances) -> tuple[dict[str, float], float]:
-    """Tensor by tensor and in all, over the ranks."""
+    """Return the worst error over ranks, for each tensor and for all tensors as one vector."""
     found = [each.relative() for each in put_together(ranks.gather(own), ranks.layout)]
     return {name: worst(errors[name] for errors, _ in found) for name in own.norms}, worst(each for _, each in found)
 
 
 def put_together(own: Sequence[Distances], layout: Layout) -> list[Distances]:
-    """Every rank's, with the pieces of its whole tensor group in the place of its own."""
+    """Return every rank's distances. For a cut tensor, the distances of its tensor group's pieces are combined."""
     together = []
     for rank, mine in enumerate(own):
         place = layout.place(rank)
@@ -315,14 +319,14 @@ def put_together(own: Sequence[Distances], layout: Layout) -> list[Distances]:
 
 
 def worst(errors: Iterable[float]) -> float:
-    """One that is no number is the worst of all."""
+    """Return the largest error; NaN is the worst of all."""
     return max(errors, key=lambda error: (math.isnan(error), error))
 
 
 def relative_errors(
     found: Mapping[str, torch.Tensor], reference: Mapping[str, torch.Tensor], norms: dict[str, float] | None = None
 ) -> tuple[dict[str, float], float]:
-    """L2 error of each tensor, and of all as one vector, relative to the reference's norm or to the given ones."""
+    """Return the L2 error of each tensor, and of all as one vector, relative to the reference's norms or to `norms`."""
     return distances(found, reference, norms).relative()
 
 
@@ -332,13 +336,13 @@ def distances(
     norms: dict[str, float] | None = None,
     keep: Callable[[str], torch.Tensor | None] = lambda name: None,
 ) -> Distances:
-    """`keep`: which elements of a tensor count; None is all of them."""
+    """Return the L2 distance of each tensor from the reference. `keep` returns a mask of what counts; None for all."""
     cuts = found.cuts if isinstance(found, Published) else {}
     apart, lengths = {}, {}
     for name, expected in reference.items():
         lengths[name] = expected.double().norm().item() if norms is None else norms[name]
         mine, kept = found.get(name), keep(name)
-        if mine is None:  # a parameter that gets no gradient is as wrong as can be
+        if mine is None:  # a parameter without a gradient is as wrong as can be
             apart[name] = math.inf
             continue
         if name in cuts:
@@ -354,8 +358,8 @@ def _distance(mine: torch.Tensor, expected: torch.Tensor, kept: torch.Tensor | N
 
 
 def beside(piece: torch.Tensor, whole: torch.Tensor, cut: Cut) -> tuple[torch.Tensor, torch.Tensor]:
-    """A rank's piece, and the same numbers of the whole tensor. Rows that pad the vocabulary are in the piece only, and
-    at its end."""
+    """Return a rank's piece and the same part of the whole tensor. Rows that pad the vocabulary are only in the piece,
+    at its end, and are left out."""
     size = whole.size(cut.dim)
     runs = [(run.here, run.there, max(0, min(run.length, size - run.there))) for run in cut.runs]
     mine = [piece.narrow(cut.dim, here, length) for here, _, length in runs]
@@ -364,9 +368,9 @@ def beside(piece: torch.Tensor, whole: torch.Tensor, cut: Cut) -> tuple[torch.Te
 
 
 def pair_is_bitwise(job: Job, tokens: Path, device: torch.device) -> bool | None:
-    """A few plain fp32 steps with and without the rung. Plain eager steps repeat bit for bit, which compiled ones and
-    flash backward do not, so this can prove what a loss curve of the whole recipe cannot. None where even plain steps
-    do not repeat themselves: then nothing can be proved."""
+    """True if a few plain fp32 steps agree in every bit with and without the rung. Plain eager steps repeat bit for
+    bit, unlike compiled ones and flash backward, so this can prove what a loss curve of the whole recipe cannot. None
+    if even plain steps do not repeat: then nothing can be proved."""
     plain = reference_plan(job.recipe.rungs)
     plans = (plain, plain, _with_rung(job, plain))
     once, again, with_it = (_short_run(job.workload, plan, tokens, device) for plan in plans)
@@ -383,7 +387,7 @@ def _with_rung(job: Job, plan: Plan) -> Plan:
 
 
 def _short_run(workload: Workload, plan: Plan, tokens: Path, device: torch.device) -> list[torch.Tensor]:
-    """Losses and final weights, on the host."""
+    """Return losses and final weights, on the host."""
     training = build(workload, plan, micro_batch=PAIR_BATCH, tokens=tokens, device=device)
     losses = [training.step(next(training.batches)).cpu() for _ in range(PAIR_STEPS)]
     training.close()
@@ -399,5 +403,5 @@ def _plain_gradients(workload: Workload, plan: Plan, **where: Any) -> tuple[Trai
 
 
 def _on_host(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Copies, also on a CPU: clipping works on gradients in place."""
+    """Return copies on the host, even of host tensors: clipping changes gradients in place."""
     return {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}

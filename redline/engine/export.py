@@ -1,4 +1,4 @@
-"""A trained GPT as a Hugging Face folder, and back: config.json and model.safetensors, vocabulary unpadded.
+"""A trained GPT as a Hugging Face folder and back: config.json and model.safetensors, with an unpadded vocabulary.
 
     export_huggingface(model, Path("out"));  transformers.GPT2LMHeadModel.from_pretrained("out")
     load_weights(adapter, model, Path("gpt2-folder"))
@@ -29,7 +29,7 @@ WEIGHTS_FILE, CONFIG_FILE = "model.safetensors", "config.json"
 
 
 def export_huggingface(model: nn.Module, folder: Path, *, end_of_text: int | None = None) -> None:
-    """Of the built-in GPT, or of a model that is transformers' own already."""
+    """Export the built-in GPT, or a model that already is transformers' own."""
     if folder.exists():
         raise UserError(f"{folder} exists already", "an export never overwrites", "choose another folder")
     draft = folder.with_name(folder.name + ".draft")
@@ -51,7 +51,7 @@ def export_huggingface(model: nn.Module, folder: Path, *, end_of_text: int | Non
 
 @contextmanager
 def no_bar() -> Iterator[None]:
-    """Of transformers, which would draw one among our lines."""
+    """Hide transformers' progress bar, which would appear among redline's output."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()
@@ -69,7 +69,7 @@ def write_gpt2(model: GPT, folder: Path, end_of_text: int | None) -> None:
 
 
 def exported_weights(model: GPT) -> dict[str, torch.Tensor]:
-    """Contiguous, on the host. A tied head is left out, as transformers writes it: the config says that it is tied."""
+    """Return contiguous weights on the host. As in transformers, a tied head is left out: the config says so."""
     weights = {name: tensor.cpu().contiguous() for name, tensor in to_huggingface(model).items()}
     if is_tied(model):
         del weights["lm_head.weight"]
@@ -104,7 +104,7 @@ def config_of(model: GPT, end_of_text: int | None) -> dict[str, Any]:
 
 
 def load_weights(adapter: Adapter, model: nn.Module, folder: Path) -> None:
-    """The weights of a Hugging Face folder into a model of the same shape, in place; padded rows stay zero."""
+    """Load the weights of a Hugging Face folder into a model of the same shape, in place. Padded rows stay zero."""
     weights = read_weights(folder)
     if isinstance(model, GPT):
         from_huggingface(model, weights)
@@ -123,7 +123,7 @@ def load_weights(adapter: Adapter, model: nn.Module, folder: Path) -> None:
 
 
 def read_weights(folder: Path) -> dict[str, torch.Tensor]:
-    """Of one file, or of all that a large model was cut into."""
+    """Read the weights from the folder's one file, or from all the files of a large model."""
     paths = sorted(folder.glob("*.safetensors"))
     if not paths:
         pickled = any(folder.glob("*.bin")) or any(folder.glob("*.pt"))
@@ -133,6 +133,6 @@ def read_weights(folder: Path) -> dict[str, torch.Tensor]:
     for path in paths:
         try:
             weights |= load_file(path)
-        except Exception as error:  # the library's own class is not public: whatever it says, the file is not whole
+        except Exception as error:  # the library's own class is not public; any error means a damaged file
             raise UserError(f"{path} cannot be read", str(error), "download or export it again") from error
     return weights

@@ -1,14 +1,14 @@
 """Lines of code that cost time, found by watching a step run: synchronisations, fp32 matmuls under autocast, attention
-that fell back to plain products, tensors on the host, graph breaks and recompilations. Where redline's own step waits,
-that is no line of the user's: the finding says which rung of the recipe it is gone with.
+without a fused kernel, tensors on the host, graph breaks and recompilations. Where redline's own step waits, the
+finding names no line of the user's but the rung that removes the wait.
 
     with Watch(device) as watch:
         step(batch)
     watch.findings(steps=1)  ->  (Finding(kind="synchronisation", file="model.py", line=57, ...), ...)
 
-The dispatcher sees every operator, so a CPU finds what would make a GPU wait. On a GPU torch's own sync debug mode is
-asked besides (`watch_syncs`). Compiled functions are run as plain Python while they are watched; what the compiler has
-to say about them comes from its log (`CompilerLog`).
+The dispatcher sees every operator, so a run on a CPU finds what would make a GPU wait. On a GPU, torch's own sync debug
+mode is used as well (`watch_syncs`). Compiled functions run as plain Python while they are watched; what the compiler
+reports about them comes from its log (`CompilerLog`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from redline.core.profile import DATA_WAIT, Finding, Part
 from redline.engine.profiling_frames import Frame, here, in_optimizer
 
 aten = torch.ops.aten
-# Operators whose result the host must have before it can go on: a number, or a size that depends on the data.
+# Operators whose result the host needs before it can continue: a number, or a size that depends on the data.
 WAITS = {
     aten._local_scalar_dense: "a tensor's value is read by Python (.item(), float(), if, assert)",
     aten.nonzero: "nonzero: how many there are is known only when the device is done",
@@ -46,7 +46,7 @@ WAITS = {
     aten.unique_consecutive: "unique: how many there are is known only when the device is done",
     aten.bincount: "bincount: its length is known only when the device is done",
 }
-# What torch hides from the dispatcher, or what a tensor on the host needs no operator for.
+# Calls that torch hides from the dispatcher, or that run no operator for a tensor on the host.
 WAITING_CALLS = {
     torch.Tensor.__repr__: "a tensor is printed",
     torch.Tensor.__format__: "a tensor is formatted",
@@ -61,32 +61,31 @@ FUSED_ATTENTION = (
     aten._scaled_dot_product_cudnn_attention,
     aten._scaled_dot_product_fused_attention_overrideable,
 )
-# Where the step itself waits because its recipe says so, by the function of engine/step.py: why, and which rung it is
-# gone with.
+# Where the step itself waits because its recipe says so: function of engine/step.py -> reason, rung that removes it.
 STEP_FILE = str(Path(__file__).with_name("step.py"))
 RECIPE_WAITS = {
     "__call__": ("the recipe reads the loss of each step", "no-sync"),
     "apply_gradients": ("the recipe looks whether the gradients are finite before each update", "fused-adamw"),
 }
-STARVING = 0.05  # of a step spent waiting for its batch
-SYNCHRONISING = "called a synchronizing"  # as torch words it in its sync debug mode
+STARVING = 0.05  # share of a step spent waiting for its batch
+SYNCHRONISING = "called a synchronizing"  # torch's wording in sync debug mode
 LOGGERS = ("torch._dynamo.symbolic_convert.__graph_breaks", "torch._dynamo.guards.__recompiles")
 GRAPH_BREAK = re.compile(
     r"Graph break .*?in user code at (?P<file>.+):(?P<line>\d+)\n(?:Graph Break )?Reason: (?P<why>.*)"
 )
-GAVE_UP = "falling back to eager"  # as dynamo words it where it leaves a whole frame to Python
+GAVE_UP = "falling back to eager"  # dynamo's wording where it leaves a whole frame to Python
 EXCEPTION, CONTEXT = "Observed exception", "Developer debug context:"
 RECOMPILE = re.compile(
     r"Recompiling function (?P<function>\S+) in (?P<file>.+):(?P<line>\d+)\n.*guard failure\(s\):\n\s*- (?P<why>.*)"
 )
-# As dynamo ends a reason: the code that the guard is of, the end of its file's path, its line and function, a hint.
+# How dynamo ends a reason: the guarded code, the end of its file's path, its line and function, a hint.
 GUARD = re.compile(r"\s+# (?P<code>.*?)\s+# (?P<file>\S+):(?P<line>\d+) in .*")
 GRAPH_NUMBER = re.compile(r"^\d+/\d+: ")
-RESUMED = re.compile(r"^_*torch_dynamo_resume_in_(?P<function>.+)_at_\d+$")  # what is left of a function behind a break
+RESUMED = re.compile(r"^_*torch_dynamo_resume_in_(?P<function>.+)_at_\d+$")  # the rest of a function after a break
 
 
 class Watch:
-    """Both of torch's views of a step: the calls that Python makes and the operators they end in."""
+    """Watches both of torch's views of a step: the calls that Python makes and the operators that they run."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -94,7 +93,7 @@ class Watch:
         self.may_autocast = torch.amp.is_autocast_available(device.type)
         self.autocast_seen = False
         self.fp32: list[Finding] = []
-        """Matmuls in fp32, which are findings only where autocast is on in some part of the step."""
+        """Matmuls in fp32. They are findings only if autocast is on in some part of the step."""
         self.fused_calls = 0
         self._stack = ExitStack()
 
@@ -126,7 +125,7 @@ def located(kind: str, detail: str, frame: Frame | None) -> Finding:
 
 
 def merge(findings: Iterable[Finding], steps: int) -> tuple[Finding, ...]:
-    """One per kind and line, with how often it came up in a step; the most frequent first."""
+    """Merge findings of one kind and line, with their number per step; the most frequent first."""
     merged: dict[tuple[str, str | None, str | None], Finding] = {}
     for each in findings:
         key = each.kind, each.where, each.rung
@@ -147,7 +146,7 @@ class _Calls(TorchFunctionMode):
         if func in WAITING_CALLS and args[0].device.type == watch.device.type:
             watch.note("synchronisation", WAITING_CALLS[func])
         elif func is torch.Tensor.cpu and watch.device.type == "cpu":
-            watch.note("host-copy", ".cpu() copies a tensor to the host")  # no operator runs where it is one already
+            watch.note("host-copy", ".cpu() copies a tensor to the host")  # no operator runs for a tensor on the host
         elif func is F.scaled_dot_product_attention:
             before = watch.fused_calls
             result = func(*args, **kwargs)
@@ -213,13 +212,13 @@ def _in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
-# what CUDA and the compiler say
+# what CUDA and the compiler report
 
 
 def watch_syncs(run: Callable[[], Any], steps: int) -> tuple[Finding, ...]:
-    """CUDA's own list of calls that made the host wait, each with the line that was running."""
+    """Return the calls that made the host wait according to CUDA, each with the line that was running."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # whatever else the step warns of, it has warned of before
+        warnings.simplefilter("ignore")  # any other warning of the step has been shown before
         with collecting_syncs() as found:
             run()
     return merge(found, steps)
@@ -227,7 +226,7 @@ def watch_syncs(run: Callable[[], Any], steps: int) -> tuple[Finding, ...]:
 
 @contextmanager
 def collecting_syncs() -> Iterator[list[Finding]]:
-    """The list grows while this is open. Other warnings go where they went before."""
+    """Collect CUDA's sync warnings in the list while the context is open. Other warnings go where they went before."""
     found: list[Finding] = []
     with warnings.catch_warnings():
         show = warnings.showwarning
@@ -250,7 +249,7 @@ def collecting_syncs() -> Iterator[list[Finding]]:
 
 
 class CompilerLog(logging.Handler):
-    """Graph breaks and recompilations with file, line and reason, off the log that TORCH_LOGS would print."""
+    """Graph breaks and recompilations with file, line and reason, from the log that TORCH_LOGS would print."""
 
     def __init__(self) -> None:
         super().__init__(logging.DEBUG)
@@ -261,7 +260,7 @@ class CompilerLog(logging.Handler):
         self.messages.append(record.getMessage())
 
     def findings(self) -> tuple[Finding, ...]:
-        """A line that made the compiler start again many times is one finding, with the reason of the first time."""
+        """Return the findings. A line that caused several recompilations makes one, with the first reason."""
         found: dict[Finding, None] = {}
         again: dict[str | None, list[Finding]] = {}
         for each in filter(None, map(compiler_finding, self.messages)):
@@ -275,7 +274,7 @@ class CompilerLog(logging.Handler):
         )
 
     def compiled(self) -> Compiled:
-        """What was compiled since the log was opened."""
+        """Return what was compiled since the log was opened."""
         frames, graphs = (now - then for now, then in zip(_frames_and_graphs(), self.before, strict=True))
         given_up = sum(GAVE_UP in message for message in self.messages)
         breaks = {each.where: each.detail for each in self.findings() if each.kind == "graph-break"}
@@ -293,10 +292,10 @@ def compiler_log() -> Iterator[CompilerLog]:
 
     log = CompilerLog()
     artifacts = set(log_state.artifact_names)
-    log_state.enable_artifact("recompiles")  # dynamo asks here before it works out why
+    log_state.enable_artifact("recompiles")  # dynamo works out the reason only if this is enabled
     loggers = {logger: (logger.level, logger.propagate) for logger in map(logging.getLogger, LOGGERS)}
     for logger in loggers:
-        # What TORCH_LOGS asks for is printed as it was, and nothing else is.
+        # What TORCH_LOGS requests is still printed, and nothing else is.
         logger.propagate = logger.propagate and logger.isEnabledFor(logging.DEBUG)
         logger.setLevel(logging.DEBUG)
         logger.addHandler(log)
@@ -311,7 +310,7 @@ def compiler_log() -> Iterator[CompilerLog]:
 
 
 def _frames_and_graphs() -> tuple[int, int]:
-    """Of this process so far."""
+    """Return the numbers of frames and graphs that this process has compiled so far."""
     from torch._dynamo.utils import counters
 
     return counters["frames"]["total"], counters["stats"]["unique_graphs"]
@@ -338,7 +337,7 @@ def compiler_finding(message: str) -> Finding | None:
 
 
 def guarded(found: Finding) -> Finding:
-    """At the line that the guard is of, which dynamo writes behind the reason with the start of its path cut off."""
+    """Move a finding to the guarded line, which dynamo writes after the reason, with the start of its path cut off."""
     reason = GRAPH_NUMBER.sub("", found.detail)
     found = replace(found, function=RESUMED.sub(r"\g<function>", found.function or "") or None)
     match = GUARD.search(reason)
@@ -351,7 +350,8 @@ def guarded(found: Finding) -> Finding:
 
 
 def whole_reason(why: str, more: list[str]) -> str:
-    """A sentence that ends with a colon announces the reason, which is in the next line; an exception stands below."""
+    """Return the reason itself: after a sentence that ends with a colon it is on the next line; the context of an
+    exception is further below."""
     lines = [line.strip() for line in more if line.strip()]
     if not why.endswith(":") or not lines:
         return why

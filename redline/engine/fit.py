@@ -1,4 +1,4 @@
-"""A reference must fit wherever the optimised recipe does: the batch in halves, quarters, ... until it is small enough.
+"""Makes a reference fit wherever the optimised recipe does: the batch is cut into halves, quarters, ... as needed.
 
     curve = in_pieces_that_fit(lambda chunk: train(chunk), chunk=16, device=device)
 
@@ -19,8 +19,8 @@ Answer = TypeVar("Answer")
 
 
 def in_pieces_that_fit(attempt: Callable[[int | None], Answer], *, chunk: int | None, device: torch.device) -> Answer:
-    """What `attempt(chunk)` returns for the first of chunk, chunk / 2, ..., 1 sequences that fits. One sequence that
-    does not fit is out of memory, and every other error is what it is. None: a batch that must not be cut."""
+    """Return `attempt(chunk)` for the first of chunk, chunk / 2, ..., 1 sequences that fits. If a single sequence does
+    not fit, its out-of-memory error is raised, as is any other error at once. None: the batch must not be cut."""
     if chunk is None:
         return attempt(None)
     while (found := _try(attempt, chunk)) is None:
@@ -30,7 +30,7 @@ def in_pieces_that_fit(attempt: Callable[[int | None], Answer], *, chunk: int | 
 
 
 def _try(attempt: Callable[[int | None], Answer], chunk: int) -> tuple[Answer] | None:
-    """None when it does not fit. A function of its own, so that a failed attempt's tensors die with its frames."""
+    """Return None if it does not fit. A separate function, so that a failed attempt's tensors die with its frames."""
     try:
         return (attempt(chunk),)
     except (RuntimeError, MemoryError) as error:

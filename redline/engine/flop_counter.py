@@ -1,13 +1,13 @@
-"""torch's FLOP counter with what it lacks: formulas for recurrent layers, grouped products and redline's own operators,
-and the names of operators that multiply and have no formula.
+"""torch's FLOP counter with what it lacks: formulas for recurrent layers, grouped matmuls and redline's own operators,
+and the names of operators that multiply but have no formula.
 
     with Counter() as counter:
         loss(batch).backward()
     counter.get_total_flops(), counter.uncounted       # 6_690_816, () or ("aten._fft_r2c", ...)
 
-A multiply-add is two. torch counts an operator that it does not know as nothing; where `uncounted` is not empty, the
-total is too low by an unknown amount and stands for nothing. Elementwise operators, sums and copies are no product, and
-are left out by the convention of MFU (docs/flops.md).
+A multiply-add is two FLOPs. torch counts an unknown operator as zero, so if `uncounted` is not empty the total is too
+low by an unknown amount and means nothing. Elementwise operators, sums and copies are left out by the convention of MFU
+(docs/flops.md).
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ Formula = Callable[..., int]
 Size = Sequence[int]
 
 
-# --- formulas: of tensors they get the sizes --------------------------------------------------------------------------
+# --- formulas: tensors are passed as their sizes ----------------------------------------------------------------------
 
 
 def _layer(rows: Size, *weights: Size) -> int:
-    """Every row with every weight."""
+    """FLOPs of multiplying every row by every weight."""
     return 2 * math.prod(rows[:-1]) * sum(map(math.prod, weights))
 
 
@@ -37,12 +37,12 @@ def _matrices(weights: Sequence[Size]) -> list[Size]:
 
 
 def _cudnn_rnn(rows: Size, weights: Sequence[Size], *_: Any, **__: Any) -> int:
-    """All layers and directions at once, projections among the weights: every position meets each matrix once."""
+    """All layers and directions at once, with projections among the weights: each position meets each matrix once."""
     return _layer(rows, *_matrices(weights))
 
 
 def _cudnn_rnn_backward(rows: Size, weights: Sequence[Size], *_: Any, **__: Any) -> int:
-    """The gradients of inputs and of weights; those of the first input and state are computed, asked for or not."""
+    """Gradients of inputs and weights. Those of the first input and state are computed even if nobody needs them."""
     return 2 * _layer(rows, *_matrices(weights))
 
 
@@ -68,7 +68,7 @@ def _added_product(_added: Size, a: Size, b: Size, *_: Any, **__: Any) -> int:
 
 
 def _grouped(a: Size, b: Size, *_: Any, **__: Any) -> int:
-    """Groups that share the columns of b, where it alone has no dimension for them, have a part of them each."""
+    """Where only a has a dimension for the groups, each group has its own part of the columns of b."""
     shared_columns = len(a) == 3 and len(b) == 2
     return 2 * math.prod(a[-2:] if shared_columns else a) * b[-1]
 
@@ -82,7 +82,7 @@ def _our_layer(rows: Size, weight: Size, *_: Any, **__: Any) -> int:
 
 
 def _packed_attention(qkv: Size, *_: Any, **__: Any) -> int:
-    """The whole square, as torch counts attention: two products of T x T with all heads' widths."""
+    """The whole square, as torch counts attention: two matmuls of T x T with the width of all heads."""
     batch, tokens, three_widths = qkv
     return 4 * batch * tokens * tokens * three_widths // 3
 
@@ -112,9 +112,9 @@ OURS: dict[str, Formula] = {
 }
 
 
-# --- what has none ----------------------------------------------------------------------------------------------------
+# --- operators without a formula --------------------------------------------------------------------------------------
 
-# Of torch's own operators these multiply: an operator whose name begins so and that has no formula is named.
+# torch's own operators that multiply: one whose name begins like this and that has no formula is reported.
 MULTIPLYING = (
     *("_cudnn_rnn", "miopen_rnn", "mkldnn_rnn", "_lstm_mps", "lstm_mps_backward"),
     *("cudnn_convolution", "miopen_convolution", "miopen_depthwise", "mkldnn_convolution", "mkldnn_linear"),
@@ -128,7 +128,7 @@ NOT_MULTIPLYING = (
     *("_cudnn_rnn_flatten_weight", "_linalg_check_errors"),
     *("linalg_vector_norm", "linalg__powsum", "linalg_cross", "linalg_diagonal"),
 )
-# Of a library that is none of these nobody knows what an operator does; redline's own products have formulas.
+# What the operators of any other library do is unknown. redline's own matmuls have formulas.
 KNOWN_LIBRARIES = (
     *("aten", "prim", "prims", "rngprims", "profiler", "streams", "fsdp", "_dtensor"),
     *("c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd"),
@@ -137,7 +137,7 @@ KNOWN_LIBRARIES = (
 
 
 def lacks_formula(operator: Any) -> bool:
-    """Of one for which nobody has a formula: whether it may be work that a count must not leave out."""
+    """True if an operator without a formula may do work that a count must include."""
     library, _, name = operator._qualified_op_name.partition("::")
     if library not in KNOWN_LIBRARIES:
         return True
@@ -149,7 +149,7 @@ def incomplete(uncounted: Sequence[str]) -> str:
 
 
 def ours() -> dict[Any, Formula]:
-    """By operator; they exist once the file that defines them was imported."""
+    """Return redline's formulas by operator, for operators whose file has been imported."""
     return {getattr(torch.ops.redline, name): each for name, each in OURS.items() if hasattr(torch.ops.redline, name)}
 
 
@@ -160,7 +160,7 @@ class Counter(FlopCounterMode):
 
     @property
     def uncounted(self) -> tuple[str, ...]:
-        """Names of operators that ran, in their order."""
+        """Names of operators that ran but have no formula, in the order of their first call."""
         return tuple(self._uncounted)
 
     def _count_flops(self, func_packet: Any, out: Any, args: Any, kwargs: Any) -> Any:

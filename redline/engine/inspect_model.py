@@ -1,10 +1,10 @@
-"""The process that looks at a user's model: `python -m redline.engine.inspect_model ORDER ANSWER`.
+"""The process that inspects a user's model: `python -m redline.engine.inspect_model ORDER ANSWER`.
 
 ORDER is a JSON file with a workload's Source and a seed; ANSWER becomes {"traced": {...}} or {"mistake": [problem, why,
-fix]}. The model is built on the host, walked, and run forward and backward on a batch of two: once for real, for what
-depends on values (synchronisations, randomness, the loss), and then with tensors that have sizes only, at two sizes of
-the batch, for FLOPs and for the bytes that each way of running keeps. Where the code needs values, real ones are used
-for all of it.
+fix]}. The model is built on the host, walked, and run forward and backward. Real tensors, in batches of two and four,
+show what depends on values (synchronisations, randomness, the loss). Fake tensors, which have sizes but no values, then
+give FLOPs and the bytes that each mode of running keeps, at both batch sizes. If the code needs values, real tensors
+are used for that too.
 """
 
 from __future__ import annotations
@@ -74,10 +74,10 @@ from redline.model.python_adapter import (
 )
 from redline.workloads.shapes import shape_of
 
-SMALL, LARGE = 2, 4  # samples: batch norm refuses one
+SMALL, LARGE = 2, 4  # samples; batch norm refuses a batch of one
 PRECISIONS = ("fp32", "bf16")
 BACKENDS = {"naive": SDPBackend.MATH, "fused": SDPBackend.FLASH_ATTENTION}
-SAME_LOSS = 1e-4  # of a whole batch and of its halves, relative: rounding of a mean is far less, batch norm far more
+SAME_LOSS = 1e-4  # relative, between a batch and its halves: rounding of a mean is far below it, batch norm far above
 WAITS = ("synchronisation", "host-copy")
 
 
@@ -87,7 +87,7 @@ def main(order: Path, answer: Path) -> int:
         found: dict[str, Any] = {"traced": to_json(inspect_model(from_json(Source, asked["source"]), asked["seed"]))}
     except UserError as error:
         found = {"mistake": [error.problem, error.why, error.fix]}
-    except KeyboardInterrupt as error:  # of the user's code: after Ctrl-C nobody is there to read the answer
+    except KeyboardInterrupt as error:  # raised by the user's code: after Ctrl-C nobody would read the answer
         file = asked["source"]["file"]
         mistake = blamed(error, users_line(error, file, anywhere=True), file, f"{Path(file).name}")
         found = {"mistake": [mistake.problem, mistake.why, mistake.fix]}
@@ -107,7 +107,7 @@ def inspect_model(source: Source, seed: int) -> Traced:
 
 
 def digests(model: nn.Module) -> dict[str, bytes]:
-    """Of parameters that are trained, which are plain float32. A buffer may be room that nobody has written to yet."""
+    """Return hashes of the trained parameters, which are float32. A buffer may be memory that nobody has filled yet."""
     trained = [(name, each.detach()) for name, each in model.named_parameters() if each.requires_grad]
     return {name: hashlib.sha256(each.contiguous().numpy().data).digest() for name, each in trained if _is_plain(each)}
 
@@ -117,7 +117,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def check_weights(first: dict[str, bytes], second: dict[str, bytes], functions: Functions) -> None:
-    """Every row starts from the factory's weights, in a process of its own."""
+    """Refuse a factory whose weights differ from call to call: every row calls it again, in its own process."""
     other = [name for name in second if first.get(name) != second[name]]
     if not other:
         return
@@ -133,7 +133,7 @@ def check_weights(first: dict[str, bytes], second: dict[str, bytes], functions: 
 
 @contextmanager
 def noting_dropout() -> Iterator[list[str]]:
-    """As `functional_dropout_off`, with the lines that would have dropped."""
+    """Like `functional_dropout_off`, and list the lines that would have dropped."""
     found: list[str] = []
 
     def instead(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -153,10 +153,10 @@ def noting_dropout() -> Iterator[list[str]]:
 
 
 def look_at(functions: Functions, model: nn.Module, made: Made, seed: int) -> Traced:
-    """A model on the host, which is not to be used afterwards: its dropout is gone, its blocks are wrapped."""
+    """Inspect a model on the host. Do not use it afterwards: its dropout is silenced, and its blocks are wrapped."""
     rates = silence_dropout(model)
     batches = {size: repeatable_batch(functions, size, seed) for size in (SMALL, LARGE)}
-    kinds = [find_loss(functions, model, batch) for batch in batches.values()]  # of each: its targets are looked at
+    kinds = [find_loss(functions, model, batch) for batch in batches.values()]  # of each: checks targets too
     subject = Subject(functions, model, kinds[0], batches)
     with blaming(functions.file, f"a step of {functions.words}"):
         check_number(subject)
@@ -195,7 +195,7 @@ class Subject:
     functions: Functions
     model: nn.Module
     kind: str
-    """Of its loss."""
+    """Where the loss comes from: see `Traced.loss`."""
     batches: dict[int, Any]
 
     @property
@@ -204,7 +204,7 @@ class Subject:
 
 
 def classes_in(subject: Subject) -> int | None:
-    """That its targets are of; None where no cross-entropy of ours is taken."""
+    """Return the number of classes of the targets; None unless the loss is redline's cross-entropy."""
     if subject.kind != "cross-entropy":
         return None
     inputs, targets = subject.batches[SMALL]
@@ -225,12 +225,12 @@ def repeatable_batch(functions: Functions, size: int, seed: int) -> Any:
 
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Of one size and alike number by number; a NaN, which may stand for a value that is missing, is like a NaN."""
+    """True for equal sizes and equal values. NaN equals NaN here, since it may stand for a missing value."""
     return one.shape == other.shape and bool(((one == other) | (one.isnan() & other.isnan())).all())
 
 
 def described_by(functions: Functions) -> dict[str, Any]:
-    """What the file says of itself."""
+    """Return what the file says about itself: items, unit, and what its shape() returns."""
     named: dict[str, Any] = {"items_per_sample": functions.items_per_sample, "unit": functions.unit}
     if functions.shape is None:
         return named
@@ -251,7 +251,7 @@ def described_by(functions: Functions) -> dict[str, Any]:
 
 
 def check_number(subject: Subject) -> None:
-    """Before anything is compared: a NaN is not even equal to itself."""
+    """Refuse a loss that is NaN or infinite, before anything is compared: NaN is not even equal to itself."""
     small = subject.batches[SMALL]
     with kept_buffers(subject.model), torch.no_grad():
         loss = subject.loss(small).item()
@@ -278,9 +278,9 @@ def why_nan(subject: Subject) -> str:
 
 
 def look_once(subject: Subject, made: Made) -> dict[str, Any]:
-    """Forward and backward with values: lines that wait, attention, products."""
+    """Run forward and backward with real values, and note lines that wait, attention and matmuls."""
     small, large = subject.batches[SMALL], subject.batches[LARGE]
-    # The watch comes last, so that the lines it blames are the user's and not ours.
+    # The watch is the innermost context, so that it blames the user's lines and not ours.
     with (
         blaming_forward(subject),
         sdpa_kernel(SDPBackend.MATH),
@@ -313,8 +313,8 @@ def look_once(subject: Subject, made: Made) -> dict[str, Any]:
 
 @contextmanager
 def blaming_forward(subject: Subject) -> Iterator[None]:
-    """A backward pass runs no line of the file. Where it raises, torch can tell in a second one from which line of the
-    forward pass the operation came."""
+    """Name the user's line if the backward pass raises. It runs no line of the file, but in a second pass torch can say
+    which line of the forward pass the operation came from."""
     try:
         yield
     except Exception as error:
@@ -338,7 +338,7 @@ def failing_line(subject: Subject) -> str | None:
         subject.loss(subject.batches[SMALL]).backward()
     frames = [found for each in told for found in re.findall(r'File "(.+)", line (\d+)', str(each.message))]
     for file, number in reversed(frames):
-        if file.startswith(PACKAGE):  # what lies beyond is whoever called us
+        if file.startswith(PACKAGE):  # the frames beyond are our own callers
             return None
         if is_own(Path(file)):
             return with_text(Place(file=file, line=int(number)))
@@ -346,7 +346,7 @@ def failing_line(subject: Subject) -> str | None:
 
 
 def check_gradients(subject: Subject, made: Made) -> None:
-    """As they are after a backward pass: a layer of the user's own may call F.embedding(..., sparse=True)."""
+    """Refuse sparse gradients, found after a backward pass: a user's layer may call F.embedding(..., sparse=True)."""
     for name, parameter in subject.model.named_parameters():
         if parameter.grad is not None and parameter.grad.layout is not torch.strided:
             place = made.get(subject.model.get_submodule(name.rpartition(".")[0]))
@@ -358,8 +358,8 @@ def with_text(place: Place) -> str:
 
 
 def attention_drops(subject: Subject, rates: dict[str, float]) -> bool:
-    """Whether a call of SDPA is given the rate of a module: nn.MultiheadAttention does that, and so does
-    `dropout_p=self.drop.p`. Silenced modules do not tell, so a pass has their rates again."""
+    """True if SDPA is called with the dropout rate of a module, as by nn.MultiheadAttention or `dropout_p=self.drop.p`.
+    Silenced modules hide that, so their rates are restored for one pass."""
     with (
         kept_buffers(subject.model),
         torch.random.fork_rng(devices=[]),
@@ -377,7 +377,7 @@ def counted_attention(trace: Trace) -> tuple[Attention, ...]:
 
 
 def merged(small: list[Seen], large: list[Seen], model: nn.Module, made: Made) -> tuple[tuple[Product, ...], int]:
-    """Calls alike as one, with their sizes for one sample; and how many do not simply grow with the batch."""
+    """Merge equal calls, with sizes for one sample. Also return how many calls do not simply grow with the batch."""
     if [each.module for each in small] != [each.module for each in large]:
         return (), len(small)
     found: Counter[Product] = Counter()
@@ -406,7 +406,7 @@ def sizes_of_one(small: Seen, large: Seen) -> dict[str, Any] | None:
 
 
 def look_for_draws(subject: Subject) -> Randomness:
-    """In the forward pass as it is trained, with gradients. Buffers may move."""
+    """Look for random draws in the forward pass of a training step, with autograd on. Buffers are reset after it."""
     with kept_buffers(subject.model) as reset:
 
         def run() -> torch.Tensor:
@@ -432,7 +432,7 @@ def _with(reset: Callable[[], None], loss: Callable[[Any], torch.Tensor], batch:
 
 
 class kept_buffers:  # noqa: N801  used as a function
-    """Batch norm's averages move with every pass; comparisons start from the same ones."""
+    """Restores buffers: batch norm's averages move with every pass, and comparisons must start from the same ones."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -450,11 +450,11 @@ class kept_buffers:  # noqa: N801  used as a function
             buffer.copy_(self.before[name])
 
 
-# passes with sizes only
+# passes with fake tensors
 
 
 def count(subject: Subject) -> dict[str, Any]:
-    """FLOPs of forward and backward: of every product and convolution, and of attention the whole square."""
+    """Count the FLOPs of forward and backward: matmuls, convolutions, and attention with its whole square."""
     found = {size: with_sizes_only(subject, size, _flops) for size in (SMALL, LARGE)}
     lines = {
         name: line(found[SMALL][index], found[LARGE][index])
@@ -477,8 +477,9 @@ def line(small: float, large: float) -> Line:
 
 
 def why_no_autocast(subject: Subject) -> str | None:
-    """What the forward pass raises in bf16, with the user's line; it ran in fp32 before. Not all is seen: sizes alone
-    show few faults of this kind, and on a GPU autocast casts more functions. A row that still fails says so itself."""
+    """Return what the forward pass raises in bf16, with the user's line; None if it runs. It has already run in fp32.
+    Not every fault shows: fake tensors reveal few of this kind, and on a GPU autocast casts more functions. A row that
+    still fails reports that itself."""
     try:
         for size in (SMALL, LARGE):
             with_sizes_only(subject, size, partial(kept_under, "bf16", "naive"))
@@ -490,7 +491,7 @@ def why_no_autocast(subject: Subject) -> str | None:
 
 
 def kept_bytes(subject: Subject, blocks: Any, sdpa: bool, precisions: Sequence[str]) -> Iterator[Saved]:
-    """For each way of running; the blocks' forward is wrapped last, as that changes the model."""
+    """Yield the bytes kept by each mode of running. The blocks are wrapped last, since that changes the model."""
     for checkpointing in ("none", *(("full",) if blocks is not None else ())):
         if checkpointing == "full":
             checkpoint_blocks(subject.model, blocks)
@@ -502,7 +503,7 @@ def kept_bytes(subject: Subject, blocks: Any, sdpa: bool, precisions: Sequence[s
 
 
 def kept_line(subject: Subject, precision: str, attention: str) -> Line | None:
-    """None where the fused kernel does not take what it is given."""
+    """Return None if the fused kernel does not accept its inputs."""
     measure = partial(kept_under, precision, attention)
     try:
         with unrolled_lstms(subject.model):
@@ -521,8 +522,8 @@ def kept_under(precision: str, attention: str, run: Callable[[], torch.Tensor], 
 
 @contextmanager
 def unrolled_lstms(model: nn.Module) -> Iterator[None]:
-    """As torch's own loop over the steps, which keeps the gates. oneDNN keeps them in a workspace of its own, which has
-    no size on tensors without numbers."""
+    """Run LSTMs as torch's own loop over the steps, which keeps the gates. oneDNN keeps them in its own workspace,
+    which has no size with fake tensors."""
     if not any(isinstance(module, nn.LSTM) for module in model.modules()):
         yield
         return
@@ -534,13 +535,13 @@ def unrolled_lstms(model: nn.Module) -> Iterator[None]:
 
 
 def kept(run: Callable[[], torch.Tensor], known: set[int]) -> int:
-    """Bytes of the storages that autograd keeps, those of parameters, buffers and the batch left out."""
+    """Return the bytes of the storages that autograd keeps, except those of parameters, buffers and the batch."""
     storages: dict[int, torch.UntypedStorage] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         if storage._cdata not in known:
-            storages[storage._cdata] = storage  # held, so that no other gets its number
+            storages[storage._cdata] = storage  # kept alive, so that no other storage gets its address
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -550,12 +551,12 @@ def kept(run: Callable[[], torch.Tensor], known: set[int]) -> int:
 
 
 def with_sizes_only(subject: Subject, size: int, measure: Callable[[Callable[[], torch.Tensor], set[int]], Any]) -> Any:
-    """`measure(run, known storages)` with tensors that hold no numbers: a large model costs nothing. Code that looks at
-    a value cannot run so; then the numbers are real."""
+    """Return `measure(run, known storages)` with fake tensors, so that a large model costs nothing. Code that looks at
+    a value cannot run like that, and gets real tensors instead."""
     try:
         with FakeTensorMode(allow_non_fake_inputs=True) as fake:
             return _measured(subject, subject.batches[size], measure, fake.from_tensor)
-    except Exception:  # whatever stands in the way, the real pass tells whether it is the user's mistake
+    except Exception:  # whatever the reason, the pass with real tensors shows whether it is the user's mistake
         with kept_buffers(subject.model):
             found = _measured(subject, subject.batches[size], measure, lambda tensor: tensor)
         subject.model.zero_grad(set_to_none=True)
@@ -570,6 +571,6 @@ def _measured(subject: Subject, batch: Any, measure: Any, convert: Callable[[tor
 
 
 if __name__ == "__main__":
-    # Here and not in main, which tests call in their own process: that one should stay whatever its stdin is.
+    # Not in main, which tests call in their own process: that must survive whatever its stdin is.
     leave_with_parent()
     raise SystemExit(main(Path(sys.argv[1]), Path(sys.argv[2])))

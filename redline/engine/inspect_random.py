@@ -1,13 +1,13 @@
-"""Whether a user's forward pass is random, and which lines draw.
+"""Finds out whether a user's forward pass is random, and which of its lines draw.
 
     found = randomness(lambda: loss(batch))
     found.random, found.draws, found.generators
 
 Two losses may agree by chance: stochastic depth at a small rate drops nothing in most passes. So the draws themselves
-are watched, in two passes whose generators start elsewhere. One that begins from the same state in both gives the same
-numbers for ever, as from a generator that forward seeds; one that is made in one pass only belongs to no step, as a
-table that is filled once. Some draws decide nothing: OPT draws for every layer, also where its rate is zero. Whether
-one does is seen with the lowest and the highest numbers that it could have given.
+are watched, in two passes whose generators start from different seeds. A draw that starts from the same state in both
+always gives the same numbers, as from a generator that forward seeds. A draw that happens in only one pass is not part
+of a step, such as filling a table once. Some draws have no effect: OPT draws for every layer, even if its rate is zero.
+If the losses agree, two more passes with the lowest and the highest numbers that could have been drawn decide that.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ aten = torch.ops.aten
 UNIFORM = (aten.rand, aten.rand_like, aten.uniform, aten.uniform_)
 COINS = (aten.bernoulli, aten.bernoulli_)
 TORCH = "torch's generator"
-OF_HOST: dict[str, Callable[[], bytes]] = {  # and where each stands
+OF_HOST: dict[str, Callable[[], bytes]] = {  # and how to read the state of each
     "Python's random": lambda: pickle.dumps(random.getstate()),
     "NumPy's generator": lambda: pickle.dumps(numpy.random.get_state(legacy=False)),
 }
 Run = Callable[[], torch.Tensor]
-"""A forward pass, which gives its loss."""
+"""A forward pass that returns its loss."""
 Drawn = dict[Place | None, list[tuple[Any, bytes]]]
-"""Lines, and each time that they drew from a generator of torch's: with which operator, and where it stood."""
+"""Line -> each of its draws from a torch generator: the operator, and the state before it."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Randomness:
     random: bool
     draws: tuple[Place, ...] = ()
     generators: tuple[str, ...] = ()
-    """That are not torch's, or torch's where no line is known."""
+    """Generators other than torch's; torch's too if the line is unknown."""
 
 
 @dataclass
@@ -60,12 +60,12 @@ class Pass:
     loss: float = 0.0
     drawn: Drawn = field(default_factory=lambda: defaultdict(list))
     moved: dict[str, bytes] = field(default_factory=dict)
-    """Generators of OF_HOST that were drawn from, and where they stood in the end."""
+    """Generators of OF_HOST that were drawn from, with their final states."""
 
 
 def randomness(run: Run) -> Randomness:
-    """Of a model that went through a pass before."""
-    with seeded(0), sdpa_kernel(SDPBackend.MATH):  # others hide what they drop
+    """Look for randomness in `run`. The model must have run a pass before."""
+    with seeded(0), sdpa_kernel(SDPBackend.MATH):  # other backends hide their dropout
         first, second = watched(run, seed=0), watched(run, seed=1)
         drawn = {place: draws for place, draws in first.drawn.items() if second.drawn.get(place, draws) != draws}
         others = [name for name, state in first.moved.items() if second.moved.get(name, state) != state]
@@ -88,8 +88,8 @@ def watched(run: Run, seed: int) -> Pass:
 
 
 class _Draws(TorchDispatchMode):
-    """An operator draws when a generator stands elsewhere after it: its name says little, as attention without dropout
-    is marked as drawing and Tensor.random_ is not."""
+    """An operator draws if it changes the state of a generator. Its tags say little: attention without dropout is
+    marked as drawing, and Tensor.random_ is not."""
 
     def __init__(self, found: Pass) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -113,7 +113,7 @@ def drawing_line() -> Place | None:
 
 
 def decide(run: Run, drawn: Drawn, loss: float) -> bool:
-    """Whether other numbers would have given another loss. Of noise that is taken for granted."""
+    """True if other random numbers would give another loss. Assumed for draws other than uniform and Bernoulli ones."""
     if any(operator not in (*UNIFORM, *COINS) for draws in drawn.values() for operator, _ in draws):
         return True
     return bool(drawn) and any(loss_with(run, drawn, highest) != loss for highest in (False, True))
@@ -123,12 +123,12 @@ def loss_with(run: Run, drawn: Drawn, highest: bool) -> float | None:
     try:
         with _Bounds(drawn, highest):
             return run().item()
-    except Exception:  # whatever it was: with the numbers of before there was none
+    except Exception:  # whatever it is, the original numbers did not raise it
         return None
 
 
 class _Bounds(_Draws):
-    """Draws of these lines give the lowest numbers that they can give, or the highest."""
+    """Makes draws of the given lines return the lowest numbers that they can return, or the highest."""
 
     def __init__(self, drawn: Drawn, highest: bool) -> None:
         super().__init__(Pass())
@@ -148,7 +148,7 @@ def uniform(func: Any, args: Any, kwargs: Any, result: torch.Tensor, highest: bo
 
 
 def coins(func: Any, args: Any, kwargs: Any, result: torch.Tensor, highest: bool) -> torch.Tensor:
-    """Those that can fall either way."""
+    """Set the coins that can fall either way."""
     plain = func is aten.bernoulli.default or func is aten.bernoulli.out
     chance = args[0] if plain else args[1] if len(args) > 1 else kwargs.get("p", 0.5)
     chance = torch.as_tensor(chance).expand_as(result)
@@ -156,8 +156,8 @@ def coins(func: Any, args: Any, kwargs: Any, result: torch.Tensor, highest: bool
 
 
 def lines_that_move(stand: Callable[[], bytes], run: Run) -> list[Place]:
-    """Lines after which a generator stands elsewhere. Python tells of every line before it runs it, so the one that was
-    told of last is to blame."""
+    """Return the lines that change a generator's state. Python traces each line before running it, so the one traced
+    last is to blame."""
     found: list[Place] = []
     state, running = stand(), None
 
@@ -178,13 +178,13 @@ def lines_that_move(stand: Callable[[], bytes], run: Run) -> list[Place]:
 
 
 def is_standard(file: str) -> bool:
-    """random.py above all, whose lines draw for others."""
+    """True for files of the standard library: above all random.py, which draws on behalf of its callers."""
     return file.startswith(STANDARD_LIBRARY) and "site-packages" not in file
 
 
 @contextmanager
 def tracing_lines(follow: Callable[[FrameType, str, Any], Any]) -> Iterator[None]:
-    before = sys.gettrace()  # a debugger's, or that of whoever measures coverage
+    before = sys.gettrace()  # of a debugger or a coverage tool
     sys.settrace(follow)
     try:
         yield
@@ -193,4 +193,4 @@ def tracing_lines(follow: Callable[[FrameType, str, Any], Any]) -> Iterator[None
 
 
 BEGINNINGS = {function.__code__ for function in (watched, loss_with, lines_that_move)}
-"""Of a pass."""
+"""Functions that begin a pass: frames outside them are not the user's."""

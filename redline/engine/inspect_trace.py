@@ -1,11 +1,11 @@
-"""One pass of a user's model under watch: its matrix products, its attention, and which lines.
+"""Watches one pass of a user's model: its matmuls and its attention, with their lines.
 
     with tracing(model) as trace:
         loss(batch)
     trace.products, trace.attention, trace.sdpa, trace.embedded
 
-The dispatcher sees every operator, Python's own calls tell where scaled_dot_product_attention begins and ends, and the
-stack tells the line. Only the forward pass is listed: what the backward computes follows from it.
+The dispatcher sees every operator, Python calls show where scaled_dot_product_attention begins and ends, and the stack
+gives the line. Only the forward pass is listed: what the backward pass computes follows from it.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from redline.engine.memory_snapshot import module_hooks
 from redline.engine.profiling_frames import is_users
 
 aten = torch.ops.aten
-WEIGHTED, BATCHED = {aten.mm: 0, aten.addmm: 1}, {aten.bmm: 0, aten.baddbmm: 1}  # where the left matrix stands
+WEIGHTED, BATCHED = {aten.mm: 0, aten.addmm: 1}, {aten.bmm: 0, aten.baddbmm: 1}  # position of the left matrix
 SDPA = F.scaled_dot_product_attention
 SOFTMAXES = (aten._softmax, aten._safe_softmax)
 
 
 @dataclass(frozen=True)
 class Seen:
-    """A product as it was called."""
+    """A matmul, or a convolution as a matmul, as it was called."""
 
     module: str
     kind: str
@@ -55,27 +55,27 @@ class Trace:
     products: list[Seen] = field(default_factory=list)
     attention: list[Attention] = field(default_factory=list)
     embedded: dict[str, Place] = field(default_factory=dict)
-    """Modules that looked rows up, and the line that called them first."""
+    """Modules that looked up embedding rows, and the line that called them first."""
     sdpa: bool = False
     sdpa_calls: list[Place] = field(default_factory=list)
     sdpa_drops: bool = False
-    """A call had a dropout_p above zero."""
+    """True if a call had a dropout_p above zero."""
     gelu_calls: list[Place] = field(default_factory=list)
-    """Of the function with approximate='tanh', outside of nn.GELU."""
+    """Calls of F.gelu with approximate='tanh', outside nn.GELU."""
     inside_sdpa: int = 0
     modules: list[str] = field(default_factory=list)
-    """That are running, the innermost last."""
+    """Names of the modules that are running, the innermost last."""
     scores: tuple[int, Place | None] | None = None
-    """Of the last batched product: how many numbers it gave, and its line."""
+    """Number of elements in the result of the last batched matmul, and its line."""
     weights: tuple[int, Place | None, bool] | None = None
-    """Of a softmax over such scores; and whether the weights are zero above the diagonal."""
+    """Elements in a softmax over such scores, the scores' line, and whether the softmax is zero above the diagonal."""
 
 
 @contextmanager
 def tracing(model: nn.Module) -> Iterator[Trace]:
     trace = Trace(model)
 
-    def leave() -> None:  # what a hook returns would take the place of the module's output
+    def leave() -> None:  # returns None: a hook's result would replace the module's output
         trace.modules.pop()
 
     with module_hooks(model, trace.modules.append, leave), _calls_of_torch(trace), _Calls(trace), _Operators(trace):
@@ -83,13 +83,13 @@ def tracing(model: nn.Module) -> Iterator[Trace]:
 
 
 def place() -> Place | None:
-    """The innermost line that is neither torch's nor redline's: the user's, or that of a package the model is from."""
+    """Return the innermost line outside torch and redline: the user's, or that of a package the model comes from."""
     return place_in(sys._getframe(1))
 
 
 def place_in(frame: FrameType | None, beyond: Container[CodeType] = ()) -> Place | None:
-    """The same from a frame outwards. `beyond`: functions of ours that called the user's code; whoever called those has
-    nothing to do with it."""
+    """Like `place`, from a frame outwards. `beyond`: code of redline's functions that call the user's code, where the
+    search ends, since their callers do not matter."""
     while frame is not None and frame.f_code not in beyond:
         file = frame.f_code.co_filename
         if is_users(file) and not file.startswith(PACKAGE):
@@ -100,7 +100,7 @@ def place_in(frame: FrameType | None, beyond: Container[CodeType] = ()) -> Place
 
 @contextmanager
 def _calls_of_torch(trace: Trace) -> Iterator[None]:
-    """A mode does not see what torch's own functions call, multi_head_attention_forward above all."""
+    """Catch SDPA calls from torch's own functions, above all multi_head_attention_forward, which no mode sees."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return _in_sdpa(trace, SDPA, args, kwargs)
@@ -114,7 +114,7 @@ def _calls_of_torch(trace: Trace) -> Iterator[None]:
 
 def _in_sdpa(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
     trace.sdpa = True
-    trace.sdpa_drops |= kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0) > 0  # behind q, k, v and the mask
+    trace.sdpa_drops |= kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0) > 0  # after q, k, v and the mask
     if not trace.inside_sdpa and (where := place()) is not None:
         trace.sdpa_calls.append(where)
     trace.inside_sdpa += 1
@@ -174,7 +174,7 @@ def _product(trace: Trace, kind: str, left: torch.Tensor, right: torch.Tensor) -
 
 
 def _recurrent(trace: Trace, rows: torch.Tensor, of_input: torch.Tensor, of_state: torch.Tensor) -> None:
-    """A layer in one direction, as torch's loop over the steps has it: the inputs at once, the state at each step."""
+    """Note a layer in one direction as torch's own loop runs it: the inputs at once, the state at each step."""
     steps, samples, width = rows.shape
     _note(trace, "linear", steps * samples, of_input.size(0), width, 1)
     for _ in range(steps):
@@ -182,10 +182,10 @@ def _recurrent(trace: Trace, rows: torch.Tensor, of_input: torch.Tensor, of_stat
 
 
 def _convolution(trace: Trace, args: Any, result: torch.Tensor) -> None:
-    """As the product that it is: every place of the output with every weight of its group."""
+    """Note a convolution as the matmul that it is: every place of the output with every weight of its group."""
     weight, groups = args[1], args[8]
     if args[6]:
-        return  # transposed: another product, and a rare one
+        return  # transposed: another matmul, and a rare one
     places = result.numel() // result.size(1)
     area = weight[0, 0].numel()
     _note(trace, "convolution", places, result.size(1) // groups, weight[0].numel(), groups, area)
@@ -197,7 +197,7 @@ def _note(trace: Trace, kind: str, m: int, n: int, k: int, batch: int, area: int
 
 
 def _attention(trace: Trace, left: torch.Tensor, result: torch.Tensor) -> None:
-    """A batched product whose left matrix is as large as the weights that a softmax made of another's result."""
+    """Note attention if the left matrix of a batched matmul is as large as a softmax of an earlier one's result."""
     weights = trace.weights
     if weights is not None and left.numel() == weights[0]:
         trace.attention.append(
@@ -229,7 +229,7 @@ def _between(first: Place | None, last: Place | None) -> Place:
 
 
 class FirstNan(TorchDispatchMode):
-    """The line of the first operator that makes a NaN, where a pass makes one: `.place`."""
+    """Finds the line of the first operator in a pass that makes a NaN: `.place`."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -238,7 +238,7 @@ class FirstNan(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        # What memory holds before anybody writes to it says nothing.
+        # What uninitialised memory holds means nothing.
         if not self.found and "empty" not in str(func.overloadpacket) and any(map(has_nan, tree_leaves(result))):
             self.found, self.place = True, place()
         return result
@@ -249,6 +249,6 @@ def has_nan(value: Any) -> bool:
 
 
 def _library_module(trace: Trace) -> str | None:
-    """torch's own attention writes itself out when it is asked for its weights."""
+    """Name torch's own attention module if it is running: it does not call SDPA when its weights are requested."""
     names = [name for name in trace.modules if isinstance(trace.model.get_submodule(name), nn.MultiheadAttention)]
     return "MultiheadAttention" if names else None

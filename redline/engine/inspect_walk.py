@@ -1,10 +1,10 @@
-"""A user's module, walked: where its layers are made, its longest list of blocks, its embeddings, what it shares.
+"""Walks a user's module: where its layers are made, its longest list of blocks, its embeddings, what it shares.
 
     with noting_places() as made:
         model = factory()
     walked(model, made)
 
-Nothing is run here but the factory.
+Nothing but the factory is run.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ from redline.optim.groups import layer_matrices
 
 LISTS = (nn.ModuleList, nn.Sequential)
 Made = dict[nn.Module, Place]
-"""Modules, and the line that made them."""
+"""Modules, each with the line that made it."""
 
 
 @contextmanager
 def noting_places() -> Iterator[Made]:
-    """A module registers its parameters while it is made: the stack then holds the line that asked for it."""
+    """Note where modules are made. A module registers its parameters in its constructor, while the line that creates it
+    is on the stack."""
     made: Made = {}
 
     def note(module: nn.Module) -> None:
@@ -43,7 +44,7 @@ def noting_places() -> Iterator[Made]:
 
     hooks = (
         register_module_parameter_registration_hook(lambda module, name, parameter: note(module)),
-        # One without parameters of its own is known by the line that gives it a name.
+        # A module without parameters of its own gets the line that registers it under a name.
         register_module_module_registration_hook(lambda module, name, child: None if child is None else note(child)),
     )
     try:
@@ -54,7 +55,7 @@ def noting_places() -> Iterator[Made]:
 
 
 def walked(model: nn.Module, made: Made) -> dict[str, Any]:
-    """Fields of a Traced."""
+    """Return the fields of a `Traced` that need no pass."""
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     others = [parameter for parameter in model.parameters() if parameter.dtype is not torch.float32]
     return {
@@ -91,12 +92,12 @@ def longest_list(model: nn.Module) -> Blocks | None:
 
 
 def _alike(modules: nn.ModuleList | nn.Sequential) -> bool:
-    """Of one class, with parameters: a list of activations is nothing to compute again."""
+    """True for modules of one class, with parameters: a list of activations is not worth recomputing."""
     return len({type(module) for module in modules}) == 1 and any(True for _ in modules[0].parameters())
 
 
 def side_by_side(model: nn.Module, made: Made) -> Unlisted | None:
-    """The equal modules of one parent that hold the most numbers."""
+    """Return the group of equal modules under one parent that holds the most parameters."""
     groups: dict[Any, list[nn.Module]] = defaultdict(list)
     for name, module in model.named_modules():
         for child in module.children():
@@ -132,7 +133,7 @@ def shared(model: nn.Module) -> Iterator[str]:
 
 
 def starred(model: nn.Module) -> dict[str, str]:
-    """blocks.3.mlp -> blocks.*.mlp for every module: layers that are alike have one name, and no others."""
+    """Map every module's name, as blocks.3.mlp -> blocks.*.mlp: equal layers share a name, and only they."""
     lists = {name for name, module in model.named_modules() if isinstance(module, LISTS) and _equal(module)}
     found = {"": ""}
     for name, _ in model.named_modules():
@@ -144,5 +145,5 @@ def starred(model: nn.Module) -> dict[str, str]:
 
 
 def _equal(modules: nn.ModuleList | nn.Sequential) -> bool:
-    """Of one class and with parameters of the same sizes."""
+    """True for modules of one class with parameters of the same sizes."""
     return len({(type(module), *(each.shape for each in module.parameters())) for module in modules}) == 1
