@@ -1,9 +1,9 @@
-"""Step 0 of the plain model on disk: the rows of a run that are held against the same one take it once.
+"""Caches step 0 of the plain model on disk, so that rows of a run with the same reference compute it once.
 
     expected = kept_reference(folder, {"workload": ..., "micro_batch": 64}, make=lambda: reference_gradients(...))
 
-It lies in the run's cache, which ends with the run. Nothing depends on it: what cannot be written, or does not read
-back, is made again.
+The file lies in the run's cache and is removed with it. Nothing depends on it: a reference that cannot be written, or
+does not read back, is computed again.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from safetensors.torch import save_file
 
 from redline.engine.equivalence import Expected
 
-MOST_OF_THE_DISK = 0.25  # of what is free: a run has other things to write
+MOST_OF_THE_DISK = 0.25  # of the free space: a run has other things to write
 TENSORS = ("gradients", "weights")
 FIGURES = tuple(field.name for field in fields(Expected) if field.name not in TENSORS)
 
 
 def kept_reference(folder: Path | None, question: Mapping[str, Any], make: Callable[[], Expected]) -> Expected:
-    """`question`: everything that the answer depends on. No folder: nothing is kept."""
+    """Return the cached reference, or make it and cache it. `question` must hold everything that the answer depends on;
+    without a folder nothing is cached."""
     if folder is None:
         return make()
     text = json.dumps({"torch": torch.__version__, **question}, sort_keys=True)
@@ -42,13 +43,13 @@ def kept_reference(folder: Path | None, question: Mapping[str, Any], make: Calla
 
 
 def _read(path: Path) -> Expected | None:
-    """Tensors are mapped, and read when they are looked at."""
+    """Return the cached reference, or None. Its tensors are memory-mapped, and read on access."""
     try:
         with safe_open(path, framework="pt") as file:
             names: list[str] = list(file.keys())
             tensors = {name: file.get_tensor(name) for name in names}
             said: dict[str, Any] = json.loads(file.metadata()["figures"])
-    except (OSError, SafetensorError, KeyError, TypeError, ValueError):  # not there, or not what was written
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError):  # missing, or not what was written
         return None
     if said.keys() != set(FIGURES):
         return None
@@ -57,13 +58,13 @@ def _read(path: Path) -> Expected | None:
 
 
 def _named(tensors: Iterable[str], kind: str) -> Iterator[tuple[str, str]]:
-    """Names in the file, and in the model."""
+    """Yield the tensors of one kind: (name in the file, name in the model)."""
     start = f"{kind}."
     return ((name, name.removeprefix(start)) for name in tensors if name.startswith(start))
 
 
 def _write(path: Path, expected: Expected) -> None:
-    """In one move, and only where there is plenty of room."""
+    """Write atomically, and only if there is plenty of space."""
     tensors = {
         f"{kind}.{name}": tensor.contiguous() for kind in TENSORS for name, tensor in getattr(expected, kind).items()
     }
@@ -76,6 +77,6 @@ def _write(path: Path, expected: Expected) -> None:
             return
         save_file(tensors, draft, metadata={"figures": json.dumps(figures)})
         draft.replace(path)
-    except (OSError, SafetensorError):  # a full disk: the next row makes its own
+    except (OSError, SafetensorError):  # a full disk: the next row computes its own
         with contextlib.suppress(OSError):
             draft.unlink(missing_ok=True)

@@ -1,11 +1,11 @@
-"""What to say where C++ ends the process, which no `except` of Python sees.
+"""Reports an error when C++ code aborts the process, which no `except` of Python catches.
 
     with last_words(lambda: FailedRunError(problem, why, fix)):
         trainer.run()
 
-torch gives memory back that a stream may still read through an event. Once a GPU is lost (a device-side assert, an
-illegal address) every event fails, here inside a destructor: C++ calls abort(), maybe before Python has been told of
-the failure at all, or while it closes what it has open because of it.
+torch uses CUDA events to free memory that another stream may still be reading. Once a GPU is lost (a device-side
+assert, an illegal address), every event call fails, here inside a destructor, so C++ calls abort(). That may happen
+before Python has seen the failure at all, or while Python is closing what it has open because of it.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ from redline.core.errors import EXIT_FAILED, UserError
 
 _CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_int)
 _installed: list[object] = []
-"""C keeps only the address of a callback."""
+"""References to the callbacks: C keeps only their addresses."""
 
 
 @contextmanager
 def last_words(words: Callable[[], UserError]) -> Iterator[None]:
-    """A block that raises leaves the words to whoever catches it; an abort() behind it then says nothing more."""
+    """Print `words()` and exit if the block aborts. If the block raises, the caller reports that, and a later abort()
+    exits without a message."""
     raised = False
 
     def leave(_: int) -> None:
-        # abort() is called by the thread that failed, from ordinary code: Python runs here as in any other callback.
+        # abort() is called by the failing thread from ordinary code, so Python can run here as in any other callback.
         try:
             if not raised:
                 sys.stderr.write(words().told())

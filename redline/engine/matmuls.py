@@ -1,13 +1,14 @@
-"""Times matrix products and memory traffic: `python -m redline.engine.matmuls FOLDER`, task.json to answer.json.
+"""Times matmuls and memory traffic: `python -m redline.engine.matmuls FOLDER` reads task.json and writes answer.json.
 
     {"device": "cuda", "seconds": 20, "traffic": true, "products":
         [{"dtype": "bf16", "layout": "TN", "m": 16384, "n": 2304, "k": 768, "batch": 1}, ...]}
     -> {"products": [{"median_seconds": 9e-5, "best_seconds": 8.8e-5, "samples": 40}, {"error": "out of memory"}, ...],
         "traffic": {"copy": 4.2e12, "triad": 4.3e12, "read": 4.4e12}}
 
-Layouts are those of a linear layer and its autograd: TN is F.linear(x, w), NN is grad_out @ w (the gradient of the
-input), NT is grad_out.t() @ x (that of the weight). Operands are normal random numbers: on zeros a GPU draws less power
-and runs faster than it ever will in training. Repeats go round the whole list, so that drift meets all alike.
+Layouts are those of a linear layer and its autograd: TN is F.linear(x, w), NN is grad_out @ w (the input's gradient),
+NT is grad_out.t() @ x (the weight's gradient). Operands are normal random numbers: on zeros a GPU draws less power and
+runs faster than it ever will in training. Samples are taken in rounds over the whole list, so that drift affects all
+products alike.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ from redline.engine.memory import is_out_of_memory
 from redline.engine.worker import describe, leave_with_parent, open_progress
 
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-SAMPLE_SECONDS = 0.002  # one sample lasts at least so long: events and launches then cost under a percent
+SAMPLE_SECONDS = 0.002  # least length of a sample: events and launches then cost under a percent
 PREPARE_SHARE = 0.5  # of the time: products that are not ready by then are left out
 WARMUP_SHARE = 0.2  # of the time: the first seconds of a GPU are up to 20 % slow
 TRAFFIC_SHARE = 0.1
-TRAFFIC_BYTES = {"cuda": 2 * 1024**3, "cpu": 128 * 1024**2}  # per array: many times any cache
-TRAFFIC_MEMORY_SHARE = 0.125  # of what is free, per array, on a small or busy GPU
+TRAFFIC_BYTES = {"cuda": 2 * 1024**3, "cpu": 128 * 1024**2}  # per array: many times the size of any cache
+TRAFFIC_MEMORY_SHARE = 0.125  # of the free memory, per array, on a small or busy GPU
 SEED = 1337
 
 Report = Callable[..., None]
@@ -59,14 +60,14 @@ class Product:
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Of the two operands as they lie in memory."""
+        """Shapes of the two operands as stored in memory."""
         m, n, k = self.m, self.n, self.k
         left, right = {"TN": ((m, k), (n, k)), "NN": ((m, k), (k, n)), "NT": ((k, m), (k, n))}[self.layout]
         return (left, right) if self.batch == 1 else ((self.batch, *left), (self.batch, *right))
 
 
 def multiply(layout: str, left: Tensor, right: Tensor) -> Tensor:
-    """The call that training makes for this layout."""
+    """Make the call that training makes for this layout."""
     if layout == "TN":
         return F.linear(left, right) if left.dim() == 2 else left @ right.mT
     return left @ right if layout == "NN" else left.mT @ right
@@ -79,14 +80,14 @@ class Timed:
     product: Product
     operands: tuple[Tensor, Tensor] | None = None
     calls: int = 1
-    """Per sample."""
+    """Calls per sample."""
     trial: float | None = None
-    """A first sample, from before the device was warm: the answer only where there was no time for another."""
+    """A first sample, taken before the device was warm; the answer only if there was no time for another."""
     seconds: list[float] = field(default_factory=list)
     error: str | None = None
 
     def sample(self, device: torch.device) -> float:
-        """Seconds of one call."""
+        """Return the seconds per call."""
         assert self.operands is not None
         set_precision(self.product.dtype)
         clock = Clock(device)
@@ -97,7 +98,7 @@ class Timed:
         return clock.seconds()[0] / self.calls
 
     def prepare(self, device: torch.device) -> None:
-        """The first call loads and chooses kernels; the second tells how many calls make a sample."""
+        """Take two samples: the first loads and selects kernels, the second decides how many calls make a sample."""
         self.sample(device)
         self.trial = self.sample(device)
         self.calls = max(1, math.ceil(SAMPLE_SECONDS / max(self.trial, 1e-7)))
@@ -110,7 +111,7 @@ class Timed:
 
 
 class Pool:
-    """Random numbers that all products of a dtype share: two arrays as long as the longest operands."""
+    """Random numbers shared by all products of a dtype: two arrays, each as long as the longest operand on its side."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -130,7 +131,7 @@ class Pool:
 
 
 def time_products(products: list[Product], device: torch.device, seconds: float, report: Report) -> list[Timed]:
-    """Warm up, then rounds over the whole list until the time is spent. What fails is left out and says why."""
+    """Warm up, then sample all in rounds until the time is up. A product that fails is left out and says why."""
     started = time.monotonic()
     timed = lay_out(products, device)
     prepare(timed, device, started + PREPARE_SHARE * seconds, report)
@@ -145,7 +146,7 @@ def time_products(products: list[Product], device: torch.device, seconds: float,
 
 
 def lay_out(products: list[Product], device: torch.device) -> list[Timed]:
-    """Operands for all of them. The longest come first, so that no array of the pool has to grow."""
+    """Allocate all operands, the longest first, so that no array of the pool has to grow."""
     pool, timed = Pool(device), [Timed(product=product) for product in products]
     for one in sorted(timed, key=lambda one: max(map(math.prod, one.product.shapes)), reverse=True):
         with failures_kept(one):
@@ -162,7 +163,7 @@ def prepare(timed: list[Timed], device: torch.device, deadline: float, report: R
 
 
 def go_round(timed: list[Timed], device: torch.device, deadline: float) -> None:
-    """One sample of each product that runs, or as many as the time allows."""
+    """Take one sample of each product that runs, stopping at the deadline."""
     for one in timed:
         if time.monotonic() >= deadline:
             return
@@ -173,7 +174,7 @@ def go_round(timed: list[Timed], device: torch.device, deadline: float) -> None:
 
 @contextlib.contextmanager
 def failures_kept(one: Timed) -> Iterator[None]:
-    """A product that does not fit or does not run is an answer, not the end of the others."""
+    """Record a product's failure as its answer, so that the others are still timed."""
     try:
         yield
     except RuntimeError as error:
@@ -185,12 +186,12 @@ def _why(error: RuntimeError) -> str:
 
 
 def set_precision(dtype: str) -> None:
-    """fp32 means fp32: only a product that asks for TF32 may use it."""
+    """fp32 means true fp32: only a 'tf32' product may use TF32."""
     torch.set_float32_matmul_precision("high" if dtype == "tf32" else "highest")
 
 
 def time_traffic(device: torch.device, seconds: float, report: Report) -> dict[str, float]:
-    """Bytes per second, each at its median: a copy, a triad a = b + s c, and a sum."""
+    """Return the median bytes per second of a copy, a triad a = b + s c, and a sum."""
     report("memory", seconds=seconds)
     length = traffic_bytes(device) // 4
     a, b, c = (torch.randn(length, device=device) for _ in range(3))
@@ -203,7 +204,7 @@ def time_traffic(device: torch.device, seconds: float, report: Report) -> dict[s
     taken: dict[str, list[float]] = {name: [] for name in moves}
     deadline = time.monotonic() + seconds
     for _, move in moves.values():
-        move()  # the first call of each pays for loading its kernel
+        move()  # the first call of each loads its kernel
     while not taken["read"] or time.monotonic() < deadline:
         for name, (_, move) in moves.items():
             clock = Clock(device)
@@ -231,7 +232,7 @@ def run(task: dict[str, Any], report: Report) -> dict[str, Any]:
     traffic_seconds = TRAFFIC_SHARE * task["seconds"] if task["traffic"] else 0.0
     timed = time_products(products, device, task["seconds"] - traffic_seconds, report)
     answers = [one.answer() for one in timed]
-    del timed  # and the operands with them
+    del timed  # frees the operands too
     return {"products": answers, "traffic": time_traffic(device, traffic_seconds, report) if task["traffic"] else None}
 
 

@@ -1,7 +1,7 @@
-"""Times one recipe: check, warm up, restore, time. Returns a Measurement; failures are the worker's business.
+"""Times one recipe: check, warm up, restore, time. Returns a Measurement; the worker handles failures.
 
-The loss curve that proves equivalence is also the warm-up, so the check costs no extra steps. Of several ranks each
-runs all of this: what decides how many steps there are is agreed on (`slowest`), since a step is a meeting of them all.
+The loss curve that proves equivalence is also the warm-up, so the check costs no extra steps. With several ranks, every
+rank runs all of this. Whatever decides the number of steps is agreed on (`slowest`), since every step is collective.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from redline.engine.kept import kept_reference
 from redline.engine.proof import Shares, prove
 from redline.rungs import plain_at_precision, plan_of, reference_plan
 
-STEADY = 0.02  # two neighbouring blocks of steps whose medians differ by less are steady
+STEADY = 0.02  # steps are steady when the medians of two neighbouring blocks differ by less
 BLOCK_STEPS = 5
 WARMUP_SECONDS = {"cuda": 2.0, "cpu": 0.5}  # the first seconds of a GPU run up to 20 % slow
 WARMUP_LIMIT_SECONDS = 15.0
 TIMED_SECONDS = {"cuda": 4.0, "cpu": 2.5}
 TIMED_STEPS_BETWEEN = (10, 100)
-TRIAL_SHARE = 0.5  # of that time, where sizes of the batch are only ranked
+TRIAL_SHARE = 0.5  # of that time in trials, which only rank batch sizes
 
 Report = Callable[..., None]
 """report(phase, done=None, total=None, seconds=None)"""
@@ -55,7 +55,7 @@ class Bench:
     report: Report
     ranks: Ranks = field(default_factory=alone)
     references: Path | None = None
-    """A folder in which rows leave the plain model's first step for one another."""
+    """Folder in which rows cache the plain model's first step for one another; None: no cache."""
 
 
 def measure(bench: Bench) -> Measurement:
@@ -115,7 +115,7 @@ def measure(bench: Bench) -> Measurement:
 
 
 def expected_of(bench: Bench, plan: Plan) -> Expected:
-    """What the row's gradients are held against; of its plan only the precision counts, so that rows share it."""
+    """Return the reference for the row's gradients. Of its plan only the precision matters, so rows can share it."""
     reference, where = reference_plan(bench.job.recipe.rungs), _whole_batch_of(bench)
     question = {
         "workload": to_json(bench.job.workload),
@@ -129,7 +129,8 @@ def expected_of(bench: Bench, plan: Plan) -> Expected:
 
 
 def fullest(bench: Bench, *, recorded: bool) -> tuple[int | None, int | None, int | None]:
-    """Peak, bytes outside the allocator and retries: of the rank that holds most, and the most retries of any."""
+    """Return the peak and the bytes outside the allocator of the rank that uses most memory, and the most allocator
+    retries of any rank."""
     device = bench.device
     own = (memory.peak_bytes(device, recorded), memory.outside_bytes(device), memory.alloc_retries(device))
     found = bench.ranks.gather(own)
@@ -138,7 +139,7 @@ def fullest(bench: Bench, *, recorded: bool) -> tuple[int | None, int | None, in
 
 
 def sharing_of(ranks: Ranks, own: Shares | None) -> Sharing | None:
-    """Of one process there is nothing to say."""
+    """Combine the ranks' shares; None for a single process, or if nothing was profiled."""
     found = ranks.gather(own)
     if not ranks.joined or own is None:
         return None
@@ -152,15 +153,16 @@ def sharing_of(ranks: Ranks, own: Shares | None) -> Sharing | None:
 
 
 def by_group(shares: Shares, layout: Layout) -> dict[str, float] | None:
-    """Where ranks share one thing alone, all their communication is about it; else the trace may say."""
+    """Return the communication by group. Ranks that share only data, or only layers, communicate about nothing else;
+    otherwise the trace may tell the groups apart."""
     if layout.data == 1 or layout.tensor == 1:
         return {"data" if layout.tensor == 1 else "tensor": shares.communication_seconds}
     return None if shares.by_group is None else dict.fromkeys(("tensor", "data"), 0.0) | shares.by_group
 
 
 def measure_reference(bench: Bench) -> Measurement:
-    """The loss curve of plain code, the batch in pieces that fit: in fp32, or of a yardstick at the recipe's
-    precision."""
+    """Return the loss curve of plain code, on chunks of the batch that fit in memory: in fp32, or at the recipe's
+    precision for a yardstick."""
     rungs = bench.job.recipe.rungs
     plan = reference_plan(rungs)
     if bench.job.kind == "yardstick":
@@ -180,7 +182,7 @@ def reference_curve(bench: Bench, plan: Plan, chunk: int | None) -> list[float]:
 def train_curve(
     bench: Bench, training: Training, first: torch.Tensor, phase: str = "warming up"
 ) -> tuple[list[float], list[float]]:
-    """The first K steps: their losses, left on the device until the end, and their times."""
+    """Run the first K steps; return their losses, which stay on the device until the end, and their times."""
     clock, losses = Clock(bench.device), []
     clock.mark()
     for done in range(bench.job.check_steps):
@@ -191,7 +193,7 @@ def train_curve(
 
 
 def warm_until_steady(bench: Bench, training: Training, seconds: list[float]) -> list[float]:
-    """Go on until two neighbouring blocks agree, or until the limit: noise must not warm up for ever."""
+    """Run steps until two neighbouring blocks agree, or until the time limit: noise must not make it endless."""
     started = time.perf_counter()
     while not is_steady(seconds, WARMUP_SECONDS[bench.device.type]):
         if any(bench.ranks.gather(time.perf_counter() - started > WARMUP_LIMIT_SECONDS)):
@@ -210,13 +212,13 @@ def is_steady(seconds: list[float], least_seconds: float) -> bool:
 
 
 def evaluate(training: Training) -> None:
-    """The forward of a validation batch, as the trainer does it: a micro batch must hold this as well."""
+    """Run the forward pass of a validation batch as the trainer does: it has to fit in memory as well."""
     with training.step.shared.whole():
         training.step.loss(next(training.batches)).detach()
 
 
 def time_steps(bench: Bench, training: Training, expected_step_seconds: float) -> list[float]:
-    """The worker says nothing until the last is done."""
+    """Time the steps. The worker reports nothing until the last one is done."""
     fewest, most = TIMED_STEPS_BETWEEN
     share = TRIAL_SHARE if bench.job.kind == "trial" else 1.0
     wanted = round(share * TIMED_SECONDS[bench.device.type] / expected_step_seconds)
@@ -227,7 +229,7 @@ def time_steps(bench: Bench, training: Training, expected_step_seconds: float) -
 
 
 def step_times(bench: Bench, training: Training, count: int) -> list[float]:
-    """Of so many steps, each fenced by the clock's two marks, on the slowest rank."""
+    """Return the times of `count` steps on the slowest rank, each measured between two marks of the clock."""
     clock = Clock(bench.device)
     clock.mark()
     for _ in range(count):
@@ -237,7 +239,7 @@ def step_times(bench: Bench, training: Training, count: int) -> list[float]:
 
 
 def slowest(ranks: Ranks, seconds: list[float]) -> list[float]:
-    """The steps of the rank whose median is the longest, on every rank."""
+    """Return, on every rank, the step times of the rank with the longest median."""
     return list(max(ranks.gather(seconds), key=statistics.median))
 
 
@@ -246,5 +248,5 @@ def _batch_of(bench: Bench) -> dict[str, Any]:
 
 
 def _whole_batch_of(bench: Bench) -> dict[str, Any]:
-    """The same for one process that takes what all ranks share."""
+    """Return the same with the global batch, for one process that takes the place of all ranks."""
     return {**_batch_of(bench), "micro_batch": bench.job.global_batch}

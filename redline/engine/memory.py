@@ -10,35 +10,35 @@ _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """torch tells it by a class on a GPU and by words on a CPU; cuBLAS and cuDNN, which allocate themselves, by a
-    status."""
+    """torch signals it by an exception class on a GPU and by a message on a CPU; cuBLAS and cuDNN, which allocate
+    memory themselves, by a status."""
     words = ("out of memory", "can't allocate memory", "status_alloc_failed")
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(word in str(error).lower() for word in words)
 
 
 def reset_peak(device: torch.device) -> None:
-    """Also of the count of retries."""
+    """Also resets the count of retries."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
         torch.cuda.reset_accumulated_memory_stats()
     elif _CLEAR.exists():
-        _CLEAR.write_text("5")  # Linux: 5 sets the high-water mark of the resident set back to now
+        _CLEAR.write_text("5")  # Linux: 5 resets the high-water mark of the resident set
 
 
 def peak_bytes(device: torch.device, recorded: bool = False) -> int | None:
-    """`recorded`: the step replays CUDA graphs. Their tensors lie in a pool that the allocator counts as free between
-    replays, so that only what it has reserved tells what the step needs."""
+    """`recorded`: the step replays CUDA graphs. Between replays the allocator counts their memory pool as free, so only
+    the reserved bytes show what the step needs."""
     if device.type == "cuda":
         return torch.cuda.max_memory_reserved() if recorded else torch.cuda.max_memory_allocated()
     if not _STATUS.exists():
-        return None  # not Linux: the peak since the start would count compiling, so it is left unknown
+        return None  # not Linux: the peak since the start would include compiling, so it is left unknown
     line = next(line for line in _STATUS.read_text().splitlines() if line.startswith("VmHWM"))
     return int(line.split()[1]) * 1024
 
 
 def alloc_retries(device: torch.device) -> int | None:
-    """Since the last reset: how often the allocator found no memory, gave its cache back and asked again. One retry
-    costs as much as many steps."""
+    """Return how often, since the last reset, the allocator found no memory, released its cache and tried again. One
+    retry costs as much as many steps."""
     return torch.cuda.memory_stats()["num_alloc_retries"] if device.type == "cuda" else None
 
 

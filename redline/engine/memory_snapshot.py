@@ -1,13 +1,13 @@
-"""The memory of one step, block by block: when each was allocated and freed, for what, and by which line.
+"""The memory of one step, block by block: when each was allocated and freed, what for, and by which line.
 
     profile = watch_memory(step, batch, module=model, optimizer=optimizer, device=device)
     profile.categories["activations"], profile.lines[0].file
 
-On a GPU the allocator's own history tells, compiled code included. On a CPU the dispatcher sees the storages that
-operators return: scratch memory inside an operator is not seen, and nothing of compiled code.
+On a GPU the source is the allocator's own history, which includes compiled code. On a CPU it is the dispatcher, which
+sees the storages that operators return: scratch memory inside an operator and compiled code are invisible to it.
 
-What a block is for: weights, buffers and optimizer state are known by their tensors, gradients by the moment autograd
-stores them; activations are what the forward pass left for the backward pass; the rest is temporary.
+Categories: weights, buffers and optimizer state are known by their tensors, gradients by the moment autograd stores
+them; activations are what the forward pass left for the backward pass; the rest is temporary.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from redline.core.profile import MemoryLine, MemoryProfile
 from redline.engine.fit import free_memory
 from redline.engine.profiling_frames import Frame, here, users_frame
 
-MARK = "run_watched"  # the function below every allocation of the thread that trains, and of no other
+MARK = "run_watched"  # this function is on the stack of every allocation by the training thread, and of no other
 TIMELINE_POINTS = 400
 SHOWN_LINES = 20
 MOST_ENTRIES = 1_000_000  # of the allocator's history
@@ -43,10 +43,10 @@ MOST_ENTRIES = 1_000_000  # of the allocator's history
 @dataclass(frozen=True, kw_only=True)
 class Block:
     key: int
-    """Which storage: the same for a tensor and its views."""
+    """Identifies the storage: the same for a tensor and its views."""
     size: int
     start: float
-    """Seconds since the step began; minus infinity for what was there before."""
+    """Seconds since the step began; minus infinity for blocks that were allocated before it."""
     end: float = math.inf
     frame: Frame | None = None
     backward: bool = False
@@ -55,16 +55,16 @@ class Block:
 
 @dataclass
 class Known:
-    """What is known of tensors by name: before the step, and while it runs."""
+    """What is known about tensors by name, from before the step and while it runs."""
 
     held: dict[int, tuple[str, str | None]] = field(default_factory=dict)
     """Key -> category and module."""
     gradients: list[tuple[int, float, str | None]] = field(default_factory=list)
     """Key, moment and module of every gradient that autograd stored."""
     began: float = 0.0
-    """When the step did: moments are seconds since then."""
+    """When the step began; moments are seconds since then."""
     modules: list[tuple[float, str | None]] = field(default_factory=list)
-    """From which moment on which module ran; None: outside the model."""
+    """(moment, the module that runs from then on); None: outside the model."""
 
     def module_at(self, moment: float) -> str | None:
         index = bisect.bisect_right(self.modules, moment, key=lambda change: change[0])
@@ -77,7 +77,8 @@ class Known:
 def anatomy(
     blocks: list[Block], known: Known, *, source: str, peak_bytes: int | None = None, reserved_bytes: int | None = None
 ) -> MemoryProfile:
-    """`peak_bytes`: as the allocator counts, which rounds sizes up; the difference is a category of its own."""
+    """Break the peak down by category, module and line. `peak_bytes`: the allocator's count, which rounds sizes up; the
+    difference is a category of its own."""
     moments = timeline_of(blocks)
     peak_moment, peak = max(moments, key=lambda moment: moment[1])
     alive = [block for block in blocks if block.start <= peak_moment < block.end]
@@ -106,10 +107,10 @@ def anatomy(
 
 
 def timeline_of(blocks: Iterable[Block]) -> list[tuple[float, int]]:
-    """(moment, bytes alive from then on), beginning with what was there before the step."""
+    """Return (moment, bytes alive from then on), beginning with what was allocated before the step."""
     changes = [(block.start, block.size) for block in blocks]
     changes += [(block.end, -block.size) for block in blocks if block.end != math.inf]
-    changes.sort(key=lambda change: (change[0], change[1]))  # at one moment, what is freed makes room first
+    changes.sort(key=lambda change: (change[0], change[1]))  # at the same moment, frees come before allocations
     moments: list[tuple[float, int]] = []
     alive = 0
     for moment, size in changes:
@@ -122,7 +123,7 @@ def timeline_of(blocks: Iterable[Block]) -> list[tuple[float, int]]:
 
 
 def thin(moments: list[tuple[float, int]], points: int = TIMELINE_POINTS) -> list[tuple[float, int]]:
-    """Few enough to draw: of each stretch the fullest moment, so that the peak stays."""
+    """Thin to few enough points to draw, keeping the fullest moment of each stretch, so that the peak survives."""
     if len(moments) <= points:
         return moments
     width = -(-len(moments) // points)
@@ -134,7 +135,7 @@ def backward_start(blocks: Iterable[Block]) -> float:
 
 
 def kinds_of(alive: Iterable[Block], known: Known, backward: float) -> Iterator[tuple[str, str | None]]:
-    """Category and module of each block."""
+    """Yield the category and module of each block."""
     stored: dict[int, list[tuple[float, str | None]]] = defaultdict(list)
     for key, moment, module in known.gradients:
         stored[key].append((moment, module))
@@ -177,7 +178,8 @@ def watch_memory(
     device: torch.device,
     named_modules: bool = True,
 ) -> MemoryProfile:
-    """One step, watched. The optimizer's state must exist already. `named_modules` False: compiled, no hooks."""
+    """Profile the memory of one step. The optimizer's state must already exist. `named_modules`: False for compiled
+    code, which gets no hooks."""
     key_of = _pointer if device.type == "cuda" else _storage
     if device.type == "cuda":
         settle(step, batch, device)
@@ -189,15 +191,15 @@ def watch_memory(
 
 
 def settle(step: Callable[[Any], Any], batch: Any, device: torch.device) -> None:
-    """What steps before have left in the allocator's cache, uncompiled ones among them, is none of this step's: it is
-    given back, and one step takes what it needs itself."""
+    """Release what earlier steps, uncompiled ones among them, have left in the allocator's cache. One more step then
+    reserves what a step needs by itself."""
     free_memory(device)
     step(batch)
     torch.cuda.synchronize()
 
 
 def run_watched(step: Callable[[Any], Any], batch: Any) -> None:
-    """Its name is in every stack of this thread: see MARK."""
+    """Run the step. This function's name is in every stack of this thread (see MARK)."""
     step(batch)
 
 
@@ -240,7 +242,8 @@ def noted_gradients(module: nn.Module, known: Known, key_of: Callable[[torch.Ten
 
 @contextmanager
 def module_hooks(module: nn.Module | None, enter: Callable[[str], None], leave: Callable[[], None]) -> Iterator[None]:
-    """enter(name) before the forward of every module inside, leave() after it, also when it raises."""
+    """Call enter(name) before the forward pass of every module in `module`, itself included, and leave() after it, even
+    if it raises."""
     hooks: list[RemovableHandle] = []
     for name, each in () if module is None else module.named_modules():
         hooks.append(each.register_forward_pre_hook(lambda *_, name=name: enter(name)))
@@ -254,7 +257,7 @@ def module_hooks(module: nn.Module | None, enter: Callable[[str], None], leave: 
 
 @contextmanager
 def noted_modules(module: nn.Module | None, known: Known) -> Iterator[None]:
-    """Which module runs, from moment to moment."""
+    """Record which module runs from which moment on."""
     running: list[str] = []
 
     def change() -> None:
@@ -276,7 +279,7 @@ def noted_modules(module: nn.Module | None, known: Known) -> Iterator[None]:
 
 
 class _Storages(TorchDispatchMode):
-    """A block for every storage that an operator returns, until the storage is gone."""
+    """Keeps a block for every storage that an operator returns, until the storage is freed."""
 
     def __init__(self, began: float) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -351,7 +354,7 @@ def _watch_allocator(step: Callable[[Any], Any], batch: Any, known: Known) -> Me
     try:
         held = held_blocks(torch.cuda.memory._snapshot())
         torch.cuda.reset_peak_memory_stats()
-        known.began = time.time()  # what came before takes longer than a step
+        known.began = time.time()  # only now: the preparation above takes longer than a step
         run_watched(step, batch)
         torch.cuda.synchronize()
         peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
@@ -363,7 +366,7 @@ def _watch_allocator(step: Callable[[Any], Any], batch: Any, known: Known) -> Me
 
 
 def held_blocks(snapshot: dict[str, Any]) -> list[Block]:
-    """What is allocated at the moment of a snapshot."""
+    """Return the blocks that are allocated at the moment of a snapshot."""
     return [
         Block(key=block["address"], size=block["size"], start=-math.inf)
         for segment in snapshot["segments"]
@@ -373,12 +376,12 @@ def held_blocks(snapshot: dict[str, Any]) -> list[Block]:
 
 
 def blocks_of_history(history: Iterable[dict[str, Any]], held: Iterable[Block], began: float) -> list[Block]:
-    """The allocator's entries, in their order, as blocks with a beginning and an end."""
+    """Turn the allocator's entries, in order, into blocks with a start and an end."""
     alive = {block.key: block for block in held}
     ended: list[Block] = []
     moment = -math.inf
     for entry in history:
-        # Entries within one microsecond stay in their order.
+        # Entries within one microsecond keep their order.
         moment = max(entry["time_us"] / 1e6 - began, moment + 1e-9)
         if entry["action"] == "alloc":
             frames = [Frame(each["filename"], each["line"], each["name"]) for each in entry.get("frames", ())]
@@ -387,7 +390,7 @@ def blocks_of_history(history: Iterable[dict[str, Any]], held: Iterable[Block], 
                 size=entry["size"],
                 start=moment,
                 frame=users_frame(frames),
-                # Autograd's thread has no frame of ours below it.
+                # Stacks of autograd's thread do not contain our function.
                 backward=not any(frame.function == MARK for frame in frames),
             )
         elif entry["action"] == "free_completed" and entry["addr"] in alive:

@@ -1,12 +1,12 @@
-"""What a rank holds of a tensor, as a checkpoint sees it: chunks of the whole, wherever they lie in it.
+"""The part of a tensor that a rank holds, as a checkpoint sees it: chunks of the whole tensor, wherever they lie in it.
 
-    part = part_of(parameter, cut)              # a tensor of the whole size that has some of its numbers
-    part.fill_from(whole);  part.on_host()      # from a tensor that is whole; a copy that the next step leaves alone
+    part = part_of(parameter, cut)              # has the size of the whole tensor, but only some of its elements
+    part.fill_from(whole);  part.on_host()      # copies from a whole tensor; a copy that the next step does not change
 
-torch's distributed checkpoint (DCP) writes and reads such a tensor chunk by chunk: it asks for them with the three
-methods that DTensor has too. One is needed for what DTensor's placements do not say: the thirds of fused queries, keys
-and values, cut by a tensor group and then perhaps by FSDP. So a file holds tensors under their names and in their whole
-sizes, whoever wrote them, and whoever reads them takes his own chunks.
+torch's distributed checkpoint (DCP) reads and writes such a tensor chunk by chunk, through the three methods that
+DTensor has too. `Part` exists because DTensor's placements cannot describe the thirds of fused queries, keys and values
+that are cut by a tensor group and then perhaps by FSDP. A file therefore holds whole tensors under their own names,
+whichever ranks wrote it, and each reader takes its own chunks.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ import torch
 
 from redline.core.cut import Cut
 
-if TYPE_CHECKING:  # most of a second to import, and one process needs none of it
+if TYPE_CHECKING:  # takes most of a second to import, and a single process needs none of it
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
     from torch.distributed.checkpoint.planner import WriteItem
     from torch.distributed.tensor import DTensor
 
 
 class Chunk(NamedTuple):
-    """Numbers that lie together in the whole tensor."""
+    """Elements that form one block of the whole tensor."""
 
     offsets: tuple[int, ...]
     numbers: torch.Tensor
-    """A view of what the rank holds."""
+    """A view of the rank's own tensor."""
 
 
 class Part(torch.Tensor):
@@ -56,7 +56,7 @@ class Part(torch.Tensor):
         copies = tuple(Chunk(offsets, on_host(numbers)) for offsets, numbers in self.chunks)
         return Part(torch.empty(0, dtype=self.dtype), tuple(self.shape), copies)
 
-    # --- what DCP asks for --------------------------------------------------------------------------------------------
+    # --- called by DCP ------------------------------------------------------------------------------------------------
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
@@ -84,7 +84,7 @@ class Part(torch.Tensor):
 
 
 def is_dtensor(tensor: torch.Tensor) -> TypeGuard[DTensor]:
-    """FSDP's. Where nobody has imported the class, nothing is one."""
+    """True for the tensors of FSDP. If nothing has imported the class, there are none."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
@@ -94,7 +94,8 @@ def on_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def part_of(tensor: torch.Tensor, cut: Cut | None) -> torch.Tensor:
-    """A tensor that the rank has whole is no part. `cut`: a tensor group's; FSDP's own is in the tensor."""
+    """Return the part of a tensor that this rank holds, or the tensor itself if the rank holds all of it. `cut`: how a
+    tensor group has cut it; FSDP's sharding is read from the tensor."""
     tensor = tensor if isinstance(tensor, Part) else tensor.detach()
     if not is_dtensor(tensor) and cut is None:
         return tensor
@@ -105,7 +106,7 @@ def part_of(tensor: torch.Tensor, cut: Cut | None) -> torch.Tensor:
 
 
 def rows_held(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """What is here of a tensor that FSDP may have cut by its first dimension, and which row that begins with."""
+    """Return the local rows of a tensor that FSDP may have cut by rows, and the index of the first one."""
     if not is_dtensor(tensor):
         return tensor, 0
     (chunk,) = tensor.__create_chunk_list__()
@@ -114,9 +115,9 @@ def rows_held(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
 
 
 def chunks_of(held: torch.Tensor, first: int, cut: Cut) -> Iterator[Chunk]:
-    """Rows from `first` on, of the piece that the cut has left."""
+    """Yield the chunks of `held`: the rows from `first` on of the piece that the cut leaves to this rank."""
     for run in cut.runs:
-        if cut.dim > 0:  # FSDP's rows are the whole tensor's
+        if cut.dim > 0:  # rows are not cut: FSDP's rows are those of the whole tensor
             yield Chunk(
                 (first, *[0] * (cut.dim - 1), run.there, *[0] * (held.dim() - cut.dim - 1)),
                 held.narrow(cut.dim, run.here, run.length),
@@ -130,7 +131,8 @@ def chunks_of(held: torch.Tensor, first: int, cut: Cut) -> Iterator[Chunk]:
 
 
 def parts_of(tensors: Mapping[str, torch.Tensor], cuts: Mapping[str, Cut]) -> dict[str, torch.Tensor]:
-    """By name. An optimizer's tensors ("wte.weight.exp_avg") are cut as their parameter is; its counters are not."""
+    """Apply `part_of` by name. An optimizer's tensors ("wte.weight.exp_avg") are cut as their parameter is; its
+    counters are not."""
     found = {}
     for name, tensor in tensors.items():
         cut = cuts.get(name) or cuts.get(name.rpartition(".")[0])

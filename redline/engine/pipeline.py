@@ -1,14 +1,14 @@
-"""Pipeline parallel: every rank holds a stage of the model, and the pieces of a batch pass through them all.
+"""Pipeline parallelism: every rank holds a stage of the model, and the pieces of a batch pass through all stages.
 
     model = adapter.build_stage(plan, layers_of(stage, stages=2, layers=12))           # on 'meta'
     shared = Pipelined(adapter, model, loss_of, plan=plan, ranks=ranks, device=device, cuts={})
     loss = shared.gradients(pieces, backward);  loss = shared.told(loss)               # the last stage knows the loss
 
-torch.distributed.pipelining moves what passes between stages and runs the schedule: a piece of the gradient
-accumulation is a micro batch of the pipeline. What is done here is what it leaves open. A tied head lies on the last
-stage and its embedding on the first: their gradients are added up after every batch, so that both take the same
-updates, bit for bit. The norm of the gradients is that of all stages, with the tied weight counted once. Validation and
-samples go forward through the stages one batch at a time, with no schedule.
+torch.distributed.pipelining transfers activations and gradients between stages and runs the schedule; a piece of the
+gradient accumulation is a micro batch of the pipeline. This module adds what torch leaves open. A tied head lies on the
+last stage and its embedding on the first: their gradients are added up after every batch, so that both receive the same
+updates, bit for bit. The gradient norm covers all stages and counts the tied weight once. Validation and sampling go
+forward through the stages one batch at a time, without a schedule.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ if TYPE_CHECKING:
 
 
 def build_stage(adapter: Adapter, plan: Plan, ranks: Ranks) -> nn.Module:
-    """This rank's part of the model, without memory."""
+    """Build this rank's stage, without memory."""
     layers = layers_of(ranks.place.pipeline, stages=ranks.layout.pipeline, layers=adapter.workload.decoder.layers)
     return adapter.build_stage(plan, layers)
 
 
 class Pipelined(Shared):
-    """Each stage is shared among ranks that take different data as a whole model would be: `plan.parallel` says how."""
+    """Ranks that take different data share a stage as they would a whole model, as `plan.parallel` says."""
 
     def __init__(
         self,
@@ -73,18 +73,18 @@ class Pipelined(Shared):
     # --- the step -----------------------------------------------------------------------------------------------------
 
     def gradients(self, pieces: Pieces, backward: Callable[[Any, float], torch.Tensor]) -> torch.Tensor:
-        """All pieces go to the schedule, which calls what adds gradients in an order of its own."""
+        """Hand all pieces to the schedule, which runs the passes in its own order; `backward` is not used."""
         inputs, targets = self._batch(pieces)
         losses: list[torch.Tensor] = []
         schedule = self._schedule(len(pieces), inputs.shape)
-        shares = torch.full((len(pieces),), 1 / len(pieces), device=self.device)  # they are of one size
-        # The last stage's output is the loss of a piece; what torch calls its target is the piece's share of the batch.
+        shares = torch.full((len(pieces),), 1 / len(pieces), device=self.device)  # all pieces have the same size
+        # The last stage outputs the loss of a piece; torch's "target" is the piece's share of the batch.
         given: dict[str, Any] = {"target": shares, "targets": targets} if self.model.last else {}
         try:
             schedule.step(*((inputs,) if self.model.first else ()), losses=losses, return_outputs=False, **given)
         except RuntimeError as error:
             if isinstance(error.__cause__, Exception):
-                raise error.__cause__ from None  # torch wraps it in the shapes of what failed
+                raise error.__cause__ from None  # torch wraps it in an error about shapes
             raise
         self.inner.finish()
         if self.ends is not None:
@@ -99,7 +99,7 @@ class Pipelined(Shared):
         return torch.cat(inputs), torch.cat(targets)
 
     def _schedule(self, pieces: int, size: torch.Size) -> PipelineScheduleSingle:
-        from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe  # takes two seconds
+        from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe  # a two-second import
 
         key = (pieces, size)
         if key not in self._schedules:
@@ -110,18 +110,18 @@ class Pipelined(Shared):
                 self.number,
                 self.count,
                 self.device,
-                # Known beforehand: nothing is run to find out.
+                # Shapes are known in advance, so no trial run has to infer them.
                 input_args=tokens if self.model.first else stream,
                 output_args=torch.empty((), device="meta", requires_grad=True) if self.model.last else stream,
                 group=self.group,
             )
-            # With fewer pieces than stages no forward waits for a backward: 1F1B is GPipe there, and torch refuses it.
+            # With fewer pieces than stages no forward waits for a backward: 1F1B would be GPipe, and torch rejects it.
             make = Schedule1F1B if self.plan.pipeline == "1f1b" and pieces >= self.count else ScheduleGPipe
             self._schedules[key] = make(stage, pieces, loss_fn=torch.mul, scale_grads=False)
         return self._schedules[key]
 
     def _stream(self, size: torch.Size, device: torch.device | str) -> torch.Tensor:
-        """Room for what passes between blocks."""
+        """Allocate a tensor for what passes between blocks."""
         kind = DTYPES.get(self.plan.residual, torch.float32)
         return torch.empty((*size, self.model.shape.d_model), dtype=kind, device=device)
 
@@ -135,7 +135,7 @@ class Pipelined(Shared):
         dist.all_reduce(square, group=self.group)
         return square.sqrt()
 
-    # --- beside the step ----------------------------------------------------------------------------------------------
+    # --- outside the step ---------------------------------------------------------------------------------------------
 
     def whole(self) -> Any:
         return self.inner.whole()
@@ -144,8 +144,8 @@ class Pipelined(Shared):
         return Relay(self)
 
     def _loss(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Of a validation: the last stage's, without a graph, for `told` to tell. A stage goes on with the next batch
-        when it has passed this one on."""
+        """Return the validation loss, without a graph: the last stage computes it, and `told` broadcasts it. A stage
+        continues with the next batch once it has passed this one on."""
         with self.inner.piece(last=False):
             x = self.receive(inputs)
             if self.model.last:
@@ -154,19 +154,20 @@ class Pipelined(Shared):
         return torch.zeros((), device=self.device)
 
     def receive(self, tokens: torch.Tensor) -> torch.Tensor:
-        """What this stage begins with."""
+        """Return this stage's input: the tokens, or what the previous stage sends."""
         if self.model.first:
             return tokens
         x = self._stream(tokens.shape, self.device)
         dist.recv(x, group=self.group, group_src=self.number - 1)
-        return x.requires_grad_(torch.is_grad_enabled())  # as in the step: a block that was compiled stays so
+        return x.requires_grad_(torch.is_grad_enabled())  # as in the step: a compiled block is not recompiled
 
     def send(self, x: torch.Tensor) -> None:
         dist.send(x.detach(), group=self.group, group_dst=self.number + 1)
 
 
 class Relay(nn.Module):
-    """The model as one process calls it, on all stages at once: tokens [B, T] -> logits of the last, [B, 1, rows]."""
+    """The model with the interface of a single process, run on all stages at once: tokens [B, T] -> logits of the last
+    token, [B, 1, rows]."""
 
     def __init__(self, pipelined: Pipelined) -> None:
         super().__init__()
@@ -185,7 +186,8 @@ class Relay(nn.Module):
 
 
 def ends_of_pipelines(ranks: Ranks) -> dist.ProcessGroup | None:
-    """The first and the last stage of this rank's pipeline; None between them. All ranks call it together."""
+    """Return the process group of this rank's pipeline's first and last stage; None on stages in between. All ranks
+    must call this together."""
     pipelines = ranks.mesh.mesh.flatten(1).t().tolist()
     group, _ = dist.new_subgroups_by_enumeration([[stages[0], stages[-1]] for stages in pipelines])
     return group

@@ -1,6 +1,6 @@
-"""What this machine is, seen through torch: `python -m redline.engine.probe [cuda|cpu]` prints one JSON object.
+"""Describes this machine as torch sees it: `python -m redline.engine.probe [cuda|cpu]` prints one JSON object.
 
-Runs as a process of its own: the parent must not hold a CUDA context, which takes memory from what it measures.
+It runs in its own process: the parent must not hold a CUDA context, which would take memory from what it measures.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def versions() -> dict[str, str | None]:
         "cudnn": _cudnn_version(),
         "triton": installed_version("triton"),
         "numpy": installed_version("numpy"),
-        "transformers": installed_version("transformers"),  # whose code a Hugging Face model is
+        "transformers": installed_version("transformers"),  # Hugging Face models run its code
     }
 
 
@@ -42,7 +42,7 @@ def _cuda() -> Hardware:
     if not torch.cuda.is_available():
         raise SystemExit("torch sees no CUDA device")
     device = torch.cuda.get_device_properties(0)
-    missing = {**_packages_missing(), **_cuda_missing((device.major, device.minor))}  # no package mends a device
+    missing = {**_packages_missing(), **_cuda_missing((device.major, device.minor))}  # no package can fix a device
     return Hardware(
         kind="cuda",
         name=device.name,
@@ -93,7 +93,7 @@ def _features(missing: dict[str, str]) -> tuple[str, ...]:
 
 
 def _packages_missing() -> dict[str, str]:
-    """Extras that a rung takes."""
+    """Return the optional packages of rungs that are not installed, with the reason to show."""
     extras = {
         "torchao": "torchao",
         "cudnn-frontend": "nvidia-cudnn-frontend",

@@ -1,10 +1,10 @@
-"""Profiles the very step that trains: where its time goes, what its memory is, and which lines cost both.
+"""Profiles the very step that trains: where its time goes, what its memory holds, and which lines are responsible.
 
     profile = profile_step(step, batches, module=model, device=device, optimizer=optimizer)
 
-`step` is any callable that takes a batch and trains `module` on it. Passes that would disturb one another are taken one
-after the other: warm up, time without a profiler, profile, watch for findings, watch the memory. `profile_job` does it
-for a recipe, in a worker's process, and of compiled code looks at the modules of the same step without compile.
+`step` is any callable that takes a batch and trains `module` on it. Passes that would disturb one another run one after
+the other: warm up, time without a profiler, profile, watch for findings, watch the memory. `profile_job` does this for
+a recipe in a worker process; for compiled code it also profiles the modules of the same step without compile.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ Report = Callable[..., None]
 
 
 def profile_job(bench: Bench, folder: Path) -> Profile:
-    """The recipe of a job. The trace is written into `folder`."""
+    """Profile the recipe of a job. The trace is written to `folder`."""
     found = profile_recipe(bench, folder)
     told_apart = any(row.module is not None for row in found.modules)
     if not found.compiled or told_apart or bench.ranks.joined:  # a rank that fails alone would leave the others waiting
@@ -59,7 +59,7 @@ def profile_job(bench: Bench, folder: Path) -> Profile:
     bench.report("modules without compile")
     try:
         return replace(found, uncompiled=modules_without_compile(bench))
-    except Exception as error:  # whatever it is: the profile is whole, and says what is missing
+    except Exception as error:  # whatever it is: the profile is complete, and its notes say what is missing
         words = f"{type(error).__name__}: {first_line(error)}"
         reason = "not even one sequence fits" if is_out_of_memory(error) else words
         return replace(found, notes=(*found.notes, f"modules were not told apart without compile: {reason}"))
@@ -98,8 +98,8 @@ def profile_recipe(bench: Bench, folder: Path) -> Profile:
 
 
 def modules_without_compile(bench: Bench) -> Uncompiled:
-    """The last pass: nothing is measured after it, neither time nor memory."""
-    torch.compiler.reset()  # compiled code, and recorded graphs with it, holds on to the model
+    """Profile the modules without compile. This is the last pass: no time or memory is measured after it."""
+    torch.compiler.reset()  # compiled code and its recorded CUDA graphs keep the model alive
     free_memory(bench.device)
     return in_pieces_that_fit(
         lambda size: look_at_modules(bench, size or 1), chunk=bench.job.recipe.micro_batch, device=bench.device
@@ -124,12 +124,12 @@ def look_at_modules(bench: Bench, micro_batch: int) -> Uncompiled:
 
 
 def tell_kernels_apart() -> None:
-    """Before anything is compiled: C++ kernels announce themselves to the profiler, Triton kernels carry the bytes that
-    Inductor counted for them. Neither changes the code that runs."""
+    """Make Inductor name its C++ kernels in the profile, and attach to Triton kernels the bytes that it counted for
+    them. Call this before anything is compiled. Neither option changes the code that runs."""
     import torch._inductor.config as config
 
     config.cpp.enable_kernel_profile = True
-    config.benchmark_kernel = True  # adds the count, and code to each kernel's file that nobody calls
+    config.benchmark_kernel = True  # adds the count, and to each kernel's file code that is never called
 
 
 def profile_step(
@@ -146,8 +146,8 @@ def profile_step(
     report: Report = lambda *_, **__: None,
     ranks: Ranks | None = None,
 ) -> Profile:
-    """`compiled`: parts of the step are, so modules cannot be told apart. `log`: open since before compiling. `ranks`:
-    those that share the step; every one of them calls this."""
+    """Profile a step. `compiled`: parts of the step are compiled, so modules cannot be told apart. `log`: opened before
+    compiling. `ranks`: the ranks that share the step; each of them must call this."""
     loop = Loop(step=step, batches=batches, device=device, ranks=ranks or alone())
     step_seconds = loop.warm_up()
     report("timing", seconds=TIMED_SECONDS)
@@ -162,7 +162,8 @@ def profile_step(
     typical = spread_of(seconds)
     parts = parts_of(timeline, typical.median, device=device.type)
     factor = work_factor(timeline, typical.median, device=device.type)
-    waits = (IDLE, DATA_WAIT) if device.type == "cuda" else (IDLE, DATA_WAIT, COMMUNICATION)  # no operator of its own
+    # On a CPU communication is waiting: the training thread runs no operator for it.
+    waits = (IDLE, DATA_WAIT) if device.type == "cuda" else (IDLE, DATA_WAIT, COMMUNICATION)
     waiting = sum(part.seconds for part in parts if part.group in waits)
     said = () if log is None else log.findings()
     return Profile(
@@ -191,7 +192,7 @@ def profile_step(
 
 @dataclass(frozen=True, kw_only=True)
 class Loop:
-    """The training loop, run again and again under other eyes."""
+    """The training loop, run repeatedly under different instruments."""
 
     step: Callable[[Any], Any]
     batches: Iterator[Any]
@@ -208,7 +209,7 @@ class Loop:
             torch.cuda.synchronize()
 
     def warm_up(self) -> float:
-        """Returns the seconds of a step, of the slowest rank."""
+        """Run warm-up steps and return the seconds per step of the slowest rank."""
         fewest, most = WARMUP_STEPS_BETWEEN
         self.run(1)  # compiles
         started = time.perf_counter()
@@ -220,8 +221,8 @@ class Loop:
         return seconds / done
 
     def time_steps(self, step_seconds: float) -> tuple[list[float], float]:
-        """Seconds of each step, and CPU seconds of the whole process per step. Ranks cannot ask one another between
-        steps whether it is enough: what a step took before says how many there will be."""
+        """Return the seconds of each step and the CPU seconds of the whole process per step. Ranks cannot agree between
+        steps on when to stop, so their number of steps follows from `step_seconds`."""
         fewest, most = TIMED_STEPS_BETWEEN
         if self.ranks.joined:
             fewest = most = min(max(round(TIMED_SECONDS / step_seconds), fewest), most)
@@ -237,7 +238,7 @@ class Loop:
 
     def profile_steps(self, steps: int, module: nn.Module | None, trace: Path | None) -> list[dict[str, Any]]:
         with named_ranges(module), profiler_of(self.device) as profiler:
-            self.run(1)  # the profiler's own first time is no part of the window
+            self.run(1)  # the profiler's start-up stays outside the window
             run_marked(self.step, self.batches, steps, self.device)
         text = exported(profiler)
         if trace is not None:  # kept, compressed, for Perfetto
@@ -245,7 +246,7 @@ class Loop:
         return events_of(text)
 
     def watch(self, module: nn.Module) -> tuple[tuple[Finding, ...], tuple[str, ...]]:
-        """Findings, and what could not be watched: compiled code runs uncompiled here, and may not fit then."""
+        """Return findings, and notes on what was not watched: compiled code runs uncompiled here, and may not fit."""
         found: list[Finding] = []
         notes: tuple[str, ...] = ()
         try:
@@ -254,12 +255,12 @@ class Loop:
             if self.ranks.joined or not is_out_of_memory(error):  # the other ranks wait in the step that failed
                 raise
             notes = ("lines were not watched: the step does not fit when it is not compiled",)
-        if notes:  # out here, where the failed step's tensors are gone
+        if notes:  # outside `except`, where the failed step's tensors are gone
             module.zero_grad(set_to_none=True)
             free_memory(self.device)
         if self.device.type == "cuda":
             known = {finding.where for finding in found if finding.kind == "synchronisation"}
-            drawn = [next(self.batches) for _ in range(SYNC_STEPS)]  # a loader's own copies are no part of the step
+            drawn = [next(self.batches) for _ in range(SYNC_STEPS)]  # the loader's copies are not part of the step
             syncs = watch_syncs(lambda: [self.step(batch) for batch in drawn], SYNC_STEPS)
             found += [finding for finding in syncs if finding.where not in known]
         return merge(found, steps=1), notes
@@ -284,7 +285,7 @@ class Loop:
 
 @contextlib.contextmanager
 def named_ranges(module: nn.Module | None) -> Iterator[None]:
-    """Every module's forward as a range of the trace."""
+    """Record every module's forward pass as a range of the trace."""
     ranges: list[record_function] = []
 
     def enter(name: str) -> None:
@@ -296,6 +297,6 @@ def named_ranges(module: nn.Module | None) -> Iterator[None]:
 
 
 def parameter_bytes(module: nn.Module) -> int | None:
-    """Of one number of a parameter; None where they differ."""
+    """Return the bytes per element of the parameters; None if they differ."""
     sizes = {parameter.element_size() for parameter in module.parameters()}
     return sizes.pop() if len(sizes) == 1 else None

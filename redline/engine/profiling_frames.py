@@ -18,7 +18,7 @@ import torch
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 _OPTIMIZERS = (os.path.join(_TORCH, "optim") + os.sep, str(Path(__file__).parents[1] / "optim") + os.sep)
 _WATCHERS = (
-    warnings.__file__,  # tells of synchronisations
+    warnings.__file__,  # reports synchronisations
     *(
         str(Path(__file__).parent / name)
         for name in (
@@ -41,26 +41,26 @@ class Frame:
 
 
 def here() -> Frame | None:
-    """Of the calling thread; None when there is no such frame, as in autograd's own threads."""
+    """Return the user's innermost frame on the calling thread; None if there is none, as in autograd's own threads."""
     return users_frame(_stack(sys._getframe(1)))
 
 
 def users_frame(frames: Iterable[Frame]) -> Frame | None:
-    """Of frames from the innermost on."""
+    """Return the user's innermost frame. `frames` begin with the innermost."""
     return next((frame for frame in frames if is_users(frame.file)), None)
 
 
 def is_users(file: str) -> bool:
     if file.startswith((_TORCH, "<")) or file in _WATCHERS or "torchinductor" in file:
         return False
-    generated = os.environ.get(
-        "TORCHINDUCTOR_CACHE_DIR"
-    )  # where Inductor writes its programs; else .../torchinductor_me
+    # Inductor writes its code here; by default to .../torchinductor_USER, which is covered above.
+    generated = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
     return not generated or not file.startswith(generated)
 
 
 def in_optimizer() -> bool:
-    """Optimizers, torch's and redline's, read their step counters, which lie on the host, by themselves."""
+    """True if an optimizer, torch's or redline's, is on the stack: optimizers read their own step counters, which are
+    on the host."""
     return any(frame.file.startswith(_OPTIMIZERS) for frame in _stack(sys._getframe(1)))
 
 

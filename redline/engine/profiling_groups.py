@@ -1,10 +1,11 @@
-"""Which group of work an operator or a kernel belongs to, by the names that torch, Inductor and the libraries give.
+"""Assigns operators and kernels to groups of work by the names that torch, Inductor and the libraries give them.
 
     group_of_operators(["aten::linear", "aten::addmm", "aten::copy_"]) -> "tensor contraction"    # outermost first
     group_of_kernel("triton_poi_fused_gelu_3") -> "element-wise"
 
-Of nested operators the outermost that says something decides: the copy inside an addmm is part of the product. Names
-that only wrap others (linear, matmul) say nothing. No torch here: a recorded trace can be read anywhere.
+Of nested operators the outermost informative one decides: the copy inside an addmm is part of the matmul. Names that
+only wrap others (linear, matmul) are not informative. Nothing here imports torch: a recorded trace can be read
+anywhere.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from redline.core.profile import (
     OTHER,
 )
 
-# Parts of names, most telling first. Operators ("aten::gelu"), autograd's nodes ("GeluBackward0") and torch's own
-# annotations ("Optimizer.step#AdamW.step") are all written in these.
+# Substrings of names, most specific first. They match operators ("aten::gelu"), autograd's nodes ("GeluBackward0") and
+# torch's own annotations ("Optimizer.step#AdamW.step").
 OPERATOR_WORDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (COMMUNICATION, ("nccl", "c10d::", "c10d_functional::", "gloo:", "all_reduce", "all_gather", "reduce_scatter")),
     (OPTIMIZER, ("optimizer.step#", "optimizer.zero_grad#", "_fused_adam", "_fused_sgd")),
@@ -63,7 +64,7 @@ COPIES = frozenset(
         *("repeat", "repeat_interleave", "roll", "flip", "index_add_", "slice_backward", "select_backward", "full"),
     )
 )
-# Operators that move no data: what they take is the host's time.
+# Operators that move no data and cost host time only.
 BOOKKEEPING = frozenset(
     f"aten::{name}"
     for name in (
@@ -96,13 +97,13 @@ BOOKKEEPING = frozenset(
 )
 WRAPPERS = ("autograd::engine::", "torch::autograd::", "torch-compiled region", "torchdynamo", "compiledfunction")
 
-# Kernels by name alone: compiled code names its operators, libraries name their algorithms.
+# Kernels by name alone: compiled kernels are named after their operators, library kernels after their algorithms.
 FUSED = re.compile(r"^(triton_|graph_\d+_cpp_fused|cpp_fused)")
 FUSED_NORMS = ("layer_norm", "rms_norm", "softmax", "var_mean", "rsqrt", "native_batch_norm")
 FUSED_ARITHMETIC = re.compile(
     r"_(add|sub|mul|div|gelu|silu|tanh|sigmoid|pow|sum|mean|where|exp|neg|relu|sqrt|norm)(_|$)"
 )
-# torch's flash, cuDNN's and the memory-efficient ones.
+# Names of torch's flash kernels, cuDNN's and the memory-efficient ones.
 ATTENTION_KERNELS = ("attention", "sdpa", "flash_fwd", "flash_bwd", "fmha", "flash::")
 KERNEL_WORDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (COMMUNICATION, ("nccl",)),
@@ -117,7 +118,8 @@ KERNEL_WORDS: tuple[tuple[str, tuple[str, ...]], ...] = (
 
 
 def group_of_operators(names: Sequence[str]) -> str | None:
-    """Of an operator and those around it, outermost first; IDLE if they only keep books, None if there are none."""
+    """Return the group of an operator, given its name and those of the operators around it, outermost first; IDLE if
+    all of them are bookkeeping, None if there are no operators among them."""
     for name in names:
         found = group_of_operator(name)
         if found not in (None, IDLE):
@@ -129,7 +131,7 @@ def group_of_operators(names: Sequence[str]) -> str | None:
 
 
 def group_of_operator(name: str) -> str | None:
-    """None for a name that says nothing: a wrapper, an annotation, an operator nobody listed."""
+    """Return the group that a name implies; None for a wrapper, an annotation, or an unlisted operator outside aten."""
     if FUSED.match(name):
         return group_of_fused(name)
     lowered = name.lower()
@@ -142,11 +144,11 @@ def group_of_operator(name: str) -> str | None:
         return MOVEMENT
     if name in BOOKKEEPING:
         return IDLE
-    return ELEMENTWISE if name.startswith("aten::") else None  # the rest of aten computes number by number, or sums
+    return ELEMENTWISE if name.startswith("aten::") else None  # the rest of aten is element-wise or a reduction
 
 
 def group_of_fused(name: str) -> str:
-    """Inductor strings the names of what it fused together. Attention among them is what stands around the kernel."""
+    """Inductor joins the names of what it fused. Attention among them means operators around its kernel."""
     lowered = name.lower()
     if "triton_tem" in lowered and re.search(r"_(mm|bmm|addmm)(_|$)", lowered):
         return CONTRACTION
@@ -158,7 +160,7 @@ def group_of_fused(name: str) -> str:
 
 
 def group_of_kernel(name: str) -> str:
-    """For kernels that no operator launched, such as those of a CUDA graph."""
+    """Classify a kernel by its name alone, if no operator launched it, as in a CUDA graph."""
     if FUSED.match(name):
         return group_of_fused(name)
     lowered = name.lower()
@@ -166,7 +168,7 @@ def group_of_kernel(name: str) -> str:
 
 
 def is_product(names: Iterable[str]) -> bool:
-    """Batched products: with a softmax beside them in one module they are attention, written out."""
+    """True if there is a batched matmul: together with a softmax in the same module it is written-out attention."""
     return any(name in ("aten::bmm", "aten::baddbmm") for name in names)
 
 

@@ -1,9 +1,9 @@
-"""A timeline as people ask for it: parts that add up to the step without a profiler, modules, kernels with their work.
+"""Summarises a timeline: parts that add up to the step without a profiler, modules, kernels with their work.
 
     parts = parts_of(timeline, step_seconds=0.036)      # sum(part.seconds for part in parts) == 0.036
 
-The profiler slows the host down, not the kernels. So on a GPU the work keeps its measured seconds and the waiting fills
-the rest of the step; on a CPU every operator pays, and all parts shrink alike.
+The profiler slows down the host, not the kernels. On a GPU, therefore, work keeps its measured seconds and waiting
+fills the rest of the step; on a CPU every operator is slowed, and all parts shrink alike.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from redline.core.profile import BACKWARD, FORWARD, WAITING, Kernel, ModuleTime,
 from redline.engine.profiling_timeline import Call, Timeline
 
 SHOWN_KERNELS = 30
-CLOCK_SECONDS = 1e-9  # what a trace can tell apart
+CLOCK_SECONDS = 1e-9  # resolution of a trace
 
 
 def parts_of(timeline: Timeline, step_seconds: float, *, device: str) -> tuple[Part, ...]:
@@ -24,7 +24,7 @@ def parts_of(timeline: Timeline, step_seconds: float, *, device: str) -> tuple[P
 
 
 def work_factor(timeline: Timeline, step_seconds: float, *, device: str) -> float:
-    """From seconds of work in the trace to seconds of work in the parts."""
+    """Return the factor that turns seconds of work in the trace into seconds of work in the parts."""
     return _factors(_measured_parts(timeline), step_seconds, keep_work=device == "cuda")[0]
 
 
@@ -36,13 +36,14 @@ def _measured_parts(timeline: Timeline) -> tuple[Part, ...]:
 
 
 def fit_parts(parts: Sequence[Part], step_seconds: float, *, keep_work: bool) -> tuple[Part, ...]:
-    """The same parts, with `step_seconds` as their sum."""
+    """Scale the parts so that their sum is `step_seconds`."""
     work, waiting = _factors(parts, step_seconds, keep_work=keep_work)
     return tuple(replace(part, seconds=part.seconds * (waiting if part.group in WAITING else work)) for part in parts)
 
 
 def _factors(parts: Sequence[Part], step_seconds: float, *, keep_work: bool) -> tuple[float, float]:
-    """For work and for waiting. Work that does not fit the step, or waiting that does not exist, scales all alike."""
+    """Return the factors for work and for waiting. They are equal if work is not kept, if it exceeds the step, or if
+    there is no waiting."""
     work = sum(part.seconds for part in parts if part.group not in WAITING)
     waiting = sum(part.seconds for part in parts if part.group in WAITING)
     if keep_work and waiting > CLOCK_SECONDS and work <= step_seconds:
@@ -51,7 +52,7 @@ def _factors(parts: Sequence[Part], step_seconds: float, *, keep_work: bool) -> 
 
 
 def modules_of(timeline: Timeline, factor: float) -> tuple[ModuleTime, ...]:
-    """Work only, most time first."""
+    """Return the work of each module, longest first."""
     spent: dict[tuple[str | None, str], float] = defaultdict(float)
     for segment in timeline.segments:
         if segment.group not in WAITING and segment.phase in (FORWARD, BACKWARD):
@@ -66,7 +67,7 @@ def modules_of(timeline: Timeline, factor: float) -> tuple[ModuleTime, ...]:
 
 @dataclass
 class Row:
-    """A kernel's calls while they are added up."""
+    """Accumulates the calls of one kernel."""
 
     group: str
     seconds: float = 0.0
@@ -78,7 +79,8 @@ class Row:
 
 
 def kernels_of(timeline: Timeline, factor: float, *, device: str) -> tuple[Kernel, ...]:
-    """By name and group, most time first. An operator's work goes to the kernel that took most of its time, once."""
+    """Return kernels by name and group, longest first. An operator's work is counted once, for the kernel that took
+    most of its time."""
     rows: dict[tuple[str, str], Row] = {}
     instances: dict[int, list[Call]] = defaultdict(list)
     for call in timeline.calls:
@@ -94,7 +96,7 @@ def kernels_of(timeline: Timeline, factor: float, *, device: str) -> tuple[Kerne
 
 
 def _count_work(calls: list[Call], rows: dict[tuple[str, str], Row], device: str) -> None:
-    """The calls of one operator: several kernels, or pieces of the operator's own time."""
+    """Count the work of one operator. `calls`: its kernels, or on a CPU the pieces of its own time."""
     spent: dict[tuple[str, str], float] = defaultdict(float)
     for call in calls:
         spent[call.name, call.segment.group] += call.seconds
@@ -125,7 +127,7 @@ def _kernel(name: str, row: Row, factor: float, steps: int) -> Kernel:
 
 
 def launches_of(timeline: Timeline, *, device: str) -> float:
-    """Kernels per step; on a CPU the operators that did work."""
+    """Return the kernels per step; on a CPU, the operators that did work."""
     if device == "cuda":
         return len(timeline.calls) / timeline.steps
     return len({id(call.operator) for call in timeline.calls}) / timeline.steps

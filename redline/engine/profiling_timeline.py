@@ -1,12 +1,12 @@
-"""From the events of a Chrome trace to a step whose every microsecond is accounted for once.
+"""Turns the events of a Chrome trace into a timeline in which every microsecond is accounted for once.
 
     timeline = read_timeline(events, parameter_bytes=4)      # the profiled steps lie under the annotation WINDOW
     timeline.segments                                        # they fill the window without gap or overlap
 
-On a GPU a segment is a kernel, or the lack of one; where kernels run side by side, the one that computes counts, so
-that communication and copies cost only what they do not hide. On a CPU it is the innermost operator of the thread that
-trains; gloo's collectives run on threads of their own, and cost what that thread waits for them. No torch here:
-recorded events of any machine can be read anywhere.
+On a GPU a segment is a kernel, or the absence of one. Where kernels run side by side, the one that computes counts, so
+communication and copies cost only what is not hidden. On a CPU a segment is the innermost operator of the training
+thread; gloo's collectives run on threads of their own, and cost only the time for which that thread waits for them.
+Nothing here imports torch: a trace of any machine can be read anywhere.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ WINDOW, STEP, DATA_RANGE, MODULE = "redline: profiled steps", "redline: step", "
 HOST = ("cpu_op", "user_annotation", "cuda_runtime", "cuda_driver")
 DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 SYNCHRONISATIONS = ("cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchronize")
-GLOO = "gloo:"  # its collectives, on threads of their own
+GLOO = "gloo:"  # prefix of its collectives, which run on threads of their own
 GROUP_NAME, MESH = "Process Group Description", "mesh_"
 NODE = "autograd::engine::evaluate_function"
-HIDEABLE = (MOVEMENT, COMMUNICATION)  # what another stream may do meanwhile
+HIDEABLE = (MOVEMENT, COMMUNICATION)  # may be hidden behind work on another stream
 SECOND = 1e-6  # the trace counts microseconds
 
 
 @dataclass(eq=False)
 class Node:
-    """An event of the host, with the event around it."""
+    """An event of the host, linked to the event around it."""
 
     name: str
     category: str
@@ -62,7 +62,7 @@ class Node:
     group: str | None = None
 
     def chain(self) -> list[Node]:
-        """This one and all around it, outermost first."""
+        """Return this node and all nodes around it, outermost first."""
         nodes = [self]
         while nodes[-1].parent is not None:
             nodes.append(nodes[-1].parent)
@@ -70,7 +70,7 @@ class Node:
 
     @property
     def sequence(self) -> int | None:
-        """Autograd's number: a forward operator and the node that takes its gradient have the same."""
+        """Autograd's sequence number: a forward operator shares it with its backward node."""
         return self.arguments.get("Sequence number")
 
 
@@ -89,7 +89,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One kernel, or on a CPU one operator, with what it had to do where that is known."""
+    """One kernel, or on a CPU one stretch of an operator's own time, with the operator's work where that is known."""
 
     name: str
     segment: Segment
@@ -106,12 +106,12 @@ class Timeline:
     segments: tuple[Segment, ...]
     calls: tuple[Call, ...]
     host_seconds: float
-    """Of the main thread in all steps, less its waits for the device."""
+    """Seconds of the main thread in all steps, without its waits for the device."""
     sync_idle_seconds: float
     communication_seconds: float
-    """In all steps: with a collective under way, hidden behind other work or not."""
+    """Seconds of all steps in which a collective is running, hidden behind other work or not."""
     communication_by_group: dict[str, float] | None
-    """The same by the dimension of the device mesh whose ranks meet; None where a collective does not say."""
+    """The same by group ('tensor', 'data'); None if there are no collectives, or one does not name its group."""
 
     @property
     def seconds(self) -> float:
@@ -120,7 +120,7 @@ class Timeline:
 
 @dataclass
 class Host:
-    """The host's side of a trace: nodes by thread, and what the marks around the steps say."""
+    """The host's side of a trace: nodes by thread, and the annotations around the steps."""
 
     threads: dict[Any, list[Node]]
     window: Node
@@ -128,7 +128,7 @@ class Host:
     steps: list[Node] = field(default_factory=list)
     data: list[Node] = field(default_factory=list)
     collectives: list[Node] = field(default_factory=list)
-    """That gloo ran beside the main thread, in the window."""
+    """Collectives that gloo started in the window, on threads of its own."""
 
 
 def read_timeline(events: Iterable[dict[str, Any]], *, parameter_bytes: int | None = None) -> Timeline:
@@ -137,7 +137,7 @@ def read_timeline(events: Iterable[dict[str, Any]], *, parameter_bytes: int | No
     describe_nodes(host)
     kernels = [event for event in whole if event.get("cat") in DEVICE]
     calls = list(device_calls(kernels, host, parameter_bytes) if kernels else host_calls(host, parameter_bytes))
-    # Before its first kernel a device waits for the profiler to begin and for nothing that a step would wait for.
+    # Before its first kernel a device waits for the profiler to begin, which is no part of a step.
     start = min((call.segment.start for call in calls), default=host.window.start) if kernels else host.window.start
     segments = fill(calls, host, start)
     if not kernels:
@@ -180,8 +180,9 @@ def read_host(events: Sequence[dict[str, Any]]) -> Host:
 
 
 def nest(nodes: list[Node]) -> list[Node]:
-    """Sets each node's parent: the last that began before it and has not ended. Clocks are read one after the other,
-    so a child may seem to outlast its parent by a little: what begins inside, is inside."""
+    """Set each node's parent, the last node that began before it and has not ended, and return the nodes in order.
+    Clocks are read one after the other, so a child may seem to outlast its parent slightly: a node that begins inside
+    another belongs to it."""
     ordered = sorted(nodes, key=lambda node: (node.start, -node.end))
     around: list[Node] = []
     for node in ordered:
@@ -193,7 +194,7 @@ def nest(nodes: list[Node]) -> list[Node]:
 
 
 def describe_nodes(host: Host) -> None:
-    """Phase, module and group of every operator of the host, parents before children."""
+    """Set phase, module and group of every node of the host, parents before children."""
     ends = {id(step): last_backward(host, step) for step in host.steps}
     made: dict[int | None, Node] = {}  # the last forward operator of each sequence number
     ordered = sorted((node for nodes in host.threads.values() for node in nodes), key=lambda node: node.start)
@@ -222,7 +223,7 @@ def phase_of(node: Node, host: Host, ends: dict[int, float | None]) -> str:
 
 
 def last_backward(host: Host, step: Node) -> float | None:
-    """When the last of autograd's nodes in this step ended: everything after it is the update."""
+    """Return when the last of autograd's nodes in this step ended: everything after it is the update."""
     ends = (
         node.end
         for nodes in host.threads.values()
@@ -241,8 +242,8 @@ def module_of(node: Node, made: dict[int | None, Node]) -> str | None:
 
 
 def written_out_attention(nodes: Iterable[Node]) -> set[str | None]:
-    """Modules that multiply batches and take a softmax themselves. None among them: compiled code does, in which no
-    module is left."""
+    """Return the modules that call both batched matmuls and a softmax. None among them stands for code outside any
+    module, such as compiled code."""
     products: set[str | None] = set()
     softmaxes: set[str | None] = set()
     for node in nodes:
@@ -256,7 +257,7 @@ def group_of_node(node: Node, attention: set[str | None]) -> str | None:
     if node.phase == UPDATE:
         found = group_of_operators([node.name])
         return found if found == COMMUNICATION else OPTIMIZER
-    # Annotations are left out: a module may be called anything. torch's own around the optimizer is told apart by now.
+    # Annotations are ignored: a module may have any name. The optimizer, which torch annotates, is handled above.
     names = [each.name for each in node.chain() if each.category == "cpu_op"]
     found = group_of_operators(names)
     if node.module in attention and found in (CONTRACTION, NORMALISATION):
@@ -268,7 +269,7 @@ def group_of_node(node: Node, attention: set[str | None]) -> str | None:
 
 
 def follow_forward(node: Node, made: dict[int | None, Node]) -> None:
-    """The gradient of attention, or of the loss, belongs to it, whatever operators compute it."""
+    """Assign the gradient of attention, or of the loss, to the same group, whatever operators compute it."""
     if node.phase != BACKWARD or node.group in (None, IDLE, COMMUNICATION):
         return
     of_autograd = next((each for each in reversed(node.chain()) if each.name.startswith(NODE)), None)
@@ -309,7 +310,7 @@ def device_call(kernel: dict[str, Any], start: float, launch: Node | None, param
     name, duration = str(kernel["name"]), float(kernel.get("dur", 0))
     group = None if launch is None else launch.group
     by_name = group_of_kernel(name if kernel["cat"] == "kernel" else "Memcpy")
-    if by_name == COMMUNICATION:  # wherever it is asked for: clipping sums the norms of all ranks within the update
+    if by_name == COMMUNICATION:  # in any phase: clipping sums the norms of all ranks within the update
         group = COMMUNICATION
     elif (group in (None, IDLE, OTHER) or kernel["cat"] != "kernel") and group != OPTIMIZER:
         group = by_name
@@ -325,7 +326,7 @@ def device_call(kernel: dict[str, Any], start: float, launch: Node | None, param
 
 
 def known_work(node: Node, parameter_bytes: int | None) -> tuple[Node | None, Work | None]:
-    """The outermost operator whose work is known, else the innermost operator and nothing."""
+    """Return the outermost operator whose work is known, and that work; otherwise the innermost operator and None."""
     operators = [each for each in node.chain() if each.category == "cpu_op"]
     for each in operators:
         work = work_of(each.name, each.arguments, parameter_bytes)
@@ -335,11 +336,11 @@ def known_work(node: Node, parameter_bytes: int | None) -> tuple[Node | None, Wo
 
 
 def host_calls(host: Host, parameter_bytes: int | None) -> Iterator[Call]:
-    """Every operator's own time, without its children's. Pieces of one operator with known work share it."""
+    """Yield every operator's own time, without its children's. Pieces of one operator share its known work."""
     for node, start, end in own_pieces(host):
         group = node.group
         if group is None or group == IDLE or node.phase == DATA or node.category != "cpu_op":
-            continue  # on a CPU all that the loader does in this process is waiting for data
+            continue  # on a CPU all of the loader's time in this process is waiting for data
         segment = Segment(start, end, node.phase, group, node.module)
         operator, work = known_work(node, parameter_bytes)
         owner = operator if work is not None else telling_operator(node)
@@ -347,13 +348,13 @@ def host_calls(host: Host, parameter_bytes: int | None) -> Iterator[Call]:
 
 
 def telling_operator(node: Node) -> Node | None:
-    """The outermost operator of the same group: 'aten::masked_fill' rather than the copy inside it."""
+    """Return the outermost operator of the same group: 'aten::masked_fill' rather than the copy inside it."""
     same = (each for each in node.chain() if each.category == "cpu_op" and each.group == node.group)
     return next((each for each in same if not each.name.startswith(NODE)), None)
 
 
 def own_pieces(host: Host) -> Iterator[tuple[Node, float, float]]:
-    """(node, start, end) of the main thread's innermost nodes: pieces never overlap."""
+    """Yield (node, start, end) for the main thread's innermost nodes; pieces never overlap."""
     around: list[Node] = []
     clock = host.window.start
     nodes = [node for node in host.threads[host.main] if host.window.start <= node.start < host.window.end]
@@ -379,7 +380,7 @@ def own_pieces(host: Host) -> Iterator[tuple[Node, float, float]]:
 
 
 def fill(calls: Sequence[Call], host: Host, start: float) -> list[Segment]:
-    """Segments from the start to the window's end: work where there is any, else waiting."""
+    """Return segments from `start` to the window's end: work where there is any, waiting elsewhere."""
     busy = list(without_overlap([call.segment for call in calls], start, host.window.end))
     filled, clock = [], start
     for segment in busy:
@@ -391,10 +392,10 @@ def fill(calls: Sequence[Call], host: Host, start: float) -> list[Segment]:
 
 
 def without_overlap(segments: Iterable[Segment], start: float, end: float) -> Iterator[Segment]:
-    """Of segments at the same moment the one that computes; among equals the one that began first."""
+    """Yield segments without overlap. A computing one wins; among equals, the one that began first."""
     ordered = sorted((each for each in segments if each.end > start and each.start < end), key=lambda each: each.start)
     cuts = sorted({max(start, each.start) for each in ordered} | {min(end, each.end) for each in ordered})
-    active: list[tuple[bool, float, float, int]] = []  # (can hide, start, end, index): a heap, the best in front
+    active: list[tuple[bool, float, float, int]] = []  # heap of (can hide, start, end, index), best first
     entered = 0
     for left, right in zip(cuts, cuts[1:], strict=False):
         while entered < len(ordered) and ordered[entered].start <= left:
@@ -408,7 +409,8 @@ def without_overlap(segments: Iterable[Segment], start: float, end: float) -> It
 
 
 def waiting(start: float, end: float, phase: str, host: Host) -> list[Segment]:
-    """Time without work: for data where the host stood in the loader, else idle, of the phase that comes next."""
+    """Return the time without work as segments: waiting for data while the host was in the loader, otherwise idle and
+    assigned to `phase`, the phase that follows."""
     segments, clock = [], start
     for data in host.data:
         left, right = max(data.start, clock), min(data.end, end)
@@ -424,7 +426,7 @@ def waiting(start: float, end: float, phase: str, host: Host) -> list[Segment]:
 
 
 def sync_idle(segments: Sequence[Segment], host: Host) -> float:
-    """Idle seconds in which a synchronisation inside a step ended: the device had run dry while the host waited."""
+    """Return the idle seconds in which a synchronisation inside a step ended: the device had run dry."""
     returns = [
         node.end
         for node in host.threads[host.main]
@@ -438,7 +440,8 @@ def sync_idle(segments: Sequence[Segment], host: Host) -> float:
 
 
 def waits_told_apart(segments: Iterable[Segment], collectives: Sequence[Node]) -> Iterator[Segment]:
-    """Idle time of the main thread that ends when a collective has is a wait for it; other idle time is its own."""
+    """Split the main thread's idle segments: the time during collectives that end within a segment is communication,
+    the rest stays idle."""
     for segment in segments:
         awaited = [each for each in collectives if segment.group == IDLE and segment.start < each.end <= segment.end]
         clock = segment.start
@@ -452,16 +455,17 @@ def waits_told_apart(segments: Iterable[Segment], collectives: Sequence[Node]) -
 
 
 def communication(calls: Iterable[Call], collectives: Iterable[Node]) -> float:
-    """Seconds with a collective under way, whatever else runs."""
+    """Return the seconds in which a collective is running, whatever else runs."""
     spans = [(call.segment.start, call.segment.end) for call in calls if call.segment.group == COMMUNICATION]
     spans += [(node.start, node.end) for node in collectives]
     return sum(right - left for left, right in union(spans)) * SECOND
 
 
 def communication_by_group(kernels: Iterable[dict[str, Any]], window: Node) -> dict[str, float] | None:
-    """Of a tensor group, and of those that take different data, in each of which every moment counts once: replicas
-    give data two dimensions. torch names the group of a dimension after it ('mesh_tp'), and the profiler puts that
-    beside NCCL's kernels; None where one has no such name."""
+    """Return the seconds of communication within tensor groups ('tensor') and among ranks that take different data
+    ('data'). Each moment counts once per group, since replicas give data two mesh dimensions. torch names the process
+    group of a dimension after it ('mesh_tp'), and the profiler attaches that to NCCL's kernels; None if there are none,
+    or one has no such name."""
     spans: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for kernel in kernels:
         start = float(kernel["ts"])
@@ -475,7 +479,7 @@ def communication_by_group(kernels: Iterable[dict[str, Any]], window: Node) -> d
 
 
 def union(spans: Iterable[tuple[float, float]]) -> Iterator[tuple[float, float]]:
-    """The same stretches of time, each moment once, in order."""
+    """Yield the union of the spans, in order: overlapping spans are merged."""
     begun: tuple[float, float] | None = None
     for left, right in sorted(spans):
         if begun is not None and left <= begun[1]:

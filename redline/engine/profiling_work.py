@@ -1,10 +1,10 @@
-"""FLOPs and bytes of an operator call, from the shapes that the profiler wrote down.
+"""FLOPs and bytes of an operator call, from the shapes that the profiler recorded.
 
     work_of("aten::mm", {"Input Dims": [[384, 64], [64, 257]], "Input type": ["float", "float"]})
     -> Work(flops=12_632_064, bytes=..., dtype="fp32")
 
-A product's FLOPs are 2 m n k. Bytes are the least that must cross the memory bus: each input read and each output
-written once; a broadcast input counts as often as it is stored. An operator that is not listed has unknown work: None.
+A matmul has 2 m n k FLOPs. Bytes are the least that must cross the memory bus: each input read and each output written
+once; a broadcast input counts with the size that is stored. The work of an unlisted operator is unknown: None.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ DTYPES = {
     "c10::Float8_e4m3fn": ("fp8", 1),
     "c10::Float8_e5m2": ("fp8", 1),
 }
-# Where the left matrix stands.
+# Index of the left matrix among the arguments.
 PRODUCTS = {"aten::mm": 0, "aten::bmm": 0, "aten::addmm": 1, "aten::baddbmm": 1, "aten::_scaled_mm": 0}
 PRODUCTS |= {"redline::product": 0, "redline::gelu_product_backward": 0}
 NARROW = tuple(
     f"redline::narrow_gelu_product{way}{also}" for way in ("", "_backward") for also in ("", "_in_both")
-)  # what is written in 8 bits besides is left out
-# Rows [M, K] and a weight [N, K].
+)  # the additional 8-bit output is not counted
+# Operators on rows [M, K] and a weight [N, K].
 LAYERS = frozenset(("redline::product_and_bias", "redline::product_and_gelu", "redline::gelu_product", *NARROW))
-# GELU's input is written or read beside the product.
+# Besides the product they write or read GELU's input or its slope, which has the same size.
 TWO_OF_THEM = LAYERS - {"redline::product_and_bias"} | {"redline::gelu_product_backward"}
-FUSED_BACKWARD = 2.5  # a fused kernel computes the scores again: five products where the forward has two
+FUSED_BACKWARD = 2.5  # a fused kernel recomputes the scores: five matmuls where the forward has two
 
 
 @dataclass(frozen=True)
 class Fused:
-    """A fused attention operator: where its queries stand, and whether they are causal."""
+    """A fused attention operator: positions of its queries and causal flag, and its cost in forward passes."""
 
     query: int
     causal: int
@@ -58,7 +58,7 @@ ATTENTIONS = {
     "aten::_scaled_dot_product_efficient_attention_backward": Fused(1, 11, FUSED_BACKWARD),
     "aten::_scaled_dot_product_cudnn_attention_backward": Fused(1, 14, FUSED_BACKWARD),
 }
-# Their output is as large as their largest input.
+# Operators whose output is as large as their largest input.
 SAME_SIZE = frozenset(
     f"aten::{name}"
     for name in (
@@ -77,15 +77,16 @@ GIGABYTE = 1e9
 @dataclass(frozen=True)
 class Work:
     flops: float
-    """0 for what is no product: its arithmetic never decides."""
+    """0 for anything but matmuls: other arithmetic is never the bottleneck."""
     bytes: float
     dtype: str | None
 
 
 def work_of(name: str, arguments: Mapping[str, Any], parameter_bytes: int | None = None) -> Work | None:
-    """`parameter_bytes`: of one number of a parameter. The profiler writes down no types for lists of tensors, and
-    those that are listed here are lists of parameters, their gradients and their moments."""
-    if "kernel_num_gb" in arguments:  # Inductor's own count of a kernel it wrote
+    """Return the work of a call, or None. `parameter_bytes`: bytes per element of the parameters. The profiler records
+    no dtypes for lists of tensors; those of the operators listed here hold parameters, their gradients and their
+    moments."""
+    if "kernel_num_gb" in arguments:  # Inductor's own count for a kernel it generated
         return Work(float(arguments.get("kernel_flop") or 0), GIGABYTE * float(arguments["kernel_num_gb"]), None)
     dims, types = arguments.get("Input Dims"), arguments.get("Input type")
     if not dims or not types:
@@ -99,9 +100,8 @@ def work_of(name: str, arguments: Mapping[str, Any], parameter_bytes: int | None
         return _attention(ATTENTIONS[name], dims, types, arguments.get("Concrete Inputs") or [])
     sizes = list(_sizes(arguments, parameter_bytes))
     if name in FUSED_ADAM and len(sizes) >= 4:
-        return Work(
-            0, 2 * sum(sizes[:4]) - sizes[1], None
-        )  # weights, gradients, two moments; all written but gradients
+        # Weights, gradients and two moments are read; all but the gradients are written.
+        return Work(0, 2 * sum(sizes[:4]) - sizes[1], None)
     if name in READS and sizes:
         return Work(0, sum(sizes), None)
     if name in OVERWRITES and len(sizes) == 2:
@@ -112,13 +112,13 @@ def work_of(name: str, arguments: Mapping[str, Any], parameter_bytes: int | None
 
 
 def _product(dims: list[list[int]], kind: str, matrices: int) -> Work | None:
-    """`matrices`: of the product's size, that are written or read."""
+    """`matrices`: how many matrices of the product's size are written or read."""
     left, right = dims[0], dims[1]
     if len(left) < 2 or len(right) < 2 or kind not in DTYPES:
         return None
     dtype, width = DTYPES[kind]
     batch, (m, k), n = math.prod(left[:-2]), left[-2:], right[-1]
-    result = max(width, 2)  # products of 8-bit numbers come out in 16
+    result = max(width, 2)  # matmuls of 8-bit operands have 16-bit results
     return Work(2 * batch * m * n * k, batch * (width * (m * k + k * n) + matrices * result * m * n), dtype)
 
 
@@ -128,7 +128,7 @@ def _attention(fused: Fused, dims: list[list[int]], types: list[str], values: li
         return None
     dtype, width = DTYPES[types[fused.query]]
     batch, heads, rows, depth = query
-    # Causal: row i sees i + 1 columns. As predict/flops.py counts what a fused kernel executes.
+    # Causal: row i sees i + 1 columns. predict/flops.py counts the work of a fused kernel in the same way.
     pairs = rows * (rows + 1) / 2 if values[fused.causal] == "True" else rows * key[2]
     forward = fused.passes == 1
     tensors = 2 * (math.prod(query) + math.prod(key)) if forward else 4 * (math.prod(query) + math.prod(key))
@@ -136,12 +136,12 @@ def _attention(fused: Fused, dims: list[list[int]], types: list[str], values: li
 
 
 def _sizes(arguments: Mapping[str, Any], parameter_bytes: int | None) -> Iterator[float]:
-    """Bytes of each tensor argument; a list of tensors is one argument. Numbers and options have no dims."""
+    """Yield the bytes of each tensor argument; a list of tensors is one argument. Numbers and options have no dims."""
     strides = arguments.get("Input Strides") or []
     types = arguments["Input type"]
     for index, shape in enumerate(arguments["Input Dims"]):
         kind = types[index] if index < len(types) else ""
-        if kind == "TensorList" and shape and parameter_bytes is not None:  # of a long list no shapes are written down
+        if kind == "TensorList" and shape and parameter_bytes is not None:  # no shapes are recorded for long lists
             yield float(parameter_bytes * sum(math.prod(each) for each in shape))
         elif kind in DTYPES and shape:
             stride = strides[index] if index < len(strides) else [1] * len(shape)

@@ -1,6 +1,5 @@
-"""Proof of what ran, after the timing: kernel names and matmul dtypes off a short profile, graph breaks off the
-compiler's counters, synchronisations off torch's sync debug mode. A row that says "flash" must show a flash kernel.
-"""
+"""Proves what ran, after the timing: kernel names and matmul dtypes from a short profile, graph breaks from the
+compiler's counters, synchronisations from torch's sync debug mode. A row that says "flash" must show a flash kernel."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ from redline.engine.profiling_summary import parts_of, work_factor
 from redline.engine.profiling_timeline import DATA_RANGE, STEP, WINDOW, Timeline, read_timeline
 from redline.engine.profiling_work import DTYPES
 
-PROFILED_STEPS, SHARED_STEPS = 1, 3  # of one process; of several, whose waits for one another differ from step to step
+PROFILED_STEPS, SHARED_STEPS = 1, 3  # of one process, and of ranks, whose waits for one another vary from step to step
 SYNC_STEPS = 10  # a whole cycle of the no-sync rung, so that its one read counts as a tenth
 MATMUL_LEAVES = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_scaled_mm", *OWN_PRODUCTS)
 MATMUL_WORDS = ("gemm", "nvjet", "cutlass", "xmma")  # cuBLAS, old and new, and CUTLASS
@@ -39,13 +38,14 @@ class Shares:
     exposed_seconds: float
     compute_seconds: float
     by_group: dict[str, float] | None = None
-    """Seconds of communication of a tensor group and about data, where the trace says it."""
+    """Seconds of communication within tensor groups and among data ranks; None if the trace does not say."""
 
 
 def prove(
     training: Training, plan: Plan, device: torch.device, step_seconds: float, compiled: Compiled | None = None
 ) -> tuple[Proof, Shares]:
-    """`step_seconds`: what a step takes without a profiler. `compiled`: what the compiler made of the first step."""
+    """Return the proof and this rank's shares. `step_seconds`: the time of a step without a profiler. `compiled`: what
+    the compiler made of the first step."""
     syncs = count_syncs(training) if device.type == "cuda" else None
     events = profile_steps(training, device)
     timeline = read_timeline(events)
@@ -62,12 +62,12 @@ def prove(
 
 
 def shares_of(timeline: Timeline, step_seconds: float, device: torch.device) -> Shares:
-    """On the scale of the step without a profiler, as its groups are."""
+    """Return this rank's shares, scaled like the step's groups to the step without a profiler."""
     exposed = groups_of(timeline, step_seconds, device).get(COMMUNICATION, 0.0)
     factor = work_factor(timeline, step_seconds, device=device.type)
     groups = timeline.communication_by_group
     return Shares(
-        # Added up in another order, where all of it is exposed: no less than its part.
+        # If all of it is exposed, adding up in another order must not make the total less than that part.
         communication_seconds=max(exposed, factor * timeline.communication_seconds / timeline.steps),
         exposed_seconds=exposed,
         compute_seconds=step_seconds - exposed,
@@ -76,7 +76,7 @@ def shares_of(timeline: Timeline, step_seconds: float, device: torch.device) -> 
 
 
 def groups_of(timeline: Timeline, step_seconds: float, device: torch.device) -> dict[str, float]:
-    """Where the time of the step goes, by the profile's own reading of the trace."""
+    """Return the seconds of the step by group, as the profile reads the trace."""
     spent: dict[str, float] = defaultdict(float)
     for part in parts_of(timeline, step_seconds, device=device.type):
         spent[part.group] += part.seconds
@@ -84,7 +84,7 @@ def groups_of(timeline: Timeline, step_seconds: float, device: torch.device) -> 
 
 
 def shares_step(plan: Plan) -> bool:
-    """Ranks meet in it."""
+    """True if data-parallel or tensor-parallel ranks communicate within a step."""
     return plan.parallel != "none" or plan.tensor_parallel
 
 
@@ -101,7 +101,7 @@ def profiler_of(device: torch.device) -> profile:
 
 
 def run_marked(step: Callable[[Any], Any], batches: Iterator[Any], steps: int, device: torch.device) -> None:
-    """Under the annotations that `read_timeline` looks for."""
+    """Run steps under the annotations that `read_timeline` looks for."""
     with record_function(WINDOW):
         for _ in range(steps):
             with record_function(DATA_RANGE):
@@ -113,7 +113,7 @@ def run_marked(step: Callable[[Any], Any], batches: Iterator[Any], steps: int, d
 
 
 def exported(profiler: profile) -> bytes:
-    """A Chrome trace: the one public form that carries kernel names and input dtypes both."""
+    """Return a Chrome trace: the only public format with both kernel names and input dtypes."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
@@ -126,7 +126,8 @@ def events_of(trace: bytes) -> list[dict[str, Any]]:
 
 
 def attention_kernel(events: list[dict[str, Any]]) -> str | None:
-    """The kernel that computed attention: a fused one by its name, else plain batched matmuls and a softmax."""
+    """Return the kernel that computed attention: a fused one by its name, or plain batched matmuls and a softmax; None
+    if there was neither."""
     names = Counter(_short(name) for name in _names(events, "kernel") if _is_attention(name))
     if not names:  # no GPU kernels: on a CPU the operator is the kernel
         names = Counter(
@@ -139,8 +140,8 @@ def attention_kernel(events: list[dict[str, Any]]) -> str | None:
 
 
 def longest_matmul(events: list[dict[str, Any]]) -> str | None:
-    """Its name tells what its inputs' dtypes cannot: whether fp32 inputs went through TF32. Fused attention is written
-    with CUTLASS too, and is none."""
+    """Return the matmul kernel that took most time. Its name reveals what input dtypes cannot: whether fp32 inputs went
+    through TF32. Fused attention kernels, some of which use CUTLASS too, are excluded."""
     spent: Counter[str] = Counter()
     for event in events:
         name = str(event.get("name"))
@@ -150,7 +151,7 @@ def longest_matmul(events: list[dict[str, Any]]) -> str | None:
 
 
 def matmul_dtypes(events: list[dict[str, Any]]) -> tuple[str, ...]:
-    """Input dtypes of all matmuls that ran, most frequent first."""
+    """Return the input dtypes of all matmuls that ran, most frequent first."""
     found: Counter[str] = Counter()
     for event in events:
         types = event.get("args", {}).get("Input type") or []
@@ -161,7 +162,7 @@ def matmul_dtypes(events: list[dict[str, Any]]) -> tuple[str, ...]:
 
 
 def count_syncs(training: Training) -> float:
-    """Calls per step that made the host wait for the device."""
+    """Return the calls per step that made the host wait for the device."""
     with collecting_syncs() as found:
         for _ in range(SYNC_STEPS):
             training.step(next(training.batches))
@@ -180,7 +181,7 @@ def _names(events: list[dict[str, Any]], category: str) -> Iterator[str]:
 
 def _is_attention(name: str) -> bool:
     if name.lower().startswith("triton_"):
-        return False  # Inductor names a kernel after the operators around it, attention among them
+        return False  # Inductor names a kernel after neighbouring operators, attention among them
     return _has_one(name, ATTENTION_KERNELS) and not _has_one(
         name, ("bwd", "backward", "dprop", "bprop", "convert", "dot_do_o")
     )
@@ -197,5 +198,5 @@ def _inner(name: str) -> str:
 
 
 def _short(name: str) -> str:
-    """A template's arguments say little and fill the screen: 'void pytorch_flash::flash_fwd_kernel<...>(...)'."""
+    """Strip template arguments, which only fill the screen: 'void pytorch_flash::flash_fwd_kernel<...>(...)'."""
     return name.split("<")[0].split("(")[0].removeprefix("void ").strip()

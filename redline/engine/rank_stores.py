@@ -1,13 +1,13 @@
-"""The store of checkpoints where several ranks train: who writes, who reads, and how a model that is cut is saved.
+"""The checkpoint stores of several ranks: who writes, who reads, and how a model that is cut is saved.
 
-    LeadingStore      rank 0's: what it writes is what one process writes, and the others are told what it found
-    FollowingStore    the other ranks': they read what rank 0 found, and write nothing
-    ShardedStore      either of them, for a model that is cut: every rank writes its part
+    LeadingStore      rank 0: writes what a single process would, and tells the others which checkpoint it found
+    FollowingStore    the other ranks: read the checkpoint that rank 0 found, and write nothing
+    ShardedStore      wraps either of them for a model that is cut: every rank writes its part
 
-A model that is cut is written with torch's distributed checkpoint (DCP): `__R_0.distcp` of each rank and `.metadata`,
-under the names that the tensors have in any other checkpoint. They go into the same draft folder, and rank 0 writes
-state.json and the manifest when every rank has told what it wrote, then gives the folder its name. So it is a
-checkpoint as any other: whole or not there, found damaged by its checksums, read by any number of ranks.
+A model that is cut is written with torch's distributed checkpoint (DCP): `__R_0.distcp` by each rank R, and
+`.metadata`. Tensors have the same names as in any other checkpoint. All files go into one draft folder. Once every rank
+has reported what it wrote, rank 0 writes state.json and the manifest and renames the folder. The result is a checkpoint
+like any other: complete or absent, checked by its checksums, readable by any number of ranks.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from redline.engine.parts import on_host
 from redline.engine.tensor_files import METADATA_FILE
 
 FOUND = "checkpoint"
-SETTLE_SECONDS = 5.0  # after a failure, for a checkpoint that is being written: a rank may never answer
+SETTLE_SECONDS = 5.0  # after a failure, for a checkpoint that is being written: a rank may never report
 
 
 class Store(Protocol):
@@ -83,7 +83,7 @@ class FollowingStore:
         self.last_saved: int | None = None
 
     def latest(self) -> Loaded | None:
-        """Rank 0 has read every byte of it: the others need not."""
+        """Return the checkpoint that rank 0 found. It has verified every byte, so the others need not."""
         name = self.ranks.hear(f"{self.folder}/{FOUND}")
         return None if name is None else load_from(self.folder / name, verify=False)
 
@@ -111,7 +111,7 @@ class FollowingStore:
 
 
 class WriterOfCopies(FileSystemWriter):
-    """Of tensors that nobody changes any more: DCP would copy them first, and knows no parts."""
+    """Writes tensors that are already copies. DCP would copy them again, and cannot copy a `Part`."""
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         return state_dict
@@ -124,7 +124,8 @@ class ShardedStore:
         self.last_saved: int | None = None
         self._saves = 0
         self._thread: threading.Thread | None = None
-        # Its collectives run beside those of the training, and the order of each must be the same on all ranks.
+        # A group of its own: its collectives run alongside those of the training, and in each group their order must be
+        # the same on all ranks.
         self._group = torch.distributed.new_group(backend="gloo")
 
     def latest(self) -> Loaded | None:
@@ -139,14 +140,14 @@ class ShardedStore:
         identity: Mapping[str, Any],
         metric: float | None = None,
     ) -> UserError | None:
-        """Copies this rank's part and goes on; threads write it."""
+        """Copy this rank's part and let threads write it. Returns the failure of the previous save, if any."""
         failure = self.wait()
         self._saves += 1
         draft = self._draft(step)
         if draft is None:
             return failure
         text = state_text(step=step, metric=metric, identity=identity, state=state).encode()
-        held = {name: on_host(tensor) for name, tensor in tensors.items()}  # the next step changes what is here
+        held = {name: on_host(tensor) for name, tensor in tensors.items()}  # the next step changes the originals
         writer = WriterOfCopies(draft, sync_files=True)
         written = async_save(held, storage_writer=writer, process_group=self._group)
         assert isinstance(written, Future)
@@ -172,14 +173,14 @@ class ShardedStore:
         if kind is None:
             self.wait()
         elif self._thread is not None and not issubclass(kind, KeyboardInterrupt):
-            # Whoever says next what was saved looks at the folder. Less than what rank 0 is waited for.
+            # The final report reads from the folder what was saved. Wait less than the other ranks wait for rank 0.
             self._thread.join(min(SETTLE_SECONDS, self.ranks.mistake_seconds / 2))
         self.own.__exit__(kind, error, trace)
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
     def _draft(self, step: int) -> Path | None:
-        """Made by rank 0; None on all ranks where that was not possible."""
+        """Return the draft folder that rank 0 makes; None on all ranks if it cannot."""
         key = f"{self.folder}/draft/{self._saves}"
         if not self.ranks.leads:
             name = self.ranks.hear(key)
@@ -194,7 +195,7 @@ class ShardedStore:
         return draft
 
     def _finish(self, step: int, draft: Path, text: bytes, written: Future[Any]) -> None:
-        """In a thread. Every rank tells what it wrote, or why it did not; rank 0 makes a checkpoint of it."""
+        """Runs in a thread. Every rank reports what it wrote, or why it failed; rank 0 publishes the checkpoint."""
         try:
             written.result()
             mine = {path.name: asdict(record_of(path)) for path in draft.glob(f"__{self.ranks.rank}_*")}

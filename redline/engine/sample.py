@@ -1,4 +1,4 @@
-"""Text from a model, a token at a time. Plain and slow: the whole context goes through the model for each token.
+"""Samples text from a model, a token at a time. Plain and slow: every token takes the whole context through the model.
 
 sample(model, ids, shape=shape, count=100, temperature=0.8, top_k=50, seed=0) -> ids of the continuation
 """
@@ -12,7 +12,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from redline.core.errors import UserError
 from redline.core.workload import Shape
 
-# Whatever a step has pinned: cuDNN's kernel takes no context of one token, and would be planned anew for each length.
+# Used whatever backend a step has pinned: cuDNN's kernel rejects a context of one token, and would be planned again for
+# each length.
 KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
@@ -30,15 +31,16 @@ def sample(
     end_of_text: int | None = None,
     known: int | None = None,
 ) -> list[int]:
-    """Up to `count` tokens after the prompt; `end_of_text` stops early. Temperature 0 takes the likeliest each time.
-    `known`: how many the tokenizer has, where the model may have more; no text has trained the others."""
+    """Return up to `count` tokens after the prompt; `end_of_text` stops early. Temperature 0 always picks the
+    likeliest. `known`: the size of the tokenizer's vocabulary, where the model's may be larger; no text has trained the
+    other tokens."""
     check_choices(count, temperature, top_k)
     device, choices = next(model.parameters()).device, min(shape.vocab, shape.vocab if known is None else known)
     generator = torch.Generator(device).manual_seed(seed)
     tokens = torch.tensor([prompt], device=device)
     for _ in range(count):
         output = model(tokens[:, -shape.sequence :])
-        logits = getattr(output, "logits", output)  # transformers wraps them
+        logits = getattr(output, "logits", output)  # transformers wraps its logits
         chosen = choose(logits[0, -1, :choices].float(), temperature, top_k, generator)
         if chosen.item() == end_of_text:
             break

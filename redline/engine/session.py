@@ -1,4 +1,4 @@
-"""One session of a training run: from words that were checked to a trained model in a run directory.
+"""One session of a training run: from a checked order to a trained model in a run directory.
 
 summary = train(order, emit)          # order: what run.json holds
 
@@ -6,9 +6,9 @@ run.json         what was asked, where, with which versions; a resumed session r
 metrics.jsonl    one line per cycle, evaluation, sample, checkpoint, note and session
 report.html      curves and summary, drawn from the two above
 checkpoints/     the newest and the best
-sample.jsonl     the prose that ships with Python, as one text, where nothing else was given
-data/            token shards, where a text was given and not a prepared folder
-text/            what is known of a text that is streamed, and its held-out documents
+sample.jsonl     the prose that ships with Python, as one text, if no other data was given
+data/            token shards, if a text was given instead of a prepared folder
+text/            the description of a streamed text, and its held-out documents
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ from redline.rungs.parallel import DDP, FSDP, TENSOR_PARALLEL, WAYS
 from redline.workloads import resolve_workload
 
 SAMPLE_TOKENS = 60
-STREAM_WORKERS = 2  # tokenising in the training process itself would stop the device for it
-LOST_WORKER = "DataLoader worker"  # torch's words: raised by a signal, wherever the code happens to be
+STREAM_WORKERS = 2  # tokenising in the training process itself would stall the device
+LOST_WORKER = "DataLoader worker"  # torch's message: raised in a signal handler, wherever the code happens to be
 SMALLER = "a smaller --micro-batch makes the same updates"
 
 
@@ -82,32 +82,34 @@ class TrainOrder:
     """A folder of token shards, or one that describes a text to stream (`data/survey.py`)."""
     out: str
     init: str | None = None
-    """A Hugging Face folder whose weights the run begins with; None: drawn from the seed."""
+    """Hugging Face folder with the initial weights; None: drawn from the seed."""
     layout: Layout | None = None
-    """Of the ranks of this session; a resumed one has its own. None: they differ in their data alone."""
+    """Layout of this session's ranks; a resumed session has its own. None: the ranks differ only in their data."""
     parallel: str | None = None
-    """How a resumed session was told to share its steps, which run.json does not say."""
+    """How a resumed session was asked to share its steps, which run.json does not record."""
 
     @property
     def options_of_ranks(self) -> str:
-        """With which a session goes on as this one does."""
+        """Options with which another session shares its steps as this one does."""
         return options_of_ranks(self.layout, self.parallel)
 
     @property
     def micro_batches(self) -> int:
-        """Of an update, for each of those ranks that take different data."""
+        """Micro batches per update, on each of the ranks that take different data."""
         data = 1 if self.layout is None else self.layout.data
         return self.settings.global_batch // (self.settings.micro_batch * data)
 
 
 def train(order: TrainOrder, emit: Emit, ranks: Ranks | None = None) -> dict[str, Any]:
-    """Returns what it came to; `ended` says why it is over: 'steps', 'tokens', 'minutes', 'interrupted', 'diverged'
-    or 'failed' (out of memory). `ranks`: those that train together; every one of them calls this."""
+    """Train, and return a summary. Its `ended` says why training ended: 'steps', 'tokens', 'minutes', 'interrupted',
+    'diverged' or 'failed' (out of memory, a loader process that died, a last checkpoint that was not saved). `ranks`:
+    the ranks that train together; each of them must call this."""
     ranks = ranks or alone()
     trainer, plan = made_ready(order, emit, ranks)
     who = ""
     try:
-        with nullcontext() if ranks.joined else last_words(lambda: end_in_c(order, trainer)):  # an agent tells of ranks
+        # An abort() of a rank is reported by the agent.
+        with nullcontext() if ranks.joined else last_words(lambda: end_in_c(order, trainer)):
             why, reason = trainer.run(), None
     except DivergedError as error:
         why, reason = "diverged", str(error)
@@ -115,20 +117,20 @@ def train(order: TrainOrder, emit: Emit, ranks: Ranks | None = None) -> dict[str
         why, reason = "failed", str(error)
     except (Exception, SystemExit) as error:
         if (mistake := mistake_in_file(error, order, trainer)) is not None:
-            raise (ranks.named(mistake) if ranks.leads else mistake) from error  # before it is written down
+            raise (ranks.named(mistake) if ranks.leads else mistake) from error  # before a failure is recorded
         why, reason = "failed", known_failure(error, order, plan)
         if reason is None:
             raise
-        if ranks.count > 1 and ranks.leads:  # another's name stands before what it tells
+        if ranks.count > 1 and ranks.leads:  # another rank's message already names it
             who = RANK_0
-    if reason is not None:  # before anybody is shown it, which may take a while: others fail of it meanwhile
+    if reason is not None:  # before it is shown, which may take a while: meanwhile other ranks fail because of it
         ranks.tell_failure(f"rank {ranks.rank} failed: {reason}" if why == "failed" else f"training {why}: {reason}")
         reason = f"{who}{reason}"
     return {**summary_of(trainer, why), "reason": reason}
 
 
 def made_ready(order: TrainOrder, emit: Emit, ranks: Ranks) -> tuple[Trainer, Plan]:
-    """With the model built, and where the run's newest checkpoint leaves it."""
+    """Build the trainer and its plan, and resume from the run's newest checkpoint, if there is one."""
     ranks.arrange(order.layout or Layout(ranks=ranks.count))
     device, settings = ranks.connect(order.device), order.settings
     plan = training_plan(order.recipe, ranks.layout)
@@ -160,10 +162,10 @@ def made_ready(order: TrainOrder, emit: Emit, ranks: Ranks) -> tuple[Trainer, Pl
         sample=(lambda: sampled_text(step, order.workload)) if order.workload.reads_text else None,
         ranks=ranks,
     )
-    # For what a model drops; a checkpoint holds where the numbers had got to.
+    # For dropout. A checkpoint restores the generators' states.
     seed = order.workload.seed + ranks.place.data
     seed_generators(seed)
-    torch.manual_seed(seed)  # the device's too
+    torch.manual_seed(seed)  # the device's generator too
     ranks.mark(0, "looking for a checkpoint")
     if not trainer.resume() and order.init is not None:
         load_weights(step.adapter, step.model, Path(order.init))
@@ -171,7 +173,7 @@ def made_ready(order: TrainOrder, emit: Emit, ranks: Ranks) -> tuple[Trainer, Pl
 
 
 def notes_of_ranks(order: TrainOrder, plan: Plan, ranks: Ranks) -> Iterator[str]:
-    """How they share the work, and what ended those that torchrun had started before."""
+    """Yield notes on how the ranks share the work, and on what ended those that torchrun had started before."""
     if (lost := ranks.lost_before()) is not None:
         yield lost
     if ranks.count > 1:
@@ -186,7 +188,7 @@ def notes_of_ranks(order: TrainOrder, plan: Plan, ranks: Ranks) -> Iterator[str]
 
 
 def mistake_in_file(error: BaseException, order: TrainOrder, trainer: Trainer) -> FailedRunError | None:
-    """What a user's own file raised under way, with its line. None where it is nobody's mistake, or ours."""
+    """Return the error that a user's own file raised, with its line; None if it is nobody's mistake, or ours."""
     source = order.workload.source
     if source.file is None or is_out_of_memory(error) or LOST_WORKER in str(error):
         return None
@@ -200,7 +202,7 @@ def training_of(order: TrainOrder) -> str:
 
 
 def end_in_c(order: TrainOrder, trainer: Trainer) -> FailedRunError:
-    """What C++ has written is on the screen already; what it was called by nobody knows here."""
+    """Return the error for code that called abort(). What C++ wrote is on the screen; what called it is unknown."""
     gpu = known_fix(RuntimeError(DEVICE_ASSERT)) if order.device == "cuda" else None
     mistake = UserError(
         f"{training_of(order)} ended in C++ code, which called abort()",
@@ -211,8 +213,8 @@ def end_in_c(order: TrainOrder, trainer: Trainer) -> FailedRunError:
 
 
 def failed_run(mistake: UserError, order: TrainOrder, trainer: Trainer) -> FailedRunError:
-    """With what is left of the run, and how to go on; of a rank other than 0 the agent of `--gpus` tells that below.
-    What was saved last only rank 0 knows, which may be writing it yet."""
+    """Add what is left of the run, and how to resume it. For a rank other than 0 the agent of `--gpus` prints that.
+    Only rank 0, which may still be writing it, knows the last checkpoint."""
     if not trainer.ranks.leads and rank_pid_file() is not None:
         return FailedRunError(mistake.problem, mistake.why, mistake.fix)
     saved = newest_checkpoint(trainer.store.folder, trainer.progress.updates)
@@ -223,7 +225,7 @@ def failed_run(mistake: UserError, order: TrainOrder, trainer: Trainer) -> Faile
 
 
 def known_failure(error: BaseException, order: TrainOrder, plan: Plan) -> str | None:
-    """What ends a run without being anybody's mistake; None for everything else."""
+    """Describe a failure that is nobody's mistake; None for everything else."""
     if is_out_of_memory(error):
         size, thing = order.settings.micro_batch, "sequence" if order.workload.reads_text else "sample"
         ways = [SMALLER] if size > 1 else ways_to_less_memory(order, plan)
@@ -236,8 +238,8 @@ def known_failure(error: BaseException, order: TrainOrder, plan: Plan) -> str | 
 
 
 def ways_to_less_memory(order: TrainOrder, plan: Plan) -> list[str]:
-    """Of a run whose micro batch cannot be smaller, in options: what its recipe allows and has not got yet.
-    Ranks on one CPU share its memory, so that cutting saves nothing there."""
+    """Return the options that save memory when the micro batch cannot be smaller: those that the recipe allows and does
+    not use yet. Ranks on one CPU share its memory, so cutting the model saves nothing there."""
     machine = Hardware(kind=order.device, name="a machine", ranks=2)
 
     def allows(rung: str) -> bool:
@@ -254,15 +256,15 @@ def ways_to_less_memory(order: TrainOrder, plan: Plan) -> list[str]:
 
 
 def be_deterministic() -> None:
-    """Every kernel must repeat itself, or it is an error. cuBLAS wants its word before CUDA starts."""
+    """Turn every non-deterministic kernel into an error. cuBLAS needs its variable set before CUDA starts."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
 
 
 def training_plan(recipe: Recipe, layout: Layout | None = None) -> Plan:
-    """The recipe's among these ranks (None: one process), with the loss left to the trainer, who reads it once per
-    cycle. A plan that reads it at every step keeps doing so: that is what its row in the ladder measured."""
+    """Return the recipe's plan for these ranks (None: one process). It leaves reading the loss to the trainer, once per
+    cycle, unless the recipe reads it at every step: that is what its row in the ladder measured."""
     plan = plan_of(for_layout(recipe.rungs, layout or Layout()))
     return plan if plan.read_loss_every == 1 else replace(plan, read_loss_every=0)
 
@@ -277,7 +279,7 @@ def open_store(order: TrainOrder, plan: Plan, ranks: Ranks) -> Store:
 
 
 def rate_of(settings: TrainSettings) -> Any:
-    # A constant schedule has no end; any number of steps beyond the warm-up says the same.
+    # A constant schedule has no end: any number of steps beyond the warm-up gives the same rates.
     steps = settings.schedule_steps or settings.warmup_steps + 1
     name = settings.schedule if settings.schedule_steps else "constant"
     return make_schedule(name, peak=settings.learning_rate, warmup_steps=settings.warmup_steps, steps=steps)
@@ -287,7 +289,7 @@ Data = Dataset | StreamedText | MadeData
 
 
 def open_data(order: TrainOrder, emit: Emit) -> Data:
-    """Checked before anything is built: whole, unchanged, and of the model's tokenizer."""
+    """Open the data, and check before anything is built that they are whole, unchanged and of the right tokenizer."""
     folder, workload = Path(order.data), order.workload
     if isinstance(workload.shape, Traced):
         traced = workload.shape
@@ -311,8 +313,8 @@ def open_loader(
     state: dict[str, Any] | None,
     ranks: Ranks,
 ) -> BatchSource:
-    """This rank's share of every global batch: the same sequences in the same updates, however many ranks there are.
-    Those that hold one model together read the same."""
+    """Open this rank's share of every global batch. The same sequences make the same updates, however many ranks there
+    are. Ranks that hold one model together read the same data."""
     parts, part = ranks.layout.data, ranks.place.data
     each = order.settings.global_batch // parts
     if isinstance(data, Dataset):
@@ -341,7 +343,7 @@ def open_whole(
     position: int,
     state: dict[str, Any] | None,
 ) -> BatchSource:
-    """Of whole global batches."""
+    """Open a source of whole global batches."""
     if isinstance(data, MadeData):
         return MadeLoader(
             data,
@@ -365,8 +367,8 @@ def open_whole(
 
 
 def validation_batches(order: TrainOrder, data: Data, device: torch.device) -> Iterator[Any]:
-    """The first batches of the held-out documents, in their own order; none where no document was held out. A file
-    makes them from seeds of their own. The micro batch of the session changes none of them: the trainer cuts them."""
+    """Yield the first batches of the held-out documents, in a fixed order; none if no document was held out. A Python
+    file makes them from separate seeds. They do not depend on the session's micro batch: the trainer splits them."""
     size, count = order.settings.eval_batch, order.settings.eval_batches
     if isinstance(data, MadeData):
         yield from made_validation(data, seed=order.workload.seed, micro_batch=size, count=count, device=device)
@@ -379,13 +381,13 @@ def validation_batches(order: TrainOrder, data: Data, device: torch.device) -> I
         micro_batch=size,
         sequence=order.workload.shape.sequence,
     )
-    enough = max(1, batches.windows // size)  # a smaller set is seen once, not again and again
+    enough = max(1, batches.windows // size)  # a smaller set is used once, not repeatedly
     for index in range(min(count, enough)):
         yield batches[index].to(device)
 
 
 def identity_of(order: TrainOrder, data: Data) -> dict[str, Any]:
-    """What must be the same for a checkpoint to go on: the maths of the run. Speed may change."""
+    """Return what must stay the same to resume from a checkpoint: the maths of the run. Speed may change."""
     plan, settings = plan_of(order.recipe.rungs), order.settings
     return {
         **(made_identity(data) if isinstance(data, MadeData) else text_identity(order, data, plan)),
@@ -411,7 +413,7 @@ def text_identity(order: TrainOrder, data: Dataset | StreamedText, plan: Plan) -
 
 
 def uncompiled(plan: Plan) -> AbstractContextManager[object]:
-    """Blocks that were compiled would be, once more, for every length that a sample has on its way."""
+    """Run compiled blocks in eager mode: they would be recompiled for every length that a sample passes through."""
     return torch.compiler.set_stance("force_eager") if plan.compile else nullcontext()
 
 
@@ -459,8 +461,8 @@ def summary_of(trainer: Trainer, why: str) -> dict[str, Any]:
 
 
 def load_model(path: Path) -> tuple[Adapter, nn.Module]:
-    """The model of a run directory's newest whole checkpoint, or of one checkpoint, on the host. A checkpoint says
-    itself what model it holds."""
+    """Load, on the host, the model of a run directory's newest whole checkpoint, of one checkpoint, or of an exported
+    folder. A checkpoint records what model it holds."""
     if (path / CONFIG_FILE).exists():
         return exported_model(path)
     loaded = load_from(path) if (path / STATE_FILE).exists() else newest_of(path)
@@ -485,12 +487,12 @@ def load_model(path: Path) -> tuple[Adapter, nn.Module]:
     model, tensors = adapter.build(plan, torch.device("cpu")), loaded.tensors()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(tensors[f"model.{name}"][: parameter.size(0)])  # the published rows of a padded vocabulary
+            parameter.copy_(tensors[f"model.{name}"][: parameter.size(0)])  # without the padding rows of the vocabulary
     return adapter, model.eval()
 
 
 def exported_model(folder: Path) -> tuple[Adapter, nn.Module]:
-    """A Hugging Face folder: its own config and weights."""
+    """Load a Hugging Face folder with its own config and weights."""
     workload = resolve_workload(str(folder))
     adapter = adapter_of(workload)
     model = adapter.build(Plan(tied=workload.shape.tied), torch.device("cpu"))

@@ -1,11 +1,11 @@
-"""What a training run is made of, as named tensors and JSON: the optimizer's state and the random generators.
+"""The optimizer's state and the random generators of a training run, as named tensors and JSON.
 
     tensors, values = optimizer_tensors(optimizer, model)        # {"wte.weight.exp_avg": ...} and plain values
     load_optimizer_tensors(optimizer, model, tensors, values)    # in place, bit for bit
-    values = capture_rng(device);  restore_rng(values, device)   # last of all: building things draws numbers
+    values = capture_rng(device);  restore_rng(values, device)   # last of all: building things draws random numbers
 
-State goes by the parameter's name, not by its number, so groups may be cut differently in another version. Works for
-every optimizer whose state is tensors and plain values per parameter, fused or not.
+State is stored by the parameter's name, not by its number, so another version may group parameters differently. Works
+for every optimizer whose state is tensors and plain values per parameter, fused or not.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from redline.engine.parts import is_dtensor, parts_of
 from redline.engine.shard import put
 from redline.engine.tensor_files import SavedTensors
 
-# How an update is computed, not what it is: a run may go on with another implementation of the same optimizer.
+# How an update is computed, not what it is: a run may resume with another implementation of the same optimizer.
 IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
 NOT_OPTIONS = ("params", "param_names", *IMPLEMENTATION)
 
@@ -36,7 +36,7 @@ NOT_OPTIONS = ("params", "param_names", *IMPLEMENTATION)
 def optimizer_tensors(
     optimizer: torch.optim.Optimizer, model: nn.Module
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """The optimizer's own tensors (not copies) by name, and its plain values as JSON."""
+    """Return the optimizer's own tensors (not copies) by name, and its plain values as JSON."""
     names = _parameter_names(optimizer, model)
     state = {names[p]: _plain_values(entries) for p, entries in optimizer.state.items() if entries}
     groups = [_plain_values(_options(group)) for group in optimizer.param_groups]
@@ -51,15 +51,15 @@ def load_optimizer_tensors(
     values: Mapping[str, Any],
     cuts: Mapping[str, Cut] | None = None,
 ) -> None:
-    """Names, shapes and types are compared before the first number is copied; the weights are as they were. `cuts`: of
-    parameters that a tensor group has cut."""
+    """Load an optimizer's state, in place. Names, shapes and dtypes are compared before any element is copied; the
+    weights do not change. `cuts`: of the parameters that a tensor group has cut."""
     names = _parameter_names(optimizer, model)
     saved_state, saved_groups = values["state"], values["groups"]
     _check_names("parameters with state", saved_state, [name for name in names.values() if name in saved_state])
     _check_names("groups of options", map(str, range(len(saved_groups))), map(str, range(len(optimizer.param_groups))))
     for parameter, name in names.items():
         if name not in saved_state:
-            optimizer.state.pop(parameter, None)  # it had not moved yet
+            optimizer.state.pop(parameter, None)  # it had not been updated yet
     new = [p for p, name in names.items() if name in saved_state and not optimizer.state.get(p)]
     if new:
         _make_state(optimizer, new)
@@ -71,19 +71,19 @@ def load_optimizer_tensors(
 
 
 def without_state_of(parameters: Collection[str], values: Mapping[str, Any]) -> dict[str, Any]:
-    """The plain values of an optimizer, without those of parameters that are elsewhere."""
+    """Return an optimizer's plain values without those of the given parameters, which other ranks hold."""
     return {**values, "state": {name: state for name, state in values["state"].items() if name not in parameters}}
 
 
 def with_all_states(values: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One optimizer's plain values, of several that have parameters of their own and the same groups of options."""
+    """Merge the plain values of several optimizers that have their own parameters and the same groups of options."""
     return {**values[0], "state": {name: state for each in values for name, state in each["state"].items()}}
 
 
 def _make_state(optimizer: torch.optim.Optimizer, parameters: Collection[torch.Tensor]) -> None:
-    """A fresh optimizer has no state to copy into, and only it knows the form, type and device of what it keeps (a
-    fused one counts its steps on the device, an 8-bit one packs). So it takes one step with zero gradients; the
-    weights are put back, and what it counted meanwhile is overwritten by the caller."""
+    """Create state to copy into in a fresh optimizer. Only the optimizer knows the shape, dtype and device of its state
+    (a fused one counts its steps on the device, an 8-bit one packs), so it takes one step with zero gradients. The
+    weights are restored, and the caller overwrites the state."""
     every = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     before = [(parameter, parameter.detach().clone(), parameter.grad) for parameter in every]
     chosen = set(parameters)
@@ -118,8 +118,8 @@ def _tensors_of(
 
 
 def _unwrapped(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """The plain tensors inside one that wraps them, as torchao's 8-bit state does (codes, scales, a table)."""
-    if is_dtensor(tensor) or not hasattr(tensor, "__tensor_flatten__"):  # a part of one is saved as such
+    """Yield the plain tensors inside one that wraps them, as torchao's 8-bit state does (codes, scales, a table)."""
+    if is_dtensor(tensor) or not hasattr(tensor, "__tensor_flatten__"):  # a DTensor is saved as it is
         yield name, tensor
         return
     inner, _ = tensor.__tensor_flatten__()
@@ -137,7 +137,7 @@ def _plain_values(entries: Mapping[str, Any]) -> dict[str, Any]:
 
 def _set_plain_values(entries: dict[str, Any], saved: Mapping[str, Any]) -> None:
     for key, value in saved.items():
-        was_tuple = isinstance(entries.get(key), tuple)  # JSON knows lists only
+        was_tuple = isinstance(entries.get(key), tuple)  # JSON has lists only
         entries[key] = tuple(value) if was_tuple else value
 
 
@@ -146,7 +146,7 @@ def _set_plain_values(entries: dict[str, Any], saved: Mapping[str, Any]) -> None
 
 @torch.no_grad()
 def copy_into(targets: Mapping[str, torch.Tensor], saved: Mapping[str, torch.Tensor], *, what: str) -> None:
-    """In place: compiled code and fused kernels know these tensors by address."""
+    """Copy in place: compiled code and fused kernels know these tensors by address."""
     _check_names(f"{what} tensors", saved, targets)
     wrong = [
         f"{name}: {_form(saved[name])} there, {_form(target)} here"
@@ -187,7 +187,7 @@ def _does_not_fit(what: str, found: list[str]) -> UserError:
 
 
 def capture_rng(device: torch.device) -> dict[str, Any]:
-    """The global generators of Python, NumPy (where it is loaded), torch, and the device, as JSON."""
+    """Return the global generators of Python, NumPy (if it is loaded), torch and the device, as JSON."""
     version, numbers, next_gauss = random.getstate()
     values: dict[str, Any] = {
         "python": [version, list(numbers), next_gauss],
@@ -201,7 +201,7 @@ def capture_rng(device: torch.device) -> dict[str, Any]:
 
 
 def restore_rng(values: Mapping[str, Any], device: torch.device) -> None:
-    """A run that goes on with another kind of device keeps that device's own generator: there is nothing to restore."""
+    """Restore the generators. On another kind of device there is no state to restore, and the device keeps its own."""
     version, numbers, next_gauss = values["python"]
     random.setstate((version, tuple(numbers), next_gauss))
     torch.set_rng_state(_from_hex(values["torch"]))

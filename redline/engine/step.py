@@ -34,16 +34,16 @@ class TrainStep:
         chunk: int | None = None,
         shared: Shared | None = None,
     ) -> None:
-        """`chunk` splits a batch into pieces of that many sequences whose gradients are added up. Without an adapter
-        `loss_of` takes the batch as it comes; without a learning rate the optimizer's groups keep their own. `shared`:
-        how ranks share the step, where there are several."""
+        """`chunk`: split a batch into pieces of that many sequences, whose gradients are added up. Without an adapter,
+        `loss_of` receives the batch as it is; without a learning rate, the optimizer's groups keep their own. `shared`:
+        how several ranks share the step."""
         self.shared = Shared(loss_of) if shared is None else shared
         self._adapter, self.model, self.loss_of, self.optimizer, self.plan = adapter, model, loss_of, optimizer, plan
         self.learning_rate, self.clip_norm, self.chunk = learning_rate, clip_norm, chunk
         self.parameters = list(model.parameters())
         self.device = self.parameters[0].device
         self.may_wait = False
-        """Let the host wait for the gradient's norm at every step, for optimizers that cannot skip by themselves."""
+        """Let the host wait for the gradient norm at every step, for optimizers that cannot skip by themselves."""
         self.gradient_norm = torch.zeros((), device=self.device)
         self.last_read_loss = math.nan
         self.reset()
@@ -55,19 +55,19 @@ class TrainStep:
 
     @property
     def skips_on_device(self) -> bool:
-        """The optimizer takes a flag on the device that says: not this update. GradScaler asks it the same way."""
+        """True if the optimizer accepts a flag on the device that skips the update. GradScaler tests it alike."""
         return bool(getattr(self.optimizer, "_step_supports_amp_scaling", False))
 
     def reset(self) -> None:
         """Forget the steps taken. Weights and optimizer are restored by `Training.restore`."""
         self.steps_taken = 0
-        # Disabled, the scaler passes everything through untouched: one code path for all precisions.
+        # A disabled scaler passes everything through untouched: one code path for all precisions.
         self.scaler = torch.amp.GradScaler(
             self.device.type, init_scale=INITIAL_LOSS_SCALE, enabled=self.plan.loss_scaling
         )
 
     def __call__(self, batch: Any) -> torch.Tensor:
-        """A batch as the adapter's model takes it ([2, B, T] of inputs and targets) -> the mean loss."""
+        """Take a step on a batch in the adapter's form ([2, B, T] of inputs and targets), and return the mean loss."""
         loss = self.compute_gradients(batch)
         self.apply_gradients()
         self.steps_taken += 1
@@ -76,27 +76,27 @@ class TrainStep:
         return loss
 
     def compute_gradients(self, batch: Any) -> torch.Tensor:
-        """Unscaled, unclipped gradients of the mean loss in every parameter's .grad."""
+        """Leave unscaled, unclipped gradients of the mean loss in every parameter's .grad, and return the loss."""
         pieces = [(batch, 1.0)] if self.chunk is None else self.adapter.pieces(batch, self.chunk)
         loss = self.shared.gradients(pieces, self._backward)
         self.scaler.unscale_(self.optimizer)
         return loss
 
     def _backward(self, piece: Any, share: float) -> torch.Tensor:
-        """Adds a piece's gradients, weighted by its share of the batch, and returns its share of the loss."""
+        """Add a piece's gradients, weighted by its share of the batch, and return its share of the loss."""
         loss = self.loss(piece)
         loss = loss if share == 1 else loss * share
         self.scaler.scale(loss).backward()  # outside autocast: the backward follows the forward's dtypes
         return loss.detach()
 
     def loss(self, piece: Any) -> torch.Tensor:
-        """Of a batch or a piece of one, with the graph for a backward pass."""
+        """Return the loss of a batch or a piece of one, with the graph for a backward pass."""
         with self.autocast():
             return self.loss_of(*((piece,) if self._adapter is None else self._adapter.arguments(piece)))
 
     def apply_gradients(self) -> None:
-        """Clip and update. `gradient_norm` stays on the device. A norm that is no number leaves everything as it is
-        where the optimizer can be told so on the device (fused), and where `may_wait` lets the host look."""
+        """Clip and update. `gradient_norm` stays on the device. A NaN or infinite norm skips the update if the
+        optimizer accepts a flag on the device (fused), or if `may_wait` lets the host check."""
         if self.learning_rate is not None:
             for group in self.optimizer.param_groups:
                 group["lr"] = self.learning_rate(self.steps_taken)
@@ -112,9 +112,9 @@ class TrainStep:
         self.optimizer.zero_grad(set_to_none=True)
 
     def skipped_updates(self) -> int:
-        """Updates refused because of overflow: each halves the scale, and growth needs 2,000 clean steps."""
+        """Count the updates skipped because of overflow: each halves the scale, and growth needs 2,000 clean steps."""
         return round(math.log2(INITIAL_LOSS_SCALE / self.scaler.get_scale())) if self.plan.loss_scaling else 0
 
     def autocast(self) -> torch.autocast:
-        """As the plan wants it, around forward and loss; a context that changes nothing where it wants none."""
+        """Return the plan's autocast context, for forward and loss; it does nothing if the plan has none."""
         return autocast_of(self.plan, self.device)

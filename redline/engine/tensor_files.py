@@ -1,12 +1,12 @@
-"""Named tensors to safetensors files and back, by way of host memory.
+"""Writes named tensors to safetensors files and reads them back, through host memory.
 
     image = HostImage(layout_of(tensors), pinned=True)     # made once, used for every checkpoint
-    image.copy_from(tensors)                                # queued on the device; ready when an event after it is
+    image.copy_from(tensors)                                # queued on the device; complete when a later event is
     write_file(path, image.parts())                         # in another thread
-    open_tensors([path]).on(device)["model.wte.weight"]     # memory-mapped: read when it is asked for
+    open_tensors([path]).on(device)["model.wte.weight"]     # memory-mapped: read on access
 
-The image is the file's data section, byte for byte, so that nothing is copied again on its way to the disk, and it can
-be hashed while it is written. safetensors' own writer can do neither; its reader is used as it is.
+The image is the file's data section, byte for byte, so it is written without another copy and can be hashed on the way.
+safetensors' own writer can do neither; its reader is used as it is.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-METADATA_FILE = ".metadata"  # of torch's distributed checkpoint: which part of which tensor lies where
+METADATA_FILE = ".metadata"  # of torch's distributed checkpoint: where each part of each tensor is stored
 LISTED = {
     *(
         ("torch.distributed.checkpoint.metadata", name)
@@ -64,7 +64,7 @@ LISTED = {
     ("torch", "Size"),
     ("pathlib", "PosixPath"),
 }
-ALIGNMENT = 8  # of the data section: readers map it and look at it as numbers
+ALIGNMENT = 8  # of the data section, in bytes: readers map it and view it as numbers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,14 +82,14 @@ class Place:
 class Layout:
     places: tuple[Place, ...]
     aliases: tuple[tuple[str, str], ...]
-    """(another name, the name it is stored under): a tied head is the embedding, and is written once."""
+    """(alias, name it is stored under): a tied head is the embedding, and is written once."""
 
     @property
     def data_bytes(self) -> int:
         return self.places[-1].end if self.places else 0
 
     def header(self) -> bytes:
-        """Aliases go where safetensors' own `save_model` notes them; "pt" is what transformers looks for."""
+        """Return the file's header. Aliases go where safetensors' `save_model` puts them; "pt" is for transformers."""
         entries: dict[str, Any] = {"__metadata__": {"format": "pt", **dict(self.aliases)}}
         for place in self.places:
             offsets = [place.start, place.end]
@@ -100,7 +100,7 @@ class Layout:
 
 
 def layout_of(tensors: Mapping[str, torch.Tensor]) -> Layout:
-    """Wide types first: then every tensor starts at a multiple of its own width."""
+    """Lay out the widest dtypes first, so that every tensor starts at a multiple of its element's width."""
     places: list[Place] = []
     aliases: list[tuple[str, str]] = []
     stored: dict[Any, str] = {}
@@ -118,14 +118,14 @@ def layout_of(tensors: Mapping[str, torch.Tensor]) -> Layout:
 
 
 def _memory_of(tensor: torch.Tensor) -> tuple[Any, ...] | None:
-    """Equal for two tensors that are the same numbers at the same address; None where there is no address."""
+    """Return a key shared by tensors that are the same elements at the same address; None for an empty one."""
     if tensor.numel() == 0:
         return None
     return (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
 
 
 class HostImage:
-    """The data section of one file in host memory. Pinned, so that the device writes into it while the host goes on."""
+    """The data section of a file in host memory. If pinned, the device copies into it while the host continues."""
 
     def __init__(self, layout: Layout, *, pinned: bool) -> None:
         self.layout, self.pinned = layout, pinned
@@ -144,7 +144,7 @@ class HostImage:
 
 
 class SavedTensors(Mapping[str, torch.Tensor]):
-    """The tensors of a checkpoint under the names they were saved by, each read when it is asked for."""
+    """The tensors of a checkpoint under the names they were saved by, each read on access."""
 
     def __init__(self, places: Mapping[str, tuple[Any, str]], device: torch.device | str = "cpu") -> None:
         self.places, self.device = places, torch.device(device)
@@ -153,13 +153,13 @@ class SavedTensors(Mapping[str, torch.Tensor]):
         return SavedTensors(self.places, device)
 
     def of(self, kind: str) -> SavedTensors:
-        """Those of one file, under their names in it: of("model")["wte.weight"]."""
+        """The tensors of one file, under their names in it: of("model")["wte.weight"]."""
         start = f"{kind}."
         inside = {name.removeprefix(start): place for name, place in self.places.items() if name.startswith(start)}
         return SavedTensors(inside, self.device)
 
     def without(self, parameters: Collection[str]) -> SavedTensors:
-        """Those that belong to other parameters: neither wte.weight nor wte.weight.exp_avg."""
+        """Leave out the tensors of these parameters: for wte.weight, also wte.weight.exp_avg."""
         kept = {
             name: place for name, place in self.places.items() if not any(map(parameters.__contains__, heads(name)))
         }
@@ -171,9 +171,9 @@ class SavedTensors(Mapping[str, torch.Tensor]):
         return tensor.to(self.device)
 
     def read_into(self, targets: Mapping[str, torch.Tensor]) -> None:
-        """In place, into whole tensors or into those of which a rank holds a part."""
+        """Read in place, into whole tensors or into those of which a rank holds a part."""
         parts = {name: target for name, target in targets.items() if isinstance(self.places[name][0], ShardedFiles)}
-        if parts:  # of one folder: a checkpoint is written one way
+        if parts:  # all in one folder: a checkpoint has one format
             files = self.places[next(iter(parts))][0]
             files.read_into({self.places[name][1]: target for name, target in parts.items()})
         for name, target in targets.items():
@@ -193,8 +193,8 @@ def heads(name: str) -> Iterator[str]:
 
 
 class MetadataUnpickler(pickle.Unpickler):
-    """DCP pickles where its parts lie, and a pickle can run anything: only what such a list is made of is let in, by
-    its whole name. A module let in whole would be a way to what it imports: pickle resolves `os.system` in it."""
+    """DCP pickles the list of its parts, and a pickle can run anything: only the names in such a list are allowed, each
+    in full. Allowing a whole module would also allow what it imports: pickle would resolve `os.system` in it."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in LISTED or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
@@ -215,7 +215,7 @@ class CheckedReader(FileSystemReader):
 
 
 class ShardedFiles:
-    """What `open_tensors` opens, of a checkpoint that several ranks wrote: one file to whoever reads it."""
+    """A checkpoint that several ranks wrote, read like a file that `open_tensors` opens."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -228,23 +228,23 @@ class ShardedFiles:
         return whole
 
     def read_into(self, targets: dict[str, torch.Tensor]) -> None:
-        """Of tensors that are cut this rank's part alone is read; nobody waits for another rank."""
+        """Read this rank's part of tensors that are cut, and whole tensors otherwise. No rank waits for another."""
         targets = {name: part_of(target, None) for name, target in targets.items()}
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # it is told so by no_dist
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as requested by no_dist
             load(targets, storage_reader=CheckedReader(self.folder), no_dist=True)
 
 
 def open_sharded(folder: Path) -> SavedTensors:
     try:
         files = ShardedFiles(folder)
-    except Exception as error:  # a pickle that is not whole raises anything
+    except Exception as error:  # a damaged pickle can raise anything
         raise UnusableError(f"{METADATA_FILE}: cannot be read ({error})") from None
     return SavedTensors({name: (files, name) for name in files.known})
 
 
 def open_tensors(files: Iterable[Path]) -> SavedTensors:
-    """Reads the headers only. What is open stays readable when the checkpoint is removed meanwhile."""
+    """Open files and read their headers only. They stay readable if the checkpoint is removed meanwhile."""
     places: dict[str, tuple[Any, str]] = {}  # name -> (open file, name in it)
     for path in files:
         file, kind = _open(path), path.name.removesuffix(TENSOR_SUFFIX)
@@ -262,7 +262,7 @@ def _open(path: Path) -> Any:
 
 
 def by_file(tensors: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
-    """'model.wte.weight' is 'wte.weight' in model.safetensors: what stands before the first dot is the file."""
+    """Group tensors by file: 'model.wte.weight' is 'wte.weight' in model.safetensors."""
     files: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in tensors.items():
         kind, dot, inner = name.partition(".")

@@ -1,10 +1,10 @@
-"""The curves of a run in a tracker that people use already. Another one is a class of this form and a row in TRACKERS.
+"""Sends the curves of a run to an experiment tracker. A new one needs a `Tracker` class and a row in TRACKERS.
 
     feed = TrackerFeed(open_tracker("tensorboard", run_directory))
     feed("cycle", updates=10, loss=7.1, ...)          # the same events that metrics.jsonl gets
 
-Told between cycles, with numbers that the trainer has read already: no tracker makes the device wait, and one that
-fails is left, not the training.
+Trackers are called between cycles, with numbers that the trainer has already read, so no tracker makes the device wait.
+If one fails, it is dropped and training continues.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, final
 
 from redline.core.errors import UserError, unknown_name
 
-SCALARS = {  # of a cycle -> the tracker's name; what stands before the slash groups them there
+SCALARS = {  # field of a cycle -> name in the tracker, which groups names by what precedes the slash
     "loss": "loss/train",
     "learning_rate": "training/learning_rate",
     "skipped": "training/skipped_updates",
@@ -32,17 +32,17 @@ SCALARS = {  # of a cycle -> the tracker's name; what stands before the slash gr
 
 
 class Tracker(ABC):
-    """Writes below the run directory, or to a service that it finds by itself."""
+    """Writes below the run directory, or to a service that it finds itself."""
 
     package: str
-    """What must be installed."""
+    """The package that must be installed."""
 
     @abstractmethod
     def __init__(self, run: Path) -> None: ...
 
     @abstractmethod
     def begin(self, updates: int) -> None:
-        """A session goes on after this update: what a killed one told of later updates is void."""
+        """Begin a session after this update. What a killed session has logged for later updates is void."""
 
     @abstractmethod
     def scalars(self, figures: Mapping[str, float], updates: int) -> None: ...
@@ -85,7 +85,7 @@ TRACKERS: dict[str, type[Tracker]] = {"tensorboard": TensorBoard}
 
 
 def check_tracker(name: str) -> None:
-    """Before anything is written: is there such a tracker, and is it installed?"""
+    """Raise a UserError if there is no such tracker, or it is not installed; called before anything is written."""
     if name not in TRACKERS:
         raise unknown_name("tracker", name, TRACKERS)
     package = TRACKERS[name].package
@@ -104,20 +104,20 @@ def open_tracker(name: str, run: Path) -> Tracker:
 
 @final
 class TrackerFeed:
-    """Turns the events of a run into what a tracker takes. Values that are not known (None) are left out."""
+    """Passes the events of a run on to a tracker. Values that are not known (None) are left out."""
 
     def __init__(self, tracker: Tracker) -> None:
         self._tracker: Tracker | None = tracker
         self._begun = False
         self.trouble = ""
-        """Why the tracker was left, if it was."""
+        """Why the tracker was dropped, if it was."""
 
     def __call__(self, kind: str, **fields: Any) -> None:
         if self._tracker is None or kind not in ("cycle", "validation", "sample"):
             return
         try:
             self._tell(self._tracker, kind, fields)
-        except Exception as error:  # a full disk, a connection that is gone, whatever a service may raise
+        except Exception as error:  # a full disk, a lost connection, whatever a service may raise
             self._tracker, self.trouble = None, str(error) or type(error).__name__
 
     def _tell(self, tracker: Tracker, kind: str, fields: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""The training loop: cycles of updates that never wait for the device, and between them one look at what happened.
+"""The training loop: cycles of updates that never wait for the device, and one look at the results after each.
 
     trainer = Trainer(step=build_step(...), settings=settings, open_loader=..., store=store, emit=show, ...)
     trainer.resume();  trainer.run()
@@ -38,19 +38,19 @@ from redline.engine.snapshot import (
 )
 from redline.engine.step import TrainStep
 
-ONE_REQUEST_SECONDS = 0.5  # signals that come together
+ONE_REQUEST_SECONDS = 0.5  # signals within this time are one request
 
 Emit = Callable[..., None]
-"""emit(kind, **fields): 'cycle', 'validation', 'sample', 'checkpoint', 'note'. Called between cycles only, with numbers
-that were read already: nobody who listens makes the device wait."""
+"""emit(kind, **fields): 'cycle', 'validation', 'sample', 'checkpoint', 'note'. Called only between cycles, with numbers
+that were already read, so no listener makes the device wait."""
 
 
 class DivergedError(Exception):
-    """Too many updates in a row had gradients that are no numbers."""
+    """Too many updates in a row had NaN or infinite gradients."""
 
 
 class NotSavedError(Exception):
-    """The last checkpoint is not on the disk; those before it are whole."""
+    """The last checkpoint is not on the disk; earlier ones are whole."""
 
 
 class Trainer:
@@ -67,9 +67,9 @@ class Trainer:
         sample: Callable[[], str] | None = None,
         ranks: Ranks | None = None,
     ) -> None:
-        """`open_loader(position, state)` gives batches of a whole update, [2, B, T], from that sequence on, or a rank's
-        share of them; `state` is what such a loader said of itself at the checkpoint. `validation()` gives the same few
-        batches at every call. `ranks`: those that train together, each with a trainer of its own."""
+        """`open_loader(position, state)` returns a source of batches for whole updates, [2, B, T], from that sequence
+        on, or of a rank's share of them; `state` is the loader's state in the checkpoint. `validation()` returns the
+        same few batches at every call. `ranks`: the ranks that train together, each with a trainer of its own."""
         self.ranks = ranks or alone()
         self.step, self.settings, self.store = step, settings, store
         self.open_loader, self.validation = open_loader, validation
@@ -85,23 +85,23 @@ class Trainer:
         self.last_loss: float | None = None
         self.peak_bytes: int | None = None
         self.epoch: float | None = None
-        """How many have passed; a whole number where nobody knows how long one is."""
+        """Epochs that have passed; an integer if the length of an epoch is unknown."""
         self.began: tuple[int, float] = (0, 0.0)
         """Tokens and epochs that had passed when this session's loader was opened."""
-        # An optimizer that cannot skip a bad update on the device must ask the host: right comes before fast.
+        # If the optimizer cannot skip a bad update on the device, the host must check: correctness before speed.
         step.may_wait = not step.skips_on_device and not step.plan.loss_scaling
 
     # --- from a checkpoint and back -----------------------------------------------------------------------------------
 
     def resume(self) -> bool:
-        """Go on from the newest whole checkpoint; False without one. Another model, tokenizer or data are refused."""
+        """Resume from the newest whole checkpoint, or return False. Another model, tokenizer or dataset is refused."""
         loaded = self.store.latest()
         for note in self.store.notes:
             self.emit("note", text=note)
         if loaded is None:
             return False
         check_same_run(loaded.path, loaded.identity, self.identity)
-        # Memory-mapped on the host and copied one by one; what other stages hold is their affair.
+        # Memory-mapped on the host and copied one by one, without what other stages hold.
         tensors, elsewhere, cuts = loaded.tensors(), self.step.shared.elsewhere, self.step.shared.cuts
         targets = parts_of(dict(self.step.model.named_parameters()), cuts)
         copy_into(targets, tensors.of("model").without(elsewhere), what="model")
@@ -117,18 +117,18 @@ class Trainer:
         self.step.steps_taken = loaded.state["steps_taken"]
         self.progress = Progress(**loaded.state["progress"], rates=[])
         self.data_state = loaded.state.get("data")
-        restore_rng(loaded.state["rng"], self.step.device)  # last: building things draws numbers
+        restore_rng(loaded.state["rng"], self.step.device)  # last: building things draws random numbers
         self.saved_at = self.progress.updates
-        if loaded.metric is not None:  # of these weights: a run that is over already need not ask again
+        if loaded.metric is not None:  # of these weights: a finished run need not evaluate again
             self.validated_at, self.validation_loss = self.progress.updates, loaded.metric
         self.emit("note", text=f"resumed from {loaded.path.name} at step {self.progress.updates:,}")
         return True
 
     def save(self) -> None:
-        """Nothing to do when nothing has changed since the last one. The writing goes on beside the training."""
+        """Save a checkpoint, unless nothing has changed since the last one. It is written during further training."""
         if self.saved_at == self.progress.updates:
             return
-        self.store.wait()  # here, so that the one before is told, however long its writing took
+        self.store.wait()  # so that the previous save is reported, however long its writing took
         self._tell_saves()
         state_tensors, state_values = optimizer_tensors(self.step.optimizer, self.step.model)
         if self.step.shared.elsewhere:
@@ -153,13 +153,14 @@ class Trainer:
                 "rng": capture_rng(self.step.device),
             },
             identity=self.identity,
-            # A loss of other weights would let rotation keep the wrong ones as the best.
+            # A loss of other weights would make rotation keep the wrong checkpoint as the best.
             metric=self.validation_loss if self.validated_at == self.progress.updates else None,
         )
         self.saved_at = self.progress.updates
 
     def _tell_saves(self) -> None:
-        """What is on the disk since the last look, and what is not: training goes on, as the ones before are whole."""
+        """Report what has been saved since the last call, and what has failed: training continues, as earlier
+        checkpoints are whole."""
         saved, failure = self.store.last_saved, self.store.last_error
         if failure is not None and failure is not self.told_failure:
             self.emit("note", text=str(failure))
@@ -171,11 +172,11 @@ class Trainer:
     # --- the loop -----------------------------------------------------------------------------------------------------
 
     def run(self) -> str:
-        """Train until the budget is used up or somebody asks to stop. Returns which it was."""
+        """Train until the budget is used up or a signal asks to stop, and return which it was."""
         position = self.progress.updates * self.settings.global_batch
         self.loader = loader = self.open_loader(position, self.data_state)
         self.began = (self.progress.tokens, loader.epoch)
-        # Asked to stop, a run still finishes the checkpoint that is being written: the store waits for it inside.
+        # A run that is asked to stop still finishes the checkpoint being written: leaving the store waits for it.
         with asked_to_stop(self.ranks.ask) as asked, self.store, closing(loader):
             with self.ranks.marking():
                 while (why := self._why_over(asked)) is None:
@@ -192,17 +193,17 @@ class Trainer:
         return why
 
     def _why_over(self, asked: Callable[[], str | None]) -> str | None:
-        """The same on every rank: what it hangs on was agreed upon at the end of the cycle."""
+        """Return why training is over, or None. All ranks return the same: they agreed on it after the cycle."""
         if self.asked or self._leaves_now(asked):
             return "interrupted"
         return self.settings.budget.used_up(self.progress)
 
     def _leaves_now(self, asked: Callable[[], str | None]) -> bool:
-        """Several stop together, at the end of the cycle."""
+        """True if a single process was asked to stop. Several ranks stop together, at the end of the cycle."""
         return self.ranks.count == 1 and asked() is not None
 
     def _cycle(self, loader: BatchSource, asked: Callable[[], str | None]) -> bool:
-        """Whether there was anything to train before somebody asked to stop."""
+        """Run a cycle; return False if it made no update because the run was asked to stop."""
         started, waited, documents = time.perf_counter(), loader.waited_seconds, loader.documents
         memory.reset_peak(self.step.device)
         losses, norms = self._queue_updates(loader, asked)
@@ -210,7 +211,7 @@ class Trainer:
             return False
         self.ranks.mark(self.step.steps_taken, "reading the losses")
         known = self.step.shared.told(torch.stack([*losses, *norms]))
-        figures = self.ranks.mean(known).tolist()  # the one wait of the cycle
+        figures = self.ranks.mean(known).tolist()  # the only wait of the cycle
         self.epoch = loader.epoch
         mine = Look(
             seconds=time.perf_counter() - started,
@@ -225,7 +226,7 @@ class Trainer:
     def _queue_updates(
         self, loader: BatchSource, asked: Callable[[], str | None]
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Losses and gradient norms, on the device: nothing in here waits for it (`tests/gpu/test_train.py`)."""
+        """Return losses and gradient norms, on the device: nothing in here waits for it (`tests/gpu/test_train.py`)."""
         losses, norms = [], []
         for _ in range(self._updates_to_go()):
             self.ranks.mark(self.step.steps_taken, "waiting for its batch")
@@ -244,7 +245,8 @@ class Trainer:
         return losses, norms
 
     def _updates_to_go(self) -> int:
-        """A cycle ends where something is due: the same things happen at the same updates, whatever its length."""
+        """Return the number of updates in the next cycle, which ends where something is due: the same things happen at
+        the same updates, whatever the length of a cycle."""
         settings, done = self.settings, self.progress.updates
         limits = [settings.cycle_steps]
         for every in (settings.eval_every, settings.checkpoint_every, settings.sample_every):
@@ -282,7 +284,7 @@ class Trainer:
             losses=losses,
             loss=self.last_loss,
             gradient_norms=norms,
-            learning_rate=self.step.optimizer.param_groups[0]["lr"],  # as the last update took it
+            learning_rate=self.step.optimizer.param_groups[0]["lr"],  # of the last update
             seconds=seconds,
             total_seconds=progress.seconds,
             tokens_per_second=tokens / seconds,
@@ -301,7 +303,8 @@ class Trainer:
             )
 
     def _epoch_seconds(self, tokens_per_second: float) -> float | None:
-        """At the speed of this cycle; how long an epoch is, by the session so far, since a stream's comes in jumps."""
+        """Return the seconds of an epoch at this cycle's speed. The length of an epoch is estimated from the session so
+        far, since a stream's epoch advances in jumps."""
         tokens, passed = self.progress.tokens - self.began[0], (self.epoch or 0) - self.began[1]
         return tokens / passed / tokens_per_second if isinstance(passed, float) and passed > 0 else None
 
@@ -319,8 +322,9 @@ class Trainer:
             self.save()
 
     def _validate(self) -> None:
-        """The mean loss over the same batches every time, all of one size, and so over their tokens. Gradients stay on,
-        though nobody asks for them: without them a compiled loss would be compiled a second time."""
+        """Compute the mean loss over the same batches every time. They are all of one size, so it is the mean over
+        their tokens. Gradients stay enabled, though they are not used: without them a compiled loss would be compiled a
+        second time."""
         progress, losses = self.progress, []
         if self.validated_at == progress.updates:
             return
@@ -333,7 +337,7 @@ class Trainer:
         if not losses:
             return
         known = self.step.shared.told(torch.stack(losses).mean())
-        loss = self.ranks.mean(known).item()  # one number for all: what is best hangs on it
+        loss = self.ranks.mean(known).item()  # one number for all ranks: it decides which checkpoint is best
         self.validation_loss = loss
         if math.isfinite(loss):
             best = progress.best_validation
@@ -347,16 +351,17 @@ class Trainer:
         )
 
     def _loss_of(self, batch: Any) -> torch.Tensor:
-        """In pieces that a micro batch has room for: a run may go on with a smaller one because memory ran out. Pieces
-        that are not of its size cost a compiled step another compilation, once, in a session that changed it."""
+        """Return the loss of a validation batch, in pieces that fit a micro batch: a run may resume with a smaller one
+        because memory ran out. Pieces of another size than the micro batch cost a compiled step another compilation,
+        once, in a session that changed it."""
         pieces = self.step.adapter.pieces(batch, self.settings.micro_batch)
-        losses = [self.step.loss(piece).detach() * share for piece, share in pieces]  # x 1.0 changes no bit
+        losses = [self.step.loss(piece).detach() * share for piece, share in pieces]  # a factor of 1.0 changes no bit
         return torch.stack(losses).sum()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Look:
-    """What a rank saw of a cycle, on its host."""
+    """What a rank saw of a cycle, on the host."""
 
     seconds: float
     waited: float
@@ -366,8 +371,8 @@ class Look:
 
 
 def agreed(looks: list[Look]) -> Look:
-    """Rank 0's clock for all, since a budget of minutes must be used up for all at once; the rank that waited longest
-    for data and the one that took most memory; and everybody stops when one was asked to."""
+    """Combine the ranks' looks: rank 0's clock for all, since a budget of minutes must be used up on all ranks at once;
+    the longest wait for data; the highest memory peak; the sum of documents; and all stop if one was asked to."""
     peaks = [look.peak_bytes for look in looks if look.peak_bytes is not None]
     return Look(
         seconds=looks[0].seconds,
@@ -380,9 +385,9 @@ def agreed(looks: list[Look]) -> Look:
 
 @contextmanager
 def asked_to_stop(tell: Callable[[], None] | None = None) -> Iterator[Callable[[], str | None]]:
-    """Ctrl-C and SIGTERM end the cycle and save; a second Ctrl-C leaves at once. What comes within a moment of the
-    first is the first: GNU timeout and job managers tell a process and its group, each by a signal of its own. `tell`:
-    is called in the handler, for whoever comes after a block that has failed since."""
+    """Ctrl-C and SIGTERM end the cycle and save; a second Ctrl-C exits at once. Signals within a moment of the first
+    belong to the same request: GNU timeout and job managers signal a process and its group separately. `tell` is called
+    in the handler, so that the request is known even to code that runs after the block has failed."""
     asked: list[float] = []
 
     def note(number: int, _: object) -> None:

@@ -1,11 +1,11 @@
-"""A short look at a recipe before the long one: most of what a tuner tries loses, and a loser needs no proof.
+"""A short look at a recipe before the full measurement: most of what a tuner tries loses, and a loser needs no proof.
 
-measure_unless_slower(bench)   # a look; the whole measurement follows if the steps keep up with `give_up_seconds`
-look(bench)                    # the time alone: repeats of what was checked already
-compile_only(bench)            # for the cache, which a measurement finds filled later (search/ahead.py)
+measure_unless_slower(bench)   # a look; the full measurement follows if the steps keep up with `give_up_seconds`
+look(bench)                    # the time alone, to repeat what was already checked
+compile_only(bench)            # fills the cache for a later measurement (search/ahead.py)
 
-A look builds, compiles, warms up and times. Its Measurement has no loss curve and no gradient check, so nothing can
-mistake it for one that was checked.
+A look builds, compiles, warms up and times. Its Measurement has no loss curve and no gradient check, so it cannot be
+mistaken for one that was checked.
 """
 
 from __future__ import annotations
@@ -22,20 +22,21 @@ from redline.engine.fit import free_memory
 from redline.engine.measure import BLOCK_STEPS, WARMUP_SECONDS, Bench, fullest, measure, step_times, time_steps
 from redline.rungs import plan_of
 
-BRIEF_SECONDS = 0.7  # of warming up, and again of timing
+BRIEF_SECONDS = 0.7  # for warming up, and again for timing
 BRIEF_STEPS_BETWEEN = (8, 50)
 
 
 def measure_unless_slower(bench: Bench) -> Measurement:
-    """Quick steps decide: a disturbed process only ever looks slower than it is."""
+    """Take a look, then measure, unless the 10th percentile of the look's step times exceeds `give_up_seconds`. Quick
+    steps decide, since disturbances only ever make a process look slower than it is."""
     first = look(bench, brief=True)
     limit = bench.job.give_up_seconds
     if limit is not None and spread_of(first.step_seconds).p10 > limit:
         return first
-    torch.compiler.reset()  # CUDA graphs hold on to their memory, and the reference needs room
+    torch.compiler.reset()  # CUDA graphs keep their memory, and the reference needs room
     free_memory(bench.device)
     whole = measure(bench)
-    # The second build finds its code in the cache that the first one filled: what compiling costs, that one paid.
+    # The second build finds its code in the cache that the first one filled, and reports the first one's compile time.
     return replace(whole, compile_seconds=first.compile_seconds)
 
 
@@ -68,7 +69,7 @@ def look(bench: Bench, *, brief: bool = False) -> Measurement:
 
 
 def compile_only(bench: Bench) -> Measurement:
-    """Forward and backward of one batch, and once more for what a step of compiled code takes."""
+    """Compile by running forward and backward on one batch, and once more to time them without compilation."""
     job, device = bench.job, bench.device
     bench.report("building")
     size = job.recipe.micro_batch
@@ -85,7 +86,7 @@ def compile_only(bench: Bench) -> Measurement:
 
 
 def warm_up(bench: Bench, training: Training, seconds: float) -> float:
-    """Steps for so long, two blocks at least. Returns what the last of them took."""
+    """Run steps for `seconds`, two blocks at least. Return the median step time of the last block."""
     taken: list[float] = []
     while sum(taken) < seconds or len(taken) < 2 * BLOCK_STEPS:
         taken += step_times(bench, training, BLOCK_STEPS)
@@ -93,7 +94,7 @@ def warm_up(bench: Bench, training: Training, seconds: float) -> float:
 
 
 def briefly(bench: Bench, expected_step_seconds: float) -> Bench:
-    """The same job with as many timed steps as a look has time for."""
+    """Return the bench with as many timed steps as a brief look has time for."""
     fewest, most = BRIEF_STEPS_BETWEEN
     count = min(max(round(BRIEF_SECONDS / expected_step_seconds), fewest), most)
     return replace(bench, job=replace(bench.job, timed_steps=min(bench.job.timed_steps or most, count)))

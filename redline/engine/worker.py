@@ -1,11 +1,12 @@
 """The process behind one row: `python -m redline.engine.worker JOB_FOLDER` reads job.json, writes measurement.json.
 
-Standard output carries progress, one JSON object a line; everything else any library prints goes to the log. Whatever
-goes wrong is written to failure.json with its kind, and the traceback to the log. When the parent dies, its end of
-standard input closes and the worker leaves, so that no orphan holds the device.
+Standard output carries progress, one JSON object a line; anything else that a library prints goes to the log. A failure
+is written to failure.json with its kind, and its traceback to the log. When the parent dies, its end of standard input
+closes and the worker exits, so that no orphan holds the device.
 
-A job of several ranks makes the process torchrun's agent, with as many workers under it. Rank 0 of them is the worker
-as it is alone; the others measure along and say nothing. One that fails fails all, and failure.json names it.
+For a job of several ranks the process becomes torchrun's agent, with one worker per rank under it. Rank 0 works as a
+single worker does; the others take part in the measurement and report nothing. If one fails, all fail, and failure.json
+names it.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def main(folder: Path) -> int:
 
     rank = int(os.environ["RANK"])
     write_atomically(folder / RANK_FILE.format(rank), str(os.getpid()))
-    # --timeout ends a job that hangs, and names who stands still.
+    # --timeout ends a job that hangs, and names the rank that is stuck.
     with inside(folder, rank), join(watches=False) as ranks:
         return work(job, folder, RANK_FAILURE_FILE.format(ranks.rank), ranks)
 
@@ -74,11 +75,11 @@ def work(job: Job, folder: Path, failure_file: str, ranks: Ranks | None = None) 
     report("starting")
     try:
         answer = run(job, folder.parent.parent, report, ranks)
-    except Exception as error:  # the boundary of the process: every failure becomes a row
+    except Exception as error:  # the process boundary: every failure becomes a row
         traceback.print_exc()
         failure = with_users_line(describe(error), error, folder)
         write_atomically(folder / failure_file, json.dumps(to_json(failure)))
-        # Not through what closes collectives: the others may be waiting in one.
+        # Do not close collectives on the way out: the other ranks may be waiting in one.
         return 1 if ranks is None else leave_at_once()
     if ranks is None or ranks.leads:
         write_atomically(folder / MEASUREMENT_FILE, json.dumps(to_json(answer)))
@@ -103,13 +104,13 @@ def run(job: Job, run_directory: Path, report: Any, ranks: Ranks | None = None) 
         ranks=alone() if ranks is None else ranks,
         references=run_directory / CACHE_FOLDER / "references",
     )
-    # Python's and NumPy's generators start anywhere.
+    # Without seeds Python's and NumPy's generators start anywhere.
     with without_dropout(job.workload.source), seeded(job.workload.seed):
         return answer_of(bench, run_directory)
 
 
 def without_dropout(source: Source) -> contextlib.AbstractContextManager[None]:
-    """A user's code may drop by a function, in which no adapter finds a rate to set to zero."""
+    """Disable functional dropout in a user's code, where no adapter finds a rate to set to zero."""
     if source.kind != "python" or source.dropout:
         return contextlib.nullcontext()
     from redline.model.python_adapter import functional_dropout_off
@@ -143,7 +144,7 @@ def answer_of(bench: Bench, run_directory: Path) -> Measurement | Profile:
 
 
 def lead_ranks(job: Job, folder: Path) -> int:
-    """As torchrun's agent. Standard output is left to rank 0."""
+    """Run the ranks as torchrun's agent. Standard output is left to rank 0."""
     from redline.engine.agent import left_with_zero, run_ranks
 
     os.environ.update(agent_environment(job.ranks, core_count()))
@@ -159,8 +160,8 @@ def lead_ranks(job: Job, folder: Path) -> int:
 
 
 def failure_of_ranks(failures: Mapping[int, ProcessFailure], folder: Path) -> Failure:
-    """One failure for all. Others fail because one did: the cause is a rank that was killed, or that left and wrote
-    nothing down, or else the first that wrote its failure down; torchrun's own order has seconds only."""
+    """Return one failure for all ranks. Ranks fail because one of them did: the cause is a rank that was killed, or
+    that exited without recording a failure, or else the first that recorded one; torchrun's own order is by seconds."""
     from redline.engine.agent import cause_of, words_of, words_of_leaving
 
     written = {rank: folder / RANK_FAILURE_FILE.format(rank) for rank in failures}
@@ -178,11 +179,11 @@ def failure_of_ranks(failures: Mapping[int, ProcessFailure], folder: Path) -> Fa
 
 
 def marking(report: Any, ranks: Ranks, folder: Path) -> Any:
-    """What rank 0 reports, and of all ranks how far they have come: whoever stands still when the time is over can then
-    be named (`search/launch.py`)."""
+    """Return a report function that also marks how far this rank has come, so that a rank that is stuck at the time
+    limit can be named (`search/launch.py`). Only rank 0 reports."""
 
     def write_standing(words: str) -> None:
-        with contextlib.suppress(OSError):  # a full disk: the beat must go on
+        with contextlib.suppress(OSError):  # a full disk: the heartbeat must continue
             (folder / STANDING_FILE).write_text(words, encoding="utf-8")
 
     def tell(phase: str, done: int | None = None, total: int | None = None, seconds: float | None = None) -> None:
@@ -203,7 +204,7 @@ def leave_at_once() -> int:
 
 
 def open_progress() -> Any:
-    """Keep the real standard output for progress and point everybody else's at the log."""
+    """Keep the real standard output for progress, point all other output at the log, and return `report`."""
     stream = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     started, last = time.monotonic(), ""
@@ -219,14 +220,14 @@ def open_progress() -> Any:
 
 
 def leave_with_parent() -> None:
-    """Watch standard input, and leave it empty to everybody else: whoever asked a question there, by input() or by a
-    debugger, would wait for an answer until the time is over."""
-    pipe = os.dup(0)  # which no child of ours inherits
+    """Exit when the parent closes standard input, and give all other code an empty one: input() or a debugger would
+    wait for an answer until the time limit."""
+    pipe = os.dup(0)  # not inherited by child processes
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
 
     def watch() -> None:
-        while os.read(pipe, 1024):  # empty when the parent closes its end, which it does only by ending
+        while os.read(pipe, 1024):  # empty when the parent's end closes, which happens only when it exits
             pass
         os._exit(1)
 
@@ -234,7 +235,7 @@ def leave_with_parent() -> None:
 
 
 def with_users_line(failure: Failure, error: Exception, folder: Path) -> Failure:
-    """Of a user's own model: the line of theirs that was running, if one was."""
+    """For a failure in a user's own model, add the user's line that was running, if any."""
     text = (folder / "job.json").read_text(encoding="utf-8")
     file = json.loads(text)["workload"].get("source", {}).get("file")
     line = None if file is None or isinstance(error, UserError) else users_line(error, file)
@@ -242,7 +243,7 @@ def with_users_line(failure: Failure, error: Exception, folder: Path) -> Failure
 
 
 def describe(error: Exception) -> Failure:
-    """The kind of a failure, by what raised it, and one line for the table."""
+    """Classify a failure by what raised it, with one line for the table."""
     from redline.engine.memory import is_out_of_memory
 
     text = first_line(error, type(error).__name__)

@@ -2,10 +2,10 @@
 
     losses = cross_entropy_(logits, targets, vocab)      # losses [N] in fp32; logits [N, rows] are now the gradient
 
-A row of bf16 logits that fits the registers is read once: maximum, sum of exponentials, and softmax minus one-hot
-written over it. Others (longer than 51,200, or of another type) are read once more for the gradient. The gradient is
-that of the row's own loss: whoever takes a mean scales what comes after, where rows are short. Unscaled, it lies in
-[-1, 1], which fp16 holds without a loss scale.
+A row of bf16 logits that fits in registers is read once: maximum, sum of exponentials, and softmax minus one-hot
+written over it. Other rows (longer than 51,200, or of another dtype) are read a second time for the gradient. It is the
+gradient of the row's own loss: a caller that takes a mean scales later results instead, whose rows are shorter.
+Unscaled, it lies in [-1, 1], which fp16 holds without a loss scale.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import torch
 
 @torch.library.custom_op("redline::cross_entropy_", mutates_args=("logits",))
 def cross_entropy_(logits: torch.Tensor, targets: torch.Tensor, vocab: int) -> torch.Tensor:
-    """Columns from `vocab` on are padding: no probability, no gradient."""
+    """Return the losses, and overwrite the logits with their gradient. Columns from `vocab` on are padding: no
+    probability, no gradient."""
     if logits.is_cuda:
         from redline.kernels.cross_entropy_triton import launch  # needs Triton, which a CPU build of torch lacks
 
@@ -42,13 +43,14 @@ def plain_cross_entropy_(logits: torch.Tensor, targets: torch.Tensor, vocab: int
 
 OCTAVES = 15
 GRADIENT_FACTOR = 2.0**OCTAVES
-"""Of the gradient in e5m2. It lies in [-1, 1], and e5m2 ends at 1.75 x 2^15: nothing overflows, and a probability is
-kept down to 2^-31. The mean's 1/N before the cast would lose nearly all of it (docs/fp8.md)."""
+"""Scale of the gradient in e5m2. The gradient lies in [-1, 1], and the largest e5m2 number is 1.75 x 2^15: nothing
+overflows, and probabilities are kept down to 2^-31. Dividing by the mean's N before the cast would lose nearly all of
+it (docs/fp8.md)."""
 
 
 @torch.library.custom_op("redline::cross_entropy_narrow", mutates_args=())
 def cross_entropy_narrow(logits: torch.Tensor, targets: torch.Tensor, vocab: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The losses, and GRADIENT_FACTOR times the gradient in e5m2 [N, rows]; the logits stay as they are."""
+    """Return the losses, and GRADIENT_FACTOR times the gradient in e5m2 [N, rows]; the logits do not change."""
     if logits.is_cuda:
         from redline.kernels.cross_entropy_triton import launch  # needs Triton, which a CPU build of torch lacks
 
@@ -67,7 +69,7 @@ def _(logits: torch.Tensor, targets: torch.Tensor, vocab: int) -> tuple[torch.Te
 def plain_cross_entropy_narrow(
     logits: torch.Tensor, targets: torch.Tensor, vocab: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    gradient = logits.float()  # a copy, unless it is one already
+    gradient = logits.float()  # a copy, unless the logits are fp32 already
     gradient = gradient.clone() if gradient is logits else gradient
     losses = plain_cross_entropy_(gradient, targets, vocab)
     return losses, (gradient * GRADIENT_FACTOR).to(torch.float8_e5m2)

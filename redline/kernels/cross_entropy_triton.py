@@ -1,8 +1,8 @@
-"""The Triton kernels of `kernels.cross_entropy`. Imported only where there is a CUDA device.
+"""The Triton kernels of `kernels.cross_entropy`. Imported only if there is a CUDA device.
 
 `..._whole_row` keeps a row of bf16 logits in the registers of one program, two numbers to a word, so that memory is
-read once and written once. `..._twice` takes rows of any length and type and reads them twice; the second time comes
-from the cache only in part, since the rows under way are larger than it.
+read once and written once. `..._twice` accepts rows of any length and dtype and reads them twice; the second read comes
+from the cache only in part, since the rows in flight are larger than the cache.
 """
 
 from __future__ import annotations
@@ -11,12 +11,11 @@ import torch
 import triton
 import triton.language as tl
 
-# 8 warps read 16 bytes per thread and load; four loads share one rescaling of the running sum.
+# Each load of 8 warps reads 16 bytes per thread; four loads share one rescaling of the running sum.
 BLOCK, WARPS = 2048, 8
-LOWEST = tl.constexpr(-1e30)  # not -inf: the difference of two of those is no number
-# 25 tiles of 1024 words are 100 of a thread's 128 registers, and two such programs fill a multiprocessor: while one
-# waits for memory the other computes. With one program of 190 registers it is slower than reading twice
-# (docs/speed-log.md).
+LOWEST = tl.constexpr(-1e30)  # not -inf: -inf minus -inf is NaN
+# 25 tiles of 1024 words take 100 of a thread's 128 registers, and two such programs fill a multiprocessor: while one
+# waits for memory the other computes. One program with 190 registers is slower than reading twice (docs/speed-log.md).
 TILE, MOST_TILES, REGISTERS = 1024, 25, 128
 LOG2E, LN2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
 TWO_LOWEST = tl.constexpr(0xFF80FF80)  # -inf and -inf
@@ -26,14 +25,14 @@ TWO_NANS = tl.constexpr(0x7E7E)  # of e5m2
 def launch(
     logits: torch.Tensor, targets: torch.Tensor, vocab: int, narrow: torch.Tensor | None = None, octaves: int = 0
 ) -> torch.Tensor:
-    """`narrow` [rows, columns] in e5m2 takes 2^octaves times the gradient; without it the logits take the gradient."""
+    """`narrow` [rows, columns] in e5m2 receives 2^octaves times the gradient; without it the logits receive it."""
     rows, columns = logits.shape
     assert logits.stride(1) == 1
     assert targets.is_contiguous()
     losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
     if fits(logits):
         words = logits.view(torch.uint32)
-        out = words if narrow is None else narrow.view(torch.uint16)  # two numbers to a word, as they came
+        out = words if narrow is None else narrow.view(torch.uint16)  # two numbers to a word, like the logits
         _cross_entropy_whole_row[(rows,)](
             words,
             targets,
@@ -69,7 +68,7 @@ def launch(
 
 
 def fits(logits: torch.Tensor) -> bool:
-    """Whether a row is whole words, and few enough."""
+    """True if the logits are bf16 and their rows consist of whole words and fit in registers."""
     rows, columns = logits.shape
     whole = columns % 2 == 0 and logits.stride(0) % 2 == 0 and logits.data_ptr() % 4 == 0
     return logits.dtype == torch.bfloat16 and whole and columns <= 2 * MOST_TILES * TILE
@@ -77,7 +76,7 @@ def fits(logits: torch.Tensor) -> bool:
 
 @triton.jit
 def _low(word):  # type: ignore[no-untyped-def]
-    """The first bf16 of two, as fp32: its bits and zeros."""
+    """The first bf16 of a word as fp32: its bits, followed by zeros."""
     return (word << 16).to(tl.float32, bitcast=True)
 
 
@@ -95,10 +94,10 @@ def _word(low, high):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _out_word(low, high, no_number, NARROW: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Two numbers of the gradient as they are stored. e5m2 is the upper byte of fp16, rounded to even here, both at
-    once: they end at 2^15, so that nothing carries from one into the other, but for a NaN. A row with one has no other
-    numbers, and `no_number` makes NaNs of whatever came out. Without 8-bit types: the
-    version with Triton's wrote wrong bytes on an H200; why is not known."""
+    """Pack two numbers of the gradient for storing. e5m2 is the upper byte of fp16, rounded to even here, both numbers
+    at once: neither exceeds 2^15, so nothing carries from one into the other, except for a NaN. A row with one NaN is
+    all NaN, and `no_number` turns whatever came out into NaNs. Triton's 8-bit dtypes are not used: a version with them
+    wrote wrong bytes on an H200, for reasons unknown."""
     if NARROW:
         low = low.to(tl.float16).to(tl.uint16, bitcast=True).to(tl.uint32)
         high = high.to(tl.float16).to(tl.uint16, bitcast=True).to(tl.uint32)
@@ -125,9 +124,9 @@ def _cross_entropy_whole_row(  # type: ignore[no-untyped-def]
     TILES: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Stride and columns are in words. `zero` is 0, which the compiler does not know: with it the three passes widen
-    the words anew. It would keep the fp32 numbers of the first for the others, which is twice as many registers."""
-    row = tl.program_id(0).to(tl.int64)  # rows x columns passes 2^31 from 42 sequences of GPT-2 on
+    """`stride` and `columns` are in words. `zero` is 0, which the compiler does not know, so each of the three passes
+    widens the words again. Otherwise it would keep the first pass's fp32 numbers: twice as many registers."""
+    row = tl.program_id(0).to(tl.int64)  # rows x columns exceeds 2^31 from 42 sequences of GPT-2 on
     logits += row * stride
     if NARROW:
         out += row * columns
@@ -157,8 +156,8 @@ def _cross_entropy_whole_row(  # type: ignore[no-untyped-def]
         total += tl.exp2(_low(word) * LOG2E - top) + tl.exp2(_high(word) * LOG2E - top)
     log_sum = top + tl.log2(tl.sum(total, axis=0))
     tl.store(losses + row, (log_sum - of_target) * LN2)
-    no_number = tl.where(log_sum == log_sum, 0, TWO_NANS)  # in e5m2, whatever is added by an `or`
-    log_sum -= OCTAVES  # probabilities come out that much larger, for nothing
+    no_number = tl.where(log_sum == log_sum, 0, TWO_NANS)  # TWO_NANS | anything is NaN in e5m2
+    log_sum -= OCTAVES  # scales the probabilities at no cost
     for i in tl.static_range(TILES):
         at = i * TILE + lanes
         word = kept[i] ^ (zero + zero)
@@ -168,7 +167,7 @@ def _cross_entropy_whole_row(  # type: ignore[no-untyped-def]
             tl.store(out + at, gradient, eviction_policy="evict_first")
         else:
             tl.store(out + at, gradient, mask=at < columns, eviction_policy="evict_first")
-    tl.debug_barrier()  # the target's word is written a second time, after every thread's first
+    tl.debug_barrier()  # the target's word is written again, after every thread's first store
     own = tl.exp2(of_target - log_sum) - 1.0 * (1 << OCTAVES)
     beside = tl.exp2(tl.where(is_low, _high(at_target), _low(at_target)) * LOG2E - log_sum)
     beside = tl.where((target ^ 1) < vocab, beside, 0.0)
@@ -196,7 +195,7 @@ def _cross_entropy_twice(  # type: ignore[no-untyped-def]
     else:
         out = logits
     target = tl.load(targets + row)
-    of_target = tl.load(logits + target).to(tl.float32)  # before the reductions below: they order it before any store
+    of_target = tl.load(logits + target).to(tl.float32)  # before the reductions below, which order it before any store
     lanes = tl.arange(0, BLOCK)
     highest = tl.full((BLOCK,), LOWEST, tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)

@@ -1,16 +1,16 @@
-"""Products of two matrices by cuBLASLt: the algorithm that was fastest here, and what it can do on its way out.
+"""Matmuls by cuBLASLt, with the algorithm that is fastest on this device, and with epilogues.
 
-    lt = library()                                      # None where torch has no CUDA, or another version of it
+    lt = library()                                      # None if torch has no CUDA, or another version of cuBLASLt
     out = lt.product(a, b, out_dtype=torch.float32)      # a [M, K], b [K, N] in 16 bits; either may be transposed
     lt.product(a, b, bias=bias, epilogue=GELU_AUX_BIAS, aux=hidden)
 
-torch asks cuBLASLt for one algorithm and takes it. Here the first call of a form (sizes, layouts, types, epilogue)
-times those that cuBLASLt proposes, on the very operands, and later calls take the fastest. Through ctypes, because
-torch's own calls neither choose nor keep GELU's input; the library is the one that torch has loaded. A step asks some
-150 times, and the device must not wait for Python: what a call needs is prepared with its form's first one, and looked
-up by a tuple.
+torch asks cuBLASLt for one algorithm and uses it. Here the first call of a form (sizes, layouts, dtypes, epilogue)
+times the algorithms that cuBLASLt proposes, on the actual operands, and later calls use the fastest. The library is the
+one that torch has loaded. It is called through ctypes, because torch's own functions neither choose an algorithm nor
+keep GELU's input. A step makes some 150 calls, and the device must not wait for Python: what a call needs is prepared
+by the first call of its form, and looked up by a tuple.
 
-cuBLASLt counts columns first: a row-major product D = A B is the column-major D' = B' A', so operands change places.
+cuBLASLt is column-major: a row-major product D = A B is the column-major D' = B' A', so the operands are swapped.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ TYPES = {torch.bfloat16: REAL_16BF, torch.float16: REAL_16F, torch.float32: REAL
 WORKSPACE_BYTES = 32 * 2**20  # what NVIDIA recommends for Hopper
 PROPOSALS = 16
 LOOKS = 5
-BUSY_CYCLES = 400_000  # of the device's clock, some 0.2 ms
-ALIGNMENT = 16  # bytes of a row; below it the fast kernels are not proposed, and torch's own choice is as good
-ADDRESS_ALIGNMENT = 256  # bytes; cuBLASLt takes it for granted in what it proposes, and torch allocates so
+BUSY_CYCLES = 400_000  # of the device's clock, about 0.2 ms
+ALIGNMENT = 16  # of rows, in bytes; below it no fast kernels are proposed, and torch's own choice is as good
+ADDRESS_ALIGNMENT = 256  # bytes; cuBLASLt's proposals assume it, and torch's allocator guarantees it
 
 
 class Proposal(ctypes.Structure):
@@ -54,7 +54,7 @@ class Proposal(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Operand:
-    """A matrix as cuBLASLt sees its memory: `rows` x `columns`, columns apart by `ld`, to be transposed or not."""
+    """A matrix as cuBLASLt sees its memory: `rows` x `columns` with the leading dimension `ld`, transposed or not."""
 
     dtype: torch.dtype
     rows: int
@@ -64,7 +64,7 @@ class Operand:
 
 
 def operand(matrix: torch.Tensor) -> Operand:
-    """Of a row-major matrix the transposed one, which is what the swapped product wants."""
+    """Describe a matrix for the swapped product, in which a row-major matrix is its column-major transpose."""
     (rows, columns), (down, right) = matrix.shape, matrix.stride()
     if right == 1 and down >= columns:
         return Operand(matrix.dtype, columns, rows, down, transposed=False)
@@ -75,7 +75,7 @@ def operand(matrix: torch.Tensor) -> Operand:
 
 @dataclass(frozen=True)
 class Form:
-    """What an algorithm is chosen for."""
+    """The properties of a call for which an algorithm is chosen."""
 
     first: Operand
     second: Operand
@@ -89,14 +89,14 @@ class LtError(RuntimeError):
 
 
 POINTER, WORD, SIZE = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
-OFTEN_CALLED = {  # with their types known beforehand, ctypes takes plain integers for pointers
+OFTEN_CALLED = {  # with declared types, ctypes accepts plain integers as pointers
     "cublasLtMatmul": (POINTER,) * 14 + (SIZE, POINTER),
     "cublasLtMatmulDescSetAttribute": (POINTER, WORD, POINTER, SIZE),
 }
 
 
 class Library:
-    """`lt`: the functions of cublasLt.h by their names, as ctypes.CDLL has them."""
+    """A cuBLASLt handle and its plans. `lt`: the functions of cublasLt.h by name, as ctypes.CDLL provides them."""
 
     def __init__(self, lt: Any) -> None:
         self.lt = lt
@@ -123,7 +123,7 @@ class Library:
         epilogue: int = DEFAULT,
         aux: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """a [M, K] b [K, N] -> [M, N]; `aux` [M, N], contiguous, is written by epilogues that have one."""
+        """Multiply a [M, K] by b [K, N]. `aux` [M, N], contiguous, is written by epilogues that have one."""
         shape, other = a.shape, b.shape
         out = a.new_empty((shape[0], other[1]), dtype=out_dtype)
         key = (shape, a.stride(), a.dtype, other, b.stride(), b.dtype, out_dtype, epilogue, a.get_device())
@@ -140,8 +140,9 @@ class Library:
         return out
 
     def workspace(self, device: torch.device) -> torch.Tensor:
-        """One for all: calls follow each other on one stream. Another thread asks for it: while this one warms up for a
-        CUDA graph, what it asks for is the graph's, and torch refuses to let anything of that live on."""
+        """Return the workspace, which all calls share, since they run one after another on one stream. Another thread
+        allocates it: while this thread warms up for a CUDA graph, its allocations belong to the graph, and torch does
+        not let them outlive it."""
         if device not in self.workspaces:
             with ThreadPoolExecutor(1) as aside:
                 made = aside.submit(lambda: torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device))
@@ -150,7 +151,7 @@ class Library:
 
 
 class Plan:
-    """Descriptors of one form, and the algorithm chosen for it."""
+    """The descriptors of one form, and the algorithm chosen for it."""
 
     def __init__(self, library: Library, form: Form) -> None:
         self.library, self.form = library, form
@@ -170,10 +171,10 @@ class Plan:
         self.zero_at, self.space, self.index = ctypes.addressof(self.zero), self.workspace.data_ptr(), form.device.index
         self.chosen: Proposal | None = None
         self.seconds: dict[int, float] = {}
-        """By the number of the proposal, of those that ran; 0 is what torch would take."""
+        """Median seconds by the number of the proposal, for those that ran; 0 is the one torch would use."""
 
     def _set(self, attribute: int, value: Any) -> None:
-        """`value`, of ctypes, is copied."""
+        """Set an attribute. cuBLASLt copies `value`, a ctypes object."""
         where, size = ctypes.addressof(value), ctypes.sizeof(value)
         self.library._call("cublasLtMatmulDescSetAttribute", self.description.value, attribute, where, size)
 
@@ -220,7 +221,7 @@ class Plan:
         return [one for one in found[: count.value] if one.state == 0]
 
     def choose(self, pointers: tuple[int, int, int]) -> Proposal:
-        """Times what is proposed, in turns, so that a card that warms up is warm for all."""
+        """Time the proposals in turns, so that a GPU that warms up affects all alike, and choose the fastest."""
         found = self.proposals()
         if not found:
             raise LtError("cuBLASLt proposes no algorithm")
@@ -229,7 +230,7 @@ class Plan:
             try:
                 self._time(pointers, one)
                 times[number] = []
-            except LtError:  # proposed, and refused when it is called
+            except LtError:  # proposed, and rejected when called
                 continue
         for _ in range(LOOKS):
             for number, seconds in times.items():
@@ -242,7 +243,7 @@ class Plan:
 
     def _time(self, pointers: tuple[int, int, int], algorithm: Proposal) -> float:
         before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(BUSY_CYCLES)  # else the launch would be timed, which takes longer than some products
+        torch.cuda._sleep(BUSY_CYCLES)  # otherwise the launch would be timed, which takes longer than some matmuls
         before.record()
         self.run(pointers, algorithm)
         after.record()
@@ -252,7 +253,7 @@ class Plan:
     def run(self, pointers: tuple[int, int, int], algorithm: Proposal) -> None:
         a, b, d = pointers
         first, second, out = self.at
-        by = ctypes.addressof(algorithm)  # which begins with what the call wants
+        by = ctypes.addressof(algorithm)  # the algorithm is its first field
         where = (a, first, b, second, self.zero_at, d, out, d, out, by, self.space, WORKSPACE_BYTES)
         status = self.library.matmul(*self.begin, *where, stream_of(self.index))
         if status != 0:
@@ -260,7 +261,7 @@ class Plan:
 
 
 class Attribute:
-    """A pointer in a description, which is told only when it is another."""
+    """A pointer in a descriptor, which is set only when it changes."""
 
     def __init__(self, plan: Plan, name: int) -> None:
         self.plan, self.name, self.value = plan, name, ctypes.c_void_p()
@@ -272,13 +273,13 @@ class Attribute:
 
 
 def stream_of(device: int) -> int:
-    """The current one, as the code that Inductor writes asks for it: an object of torch.cuda.Stream takes longer."""
+    """Return the current stream as Inductor's generated code does: making a torch.cuda.Stream takes longer."""
     return torch._C._cuda_getCurrentRawStream(device)
 
 
 @functools.cache
 def library() -> Library | None:
-    """The cuBLASLt that torch has loaded, found by its name; None where there is none."""
+    """Return the cuBLASLt that torch has loaded, found by its name; None if there is none."""
     if torch.version.cuda is None or not torch.cuda.is_available():
         return None
     try:
@@ -288,7 +289,7 @@ def library() -> Library | None:
 
 
 def takes(*matrices: torch.Tensor) -> bool:
-    """Sizes and addresses for which there are fast kernels to choose from."""
+    """True if the sizes and addresses have fast kernels to choose from."""
     return all(one.data_ptr() % ADDRESS_ALIGNMENT == 0 and _lies_well(one.dtype, one.stride()) for one in matrices)
 
 

@@ -3,11 +3,11 @@
     out, stats = flash4_attention(qkv, heads)                        # qkv [B, T, 3C] -> [B, T, C]
     of_qkv = flash4_attention_backward(above, qkv, out, stats, heads)
 
-What `packed_attention.py` computes, and what it keeps. On an H200 cuDNN's forward is the faster one, flash-attn-4's
-backward is; both take q, k and v where they lie, and the backward writes their gradients side by side. The forward is
-torch's own call of cuDNN, so that the backward needs one package, flash-attn-4, whose kernel is made for Hopper. It
-allocates beside the gradients: dq in fp32, which it adds up there, and two numbers a row. On other devices, and without
-the package, the formulas.
+It computes and saves what `packed_attention.py` does. On an H200 cuDNN has the faster forward, flash-attn-4 the faster
+backward. Both read q, k and v in place, and the backward writes their gradients side by side. The forward is torch's
+own call of cuDNN, so only the backward needs a package, flash-attn-4, whose kernel is made for Hopper. Besides the
+gradients the backward allocates dq in fp32, to accumulate it, and two numbers per row. On other devices, or without the
+package, plain formulas are used.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from redline.core.job import user_cache
 from redline.core.plan import FLASH4_HEADS
 from redline.kernels.packed_attention import plain_packed_attention, plain_packed_attention_backward
 
-PACKAGE = "flash-attn-4"  # as it is installed: its module's name is older packages' as well
+PACKAGE = "flash-attn-4"  # the distribution's name: older packages share its module's name
 HOPPER = 9
 HALVES = (torch.bfloat16, torch.float16)
 CACHE, FOLDER = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"
@@ -33,7 +33,7 @@ CACHE, FOLDER = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "FLASH_ATTENTION_CUTE_
 
 @torch.library.custom_op("redline::flash4_attention", mutates_args=())
 def flash4_attention(qkv: torch.Tensor, heads: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the heads give, side by side, and the logarithms of the softmax's sums, [B, heads, T, 1] in fp32."""
+    """Return the heads' outputs side by side, and the log-sum-exp of the scores, [B, heads, T, 1] in fp32."""
     if not takes(qkv, heads):
         return plain_packed_attention(qkv, heads)
     return by_cudnn(qkv, heads)
@@ -50,7 +50,7 @@ def _(qkv: torch.Tensor, heads: int) -> tuple[torch.Tensor, torch.Tensor]:
 def flash4_attention_backward(
     above: torch.Tensor, qkv: torch.Tensor, out: torch.Tensor, stats: torch.Tensor, heads: int
 ) -> torch.Tensor:
-    """`above` [B, T, C], contiguous as `out` is -> [B, T, 3C]."""
+    """Return the gradient of qkv, [B, T, 3C]. `above` [B, T, C] must be contiguous, as `out` is."""
     if not takes(qkv, heads):
         return plain_packed_attention_backward(above, qkv, out, stats, heads)
     return by_flash4(above, qkv, out, stats, heads)
@@ -64,20 +64,20 @@ def _(above: torch.Tensor, qkv: torch.Tensor, out: torch.Tensor, stats: torch.Te
 def by_cudnn(qkv: torch.Tensor, heads: int) -> tuple[torch.Tensor, torch.Tensor]:
     q, k, v = (part.transpose(1, 2) for part in parts(qkv, heads))  # [B, heads, T, d]
     out, stats, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, is_causal=True)
-    return out.transpose(1, 2).flatten(2), stats  # torch gives it in q's order of axes: nothing is copied
+    return out.transpose(1, 2).flatten(2), stats  # torch lays it out like q: nothing is copied
 
 
 def by_flash4(
     above: torch.Tensor, qkv: torch.Tensor, out: torch.Tensor, stats: torch.Tensor, heads: int
 ) -> torch.Tensor:
-    """Of fake tensors it compiles the kernel and runs nothing, which needs no GPU."""
+    """Run the backward. With fake tensors, it compiles the kernel and runs nothing, which needs no GPU."""
     gradient = torch.empty_like(qkv)
     q, k, v = parts(qkv, heads)
     dq, dk, dv = parts(gradient, heads)
     library()(
         *(q, k, v, out.unflatten(2, (heads, -1)), above.unflatten(2, (heads, -1)), stats.squeeze(3)),
         causal=True,
-        deterministic=torch.are_deterministic_algorithms_enabled(),  # else the order in which dq is added up is chance
+        deterministic=torch.are_deterministic_algorithms_enabled(),  # otherwise the order of dq's sums is random
         dq=dq,
         dk=dk,
         dv=dv,
@@ -86,7 +86,7 @@ def by_flash4(
 
 
 def parts(packed: torch.Tensor, heads: int) -> tuple[torch.Tensor, ...]:
-    """q, k and v, [B, T, heads, d] each, as views."""
+    """Return views of q, k and v, [B, T, heads, d] each."""
     return packed.unflatten(2, (3, heads, -1)).unbind(2)
 
 
@@ -110,17 +110,17 @@ def _is_hopper(device: torch.device) -> bool:
 
 @functools.cache
 def library() -> Callable[..., Any]:
-    """The backward pass. Imported by the first call, since that takes seconds."""
+    """Return the package's backward pass. Imported by the first call, since that takes seconds."""
     keep_kernels()
-    warnings.filterwarnings("ignore", "Argument aux_data", UserWarning)  # the package's own, whenever it compiles
+    warnings.filterwarnings("ignore", "Argument aux_data", UserWarning)  # raised by the package whenever it compiles
     from flash_attn.cute.interface import _flash_attn_bwd
 
     return _flash_attn_bwd
 
 
 def keep_kernels() -> None:
-    """The package compiles its kernels in every process unless it is told to keep them; every row of a ladder is one.
-    What the user has set stays, and a folder that cannot be written is none."""
+    """Enable the package's cache of compiled kernels. Without it, every process compiles them, and every row of a
+    ladder is a process. The user's settings take precedence, and if the folder cannot be made there is no cache."""
     if CACHE in os.environ:
         return
     folder = os.environ.get(FOLDER, str(user_cache() / PACKAGE))

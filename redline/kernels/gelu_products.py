@@ -1,13 +1,13 @@
-"""The two products of an MLP that have GELU behind them, forward and backward, each as one kernel.
+"""The two matmuls of an MLP beside GELU, one forward and one backward, each fused with it into one kernel.
 
-    slope, active = gelu_product(rows, weight, bias)                      # GELU of the layer, and its slope there
+    slope, active = gelu_product(rows, weight, bias)                      # GELU of the layer's output, after its slope
     of_hidden, sums = gelu_product_backward(above, weight, slope)         # sums [F] in fp32: the bias's gradient
 
-On the way back, one kernel would write the gradient [M, F] of what GELU gave, and another read it, read what GELU was
-given and write it again. QuACK's matmuls for Hopper (quack-kernels) do with a number what they are told before they
-write it. What they do takes longer than the product itself, and on the way out the tanh is there: so that is where the
-slope is computed, and kept instead of what GELU was given; on the way back a multiplication is left of it.
-Where QuACK is not, or does not take the sizes, `kernels/products.py` and `kernels/gelu_backward.py` do it.
+Without fusion, one kernel of the backward would write the gradient [M, F] of GELU's output, and another would read it
+and GELU's input and write it again. QuACK's matmuls for Hopper (quack-kernels) apply an epilogue to each number before
+they write it. The epilogue takes longer than the matmul itself, and the forward computes the tanh anyway. So the
+forward computes the slope and saves it instead of GELU's input, which leaves the backward one multiplication. Without
+QuACK, or for sizes that it does not accept, `kernels/products.py` and `kernels/gelu_backward.py` are used.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ def _backward_shapes(
 
 @operator("gelu_product(Tensor rows, Tensor weight, Tensor bias) -> (Tensor, Tensor)", fake=_forward_shapes)
 def gelu_product(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """rows [M, C] through a layer [F, C]: tanh GELU of that, which reads it before it is rounded to 16 bits, behind
-    its slope there."""
+    """Apply a layer [F, C] to rows [M, C]; return GELU's slope there, and tanh GELU. A fused kernel applies GELU before
+    the layer's output is rounded to 16 bits."""
     if is_taken(rows, weight) and bias.dtype == rows.dtype and bias.data_ptr() % 16 == 0:
-        from redline.kernels.gelu_products_quack import forward  # takes seconds to import, and is not there everywhere
+        from redline.kernels.gelu_products_quack import forward  # takes seconds to import, and may not be installed
 
         return forward(rows, weight, bias)
     hidden, active = product_and_gelu(rows, weight, bias)
@@ -53,7 +53,8 @@ def gelu_product(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -
 def gelu_product_backward(
     above: torch.Tensor, weight: torch.Tensor, slope: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """above [M, C] back through the second layer [C, F] and through GELU, which had this slope."""
+    """Return the gradient of GELU's input and the sums of its columns, given the gradient `above` [M, C] of the second
+    layer's output, that layer's weight [C, F] and GELU's slope."""
     if is_taken(above, weight, slope):
         from redline.kernels.gelu_products_quack import backward
 
@@ -63,18 +64,18 @@ def gelu_product_backward(
 
 
 def is_taken(*matrices: torch.Tensor) -> bool:
-    """By QuACK, here."""
+    """True if QuACK's kernels can be used."""
     return matrices[0].is_cuda and is_there(matrices[0].device) and lie_well(*matrices)
 
 
 def lie_well(*matrices: torch.Tensor) -> bool:
-    """Of a single row nobody can tell whether it is one."""
+    """True if sizes and addresses suit QuACK. A single row or column does not: its layout is ambiguous."""
     return takes(*matrices) and all(one.is_contiguous() and min(one.shape) > 1 for one in matrices)
 
 
 @functools.cache
 def is_there(device: torch.device) -> bool:
-    """QuACK, and the kind of GPU that this was tried on."""
+    """True if QuACK is installed and the GPU is of the kind on which this was tried."""
     return is_installed() and torch.cuda.get_device_capability(device) == HOPPER
 
 

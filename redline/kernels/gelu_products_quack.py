@@ -1,7 +1,7 @@
-"""The kernels of `kernels.gelu_products`, by QuACK. Imported only where that package and a Hopper GPU are.
+"""The kernels of `kernels.gelu_products`, by QuACK. Imported only if that package and a Hopper GPU are available.
 
-QuACK compiles the functions of one number below into the ends of its matmuls. That takes some seconds of a form's first
-call (sizes and type), and QuACK keeps the code in a folder of its own (QUACK_CACHE_DIR).
+QuACK compiles the scalar functions below into the epilogues of its matmuls. That takes some seconds of the first call
+of a form (sizes and dtype), and QuACK caches the code in a folder of its own (QUACK_CACHE_DIR).
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ def tile(rows: int, columns: int, *, in_turns: bool, cluster: tuple[int, int]) -
     )
 
 
-# Two groups of warps in turns: while one multiplies, the other does GELU and writes. Of 25 sets of sizes the fastest on
-# an H200, at 65,536 x 768 x 3,072; on the way back it was first among eight with another cluster.
+# Two groups of warps take turns: while one multiplies, the other computes GELU and writes. The fastest of 25
+# configurations on an H200, at 65,536 x 768 x 3,072; for the backward, the fastest of eight has another cluster.
 TILE = tile(128, 192, in_turns=True, cluster=(1, 2))
 BACK = tile(128, 192, in_turns=True, cluster=(2, 1))
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 def slope_and_gelu(x: Any) -> tuple[Any, Any]:
-    """GELU is x share with share = (1 + tanh(z)) / 2 and 2 z = SLOPE (x + CUBE x^3); of what follows as little as can
-    be, since every operation is one of 201 M here."""
+    """GELU is x share with share = (1 + tanh(z)) / 2 and 2 z = SLOPE (x + CUBE x^3). This takes as few operations as
+    possible, since each of them runs 201 M times here."""
     square = x * x
     share = tanh(x * (SLOPE / 2 + SLOPE / 2 * CUBE * square)) * 0.5 + 0.5
     active = x * share
@@ -50,14 +50,14 @@ def slope_and_gelu(x: Any) -> tuple[Any, Any]:
 
 @gemm_epilogue(outputs=("active",), ops={"bias": RowVecLoad("bias")})  # type: ignore[untyped-decorator]
 def with_gelu(acc: Any, bias: Any) -> dict[str, Any]:
-    """`acc` is a number of the product in fp32; `D`, GELU's slope, and `active` are written."""
+    """`acc` is an element of the product in fp32; `D`, GELU's slope, and `active` are written."""
     slope, active = slope_and_gelu(acc + bias)
     return {"D": slope, "active": active}
 
 
 @gemm_epilogue(reduces={"sums": RowVecReduce("sums")})  # type: ignore[untyped-decorator]
 def with_sums_of_columns(acc: Any, c: Any) -> dict[str, Any]:
-    """`c` is GELU's slope; `D` is written, `sums` added up."""
+    """`c` is GELU's slope; `D` is written, and `sums` accumulated."""
     gradient = acc * c
     return {"D": gradient, "sums": gradient}
 
@@ -78,7 +78,7 @@ def forward(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> Pai
     slope, active = (rows.new_empty(rows.size(0), weight.size(0)) for _ in range(2))
     out = {"D": slope, "active": active}
     key = rows.shape, weight.shape, rows.dtype, rows.device
-    plan = FORWARD.get(key)  # with a plan QuACK needs 2 us of the host for a call, without one 28
+    plan = FORWARD.get(key)  # with a plan a call costs 2 us of host time, without one 28
     if plan is None:
         plan = FORWARD[key] = with_gelu.plan(rows, weight.t(), out=out, config=TILE, bias=bias)
     plan.run(rows, weight.t(), out=out, bias=bias)
@@ -89,8 +89,8 @@ def forward(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> Pai
 
 
 class Backward:
-    """One of two ways, for operands of these sizes. `turned`: the matmul of the transposed matrices, which finds the
-    numbers of a sum in fewer threads."""
+    """One of two variants, for operands of these sizes. `turned`: multiply the transposed matrices, so that the numbers
+    of a sum are in fewer threads."""
 
     def __init__(self, turned: bool, above: torch.Tensor, weight: torch.Tensor, slope: torch.Tensor) -> None:
         self.turned = turned
@@ -98,7 +98,7 @@ class Backward:
         end = with_sums_of_rows if turned else with_sums_of_columns
         self.plan = end.plan(a, b, c, out={"D": torch.empty_like(c)}, config=BACK)
         self.parts = self.plan.scratch["sums"].shape
-        self.plan.scratch = {}  # every call has its own: they may be in a graph
+        self.plan.scratch = {}  # allocated by every call: it may belong to a CUDA graph
 
     def _seen(self, above: torch.Tensor, weight: torch.Tensor, slope: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return (weight.t(), above.t(), slope.t()) if self.turned else (above, weight, slope)
@@ -127,7 +127,7 @@ Way = TypeVar("Way", bound=Callable[..., tuple[torch.Tensor, ...]])
 
 
 def fastest(ways: Iterable[Way], operands: tuple[torch.Tensor, ...]) -> Way:
-    """The one that is here, or always the first where two runs must agree."""
+    """Return the variant that is fastest here; always the first if algorithms must be deterministic."""
     if torch.are_deterministic_algorithms_enabled():
         return next(iter(ways))
     made = list(ways)
@@ -135,13 +135,13 @@ def fastest(ways: Iterable[Way], operands: tuple[torch.Tensor, ...]) -> Way:
     for _ in range(1 + LOOKS):
         for seconds, way in zip(times, made, strict=True):
             seconds.append(seconds_of(lambda way=way: way(*operands)))  # type: ignore[misc]
-    medians = [statistics.median(seconds[1:]) for seconds in times]  # the first loads the code
+    medians = [statistics.median(seconds[1:]) for seconds in times]  # the first call loads the code
     return made[medians.index(min(medians))]
 
 
 def seconds_of(call: Callable[[], object]) -> float:
     before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(BUSY_CYCLES)  # else the launch would be timed
+    torch.cuda._sleep(BUSY_CYCLES)  # otherwise the launch would be timed
     before.record()
     call()
     after.record()

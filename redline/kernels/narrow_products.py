@@ -1,13 +1,14 @@
-"""Products of 8-bit operands, and the two of an MLP that have GELU behind them, each as one kernel.
+"""Matmuls of 8-bit operands, and the two of an MLP beside GELU, each fused with it into one kernel.
 
     y = narrow_product(rows, others, rows_inverse, others_inverse, dtype=torch.bfloat16)    # [M, K] x [N, K] -> [M, N]
     slope, active = narrow_gelu_product(rows, weight, rows_inverse, weight_inverse, bias)
     of_hidden, sums = narrow_gelu_product_backward(above, turned, above_inverse, turned_inverse, slope)
-    slope, active, narrow = narrow_gelu_product_in_both(..., bias, factors)     # and GELU's output in 8 bits besides
+    slope, active, narrow = narrow_gelu_product_in_both(..., bias, factors)     # GELU's output in 8 bits too
 
-Tensor cores take 8-bit operands with the summed index last, so each is a matrix of rows; the inverses undo the scales
-of their casts. torch._scaled_mm does the products, on a CPU too. Those with GELU are `kernels/gelu_products.py`'s with
-other operands: QuACK multiplies by the inverses before it adds the bias, and where it is not, three kernels do it.
+Tensor cores need 8-bit operands with the summed index last, so each operand is a matrix of rows; the inverses undo the
+scales of their casts. torch._scaled_mm computes the matmuls, on a CPU too. Those with GELU are the ones of
+`kernels/gelu_products.py` with other operands: QuACK multiplies by the inverses before it adds the bias. Without QuACK,
+three kernels do the same.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from redline.kernels.gelu_backward import slope_of, times_slope_
 from redline.kernels.gelu_products import is_there
 from redline.kernels.products import operator
 
-WHOLE = 16  # bytes at which a row must begin
+WHOLE = 16  # alignment of a row, in bytes
 
 
 def narrow_product(
@@ -32,11 +33,11 @@ def narrow_product(
     fast: bool = False,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """rows [M, K] times others [N, K] transposed: [M, N]; both inverses are one number, or both one per row. `fast`
-    leaves partial sums in the tensor core's accumulator, which has fewer bits than fp32: fit for a sum over a layer's
-    width, not for one over a vocabulary or a batch. What does not lie in rows is copied."""
+    """Multiply rows [M, K] by others [N, K] transposed: [M, N]. Both inverses are single numbers, or both have one per
+    row. `fast` leaves partial sums in the tensor core's accumulator, which has fewer bits than fp32: suitable for a sum
+    over a layer's width, not over a vocabulary or a batch. Operands that are not row-major are copied."""
     rows, others = rows.contiguous(), others.contiguous()
-    if rows_inverse.dim() == 2 and not rows.is_cuda:  # a CPU takes one scale per tensor
+    if rows_inverse.dim() == 2 and not rows.is_cuda:  # a CPU accepts one scale per tensor
         one = torch.ones((), device=rows.device)
         wide: torch.Tensor = torch._scaled_mm(rows, others.t(), scale_a=one, scale_b=one, out_dtype=torch.float32)
         wide = wide * rows_inverse * others_inverse.t()
@@ -77,7 +78,7 @@ def _through_gelu(
     *factors: torch.Tensor,
 ) -> Tensors:
     if is_taken(rows, weight) and bias.data_ptr() % WHOLE == 0 and _lies_well_in_8_bits(weight, *factors):
-        from redline.kernels import narrow_products_quack  # takes seconds to import, and is not there everywhere
+        from redline.kernels import narrow_products_quack  # takes seconds to import, and may not be installed
 
         return narrow_products_quack.forward(rows, weight, rows_inverse, weight_inverse, bias, *factors)
     hidden = narrow_product(rows, weight, rows_inverse, weight_inverse, dtype=bias.dtype, fast=True, bias=bias)
@@ -90,8 +91,8 @@ OPERANDS = "Tensor rows, Tensor weight, Tensor rows_inverse, Tensor weight_inver
 
 @operator(f"narrow_gelu_product({OPERANDS}, Tensor bias) -> (Tensor, Tensor)", fake=_forward_shapes)
 def narrow_gelu_product(*words: torch.Tensor) -> Tensors:
-    """rows [M, C] through a layer [F, C], with inverses [M, 1] and [F, 1]: tanh GELU of that, behind its slope there;
-    both have the bias's type."""
+    """Apply a layer [F, C] to rows [M, C], with inverses [F, 1] and [M, 1]; return GELU's slope there, and tanh GELU,
+    both in the bias's dtype."""
     return _through_gelu(*words)
 
 
@@ -100,7 +101,7 @@ def narrow_gelu_product(*words: torch.Tensor) -> Tensors:
     fake=_forward_shapes,
 )
 def narrow_gelu_product_in_both(*words: torch.Tensor) -> Tensors:
-    """The same, and once more what GELU gives in the operands' 8 bits, each row multiplied by its factor [M, 1]."""
+    """The same, and GELU's output once more in the operands' 8-bit dtype, each row multiplied by its factor [M, 1]."""
     return _through_gelu(*words)
 
 
@@ -136,8 +137,8 @@ def _back_through_gelu(
 
 @operator(f"narrow_gelu_product_backward({OPERANDS}, Tensor slope) -> (Tensor, Tensor)", fake=_backward_shapes)
 def narrow_gelu_product_backward(*words: torch.Tensor) -> Tensors:
-    """rows [M, C] back through the second layer and through GELU, which had this slope [M, F], with the sums [F] of the
-    columns in fp32. The weight [F, C] is the layer's, transposed."""
+    """Return the gradient of GELU's input, and the sums [F] of its columns in fp32, given the gradient [M, C] of the
+    second layer's output and GELU's slope [M, F]. The weight [F, C] is that layer's, transposed."""
     return _back_through_gelu(*words)
 
 
@@ -146,18 +147,18 @@ def narrow_gelu_product_backward(*words: torch.Tensor) -> Tensors:
     fake=_backward_shapes,
 )
 def narrow_gelu_product_backward_in_both(*words: torch.Tensor) -> Tensors:
-    """The same, and once more the gradient in the operands' 8 bits, each row multiplied by its factor [M, 1]."""
+    """The same, and the gradient once more in the operands' 8-bit dtype, each row multiplied by its factor [M, 1]."""
     return _back_through_gelu(*words)
 
 
 def is_taken(rows: torch.Tensor, others: torch.Tensor) -> bool:
-    """By QuACK, here."""
+    """True if QuACK's kernels can be used."""
     return rows.is_cuda and is_there(rows.device) and lie_well(rows, others)
 
 
 def lie_well(rows: torch.Tensor, others: torch.Tensor) -> bool:
-    """What comes out has rows as well, of 16-bit numbers: as many as `others` has rows. Of a single row nobody can tell
-    whether it is one."""
+    """True if sizes and addresses suit QuACK. The result's rows, as long as `others` has rows, hold 16-bit numbers and
+    must be aligned too. Matrices with a single row or column do not suit: their layout is ambiguous."""
     sized = rows.size(1) % WHOLE == 0 and others.size(0) % (WHOLE // 2) == 0
     return sized and all(
         one.is_contiguous() and min(one.shape) > 1 and one.data_ptr() % WHOLE == 0 for one in (rows, others)
@@ -165,5 +166,5 @@ def lie_well(rows: torch.Tensor, others: torch.Tensor) -> bool:
 
 
 def _lies_well_in_8_bits(weight: torch.Tensor, *factors: torch.Tensor) -> bool:
-    """Of what is written besides, if it is."""
+    """True if the rows of the additional 8-bit output are aligned, or there is no such output."""
     return not factors or weight.size(0) % WHOLE == 0

@@ -1,9 +1,9 @@
-"""The kernels of `kernels.narrow_products`, by QuACK. Imported only where that package and a Hopper GPU are.
+"""The kernels of `kernels.narrow_products`, by QuACK. Imported only if that package and a Hopper GPU are available.
 
-Like `kernels.gelu_products_quack`, but for two vectors more at the ends, which undo the scales of the operands. The
-product itself takes about half the time, so that other sizes of its tiles may be the fastest: the first call of a form
-times those of TILES. Compiled for sm_90a the tile of 128 x 192 spills up to 66 registers (300 with 8 bits written
-besides), the others five at most.
+Like `kernels.gelu_products_quack`, except that the epilogues read two more vectors, which undo the scales of the
+operands. The matmul itself takes about half the time, so other tile sizes may be the fastest: the first call of a form
+times those of TILES. Compiled for sm_90a, the tile of 128 x 192 spills up to 66 registers (300 with the additional
+8-bit output), the others five at most.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ TILES = (
 
 
 class Epilogue(EpiMod):  # type: ignore[misc]
-    """Without more registers for sums in fp32: QuACK has the tensor core's own for 8 bits only when told so, and no
-    argument of its functions tells it."""
+    """An epilogue without additional registers for fp32 sums. QuACK uses the tensor core's own accumulator alone for
+    8-bit operands only if told so, and none of its functions has an argument for that."""
 
     def _mint(self, *words: Any) -> Any:
         kernel = super()._mint(*words)
@@ -46,7 +46,7 @@ BIAS = {"bias": RowVecLoad("bias")}
 
 
 def epilogue(**parts: Any) -> Callable[[Callable[..., dict[str, Any]]], Epilogue]:
-    """Of a function of one number `acc` of the product, and of the factors of its row and its column."""
+    """Make an epilogue of a function of one element `acc` of the product, and of the factors of its row and column."""
     return lambda end: Epilogue(end, **parts)
 
 
@@ -88,7 +88,8 @@ Tensors = tuple[torch.Tensor, ...]
 
 
 class Forward:
-    """With one tile, for operands of these sizes: rows, weight, their inverses, the bias, and factors or none."""
+    """The forward with one tile, for operands of these sizes: rows, weight, their inverses, the bias and, optionally,
+    factors."""
 
     def __init__(self, config: GemmConfig, *operands: torch.Tensor) -> None:
         self.config = config
@@ -133,9 +134,9 @@ def key_of(*operands: torch.Tensor) -> Key:
 
 
 class Backward:
-    """With one tile, for operands of these sizes: rows, weight, their inverses, GELU's slope, and factors or
-    none. `turned`: the matmul of the transposed matrices, which finds the numbers of a sum in fewer threads; it writes
-    no 8 bits, whose columns no instruction turns on their way."""
+    """The backward with one tile, for operands of these sizes: rows, weight, their inverses, GELU's slope and,
+    optionally, factors. `turned`: multiply the transposed matrices, so that the numbers of a sum are in fewer threads.
+    This variant writes no 8-bit output, since no instruction transposes 8-bit numbers on their way out."""
 
     def __init__(self, config: GemmConfig, turned: bool, *operands: torch.Tensor) -> None:
         self.config, self.turned = config, turned
@@ -143,7 +144,7 @@ class Backward:
         end = with_sums_in_both if "narrow" in out else with_sums_of_rows if turned else with_sums_of_columns
         self.plan = end.plan(a, b, c, out=out, config=config, **beside)
         self.parts = self.plan.scratch["sums"].shape
-        self.plan.scratch = {}  # every call has its own: they may be in a graph
+        self.plan.scratch = {}  # allocated by every call: it may belong to a CUDA graph
 
     def _seen(
         self,

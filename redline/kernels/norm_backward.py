@@ -1,12 +1,13 @@
-"""LayerNorm's backward, the stream's gradient beside it, and all the sums over rows that follow, in one pass.
+"""LayerNorm's backward, the sum with the stream's other gradient, and all the sums over rows that follow, in one pass.
 
     of_stream, sums = norm_backward(gradient, stream, beside, gain, mean, scale)
     of_gain, of_bias, of_branch = sums          # [3, C] in fp32
 
-`stream` [N, C] is what the norm read, `gradient` that of what it gave, `beside` what reached the stream past the norm.
-`of_stream` is the sum of both ways. The branch that was added to the stream has the same gradient, and its bias the sum
-over rows of it: the compiler would read it again for that. `mean` and `scale` [N, 1], one over the deviation, are those
-of the forward: with them one look at a row is enough, where computing them again takes three, one after the other.
+`stream` [N, C] is the norm's input, `gradient` the gradient of its output, and `beside` the gradient that reaches the
+stream past the norm. `of_stream` is the sum of both paths. The branch that was added to the stream has the same
+gradient, and the branch's bias its sum over rows, for which the compiler would read it again. `mean` and `scale` (one
+over the deviation), both [N, 1], come from the forward: with them one pass over a row is enough, where computing them
+again takes three, one after the other.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def norm_backward(
     mean: torch.Tensor,
     scale: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The first three are [N, C], the stream contiguous; the result has its type."""
+    """The first three are [N, C], and `stream` is contiguous; `of_stream` has its dtype."""
     if stream.is_cuda:
         from redline.kernels.norm_backward_triton import launch  # needs Triton, which a CPU build of torch lacks
 

@@ -1,4 +1,4 @@
-"""The Triton kernel of `kernels.norm_backward`. Imported only where there is a CUDA device."""
+"""The Triton kernel of `kernels.norm_backward`. Imported only if there is a CUDA device."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ import triton.language as tl
 
 from redline.kernels.norm_backward import plain_norm_backward
 
-# The fastest of 177 sets on an H200, at 65,536 x 768: programs on each multiprocessor, of which each goes through its
-# share of the rows, so many at a time, keeps its sums in registers and loads rows two turns ahead. 0.116 ms, where a
-# sum of products takes 0.094; without the loads ahead 0.132, without the forward's means and scales 0.145.
+# The fastest of 177 configurations on an H200, at 65,536 x 768: `PROGRAMS` on each multiprocessor, each of which goes
+# through its share of the rows, `HIGH` at a time, keeps its sums in registers and prefetches rows two iterations ahead.
+# 0.116 ms, where a sum of products takes 0.094; without prefetching 0.132, without the forward's means and scales
+# 0.145.
 PROGRAMS, HIGH, AHEAD = 4, 2, 3
-SHARE = 0.85  # of a multiprocessor's shared memory, for what is loaded ahead
-LONGEST = 8192  # columns; beyond, a program's sums do not fit its registers
+SHARE = 0.85  # of a multiprocessor's shared memory, for prefetched rows
+LONGEST = 8192  # columns; beyond that, a program's sums do not fit in its registers
 
 
 def launch(
@@ -54,12 +55,12 @@ def launch(
 
 
 def sizes(block: int) -> tuple[int, int]:
-    """Rows at a time, and programs on a multiprocessor: long rows have fewer, for the same registers."""
+    """Return the rows at a time, and the programs on a multiprocessor: fewer for long rows, with the same registers."""
     return (HIGH, PROGRAMS) if block <= 1024 else (1, max(1, min(PROGRAMS, LONGEST // block)))
 
 
 def ahead(step_bytes: int, device: torch.device) -> int:
-    """Turns whose rows are in shared memory at once, of all programs of a multiprocessor."""
+    """Return how many iterations' rows are in shared memory at once, for all programs of a multiprocessor."""
     if device.type != "cuda":
         return AHEAD
     room = SHARE * torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
@@ -67,12 +68,12 @@ def ahead(step_bytes: int, device: torch.device) -> int:
 
 
 def multiprocessors(device: torch.device) -> int:
-    """One where Triton's interpreter runs, on a CPU."""
+    """1 on a CPU, where Triton's interpreter runs."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 def warps(block: int) -> int:
-    """16 numbers of a row for each thread, as far as there are threads."""
+    """Return the warps of a program: 16 elements of a row per thread, up to 16 warps."""
     return min(max(block // 512, 1), 16)
 
 

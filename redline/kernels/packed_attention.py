@@ -1,11 +1,12 @@
-"""Causal attention over q, k and v that lie side by side, whose gradients do too.
+"""Causal attention over q, k and v that lie side by side, with gradients that do too.
 
     out, stats = packed_attention(qkv, heads)                        # qkv [B, T, 3C] -> [B, T, C]
     of_qkv = packed_attention_backward(above, qkv, out, stats, heads)
 
-torch's attention gives three gradients, which the projection's matmuls read as one: a copy of all three. cuDNN's
-kernels take any strides, so here they write where the projection reads. Called through NVIDIA's own package for that
-(nvidia-cudnn-frontend); it drives the cuDNN that torch has loaded. On a CPU, and without the package, the formulas.
+torch's attention returns three gradients, which must be copied into one for the projection's matmuls. cuDNN's kernels
+accept any strides, so here they write where the projection reads. They are called through NVIDIA's package for that
+(nvidia-cudnn-frontend), which drives the cuDNN that torch has loaded. On a CPU, or without the package, plain formulas
+are used.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from typing import Any
 
 import torch
 
-PACKAGE = "cudnn"  # as nvidia-cudnn-frontend is imported
+PACKAGE = "cudnn"  # the import name of nvidia-cudnn-frontend
 
 
 @torch.library.custom_op("redline::packed_attention", mutates_args=())
 def packed_attention(qkv: torch.Tensor, heads: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the heads give, side by side, and the logarithms of the softmax's sums, [B, heads, T, 1] in fp32."""
+    """Return the heads' outputs side by side, and the log-sum-exp of the scores, [B, heads, T, 1] in fp32."""
     if not (qkv.is_cuda and is_there()):
         return plain_packed_attention(qkv, heads)
     (batch, sequence, width), dtype = qkv.shape, qkv.dtype
@@ -44,7 +45,7 @@ def _(qkv: torch.Tensor, heads: int) -> tuple[torch.Tensor, torch.Tensor]:
 def packed_attention_backward(
     above: torch.Tensor, qkv: torch.Tensor, out: torch.Tensor, stats: torch.Tensor, heads: int
 ) -> torch.Tensor:
-    """`above` [B, T, C], contiguous as `out` is -> [B, T, 3C]."""
+    """Return the gradient of qkv, [B, T, 3C]. `above` [B, T, C] must be contiguous, as `out` is."""
     if not (qkv.is_cuda and is_there()):
         return plain_packed_attention_backward(above, qkv, out, stats, heads)
     batch, sequence, width = qkv.shape
@@ -69,14 +70,14 @@ def is_there() -> bool:
 
 
 def _thirds(name: str, packed: torch.Tensor) -> dict[str, int]:
-    """Where q, k and v begin, by the names that a graph gives them."""
+    """Return the addresses of q, k and v, by their names in a graph."""
     prefix, start = name.removesuffix("qkv"), packed.data_ptr()
     third = packed.size(2) // 3 * packed.element_size()
     return {f"{prefix}{part}": start + number * third for number, part in enumerate("qkv")}
 
 
 class Graph:
-    """A graph of cuDNN with its plan: tensors by name, and memory to work in."""
+    """A cuDNN graph with its plan, its tensors by name, and a workspace."""
 
     def __init__(self, cudnn: Any, graph: Any, tensors: dict[str, Any], device: torch.device) -> None:
         graph.validate()
@@ -141,7 +142,7 @@ def _heads(rows: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 def _scores(qkv: torch.Tensor, heads: int) -> tuple[torch.Tensor, ...]:
-    """Scaled, without the future, and q, k and v."""
+    """Return the scaled scores, causally masked, and q, k and v."""
     wide = torch.promote_types(qkv.dtype, torch.float32)
     q, k, v = (_heads(part.to(wide), heads) for part in qkv.chunk(3, dim=2))
     future = torch.ones(qkv.size(1), qkv.size(1), dtype=torch.bool, device=qkv.device).triu(1)

@@ -1,9 +1,9 @@
-"""Three matrices side by side in one, and the sums over its rows, in one pass: what q, k and v's projection gets back.
+"""Joins three matrices side by side and sums over rows, in one pass: what the projection of q, k and v needs backward.
 
     joined, sums = side_by_side(dq, dk, dv)     # three of [N, C] -> [N, 3C] in their type; sums [3C] in fp32
 
-Attention gives three gradients and the projection's matmuls read one. The compiler copies them in one kernel and reads
-the copy again in another for the bias's gradient.
+Attention returns three gradients, and the projection's matmuls read one. The compiler copies them in one kernel and
+reads the copy again in another for the bias's gradient.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 @torch.library.custom_op("redline::side_by_side", mutates_args=())
 def side_by_side(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of one shape and type, each with the numbers of a row next to each other in memory."""
+    """The three have one shape and dtype, and the elements of a row are next to each other in memory."""
     if q.is_cuda:
         from redline.kernels.side_by_side_triton import launch  # needs Triton, which a CPU build of torch lacks
 

@@ -1,9 +1,9 @@
-"""The transpose of a matrix of 8-bit numbers, as a matrix of its own.
+"""Transposes a matrix of 8-bit numbers into a new matrix.
 
     columns = transposed(rows)        # [M, N] -> [N, M], contiguous
 
-Tensor cores take 8-bit operands with the summed index last, both of them, and a weight's gradient sums over tokens: so
-activations and gradients are needed the other way round as well. torch's own copy moves one byte at a time.
+Tensor cores need both 8-bit operands with the summed index last, and a weight's gradient sums over tokens, so
+activations and gradients are needed transposed as well. torch's own copy moves one byte at a time.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The Triton kernel of `kernels.transpose`. Imported only where there is a CUDA device."""
+"""The Triton kernel of `kernels.transpose`. Imported only if there is a CUDA device."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-# A tile is read in rows of 128 bytes, turned in shared memory and written in rows of 128 bytes: whole cache lines
+# A tile is read in rows of 128 bytes, transposed in shared memory and written in rows of 128 bytes: whole cache lines
 # either way.
 TILE, WARPS = 128, 8
 
@@ -16,7 +16,7 @@ def launch(matrix: torch.Tensor) -> torch.Tensor:
     assert matrix.stride(1) == 1
     rows, columns = matrix.shape
     turned = torch.empty(columns, rows, dtype=matrix.dtype, device=matrix.device)
-    # Neighbouring programs read along a row. The first axis of a grid alone may pass 65,535.
+    # Neighbouring programs read along a row. One axis, since only the first axis of a grid may exceed 65,535.
     grid = (triton.cdiv(rows, TILE) * triton.cdiv(columns, TILE),)
     _transpose[grid](
         matrix.view(torch.uint8),
@@ -34,7 +34,7 @@ def launch(matrix: torch.Tensor) -> torch.Tensor:
 def _transpose(matrix, turned, stride, rows, columns, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
     across = tl.cdiv(columns, TILE)
     program = tl.program_id(0)
-    row = (program // across).to(tl.int64) * TILE + tl.arange(0, TILE)  # rows x columns passes 2^31
+    row = (program // across).to(tl.int64) * TILE + tl.arange(0, TILE)  # rows x columns may exceed 2^31
     column = (program % across).to(tl.int64) * TILE + tl.arange(0, TILE)
     tile = tl.load(
         matrix + row[:, None] * stride + column[None, :],
