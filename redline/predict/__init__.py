@@ -1,1 +1,1 @@
-"""Arithmetic on the nouns: no torch, milliseconds."""
+"""Predictions from workload, recipe, hardware and measurement: arithmetic without torch, done in milliseconds."""

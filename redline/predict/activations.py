@@ -1,9 +1,9 @@
-"""What one GPU holds and what a layer keeps for its backward: the tensors that `predict/memory.py` adds up.
+"""The tensors that one GPU holds and that a layer keeps for its backward pass; `predict/memory.py` adds them up.
 
     layer_activations(shape, plan) -> {"residual": 6144, "normalised": 3088, "qkv": 4608, ...}   bytes per token
 
-Each term names its tensor. Names of widths: C the stream's, Q all query heads', KV all keys' (and again all values'),
-F the MLP's; c is the bytes of a number that a matmul reads.
+Each term names its tensor. Widths: C of the residual stream, Q of all query heads, KV of all key heads (and again of
+all value heads), F of the MLP. c is the number of bytes per element that a matmul reads.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FP32 = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Rank:
-    """One GPU and its part of a step: what every term is counted from."""
+    """One GPU and its part of a step, from which every term is computed."""
 
     shape: Shape
     plan: Plan
@@ -33,9 +33,9 @@ class Rank:
     zero: int
     optimizer: OptimizerCosts
     first: bool
-    """It has the embedding."""
+    """True if it has the embedding."""
     last: bool
-    """It has the head."""
+    """True if it has the head."""
 
     @property
     def tokens(self) -> int:
@@ -47,7 +47,7 @@ class Rank:
 
     @property
     def in_flight(self) -> int:
-        """Micro batches whose activations wait: 1F1B lets the first stage run ahead by the stages after it."""
+        """Micro batches whose activations are held: 1F1B lets the first stage run ahead by one per later stage."""
         return min(self.layout.pp, self.layout.accumulation) if self.first else 1
 
     @property
@@ -60,12 +60,12 @@ class Rank:
 
     @property
     def weight(self) -> int:
-        """Bytes of a weight, and of its gradient: 4 but for optimizers that keep weights in 16 bit."""
+        """Bytes per weight and per gradient: 4, or 2 for optimizers that keep weights in 16 bit."""
         return self.optimizer.weights
 
     @property
     def rows(self) -> int:
-        """Of embedding and head, padded and shared among tensor-parallel GPUs."""
+        """Rows of embedding and head, padded and divided among tensor-parallel GPUs."""
         return -(-self.plan.vocab_rows(self.shape.vocab) // self.layout.tp)
 
     @property
@@ -88,19 +88,19 @@ class Rank:
 
     @property
     def table(self) -> int:
-        """Of the embedding, and of the head."""
+        """Parameters in the embedding, and in the head."""
         return self.rows * self.shape.d_model
 
     @property
     def head_is_embedding(self) -> bool:
-        return self.plan.tied and self.first and self.last  # stages apart each hold a copy
+        return self.plan.tied and self.first and self.last  # separate stages each hold a copy
 
     @property
     def outer(self) -> int:
         """Parameters outside the layers."""
         return sum(count * math.prod(sizes) for sizes, count in self.outer_tensors())
 
-    # tensors as (sizes, how many of them)
+    # tensors as (sizes, count)
 
     def layer_tensors(self) -> Iterator[tuple[tuple[int, ...], int]]:
         for layer in self.linear:
@@ -128,27 +128,27 @@ class Rank:
 
     @property
     def largest(self) -> int:
-        """Of one parameter tensor."""
+        """Parameters in the largest tensor."""
         return max(self.largest_inside, self.table if self.first or self.last else 0)
 
     @property
     def largest_inside(self) -> int:
-        """Of one matrix of a layer."""
+        """Parameters in the largest matrix of a layer."""
         return max(layer.inputs * layer.outputs for layer in self.linear)
 
     @property
     def cached_tokens(self) -> float:
-        """Of one sequence, over all layers of this GPU: those whose keys and values generation keeps. Stages share
-        the layers with a window evenly."""
+        """Tokens per sequence whose keys and values generation keeps, summed over the layers of this GPU. Layers with a
+        window are assumed to be spread evenly over the stages."""
         shape, windowed = self.shape, self.shape.layers_with_window
         seen = min(shape.sequence, shape.window or shape.sequence)
         return (windowed * seen + (shape.layers - windowed) * shape.sequence) / self.layout.pp
 
-    # what stays, shared among replicas by ZeRO
+    # persistent state, which ZeRO shards among data-parallel GPUs
 
     @property
     def weight_bytes(self) -> int:
-        # A mask of a byte per pair of tokens, once for all layers; the built-in GPT has it whatever its attention.
+        # The mask has a byte per pair of tokens, once for all layers; the built-in GPT has it with any attention.
         mask = self.plan.attention == "naive" or self.shape.positions == "learned"
         return self._shared_numbers(self.weight, 3) + mask * self.shape.sequence**2
 
@@ -158,24 +158,24 @@ class Rank:
 
     @property
     def keeps(self) -> bool:
-        """`fsdp-keep`: ZeRO 3 between updates. Within one, weights stay gathered from forward to backward, and whole
-        gradients are added up until the last micro batch."""
+        """True for `fsdp-keep`: ZeRO 3 between updates. Within an update, weights stay gathered from forward to
+        backward, and whole gradients accumulate until the last micro batch."""
         return self.zero == 3 and self.plan.parallel == "fsdp-keep"
 
     @property
     def gathers_all(self) -> bool:
-        """`fsdp-whole`: ZeRO 3 between updates, but for vectors, which every GPU has. Within one all weights are there,
-        and whole gradients wait for the end of the last backward pass, in the type that the weights were gathered
-        in."""
+        """True for `fsdp-whole`: ZeRO 3 between updates, except for vectors, which every GPU holds. Within an update
+        all weights are gathered, and whole gradients wait for the end of the last backward pass, in the dtype in which
+        the weights were gathered."""
         return self.zero == 3 and self.plan.parallel == "fsdp-whole"
 
     def is_cut(self, sizes: tuple[int, ...]) -> bool:
-        """Whether a tensor of these sizes is shared among replicas, where any is."""
+        """True if ZeRO shards a tensor of these sizes, given that it shards any."""
         return len(sizes) > 1 or not self.gathers_all
 
     @cached_property
     def uncut(self) -> int:
-        """Parameters in tensors that are not."""
+        """Parameters in tensors that are not cut."""
         inside, outside = (
             sum(count * math.prod(sizes) for sizes, count in tensors if not self.is_cut(sizes))
             for tensors in (self.layer_tensors(), self.outer_tensors())
@@ -183,12 +183,12 @@ class Rank:
         return self.layers * inside + outside
 
     def _shared_numbers(self, size: int, stage: int) -> int:
-        """Bytes of so many for each parameter."""
+        """Bytes on this GPU of state with `size` bytes per parameter that is sharded from ZeRO stage `stage` on."""
         return self.shared(size * (self.parameters - self.uncut), stage) + size * self.uncut
 
     @property
     def standing_gradients(self) -> int:
-        """Those of earlier micro batches, during a forward."""
+        """Bytes of gradients from earlier micro batches that are held during a forward pass."""
         if self.layout.accumulation == 1:
             return 0
         return self.weight * self.parameters if self.keeps or self.gathers_all else self.gradient_bytes
@@ -204,7 +204,7 @@ class Rank:
 
     @property
     def update_bytes(self) -> int:
-        """What an update needs beside state and gradients."""
+        """Bytes that an update needs besides state and gradients."""
         rule = self.optimizer
         needed = rule.of_all * self.parameters + rule.of_largest * self.largest
         return self.shared(needed + rule.of_previous * self.largest_inside, 1)
@@ -212,43 +212,43 @@ class Rank:
     def shared(self, size: float, stage: int) -> int:
         return -(-round(size) // self.layout.shards) if self.zero >= stage else round(size)
 
-    # what a moment has of the weights besides
+    # further copies of weights and gradients at one moment of a step
 
     def cast_bytes(self, layers: int, *, head: bool) -> int:
-        """16-bit weights of so many layers. FSDP gathers weights in 16 bit and casts nothing."""
+        """Bytes of 16-bit copies of the weights of `layers` layers; 0 under FSDP, which gathers weights in 16 bit."""
         if self.compute == self.weight or self.zero == 3:
             return 0
         return self.compute * (layers * self.matrices + head * self.table)
 
     def gathered_weights(self, waiting: int) -> int:
-        """ZeRO 3: this layer, the next one on its way, and what lies outside the layers. Where they are kept: all
-        layers that are `waiting` for their backward; where they are gathered as one, all."""
+        """Bytes of weights gathered under ZeRO 3: the current layer, the next one in flight, and what lies outside the
+        layers. `fsdp-keep` holds all layers that are `waiting` for their backward, `fsdp-whole` all it cuts."""
         if self.gathers_all:
             return self.compute * (self.parameters - self.uncut)
         layers = waiting if self.keeps else 2
         return self.compute * (layers * self.layer + self.outer) if self.zero == 3 else 0
 
     def gathered_gradients(self, done: int) -> int:
-        """ZeRO 2 and 3: of the gradients that are `done`, those of one layer before they are shared out; or all, unless
-        they are added to others of their type at once."""
+        """Bytes of the `done` gradients that ZeRO 2 and 3 have not sharded yet: those of one layer. With `fsdp-whole`
+        all of them, unless they are added at once to accumulated gradients of the same dtype."""
         if self.gathers_all and (self.casts or self.layout.accumulation == 1):
             return self.compute * done // self.weight
         return min(done, self.weight * self.layer) if self.zero >= 2 else 0
 
     def shared_gradients(self, done: int) -> int:
-        """And those that have been shared out since."""
+        """Bytes on this GPU of the `done` gradients that are already sharded."""
         if self.gathers_all:
             return 0
         return min(self.gradient_bytes, self.shared(done - self.gathered_gradients(done), 2))
 
 
 def compute_bytes(plan: Plan) -> int:
-    """Of a number that a matmul reads."""
+    """Bytes per element that a matmul reads."""
     return 2 if plan.autocast else FP32
 
 
 def residual_bytes(plan: Plan) -> int:
-    """Of a number in the stream between the blocks, which autocast leaves in fp32 unless the plan narrows it."""
+    """Bytes per element of the stream between the blocks: autocast leaves it in fp32 unless the plan narrows it."""
     return FP32 if plan.residual == "fp32" else 2
 
 
@@ -257,7 +257,7 @@ def residual_bytes(plan: Plan) -> int:
 
 def layer_activations(shape: Shape, plan: Plan, tp: int = 1) -> dict[str, float]:
     """Bytes per token that one layer keeps for its backward, by kind, when no block is checkpointed. Tensor-parallel
-    GPUs share what lies inside attention and MLP; the stream and its norms each has whole."""
+    GPUs divide what lies inside attention and MLP; each holds the stream and its norms whole."""
     C, c = shape.d_model, compute_bytes(plan)
     statistics = 2 if shape.norm == "layernorm" and not plan.compile else 1  # mean and 1/std; Inductor keeps one
     return {
@@ -278,16 +278,16 @@ def _qkv(shape: Shape, plan: Plan, tp: int) -> float:
     if shape.positions != "rope":
         return projected
     rotated = c * (Q + KV)
-    return rotated + (projected if shape.fused_qkv else c * KV)  # v, a view, holds on to the whole projection
+    return rotated + (projected if shape.fused_qkv else c * KV)  # v is a view and keeps the whole projection
 
 
 def _core(shape: Shape, plan: Plan, tp: int) -> float:
-    """Between q, k, v and the output: nothing if it is computed again."""
+    """Bytes per token between q, k, v and the output: 0 if they are recomputed."""
     heads, c = shape.heads / tp, compute_bytes(plan)
     if plan.checkpointing == "selective":
         return 0
     if plan.attention != "naive":
-        return FP32 * heads  # the logarithm of each row's sum
+        return FP32 * heads  # log-sum-exp of each row
     square = heads * shape.sequence
     if plan.compile:
         return 2 * c * square + 2 * FP32 * heads  # scores, weights; maximum and sum of each row
@@ -295,27 +295,28 @@ def _core(shape: Shape, plan: Plan, tp: int) -> float:
 
 
 def mlp_tensors(shape: Shape, plan: Plan) -> int:
-    """Of the MLP's width: GELU's input and output; gate, up and their product, and eager silu(gate) too."""
+    """Number of tensors of the MLP's width: GELU's input and output; or gate, up, their product and, in eager mode,
+    silu(gate)."""
     if not shape.gated:
         return 2
     return 3 if plan.compile else 4
 
 
 def kept_activations(rank: Rank, layers: int) -> dict[str, float]:
-    """Bytes of the first `layers` layers of this GPU, for one micro batch, with the batch itself."""
+    """Bytes kept by the first `layers` layers of this GPU for one micro batch, by kind, with the batch itself."""
     shape, plan = rank.shape, rank.plan
     of_one = layer_activations(shape, plan, rank.layout.tp)
     if plan.checkpointing == "full":
         of_one = {"residual": residual_bytes(plan) * shape.d_model}  # the input of the block
-    of_one = {kind: plan.activation_budget * size for kind, size in of_one.items()}  # as a whole: of which, it chooses
+    of_one = {kind: plan.activation_budget * size for kind, size in of_one.items()}  # the compiler picks the tensors
     kept = {kind: rank.tokens * layers * size for kind, size in of_one.items()}
     kept["embedding"] = batch_bytes(rank)
     return kept
 
 
 def batch_bytes(rank: Rank) -> float:
-    """Inputs and targets as 64-bit integers, twice where the next batch is copied ahead; Inductor also keeps the
-    positions' rows."""
+    """Bytes of inputs and targets as 64-bit integers, doubled if the next batch is copied ahead; Inductor also keeps
+    the rows of the positions."""
     batches = 2 if rank.plan.loader_workers else 1
     learned = rank.first and rank.shape.positions == "learned"
     rows = FP32 * rank.shape.d_model if rank.plan.compile else 8  # eager keeps their indices
@@ -323,8 +324,8 @@ def batch_bytes(rank: Rank) -> float:
 
 
 def final_activations(rank: Rank) -> dict[str, float]:
-    """Of the last norm: what it reads, and what it gives the head. A head that computes its gradient at once keeps no
-    input; Inductor computes the last block's output again when that block is checkpointed."""
+    """Bytes kept of the last norm, by kind: its input, and its output for the head. A head that computes its gradient
+    at once keeps no input; Inductor recomputes the last block's output if that block is checkpointed."""
     if not rank.last:
         return {}
     again = rank.plan.compile and rank.plan.checkpointing == "full"
@@ -340,28 +341,29 @@ class LayerBackward:
 
     recomputed: float
     flowing: float
-    """Gradients on their way, less what the layer has given up by then."""
+    """Gradients in flight, less what the layer has freed by then."""
 
 
 def layer_backward(rank: Rank) -> LayerBackward:
-    """The MLP's gradients come first, while everything is there; then attention's, when the MLP's tensors are gone."""
+    """Return the worse of two points: the MLP's backward, with everything alive, or attention's, with the MLP's tensors
+    freed."""
     worst = max(_in_mlp(rank), _in_attention(rank), key=lambda point: point.recomputed + point.flowing)
-    # The gradient that a product reads, in 8 bits beside the 16-bit one.
+    # The gradient that a matmul reads, in 8 bit beside the 16-bit one.
     narrow = [layer.outputs for layer in rank.linear if rank.plan.narrows(layer.where, "dgrad")]
     worst = replace(worst, flowing=worst.flowing + max(narrow, default=0))
-    if worst.flowing < 0:  # more was given up than is on its way
+    if worst.flowing < 0:  # more was freed than is in flight
         return LayerBackward(recomputed=worst.recomputed + worst.flowing, flowing=0)
     return worst
 
 
 def _stream(rank: Rank) -> float:
-    """The stream's gradient, and its copy for the branch where that computes in another type."""
+    """Bytes per token of the stream's gradient, and of its copy for the branch if that computes in another dtype."""
     own = residual_bytes(rank.plan)
     return rank.shape.d_model * (own + (rank.compute if rank.compute != own else 0))
 
 
 def _in_mlp(rank: Rank) -> LayerBackward:
-    """A gated MLP has the gradients of gate and up at once, when its product is gone."""
+    """A gated MLP holds the gradients of gate and up together, once their product is freed."""
     width = (2 if rank.shape.gated else 1) * rank.compute * rank.shape.d_ff / rank.layout.tp
     whole = layer_activations(rank.shape, rank.plan, rank.layout.tp)
     again = (
@@ -375,9 +377,9 @@ def _in_attention(rank: Rank) -> LayerBackward:
     Q, KV = shape.query_width / tp, shape.kv_width / tp
     naive = plan.attention == "naive"
     whole = layer_activations(shape, replace(plan, checkpointing="none"), tp)
-    freed = whole["mlp"] + (residual_bytes(plan) + c) * shape.d_model  # with what the MLP's norm read and wrote
-    # A fused kernel: gradients of q, k, v, then the three side by side, where they were not written so; dq is summed up
-    # in fp32. flash-attn-4 allocates that, and two numbers a row, itself: nothing of it outlives the call.
+    freed = whole["mlp"] + (residual_bytes(plan) + c) * shape.d_model  # plus what the MLP's norm read and wrote
+    # A fused kernel: gradients of q, k and v, then a stacked copy unless they were written stacked; dq is accumulated
+    # in fp32. flash-attn-4 allocates the fp32 dq and two numbers per row itself and frees them before it returns.
     copies = 2 if plan.packed_attention == "none" else 1
     core = _naive_backward(rank) if naive else copies * c * (Q + 2 * KV) + FP32 * Q
     again = {
@@ -389,8 +391,8 @@ def _in_attention(rank: Rank) -> LayerBackward:
 
 
 def _naive_backward(rank: Rank) -> float:
-    """Squares of scores beyond the kept ones, when softmax's gradient has just been computed."""
+    """Bytes per token of score squares beyond the kept ones, just after softmax's gradient was computed."""
     square = rank.shape.heads / rank.layout.tp * rank.shape.sequence
     if rank.plan.compile:
         return rank.compute * square  # the weights' gradient, which becomes the scores'
-    return (6 if rank.casts else 8) * square  # both in fp32; the 16-bit weights are gone by then
+    return (6 if rank.casts else 8) * square  # both in fp32; the 16-bit weights are freed by then

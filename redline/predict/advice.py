@@ -1,16 +1,16 @@
-"""What to do about a profile: the largest gains first, in words and in seconds, each with the rung to take.
+"""Advice on a profile: what to do, largest gain first, in words and in seconds, each with the rung to take.
 
     advise(profile, shape=shape, plan=plan, micro_batch=16, candidates=candidates, rates=rates)
     -> (Advice(what="take flash", why="attention takes 41.2 ms of ...", gain_seconds=0.031, rung="flash"), ...)
 
-The gain of a rung is measured time times a predicted ratio: what the roofline expects of each pool of operations with
-the rung, over what it expects without. So a wrong peak cancels out to first order, and a pool that the rung leaves
-alone gains nothing. Idle time of a phase shrinks with the launches of that phase as far as the host is late with them,
-and with the number of kernels where the pauses are the device's own. Gains are estimates of each rung alone; two of
-them together give less than their sum. Measure: `redline ladder --from RECIPE`.
+The time with a rung is the measured time multiplied by a predicted ratio: for each pool of operations, the time that
+the roofline expects with the rung over the time without. So a wrong peak cancels out to first order, and a pool that
+the rung does not touch gains nothing. Idle time of a phase shrinks with the phase's launches as far as the host issues
+them late, and with the number of kernels as far as the device itself pauses. Each gain is an estimate for that rung
+alone; two rungs together gain less than the sum. To measure: `redline ladder --from RECIPE`.
 
-Where that leaves fewer than three, bounds follow: by how much the kernels of a group miss the rates that the machine
-reaches. They say where time is left, not how to get it, and are marked (`at_most`).
+If that leaves fewer than three items, bounds follow: how far the kernels of a group fall short of the rates that the
+machine reaches. Bounds say where time is lost, not how to save it, and are marked `at_most`.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ from redline.predict.operations import Operation
 from redline.predict.reach import Reach, fastest_seen, reach_of
 from redline.predict.roofline import IDEAL, TYPICAL, Peaks, peaks_for, roofline
 
-THINGS = 3  # to gain: bounds fill up what rungs and lines leave
-LEAST_SHARE = 0.01  # of the step: less is inside the noise of measuring it
+THINGS = 3  # bounds are added if rungs and lines give fewer items
+LEAST_SHARE = 0.01  # of the step: less is within the measurement noise
 IDLE_SHARE = 0.05
 NO_SYNC = "no-sync"
 KERNELS_LOSE = replace(TYPICAL, gap_seconds=0.0)  # idle time is measured
@@ -67,7 +67,7 @@ POOL_NAMES = {
     MEMORY_BOUND: "normalisations, element-wise work and copies take",
     IDLE: "nothing runs for",
 }
-# Of each group, what a bound is a bound on.
+# By group: the change whose gain is bounded.
 FASTER = {
     CONTRACTION: "faster tensor contractions",
     ATTENTION: "a faster attention kernel",
@@ -77,7 +77,7 @@ FASTER = {
     OPTIMIZER: "a faster update",
     MOVEMENT: "faster copies",
 }
-# Why a rung helps, where its title alone does not say it.
+# Why a rung helps, if its title alone does not say so.
 REASONS = {
     "tf32": "fp32 matmuls leave the tensor cores unused",
     "bf16": "16-bit matmuls run at a multiple of the rate and move half the bytes",
@@ -96,7 +96,7 @@ HOST_KEEPS_UP = {"cuda-graphs": "the host keeps up; the device pauses before eac
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A rung that applies here and is not in the recipe, and the plan with it."""
+    """A rung that applies here and is not in the recipe, and the plan that includes it."""
 
     rung: str
     title: str
@@ -105,14 +105,14 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """What the machine reaches, for the ratios."""
+    """The rates that the machine reaches, from which ratios are computed."""
 
     matmul_tflops: Mapping[str, float]
-    """By precision."""
+    """TFLOP/s by precision."""
     bandwidth: float
     source: str
     reachable: bool = True
-    """False: the best kernels of the profile itself, which the machine may surpass, so that no bound follows."""
+    """False if these are the best kernels of the profile itself: the machine may be faster, so they give no bound."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,10 +120,10 @@ class Advice:
     what: str
     why: str
     gain_seconds: float | None
-    """Of a step; None where nothing tells how much."""
+    """Seconds per step; None if unknown."""
     rung: str | None = None
     at_most: bool = False
-    """`gain_seconds` is a bound, not an estimate: nothing here is known to bring it."""
+    """True if `gain_seconds` is a bound, not an estimate: nothing here is known to achieve it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,7 +155,8 @@ def advise(
     candidates: Sequence[Candidate],
     rates: Rates | None,
 ) -> tuple[Advice, ...]:
-    """Most to gain first, then what is not known in seconds, then bounds where that makes fewer than three."""
+    """Return advice, largest gain first, then advice without a known gain, then bounds if there are fewer than three
+    items."""
     case = Case(profile=profile, shape=shape, plan=plan, micro_batch=micro_batch, candidates=candidates, rates=rates)
     found = [advice for rule in RULES for advice in rule(case)]
     worth = [each for each in found if each.gain_seconds is None or each.gain_seconds >= LEAST_SHARE * case.step]
@@ -164,7 +165,8 @@ def advise(
 
 
 def rates_of(profile: Profile, plan: Plan, device: Device | None, measured: MeasuredPeaks | None) -> Rates | None:
-    """What was measured here, else what such a device is known to reach, else the best kernels of the profile."""
+    """Return the rates measured here, else those that such a device is known to reach, else those of the profile's best
+    kernels; None if the profile has none."""
     if measured is not None:
         source = f"redline hardware --measure, {measured.date[:10]}"
         return Rates(matmul_tflops=measured.matmul_tflops, bandwidth=measured.bandwidth, source=source)
@@ -187,7 +189,8 @@ def rates_of(profile: Profile, plan: Plan, device: Device | None, measured: Meas
 
 
 def rungs_to_take(case: Case) -> Iterator[Advice]:
-    """One for each thing that a rung would change: of two that change the same, the one that gains more."""
+    """Advise the rungs that gain, at most one per changed part of the plan: of two that change the same field, the one
+    that gains more."""
     weighed = [(gains_of(case, each), each) for each in case.candidates]
     weighed.sort(key=lambda pair: -sum(pair[0].values()))
     changed: set[str] = set()
@@ -200,7 +203,7 @@ def rungs_to_take(case: Case) -> Iterator[Advice]:
 
 
 def gains_of(case: Case, candidate: Candidate) -> dict[str, float]:
-    """Seconds by pool."""
+    """Return the seconds gained, by pool."""
     before, after = pools_of(case, case.plan), pools_of(case, candidate.plan)
     if before is None or after is None:
         return {}
@@ -214,12 +217,12 @@ def gains_of(case: Case, candidate: Candidate) -> dict[str, float]:
 
 
 def pools_of(case: Case, plan: Plan) -> dict[str, float] | None:
-    """Seconds that the roofline expects of each pool; None where no rate is known for the plan's precision, and of a
-    model whose operations nobody described."""
+    """Return the seconds that the roofline expects of each pool; None if no rate is known for the plan's precision, and
+    for traced models, whose operations nobody described."""
     peaks = None if case.rates is None else _peaks(plan, case.rates)
     if peaks is None or isinstance(case.shape, Traced):
         return None
-    lost = KERNELS_LOSE if case.profile.device == "cuda" else IDEAL  # what is known of kernels was seen on GPUs
+    lost = KERNELS_LOSE if case.profile.device == "cuda" else IDEAL  # kernel losses were seen on GPUs
     rows = roofline(case.shape, plan, micro_batch=case.micro_batch, peaks=peaks, assumptions=lost).rows
     pools: dict[str, float] = defaultdict(float)
     for row in rows:
@@ -232,7 +235,8 @@ def _peaks(plan: Plan, rates: Rates) -> Peaks | None:
 
 
 def pool_of(operation: Operation) -> str:
-    """As the profile groups what ran: the core of attention together, whatever computes it, and so the loss."""
+    """Return the pool in which the profile counts an operation: the core of attention is one pool, whatever computes
+    it, and so is the loss."""
     if operation.part == "core":
         return ATTENTION
     if operation.name.startswith("loss"):
@@ -241,13 +245,13 @@ def pool_of(operation: Operation) -> str:
 
 
 def fewer_launches(case: Case, plan: Plan) -> dict[str, float]:
-    """Seconds of idle time by phase."""
-    assert not isinstance(case.shape, Traced)  # `pools_of` has no answer for one
+    """Return the seconds of idle time saved, by phase."""
+    assert not isinstance(case.shape, Traced)  # `pools_of` returns None for one
     return idle_gains(case.profile, shape=case.shape, micro_batch=case.micro_batch, before=case.plan, after=plan)
 
 
 def changed_fields(before: Plan, after: Plan) -> set[str]:
-    """Names of what differs. Everything that sets the precision is one thing."""
+    """Return the names of the fields that differ. All fields that set the precision count as one, 'precision'."""
     changed = {
         field.name for field in dataclasses.fields(Plan) if getattr(before, field.name) != getattr(after, field.name)
     }
@@ -290,7 +294,7 @@ def data_wait(case: Case) -> Iterator[Advice]:
 
 
 def communication(case: Case) -> Iterator[Advice]:
-    """Between ranks, with nothing to hide behind. How much of it less of it saves, nobody knows."""
+    """Communication between ranks that nothing hides. How much can be saved is unknown, so the gain is a bound."""
     sharing = case.profile.sharing
     if sharing is None:
         return
@@ -309,13 +313,13 @@ def communication(case: Case) -> Iterator[Advice]:
 
 
 def synchronisations(case: Case) -> Iterator[Advice]:
-    """Idle time after the host had to wait. Reading the loss less often leaves one wait in so many steps."""
+    """Idle time after the host waited for the device. Reading the loss every n steps leaves one wait in n steps."""
     idle = case.profile.sync_idle_seconds
     if idle <= 0:
         return
     found = [each for each in case.profile.findings if each.kind == "synchronisation"]
     lines = [each.where for each in found if each.rung is None and each.where]
-    # What nobody watched may be the recipe's. A user's own lines are not mended by it.
+    # A wait without a known line may be the recipe's own. The rung does not fix a user's lines.
     recipe = not lines or any(each.rung == NO_SYNC for each in found)
     rung = case.candidate(NO_SYNC) if recipe else None
     kept = 1 / rung.plan.read_loss_every if rung is not None and rung.plan.read_loss_every else 0.0
@@ -329,7 +333,7 @@ def synchronisations(case: Case) -> Iterator[Advice]:
 
 
 def idle_gaps(case: Case) -> Iterator[Advice]:
-    """What is left idle when no rung would gain much of it by launching less."""
+    """The other idle time, if no rung would save much of it by launching fewer kernels."""
     idle = case.profile.by_group()[IDLE] - case.profile.sync_idle_seconds
     if case.profile.device == "cuda" and idle > IDLE_SHARE * case.step and not launches_less(case):
         yield more_work(case, idle)
@@ -352,7 +356,7 @@ def more_work(case: Case, idle: float) -> Advice:
 
 
 def fp32_matmuls(case: Case) -> Iterator[Advice]:
-    """Matmuls that autocast was meant to catch: at the 16-bit rate they would take less."""
+    """Fp32 matmuls that autocast was meant to catch: at the 16-bit rate they would take less time."""
     lines = [each.where for each in case.profile.findings if each.kind == "fp32-matmul" and each.where]
     if not lines or case.plan.autocast is None:
         return
@@ -385,7 +389,7 @@ def other_findings(case: Case) -> Iterator[Advice]:
 
 
 def written_out_attention(case: Case) -> Iterator[Advice]:
-    """Of a user's own model: what no rung can change from outside."""
+    """Attention written out in a user's own model, which no rung can change from outside."""
     found = case.shape.attention if isinstance(case.shape, Traced) else ()
     if found:
         places = ", ".join(dict.fromkeys(str(each.place) for each in found))
@@ -398,7 +402,8 @@ def written_out_attention(case: Case) -> Iterator[Advice]:
 
 
 def slower_compiled(case: Case) -> Iterator[Advice]:
-    """The same step without compile was measured too, for its modules. Its scatter is taken for this step's."""
+    """Compare with the same step without compile, which was measured for its modules. Its scatter is assumed to equal
+    this step's."""
     eager = case.profile.uncompiled
     if eager is None or eager.micro_batch != case.micro_batch:
         return
@@ -414,7 +419,7 @@ def slower_compiled(case: Case) -> Iterator[Advice]:
 
 
 def rungs_to_measure(case: Case) -> Iterator[Advice]:
-    """Of a user's own model nobody can tell beforehand what a rung brings."""
+    """For a user's own model, the gain of a rung cannot be predicted, so list the rungs that apply."""
     if isinstance(case.shape, Traced) and case.candidates:
         names = ", ".join(each.rung for each in case.candidates)
         yield Advice(
@@ -425,7 +430,7 @@ def rungs_to_measure(case: Case) -> Iterator[Advice]:
 
 
 def recomputation(case: Case) -> Iterator[Advice]:
-    """Checkpointing buys memory with time: worth undoing where memory is left."""
+    """Checkpointing trades time for memory: worth undoing if memory is left."""
     if case.plan.checkpointing == "none":
         return
     kept = Candidate(rung="", title="", plan=replace(case.plan, checkpointing="none"))
@@ -456,7 +461,8 @@ RULES = (
 
 
 def bounds(case: Case, advised: Sequence[Advice]) -> list[Advice]:
-    """What no advice above reaches for, largest first. A group that an advised rung helps is left to the rung."""
+    """Return bounds on what the advice above does not cover, largest first. A group that an advised rung helps has no
+    bound."""
     rungs = [rung for each in advised if each.rung is not None and (rung := case.candidate(each.rung)) is not None]
     least = LEAST_SHARE * case.step
     helped = {pool for rung in rungs for pool, gain in gains_of(case, rung).items() if gain >= least}
@@ -467,7 +473,7 @@ def bounds(case: Case, advised: Sequence[Advice]) -> list[Advice]:
 
 
 def group_bound(case: Case, group: str) -> Iterator[Advice]:
-    """By how much the kernels of a group miss the rates of the machine."""
+    """Say how far the kernels of a group fall short of the machine's rates."""
     spent = case.profile.by_group()[group]
     if case.rates is None or not case.rates.reachable or spent < LEAST_SHARE * case.step:
         return
@@ -491,21 +497,22 @@ def group_bound(case: Case, group: str) -> Iterator[Advice]:
 
 
 def limits(case: Case, rates: Rates) -> Rates:
-    """The rates of the machine, but none that a kernel of this very profile beats: that would be no bound."""
+    """Return the machine's rates, raised to those of the profile's fastest kernels: a rate that a kernel beats is no
+    bound."""
     seen, bandwidth = fastest_seen(case.profile.kernels, tf32=case.plan.matmul_precision == "high")
     tflops = {dtype: max(rate, seen.get(dtype, 0.0)) for dtype, rate in rates.matmul_tflops.items()}
     return replace(rates, matmul_tflops=tflops, bandwidth=max(rates.bandwidth, bandwidth))
 
 
 def beaten_words(stated: Rates, rates: Rates, reach: Reach) -> str:
-    """Where a kernel is faster than the stated rate: that the rate is its."""
+    """If a kernel is faster than the stated rate, say that the rate is that kernel's."""
     faster = reach.by_bytes and rates.bandwidth > stated.bandwidth
     faster |= any(rate not in stated.matmul_tflops.values() for rate in reach.tflops)
     return ", as fast as the fastest kernel here" if faster else ""
 
 
 def known_words(reach: Reach, spent: float) -> str:
-    """Where only a part of the group can be judged: which."""
+    """If only part of the group can be judged, say how much."""
     if reach.seconds > 0.995 * spent:
         return ""
     share, seconds = human_percent(reach.seconds / spent, 0), human_seconds(reach.seconds)
@@ -513,7 +520,7 @@ def known_words(reach: Reach, spent: float) -> str:
 
 
 def work_words(case: Case, group: str, reach: Reach) -> str:
-    """'its 4.33 TFLOP', 'its 35.1 GB'; and of attention which of its scores are counted."""
+    """'its 4.33 TFLOP', 'its 35.1 GB'; for attention, also which scores are counted."""
     flops = f"{reach.flops / 1e12:.3g} TFLOP" if reach.flops >= 1e11 else f"{reach.flops / 1e9:.3g} GFLOP"
     size = f"{reach.bytes / 1e9:.3g} GB"
     work = [flops] * bool(reach.tflops) + [size] * reach.by_bytes
@@ -530,7 +537,7 @@ def rate_words(rates: Rates, reach: Reach) -> str:
 
 
 def other_kernels(case: Case, group: str) -> str:
-    """Of attention: whose kernel is chosen by a rung. Which one is faster no prediction tells."""
+    """For attention, name the rungs that choose another kernel. Which kernel is faster cannot be predicted."""
     if group != ATTENTION:
         return ""
     others = [each.rung for each in case.candidates if each.plan.attention != case.plan.attention]
@@ -538,7 +545,7 @@ def other_kernels(case: Case, group: str) -> str:
 
 
 def idle_bound(case: Case) -> list[Advice]:
-    """Idle time that is too little for advice of its own, and that no rung removes."""
+    """Bound idle time that is too short for advice of its own and that no rung removes."""
     idle = case.profile.by_group()[IDLE] - case.profile.sync_idle_seconds
     if case.profile.device != "cuda" or idle > IDLE_SHARE * case.step or launches_less(case):
         return []

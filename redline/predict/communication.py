@@ -1,20 +1,20 @@
-"""What the GPUs of a layout send one another in a step, and how long that takes.
+"""What the GPUs of a layout send each other in a step, and how long that takes.
 
     sent = traffic(rank, gpus_per_node=8)                 # Collective(kind="reduce-scatter", axis="dp", calls=13, ...)
     sent_bytes(sent) -> {"all-gather": 470e6, "reduce-scatter": 470e6}            of one GPU, in one step
     step = step_time(compute, sent, fabric, usual_model(), layout)
     step.seconds, step.exposed_seconds
 
-Which collectives there are is what torch does: DDP's buckets, FSDP2's units with their padded shards, the all-reduces
-of `parallelize_module` and of its vocabulary-parallel loss. tests/cpu/test_communication_bytes.py counts them on a fake
-group of 1,024 ranks, call by call and byte by byte. Left out: the norm of the gradients and the loss, a number each.
+The collectives are those that torch issues: DDP's buckets, FSDP2's units with their padded shards, the all-reduces of
+`parallelize_module` and of its vocabulary-parallel loss. tests/cpu/test_communication_bytes.py counts them on a fake
+group of 1,024 ranks, call by call and byte by byte. Left out: the gradient norm and the loss, one number each.
 
-The time of a collective over n nodes with g GPUs in each, of S bytes (docs/parallel.md has the derivation):
+The time of a collective of S bytes over n nodes with g GPUs each (docs/parallel.md has the derivation):
 
     passes x ((g-1)/g S / inside  +  (n-1)/n S/g / between)  +  latency  +  wait (n-1)/n
 
-passes is 2 for an all-reduce and 1 for the others. Bytes and latency hide behind the matmuls where torch overlaps them,
-as far as the overlap share goes; the wait for the slowest node does not.
+passes is 2 for an all-reduce and 1 for the others. Transfer and latency hide behind the matmuls where torch overlaps
+them, up to the overlap share; the wait for the slowest node does not.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from redline.predict.parallel import Layout
 ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER, POINT = "all-reduce", "reduce-scatter", "all-gather", "point-to-point"
 KINDS = (ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER, POINT)
 PASSES = {ALL_REDUCE: 2, REDUCE_SCATTER: 1, ALL_GATHER: 1}  # around the ring
-FIRST_BUCKET, BUCKET = 1 * MIB, 25 * MIB  # torch's DDP: a small one first, so that something can be sent early
+FIRST_BUCKET, BUCKET = 1 * MIB, 25 * MIB  # torch's DDP: a small first bucket lets sending start early
 
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """GPUs that talk."""
+    """GPUs that communicate with each other."""
 
     ranks: int
     nodes: int
@@ -59,28 +59,28 @@ class Collective:
     kind: str
     """One of KINDS."""
     axis: str
-    """dp, tp or pp: which part of the layout asks for it."""
+    """dp, tp or pp: the part of the layout that requires it."""
     group: Group
     calls: int
     bytes: float
-    """Of all calls: of whole tensors, before a reduce-scatter and after an all-gather."""
+    """Bytes of all calls, as whole tensors: the input of a reduce-scatter, the output of an all-gather."""
     during: str
     """forward, backward or update."""
     hides: bool
-    """Matmuls of that pass go on meanwhile."""
+    """True if the matmuls of that pass run meanwhile."""
     every_pass: bool
-    """Once per micro batch, or once per step."""
+    """True if it happens once per micro batch, False if once per step."""
 
     @property
     def sent(self) -> float:
-        """Bytes that this GPU sends: in a ring all but its own part, once per pass."""
+        """Bytes that this GPU sends: in a ring, all but its own part, once per pass around the ring."""
         if self.kind == POINT:
             return self.bytes
         return PASSES[self.kind] * (self.group.ranks - 1) / self.group.ranks * self.bytes
 
 
 def sent_bytes(collectives: Iterable[Collective]) -> dict[str, float]:
-    """By kind, those that occur."""
+    """Return the bytes that this GPU sends, by kind, for the kinds that occur."""
     collectives = tuple(collectives)
     sums = {kind: sum(one.sent for one in collectives if one.kind == kind) for kind in KINDS}
     return {kind: size for kind, size in sums.items() if size}
@@ -90,11 +90,11 @@ def sent_bytes(collectives: Iterable[Collective]) -> dict[str, float]:
 
 
 def group_of(layout: Layout, axis: str, gpus_per_node: int) -> Group:
-    """Ranks count TP fastest, then DP (those of a copy first, then the copies), then PP. `axis`: tp, dp, pp, or a part
-    of dp where copies are cut: `shard`, the GPUs of one copy, and `copies`, those that hold the same of each. Of
-    several groups the one over most nodes."""
+    """Return the group along `axis`; of several such groups, the one that spans most nodes. `axis` is tp, dp or pp, or
+    a part of dp under hybrid sharding: `shard`, the GPUs of one copy, or `copies`, the GPUs that hold the same shard of
+    each copy. Ranks count TP fastest, then DP (the shards of a copy first, then the copies), then PP."""
     tp, dp, pp, shards = layout.tp, layout.dp, layout.pp, layout.shards
-    if axis == "pp":  # two neighbours; once the stages do not all fit one node, some pair is in two
+    if axis == "pp":  # two neighbours; if the stages do not all fit in one node, some pair spans two
         return Group(ranks=2, nodes=2 if layout.gpus > gpus_per_node else 1)
     strides = {"tp": (tp, 1), "dp": (dp, tp), "shard": (shards, tp), "copies": (layout.replicas, tp * shards)}
     size, stride = strides[axis]
@@ -106,14 +106,15 @@ def group_of(layout: Layout, axis: str, gpus_per_node: int) -> Group:
     else:
         starts = (number * size * stride for number in range(min(layout.gpus // (size * stride), gpus_per_node)))
     nodes = max((start + (size - 1) * stride) // gpus_per_node - start // gpus_per_node + 1 for start in starts)
-    return Group(ranks=size, nodes=min(size, nodes))  # with more than a node from one to the next: a node for each
+    return Group(ranks=size, nodes=min(size, nodes))  # neighbours more than a node apart: one node each
 
 
 # what is sent
 
 
 def traffic(rank: Rank, gpus_per_node: int) -> tuple[Collective, ...]:
-    """Of this GPU in one step. A pipeline's first, middle and last stages differ: `rank` says which it is."""
+    """Return the collectives of this GPU in one step. The first, middle and last stages of a pipeline differ: `rank`
+    says which stage this is."""
     parts = (_data_parallel(rank, gpus_per_node), _tensor_parallel(rank, gpus_per_node), _pipeline(rank, gpus_per_node))
     return tuple(one for part in parts for one in part if one.calls)
 
@@ -133,8 +134,8 @@ def _data_parallel(rank: Rank, gpus_per_node: int) -> Iterator[Collective]:
 
 
 def _whole_weights(rank: Rank, group: Group) -> Iterator[Collective]:
-    """DDP sums gradients in buckets, on the last micro batch only. ZeRO 1 and 2 keep a share of the sum each, update
-    that share and gather the weights; with a share of the gradients (2) every micro batch must be summed up."""
+    """DDP sums gradients in buckets, on the last micro batch only. Under ZeRO 1 and 2 each rank keeps a shard of the
+    sum, updates it and gathers the weights; ZeRO 2 also shards gradients, so every micro batch must be reduced."""
     buckets = ddp_buckets(gradient_tensors(rank))
     passes = rank.layout.accumulation if rank.zero == 2 else 1
     yield Collective(
@@ -163,10 +164,10 @@ def _whole_weights(rank: Rank, group: Group) -> Iterator[Collective]:
 
 
 def _sharded_weights(rank: Rank, group: Group) -> Iterator[Collective]:
-    """FSDP2: a unit per layer, and one for the rest, which stays whole from forward to backward. `fsdp-keep` gathers
-    once per pass, and deals out gradients on the last micro batch only. `fsdp-whole` is one unit, which is gathered
-    before the first micro batch and dealt out after the last: while that goes on, nothing else does. Vectors are not
-    cut there, and their gradients averaged."""
+    """FSDP2 has a unit per layer, and one for the rest, which stays gathered from forward to backward. `fsdp-keep`
+    gathers once per micro batch and reduce-scatters gradients on the last micro batch only. `fsdp-whole` is one unit,
+    gathered before the first micro batch and reduce-scattered after the last, while nothing else runs. It does not cut
+    vectors; their gradients are averaged."""
     passes, whole = rank.layout.accumulation, rank.gathers_all
     units, numbers = _units(rank, group.ranks)
     layer = padded(rank.layer_tensors(), group.ranks)
@@ -192,7 +193,7 @@ def _sharded_weights(rank: Rank, group: Group) -> Iterator[Collective]:
 
 
 def _units(rank: Rank, shards: int) -> tuple[int, int]:
-    """What FSDP2 gathers at a time: how many there are, and the numbers in all of them."""
+    """Return how many units FSDP2 gathers, and the number of elements in all of them."""
     layer, rest = (
         padded((one for one in tensors if rank.is_cut(one[0])), shards)
         for tensors in (rank.layer_tensors(), rank.outer_tensors())
@@ -202,8 +203,8 @@ def _units(rank: Rank, shards: int) -> tuple[int, int]:
 
 
 def _between_copies(rank: Rank, group: Group) -> Collective:
-    """Hybrid sharding: what a GPU was dealt of each unit's gradients is averaged over the copies, on the last micro
-    batch only."""
+    """Hybrid sharding: a GPU's shard of each unit's gradients is averaged over the copies, on the last micro batch
+    only."""
     shards = rank.layout.shards
     units, numbers = _units(rank, shards)
     return Collective(
@@ -220,7 +221,7 @@ def _between_copies(rank: Rank, group: Group) -> Collective:
 
 
 def _of_vectors(rank: Rank, group: Group) -> Collective:
-    """What is not cut, averaged in one call after the last backward pass."""
+    """Gradients of uncut tensors, averaged in one call after the last backward pass."""
     return Collective(
         what="gradients of vectors",
         kind=ALL_REDUCE,
@@ -235,16 +236,17 @@ def _of_vectors(rank: Rank, group: Group) -> Collective:
 
 
 def padded(tensors: Iterable[tuple[tuple[int, ...], int]], ranks: int) -> int:
-    """Numbers in tensors that are cut by rows: each GPU sends as many rows as the one that has most."""
+    """Return the elements of tensors cut by rows, padding included: each GPU sends as many rows as the GPU that has
+    most."""
     return sum(count * -(-sizes[0] // ranks) * ranks * math.prod(sizes[1:]) for sizes, count in tensors)
 
 
 def gradient_tensors(rank: Rank) -> Iterator[int]:
-    """Bytes of each gradient in the order in which the backward finishes them. A head that is the embedding is done
-    with it, at the end."""
+    """Yield the bytes of each gradient in the order in which the backward pass finishes them. A head tied to the
+    embedding finishes with it, at the end."""
     (table, tables), *others = [(rank.weight * math.prod(sizes), count) for sizes, count in rank.outer_tensors()]
     head = rank.last and not rank.head_is_embedding
-    positions = 1 if rank.first and rank.shape.positions == "learned" else 0  # they stand behind the table
+    positions = 1 if rank.first and rank.shape.positions == "learned" else 0  # they follow the table
     yield from [table] * head
     yield from _each(others[positions:])
     layer = [(rank.weight * math.prod(sizes), count) for sizes, count in rank.layer_tensors()]
@@ -259,7 +261,7 @@ def _each(sizes: Iterable[tuple[int, int]]) -> Iterator[int]:
 
 
 def ddp_buckets(tensors: Iterable[int], first: int = FIRST_BUCKET, cap: int = BUCKET) -> list[int]:
-    """Bytes of each: tensors are added in order, and one that reaches the limit is closed."""
+    """Return the bytes of each bucket: tensors are added in order, and a bucket that reaches the limit is closed."""
     buckets, open_bucket, limit = [], 0, first
     for size in tensors:
         open_bucket += size
@@ -270,16 +272,16 @@ def ddp_buckets(tensors: Iterable[int], first: int = FIRST_BUCKET, cap: int = BU
 
 
 def _tensor_parallel(rank: Rank, gpus_per_node: int) -> Iterator[Collective]:
-    """As model/tensor_parallel.py does it. Layers cut by inputs (proj, down) sum their outputs, those cut by outputs
-    (qkv, up, head) the gradients of their inputs, the cut embedding its rows, in fp32. Nothing hides them. Types: an
-    output has the matmuls', an input what the norm wrote, which is the weights', and FSDP gathers those in the
-    matmuls'."""
+    """The all-reduces of model/tensor_parallel.py, which nothing hides. Layers cut by inputs (proj, down) sum their
+    outputs, layers cut by outputs (qkv, up, head) sum the gradients of their inputs, and the cut embedding sums its
+    rows, in fp32. Outputs have the dtype of the matmuls. Inputs have the dtype that the norm wrote, which is that of
+    the weights; FSDP gathers weights in the dtype of the matmuls."""
     layout = rank.layout
     if layout.tp == 1:
         return
     stream = rank.tokens * rank.shape.d_model
     narrow = rank.compute if rank.zero == 3 else rank.weight
-    again = rank.layers if rank.plan.checkpointing == "full" else 0  # proj's output; down's nobody needs again
+    again = rank.layers if rank.plan.checkpointing == "full" else 0  # proj's output; down's is not needed again
     group = group_of(layout, "tp", gpus_per_node)
     for what, during, calls, size in (
         ("rows of the embedding", "forward", rank.first, FP32 * stream),
@@ -303,8 +305,8 @@ def _tensor_parallel(rank: Rank, gpus_per_node: int) -> Iterator[Collective]:
 
 
 def _pipeline(rank: Rank, gpus_per_node: int) -> Iterator[Collective]:
-    """The stream to the next stage and its gradient to the one before, each micro batch; a table that is embedding and
-    head exists in two stages, whose gradients are added up."""
+    """Each micro batch sends the stream to the next stage and its gradient to the one before. A tied table exists in
+    two stages, whose gradients are summed."""
     layout = rank.layout
     if layout.pp == 1:
         return
@@ -344,7 +346,7 @@ def _pipeline(rank: Rank, gpus_per_node: int) -> Iterator[Collective]:
 
 @dataclass(frozen=True, kw_only=True)
 class Fabric:
-    """How the GPUs are joined."""
+    """How the GPUs are connected."""
 
     gpus_per_node: int
     links: Links
@@ -356,12 +358,12 @@ class Fabric:
 
     @property
     def between_rate(self) -> float:
-        """Of one GPU: a port that is shared is used by all GPUs of the node at once."""
+        """Bytes per second of one GPU: all GPUs of the node use a shared port at once."""
         assert self.links.between is not None, "missing_link was not asked"
         return self.links.between.rate / (self.gpus_per_node if self.links.between.shared else 1)
 
     def missing_link(self, collectives: Iterable[Collective]) -> str | None:
-        """Why the traffic cannot be timed, or None."""
+        """Return why the traffic cannot be timed, or None if it can."""
         collectives = tuple(collectives)
         if self.links.inside is None and any(_uses_inside(one) for one in collectives):
             return "the traffic inside a node has no time: name its link (--interconnect, such as nvlink4 or pcie4)"
@@ -376,21 +378,21 @@ def _uses_inside(one: Collective) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class LinkModel:
-    """What a collective costs beside its bytes; the share of each link that is reached is in core/interconnects.py."""
+    """What a collective costs besides its bytes. The share of each link that is reached is in core/interconnects.py."""
 
     latency_inside: float = 20e-6
-    """Seconds per call that stays in a node: NVLink's 15 to 25 us (docs/sources.md 7)."""
+    """Seconds per call within a node: NVLink's 15 to 25 us (docs/sources.md 7)."""
     latency_between: float = 40e-6
-    """Seconds per call that leaves it: InfiniBand's 30 to 50 us (docs/sources.md 7)."""
+    """Seconds per call between nodes: InfiniBand's 30 to 50 us (docs/sources.md 7)."""
     wait: float = 0.0
-    """Seconds per collective over very many nodes until the slowest is there; (n-1)/n of it over n."""
+    """Seconds that a collective over very many nodes waits for the slowest; over n nodes, (n-1)/n of it."""
     overlap: float = 0.8
     """Share of a pass's matmuls behind which traffic hides. Assumed: the published series fits with anything from 0.05
     to 1."""
 
 
 def transfer_seconds(one: Collective, fabric: Fabric, model: LinkModel) -> float:
-    """Of all its calls: bytes over bandwidth, and latency."""
+    """Return the seconds of all calls: bytes over bandwidth, plus latency."""
     group = one.group
     if one.kind == POINT:
         between = group.nodes > 1
@@ -407,7 +409,7 @@ def transfer_seconds(one: Collective, fabric: Fabric, model: LinkModel) -> float
 
 
 def wait_seconds(one: Collective, model: LinkModel) -> float:
-    """Until the slowest node is there. Two neighbours of a pipeline wait in its bubble instead."""
+    """Return the seconds spent waiting for the slowest node. Pipeline neighbours wait in the bubble instead."""
     return 0.0 if one.kind == POINT else one.calls * model.wait * (1 - 1 / one.group.nodes)
 
 
@@ -428,9 +430,9 @@ class Compute:
 class StepTime:
     compute: Compute
     seconds_of: tuple[float, ...]
-    """Of each collective, hidden or not, in the order of the traffic."""
+    """Seconds of each collective, hidden or not, in the order of the traffic."""
     exposed_seconds: float
-    """Of them, what the matmuls do not hide."""
+    """The part of their sum that the matmuls do not hide."""
     bubble_seconds: float
 
     @property
@@ -449,11 +451,11 @@ class StepTime:
 def step_time(
     compute: Compute, collectives: tuple[Collective, ...], fabric: Fabric, model: LinkModel, layout: Layout
 ) -> StepTime:
-    """Ask `fabric.missing_link` first."""
+    """Return the time of a step. Callers must check `fabric.missing_link` first."""
     transfers = [transfer_seconds(one, fabric, model) for one in collectives]
     waits = [wait_seconds(one, model) for one in collectives]
     hidden = sum(_hidden(compute, collectives, transfers, model, layout.accumulation, name) for name in HIDING)
-    # What stands in the line of a micro batch is waited for once more in every slot of the bubble.
+    # Traffic that every micro batch waits for also lengthens every slot of the bubble.
     in_line = sum(time for one, time in zip(collectives, transfers, strict=True) if not one.hides and one.every_pass)
     return StepTime(
         compute=compute,
@@ -464,7 +466,7 @@ def step_time(
 
 
 def bubble(layout: Layout) -> float:
-    """Share of a pipeline's time in which a stage has nothing to do."""
+    """Return the share of a pipeline's time in which a stage is idle."""
     return share_of_bubble(layout.pp, layout.accumulation)
 
 
@@ -479,8 +481,8 @@ def _hidden(
     micro_batches: int,
     during: str,
 ) -> float:
-    """Seconds of traffic behind the matmuls of one pass: all of it, or as long as those last. What happens once per
-    step has only the last micro batch to hide behind."""
+    """Return the seconds of traffic hidden behind the matmuls of one pass, at most `model.overlap` of the pass. Traffic
+    sent once per step has only the last micro batch to hide behind."""
     hiding = [
         (one, time) for one, time in zip(collectives, transfers, strict=True) if one.hides and one.during == during
     ]
@@ -490,7 +492,7 @@ def _hidden(
     return min(always + min(once, window / micro_batches), window)
 
 
-# the published series that the wait is fitted on
+# the published series to which the wait is fitted
 
 
 SERIES_SHAPE = Shape(layers=12, heads=12, d_model=768, d_ff=3072, vocab=50368, sequence=2048)  # MPT-125M
@@ -500,13 +502,13 @@ SERIES_NODE = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Published:
-    """One row of a series on A100-40, 200 Gb/s of RoCE for each GPU, FSDP with everything in bf16 (llm-foundry,
+    """One row of a series measured on A100-40 with 200 Gb/s of RoCE per GPU, FSDP with everything in bf16 (llm-foundry,
     scripts/train/benchmarking/README.md; docs/sources.md 7)."""
 
     gpus: int
     accumulation: int
     tokens_per_second: float
-    """Of one GPU."""
+    """Tokens per second of one GPU."""
     shape: Shape = SERIES_SHAPE
     micro_batch: int = SERIES_MICRO_BATCH
 
@@ -530,11 +532,11 @@ class Published:
 
     @property
     def seconds(self) -> float:
-        """Of a step."""
+        """Seconds per step."""
         return self.accumulation * self.micro_batch * self.shape.sequence / self.tokens_per_second
 
     def predicted(self, pass_seconds: float, model: LinkModel) -> StepTime:
-        """With `pass_seconds` of work per micro batch, a third of it forward."""
+        """Predict the step with `pass_seconds` of work per micro batch, a third of it in the forward pass."""
         work = self.accumulation * pass_seconds
         compute = Compute(forward=work / 3, backward=2 * work / 3)
         fabric = Fabric(gpus_per_node=SERIES_NODE, links=choose_links("nvlink3,roce-200", None))
@@ -546,8 +548,8 @@ TWO_NODES = Published(gpus=16, accumulation=1, tokens_per_second=130.5e3)
 
 
 def fit(small: Published, large: Published, start: LinkModel) -> tuple[float, LinkModel]:
-    """Two rows give two numbers: the seconds of work per micro batch, from the one in a single node, and the wait, from
-    what the other is slower than that. Everything else is as in `start`."""
+    """Fit two numbers to two rows: the seconds of work per micro batch, to `small` in a single node, and the wait, to
+    the time by which `large` is slower than predicted without one. Everything else is as in `start`."""
     alone = replace(start, wait=0.0)
     exposed = small.predicted(small.seconds / small.accumulation, alone).exposed_seconds
     work = (small.seconds - exposed) / small.accumulation
@@ -557,5 +559,5 @@ def fit(small: Published, large: Published, start: LinkModel) -> tuple[float, Li
 
 @cache
 def usual_model() -> LinkModel:
-    """Fitted on 8 and 16 GPUs of the published series: a wait of 0.9 ms."""
+    """Return the model fitted to 8 and 16 GPUs of the published series: a wait of 0.9 ms."""
     return fit(ONE_NODE, TWO_NODES, LinkModel())[1]

@@ -2,9 +2,9 @@
 
     efficiency(shape, plan, hardware, 478_476) -> Efficiency(mfu=0.413, hfu=0.390, convention="full attention ...")
 
-Both are against the dense 16-bit peak of the data sheet, whatever precision a row uses: the question is how much of
-the card a run leaves unused, and a row in fp32 leaves the tensor cores. A device without a known peak has no MFU, and
-nor has a step that mixes fp8 with 16-bit layers, until someone says which of the two peaks is meant.
+Both are relative to the dense 16-bit peak of the data sheet, whatever precision a row uses: the question is how much of
+the card a run leaves unused, and an fp32 row leaves the tensor cores unused. A device without a known peak has no MFU;
+neither has a step that mixes fp8 with 16-bit layers, unless the caller names one of the two peaks.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ class Efficiency:
     mfu: float | None
     hfu: float | None
     convention: str
-    """What was counted against which peak, or why there is no number."""
+    """What was counted, and against which peak, or why there is no number."""
 
 
 def efficiency(
     shape: Shape | Traced, plan: Plan, hardware: Hardware, tokens_per_second: float, peak: str | None = None
 ) -> Efficiency:
-    """`tokens_per_second` of one device; `peak`: the dtype to be held against instead of the 16-bit one."""
+    """Return MFU and HFU of one device at `tokens_per_second`. `peak`: a dtype whose peak replaces the 16-bit one."""
     peaks = hardware.peak_tflops
     if peaks is None:
         what = "a CPU" if hardware.kind == "cpu" else hardware.name
@@ -54,33 +54,34 @@ def efficiency(
     else:
         mfu, counted = flops_per_token(shape) * tokens_per_second / rate, CONVENTION
         hfu = executed_flops_per_token(shape, plan) * tokens_per_second / rate
-        if plan.activation_budget < 1:  # what the compiler computes again is not known
+        if plan.activation_budget < 1:  # what the compiler recomputes is unknown
             hfu = None
     if (most := max(mfu, hfu or 0.0)) > 1:  # more than the device can do: a wrong peak or clock, or work skipped
         return _none(f"{most:.0%} of the peak cannot be right; check device and timing")
     return Efficiency(mfu=mfu, hfu=hfu, convention=f"{counted}; {dtype} dense peak {peaks[dtype]:g} TFLOP/s")
 
 
-MOST_ABOVE = 1.5  # times its prediction; a peak of recomputed blocks is some per cent from it
+MOST_ABOVE = 1.5  # times its prediction; with recomputed blocks the peak is within some per cent of it
 
 
 def trusted_hfu(
     share: Efficiency | None, plan: Plan, peak_bytes: int | None, predicted_bytes: int | None
 ) -> float | None:
-    """None where blocks were to be recomputed and the peak says that they were kept: then less was executed. A compiler
-    may do that (model/recompute.py)."""
+    """Return the HFU, or None if blocks should have been recomputed but the memory peak shows that they were kept: then
+    less was executed. Compilers may do that (model/recompute.py)."""
     if share is None or (plan.checkpointing == "full" and is_kept(peak_bytes, predicted_bytes)):
         return None
     return share.hfu
 
 
 def is_kept(peak_bytes: int | None, predicted_bytes: int | None) -> bool:
-    """`predicted_bytes`: without what recomputed blocks do not keep."""
+    """True if the peak shows that blocks were kept. `predicted_bytes`: the predicted peak with blocks recomputed."""
     return bool(peak_bytes and predicted_bytes and peak_bytes > MOST_ABOVE * predicted_bytes)
 
 
 def share_of_peak(flops_per_second: float, hardware: Hardware) -> tuple[float | None, str]:
-    """FLOPs that somebody counted against the same peak, and which one that is, or why there is no number."""
+    """Return FLOP/s that the caller counted as a share of the same peak, and which peak that is or why there is no
+    share."""
     peaks = hardware.peak_tflops
     if peaks is None:
         return None, f"{'a CPU' if hardware.kind == 'cpu' else hardware.name} is not in the table of device peaks"

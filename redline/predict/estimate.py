@@ -1,9 +1,9 @@
-"""The document of `redline estimate`: what a subject needs, costs and reaches on a target, and what is not known.
+"""The document of `redline estimate`: what a subject needs, costs and reaches on a target, and what is unknown.
 
     document(subject, target) -> {"parameters": 124439808, "memory": {...}, "roofline": {...}, ...}
 
-Every figure comes from its own module (flops, memory, fitting, roofline, parallel); here they are put side by side.
-What is not known is None, and a reason or a note says why.
+Each figure comes from its own module (flops, memory, fitting, roofline, parallel); this one puts them side by side.
+Unknown values are None, and a reason or a note says why.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ from redline.predict.shortage import Instead, shortage_json
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """Where the step would run, as far as anyone knows."""
+    """Where the step would run, as far as known."""
 
     device: Device | None
     memory_bytes: int | None
     hardware: Hardware
-    """For the rungs, which say whether they apply."""
+    """Read by the rungs to decide whether they apply."""
     measured: MeasuredPeaks | None = None
     reason: str | None = None
     """Why there is no device."""
@@ -79,15 +79,15 @@ class Subject:
     layout: Layout
     notes: tuple[str, ...]
     fabric: Fabric | None = None
-    """How several GPUs are joined."""
+    """How several GPUs are connected; None for one GPU, or if nothing is trained."""
     advice: Recommendation | None = None
-    """Where the layout was not named."""
+    """The recommended layouts, if the user named none."""
     words: str | None = None
-    """What to type to measure it; None where nothing can be built from what was described."""
+    """What to type after `redline ladder` to measure it; None if no ladder can."""
     train: dict[str, str | None] | None = None
-    """Of several GPUs: `command`, what to type to train like that, or the `reason` why nothing does."""
+    """For several GPUs: `command`, what to type to train in this layout, or the `reason` why no command does."""
     instead: Instead | None = None
-    """Of several GPUs that lack memory: what fits them."""
+    """For several GPUs that lack memory: a layout that fits them."""
 
 
 def document(subject: Subject, target: Target) -> dict[str, Any]:
@@ -135,7 +135,7 @@ def many_json(step: ParallelStep, subject: Subject, target: Target) -> dict[str,
 
 
 def train_json(subject: Subject, fits: bool | None) -> dict[str, str | None] | None:
-    """Nobody is sent to train what does not fit; that is one reason beside the others."""
+    """A layout that does not fit has no command, and that reason is added to the others."""
     if fits is not False or subject.train is None:
         return subject.train
     return {"command": None, "reason": "; ".join(filter(None, (DOES_NOT_FIT, subject.train["reason"])))}
@@ -159,7 +159,7 @@ def case_notes(case: Case) -> Iterator[str]:
 
 
 def reasoned(case: Case) -> Iterator[str]:
-    """What sets a case apart from those whose peaks were measured: GPT-2 on one GPU with AdamW (docs/memory.md)."""
+    """Yield how a case differs from those whose peaks were measured: GPT-2 on one GPU with AdamW (docs/memory.md)."""
     if case.inference:
         yield "inference"
         return
@@ -177,7 +177,7 @@ def reasoned(case: Case) -> Iterator[str]:
 
 
 def predict_speed(subject: Subject, target: Target) -> tuple[Prediction | None, str | None]:
-    """One GPU's roofline, or why there is none."""
+    """Return one GPU's roofline, or the reason why there is none."""
     case, layout, device = subject.case, subject.layout, target.device
     if device is None:
         return None, target.reason
@@ -200,7 +200,7 @@ def predict_speed(subject: Subject, target: Target) -> tuple[Prediction | None, 
 
 
 def predict_many(subject: Subject, target: Target) -> ParallelStep | None:
-    """The step on several GPUs; None where there is one, or no step."""
+    """Return the step on several GPUs; None for one GPU, or if nothing is trained."""
     if subject.fabric is None:
         return None
     peaks, reason = many_peaks(subject.case, target)
@@ -208,7 +208,7 @@ def predict_many(subject: Subject, target: Target) -> ParallelStep | None:
 
 
 def many_peaks(case: Case, target: Target) -> tuple[Peaks | None, str | None]:
-    """What one of several GPUs reaches, or why that is not known."""
+    """Return the peaks that one of several GPUs reaches, or the reason why they are unknown."""
     if target.device is None:
         return None, target.reason
     peaks = expected_peaks(case.plan, target.device, target.measured)
@@ -291,7 +291,8 @@ def training_flops(case: Case) -> dict[str, Any]:
 
 
 def inference_flops(case: Case) -> dict[str, Any]:
-    """A prompt of whole sequences, as the memory is: the head meets the last token of each only. And one token more."""
+    """Per token, FLOPs of prompts that fill the sequence, as in the memory prediction: the head runs only for the last
+    token of each. `decode` is for one more token."""
     shape, tokens = case.shape, case.shape.sequence
     executed = executed_flops(shape, case.plan)
     return {
@@ -308,7 +309,7 @@ def inference_flops(case: Case) -> dict[str, Any]:
 
 
 def memory_json(memory: Memory) -> dict[str, int]:
-    """Seven parts that add up to the total; what is temporary is told apart in the detail."""
+    """Return seven parts that add up to the total; `memory_detail` breaks down the temporary part."""
     parts = {
         "weights": memory.weights,
         "gradients": memory.gradients,

@@ -1,4 +1,4 @@
-"""What fits a card: the largest micro batch, and what to change where none or not the wanted one does.
+"""What fits a card: the largest micro batch, and what to change if none fits or the wanted one does not.
 
     Case(shape=shape, plan=plan).largest(80 * 1024**3) -> 171
     what_to_change(Case(shape=shape, plan=plan), micro_batch=64, memory_bytes=24 * 1024**3) -> (Change(...), ...)
@@ -22,8 +22,8 @@ from redline.predict.parallel import Layout
 
 MOST_SEQUENCES = 2**20  # in one micro batch: beyond any use
 MOST_REPLICAS = 1024
-# The ZeRO stage of each way to share a step. What `fsdp-keep` and `fsdp-whole` hold beside it within an
-# update is `Rank.keeps` and `Rank.gathers_all`.
+# The ZeRO stage of each `Plan.parallel`. `Rank.keeps` and `Rank.gathers_all` say what `fsdp-keep` and `fsdp-whole` hold
+# in addition within an update.
 ZERO = {"none": 0, "ddp": 0, "fsdp-keep": 3, "fsdp-whole": 3, "fsdp": 3}
 FASTER = "nothing: faster too"
 SAME = 0.005  # a change that moves the peak by less is not worth naming
@@ -61,7 +61,8 @@ class TracedCase(Fitting):
 
 
 def case_of(shape: Shape | Traced, plan: Plan, ranks: Ranked | None = None) -> Case | TracedCase:
-    """`ranks`: that share the step as the plan says. Of a traced model each is taken to hold all of it."""
+    """Return the case of a shape. `ranks` share the step as the plan says; of a traced model, each rank is assumed to
+    hold all of it."""
     if isinstance(shape, Traced):
         return TracedCase(shape=shape, plan=plan)
     if ranks is None or ranks.ranks == 1:
@@ -72,7 +73,7 @@ def case_of(shape: Shape | Traced, plan: Plan, ranks: Ranked | None = None) -> C
 
 @dataclass(frozen=True, kw_only=True)
 class Case(Fitting):
-    """What predict_memory asks for, but the micro batch."""
+    """The arguments of `predict_memory`, except the micro batch."""
 
     shape: Shape
     plan: Plan
@@ -107,10 +108,10 @@ class Change:
     what: str
     """A rung's name, or what to set."""
     cost: str
-    """What is paid for it."""
+    """What it costs, in words."""
     micro_batch: int
     memory: Memory
-    """With this change and those before it."""
+    """Predicted with this change and those before it."""
     fits: bool
 
 
@@ -122,9 +123,9 @@ class Option:
     what: str
     cost: str
     apply: Callable[[Case, int], Tried | None]
-    """None where it does not apply."""
+    """Returns None if the option does not apply."""
     free: bool = False
-    """Costs nothing: named whenever it helps."""
+    """True if it costs nothing; it is then named whenever it helps."""
 
     @property
     def rungs(self) -> set[str]:
@@ -134,8 +135,8 @@ class Option:
 def what_to_change(
     case: Case, *, micro_batch: int, memory_bytes: int, without: Collection[str] = ()
 ) -> tuple[Change, ...]:
-    """The cheapest changes that make it fit, in order; empty when it fits already. Where not even all of them are
-    enough, the last does not fit. `without`: rungs that do not apply on the device."""
+    """Return the cheapest changes that make the case fit, in order; none if it fits already. If even all of them are
+    not enough, the last change does not fit either. `without`: rungs that do not apply on the device."""
 
     def total(options: list[Option]) -> int:
         changed, size = _after(options, case, micro_batch)
@@ -149,7 +150,7 @@ def what_to_change(
             break
         if option.apply(*_after(chosen, case, micro_batch)) is not None:
             chosen.append(option)
-    for option in reversed(chosen[:-1]):  # dearest first: what is not needed after all
+    for option in reversed(chosen[:-1]):  # most expensive first: drop what is not needed after all
         fewer = [other for other in chosen if other is not option]
         enough = (1 + SAME) * total(chosen) if option.free else max(total(chosen), memory_bytes)
         if total(fewer) <= enough and (total(fewer) <= memory_bytes) == (total(chosen) <= memory_bytes):
@@ -172,7 +173,8 @@ def _steps(options: list[Option], case: Case, micro_batch: int, memory_bytes: in
 
 
 def _options(case: Case) -> Iterator[Option]:
-    """Cheapest first: what is faster anyway, then what costs a little speed, then maths, then money."""
+    """Yield the options, cheapest first: those that are faster anyway, then those that cost a little speed, then those
+    that change the maths, then those that cost money."""
     yield Option(what=_attention_words(case), cost=FASTER, apply=_fused_attention, free=True)
     if case.inference:
         yield Option(what="16-bit weights", cost="rounding", apply=_precision("half", ("fp32", "mixed")))
@@ -207,7 +209,7 @@ def _planned(field: str, value: bool | str) -> Callable[[Case, int], Tried | Non
 
 
 def _attention_words(case: Case) -> str:
-    """The fused kernels take 16 bit only."""
+    """The fused kernels accept only 16 bit."""
     return "flash" if case.plan.autocast else "bf16 and flash"
 
 
@@ -231,7 +233,7 @@ def _one_sequence(case: Case, micro_batch: int) -> Tried | None:
 
 def _eight_bit(case: Case, micro_batch: int) -> Tried | None:
     own, other = OPTIMIZERS[case.optimizer_name], OPTIMIZERS["adamw-8bit"]
-    if own.state + 2 * own.weights <= other.state + 2 * other.weights:  # bf16 weights are smaller in all
+    if own.state + 2 * own.weights <= other.state + 2 * other.weights:  # bf16 weights need less in total
         return None
     return replace(case, optimizer="adamw-8bit"), micro_batch
 

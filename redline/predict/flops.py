@@ -4,17 +4,17 @@
     executed_flops_per_token(shape, Plan(attention="flash")) -> 807.3e6  # what HFU counts
     parameters(shape).total -> 124_439_808
 
-Only matmuls count, as everywhere in this field: 2 FLOPs per weight and token in the forward, twice that in the
-backward (gradients of input and weight), and the two products of attention, q·k and weights·v, of 2 FLOPs per number
-of a head and pair of tokens each. Which pairs count is the convention, and it must stand beside every figure:
+Only matmuls count, as is usual in this field: 2 FLOPs per weight and token in the forward, twice that in the backward
+(gradients of input and weight), and the two matmuls of attention, q·k and weights·v, each with 2 FLOPs per element of a
+head and pair of tokens. Which pairs count is a convention, which must be stated with every figure:
 
     full         the whole s x s square, window or not: nanoGPT, PaLM, Megatron's eq. 3, torch's FlopCounterMode
-    causal       the pairs a causal model needs: s (s + 1) / 2; with a sliding window of w tokens (itself among
-                 them) w s - w (w - 1) / 2
+    causal       the pairs a causal model needs: s (s + 1) / 2; with a sliding window of w tokens (the token itself
+                 included) w s - w (w - 1) / 2
     as-executed  what the plan's kernel visits (naive: the square; a fused kernel: the causal pairs, and its backward
-                 computes the scores again: 5 products after the forward's 2), padding and recomputation included
+                 recomputes the scores: 5 matmuls after the forward's 2), padding and recomputation included
 
-docs/flops.md has the derivations, the sources and the figures others print.
+docs/flops.md has the derivations, the sources and the figures that others print.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from redline.core.plan import Plan
 from redline.core.workload import Shape
 from redline.predict.gemms import linear_layers
 
-CONVENTION = "full attention square, unpadded"  # of flops_per_token when nobody names another: printed beside MFU
+CONVENTION = "full attention square, unpadded"  # the default of flops_per_token, printed beside MFU
 CONVENTIONS = {
     "full": CONVENTION,
     "causal": "causal pairs of attention only, unpadded",
     "as-executed": "as executed: the plan's attention kernel, padding and recomputation",
 }
-FUSED_BACKWARD = 2.5  # products in the backward of a fused kernel per product of its forward: scores again, then four
+FUSED_BACKWARD = 2.5  # matmuls in a fused kernel's backward per matmul of its forward: scores again, then four more
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,7 @@ class Passes:
     forward: float
     backward: float
     recomputed: float = 0.0
-    """Forward work done again during the backward, instead of keeping its results."""
+    """Forward work repeated during the backward instead of keeping its results."""
 
     @property
     def total(self) -> float:
@@ -52,10 +52,10 @@ class Passes:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenFlops:
-    """One token of training, by part and pass."""
+    """FLOPs of one token of training, by part and pass."""
 
     linear: Passes
-    """The products with the weights of all layers."""
+    """Matmuls with the weights of all layers."""
     attention: Passes
     """q·k and weights·v of all layers."""
     head: Passes
@@ -79,7 +79,8 @@ class TokenFlops:
 
 
 def model_flops(shape: Shape, convention: str = "full") -> TokenFlops:
-    """What the model asks for, by the convention 'full' or 'causal', whatever a plan pads or computes twice."""
+    """Return the FLOPs that the model requires by the convention 'full' or 'causal', whatever a plan pads or
+    recomputes."""
     known = [name for name in CONVENTIONS if name != "as-executed"]
     if convention not in known:
         raise unknown_name("FLOPs convention", convention, known)
@@ -95,8 +96,8 @@ def model_flops(shape: Shape, convention: str = "full") -> TokenFlops:
 
 
 def executed_flops(shape: Shape, plan: Plan) -> TokenFlops:
-    """What this plan runs. 'full' checkpointing is counted as one more forward of all layers and 'selective' as one
-    more of the attention core, as Megatron does; torch's own stops a little earlier (docs/flops.md)."""
+    """Return the FLOPs that this plan executes. 'full' checkpointing counts as one more forward of all layers, and
+    'selective' as one more of the attention core, as in Megatron; torch's stops a little earlier (docs/flops.md)."""
     fused = plan.attention != "naive"
     linear, head = _weights_forward(shape, plan)
     attention = _attention_forward(shape, causal_pairs if fused else square_pairs)
@@ -125,21 +126,21 @@ def executed_flops_per_token(shape: Shape, plan: Plan) -> float:
 
 
 def square_pairs(sequence: int, window: int | None = None) -> int:
-    """Pairs of tokens in the whole square; a mask is a matter of values, not of work."""
+    """Pairs of tokens in the whole square; a mask changes values, not work."""
     return sequence * sequence
 
 
 def causal_pairs(sequence: int, window: int | None = None) -> int:
     """Pairs (query, key) with the key no later than the query and, with a window, among the last `window` tokens."""
     reach = sequence if window is None else min(window, sequence)
-    return reach * sequence - reach * (reach - 1) // 2  # the first tokens have fewer behind them
+    return reach * sequence - reach * (reach - 1) // 2  # the first tokens have fewer before them
 
 
 Pairs = Callable[[int, int | None], int]
 
 
 def _attention_forward(shape: Shape, pairs: Pairs) -> float:
-    """Both products, 2 FLOPs each per number of a head and pair, of all layers, per token. Keys and values shared
+    """FLOPs per token of both matmuls in all layers, each with 2 per element of a head and pair. Keys and values shared
     among heads (GQA) save memory, not FLOPs: every query head multiplies with them."""
     windowed = shape.layers_with_window
     of_all = windowed * pairs(shape.sequence, shape.window) + (shape.layers - windowed) * pairs(shape.sequence, None)
@@ -158,7 +159,7 @@ def _weights_forward(shape: Shape, plan: Plan) -> tuple[int, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Parameters:
-    """How many numbers a model learns, by group; biases stand with the layer they belong to."""
+    """How many parameters a model has, by group; biases count with the layer they belong to."""
 
     embedding: int
     positions: int
@@ -166,7 +167,7 @@ class Parameters:
     mlp: int
     norms: int
     head: int
-    """Its bias alone, if any, when it is the embedding."""
+    """Only its bias, if any, when it is tied to the embedding."""
 
     @property
     def total(self) -> int:
@@ -174,7 +175,7 @@ class Parameters:
 
 
 def parameters(shape: Shape, tied: bool | None = None, plan: Plan | None = None) -> Parameters:
-    """`tied` None: as the shape was published. With a plan its padding is counted too."""
+    """Count the parameters. `tied` None means as the shape was published. With a plan, its padding counts too."""
     tied = shape.tied if tied is None else tied
     layers = linear_layers(shape, Plan() if plan is None else plan)
     of = {
@@ -194,7 +195,8 @@ def parameters(shape: Shape, tied: bool | None = None, plan: Plan | None = None)
 
 
 def norm_parameters(shape: Shape) -> int:
-    """Of every layer's norms, those of queries and keys (a head wide, shared by all heads), and the last one."""
+    """Parameters of every layer's norms, of the query and key norms (a head wide, shared by all heads), and of the last
+    norm."""
     vectors = 2 if shape.norm == "layernorm" else 1  # gain and bias, or gain alone
     layer = shape.layer_norms * shape.d_model + 2 * shape.qk_norms * shape.head_width
     return vectors * (shape.layers * layer + shape.d_model)
@@ -204,15 +206,16 @@ def norm_parameters(shape: Shape) -> int:
 
 
 def six_n(shape: Shape) -> float:
-    """6 FLOPs per parameter and token (arXiv 2001.08361), embeddings and all: no attention, so it ages with length."""
+    """6 FLOPs per parameter and token (arXiv 2001.08361), embeddings included. It omits attention, so it gets worse as
+    sequences get longer."""
     return 6.0 * parameters(shape).total
 
 
 def megatron_flops(
     *, batch: int, sequence: int, layers: int, hidden: int, vocab: int, recompute: bool = False
 ) -> float:
-    """FLOPs of one iteration by eq. 3 of arXiv 2104.04473, which is for GPT with d_ff = 4 h, by the full square. As
-    printed there it has every layer's forward computed again: 96 and V/16; without that it is 72 and V/12."""
+    """FLOPs of one iteration by eq. 3 of arXiv 2104.04473, for GPT with d_ff = 4 h and the full square. The printed
+    form recomputes every layer's forward: 96 and V/16; without recomputation it is 72 and V/12."""
     factor, head = (96, 16) if recompute else (72, 12)
     return (
         factor
@@ -227,8 +230,8 @@ def megatron_flops(
 def shortcut_tflops(
     *, billions: float, sequence: int, global_batch: int, seconds: float, gpus: int, recompute: bool
 ) -> float:
-    """TFLOP/s and GPU from the model's size alone: 2 FLOPs per parameter and token, times 3 passes for model FLOPs, or
-    4 when the forward is computed again (hardware FLOPs). Leaves attention out, so it reports a little too little."""
+    """TFLOP/s per GPU from the model's size alone: 2 FLOPs per parameter and token, times 3 passes for model FLOPs, or
+    4 if the forward is recomputed (hardware FLOPs). It omits attention, so it is a little too low."""
     passes = 4 if recompute else 3
     return billions * passes * 2 * sequence * global_batch / (seconds * gpus * 1e3)
 
@@ -237,15 +240,15 @@ def shortcut_tflops(
 
 
 def prefill_flops(shape: Shape, tokens: int, *, convention: str = "causal", all_logits: bool = False) -> float:
-    """The forward of a prompt. The head runs for the last token only unless all logits are wanted."""
+    """FLOPs of a prompt's forward pass. The head runs only for the last token, unless `all_logits`."""
     count = model_flops(replace(shape, sequence=tokens, max_positions=None), convention)
     heads = tokens if all_logits else 1
     return tokens * (count.linear.forward + count.attention.forward) + heads * count.head.forward
 
 
 def decode_flops(shape: Shape, context: int) -> float:
-    """One generated token when the keys and values of `context` tokens before it are cached: it attends to them and
-    to itself, or to as many of them as the window holds."""
+    """FLOPs of one generated token when the keys and values of the `context` tokens before it are cached: it attends to
+    them and to itself, or to as many of them as the window holds."""
     count = model_flops(shape)
     seen = context + 1
     windowed = shape.layers_with_window

@@ -1,5 +1,5 @@
-"""Every matrix multiplication of a training step, forward and backward: what FLOPs, roofline, lint and the measured
-peak are all counted from.
+"""Every matrix multiplication of a training step, forward and backward: the basis of FLOPs, roofline, lint and the
+measured peak.
 
     linear_gemms(shape, plan, micro_batch=16) -> (Gemm(where="qkv", direction="forward", m=16384, n=2304, k=768), ...)
 
@@ -21,19 +21,19 @@ DIRECTIONS = ("forward", "dgrad", "wgrad")
 @dataclass(frozen=True, kw_only=True)
 class Gemm:
     where: str
-    """qkv, q, kv, proj, up, down, head, or scores and mix: the two products of attention."""
+    """qkv, q, kv, proj, up, down, head, or scores and mix: the two matmuls of attention."""
     direction: str
     m: int
     n: int
     k: int
     batch: int = 1
-    """Independent products in one call: one per sequence and head in attention."""
+    """Independent matmuls in one call: one per sequence and head in attention."""
     count: int = 1
     """Calls per step."""
 
     @property
     def flops(self) -> int:
-        """Of all calls of a step; a multiply-add is two."""
+        """FLOPs of all calls in a step; a multiply-add is two."""
         return 2 * self.m * self.n * self.k * self.batch * self.count
 
 
@@ -48,7 +48,8 @@ class Layer:
 
 
 def linear_layers(shape: Shape, plan: Plan, tp: int = 1) -> tuple[Layer, ...]:
-    """Column-parallel layers share their outputs among `tp` ranks, row-parallel ones (proj, down) their inputs."""
+    """Return the linear layers as one of `tp` ranks holds them: column-parallel layers divide their outputs among the
+    ranks, row-parallel layers (proj, down) their inputs."""
     h, rows = shape.d_model, plan.vocab_rows(shape.vocab)
     if shape.fused_qkv:
         qkv = [Layer(where="qkv", inputs=h, outputs=(shape.query_width + 2 * shape.kv_width) // tp, count=shape.layers)]
@@ -67,7 +68,7 @@ def linear_layers(shape: Shape, plan: Plan, tp: int = 1) -> tuple[Layer, ...]:
 
 
 def linear_gemms(shape: Shape, plan: Plan, *, micro_batch: int, tp: int = 1) -> tuple[Gemm, ...]:
-    """The products with weights: the same work in every attention kernel."""
+    """Return the matmuls with weights, which do not depend on the attention kernel."""
     tokens = micro_batch * shape.sequence
     return tuple(gemm for layer in linear_layers(shape, plan, tp) for gemm in _three_passes(layer, tokens))
 
@@ -81,7 +82,7 @@ def _three_passes(layer: Layer, tokens: int) -> Iterator[Gemm]:
 
 
 def attention_gemms(shape: Shape, *, micro_batch: int, tp: int = 1) -> tuple[Gemm, ...]:
-    """The products of naive attention over the whole square; a fused kernel does them inside, and only half."""
+    """Return the matmuls of naive attention over the whole square; a fused kernel does half of them, internally."""
     s, d, batch = shape.sequence, shape.head_width, micro_batch * shape.heads // tp
     sizes = {
         ("scores", "forward"): (s, s, d),  # q k^T

@@ -1,11 +1,11 @@
-"""A step on many GPUs: what each holds, sends and takes, and which layout to choose.
+"""A step on many GPUs: the memory, traffic and time of each, and which layout to choose.
 
     step = predict_parallel(case, fabric, peaks)         # case.layout says how the GPUs share the step
     step.tokens_per_second, step.efficiency, step.time.exposed_seconds
     recommend(Search(case=case, fabric=fabric, gpus=64, memory_bytes=80 * 1024**3, global_batch=512, peaks=peaks)).best
 
-The work of one GPU is the roofline of its piece: `piece_of` makes a model of the heads, the width of the MLP, the rows
-of the vocabulary and the layers that it holds. Memory is predict/memory.py's and traffic predict/communication.py's.
+The work of one GPU is the roofline of its piece: `piece_of` makes a model of the heads, the MLP width, the vocabulary
+rows and the layers that the GPU holds. predict/memory.py predicts memory and predict/communication.py traffic.
 """
 
 from __future__ import annotations
@@ -45,20 +45,21 @@ from redline.predict.optimizers import find_optimizer
 from redline.predict.parallel import Layout, divisors, layout_for_batch, multiples_near, possible_cuts
 from redline.predict.roofline import TYPICAL, Peaks, Timed, at_most, reachable, roofline, sheet_peaks, typical
 
-SAME_SPEED = 0.05  # closer than the model is to the published series: no reason to cut more
+SAME_SPEED = 0.05  # the model is no closer to the published series, so less is no reason to cut more
 SHOWN_OTHERS = 3
-# Tokens per step of models with fewer parameters than that (arXiv 2005.14165, table 2.1: 0.5M up to 760M parameters, 1M
-# up to 2.7B, 2M up to 13B, 3.2M for 175B); the limits lie between its rows.
+# Tokens per step of models with fewer parameters than the limit (arXiv 2005.14165, table 2.1: 0.5M up to 760M
+# parameters, 1M up to 2.7B, 2M up to 13B, 3.2M for 175B); the limits lie between the rows of that table.
 USUAL_TOKENS = ((1e9, 0.5e6), (4e9, 1e6), (40e9, 2e6), (math.inf, 3.2e6))
 MUCH_WAITING = 0.1  # of a step
-SHORTEST_PUBLISHED = 0.4  # seconds of a step in the series that the wait is fitted on
+SHORTEST_PUBLISHED = 0.4  # seconds of a step in the series to which the wait is fitted
 DOES_NOT_FIT = "it does not fit"
-MOST_SIZES = 16  # micro batches that are tried of one layout
+MOST_SIZES = 16  # micro batches tried per layout
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelStep:
-    """One layout. Traffic and time are those of the pipeline stage that takes longest."""
+    """One layout. Traffic and time are those of the slowest pipeline stage; without a time, traffic is that of the
+    stage that sends most."""
 
     layout: Layout
     zero: int
@@ -69,11 +70,11 @@ class ParallelStep:
     reason: str | None
     """Why there is no time."""
     alone_seconds: float | None
-    """Of the same micro batches on one GPU that holds the whole model, whether or not it could."""
+    """Seconds of the same micro batches on one GPU that holds the whole model, even if it would not fit."""
     plan: Plan
     """What each GPU runs."""
     work_seconds: float | None = None
-    """Without traffic: the work of the stage that has most, and its bubble. None: as `time`, for want of peaks."""
+    """Seconds without traffic: the work of the stage that has most, and its bubble. None if the peaks are unknown."""
 
     @property
     def tokens(self) -> int:
@@ -85,7 +86,7 @@ class ParallelStep:
 
     @property
     def efficiency(self) -> float | None:
-        """Tokens per second and GPU, over those of one GPU alone."""
+        """Tokens per second per GPU, relative to one GPU alone."""
         if self.time is None or self.alone_seconds is None:
             return None
         return self.alone_seconds / (self.layout.tp * self.layout.pp * self.time.seconds)
@@ -97,7 +98,7 @@ class ParallelStep:
 
 
 def predict_parallel(case: Case, fabric: Fabric, peaks: Peaks | None, reason: str | None = None) -> ParallelStep:
-    """`reason`: why there are no peaks."""
+    """Predict the step of `case.layout`. `reason`: why there are no peaks."""
     layout = case.layout or Layout(gpus=1)
     bench = None if peaks is None else Bench(peaks=peaks)
     return _predict(replace(case, layout=layout), case.memory(layout.micro_batch), fabric, bench, reason)
@@ -130,7 +131,7 @@ def _predict(case: Case, memory: Memory, fabric: Fabric, bench: Bench | None, re
 
 
 def expected_peaks(plan: Plan, device: Device, measured: MeasuredPeaks | None) -> Peaks | None:
-    """What a step will reach: as in `predict_step`. None where the device lacks the plan's precision."""
+    """Return the peaks that a step will reach, as in `predict_step`; None if the device lacks the plan's precision."""
     sheet = sheet_peaks(plan, device)
     if sheet is None:
         return None
@@ -142,7 +143,7 @@ def expected_peaks(plan: Plan, device: Device, measured: MeasuredPeaks | None) -
 
 
 def _stages(case: Case, layout: Layout) -> Iterator[Rank]:
-    """The only stage; or the first, one in the middle if there is one, and the last."""
+    """Yield the only stage; or the first, one from the middle if there is one, and the last."""
     ends = [(True, True)] if layout.pp == 1 else [(True, False), (False, False), (False, True)]
     for first, last in ends:
         if layout.pp == 2 and not first and not last:
@@ -160,8 +161,8 @@ def _stages(case: Case, layout: Layout) -> Iterator[Rank]:
 
 
 def piece_of(shape: Shape, plan: Plan, layout: Layout) -> tuple[Shape, Plan]:
-    """The model that one GPU computes: TP leaves it whole heads, a part of the MLP and of the vocabulary, all at the
-    full width of the stream; PP leaves it so many layers, and one table at each end."""
+    """Return the model that one GPU computes. TP leaves it whole heads and a part of the MLP and of the vocabulary, all
+    at the full width of the stream; PP leaves it its stage's layers, and one table at each end."""
     tp, pp = layout.tp, layout.pp
     windowed = shape.windowed_layers
     piece = replace(
@@ -179,13 +180,13 @@ def piece_of(shape: Shape, plan: Plan, layout: Layout) -> tuple[Shape, Plan]:
 
 @dataclass(frozen=True, kw_only=True)
 class Bench:
-    """Times pieces at one pair of peaks, each of them once: layouts that differ in ZeRO alone compute the same."""
+    """Times pieces at given peaks, each piece once: layouts that differ only in ZeRO compute the same."""
 
     peaks: Peaks
     known: dict[tuple[Shape, Plan, int, int], tuple[Timed, ...]] = field(default_factory=dict)
 
     def work(self, rank: Rank) -> Compute:
-        """ZeRO shares the update among the replicas."""
+        """Return the seconds of a rank's own work. ZeRO divides the update among the GPUs that share one copy."""
         shape, plan = piece_of(rank.shape, rank.plan, rank.layout)
         rows = [row for row in self._rows(shape, plan, rank.layout) if _held(row.operation, rank)]
         seconds = {name: sum(row.seconds for row in rows if row.operation.direction in names) for name, names in PASSES}
@@ -212,7 +213,7 @@ PASSES = (("forward", ("forward",)), ("backward", ("backward", "recompute")), ("
 
 
 def _held(operation: Operation, rank: Rank) -> bool:
-    """The embedding's work is the first stage's, the head's and the loss's the last's."""
+    """True if the rank's stage does this work: the first has the embedding, the last has head and loss."""
     if operation.part != "rest":
         return True
     if operation.name.startswith(("head", "loss")):
@@ -229,39 +230,39 @@ class Recommendation:
     others: tuple[ParallelStep, ...]
     """The next best, fastest first."""
     tried: int
-    """Layouts that divide: cuts times ZeRO stages."""
+    """How many layouts divide evenly: cuts times ZeRO stages."""
     fitting: int
     undivided: int
-    """Cuts of these GPUs that the model, the node, the global batch or the trainer does not allow."""
+    """How many cuts of these GPUs the model, the node, the global batch or the trainer does not allow."""
     reason: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class Search:
-    """Which layouts are asked about: all that cut these GPUs and give this global batch."""
+    """The layouts to compare: all that cut these GPUs and give this global batch."""
 
     case: Case
-    """Its layout and ZeRO stage are what is looked for."""
+    """The search chooses its layout and ZeRO stage."""
     fabric: Fabric
     gpus: int
     memory_bytes: int
-    """Of one GPU."""
+    """Memory of one GPU."""
     global_batch: int
     micro_batch: int | None = None
-    """None: each layout has its best."""
+    """None: each layout uses its best."""
     peaks: Peaks | None = None
     reason: str | None = None
     """Why there are no peaks."""
     plan_of: Callable[[int, int, int], Plan | None] | None = None
-    """The plan of a trainer with this TP, PP and ZeRO stage, None where it cannot run that; without it the case's own
-    plan is taken for all of them."""
+    """Returns the trainer's plan for a TP, PP and ZeRO stage, or None if the trainer cannot run it. Without `plan_of`
+    all layouts use the case's own plan."""
 
     def planned(self, tp: int, pp: int, zero: int) -> Case | None:
         plan = self.case.plan if self.plan_of is None else self.plan_of(tp, pp, zero)
         return None if plan is None else replace(self.case, plan=plan, zero=zero)
 
     def sizes(self, dp: int) -> tuple[int, ...]:
-        """Micro batches that give the global batch, smallest first; of very many only some."""
+        """Return micro batches that give the global batch, smallest first, thinned out if there are many."""
         if self.global_batch % dp:
             return ()
         sizes = divisors(self.global_batch // dp)
@@ -270,7 +271,7 @@ class Search:
         return sizes[:: -(-len(sizes) // MOST_SIZES)]
 
     def cases(self, tp: int, pp: int, zero: int) -> Iterator[tuple[Case, Memory]]:
-        """With each micro batch that fits and could be the fastest; where none fits, with the smallest."""
+        """Yield the case with each micro batch that fits and could be the fastest; if none fits, with the smallest."""
         fits, sizes, planned = False, self.sizes(self.gpus // (tp * pp)), self.planned(tp, pp, zero)
         for size in reversed(sizes) if planned else ():
             assert planned is not None
@@ -284,12 +285,12 @@ class Search:
                 yield case, memory
             fits |= fits_now
             if fits and pp == 1:
-                return  # the largest is the fastest; in a pipeline smaller ones make a smaller bubble
+                return  # the largest is the fastest; only in a pipeline do smaller ones make a smaller bubble
 
 
 def usual_global_batch(shape: Shape, gpus: int, micro_batch: int = 1) -> int:
-    """Sequences of a step where nobody says: about the tokens that GPT-3's models of the size took, a power of two of
-    micro batches for every GPU."""
+    """Return the default number of sequences per step: about as many tokens as GPT-3's models of that size used, and a
+    power of two of micro batches per GPU."""
     count = parameters(shape).total
     tokens = next(tokens for most, tokens in USUAL_TOKENS if count < most)
     passes = tokens / (shape.sequence * gpus * micro_batch)
@@ -297,7 +298,8 @@ def usual_global_batch(shape: Shape, gpus: int, micro_batch: int = 1) -> int:
 
 
 def recommend(search: Search) -> Recommendation:
-    """The fastest layout that fits, by prediction; of those that are equally fast the one that cuts least."""
+    """Recommend the layout predicted to be fastest among those that fit; of equally fast ones, the one that cuts least.
+    If none fits, the one that needs least memory."""
     tried = list(_tried(search))
     if not tried:
         raise _no_layout(search)
@@ -316,7 +318,7 @@ def recommend(search: Search) -> Recommendation:
 
 
 def _no_layout(search: Search) -> UserError:
-    """With the nearest batches that some cut of these GPUs takes."""
+    """Return the error, which proposes the nearest batches that some cut of these GPUs allows."""
     size, wanted = search.micro_batch or 1, search.global_batch
     cuts = possible_cuts(search.case.shape, search.gpus, search.fabric.gpus_per_node)
     ranks = {search.gpus // (t * p) for t, p in cuts if any(search.planned(t, p, zero) for zero in ZERO_STAGES)}
@@ -332,13 +334,13 @@ def _no_layout(search: Search) -> UserError:
 
 
 def best_that_fits(search: Search) -> ParallelStep | None:
-    """As `recommend` would choose; None where nothing fits."""
+    """Return the layout that `recommend` would choose; None if nothing fits."""
     fitting = [step for step in _tried(search) if step.memory.total <= search.memory_bytes]
     return _least_cut(sorted(fitting, key=_fastest_first)) if fitting else None
 
 
 def _tried(search: Search) -> Iterator[ParallelStep]:
-    """Each cut and ZeRO stage once: with its best micro batch."""
+    """Yield each cut and ZeRO stage once, with its best micro batch."""
     bench = None if search.peaks is None else Bench(peaks=search.peaks)
     for tp, pp in possible_cuts(search.case.shape, search.gpus, search.fabric.gpus_per_node):
         for zero in ZERO_STAGES if search.gpus > tp * pp else (0,):
@@ -351,13 +353,14 @@ def _tried(search: Search) -> Iterator[ParallelStep]:
 
 
 def _best_size(step: ParallelStep) -> tuple[float, float]:
-    """Of one cut. Small micro batches have a small bubble and slow products; that much is known without a link."""
+    """Sort key for the micro batches of one cut. Small ones have a small bubble and slow matmuls; that much is known
+    without a link."""
     idle = bubble(step.layout)
     return -(step.tokens_per_second or 0), 1 / (1 - idle) if step.work_seconds is None else step.work_seconds
 
 
 def _fastest_first(step: ParallelStep) -> tuple[float, ...]:
-    """Where no speed is known: the least cut."""
+    """Sort key: the fastest first; if no speed is known, the least cut first."""
     return (-(step.tokens_per_second or 0), *_cuts(step))
 
 
@@ -391,7 +394,7 @@ AXES: tuple[tuple[str, Callable[[ParallelStep], int]], ...] = (
     ("PP", lambda step: step.layout.pp),
     ("ZeRO", lambda step: step.zero),
 )
-# With nothing cut, by axis: what is least and what that means.
+# By axis: the degree at which nothing is cut, and what that means.
 LEAST = {
     "TP": (1, "a GPU holds whole layers"),
     "PP": (1, "a GPU holds all layers"),
@@ -435,7 +438,7 @@ def _why_not_less(
 
 
 def step_notes(step: ParallelStep) -> Iterator[str]:
-    """Where the model leaves what it was fitted on."""
+    """Yield a note wherever the prediction goes beyond the data it was fitted to."""
     over_nodes = any(one.group.nodes > 1 for one in step.traffic)
     if step.time is not None and over_nodes and step.time.seconds < SHORTEST_PUBLISHED:
         yield (
@@ -454,8 +457,8 @@ def step_notes(step: ParallelStep) -> Iterator[str]:
 def parallel_json(
     step: ParallelStep, fabric: Fabric, advice: Recommendation | None, fits: bool | None
 ) -> dict[str, Any]:
-    """`parallel` in `estimate --json`: docs/parallel.md has the keys. What does not fit has no rate; its `step` is how
-    long one would take if it did."""
+    """Return `parallel` of `estimate --json`; docs/parallel.md has the keys. A layout that does not fit has no rate;
+    its `step` is how long a step would take if it did."""
     runs = fits is not False
     return {
         "layout": layout_json(step, fabric.gpus_per_node),
@@ -545,7 +548,7 @@ def row_json(step: ParallelStep, gpus_per_node: int, *, fits: bool = True) -> di
 
 
 def _advice_json(advice: Recommendation, gpus_per_node: int) -> dict[str, Any]:
-    fits = advice.fitting > 0  # all rows, or none
+    fits = advice.fitting > 0  # all rows fit, or none does
     return {
         "reason": advice.reason,
         "tried": advice.tried,

@@ -1,12 +1,11 @@
-"""Ugly numbers: walks every GEMM of a step and says which sizes cost speed, why, and what to take instead.
+"""Ugly numbers: walks every GEMM of a step and says which sizes cost speed, why, and what to use instead.
 
     report = lint(Subject(shape=PRESETS["gpt2"].shape, micro_batch=16, device=find_device("H200")))
     report.findings[0].fix -> "pad it to 50304: ..."
 
-The rules are in `lint_rules.py`. A gain is of the GEMM time of the whole step: how much more useful work a second of
-it does. Attention counts as its products unfused, so with a fused kernel the layers' share, and their gains, are larger
-and those of attention smaller. Findings come in order and their gains compound: each is measured from the shape that
-the findings above it left.
+The rules are in `lint_rules.py`. A gain is how much more useful work each second of the whole step's GEMM time does.
+Attention counts as unfused matmuls, so with a fused kernel the layers' share and gains are larger, and attention's
+smaller. Findings are ordered and their gains compound: each is measured from the shape that the findings above it left.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from redline.predict.lint_rules import MEANINGFUL_GAIN, NOISE, RULES, Advice, Ru
 from redline.predict.subject import Subject, gain, predicted_gain
 
 Seconds = Mapping[Gemm, float | None]
-"""One call of each GEMM, as `one_call` names it; None for one that could not be timed."""
+"""Seconds per call by GEMM, with `one_call` as the key; None if the GEMM could not be timed."""
 GAIN_CONVENTION = (
     "more useful work per second of the whole step's GEMM time (layers, and attention's products unfused), each "
     "finding on top of those above it"
@@ -38,7 +37,7 @@ class Finding:
 
     @property
     def predicted_gain(self) -> float | None:
-        """None where nothing is predicted, or only noise: `no_gain` says why."""
+        """None if nothing is predicted, or only noise: `no_gain` says why."""
         return None if self.no_gain is not None else predicted_gain(self.before, self.after)
 
     @property
@@ -58,7 +57,7 @@ class Finding:
 
     @property
     def counts(self) -> bool:
-        """Enough to fail --strict: a mild one does where it is predicted to cost something all the same."""
+        """True if it fails --strict. A mild finding does only if it is predicted to cost something after all."""
         return not self.advice.mild or (self.predicted_gain or 0.0) >= MEANINGFUL_GAIN
 
     @property
@@ -66,8 +65,8 @@ class Finding:
         return self.advice.fix
 
     def where(self) -> list[Gemm]:
-        """The GEMMs that change. A size that does not divide among the ranks may round to a good one's: then those of
-        the whole layers."""
+        """Return the GEMMs that change. A size that does not divide among the ranks may round to the share of a good
+        size, so that none changes: then return those of the whole layers."""
         whole = replace(self.before, tp=1), replace(self.after, tp=1)
         return _changed(self.before, self.after) or _changed(*whole)
 
@@ -82,7 +81,7 @@ class Report:
     subject: Subject
     findings: tuple[Finding, ...]
     suggested: Subject
-    """The subject with every fix in it."""
+    """The subject with every fix applied."""
 
     @property
     def changes(self) -> bool:
@@ -90,7 +89,7 @@ class Report:
 
 
 def lint(subject: Subject, ignore: Collection[str] = ()) -> Report:
-    """`ignore` names rules that are not asked."""
+    """Apply the rules to a subject; `ignore` names rules to skip."""
     findings: list[Finding] = []
     state = subject
     for rule in RULES:
@@ -103,31 +102,31 @@ def lint(subject: Subject, ignore: Collection[str] = ()) -> Report:
 
 
 def gemms_to_time(report: Report) -> list[Gemm]:
-    """Every size of the shape as it is and of each fix, once; sizes that repeat are timed once."""
+    """Return the GEMMs of the shape as it is and after each fix; sizes that repeat are timed once."""
     states = [report.subject, *(finding.after for finding in report.findings)]
     return list(dict.fromkeys(one_call(gemm) for state in states for gemm in state.gemms))
 
 
 def one_call(gemm: Gemm) -> Gemm:
-    """What decides the time of a call: its sizes and how its matrices lie, which differs for attention's second
-    product alone."""
+    """Return what decides the time of a call: its sizes and the layout of its matrices, which differs only for
+    attention's second matmul."""
     return replace(gemm, where="mix" if gemm.where == "mix" else "", count=1)
 
 
 def measured_gain(before: Subject, after: Subject, seconds: Seconds) -> float | None:
-    """The same figure as the predicted one, from seconds per call."""
+    """Return the same figure as the predicted gain, from measured seconds per call."""
     return gain(before, after, step_seconds(before, seconds), step_seconds(after, seconds))
 
 
 def step_seconds(subject: Subject, seconds: Seconds) -> float | None:
-    """Of all GEMMs of a step; None when one of them could not be timed."""
+    """Return the seconds of all GEMMs of a step; None if one of them could not be timed."""
     calls = [(gemm.count, seconds.get(one_call(gemm))) for gemm in subject.gemms]
     known = [count * each for count, each in calls if each is not None]
     return math.fsum(known) if len(known) == len(calls) else None
 
 
 def document(report: Report, hardware: dict[str, Any], seconds: Seconds | None = None) -> dict[str, Any]:
-    """The JSON of `redline lint`; `seconds` are those of --measure."""
+    """Return the JSON of `redline lint`; `seconds` come from --measure."""
     return {
         "shape": to_json(report.subject.shape),
         "hardware": hardware,
@@ -167,7 +166,7 @@ def _settings(subject: Subject) -> dict[str, Any]:
 
 
 def _gemm_rows(report: Report, seconds: Seconds) -> list[dict[str, Any]]:
-    """What was timed, as it was and with every fix: seconds of a single call, and calls per step."""
+    """Return a row per timed GEMM, before and after all fixes, with seconds per call and calls per step."""
     states: Sequence[tuple[str, Subject]] = [("before", report.subject)]
     if report.changes:
         states = [*states, ("after", report.suggested)]

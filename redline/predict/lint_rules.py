@@ -3,9 +3,9 @@
     vocabulary(Subject(shape=PRESETS["gpt2"].shape, micro_batch=16)).change -> {"vocab": 50304}
 
 RULES at the end is the whole list: a rule is a function from a Subject to an Advice or None, and its docstring is its
-reason. Rules are asked in order, each about the subject as the earlier ones left it, so that one cause gives one
-finding. A rule proposes only what somebody training a model can choose, nothing at all when the size is good, and never
-what is predicted to be slower: of the good sizes nearby it takes the nearest that is not.
+reason. Rules run in order, each on the subject as the earlier ones left it, so that one cause gives one finding. A rule
+proposes only what somebody training a model can choose, nothing if the size is good, and never what is predicted to be
+slower: it picks the nearest good size that is not.
 Sources: arXiv 2401.14489 and its summary in Bekman's ML Engineering book; NVIDIA's guide to matrix multiplication.
 """
 
@@ -32,14 +32,14 @@ from redline.predict.tiles import (
 )
 
 VOCABULARY_MULTIPLE = 64  # arXiv 2401.14489: good on every device, V100 to B200
-# Of the step's GEMM time. Runs differ by 1 to 3 %, and cuBLAS may choose better tiles than the prediction does: what is
-# predicted to give less is not worth a finding. More is asked of advice that costs memory or another layout.
+# Share of the step's GEMM time. Runs differ by 1 to 3 %, and cuBLAS may choose better tiles than predicted, so a
+# smaller predicted gain is not worth a finding. Advice that costs memory or another layout must gain more.
 MEANINGFUL_GAIN = 0.05
 LARGE_GAIN = 0.10
-NOISE = 0.005  # predictions closer to nothing than this say nothing
+NOISE = 0.005  # predictions closer to zero than this mean nothing
 NODE_GPUS = 8  # joined by NVLink in nearly every machine
 NEARBY = 1 / 16  # how far from the user's d_ff a better one may lie
-CANDIDATES = 16  # on either side
+CANDIDATES = 16  # of d_ff on either side, of d_model and heads in all
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,13 +48,13 @@ class Advice:
     why: str
     fix: str
     change: Change | None
-    """None: nothing that could be proposed is predicted to pay."""
+    """None if no possible proposal is predicted to pay."""
     row: Row | None = None
-    """The row whose alignment it is about."""
+    """The row whose alignment the advice is about."""
 
     @property
     def mild(self) -> bool:
-        """Nothing says that it costs anything: no reason to fail a check."""
+        """True if nothing shows that it costs anything: no reason to fail a check."""
         return self.change is None or (self.row is not None and self.row.mild)
 
 
@@ -71,7 +71,7 @@ class Rule:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A size along which matrices are stored, as each rank holds it."""
+    """A size along which matrices are stored, divided among `ranks`."""
 
     size: int
     dtype: str
@@ -81,7 +81,7 @@ class Row:
 
     @property
     def multiple(self) -> int:
-        """Of the whole size, for an aligned share."""
+        """What the whole size must be a multiple of for each rank's share to be aligned."""
         return max(1, self.alignment_bytes // ELEMENT_BYTES[self.dtype]) * self.ranks
 
     @property
@@ -90,7 +90,7 @@ class Row:
 
     @property
     def start_bytes(self) -> int:
-        """The largest power of two at whose multiples the rows start; 0 where the ranks' shares are not equal."""
+        """The largest power of two, in bytes, that divides the rows' starts; 0 if the ranks' shares are not equal."""
         return 0 if self.size % self.ranks else power_of_two(self.size // self.ranks * ELEMENT_BYTES[self.dtype])
 
     @property
@@ -99,12 +99,12 @@ class Row:
 
     @property
     def refused(self) -> bool:
-        """A matmul of such rows is no slower one, but an error."""
+        """True if a matmul of such rows is not slow but an error."""
         return self.dtype == "fp8"
 
     @property
     def no_figure(self) -> str | None:
-        """Why no gain can be predicted from the alignment; None where a figure is known."""
+        """Why no gain can be predicted from the alignment; None if a figure is known, or no device is."""
         if self.device is None:
             return None
         if self.refused:
@@ -140,8 +140,8 @@ class Row:
 
 
 def vocabulary(subject: Subject) -> Advice | None:
-    """The head's GEMMs have the vocabulary as a row of logits and of their gradient. Tokens can be added and never
-    used, so this is the cheapest number to mend; 50257 is a tokenizer's count, and nobody chose it for a GPU."""
+    """In the head's GEMMs the vocabulary is the row length of the logits and of their gradient. Unused tokens can be
+    added, so this is the cheapest number to fix; 50257 is a tokenizer's count, and nobody chose it for a GPU."""
     vocab, tp = subject.shape.vocab, subject.tp
     row = _row(subject, vocab, shared=True)
     good = round_up(vocab, max(VOCABULARY_MULTIPLE, subject.multiple) * tp)
@@ -159,7 +159,7 @@ def vocabulary(subject: Subject) -> Advice | None:
 
 
 def model_width(subject: Subject) -> Advice | None:
-    """d_model is a row of every activation and of most weights: ugly here is ugly everywhere."""
+    """d_model is the row length of every activation and of most weights: ugly here is ugly everywhere."""
     shape = subject.shape
     row, heads = _row(subject, shape.d_model), _row(subject, shape.head_width, attention=True)
     if row.aligned:
@@ -178,8 +178,8 @@ def model_width(subject: Subject) -> Advice | None:
 
 
 def head_width(subject: Subject) -> Advice | None:
-    """h/a is a row of every query, key and value. Fused attention kernels pad it inside, and so hide a part of the
-    loss. Wider heads are fewer and have fewer scores."""
+    """h/a is the row length of every query, key and value. Fused attention kernels pad it internally, which hides part
+    of the loss. Wider heads are fewer and have fewer scores."""
     shape = subject.shape
     row = _row(subject, shape.head_width, attention=True)
     near = _head_dims(subject) if shape.head_dim is not None else _widths(subject, keep_width=True)
@@ -199,8 +199,8 @@ def head_width(subject: Subject) -> Advice | None:
 
 
 def mlp_width(subject: Subject) -> Advice | None:
-    """d_ff is a row of the MLP's hidden layer. With SwiGLU it is often 8/3 of d_model, rounded to nothing: 10922 at
-    4096 costs a third of the rate that 10944 has."""
+    """d_ff is the row length of the MLP's hidden layer. With SwiGLU it is often 8/3 of d_model, not rounded to any
+    multiple: 10922 at 4096 costs a third of the rate that 10944 has."""
     d_ff, tp = subject.shape.d_ff, subject.tp
     row = _row(subject, d_ff, shared=True)
     near = _multiples_nearby(d_ff, row.multiple)
@@ -221,8 +221,8 @@ def mlp_width(subject: Subject) -> Advice | None:
 
 
 def sequence_length(subject: Subject) -> Advice | None:
-    """s is a row of the attention scores, and through b*s the height of every other GEMM. The micro batch itself needs
-    no alignment: with a good s every b*s is good, so 7 is as good as 8."""
+    """s is the row length of the attention scores, and through b*s the height of every other GEMM. The micro batch
+    itself needs no alignment: with a good s every b*s is good, so 7 is as good as 8."""
     shape = subject.shape
     row = _row(subject, shape.sequence, attention=True)
     fixed = shape.positions == "learned" and shape.max_positions is not None
@@ -244,8 +244,8 @@ def sequence_length(subject: Subject) -> Advice | None:
 
 
 def head_count(subject: Subject) -> Advice | None:
-    """An odd number of heads, or of key-value heads, divides among no 2, 4 or 8 GPUs, and with heads of 64 makes
-    d_model end in half a tile of 128. GPT-2 XL's 25 are the classic."""
+    """An odd number of heads, or of key-value heads, cannot be divided among 2, 4 or 8 GPUs, and with heads of 64 makes
+    d_model end in half a tile of 128. GPT-2 XL's 25 heads are the classic case."""
     shape = subject.shape
     heads, kv = shape.heads, shape.key_value_heads
     odd = [f"{heads} heads"] if heads % 2 and heads > 1 else []
@@ -289,8 +289,8 @@ def tensor_parallel_division(subject: Subject) -> Advice | None:
 
 
 def tensor_parallel_size(subject: Subject) -> Advice | None:
-    """t as small as memory allows: it cuts every GEMM thinner and adds two exchanges per layer and pass, which leave
-    the fast links of a machine beyond 8. The exchanges are not counted in the gain."""
+    """t should be as small as memory allows: it cuts every GEMM thinner and adds two exchanges per layer and pass,
+    which beyond 8 GPUs leave a machine's fast links. The gain does not count the exchanges."""
     tp, good = subject.tp, subject.tp
     while (half := _smaller_group(subject, good)) is not None:
         good = half
@@ -308,7 +308,8 @@ def tensor_parallel_size(subject: Subject) -> Advice | None:
 
 
 def micro_batch_size(subject: Subject) -> Advice | None:
-    """As large as memory allows, while it pays: few tokens make few tiles, and half of the GPU waits."""
+    """The micro batch should be as large as memory allows, while that pays: few tokens make few tiles, and half of the
+    GPU waits."""
     if not subject.batch_is_chosen or subject.device is None or "micro_batch" in subject.settled:
         return None
     good = subject.micro_batch
@@ -329,8 +330,8 @@ def micro_batch_size(subject: Subject) -> Advice | None:
 
 
 def tile_quantization(subject: Subject) -> Advice | None:
-    """A d_ff a little over whole tiles makes the last column of tiles do work for nothing. Fires only where a width
-    nearby is predicted to give 5 % or more, tiles alone and all in all."""
+    """A d_ff slightly above a multiple of the tile width wastes work in the last column of tiles. Fires only if a
+    nearby width is predicted to gain 5 % or more, both from tiles alone and in total."""
     found = _best_nearby(subject, _nearby_widths(subject), share=_tile_share)
     if found is None:
         return None
@@ -345,9 +346,9 @@ def tile_quantization(subject: Subject) -> Advice | None:
 
 
 def wave_quantization(subject: Subject) -> Advice | None:
-    """The last round of tiles takes as long as a full one, however few they are. Fires only where a d_ff nearby is
-    predicted to give 5 % or more, or a micro batch one or two away 10 %, waves alone and all in all. Weight gradients
-    with few tiles are split along their sum by cuBLAS and do not count."""
+    """The last round of tiles takes as long as a full one, however few tiles it has. Fires only if a nearby d_ff is
+    predicted to gain 5 % or more, or a micro batch one or two away 10 %, both from waves alone and in total. Weight
+    gradients with few tiles do not count, since cuBLAS splits them along their sum."""
     found = _best_nearby(subject, _nearby_batches(subject), share=_wave_share, least=LARGE_GAIN)
     found = found or _best_nearby(subject, _nearby_widths(subject), share=_wave_share)
     if found is None or subject.device is None:
@@ -366,7 +367,7 @@ def wave_quantization(subject: Subject) -> Advice | None:
 
 RULES = (
     Rule(name="model-width", kind="alignment", check=model_width),
-    Rule(name="head-count", kind="rule-of-thumb", check=head_count),  # before the ranks: even heads may allow them
+    Rule(name="head-count", kind="rule-of-thumb", check=head_count),  # before the ranks, which even heads may allow
     Rule(name="tensor-parallel-division", kind="rule-of-thumb", check=tensor_parallel_division),
     Rule(name="vocabulary", kind="alignment", check=vocabulary),
     Rule(name="head-width", kind="alignment", check=head_width),
@@ -383,7 +384,7 @@ RULES = (
 
 
 def _with_it(subject: Subject) -> str:
-    """The sizes that are ugly because d_model is, and that its fix mends."""
+    """Name the sizes that are ugly because d_model is, and that its fix also fixes."""
     shape = subject.shape
     narrow = shape.head_dim is None and shape.head_width % subject.attention_multiple
     sizes = [f"heads of {shape.head_width}"] if narrow else []
@@ -421,7 +422,7 @@ def _least_used(subject: Subject, what: str, share: Callable[[Estimate], float])
 
 
 def _row(subject: Subject, size: int, *, shared: bool = False, attention: bool = False) -> Row:
-    """`shared` sizes are divided among the ranks; those of attention have its dtype."""
+    """Return the row of a size. `shared` sizes are divided among the ranks; `attention` sizes have that dtype."""
     dtype = subject.attention_dtype if attention else subject.dtype
     return Row(
         size=size,
@@ -433,9 +434,9 @@ def _row(subject: Subject, size: int, *, shared: bool = False, attention: bool =
 
 
 def _mended(subject: Subject, row: Row, changes: Sequence[Change]) -> Change | None:
-    """The change that mends a row; None when it is good, or when nothing near it is predicted to be as fast. Where no
-    figure says what the alignment gives, a prediction without it may be a little below nothing; and what is refused
-    must be mended at any price. A size that is good in itself, and only its share among the ranks is not, must pay."""
+    """Return the change that fixes a row; None if the row is good or nothing nearby is predicted to be as fast. If no
+    figure says what the alignment gains, the prediction lacks it and may be slightly negative; rows that matmuls refuse
+    are fixed at any price. If the size itself is good and only its share per rank is not, the change must pay."""
     if row.aligned:
         return None
     allowed = 0.0 if row.no_figure is None else NOISE
@@ -447,14 +448,14 @@ def _mended(subject: Subject, row: Row, changes: Sequence[Change]) -> Change | N
 
 
 def _nearest_that_pays(subject: Subject, changes: Sequence[Change], allowed_loss: float = 0.0) -> Change | None:
-    """The nearest that is not predicted to be slower. Not the fastest: that would be the widest heads of all, whose
-    few scores a fused kernel makes cheap anyway, and a model further from the one that was asked for."""
+    """Return the nearest change that is not predicted to be slower. The fastest would be the widest heads of all, whose
+    few scores a fused kernel makes cheap anyway, and a model further from the one requested."""
     gains = ((gain_of(subject, change), change) for change in changes)
     return next((change for gain, change in gains if gain is None or gain >= -allowed_loss), None)
 
 
 def gain_of(subject: Subject, change: Change) -> float | None:
-    """Predicted; where the sizes do not divide among the ranks, that of the whole layers on one."""
+    """Return the predicted gain; if the sizes do not divide among the ranks, that of the whole layers on one rank."""
     after = subject.changed(change)
     found = predicted_gain(subject, after)
     return predicted_gain(replace(subject, tp=1), replace(after, tp=1)) if found is None else found
@@ -477,18 +478,18 @@ def _widths(subject: Subject, *, keep_width: bool, keep_tp: bool = True) -> list
 
 
 def _head_dims(subject: Subject) -> list[Change]:
-    """A width of the heads' own: the good ones below and above."""
+    """Return the good widths below and above, for heads whose width is independent of d_model."""
     return [{"head_dim": size} for size in _multiples_nearby(subject.shape.head_width, subject.attention_multiple)]
 
 
 def _multiples_nearby(size: int, multiple: int) -> list[int]:
-    """Below and above, the nearer first."""
+    """Return the multiples below and above, the nearer first."""
     below, above = size // multiple * multiple, round_up(size, multiple)
     return sorted((one for one in (below, above) if one), key=lambda one: (abs(one - size), -one))
 
 
 def _others(subject: Subject, changes: Sequence[Change], taken: Change) -> str:
-    """', or 40 heads (predicted -3.1 %)': the nearest good size that was not taken."""
+    """', or 40 heads (predicted -3.1 %)': the nearest good size that was not chosen."""
     other = next((change for change in changes if change != taken), None)
     if other is None:
         return ""
@@ -497,7 +498,7 @@ def _others(subject: Subject, changes: Sequence[Change], taken: Change) -> str:
 
 
 def _smaller_group(subject: Subject, tp: int) -> int | None:
-    """Half as many GPUs, where that is worth it."""
+    """Return half as many GPUs, if that is worth it."""
     half = tp // 2
     if tp < 2 or tp % 2 or not heads_divide(subject.shape, half):
         return None
@@ -525,12 +526,12 @@ def _nearby_batches(subject: Subject) -> Iterator[Change]:
 
 
 def _tile_share(before: Subject, after: Subject) -> float:
-    """The gain if a last round cost only what it uses."""
+    """Return the gain if a last round cost only the multiprocessors it uses."""
     return gain(before, after, before.seconds_of_tiles, after.seconds_of_tiles) or 0.0
 
 
 def _wave_share(before: Subject, after: Subject) -> float:
-    """What of the gain is not the tiles'."""
+    """Return the part of the gain that tiles do not explain."""
     return (1 + (predicted_gain(before, after) or 0.0)) / (1 + _tile_share(before, after)) - 1
 
 
@@ -540,7 +541,8 @@ def _best_nearby(
     share: Callable[[Subject, Subject], float],
     least: float = MEANINGFUL_GAIN,
 ) -> Change | None:
-    """The nearest change that gives nine tenths of the most, of those that give enough as a whole and of this kind."""
+    """Return the nearest change with nine tenths of the largest gain, among those that gain enough both in total and by
+    `share`."""
     gains = []
     for change in changes:
         after = subject.changed(change)

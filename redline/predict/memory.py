@@ -2,12 +2,13 @@
 
     memory = predict_memory(shape, plan, micro_batch=16)
     memory.allocated     # comparable with torch.cuda.max_memory_allocated
-    memory.total         # with what the allocator holds on to, and with what lies outside it: what a card must have
+    memory.total         # plus what the allocator reserves and what lies outside it: what a card must have
 
-A step has a few moments at which the peak can lie: the loss, forward or backward, the backward of the last or the
-first layer, the embedding's gradient, the update. The largest of them is the prediction. Every term is a tensor; which
-of them were seen alive on an H200, which on a CPU and which are reasoned is in docs/memory.md. Left out: dropout,
-sequence parallelism, offloading, buckets of DDP beside the gradients. What fits a card: predict/fitting.py.
+The peak of a step can lie at a few moments: the loss, forward or backward, the backward of the last or the first layer,
+the embedding's gradient, the update, and with `fsdp-whole` the sharding of all gradients. The prediction is the largest
+of them. Every term is a tensor; docs/memory.md says which were seen alive on an H200, which on a CPU, and which are
+reasoned. Left out: dropout, sequence parallelism, offloading, DDP's buckets besides the gradients. What fits a card is
+in predict/fitting.py.
 """
 
 from __future__ import annotations
@@ -36,14 +37,14 @@ from redline.predict.sizes import round_up
 from redline.predict.traced import one_gpu_only, traced_bytes
 
 KINDS = ("residual", "normalised", "qkv", "attention core", "attention output", "mlp", "embedding", "recomputed")
-# cuBLAS has a workspace per thread that calls it: the forward's and the backward's. 32 MiB each is Hopper's and
-# Blackwell's; older cards take 8. Beside them a small one of cublasLt.
+# cuBLAS has a workspace per thread that calls it: one for the forward, one for the backward. Each takes 32 MiB on
+# Hopper and Blackwell, and 8 MiB on older cards. cublasLt adds a small one.
 WORKSPACES = (2 * 32 + 1) * MIB
 CONTEXT = 810 * 10**6  # CUDA context and loaded kernels: 787 to 884 MB in the ladder's record of 2026-11-15 on an H200
-COLLECTIVES = 1536 * MIB  # NCCL's buffers where GPUs talk: 1 to 2 GiB (docs/sources.md 3)
+COLLECTIVES = 1536 * MIB  # NCCL's buffers with several GPUs: 1 to 2 GiB (docs/sources.md 3)
 FRAGMENTATION = 0.08  # reserved over allocated: the median of the memory record is 1.08, a single run 1.01 to 1.6
-STRIDE_BYTES = 128  # Inductor pads matmuls whose rows no vector load can take, and then wide rows to this
-INFERENCE_BYTES = {"fp32": 4, "mixed": 4, "half": 2, "int8": 1}  # per parameter; mixed has 16-bit casts besides
+STRIDE_BYTES = 128  # if vector loads cannot take rows, Inductor pads them, and wide rows to this multiple
+INFERENCE_BYTES = {"fp32": 4, "mixed": 4, "half": 2, "int8": 1}  # per parameter; mixed adds 16-bit casts
 ZERO_STAGES = (0, 1, 2, 3)
 
 
@@ -60,13 +61,13 @@ class Memory:
     logits: int = 0
     """Logits, their copies and their gradient."""
     temporary: int = 0
-    """Gradients on their way through a layer, workspaces of matmuls, what an update needs."""
+    """Gradients in flight through a layer, matmul workspaces, and what an update needs."""
     autocast_cache: int = 0
     """16-bit copies of the weights."""
     context: int = 0
-    """Outside the allocator."""
+    """Bytes outside the allocator."""
     stage: str | None = None
-    """Of a pipeline: first or last, whichever this is."""
+    """In a pipeline, which stage this is: 'first' or 'last'."""
 
     @property
     def activation_bytes(self) -> int:
@@ -74,13 +75,13 @@ class Memory:
 
     @property
     def allocated(self) -> int:
-        """What torch.cuda.max_memory_allocated would say."""
+        """What torch.cuda.max_memory_allocated would return."""
         parts = (self.weights, self.gradients, self.optimizer, self.logits, self.temporary, self.autocast_cache)
         return sum(parts) + self.activation_bytes
 
     @property
     def fragmentation(self) -> int:
-        """Reserved by the allocator and not in use: a typical share, not a prediction."""
+        """Bytes reserved by the allocator and not in use: a typical share, not a prediction."""
         return round(FRAGMENTATION * self.allocated)
 
     @property
@@ -98,8 +99,8 @@ def predict_memory(
     optimizer: str | None = None,
     inference: bool | str = False,
 ) -> Memory:
-    """The GPU that needs most. `optimizer`: a name in predict/optimizers.py instead of the plan's. `zero`: the ZeRO
-    stage among the data-parallel GPUs; 3 is FSDP. `inference`: True, or a precision of INFERENCE_BYTES."""
+    """Predict the peak of the GPU that needs most. `optimizer`: a name in predict/optimizers.py instead of the plan's.
+    `zero`: the ZeRO stage among the data-parallel GPUs; 3 is FSDP. `inference`: True, or a key of INFERENCE_BYTES."""
     check_positive("micro batch", micro_batch)
     layout = layout or Layout(gpus=1)
     if isinstance(shape, Traced):
@@ -133,7 +134,7 @@ def predict_memory(
 
 
 def _traced_memory(traced: Traced, plan: Plan, micro_batch: int, optimizer: str | None) -> Memory:
-    """Of a model that was seen and not described: what is kept is known, what lives for a moment is not."""
+    """Memory of a traced model: what is kept is known, what lives only briefly is not."""
     parts = traced_bytes(traced, plan, micro_batch=micro_batch, optimizer=optimizer)
     return Memory(
         moment="sum of all parts",
@@ -156,12 +157,12 @@ def _check_choices(plan: Plan, layout: Layout, zero: int) -> None:
             raise unknown_name(name, value, known)
     if zero not in ZERO_STAGES:
         raise UserError(f"ZeRO stage {zero}", "the stages are 0 to 3", "use 0, 1, 2 or 3")
-    if zero < 3:  # FSDP around one GPU has a meaning: all tensors whole, and 16-bit weights of a block at a time
+    if zero < 3:  # FSDP around one GPU is meaningful: all tensors whole, 16-bit weights one block at a time
         check_replicas(zero, layout)
 
 
 def check_replicas(zero: int, layout: Layout) -> None:
-    """Refuses to share state among one replica."""
+    """Raise UserError if ZeRO would shard state over a single replica."""
     if zero and layout.dp == 1:
         raise UserError(
             f"ZeRO stage {zero} with one replica of the model",
@@ -171,7 +172,7 @@ def check_replicas(zero: int, layout: Layout) -> None:
 
 
 def _ends(pp: int) -> tuple[tuple[bool, bool], ...]:
-    """The pipeline's first and last stage; those between hold less than one of them."""
+    """Return (first, last) of the pipeline's first and last stage; those between hold less than one of the two."""
     return ((True, True),) if pp == 1 else ((True, False), (False, True))
 
 
@@ -200,7 +201,7 @@ def _moment(
     temporary: float = 0,
     casts: int = 0,
 ) -> Memory:
-    waiting = rank.in_flight - 1  # whole micro batches of a pipeline
+    waiting = rank.in_flight - 1  # further micro batches in the pipeline
     kept = activations or {}
     if waiting:
         kept = _sum(kept, {kind: waiting * size for kind, size in kept_activations(rank, rank.layers).items()})
@@ -227,7 +228,7 @@ def _loss_moments(rank: Rank) -> Iterator[Memory]:
     whole = _sum(kept_activations(rank, rank.layers), final_activations(rank))
     blocks_again = rank.plan.checkpointing == "full"
     for name, logits, temporary in LOSSES[rank.plan.loss](rank):
-        # Autocast's cache lasts through the forward; after it, what no node saved is gone. Inductor has no such cache.
+        # Autocast's cache lasts through the forward; then casts that no node saved are freed. Inductor has no cache.
         cached = rank.layers if not blocks_again or (name == LOSS_FORWARD and not rank.plan.compile) else 0
         yield _moment(
             rank,
@@ -245,22 +246,22 @@ LossMoments = Iterator[tuple[str, float, float]]
 
 
 def _full_loss(rank: Rank) -> LossMoments:
-    """Cross-entropy over all logits: (moment, bytes of logits, other bytes)."""
+    """Yield (moment, bytes of logits, other bytes) of cross-entropy over all logits."""
     c, numbers = rank.compute, rank.tokens * rank.rows
     if not rank.plan.compile:
         copy = FP32 if rank.casts else 0
-        yield LOSS_FORWARD, (c + copy + FP32) * numbers, 0  # logits, in fp32 too, log-probabilities
+        yield LOSS_FORWARD, (c + copy + FP32) * numbers, 0  # logits, their fp32 copy, log-probabilities
         yield LOSS_BACKWARD, 3 * FP32 * numbers, 0  # log-probabilities, their gradient, the logits' gradient
         return
     # Inductor writes the gradient over the logits, unless it had to pad them: then both exist, in wider rows. The
-    # gradient of what the head read comes beside them.
+    # gradient of the head's input exists beside them.
     odd = _odd_rows(rank)
     numbers = rank.tokens * _padded_rows(rank) if odd else numbers
     yield LOSS_BACKWARD, (2 if odd else 1) * c * numbers, c * rank.tokens * rank.shape.d_model
 
 
 def _odd_rows(rank: Rank) -> bool:
-    """Rows of logits that no vector load can take: Inductor may pad the matmuls that touch them (its pass pad_mm)."""
+    """True if vector loads cannot take the rows of logits: Inductor may pad the matmuls that touch them (pad_mm)."""
     return rank.rows * rank.compute % VECTOR_BYTES != 0
 
 
@@ -269,7 +270,7 @@ def _padded_rows(rank: Rank) -> int:
 
 
 def _head_loss(rank: Rank) -> LossMoments:
-    """Logits of one piece, which become their gradient where they lie. Most is there when the head's gradient is made,
+    """The logits of one piece, which are overwritten by their gradient. The peak is when the head's gradient is made,
     when those of two pieces are added, or when the pieces' gradients of the features are joined."""
     c, table, stream = rank.compute, rank.table, rank.tokens * rank.shape.d_model
     pieces = PIECES[rank.plan.loss]
@@ -279,32 +280,32 @@ def _head_loss(rank: Rank) -> LossMoments:
     piece = -(-rank.tokens // pieces)
     logits = c * piece * rank.rows
     if rank.plan.compile and rank.casts and _odd_rows(rank):
-        # Two products read the logits' gradient, one as it lies and one transposed; probably pad_mm copies it for each.
-        # GPT-2 at micro batch 64 on an H200 takes 41.17 GB, 13.11 GB more than with a padded vocabulary, and two
-        # copies are 13.19 GB (record of `tune` of 2026-11-15). fp32 logits have not been measured so.
+        # Two matmuls read the logits' gradient, one of them transposed; pad_mm probably copies it for each. GPT-2 at
+        # micro batch 64 on an H200 takes 41.17 GB, 13.11 GB more than with a padded vocabulary, and two copies are
+        # 13.19 GB (record of `tune` of 2026-11-15). This was not measured with fp32 logits.
         logits += 2 * c * piece * _padded_rows(rank)
-    # What the head reads, in 16 bit, and eager also as the norm wrote it.
+    # The head's input in 16 bit, and in eager mode also as the norm wrote it.
     features = c * stream + (FP32 * stream if rank.casts and not rank.plan.compile else 0)
     wide = rank.casts and rank.plan.tuned_matmuls and not rank.gathers_all
-    alone = rank.weight if wide else c  # what one piece gives the head
-    parts = 2 * c if rank.casts else c  # the second one meets the first, which is widened only then
+    alone = rank.weight if wide else c  # the head's gradient of a single piece
+    parts = 2 * c if rank.casts else c  # the second meets the first, which is widened only then
     adding = (2 * FP32 + parts) * table + c * stream if pieces > 1 else 0  # two sums, parts; features' gradients
     joining = (FP32 + c if pieces > 1 else alone) * table + 2 * c * stream
-    if pieces == 1 or rank.plan.compile:  # compiled code has the last logits meanwhile: measured peaks are so
+    if pieces == 1 or rank.plan.compile:  # measured peaks: compiled code still has the last logits then
         yield LOSS_FORWARD, logits, features + max(adding, joining)
         return
-    yield LOSS_FORWARD, logits, features + (FP32 + 2 * c) * table + c * stream  # the sum, the part before, the new one
+    yield LOSS_FORWARD, logits, features + (FP32 + 2 * c) * table + c * stream  # the sum, the prior part, the new one
     yield LOSS_FORWARD, 0, features + max(adding, joining)
 
 
 def _narrow_loss(rank: Rank) -> LossMoments:
-    """In 8 bits the gradient does not lie where the logits did: first the two of them, then the gradient and itself
-    turned, with what comes of them. The weight is there both ways round, which is as much as in 16 bit."""
+    """In 8 bit the gradient does not overwrite the logits: first both exist, then the gradient and its transpose, with
+    the gradients computed from them. The weight exists in both orientations, which takes as much as in 16 bit."""
     c, table, stream = rank.compute, rank.table, rank.tokens * rank.shape.d_model
     pieces = PIECES[rank.plan.loss]
     numbers = -(-rank.tokens // pieces) * rank.rows
     features = (c + 1) * stream + (0 if rank.plan.compile else FP32 * stream)
-    done = (FP32 + c) * table + c * stream if pieces > 1 else 0  # the sum of the pieces before, and their gradients
+    done = (FP32 + c) * table + c * stream if pieces > 1 else 0  # the sum of earlier pieces, and their gradients
     yield LOSS_FORWARD, (c + 1) * numbers, features + done
     sums = 2 * FP32 + 2 * c if pieces > 1 else c
     yield LOSS_FORWARD, 2 * numbers, features + stream // pieces + sums * table + 2 * c * stream
@@ -314,7 +315,8 @@ LOSSES: dict[str, Callable[[Rank], LossMoments]] = {"full": _full_loss, "fused":
 
 
 def _layer_moment(rank: Rank, name: str, behind: int) -> Memory:
-    """One layer in its backward, `behind` layers waiting for theirs; those after it have turned into gradients."""
+    """One layer in its backward while `behind` layers wait for theirs; of the layers after it only gradients are
+    left."""
     extra = layer_backward(rank)
     kept = kept_activations(rank, behind + 1)
     kept["recomputed"] = rank.tokens * extra.recomputed
@@ -335,8 +337,8 @@ def _layer_moment(rank: Rank, name: str, behind: int) -> Memory:
 
 
 def _embedding_moment(rank: Rank) -> Memory:
-    """A gradient as large as the table. Where head and embedding are one, the head's waits, and their sum is a third.
-    The stream's gradient feeds it."""
+    """A gradient as large as the table. If head and embedding are tied, the head's is held too, and their sum is a
+    third. The stream's gradient is its input."""
     stream = FP32 * rank.tokens * rank.shape.d_model
     own = 2 * rank.weight * rank.table if rank.head_is_embedding else 0
     done = rank.weight * rank.parameters if rank.gathers_all else rank.gradient_bytes
@@ -350,8 +352,8 @@ def _embedding_moment(rank: Rank) -> Memory:
 
 
 def _sharing_out_moment(rank: Rank) -> Memory:
-    """All gradients at once, when the weights have been given back: as they were computed or added up, beside what is
-    sent; or that beside this GPU's share."""
+    """All gradients at once, after the gathered weights are freed: as computed or accumulated, beside the copy that is
+    sent; or that copy beside this GPU's shard."""
     vectors = rank.weight * rank.uncut
     sent, share = rank.weight * rank.parameters - vectors, rank.gradient_bytes - vectors
     computed = max(rank.standing_gradients - vectors, rank.gathered_gradients(sent))
@@ -380,8 +382,8 @@ def inference_precision(plan: Plan, inference: bool | str) -> str:
 
 
 def _generate(shape: Shape, plan: Plan, *, micro_batch: int, layout: Layout, weights: str) -> Memory:
-    """Reading whole sequences with a cache of keys and values: nothing is kept but that, and only the last token of
-    each sequence meets the head. Layers with a window keep no more than it: a cache that rolls."""
+    """Memory while reading whole sequences with a cache of keys and values: nothing else is kept, and the head runs
+    only for the last token of each sequence. Layers with a window keep only the window: a rolling cache."""
     plan = replace(plan, autocast=None if weights == "fp32" else plan.autocast or "bf16", checkpointing="none")
     ends = [
         Rank(
@@ -405,7 +407,7 @@ def _prefill(rank: Rank, weights: str) -> Memory:
     stream = (FP32 if weights in ("fp32", "mixed") else c) * C
     mlp = mlp_tensors(shape, rank.plan) * c * F
     square = shape.heads / tp * shape.sequence
-    # Naive softmax: its input and output in fp32, and the scores that autocast has in 16 bit.
+    # Naive softmax: its input and output in fp32, and under autocast the 16-bit scores.
     softmax = (2 * c if rank.plan.compile else 2 * FP32 + (c if rank.casts else 0)) * square
     attention = c * (2 * Q + 2 * KV) + (softmax if rank.plan.attention == "naive" else 0)
     return Memory(

@@ -3,8 +3,8 @@
     noise_of_ratio(0.002, 0.003, device="cuda", repeats=1) -> 0.02, the spread between runs
     spread_error({"median": 0.1, "p10": 0.098, "p90": 0.102, "n": 50}) -> 0.0028, of the median
 
-`search/noise.py` knows every step and takes its errors from them; a document has only what was written into it, which
-`spread_error` reads. Both end in `noise_of_ratio`, so that a ladder and a comparison of two ladders mean the same.
+`search/noise.py` knows every step and computes errors from them; a document has only a summary, which `spread_error`
+reads. Both end in `noise_of_ratio`, so that a ladder and a comparison of two ladders mean the same by noise.
 """
 
 from __future__ import annotations
@@ -13,22 +13,23 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-# Seen between processes: 1 to 3 % on an H200; on two shared CPU cores 10 % and more.
+# Spread seen between processes: 1 to 3 % on an H200; on two shared CPU cores 10 % and more.
 UNSEEN_RUN_TO_RUN = {"cuda": 0.02, "cpu": 0.10}
 P90_SIGMAS = 1.2816  # the 90th percentile of a normal distribution, in standard deviations
-MOST_SWING = 2.0  # of p90 over p10: a quiet machine's steps differ by per cents, so something else ran beside these
-MEDIAN_TO_MEAN = math.sqrt(math.pi / 2)  # the median of many normal values scatters more than their mean, by this
+MOST_SWING = 2.0  # p90 over p10: on a quiet machine steps differ by some per cent, so above this something else ran
+MEDIAN_TO_MEAN = math.sqrt(math.pi / 2)  # by this factor the median of many normal values scatters more than their mean
 
 
 def noise_of_ratio(one_error: float, other_error: float, *, device: str, repeats: int) -> float:
-    """Two standard errors of the ratio. One run cannot see what differs between processes (clocks, memory layout), so
-    the noise is never less than what was seen between runs; two repeats may still agree by chance."""
+    """Return two standard errors of the ratio. One run cannot show what differs between processes (clocks, memory
+    layout), so the noise is never less than the spread seen between runs, divided by `repeats`: two repeats may still
+    agree by chance."""
     return max(2 * math.hypot(one_error, other_error), UNSEEN_RUN_TO_RUN[device] / repeats)
 
 
 def spread_error(spread: Mapping[str, Any] | None) -> float | None:
-    """The standard error of a median as a fraction of it, from p10, p90 and n as if the values were normal; None where
-    the spread does not say."""
+    """Return the standard error of a median as a fraction of it, from p10, p90 and n as if the values were normal; None
+    if the spread lacks one of them."""
     median, p10, p90, count = ((spread or {}).get(name) for name in ("median", "p10", "p90", "n"))
     if not median or p10 is None or p90 is None or not count:
         return None

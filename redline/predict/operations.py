@@ -1,18 +1,18 @@
-"""Every operation of a training step with its FLOPs and bytes: what the roofline puts times to.
+"""Every operation of a training step with its FLOPs and bytes, from which the roofline computes times.
 
     operations(shape, plan, micro_batch=16) -> (Operation(name="qkv", direction="forward", flops=..., bytes=...), ...)
 
-Bytes are what crosses the memory bus when an operation reads its inputs once and writes its outputs once. How many
-operations there are is the fusion level:
+Bytes are what crosses the memory bus when an operation reads its inputs once and writes its outputs once. The fusion
+level decides how many operations there are:
 
-    eager     every operator is a kernel of its own, autocast's casts, copies and the mask's clone among them
+    eager     every operator is a kernel of its own, including autocast's casts, copies and the mask's clone
     inductor  residual, norm and cast are one kernel, the whole softmax is one, the loss reads logits twice and writes
               their gradient once; bias gradients, q/k/v's gradient stack and weight casts stay kernels of their own
-    ideal     the stream is kept in the matmuls' dtype; activations, biases and rotations ride in the matmuls and the
-              attention kernel, the loss reads and writes the logits once, clipping rides in the optimizer
+    ideal     the stream is kept in the matmuls' dtype; activations, biases and rotations are fused into the matmuls and
+              the attention kernel, the loss reads and writes the logits once, clipping is fused into the optimizer
 
-Norms and activations are taken for single kernels even in eager mode, as torch's own modules are. Names stand for what
-the operation is about; a row sums up all layers.
+Norms and activations count as single kernels even in eager mode, as torch's own modules are. A name says what the
+operation is for; a row sums over all layers.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ FUSIONS = ("eager", "inductor", "ideal")
 FP32 = 4  # bytes: parameters and gradients unless the optimizer says otherwise, softmax and norms in eager autocast
 FP8 = 1
 LINEARS = ("qkv", "q", "kv", "proj", "up", "down")
-COPIED_BYTES = 4  # rows that start at multiples of this can be loaded by asynchronous copies at least
+COPIED_BYTES = 4  # rows that start at multiples of this can at least be loaded by asynchronous copies
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,17 +50,17 @@ class Operation:
     """forward, backward, recompute or update."""
     bytes: float
     flops: float = 0.0
-    """Of matmuls; the arithmetic of the others never decides."""
+    """FLOPs of matmuls; the arithmetic of other operations never decides their time."""
     kernels: int
     part: str
-    """core (of attention), layer or rest: what checkpointing computes again."""
+    """core (of attention), layer or rest: decides whether checkpointing recomputes it."""
     kind: str = "memory"
-    """gemm, fp8, unaligned, odd, attention or memory: which share of which peak it reaches."""
+    """gemm, fp8, unaligned, odd, attention or memory: decides which share of which peak it reaches."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """What the bytes are counted from."""
+    """The sizes from which bytes are counted."""
 
     shape: Shape
     plan: Plan
@@ -70,17 +70,17 @@ class Sizes:
 
     @property
     def compute(self) -> int:
-        """Bytes of a number that a matmul reads."""
+        """Bytes per element that a matmul reads."""
         return 2 if self.plan.autocast else FP32
 
     @property
     def weight(self) -> int:
-        """Bytes of a stored weight, and of its gradient."""
+        """Bytes per stored weight, and per gradient."""
         return find_optimizer(self.plan.optimizer).weights
 
     @property
     def stream(self) -> int:
-        """Bytes of a number in the residual stream."""
+        """Bytes per element of the residual stream."""
         return self.compute if self.fusion == "ideal" else residual_bytes(self.plan)
 
     @property
@@ -99,7 +99,7 @@ class Sizes:
     def per_token(
         self, name: str, group: str, direction: str, width: float, *, calls: int, kernels: int = 1, part: str = "layer"
     ) -> Operation:
-        """`width`: bytes per token and call; `kernels` per call."""
+        """Return an operation with `width` bytes per token and call, and `kernels` kernels per call."""
         size = self.tokens * width * calls
         return Operation(name=name, group=group, direction=direction, bytes=size, kernels=calls * kernels, part=part)
 
@@ -107,8 +107,8 @@ class Sizes:
 def operations(
     shape: Shape, plan: Plan, *, micro_batch: int, accumulation: int = 1, fusion: str | None = None
 ) -> tuple[Operation, ...]:
-    """Of one step: `accumulation` passes over a micro batch each, and one update. `fusion` None: what the plan does,
-    'inductor' when it compiles and 'eager' when not."""
+    """Return the operations of one step: `accumulation` passes over a micro batch each, and one update. `fusion` None
+    means what the plan does: 'inductor' if it compiles, else 'eager'."""
     fusion = fusion or ("inductor" if plan.compile else "eager")
     if fusion not in FUSIONS:
         raise unknown_name("fusion level", fusion, FUSIONS)
@@ -132,7 +132,8 @@ def operations(
 
 
 def _repeated(operation: Operation, passes: int) -> Operation:
-    """An update happens once a step, everything else once a pass. Autocast's casts too: its cache lasts one pass."""
+    """An update happens once per step, everything else once per pass, even autocast's casts: its cache lasts one
+    pass."""
     if operation.direction == "update":
         return operation
     return replace(
@@ -144,7 +145,8 @@ def _repeated(operation: Operation, passes: int) -> Operation:
 
 
 def _accumulated(z: Sizes, passes: int) -> Iterator[Operation]:
-    """Each further pass adds its gradients to the sum: two read, one written; or the matmul adds to what it reads."""
+    """Each further pass adds its gradients to the sum: two reads and a write, or in the ideal step one read by the
+    matmul, which adds to it."""
     if passes == 1:
         return
     width = z.weight if z.fusion == "ideal" else 3 * z.weight
@@ -175,7 +177,7 @@ def _linear(z: Sizes) -> Iterator[Operation]:
 
 
 def is_narrow(gemm: Gemm, plan: Plan) -> bool:
-    """Its operands have 8 bits."""
+    """True if the GEMM's operands have 8 bits."""
     if gemm.where == "head":
         return plan.narrow_head
     return gemm.where in LINEARS and plan.narrows(gemm.where, gemm.direction)
@@ -197,12 +199,12 @@ def _contraction(gemm: Gemm, z: Sizes, part: str) -> Operation:
 
 
 def _gemm_kind(gemm: Gemm, z: Sizes) -> str:
-    """Rows of an odd length start at odd addresses, which the tensor cores' loads cannot take. Inductor pads them, and
-    plain fp32 does not use those loads. A weight's gradient sums over tokens, which are rows and not along them."""
+    """Rows of odd length start at odd addresses, which the tensor cores' loads cannot take. Inductor pads them, and
+    plain fp32 does not use those loads. The tokens that a weight's gradient sums over do not lie along rows."""
     if z.fusion != "eager" or z.plan.precision == "fp32":
         return "gemm"
     along = (gemm.m, gemm.n) if gemm.direction == "wgrad" else (gemm.n, gemm.k)
-    step = math.gcd(*(size * z.compute for size in along))  # the largest power of two in it is where rows start
+    step = math.gcd(*(size * z.compute for size in along))  # its largest power of two is the alignment of rows
     if step % COPIED_BYTES:
         return "odd"
     return "unaligned" if step % VECTOR_BYTES else "gemm"
@@ -218,7 +220,7 @@ def _attention(z: Sizes) -> Iterator[Operation]:
         return
     flops = executed_flops(z.shape, z.plan).attention
     q, kv, layers = z.shape.query_width, z.shape.kv_width, z.shape.layers
-    statistics = FP32 * z.shape.heads  # the softmax's logarithm of sums, one per head and token
+    statistics = FP32 * z.shape.heads  # softmax's log-sum-exp, one per head and token
     for direction, work, numbers in (
         ("forward", flops.forward, 2 * q + 2 * kv),  # q, k, v in, y out
         ("backward", flops.backward, 4 * q + 4 * kv),  # q, k, v, y, dy in; dq, dk, dv out
@@ -239,14 +241,15 @@ def _attention(z: Sizes) -> Iterator[Operation]:
 
 
 def _norms(z: Sizes) -> Iterator[Operation]:
-    """The norms of the layers and one at the end, with the residual sums and casts around them."""
+    """The norms of the layers and the final norm, with the residual sums and casts around them."""
     for part, calls in (("layer", z.shape.layer_norms * z.shape.layers), ("rest", 1)):
         for name, group, direction, width, kernels in _norm_passes(z, residual=part == "layer"):
             yield z.per_token(name, group, direction, width * z.shape.d_model, calls=calls, kernels=kernels, part=part)
 
 
 def _norm_passes(z: Sizes, residual: bool) -> list[tuple[str, str, str, int, int]]:
-    """Bytes per number of the width, and kernels. Eager sums belong to layers; fused, the last is in the last norm."""
+    """Return each pass with its bytes per element of the width and its kernels. Eager residual sums belong to layers;
+    fused, the last sum is part of the last norm."""
     r, c, cast = z.stream, z.compute, z.compute + z.stream if z.casts else 0
     if z.fusion == "eager":
         return [
@@ -257,9 +260,9 @@ def _norm_passes(z: Sizes, residual: bool) -> list[tuple[str, str, str, int, int
             ("cast", MOVEMENT, "forward", cast, 1),  # what the norm wrote, for the matmul
             ("cast", MOVEMENT, "backward", 2 * cast, 2),  # the norm's gradient, and the stream's for the branch
         ]
-    # One kernel: stream and branch in, stream and normalised out; backward the same the other way round.
+    # One kernel: stream and branch in, stream and normalised out; the backward is the reverse.
     copy = c if r != c and z.fusion == "inductor" else 0
-    gains = c + r if z.fusion == "inductor" else 0  # a reduction over tokens of its own
+    gains = c + r if z.fusion == "inductor" else 0  # a separate reduction over tokens
     return [
         ("residual + norm", NORMALISATION, "forward", 2 * r + 2 * c, 1),
         ("residual + norm", NORMALISATION, "backward", c + 3 * r + copy + gains, 2 if gains else 1),
@@ -267,7 +270,7 @@ def _norm_passes(z: Sizes, residual: bool) -> list[tuple[str, str, str, int, int
 
 
 def _softmax(z: Sizes) -> Iterator[Operation]:
-    """Of naive attention: scale, mask and softmax over the whole square."""
+    """Scale, mask and softmax of naive attention, over the whole square."""
     c, cast, calls = z.compute, z.compute + FP32 if z.casts else 0, z.shape.layers
     if z.fusion == "eager":
         passes = [
@@ -301,12 +304,12 @@ def _loss(z: Sizes) -> Iterator[Operation]:
             ("loss cast", MOVEMENT, "backward", cast, 1),
         ],
         "inductor": [("loss", NORMALISATION, "forward", c, 1), ("loss", NORMALISATION, "backward", 2 * c, 1)],
-        # logits in, their gradient out in their place, or in 8 bits in another
+        # logits in, their gradient out in place, or in 8 bit elsewhere
         "fused": [("loss", NORMALISATION, "forward", c + (FP8 if z.plan.narrow_head else c), 1)],
     }["fused" if z.plan.loss != "full" or z.fusion == "ideal" else z.fusion]
     for name, group, direction, width, kernels in passes:
         yield z.per_token(name, group, direction, width * z.rows, calls=1, kernels=kernels, part="rest")
-    if z.plan.loss == "chunked":  # each further piece's gradient of the head is added to the sum, in fp32
+    if z.plan.loss == "chunked":  # each further piece adds its gradient of the head to the fp32 sum
         sums = PIECES["chunked"] - 1
         yield Operation(
             name="head gradient sums",
@@ -322,7 +325,7 @@ def _loss(z: Sizes) -> Iterator[Operation]:
 
 
 def _activations(z: Sizes) -> Iterator[Operation]:
-    """Numbers read and written per number of the MLP's width: GELU, or silu(gate) x up."""
+    """GELU, or silu(gate) x up, with the elements read and written per element of the MLP's width."""
     numbers = {
         ("eager", False): (2, 3),
         ("eager", True): (5, 9),  # silu, then a product; its two gradients, then silu's
@@ -338,7 +341,7 @@ def _activations(z: Sizes) -> Iterator[Operation]:
 
 
 def _rotations(z: Sizes) -> Iterator[Operation]:
-    """Rotary positions of queries and keys: x cos + rotated(x) sin, as one writes it, or in one pass."""
+    """Rotary positions of queries and keys: x cos + rotated(x) sin, operator by operator or in one pass."""
     if z.shape.positions != "rope" or z.fusion == "ideal":
         return
     numbers, kernels = (9, 5) if z.fusion == "eager" else (2, 1)
@@ -348,12 +351,12 @@ def _rotations(z: Sizes) -> Iterator[Operation]:
 
 
 def _gradient_sums(z: Sizes) -> Iterator[Operation]:
-    """Gradients of biases, each a sum over all tokens, and the stacking of q, k and v's into the fused matmul's."""
+    """Bias gradients, each a sum over all tokens, and stacking the gradients of q, k and v for the fused matmul."""
     if z.fusion == "ideal":
         return
     outputs = [layer for layer in linear_layers(z.shape, z.plan) if layer.where != "head"]
     biased = [layer for layer in outputs if z.shape.has_bias(layer.where)]
-    if biased and z.plan.backward != "fused":  # whose kernels add up what they write
+    if biased and z.plan.backward != "fused":  # its kernels sum what they write
         width = z.compute * sum(layer.outputs * layer.count for layer in biased)
         calls = sum(layer.count for layer in biased)
         yield z.per_token("bias gradients", ELEMENTWISE, "backward", width / calls, calls=calls)
@@ -366,8 +369,8 @@ def _gradient_sums(z: Sizes) -> Iterator[Operation]:
 
 
 def _head_copies(z: Sizes) -> Iterator[Operation]:
-    """Naive attention's batched matmuls want each head's rows together: q, k, v (repeated to every head) and y are
-    copied into that order and back; in the backward y's gradient and two of the others' are."""
+    """Naive attention's batched matmuls need each head's rows together: q, k, v (repeated to every head) and y are
+    copied into that order and back; in the backward, y's gradient and two of the other gradients are."""
     width = 2 * z.compute * z.shape.query_width
     for direction, copies in (("forward", 4), ("backward", 3)):
         yield z.per_token(
@@ -387,14 +390,14 @@ def _embedding(z: Sizes) -> Iterator[Operation]:
 
 
 def _weight_casts(z: Sizes) -> Iterator[Operation]:
-    """Autocast makes 16-bit weights of fp32 ones once a step, and fp32 gradients of 16-bit ones; the ideal step has the
-    optimizer write both kinds of weights."""
+    """Autocast casts fp32 weights to 16 bit and 16-bit gradients to fp32, once per pass; in the ideal step the
+    optimizer writes both kinds of weights."""
     if z.compute == z.weight:
         return
     layers = linear_layers(z.shape, z.plan)
     weights = sum(layer.inputs * layer.outputs * layer.count for layer in layers)
     ideal = z.fusion == "ideal"
-    # An 8-bit copy takes the place of the 16-bit one, unless other products of the layer want that.
+    # An 8-bit copy replaces the 16-bit one, unless other matmuls of the layer need that.
     narrow = z.rows * z.shape.d_model if z.plan.narrow_head else 0
     narrow += weights - z.rows * z.shape.d_model if z.plan.narrow_linears and not z.plan.narrows_what_pays else 0
     for direction in ("update",) if ideal else ("forward", "backward"):
@@ -409,14 +412,14 @@ def _weight_casts(z: Sizes) -> Iterator[Operation]:
 
 
 def _narrow_layers(z: Sizes) -> Iterator[Operation]:
-    """A row and its largest number are in one kernel: whoever writes the row writes 8 bits too, where that is a kernel
-    of the compiler's. What attention writes is read once more, and so are gradients that hand-written kernels write."""
+    """A compiled kernel that writes a row also knows its maximum, so it writes the row in 8 bit too. What attention
+    writes is read once more, and so are gradients that hand-written kernels write."""
     if not z.plan.narrow_linears:
         return
     layers = [layer for layer in linear_layers(z.shape, z.plan) if layer.where in LINEARS]
     by_hand = [where for where in LINEARS if z.plan.backward == "fused" and not (z.plan.narrows_mlps and where == "up")]
     alone = {"forward": ["proj"], "backward": by_hand}
-    # Forward a weight's row is read once; the other way round a column's largest number comes first.
+    # The forward reads a weight's row once; the backward needs the maximum of a column first.
     for direction, product, reads in (("forward", "forward", 1), ("backward", "dgrad", 2)):
         narrow = [layer for layer in layers if z.plan.narrows(layer.where, product)]
         for layer in narrow:
@@ -443,12 +446,12 @@ def _narrow_layers(z: Sizes) -> Iterator[Operation]:
 
 
 def _narrow_head(z: Sizes) -> Iterator[Operation]:
-    """What 8-bit products need before them. The largest number of a tensor comes first, then the cast reads it again;
-    for the weight's gradient the features and the gradient of the logits are turned, for the features' the weight."""
+    """What the head's 8-bit matmuls need beforehand. A tensor is read for its maximum and again for the cast. For the
+    weight's gradient, the features and the logits' gradient are transposed; for the features' gradient, the weight."""
     if not z.plan.narrow_head:
         return
     turn = 2 * FP8
-    between = 4 * FP32 if z.fusion == "eager" else 0  # a copy in fp32, and the scaled one, each written and read
+    between = 4 * FP32 if z.fusion == "eager" else 0  # an fp32 copy and a scaled one, each written and read
     head = partial(Operation, group=MOVEMENT, direction="forward", part="rest")
     sizes = sum(
         count * (2 * each + between + FP8 + turn) for count, each in ((z.tokens, z.compute), (z.rows, z.weight))
@@ -458,7 +461,8 @@ def _narrow_head(z: Sizes) -> Iterator[Operation]:
 
 
 def _update(z: Sizes) -> Iterator[Operation]:
-    """Clipping reads all gradients for their norm and scales them; fp16 divides them by the loss scale before that."""
+    """Clipping and the optimizer. Clipping reads all gradients for their norm and scales them; fp16 divides them by the
+    loss scale before that."""
     update = partial(Operation, group=OPTIMIZER, direction="update", part="rest")
     row, whole = find_optimizer(z.plan.optimizer), whole_model(z.shape, z.plan)
     passes = (1 if z.fusion == "ideal" else 3) + (2 if z.plan.loss_scaling else 0)
@@ -472,7 +476,7 @@ def _update(z: Sizes) -> Iterator[Operation]:
         bytes=sum(count * one.bytes for count, one in listed),
         kernels=row.kernels + sum(count * one.kernels for count, one in listed),
     )
-    # Timed at the plan's rate, which is theirs in 16 bit only; a step in fp32 is so long that they do not show.
+    # Timed at the plan's rate, which is right only in 16 bit; an fp32 step is so long that they do not matter.
     flops = sum(count * one.matmul_flops for count, one in listed)
     yield update(
         name=f"{row.name} matmuls",
@@ -484,7 +488,7 @@ def _update(z: Sizes) -> Iterator[Operation]:
 
 
 def whole_model(shape: Shape, plan: Plan) -> Rank:
-    """One GPU with all of it: its parameters, tensor by tensor."""
+    """Return one GPU that holds the whole model, for its parameters tensor by tensor."""
     return Rank(
         shape=shape,
         plan=plan,
@@ -498,7 +502,7 @@ def whole_model(shape: Shape, plan: Plan) -> Rank:
 
 
 def tensors(shape: Shape, plan: Plan) -> int:
-    """Parameter tensors of the model: what a looping optimizer goes through one by one."""
+    """Return the number of parameter tensors, which a looping optimizer updates one by one."""
     linear = [layer for layer in linear_layers(shape, plan) if layer.where != "head"]
     matrices = sum(layer.count * (1 + shape.has_bias(layer.where)) for layer in linear)
     norms = shape.layers * (shape.layer_norms + 2 * shape.qk_norms) + 1

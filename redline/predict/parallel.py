@@ -4,11 +4,11 @@
     layout.dp, layout.accumulation -> 8, 32
     check_layout(shape, layout, gpus=64, gpus_per_node=8)     # refuses what cannot run, and proposes what can
 
-TP cuts every layer among GPUs, PP the stack of layers, DP the batch; GAS (gradient accumulation) does what is left one
-micro batch after the other. Ranks count TP fastest, then DP, then PP: tensor-parallel GPUs are neighbours in a node.
-Nothing here says what is fast (predict/layouts.py does): only what is possible. Refusals speak in options, which are
-the same for `train` and `estimate`, and whatever they propose passes the check that refused and goes with what was said
-beside it (`Beside`).
+TP cuts every layer among GPUs, PP the stack of layers, DP the batch; GAS (gradient accumulation) runs the rest of the
+batch one micro batch after another. Ranks count TP fastest, then DP, then PP: tensor-parallel GPUs are neighbours in a
+node. This module says only what is possible, not what is fast (predict/layouts.py does). Errors name options, which are
+the same for `train` and `estimate`; whatever they propose passes the check that failed and is compatible with the other
+options given (`Beside`).
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from redline.core.workload import Shape, check_positive
 
 USUAL_NODE = 8  # GPUs on a DGX or HGX board
 CUTS = ("--tensor", "--pipeline")
-MOST_STEPS = 64  # replicas more or fewer among which another number of GPUs is looked for
-# GPUs of a node: so many, however many GPUs there are; or so many of a number of GPUs; None: not asked.
+MOST_STEPS = 64  # another number of GPUs is searched for within this many replicas more or fewer
+# GPUs per node: a fixed number, or a function of the number of GPUs; None: not checked.
 Node = int | Callable[[int], int] | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How GPUs share a step. Making one checks that the GPUs can be cut that way."""
+    """How GPUs share a step. The constructor checks that the GPUs can be divided that way."""
 
     gpus: int
     tp: int = 1
     """Tensor parallel: GPUs that hold one layer together."""
     pp: int = 1
-    """Pipeline parallel: groups of GPUs that hold the layers one after the other."""
+    """Pipeline parallel: groups of GPUs that hold consecutive layers."""
     micro_batch: int = 1
-    """Sequences that pass through at once (MBS)."""
+    """Sequences that a replica computes at once (MBS)."""
     accumulation: int = 1
     """Micro batches per step and replica (GAS)."""
     replicas: int = 1
@@ -58,7 +58,7 @@ class Layout:
 
     @property
     def shards(self) -> int:
-        """GPUs that ZeRO shares a copy of the model among."""
+        """GPUs among which ZeRO shards one copy of the model."""
         return self.dp // self.replicas
 
     @property
@@ -76,19 +76,19 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True)
 class Beside:
-    """What was said beside a layout. Another cut, or another number of GPUs, is proposed only if it goes with that, or
-    with what to change of it."""
+    """Options given beside a layout. Another cut, or another number of GPUs, is proposed only if it is compatible with
+    them, or together with the change that makes it so."""
 
     micro_batch: int = 1
     batch: int | None = None
-    """Of an update, in the words of `option`."""
+    """The batch of an update, in the unit of `option`."""
     option: str | None = "--global-batch"
-    """None: it cannot change, as in a run that goes on."""
+    """The option that sets `batch`; None if it cannot change, as in a resumed run."""
     unit: int = 1
-    """What of `batch` is one sequence: its tokens, if they are counted."""
+    """How much of `batch` one sequence is: its tokens, if `batch` counts tokens."""
     replicas: int = 1
     stages: bool = True
-    """Whether --pipeline can be said: a measurement has no stages."""
+    """True if --pipeline can be given: a measurement has no stages."""
 
     def __post_init__(self) -> None:
         check_positive("--micro-batch", self.micro_batch)
@@ -96,7 +96,7 @@ class Beside:
             check_positive(self.option or "global batch", self.batch)
 
     def change(self, dp: int) -> str | None:
-        """With so many data-parallel ranks: '' where nothing must change, None where nothing helps."""
+        """Return what must change with `dp` data-parallel ranks: '' if nothing must, None if nothing helps."""
         copies = copies_of(dp)
         words = [] if self.replicas in copies else [f"--replicas {nearest(copies, self.replicas)[0]}"]
         batch, each = self.batch, dp * self.unit
@@ -110,7 +110,7 @@ class Beside:
         return " and ".join(words)
 
     def _batch_near(self, batch: int, each: int) -> str:
-        """With the micro batch as it is, unless only another one comes near what was wanted."""
+        """Return the nearest batch for this micro batch, unless only another one comes close to the wanted batch."""
         kept, near = (nearest(multiples_near(batch, of), batch)[0] for of in (each * self.micro_batch, each))
         if kept == near or max(kept, batch) <= 2 * min(kept, batch):
             return f"{self.option} {kept}"
@@ -118,13 +118,13 @@ class Beside:
 
 
 def copies_of(dp: int) -> tuple[int, ...]:
-    """Into how many copies of the model so many data-parallel ranks can be divided, each cut among two at least; one
-    rank is one copy."""
+    """Return the numbers of model copies into which `dp` data-parallel ranks can be divided, each cut among at least
+    two ranks; one rank is one copy."""
     return tuple(size for size in divisors(dp) if size < dp or dp == 1)
 
 
 def check_copies(dp: int, replicas: int) -> None:
-    """That so many data-parallel ranks can be that many copies of the model."""
+    """Raise UserError unless `dp` data-parallel ranks can form `replicas` copies of the model."""
     if dp % replicas:
         sizes = _either(nearest_two(copies_of(dp), replicas))
         raise UserError(
@@ -135,7 +135,7 @@ def check_copies(dp: int, replicas: int) -> None:
 
 
 def check_cut_copies(dp: int, replicas: int) -> None:
-    """And that each of them is cut."""
+    """Like `check_copies`, but each copy must also be cut."""
     check_copies(dp, replicas)
     if replicas == dp > 1:
         fewer = [size for size in nearest_two(copies_of(dp), replicas) if size > 1]
@@ -147,7 +147,7 @@ def check_cut_copies(dp: int, replicas: int) -> None:
 
 
 UNCUT = "nothing is cut then: every rank holds all of it, as with ddp"
-ALONE = Beside()  # nothing else was said
+ALONE = Beside()  # no other options
 
 
 def layout_for_batch(
@@ -162,9 +162,9 @@ def layout_for_batch(
     beside: Beside | None = None,
     replicas: int = 1,
 ) -> Layout:
-    """The layout whose accumulation makes exactly this global batch (None: one pass), or an error with the nearest
-    possible ones. With a shape they are possible for that model too. `beside`: what else they go with, if it is not
-    these sizes."""
+    """Return the layout whose accumulation gives exactly this global batch (None: one pass), or raise UserError with
+    the nearest possible batches. With a shape, the cuts must suit that model too. `beside`: the options with which
+    proposals must be compatible, if not the sizes given here."""
     if shape is not None:
         beside = beside or Beside(micro_batch=micro_batch, batch=global_batch, replicas=replicas)
         _check_cuts(shape, gpus, tp, pp, gpus_per_node, beside)
@@ -185,10 +185,10 @@ def layout_for_batch(
 
 
 def check_layout(shape: Shape, layout: Layout, gpus: int | None = None, gpus_per_node: int | None = None) -> None:
-    """Raises a UserError for a layout that cannot run, with the nearest that can; returns nothing for one that can.
+    """Raise UserError if a layout cannot run, and propose the nearest that can.
 
-    The model must divide (heads, key-value heads and the MLP by TP, layers by PP), the layout must use exactly the
-    `gpus` that there are, and a tensor-parallel group must not leave its node. None: not asked."""
+    The model must divide (heads, key-value heads and the MLP by TP, layers by PP), the layout must use exactly `gpus`
+    GPUs, and a tensor-parallel group must stay within its node. None skips a check."""
     _check_cuts(shape, layout.gpus, layout.tp, layout.pp, gpus_per_node)
     if gpus is not None and layout.gpus != gpus:
         check_positive("gpus", gpus)
@@ -201,7 +201,7 @@ def check_layout(shape: Shape, layout: Layout, gpus: int | None = None, gpus_per
 
 
 def check_product(gpus: int, *, dp: int, tp: int, pp: int, beside: Beside = ALONE) -> None:
-    """Refuses a DP that is not what TP and PP leave of the GPUs."""
+    """Raise UserError if DP is not GPUs / (TP x PP)."""
     check_positive("dp", dp)
     left = Layout(gpus=gpus, tp=tp, pp=pp).dp
     if dp != left:
@@ -214,7 +214,7 @@ def check_product(gpus: int, *, dp: int, tp: int, pp: int, beside: Beside = ALON
 
 
 def gpus_in_a_node(gpus: int, nodes: int | None = None) -> int:
-    """Of so many nodes; None: nodes of 8 GPUs, or of the largest number up to 8 that divides them."""
+    """Return the GPUs per node. `nodes` None: 8 GPUs per node, or the largest number up to 8 that divides them."""
     check_positive("gpus", gpus)
     if nodes is None:
         return max(size for size in divisors(gpus) if size <= USUAL_NODE)
@@ -230,8 +230,8 @@ def gpus_in_a_node(gpus: int, nodes: int | None = None) -> int:
 
 
 def heads_divide(shape: Shape, tp: int) -> bool:
-    """Each GPU of a tensor-parallel group holds whole heads. Some trainers copy key-value heads where there are more
-    GPUs than those; here that counts as impossible, for memory as for speed."""
+    """True if each GPU of a tensor-parallel group holds whole heads. Some trainers copy key-value heads if there are
+    more GPUs than heads; here that counts as impossible, for memory and for speed."""
     return shape.heads % tp == 0 and shape.key_value_heads % tp == 0
 
 
@@ -293,8 +293,8 @@ def _no_whole_replicas(
 
 
 def _gpus_near(gpus: int, tp: int, pp: int, node: Node, beside: Beside) -> list[int]:
-    """The numbers just below and above these that whole replicas take, in nodes that hold whole tensor groups, and
-    with which nothing else must change."""
+    """Return the nearest numbers of GPUs below and above that form whole replicas, in nodes that hold whole tensor
+    groups, and that require no other change."""
     first, whole = gpus // (tp * pp), tp * pp
     below, above = range(first, max(0, first - MOST_STEPS), -1), range(first + 1, first + MOST_STEPS)
 
@@ -308,19 +308,19 @@ def _gpus_near(gpus: int, tp: int, pp: int, node: Node, beside: Beside) -> list[
 def _node_takes(tp: int, gpus: int, node: Node) -> bool:
     try:
         return _in_a_node(gpus, node) % tp == 0
-    except UserError:  # so many nodes as there are cannot share that many GPUs
+    except UserError:  # the given nodes cannot share that many GPUs
         return False
 
 
 def _cuts_near(shape: Shape | None, gpus: int, tp: int, pp: int, node: Node = None, beside: Beside = ALONE) -> str:
-    """The two nearest cuts of these GPUs, and of the model if one is given: '--tensor 4 or --tensor 2'. Where none goes
-    with what was said beside it, each has what to change too: '--tensor 4 with --micro-batch 2'. Where that may not
-    change, as in a run that goes on, it is the nearest number of GPUs with which nothing must: '2 GPUs with --tensor
+    """Name the two nearest cuts of these GPUs, and of the model if one is given: '--tensor 4 or --tensor 2'. If none is
+    compatible with the other options, each names what else to change: '--tensor 4 with --micro-batch 2'. If that may
+    not change, as in a resumed run, name the nearest number of GPUs that requires no change: '2 GPUs with --tensor
     2'."""
     cuts = _ways_to_cut(shape, gpus, tp, pp, node, beside)
     if cuts:
         return _cut_words(dict(list(cuts.items())[:2]), tp, pp)
-    for count in (*range(gpus - 1, 0, -1), *range(gpus + 1, 2 * gpus + 1)):  # fewer first: those are there
+    for count in (*range(gpus - 1, 0, -1), *range(gpus + 1, 2 * gpus + 1)):  # fewer first: those exist
         ways = _ways_to_cut(shape, count, tp, pp, node, beside) if _node_takes(1, count, node) else {}
         as_said = [cut for cut, change in ways.items() if change == ""]
         if as_said:
@@ -331,8 +331,8 @@ def _cuts_near(shape: Shape | None, gpus: int, tp: int, pp: int, node: Node = No
 def _ways_to_cut(
     shape: Shape | None, gpus: int, tp: int, pp: int, node: Node, beside: Beside
 ) -> dict[tuple[int, int], str]:
-    """Cuts of these GPUs, the nearest first, and what else must change: those with which nothing must, if there are
-    any."""
+    """Return cuts of these GPUs, the nearest first, and what else must change; only cuts that require no change, if
+    there are any."""
     possible = sorted(
         possible_cuts(shape, gpus, None if node is None else _in_a_node(gpus, node)),
         key=lambda cut: (abs(math.log(cut[0] / tp)) + abs(math.log(cut[1] / pp)), cut[1] != pp, cut),
@@ -340,7 +340,7 @@ def _ways_to_cut(
     possible = [cut for cut in possible if beside.stages or cut[1] == 1]
     changes = {cut: change for cut in possible if (change := beside.change(gpus // math.prod(cut))) is not None}
     changes = {cut: change for cut, change in changes.items() if change == ""} or changes
-    if (tp == 1) != (pp == 1):  # of two options one was given: the other is proposed only where nothing else helps
+    if (tp == 1) != (pp == 1):  # only one of the two options was given: propose the other only if nothing else helps
         other = 0 if tp == 1 else 1
         changes = {cut: change for cut, change in changes.items() if cut[other] == 1} or changes
     return changes
@@ -355,7 +355,7 @@ def _cut_words(changes: dict[tuple[int, int], str], tp: int, pp: int) -> str:
 
 
 def possible_cuts(shape: Shape | None, gpus: int, gpus_per_node: int | None = None) -> list[tuple[int, int]]:
-    """Every (TP, PP) that divides these GPUs, the model if one is given, and stays inside a node if one is given."""
+    """Return every (TP, PP) that divides the GPUs and, if given, the model, with TP inside a node if one is given."""
     tp_divides = gpus if shape is None else math.gcd(shape.heads, shape.key_value_heads, shape.d_ff, gpus)
     tp_divides = tp_divides if gpus_per_node is None else math.gcd(tp_divides, gpus_per_node)
     pp_divides = gpus if shape is None else math.gcd(shape.layers, gpus)
@@ -363,8 +363,8 @@ def possible_cuts(shape: Shape | None, gpus: int, gpus_per_node: int | None = No
 
 
 def _batches_near(wanted: int, once: Layout) -> Iterator[str]:
-    """The nearest that keep the micro batch; the same with another micro batch; or one nearer than those, with
-    another."""
+    """Propose the nearest batches that keep the micro batch, then another micro batch for the same batch, or else
+    nearer batches with another micro batch."""
     same = multiples_near(wanted, once.global_batch)
     yield _either(same)
     for batch in multiples_near(wanted, once.dp):
@@ -379,12 +379,12 @@ def _batches_near(wanted: int, once: Layout) -> Iterator[str]:
 
 
 def nearest(numbers: Sequence[int], wanted: int) -> list[int]:
-    """By ratio, the nearest first."""
+    """Sort by ratio to `wanted`, the nearest first."""
     return sorted(numbers, key=lambda number: (abs(math.log(number / wanted)), number))
 
 
 def nearest_two(numbers: Sequence[int], wanted: int) -> list[int]:
-    """In their own order."""
+    """Return the two nearest numbers in ascending order."""
     return sorted(nearest(numbers, wanted)[:2])
 
 
@@ -395,7 +395,7 @@ def divisors(number: int) -> tuple[int, ...]:
 
 
 def multiples_near(wanted: int, of: int) -> list[int]:
-    """`wanted` if it is a multiple of `of`, or those just below and above it, without zero."""
+    """Return `wanted` if it is a multiple of `of`, else the multiples just below and above it, without zero."""
     below = wanted // of * of
     return [n for n in ((wanted,) if below == wanted else (below, below + of)) if n > 0]
 

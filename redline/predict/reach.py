@@ -1,12 +1,12 @@
-"""How far the kernels of a profile are from what the machine reaches: a bound on what faster ones could gain.
+"""How far the kernels of a profile are from what the machine reaches: a bound on what faster kernels could gain.
 
     reach_of(kernels, matmul_tflops={"bf16": 795.0}, bandwidth=4.32e12, tf32=True)
     -> Reach(seconds=0.0157, least_seconds=0.0055, flops=4.3e12, ...)
 
-The least time of a kernel is that of its arithmetic or of its bytes, whichever is longer, and never more than it took:
-a kernel that beats the rates makes up for no other. Only kernels whose work is known count. FLOPs are the kernel
-table's: of a fused causal attention those of pairs that the mask leaves, of attention written out the full square.
-A rate that a kernel of the profile beats is no limit: `fastest_seen` says what the kernels reached themselves.
+The least time of a kernel is that of its arithmetic or of its bytes, whichever is longer, but never more than it took:
+a kernel that beats the rates makes up for no other. Only kernels whose work is known count. FLOPs come from the kernel
+table: for fused causal attention those of the pairs that the mask leaves, for written-out attention the full square.
+A rate that a kernel of the profile beats is no limit: `fastest_seen` returns what the kernels themselves reached.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from redline.core.profile import Kernel
 @dataclass(frozen=True, kw_only=True)
 class Reach:
     seconds: float
-    """Of the kernels whose work is known."""
+    """Seconds of the kernels whose work is known."""
     least_seconds: float
-    """That their work takes at the rates of the machine."""
+    """Seconds that their work takes at the machine's rates."""
     flops: float
     bytes: float
     tflops: tuple[float, ...]
-    """The rates of those that arithmetic bounds, fastest first; empty where bytes bound all."""
+    """The rates of the kernels that arithmetic bounds, fastest first; empty if bytes bound all."""
     by_bytes: bool
-    """Do bytes bound one of them?"""
+    """True if bytes bound at least one kernel."""
 
     @property
     def gain_seconds(self) -> float:
@@ -37,13 +37,13 @@ class Reach:
 
 @dataclass(frozen=True, kw_only=True)
 class Least:
-    """What one kernel's work takes at the least."""
+    """The least time that one kernel's work takes."""
 
     kernel: Kernel
     compute_seconds: float
     memory_seconds: float
     tflops: float | None
-    """None for what is no product."""
+    """The machine's rate for its matmuls; None if it has none."""
 
     @property
     def by_compute(self) -> bool:
@@ -53,7 +53,7 @@ class Least:
 def reach_of(
     kernels: Iterable[Kernel], *, matmul_tflops: Mapping[str, float], bandwidth: float, tf32: bool
 ) -> Reach | None:
-    """None where no kernel's work and rate are known. `tf32`: products of fp32 run as that."""
+    """Return the reach of the kernels; None if no kernel's work and rate are known. `tf32`: fp32 matmuls run in it."""
     known = [least for kernel in kernels if (least := least_of(kernel, matmul_tflops, bandwidth, tf32)) is not None]
     if not known:
         return None
@@ -71,7 +71,8 @@ def reach_of(
 
 
 def fastest_seen(kernels: Iterable[Kernel], *, tf32: bool) -> tuple[dict[str, float], float]:
-    """TFLOP/s by precision and bytes per second of the fastest kernels; empty and 0 where no work is known."""
+    """Return the TFLOP/s by precision and the bytes per second of the fastest kernels; empty and 0 if no work is
+    known."""
     tflops: dict[str, float] = {}
     bandwidth = 0.0
     for kernel in (each for each in kernels if each.seconds > 0):
@@ -87,7 +88,7 @@ def precision_of(kernel: Kernel, tf32: bool) -> str | None:
 
 
 def least_of(kernel: Kernel, matmul_tflops: Mapping[str, float], bandwidth: float, tf32: bool) -> Least | None:
-    """None where its bytes are unknown, or the rate of its products."""
+    """Return the least time of a kernel; None if its bytes, or the rate of its matmuls, are unknown."""
     if kernel.bytes is None:
         return None
     dtype = precision_of(kernel, tf32)

@@ -4,14 +4,14 @@
     step = predict_step(shape, plan, micro_batch=16, sheet=sheet)
     step.floor_seconds, step.light.seconds, step.expected.seconds
 
-An operation takes the longer of two times: its FLOPs at the matmul rate and its bytes at the memory bandwidth. Three
-answers come out of one list (`predict/operations.py`):
+An operation takes the longer of two times: its FLOPs at the matmul rate and its bytes at the memory bandwidth. One list
+of operations (`predict/operations.py`) gives three answers:
 
     floor     the executed FLOPs at the data sheet's matmul rate: nothing that runs these FLOPs can be faster
     light     each operation of this recipe at the data sheet's peaks, one after the other: its speed of light
-    expected  each at the peaks that can be reached (`reachable`) and with what kernels lose: TYPICAL
+    expected  each at the peaks that can be reached (`reachable`), with the losses of real kernels (TYPICAL)
 
-A step of several micro batches is so many passes and one update.
+A step of several micro batches is one pass for each and one update.
 
 Not modelled: a host too slow to keep the queue full (small models), waiting for data or for the loss, several GPUs.
 """
@@ -37,29 +37,29 @@ class Peaks:
     matmul_tflops: float
     """Dense, at the plan's usual precision."""
     bandwidth: float
-    """Of the device's memory, bytes per second."""
+    """Bandwidth of the device's memory in bytes per second."""
     source: str
     """A data sheet, or who measured when."""
     fp8_tflops: float | None = None
-    """Of products with 8-bit operands, where the plan has some."""
+    """Rate of matmuls with 8-bit operands, if the plan has any."""
     narrow_rates: Mapping[int, float] = field(default_factory=lambda: NARROW_RATES)
-    """What is left of the matmul rate when rows start at multiples of so many bytes only."""
+    """Share of the matmul rate that is left when rows start only at multiples of so many bytes, by those bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Assumptions:
-    """What kernels reach of the peaks. All ones: the roofline itself."""
+    """What kernels reach of the peaks. The defaults are the roofline itself."""
 
     gemm: float = 1.0
     """Share of the matmul peak in the model's own matmuls."""
     narrow_loads: bool = False
     """Matmuls whose rows do not start at multiples of 16 bytes run at the peaks' narrow rates."""
     attention: dict[str, float] = field(default_factory=dict)
-    """Share of the matmul peak in a fused attention kernel, forward and backward together; 1 where not named."""
+    """Share of the matmul peak in a fused attention kernel, forward and backward together; 1 if not named."""
     bandwidth: float = 1.0
     """Share of the bandwidth in everything that memory bounds."""
     gap_seconds: float = 0.0
-    """Between the end of a kernel and the start of the next."""
+    """Seconds between the end of a kernel and the start of the next."""
 
 
 # Today's fused kernels are far from the matmul peak: their softmax is not a matmul, and causal tiles are cut in half.
@@ -88,7 +88,7 @@ class Timed:
 
 @dataclass(frozen=True, kw_only=True)
 class Roofline:
-    """A step, operation by operation, one after the other."""
+    """A step as a sequence of operations, without overlap."""
 
     rows: tuple[Timed, ...]
     tokens: int
@@ -137,8 +137,8 @@ def roofline(
 def predict_step(
     shape: Shape, plan: Plan, *, micro_batch: int, accumulation: int = 1, sheet: Peaks, reached: Peaks | None = None
 ) -> Prediction:
-    """Both peaks are those of the plan's precision: `peaks_for` and `reachable` pick them. `reached` None: a typical
-    share of the data sheet's."""
+    """Predict a step. Both peaks must be those of the plan's precision, as `peaks_for` and `reachable` return them.
+    `reached` None means a typical share of the data sheet's."""
     real = typical(sheet) if reached is None else at_most(reached, sheet)
     step = partial(roofline, shape, plan, micro_batch=micro_batch, accumulation=accumulation)
     return Prediction(
@@ -149,7 +149,7 @@ def predict_step(
 
 
 def compute_floor(shape: Shape, plan: Plan, *, micro_batch: int, accumulation: int = 1, peaks: Peaks) -> float:
-    """Seconds of a step that does nothing but its matmul FLOPs, at the peak."""
+    """Return the seconds of a step that executes only its matmul FLOPs, at the peak."""
     tokens = accumulation * micro_batch * shape.sequence
     of_sequence = sum(gemm.flops for gemm in linear_gemms(shape, plan, micro_batch=1) if is_narrow(gemm, plan))
     narrow = of_sequence / shape.sequence
@@ -161,7 +161,7 @@ def compute_floor(shape: Shape, plan: Plan, *, micro_batch: int, accumulation: i
 
 
 def peaks_for(plan: Plan, peak_tflops: Mapping[str, float], bandwidth: float, source: str) -> Peaks | None:
-    """A device's peaks at the plan's precision; None when the device lacks it."""
+    """Return a device's peaks at the plan's precision; None if the device lacks it."""
     if plan.precision not in peak_tflops or plan.usual_precision not in peak_tflops:
         return None
     return Peaks(
@@ -177,7 +177,8 @@ def sheet_peaks(plan: Plan, device: Device) -> Peaks | None:
 
 
 def reachable(plan: Plan, device: Device, measured: MeasuredPeaks | None = None) -> Peaks | None:
-    """What was measured here, else the best rate that anyone measured on such a device, else nothing is known."""
+    """Return the peaks measured here, else the best rate that anyone measured on such a device; None if neither is
+    known."""
     if measured is not None and plan.precision in measured.matmul_tflops:
         source = f"redline hardware --measure, {measured.date[:10]}"
         return _on(device, peaks_for(plan, measured.matmul_tflops, measured.bandwidth, source))
@@ -200,7 +201,7 @@ def _on(device: Device, peaks: Peaks | None) -> Peaks | None:
 
 
 def typical(sheet: Peaks) -> Peaks:
-    """What large matmuls and copies will reach of a data sheet, where nobody has measured."""
+    """Return what large matmuls and copies will reach of a data sheet's peaks, if nobody has measured."""
     return replace(
         sheet,
         matmul_tflops=TYPICAL_MATMUL * sheet.matmul_tflops,
@@ -211,7 +212,8 @@ def typical(sheet: Peaks) -> Peaks:
 
 
 def at_most(reached: Peaks, sheet: Peaks) -> Peaks:
-    """A clock above the data sheet's must not make a prediction faster than its speed of light."""
+    """Limit measured peaks to the data sheet's: a higher clock must not make a prediction faster than its speed of
+    light."""
     return replace(
         reached,
         matmul_tflops=min(reached.matmul_tflops, sheet.matmul_tflops),

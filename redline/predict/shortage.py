@@ -1,9 +1,9 @@
-"""A layout of several GPUs that does not fit them: which ranks lack how much, and what fits instead.
+"""A layout of several GPUs that does not fit them: which ranks lack how much memory, and what fits instead.
 
     instead = what_fits(search)                                      # Instead(step=..., command=None), or None
     shortage_json(step, memory_bytes, instead, gpus_per_node=8) -> {"ranks": [0, 7], "needed_bytes": ..., ...}
 
-What does not fit has no rate: whoever shows its step says "if it fitted" where there is a shortage.
+A layout that does not fit has no rate: callers that show its step must say "if it fitted" when there is a shortage.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ class Instead:
 
     step: ParallelStep
     command: str | None = None
-    """What to type to train like that; None where nothing does."""
+    """What to type to train in that layout; None if no command does."""
 
 
 def what_fits(search: Search) -> Instead | None:
-    """With the micro batch that was named, or else with any."""
+    """Return a layout that fits with the micro batch that was named, or else with any; None if nothing fits."""
     for size in dict.fromkeys((search.micro_batch, None)):
         step = best_that_fits(replace(search, micro_batch=size))
         if step is not None:
@@ -33,7 +33,8 @@ def what_fits(search: Search) -> Instead | None:
 
 
 def ranks_that_hold_most(step: ParallelStep) -> tuple[int, int]:
-    """The first and the last of them. Ranks count TP fastest, then DP, then PP: a stage is a run of neighbours."""
+    """Return the first and last of these ranks. Ranks count TP fastest, then DP, then PP: a stage is a run of
+    neighbours."""
     layout = step.layout
     each = layout.gpus // layout.pp
     start = layout.gpus - each if step.memory.stage == "last" else 0
@@ -43,7 +44,7 @@ def ranks_that_hold_most(step: ParallelStep) -> tuple[int, int]:
 def shortage_json(
     step: ParallelStep, memory_bytes: int | None, instead: Instead | None, gpus_per_node: int
 ) -> dict[str, Any] | None:
-    """`parallel.shortage` in `estimate --json`; None where it fits, or where no device is known."""
+    """Return `parallel.shortage` of `estimate --json`; None if the layout fits, or if no device is known."""
     if memory_bytes is None or step.memory.total <= memory_bytes:
         return None
     return {

@@ -3,7 +3,7 @@
 next(widths_nearby(PRESETS["gpt2-xl"].shape, multiple=64, head_multiple=64, tp=1, keep_width=False))
 -> {"d_model": 1536, "heads": 24, "d_ff": 6144, "layers": 52}
 
-Nearness alone: which of them is fast is not asked here (predict/lint_rules.py does).
+Only nearness counts here; predict/lint_rules.py asks which of them is fast.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from redline.predict.flops import parameters
 from redline.predict.parallel import heads_divide
 from redline.predict.tiles import power_of_two
 
-WIDEST_HEAD = 256  # what flash kernels are built for
+WIDEST_HEAD = 256  # the widest that flash kernels are built for
 SAME_PARAMETERS = 0.01
 Change = dict[str, Any]  # fields of Shape, `micro_batch` or `tp` -> the new value
 
@@ -28,7 +28,8 @@ def round_up(size: int, multiple: int) -> int:
 
 
 def most_ranks(shape: Shape, tp: int) -> int:
-    """As many as asked for, or the largest power of two below: GPUs come in twos."""
+    """Return `tp` if the heads divide among so many ranks, else the largest power of two below for which they do: GPUs
+    come in powers of two."""
     sizes = (tp, *(1 << power for power in range(tp.bit_length() - 1, -1, -1)))
     return next(size for size in sizes if heads_divide(shape, size))
 
@@ -36,8 +37,8 @@ def most_ranks(shape: Shape, tp: int) -> int:
 def widths_nearby(
     shape: Shape, *, multiple: int, head_multiple: int, tp: int, keep_width: bool, keep_tp: bool = True
 ) -> Iterator[Change]:
-    """Good d_model, heads and d_ff, the nearest first, at constant parameters where a whole number of layers gives
-    that. Nothing where no heads fit; without `keep_tp` the ranks give way then."""
+    """Yield good d_model, heads and d_ff, the nearest first, at constant parameters if a whole number of layers gives
+    that. Yield nothing if no heads fit; without `keep_tp`, use fewer ranks then."""
     options = list(_widths(shape, multiple, head_multiple, tp, keep_width))
     if not options and not keep_tp:
         options = list(_widths(shape, multiple, head_multiple, 1, keep_width))
@@ -48,7 +49,7 @@ def widths_nearby(
 
 
 def _whole_change(shape: Shape, d_model: int, heads: int, multiple: int, tp: int) -> Change:
-    """With all that follows from another width or number of heads; only what differs."""
+    """Return everything that follows from another width or number of heads; only fields that differ."""
     change: Change = {"d_model": d_model, "heads": heads}
     if shape.kv_heads is not None:
         change["kv_heads"] = kv_heads_nearby(heads, heads * shape.kv_heads / shape.heads, tp)[0]
@@ -64,7 +65,8 @@ def _whole_change(shape: Shape, d_model: int, heads: int, multiple: int, tp: int
 def _widths(
     shape: Shape, multiple: int, head_multiple: int, tp: int, keep_width: bool
 ) -> Iterator[tuple[float, int, int]]:
-    """(distance, d_model, heads) of shapes at most an eighth away, with aligned widths and an even number of heads."""
+    """Yield (distance, d_model, heads) of shapes about an eighth away at most, with aligned widths and an even number
+    of heads."""
     first, steps = shape.d_model // multiple, math.ceil(shape.d_model / 8 / multiple)
     sizes = range(max(1, first - steps) * multiple, (first + steps + 1) * multiple + 1, multiple)
     for d_model in [shape.d_model] if keep_width else sizes:
@@ -73,7 +75,8 @@ def _widths(
 
 
 def _splits(shape: Shape, d_model: int, head_multiple: int, even: int) -> Iterator[tuple[int, int]]:
-    """(width, heads): of a width of their own as many heads below and above, or all that divide d_model."""
+    """Yield (width, heads): the good numbers of heads below and above if the shape sets the head width, else all good
+    widths that divide d_model."""
     if shape.head_dim is not None:
         below, above = shape.heads // even * even, round_up(shape.heads, even)
         yield from ((shape.head_dim, heads) for heads in dict.fromkeys((below, above)) if heads)
@@ -84,8 +87,9 @@ def _splits(shape: Shape, d_model: int, head_multiple: int, even: int) -> Iterat
 
 
 def _distance(shape: Shape, d_model: int, width: int, heads: int) -> float:
-    """d_model weighs most, since it decides the parameters. Narrower heads have more scores, so they count as further
-    away than wider ones. GPUs come in twos: few twos in the number of heads count a little."""
+    """Return a distance. d_model weighs most, since it decides the parameters. Narrower heads have more scores, so they
+    count as further away than wider ones. GPUs come in powers of two, so few factors of two in the number of heads add
+    a little."""
     away = math.log(width / shape.head_width)
     twos = math.log2(8 / min(8, power_of_two(heads)))
     more = abs(math.log(heads / shape.heads)) if shape.head_dim is not None else 0.0
@@ -93,7 +97,8 @@ def _distance(shape: Shape, d_model: int, width: int, heads: int) -> float:
 
 
 def kv_heads_nearby(heads: int, wanted: float, tp: int) -> list[int]:
-    """Those that divide the heads and among the ranks, and are one or even, the nearest to the wanted number first."""
+    """Return the numbers of key-value heads that divide the heads and divide among the ranks, and are one or even, the
+    nearest to `wanted` first; if there are none, the number of heads."""
     fit = [kv for kv in range(1, heads + 1) if heads % kv == 0 and kv % tp == 0 and (kv == 1 or kv % 2 == 0)]
     return sorted(fit or [heads], key=lambda kv: (abs(math.log(kv / wanted)), -kv))
 
@@ -103,7 +108,8 @@ def nearest_multiple(size: float, multiple: int) -> int:
 
 
 def _at_constant_parameters(shape: Shape, change: Change) -> Change:
-    """With the layers that keep the parameters within 1 %; where no number of layers does, with those it has."""
+    """Add the number of layers that keeps the parameters within 1 %, if there is one. A shape with windowed layers
+    keeps its layers."""
     wanted, other = parameters(shape).total, replace(shape, **change)
     one, two = (parameters(replace(other, layers=layers, windowed_layers=None)).total for layers in (1, 2))
     layers = max(1, round((wanted - one) / (two - one)) + 1)

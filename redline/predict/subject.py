@@ -1,9 +1,9 @@
-"""A shape and how it is to be trained: all that decides the sizes of a step's GEMMs, and the work and time in them.
+"""A shape and how it is trained: everything that decides the sizes of a step's GEMMs, with their work and time.
 
     subject = Subject(shape=PRESETS["gpt2"].shape, micro_batch=16, device=find_device("H200"))
     predicted_gain(subject, subject.changed({"vocab": 50304})) -> 0.097
 
-What `redline lint` reasons about. Time is that of the GEMMs alone, as predict/tiles.py predicts it.
+This is what `redline lint` reasons about. Time is that of the GEMMs alone, as predict/tiles.py predicts it.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from redline.predict.gemms import Gemm, attention_gemms, linear_gemms
 from redline.predict.sizes import Change
 from redline.predict.tiles import ELEMENT_BYTES, estimate
 
-DEFAULT_ALIGNMENT_BYTES = 128  # of every tensor core since the A100
-FP8_ALIGNMENT_BYTES = 16  # what fp8 matmuls insist on; no more is known to pay
+DEFAULT_ALIGNMENT_BYTES = 128  # of all tensor cores since the A100
+FP8_ALIGNMENT_BYTES = 16  # required by fp8 matmuls; more is not known to pay
 ATTENTION = ("scores", "mix")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """A shape and how it is to be trained: everything that decides the sizes of a step's GEMMs."""
+    """A shape and how it is trained: everything that decides the sizes of a step's GEMMs."""
 
     shape: Shape
     micro_batch: int
@@ -35,12 +35,12 @@ class Subject:
     dtype: str = "bf16"
     device: Device | None = None
     batch_is_chosen: bool = False
-    """The user named the micro batch; one that was assumed is not complained about."""
+    """True if the user named the micro batch; lint does not complain about an assumed one."""
     settled: frozenset[str] = frozenset()
-    """What earlier findings changed: no later one proposes another value."""
+    """Fields that earlier findings changed; no later one proposes another value."""
 
     def alignment_bytes(self, dtype: str) -> int:
-        """Of a row of this dtype."""
+        """Return the alignment of a row of this dtype."""
         if dtype == "fp8":
             return FP8_ALIGNMENT_BYTES
         return DEFAULT_ALIGNMENT_BYTES if self.device is None else self.device.alignment_bytes
@@ -52,12 +52,12 @@ class Subject:
 
     @property
     def multiple(self) -> int:
-        """Elements of an aligned row of the layers' matrices."""
+        """What rows of the layers' matrices must be a multiple of, in elements, to be aligned."""
         return max(1, self.alignment_bytes(self.dtype) // ELEMENT_BYTES[self.dtype])
 
     @property
     def attention_multiple(self) -> int:
-        """The same of queries, keys, values and scores."""
+        """The same for queries, keys, values and scores."""
         dtype = self.attention_dtype
         return max(1, self.alignment_bytes(dtype) // ELEMENT_BYTES[dtype])
 
@@ -66,7 +66,7 @@ class Subject:
 
     @property
     def undivided(self) -> list[str]:
-        """The sizes that do not divide among the ranks, for people."""
+        """The sizes that do not divide among the ranks, in words."""
         shape = self.shape
         sizes = {counted(shape.heads, "head"): shape.heads, f"vocabulary {shape.vocab}": shape.vocab}
         sizes[f"d_ff {shape.d_ff}"] = shape.d_ff
@@ -80,12 +80,13 @@ class Subject:
 
     @cached_property
     def seconds(self) -> float | None:
-        """Predicted, of all GEMMs of a step; None without a device, or where the ranks' shares are no whole sizes."""
+        """Predicted seconds of all GEMMs of a step; None without a device, or if a size does not divide among the
+        ranks."""
         return self._seconds(whole_waves=True)
 
     @cached_property
     def seconds_of_tiles(self) -> float | None:
-        """The same if a last round of tiles cost only what it uses."""
+        """The same, if a last round of tiles cost only the multiprocessors it uses."""
         return self._seconds(whole_waves=False)
 
     def _seconds(self, whole_waves: bool) -> float | None:
@@ -99,7 +100,7 @@ class Subject:
 
     @cached_property
     def gemms(self) -> tuple[Gemm, ...]:
-        """Of one step on one rank: the layers' with weights, and attention's products unfused."""
+        """GEMMs of one step on one rank: those with weights, and attention's as unfused matmuls."""
         size = {"micro_batch": self.micro_batch, "tp": self.tp}
         return (*linear_gemms(self.shape, Plan(), **size), *attention_gemms(self.shape, **size))
 
@@ -110,15 +111,15 @@ class Subject:
 
 
 def useful_flops(subject: Subject, vocab: int) -> int:
-    """With the vocabulary as it was: rows that pad it are no use to anybody."""
+    """Return the FLOPs with a vocabulary of `vocab`: rows that pad it are not useful work."""
     if subject.shape.vocab == vocab:
         return subject.flops
     return replace(subject, shape=replace(subject.shape, vocab=vocab)).flops
 
 
 def gain(before: Subject, after: Subject, seconds_before: float | None, seconds_after: float | None) -> float | None:
-    """How much more useful work a second of GEMM time does: 0.05 is 5 % more. Counting work, and not time alone, keeps
-    a smaller layer from looking like a faster one."""
+    """Return how much more useful work a second of GEMM time does: 0.05 is 5 % more. Counting work, not time alone,
+    keeps a smaller layer from looking like a faster one."""
     if not seconds_before or not seconds_after:
         return None
     vocab = before.shape.vocab

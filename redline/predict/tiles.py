@@ -2,13 +2,13 @@
 
     estimate(gemm, device, "bf16") -> Estimate(tile=(128, 256), tiles=384, waves=3, wave_efficiency=0.97, ...)
 
-A GPU cuts C[m, n] into tiles, one per multiprocessor at a time. Tiles that stick out over the edge do work for nothing
-(tile quantization), and the last round of tiles leaves multiprocessors idle (wave quantization):
+A GPU cuts C[m, n] into tiles, one per multiprocessor at a time. Tiles that stick out over the edge waste work (tile
+quantization), and the last round of tiles leaves multiprocessors idle (wave quantization):
 
     tiles = ceil(m/Tm) ceil(n/Tn) batch     tile efficiency = m n batch / (tiles Tm Tn)
     waves = ceil(tiles/SMs)                 wave efficiency = tiles / (waves SMs)
 
-It is a prediction: the library may choose other tiles than the best of TILES here. `redline lint --measure` compares.
+This is a prediction: the library may choose other tiles than the best of TILES. `redline lint --measure` compares.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ELEMENT_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 NARROW_ROWS_KNOWN_FOR = ("bf16", "fp16")
 # cuBLAS splits the long sum of a weight gradient among idle multiprocessors when its own tiles would not fill them.
 SPLIT_BELOW_WAVES, SPLIT_FROM_K = 2, 2048
-# Sizes along which a matrix of the product is stored. Rows of tokens never are, so b*s needs no alignment.
+# Sizes along which a matrix of the GEMM is stored contiguously. Tokens are never among them, so b*s needs no alignment.
 CONTIGUOUS = {"forward": ("n", "k"), "dgrad": ("n", "k"), "wgrad": ("m", "n")}
 
 
@@ -39,16 +39,16 @@ class Estimate:
     tile: tuple[int, int]
     tiles: int
     waves: float
-    """Whole, unless the sum is split: then the multiprocessors share the work evenly."""
+    """A whole number, unless `whole_waves` is False or the sum is split, so that multiprocessors share the work."""
     tile_efficiency: float
     wave_efficiency: float
     seconds: float
-    """Of one call."""
+    """Seconds per call."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Speed:
-    """Of a device for one product, as far as its sizes decide it."""
+    """The speed of a device for one GEMM, as far as the GEMM's sizes decide it."""
 
     flops: float
     bandwidth: float
@@ -57,18 +57,18 @@ class Speed:
 
 
 def estimate(gemm: Gemm, device: Device, dtype: str, *, whole_waves: bool = True) -> Estimate:
-    """With the best of TILES. Without whole waves a last round costs only the multiprocessors it uses: what is left is
-    the loss to tiles alone."""
+    """Estimate a GEMM with the best of TILES. Without `whole_waves` a last round costs only the multiprocessors it
+    uses: what is left is the loss to tiles alone."""
     return _estimate(gemm, speed_of(gemm, device, dtype), whole_waves)
 
 
-@lru_cache(maxsize=4096)  # lint tries many widths, and most products of a step are the same in all of them
+@lru_cache(maxsize=4096)  # lint tries many widths, and most GEMMs of a step are the same in all of them
 def _estimate(gemm: Gemm, speed: Speed, whole_waves: bool) -> Estimate:
     return min((with_tile(gemm, tile, speed, whole_waves) for tile in TILES), key=lambda one: one.seconds)
 
 
 def speed_of(gemm: Gemm, device: Device, dtype: str) -> Speed:
-    """What can be reached of the data sheet, less what the rows' alignment costs."""
+    """Return what can be reached of the data sheet, less what the rows' alignment costs."""
     return Speed(
         flops=device.reachable_tflops(dtype) * 1e12 * _alignment_rate(gemm, device, dtype),
         bandwidth=device.reachable_bandwidth,
@@ -97,17 +97,17 @@ def with_tile(gemm: Gemm, tile: tuple[int, int], speed: Speed, whole_waves: bool
 
 
 def row_alignment(gemm: Gemm, dtype: str) -> int:
-    """The largest power of two that divides the row of every matrix of the product, in bytes."""
+    """Return the largest power of two that divides the row length of every matrix of the GEMM, in bytes."""
     return min(power_of_two(getattr(gemm, name) * ELEMENT_BYTES[dtype]) for name in CONTIGUOUS[gemm.direction])
 
 
 def power_of_two(number: int) -> int:
-    """The largest that divides it: 24 -> 8."""
+    """Return the largest power of two that divides `number`: 24 -> 8."""
     return number & -number
 
 
 def _tile_rate(tile: tuple[int, int]) -> float:
-    """Against the best tile's."""
+    """Return a tile's rate relative to the best tile's."""
     return _busy(tile) / _busy(TILES[0])
 
 
@@ -117,12 +117,13 @@ def _busy(tile: tuple[int, int]) -> float:
 
 
 def _alignment_rate(gemm: Gemm, device: Device, dtype: str) -> float:
-    """No figure is published for rows of 16 to 64 bytes' alignment: 1 there, as where none is known at all."""
+    """Return the share of the rate that alignment leaves. No figure is published for rows aligned to 16 to 64 bytes: 1
+    for those, and wherever no figure is known."""
     return device.narrow_rates.get(row_alignment(gemm, dtype), 1.0) if cost_is_known(device, dtype) else 1.0
 
 
 def cost_is_known(device: Device, dtype: str) -> bool:
-    """Whether a figure says what rows below 16 bytes cost."""
+    """True if a figure says what rows aligned to less than 16 bytes cost."""
     return device.vendor == "NVIDIA" and dtype in NARROW_ROWS_KNOWN_FOR
 
 

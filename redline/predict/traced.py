@@ -1,11 +1,11 @@
-"""What a traced model needs and costs: the arithmetic of FLOPs, bytes and products that were seen, not derived.
+"""What a traced model needs and costs, computed from FLOPs, bytes and products that were observed, not derived.
 
     traced_bytes(traced, plan, micro_batch=16).activations
     flops_per_item(traced)
     step_of(traced, plan, micro_batch=16, matmul_tflops=989.4, bandwidth=4.8e12).seconds   # products and update alone
 
-The entry points for shapes (efficiency, predict_memory) hand a `Traced` on to here. What kernels do beside products is
-not known of a stranger's model: bounds are said to be bounds, and the rest is None.
+The entry points for shapes (efficiency, predict_memory) pass a `Traced` on to this module. What a user's model does
+besides products is unknown: bounds are named as such, and the rest is None.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FP32, BF16 = 4, 2
 
 @dataclass(frozen=True, kw_only=True)
 class Bytes:
-    """As if everything were alive at once, which no moment of a step exceeds."""
+    """Bytes by category, as if all were alive at once: an upper bound but for temporary tensors, which are left out."""
 
     weights: int
     gradients: int
@@ -62,7 +62,7 @@ def traced_bytes(traced: Traced, plan: Plan, *, micro_batch: int, optimizer: str
 
 
 def flops_per_item(traced: Traced) -> float:
-    """Of forward and backward, for what a rate counts: a token, or a sample."""
+    """FLOPs of forward and backward per item that rates count: a token, or a sample."""
     return traced.flops.per_sample / traced.items_per_sample
 
 
@@ -70,7 +70,7 @@ def flops_per_item(traced: Traced) -> float:
 
 
 def gemms_of(traced: Traced, micro_batch: int) -> tuple[Gemm, ...]:
-    """Every product of a step: forward as seen, and the two of the backward that follow from each."""
+    """Return every product of a step: those seen in the forward, and the two of the backward that follow from each."""
     return tuple(gemm for product in traced.products for gemm in _three(product, micro_batch))
 
 
@@ -88,13 +88,13 @@ def _three(product: Product, micro_batch: int) -> Iterator[Gemm]:
 
 @dataclass(frozen=True, kw_only=True)
 class Bound:
-    """Of a step at a device's peaks: nothing that does this work is faster, and much may be slower."""
+    """Bounds on a step's time at a device's peaks: nothing that does this work is faster, and much may be slower."""
 
     products_seconds: float
-    """Each product takes the longer of its FLOPs and its bytes."""
+    """Seconds of the products, each the longer of the times of its FLOPs and of its bytes."""
     update_seconds: float
     floor_seconds: float
-    """The counted FLOPs alone."""
+    """Seconds of the counted FLOPs alone."""
 
     @property
     def seconds(self) -> float:

@@ -2,8 +2,8 @@
 
     traced_document(subject, target) -> {"parameters": 86567656, "memory": {...}, "roofline": {"expected": None, ...}}
 
-The keys are those of `predict/estimate.py`. How fast such a model will be is not predicted: what it does between its
-products was not described. How fast it cannot be is.
+The keys are those of `predict/estimate.py`. The speed of such a model is not predicted, since what it does between its
+products was not described; only an upper bound is.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class TracedSubject:
     micro_batch: int
     notes: tuple[str, ...]
     words: str | None = None
-    """What to type to get it again; None for a module of somebody's own program."""
+    """What to type to name it again; None for a module of a user's own program."""
 
 
 def traced_document(subject: TracedSubject, target: Target) -> dict[str, Any]:
@@ -51,7 +51,7 @@ def traced_document(subject: TracedSubject, target: Target) -> dict[str, Any]:
         "parameters": traced.parameters,
         "parameter_groups": None,
         "flops_per_token": flops_json(traced),
-        # Autograd was seen to keep them, and not told what they are: they are among the activations.
+        # Autograd was seen to keep logits and casts, but not what they are: they count as activations.
         "memory": {**memory_json(memory), "logits": None},
         "memory_detail": {**memory_detail(memory), "autocast_cache": None},
         "max_micro_batch": None if target.memory_bytes is None else case.largest(target.memory_bytes),
@@ -90,7 +90,7 @@ def settings_json(subject: TracedSubject) -> dict[str, Any]:
 
 
 def flops_json(traced: Traced) -> dict[str, Any]:
-    """Of an item: a token, or a sample."""
+    """Return FLOPs per item: a token, or a sample."""
     unknown = ("hardware", "hardware_convention", "causal", "causal_convention", "six_n", "decode")
     counted = CONVENTION if traced.sdpa or traced.attention else WITHOUT_ATTENTION
     return {
@@ -103,7 +103,8 @@ def flops_json(traced: Traced) -> dict[str, Any]:
 
 
 def roofline_json(subject: TracedSubject, target: Target) -> dict[str, Any] | None:
-    """None where no device is known, or not at the plan's precision, or where FLOPs are missing in it."""
+    """Return bounds on the speed; None if no device is known, if it lacks the plan's precision, or if FLOPs are
+    missing."""
     traced, plan, device = subject.case.shape, subject.case.plan, target.device
     sheet = None if device is None else sheet_peaks(plan, device)
     if sheet is None or traced.why_no_flops is not None:

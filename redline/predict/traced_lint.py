@@ -1,10 +1,10 @@
-"""What costs speed in a user's own model: sizes that no tensor core likes, attention written out, lines that wait.
+"""What costs speed in a user's own model: sizes that do not suit tensor cores, written-out attention, lines that wait.
 
     findings_of(traced, micro_batch=16, dtype="bf16", device=find_device("H200")) -> (TracedFinding(rule=...), ...)
 
 The sizes are those of the products that were seen; each finding names the line where its layer is made. The rules for
-shapes (`lint_rules.py`) know what a size is for and suggest whole shapes; these know lines. A finding needs a gain that
-is worth it on a known device, and a share of the work that is on an unknown one: lint is quiet.
+shapes (`lint_rules.py`) know what a size is for and suggest whole shapes; these rules know lines. A finding needs a
+worthwhile gain on a known device, and a worthwhile share of the work on an unknown one: lint is quiet.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from redline.predict.traced import gemms_of
 
 VOCABULARY = 128  # as the rung padded-vocab pads it, and as the ladder advises
 GOOD_BYTES = 128  # of a row, on every tensor core since the A100
-FEW = 8  # a size below this means something: colours, a value, two classes
+FEW = 8  # a size below this has a meaning of its own: colours, a value, two classes
 CONVENTION = (
     "more useful work per second of the whole step's products, forward and backward, "
     "each finding on top of those above it"
@@ -38,7 +38,7 @@ RULES = ("layer-size", "written-out-attention", "synchronisation")
 class TracedFinding:
     rule: str
     kind: str
-    """As lint's others: 'alignment' or 'rule-of-thumb'."""
+    """'alignment' or 'rule-of-thumb', as in `lint_rules.py`."""
     where: tuple[str, ...]
     problem: str
     why: str
@@ -74,11 +74,11 @@ def findings_of(
 
 @dataclass(frozen=True)
 class _Layer:
-    """A product with weights, and the widths that are written where they are made."""
+    """A product with weights, and the widths that are written where its layer is made."""
 
     product: Product
     gates: int
-    """So many times its outputs are computed: 4 in an LSTM."""
+    """How many times its outputs are computed: 4 in an LSTM."""
 
     @property
     def out(self) -> int:
@@ -95,7 +95,7 @@ class _Layer:
 
 @dataclass(frozen=True)
 class _Size:
-    """A width that is not a multiple of what a vector load takes."""
+    """A width that is not a multiple of what a vector load reads."""
 
     size: int
     better: int
@@ -116,14 +116,14 @@ class _Judged:
 
 
 def _judged(traced: Traced, micro_batch: int, dtype: str, device: Device | None) -> _Judged:
-    """A product is quick when both of its sizes are good, so either alone may mend nothing. All are mended at first;
-    the one that brings least on top of the others is given up, until each brings enough."""
+    """A product is fast only if both of its sizes are good, so fixing either alone may gain nothing. All are fixed at
+    first; then the one that gains least on top of the others is dropped, until each gains enough."""
     kept, quiet = list(_odd(traced, dtype)), []
     if device is None or traced.uncounted:
         return _Judged(findings=kept)
 
     def gain(some: Sequence[_Size], more: Sequence[_Size]) -> float:
-        """Useful work per second with `more` of the sizes mended: the added numbers are no use."""
+        """Return the gain in useful work per second if `more` sizes are fixed, not `some`: padding is not useful."""
         before, after = (_seconds(_mended(traced, each), micro_batch, dtype, device) for each in (some, more))
         return before / after - 1
 
@@ -178,7 +178,7 @@ def _sizes(traced: Traced, micro_batch: int, dtype: str, device: Device | None) 
 
 
 def quiet_sizes(traced: Traced, *, micro_batch: int, dtype: str, device: Device | None) -> tuple[str, ...]:
-    """What was seen and is no finding, since too little is predicted of it: silence should not look like praise."""
+    """Describe sizes that are no finding because too little gain is predicted: silence should not look like praise."""
     return tuple(
         f"{odd.size:,} ({', '.join(odd.names[:3])}) is no multiple of {odd.least}, and no finding: {odd.better:,} is "
         f"predicted to give {100 * (odd.gain or 0.0):+.1f} %, and {100 * MEANINGFUL_GAIN:.0f} % are needed"
@@ -187,7 +187,7 @@ def quiet_sizes(traced: Traced, *, micro_batch: int, dtype: str, device: Device 
 
 
 def unjudged_products(traced: Traced, dtype: str) -> tuple[str, ...]:
-    """What was not looked at, and may be ugly."""
+    """Describe products that were not judged, and may be ugly."""
     bare = (_of_bare_weights(product, dtype) for product in traced.products if _matters(traced, [product]))
     return tuple(dict.fromkeys(note for note in (*bare, traced.left_out_words) if note is not None))
 
@@ -206,28 +206,28 @@ def _of_bare_weights(product: Product, dtype: str) -> str | None:
 
 
 def _bare_weights(product: Product) -> tuple[int, ...]:
-    """Sizes of the side without samples in it, of a batched product: a parameter, as in einsum with a stack of experts.
-    Two activations grow together, in their batch."""
+    """Return the sizes of the operand of a batched product that does not grow with the samples: a parameter, as in
+    einsum with a stack of experts. Two activations grow together, in their batch."""
     if product.kind != "product" or product.grows not in ("m", "n"):
         return ()
     return (product.k, product.n) if product.grows == "m" else (product.m, product.k)
 
 
 def _lines(odd: _Size, traced: Traced) -> str:
-    """Where the size is written: of layers, and of the embeddings that have it as rows or as width."""
+    """Name the lines where the size is written: those of layers, and of embeddings with as many rows or that width."""
     made = [each.made for each in traced.embeddings if odd.size in (each.width, each.rows)]
     made += [each.made for each in odd.products]
     return ", ".join(dict.fromkeys(str(place) for place in made if place is not None))
 
 
 def _multiple(size: int, traced: Traced, good: int) -> int:
-    """A vocabulary is padded alike wherever it is advised."""
+    """Return the multiple to round up to; a vocabulary is padded the same way wherever that is advised."""
     return VOCABULARY if size in {each.rows for each in traced.embeddings} else good
 
 
 def _widths(traced: Traced, good: int) -> dict[int, list[Product]]:
-    """Sizes that somebody can set, and the layers that have them. The features that a batch brings, what flattening
-    makes of channels, and outputs that mean something are given: about those it is better to be silent."""
+    """Return the sizes that a user can set, with the products that have them. Input features, flattened channels and
+    outputs with a meaning of their own are given: about those it is better to be silent."""
     layers = [layer for product in traced.products if (layer := _layer(product, traced)) is not None]
     made = {each.out for each in layers if not _is_given(each, layers, traced, good)}
     made |= {each.width for each in traced.embeddings}
@@ -240,7 +240,8 @@ def _widths(traced: Traced, good: int) -> dict[int, list[Product]]:
 
 
 def _layer(product: Product, traced: Traced) -> _Layer | None:
-    """None: no weights. The groups of a convolution share its channels: none of their sizes is written anywhere."""
+    """Return the layer of a product; None if it has no weights, or is a grouped convolution: its groups share its
+    channels, so that none of their sizes is written anywhere."""
     if product.kind == "product" or (product.kind == "convolution" and product.batch > 1):
         return None
     gates = (each.gates for each in traced.recurrent if (each.where, each.rows) == (product.where, product.n))
@@ -248,28 +249,30 @@ def _layer(product: Product, traced: Traced) -> _Layer | None:
 
 
 def _is_given(layer: _Layer, layers: Sequence[_Layer], traced: Traced, good: int) -> bool:
-    """A few outputs that nothing takes in, ten classes or a value, are those the loss is of. A vocabulary is known by
-    its embedding: rows can be added to it."""
+    """True for a few outputs that no product reads, such as ten classes or a value: those go into the loss. A
+    vocabulary is recognised by its embedding: rows can be added to it."""
     if layer.product.n >= good or layer.out in {each.rows for each in traced.embeddings}:
         return False
     return layer is layers[-1] or not any(_takes_in(each, layer) for each in traced.products)
 
 
 def _takes_in(later: Product, layer: _Layer) -> bool:
-    """By their sizes: as they are, or as a convolution's channels are flattened."""
+    """True if `later` may read the layer's outputs, judged by their sizes: as they are, or as flattened channels of a
+    convolution."""
     product = layer.product
     flattened = product.kind == "convolution" and later.kind == "linear" and later.k % product.n == 0
     return later is not product and (later.k // later.area == layer.out or flattened)
 
 
 def _better(size: int, products: Sequence[Product], least: int, good: int) -> int:
-    """Whole rows of a cache where they are long; the channels of a convolution are few, and twice as many cost."""
+    """Return the next size with whole cache lines; for the few channels of a convolution, where twice as many would
+    cost, the next that a vector load can read."""
     convolved = any(product.kind == "convolution" for product in products)
     return round_up(size, least if convolved and size < good else good)
 
 
 def _matters(traced: Traced, products: Sequence[Product]) -> bool:
-    """By their share of the work: the ten outputs of a classifier are nothing."""
+    """True if their share of the work is worth a finding: that of a classifier's ten outputs is not."""
 
     def work(some: Sequence[Product]) -> int:
         return sum(each.m * each.n * each.k * each.batch * each.count for each in some)
@@ -312,7 +315,7 @@ def _waits(traced: Traced) -> Iterator[TracedFinding]:
 def traced_lint_document(
     traced: Traced, findings: Sequence[TracedFinding], *, hardware: dict[str, Any], micro_batch: int, dtype: str
 ) -> dict[str, Any]:
-    """The keys are those of `predict/lint.py`."""
+    """Return the JSON of `redline lint`, with the keys of `predict/lint.py`."""
     gains = [finding.gain for finding in findings if finding.gain is not None]
     return {
         "shape": to_json(traced),

@@ -1,10 +1,10 @@
-"""The verdict on a row: same, rounding, changed or different, with the numbers it rests on.
+"""The verdict on a row: same, rounding, changed, different or not-checked, with the numbers it rests on.
 
     judge(Maths class, measurement, reference curve, ...) -> Equivalence(verdict="rounding", detail="...")
 
-A row with 8-bit products is *changed* at best, whatever its last rung promises. A row is held against the plain fp32
-model with the same maths: at step 0 through its loss (near ln V) and every
-gradient, and over the first K steps through its loss curve. Nothing here needs torch: the figures come from a worker.
+A row is compared with the plain fp32 model with the same maths: at step 0 by its loss (near ln V) and every gradient,
+and over the first K steps by its loss curve. A row with 8-bit matmuls is *changed* at best, whatever its last rung
+promises. Nothing here needs torch: the figures come from a worker.
 """
 
 from __future__ import annotations
@@ -18,45 +18,50 @@ from typing import TypeGuard
 from redline.core.measurement import GradientCheck, Measurement
 
 YARDSTICK_FACTOR = 1.25  # a recipe may err a quarter more than plain code at its precision
-# Below these a gradient's relative error is rounding whatever the yardstick says; above the second it never is.
-# In fp8 an operand is off by 2.7 % of its size in the root mean square (e4m3), and what comes through many of them by
-# up to 9 % in small tensors; the yardstick is bf16's (docs/fp8.md).
+# Below the floor a gradient's relative error is rounding whatever the yardstick says; above the ceiling it never is.
+# In fp8 an operand has a root-mean-square error of 2.7 % of its size (e4m3), and gradients computed
+# from many of them are up to 9 % off in small tensors; the yardstick is bf16's (docs/fp8.md).
 GRADIENT_FLOOR = {"fp32": 1e-4, "tf32": 2e-3, "fp16": 2e-3, "bf16": 1e-2, "fp8": 1.5e-1}
 GRADIENT_CEILING = {"fp32": 1e-3, "tf32": 2e-2, "fp16": 2e-2, "bf16": 1e-1, "fp8": 2e-1}
-# A model with ReLUs has a gradient with jumps, and 16 bits carry many an input over zero: plain bf16 is 17 % off in a
-# ResNet. The ceiling then gives way to what plain fp32 does when weights move by the precision's epsilon, up to here.
-MOST_CEILING = 0.5  # gradients that are doubled or missing are 1 off
-# Rounding that sends one token to another expert is 14 % of that expert's gradient in a small mixture, and 2 % of the
-# whole one. So while the whole gradient is below this share of the ceiling, a tensor may be over it as far as plain
-# code at the precision is, up to MOST_CEILING: a recipe cannot make that code worse, and a fault that is spread shows.
+# ReLUs make the gradient discontinuous, and 16-bit rounding carries many inputs across zero: plain bf16 is 17 % off in
+# a ResNet. The ceiling then rises with how far plain fp32 moves when weights move by the precision's epsilon, up to
+# this limit.
+MOST_CEILING = 0.5  # doubled or missing gradients have an error of 1
+# In a small mixture of experts, rounding that sends one token to another expert is 14 % of that expert's gradient, and
+# 2 % of the whole gradient. So while the error of the whole gradient is below this share of the ceiling, a tensor may
+# exceed the ceiling as far as plain code at the precision does (by YARDSTICK_FACTOR), up to MOST_CEILING: a recipe
+# cannot make plain code worse, and a fault in all tensors shows in the whole gradient.
 WELL_WITHIN = 0.5
-# Of a gradient's noise (GradientCheck.tensor_noise) so much may be an error: a ReLU that rounding carries over zero is
-# 0.5 % of a batch norm's gradient in a small ResNet, and other code carries other ones over.
+# An error may be this many times the gradient's noise (GradientCheck.tensor_noise): one ReLU that rounding carries
+# across zero is 0.5 % of a batch norm's gradient in a small ResNet, and other code carries other ReLUs across.
 NOISE_FACTOR = 2.0
-# From here on a tensor has no gradient but rounding. Those of softmax's keys and of biases before batch norm have 0.5
-# to 1, all others of GPTs, MLPs and ResNets less than 0.01.
+# Above this noise a tensor's gradient is rounding alone. Biases of softmax's keys and biases before batch norm have 0.5
+# to 1; all other tensors of GPTs, MLPs and ResNets have less than 0.01.
 NULL_NOISE = 0.1
-# Such a tensor's errors are relative to its rounding, and other code rounds otherwise: compiled batch norm came to 15
-# times eager's, 16-bit rows to 4 times plain code's at that precision. A gradient that should not be there is far over.
+# The errors of such a tensor are relative to its rounding, and other code rounds differently: compiled batch norm
+# reached 15 times eager's, 16-bit rows 4 times plain code's at that precision. A gradient that should not exist is far
+# above the bound.
 NULL_BOUND, NULL_YARDSTICK_FACTOR = 100.0, 10.0
-NULL_NAMES = 2  # of them that are named
+NULL_NAMES = 2  # how many of them are named
 # Largest distance of a loss curve from the reference, in nats, over the first steps.
 CURVE_TOLERANCE = {"fp32": 0.002, "tf32": 0.01, "fp16": 0.03, "bf16": 0.03, "fp8": 0.06}
-# One step in so many may be further away, by this factor at most: some batches swing. On a CPU plain fp32 from weights
-# moved by bf16's epsilon left the tiny model's curve by 0.047, 0.013 and 0.008 nats in three steps of twenty and by
-# 0.001 in the others, and honest bf16 was as far away in the same steps (0.046, 0.027, 0.008).
+# One step in ODD_STEPS may be further away, up to ODD_FACTOR times the tolerance: some batches swing. On a CPU, plain
+# fp32 from weights moved by bf16's epsilon left the tiny model's curve by 0.047, 0.013 and 0.008 nats in three of
+# twenty steps and by 0.001 in the others, and correct bf16 was as far away in the same steps (0.046, 0.027, 0.008).
 ODD_STEPS, ODD_FACTOR = 10, 3.0
-# A curve that is off by more than the tolerance, and by less than this factor of it, is in doubt: it is held against
-# plain code at its precision, which has no fault of the recipe's, and may be this many times as far away in each step.
+# A curve that is off by more than the tolerance, but at most DOUBT_FACTOR times as far, is in doubt: it is compared
+# with plain code at its precision, which has none of the recipe's faults, and may be CURVE_FACTOR times as far away in
+# each step.
 DOUBT_FACTOR, CURVE_FACTOR = ODD_FACTOR, 2.0
 USUAL_LOSS = 12.0  # above ln V of every vocabulary here; a user's own loss may be larger, and rounds in proportion
-# A first update this far from the reference's, by its own size, is no rounding: 1 is a tensor that never moves or moves
-# twice as far. AdamW's first step is the gradient's sign, and rounding's sign is chance: elements with no gradient but
-# rounding (the keys' third of a fused bias, the half of a fused pair) are left out by the worker, whole tensors here.
+# A first update this far from the reference's, relative to its size, is not rounding: 1 is a tensor that never moves or
+# moves twice as far. AdamW's first step is the gradient's sign, and the sign of rounding is chance. Elements whose
+# gradient is rounding alone (the keys' third of a fused bias, half of a fused pair) are left out by the worker, whole
+# tensors of that kind here.
 UPDATE_BOUND = 0.95
 START_TOLERANCE = 0.5  # nats around ln V: logits of an N(0, 0.02) head add 0.01 to 0.3, an N(0, 1) one adds 25
-LEARNING_STEPS = 5  # `learned` takes the median of so many; over fewer, batches differ by more than anything is learned
-LEAST_LEARNING = 0.8  # a changed model must shed this share of the nats the reference sheds, unless its rung says other
+LEARNING_STEPS = 5  # `learned` takes the median of so many; over fewer, batches differ by more than is learned
+LEAST_LEARNING = 0.8  # a changed model must shed this share of the unchanged model's nats, or its rung's own share
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +79,7 @@ def gradient_bound(precision: str, yardstick_error: float, swing: float = 0.0) -
 
 
 def is_null(gradients: GradientCheck, name: str) -> bool:
-    """Its true gradient is zero, as far as plain fp32 can tell."""
+    """True if the tensor's true gradient is zero, as far as plain fp32 can tell."""
     return gradients.tensor_noise.get(name, 0.0) > NULL_NOISE
 
 
@@ -89,7 +94,8 @@ def tensor_bound(gradients: GradientCheck, name: str, precision: str) -> float:
 
 
 def _usual_bound(gradients: GradientCheck, name: str, precision: str) -> float:
-    """A row can be held to what plain fp32 determines, and to no more. Records without noise have none."""
+    """Return the bound without the allowance for flipped choices. A row can only be held to what plain fp32 determines.
+    Old records have no noise."""
     yardstick, swing = gradients.tensor_yardsticks[name], gradients.tensor_swing.get(name, 0.0)
     return max(gradient_bound(precision, yardstick, swing), NOISE_FACTOR * gradients.tensor_noise.get(name, 0.0))
 
@@ -107,16 +113,16 @@ def judge(
     least_learning: float = LEAST_LEARNING,
     unchecked: str | None = None,
 ) -> Equivalence:
-    """`reference`: the fp32 curve with the recipe's maths; `base`: the curve of the recipe this rung was put onto;
-    `plain`: the fp32 curve of the unchanged maths, which a rung that changes the maths is compared with; `yardstick`:
-    plain code's at the recipe's precision, of a curve that `is_in_doubt`. `ln_vocab`: None where nobody knows the loss
-    to start at. `unchecked`: why nothing can be compared."""
+    """Return the verdict on a row. `reference`: the fp32 curve with the recipe's maths; `base`: the curve of the recipe
+    to which this rung was added; `plain`: the fp32 curve of the unchanged maths, with which a rung that changes the
+    maths is compared; `yardstick`: the curve of plain code at the recipe's precision, for a curve that `is_in_doubt`;
+    `ln_vocab`: None if the loss at the start is unknown; `unchecked`: why nothing can be compared."""
     if unchecked is not None:
         finite = _is_finite(measurement.loss_curve)
         detail = unchecked if finite else "the loss is not finite"
         return Equivalence(maths=maths, verdict="not-checked" if finite else "different", detail=detail)
     changes = maths == "changes-maths"
-    # Whatever part of the reference is missing, the rest still shows faults: a wrong gradient needs no curve.
+    # If part of the reference is missing, the rest still shows faults: a wrong gradient needs no curve.
     faults = [
         *(_step_faults(measurement.gradients, precision, ln_vocab) if measurement.gradients else []),
         *_curve_faults(measurement.loss_curve, reference, precision, yardstick),
@@ -140,8 +146,8 @@ def judge(
 
 
 def _agreement(maths: str, measurement: Measurement, reference: Sequence[float], base: Sequence[float] | None) -> str:
-    """`same` needs bits: a whole curve equal to the reference's, or, for a rung that promises bits, a curve equal to
-    the one it was put onto or plain steps that agree with and without it."""
+    """`same` needs equal bits: a whole curve equal to the reference's, or, for a bit-exact rung, a curve equal to that
+    of the recipe to which it was added, or plain steps that agree with and without it."""
     curve = measurement.loss_curve
     if maths == "changes-maths":
         return "changed"
@@ -153,7 +159,7 @@ def _agreement(maths: str, measurement: Measurement, reference: Sequence[float],
 
 
 def _step_faults(gradients: GradientCheck, precision: str, ln_vocab: float | None) -> list[str]:
-    """Of the first step, which each worker holds against its own fp32 model."""
+    """Return the faults of the first step, which each worker compares with its own fp32 model."""
     return [
         *_start_faults(gradients, ln_vocab),
         *_gradient_faults(gradients, precision),
@@ -168,7 +174,7 @@ def _start_faults(gradients: GradientCheck, ln_vocab: float | None) -> list[str]
 
 
 def _gradient_faults(gradients: GradientCheck, precision: str) -> list[str]:
-    """The tensor furthest over its bound, if any is. NaN is over every bound."""
+    """Name the tensor furthest above its bound, if any is. NaN is above every bound."""
     errors = gradients.tensor_errors
     bounds = {name: tensor_bound(gradients, name, precision) for name in errors}
     over = {
@@ -211,14 +217,14 @@ def _curve_faults(
 def _is_as_plain(
     curve: Sequence[float], reference: Sequence[float], yardstick: Sequence[float], tolerance: float
 ) -> bool:
-    """Step by step: one in which plain code swings excuses no drift in the others."""
+    """Compare step by step: a step in which plain code swings excuses no drift in the others."""
     steps = zip(_gaps(curve, reference), _gaps(yardstick, reference), strict=True)
     most = DOUBT_FACTOR * tolerance
     return all(own <= min(max(tolerance, CURVE_FACTOR * plain), most) for own, plain in steps)
 
 
 def is_in_doubt(curve: Sequence[float], reference: Sequence[float] | None, precision: str) -> bool:
-    """Whether plain code at this precision should say how far a curve may be away."""
+    """True if plain code at this precision should decide how far the curve may be from fp32's."""
     if precision == "fp32" or not _is_finite(curve) or not _is_finite(reference):
         return False
     within = curve_gap(curve, reference) <= DOUBT_FACTOR * curve_tolerance(reference, precision)
@@ -241,7 +247,7 @@ def _learning_faults(curve: Sequence[float], plain: Sequence[float] | None, leas
 
 
 def why_no_learning(plain: Sequence[float]) -> str:
-    """Why this curve of the unchanged model cannot show whether a changed one learns as much; '' where it can."""
+    """Return why this curve of the unchanged model cannot show whether a changed one learns as much; '' if it can."""
     if len(plain) < LEARNING_STEPS:
         return f"too few steps to judge what it learns: {len(plain)}, it takes {LEARNING_STEPS} (--check-steps)"
     if learned(plain) <= 0:
@@ -258,7 +264,7 @@ def curve_gap(curve: Sequence[float], reference: Sequence[float]) -> float:
 
 
 def usual_gap(curve: Sequence[float], reference: Sequence[float]) -> float:
-    """Without the steps that may be odd."""
+    """Return the largest gap, without the steps that may be odd."""
     gaps = sorted(_gaps(curve, reference))
     return gaps[-1 - len(gaps) // ODD_STEPS]
 
@@ -268,7 +274,7 @@ def _gaps(curve: Sequence[float], reference: Sequence[float]) -> list[float]:
 
 
 def learned(curve: Sequence[float]) -> float:
-    """Nats shed from the first step to the median of the last few."""
+    """Return the nats shed from the first step to the median of the last few."""
     return curve[0] - statistics.median(curve[-LEARNING_STEPS:])
 
 
@@ -297,7 +303,7 @@ def _figures(
 
 
 def _high_figures(gradients: GradientCheck, precision: str) -> list[str]:
-    """Of the tensors that only the whole gradient excuses."""
+    """Describe the tensors that only the small error of the whole gradient excuses."""
     errors = gradients.tensor_errors
     high = [
         name
