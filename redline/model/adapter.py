@@ -1,10 +1,10 @@
-"""What the engine asks of a model, whoever wrote it. One adapter per kind of source; `adapter_of` finds it.
+"""What the engine requires of a model, whoever wrote it. One adapter per kind of source; `adapter_of` returns it.
 
     adapter = adapter_of(workload)
     model = adapter.build(plan, device);  loss_of = adapter.loss_of(model, plan)
 
-A plan acts on a model from outside: an adapter says how each of its fields is realised for its models. What cannot be
-done from outside stands in `Workload.cannot`, with the reason, so that no plan asks for it.
+A plan acts on a model from outside: an adapter defines how each plan field is realised for its models. What cannot be
+done from outside is listed in `Workload.cannot` with the reason, so that no plan requires it.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 
     from redline.core.cut import Cut
 
-# transformers imports torchao where it is installed, which tells of kernels that it did not find. None is used here.
+# Where torchao is installed, transformers imports it, and it logs which kernels it did not find. None is used here.
 CHATTY = ("torchao", "torch.utils._pytree")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 LossOf = Callable[..., torch.Tensor]
-"""The mean loss of a batch, given as the adapter's `arguments`."""
+"""Returns the mean loss of a batch, whose parts are passed as the adapter's `arguments`."""
 
 
 class Adapter(ABC):
@@ -46,64 +46,64 @@ class Adapter(ABC):
 
     @abstractmethod
     def build(self, plan: Plan, device: torch.device) -> nn.Module:
-        """The model at its final shape, on the device, with its initial weights."""
+        """Return the model at its final shape, on the device, with its initial weights."""
 
     def build_unplaced(self, plan: Plan) -> nn.Module:
-        """The same with nothing on the device yet, for those who cut it first: whole on the host, or on 'meta', and
-        then `fill_buffers` and `draw` give it its numbers."""
+        """Return the same model with nothing on the device yet, for callers that cut it first: whole on the host, or on
+        'meta', where `fill_buffers` and `draw` fill in its values later."""
         return self.build(plan, torch.device("cpu"))
 
     def build_stage(self, plan: Plan, layers: range) -> nn.Module:
-        """These blocks alone, on 'meta', with what stands before the first and behind the last one."""
+        """Return only these blocks, on 'meta', with what precedes the first block and what follows the last."""
         raise AssertionError(f"{type(self).__name__} cuts no model into stages")
 
     @abstractmethod
     def fill_buffers(self, model: nn.Module) -> None:
-        """As they were at first, in place: of a model that was built on 'meta', and of one that goes back to step 0."""
+        """Reset the buffers in place: for a model that was built on 'meta', or one that returns to step 0."""
 
     @abstractmethod
     def draw(self, model: nn.Module, name: str, whole: torch.Tensor) -> None:
-        """The initial weights of one parameter into a tensor of its whole size."""
+        """Write the initial weights of one parameter into a tensor of its full size."""
 
     def blocks(self, model: nn.Module) -> list[nn.Module]:
-        """The equal parts that run one after the other: what is cut, gathered and compiled one by one."""
+        """Return the equal parts that run in sequence, which are cut, gathered and compiled one by one."""
         return []
 
     def cut(self, model: nn.Module, mesh: DeviceMesh) -> dict[str, Cut]:
-        """Leaves this rank's part of every layer, in place, before the model has its numbers; says what of which
-        parameter that is."""
+        """Reduce every layer to this rank's part, in place, before the model has its weights. Return a Cut for each
+        parameter that was cut."""
         raise AssertionError(f"nobody knows how {type(self).__name__}'s layers are cut")
 
     @abstractmethod
     def restore(self, model: nn.Module) -> None:
-        """The initial weights again, in place: compiled code and fused kernels keep their tensors."""
+        """Restore the initial weights, in place: compiled code and fused kernels keep their tensors."""
 
     @abstractmethod
     def loss_of(self, model: nn.Module, plan: Plan) -> LossOf:
-        """Forward and loss as one function, which is what gets compiled."""
+        """Return forward pass and loss as one function, which is what gets compiled."""
 
     def unpadded(self, model: nn.Module, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """The rows of a parameter, or of its gradient, that the model has without padding."""
+        """Return the rows of a parameter, or of its gradient, that the model has without padding."""
         return tensor
 
     def evaluating(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Around a validation or a sample: what training drops is not dropped there. The built-in model drops none."""
+        """Context for a validation or a sample, with dropout switched off. The built-in model has no dropout."""
         return nullcontext()
 
     def arguments(self, batch: Any) -> tuple[Any, ...]:
-        """A batch as `loss_of` takes it: inputs and targets of [2, B, T]."""
+        """Return a batch as the arguments of `loss_of`: inputs and targets of a [2, B, T] tensor."""
         return batch[0], batch[1]
 
     def pieces(self, batch: Any, size: int) -> list[tuple[Any, float]]:
-        """A batch in pieces of so many sequences, each with its share of the whole."""
+        """Split a batch into pieces of `size` sequences, each with its share of the whole."""
         return [(piece, piece.size(1) / batch.size(1)) for piece in batch.split(size, dim=1)]
 
     def items(self, batch: Any) -> int:
-        """What a rate counts: the tokens of a batch."""
+        """Return the number of items that a rate counts: the tokens of a batch."""
         return int(batch[0].numel())
 
     def state(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        """What training changes besides the parameters: a checkpoint must hold it."""
+        """Return what training changes besides the parameters, which a checkpoint must hold too."""
         return {}
 
 
@@ -184,7 +184,7 @@ class BuiltIn(Adapter):
 
 
 def fused_head(plan: Plan, vocab: int) -> LossOf:
-    """The loss of features, the head's weight and targets, as a plan that is not 'full' wants it."""
+    """Return the loss as a function of features, the head's weight and targets, for a plan whose loss is not 'full'."""
     dtype = DTYPES.get(plan.autocast or "")
     tuned = plan.tuned_matmuls and plan.autocast is not None
     pieces = PIECES[plan.loss]
@@ -197,7 +197,7 @@ class SigmoidGelu(nn.Module):
 
 
 def exchange_gelus(model: nn.Module, is_gelu: Callable[[nn.Module], bool]) -> None:
-    """In the place of every module that computes a tanh GELU."""
+    """Replace every module that `is_gelu` accepts (a tanh GELU) by a SigmoidGelu."""
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if is_gelu(child):
@@ -206,7 +206,7 @@ def exchange_gelus(model: nn.Module, is_gelu: Callable[[nn.Module], bool]) -> No
 
 @contextmanager
 def muted(*loggers: str) -> Iterator[None]:
-    """They say errors alone, and whatever they said before afterwards."""
+    """Let these loggers log only errors, and restore their levels afterwards."""
     levels = {name: logging.getLogger(name).level for name in loggers}
     for name in levels:
         logging.getLogger(name).setLevel(logging.ERROR)
@@ -219,7 +219,7 @@ def muted(*loggers: str) -> Iterator[None]:
 
 def adapter_of(workload: Workload) -> Adapter:
     if workload.source.kind == "python":
-        from redline.model.python_adapter import PythonAdapter  # nobody else needs it
+        from redline.model.python_adapter import PythonAdapter  # only this kind needs it
 
         return PythonAdapter(workload)
     if workload.source.kind == "huggingface":

@@ -22,10 +22,10 @@ def naive_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, future: t
 
 
 def fused_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, future: torch.Tensor) -> torch.Tensor:
-    """SDPA. Which kernel runs is decided by `engine/build.py`, which leaves exactly one backend on."""
+    """SDPA. `engine/build.py` decides which kernel runs, by leaving exactly one backend on."""
     return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
 ATTENTION: dict[str, Attention] = {"naive": naive_attention, "flash": fused_attention, "cudnn": fused_attention}
-# Beside their own step, which `model/fused.py` takes: a sample.
+# Training with packed attention goes through `model/fused.py`; these serve sampling.
 ATTENTION |= {"packed-cudnn": fused_attention, "packed-flash4": fused_attention}

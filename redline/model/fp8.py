@@ -1,16 +1,16 @@
-"""Matrix products whose operands have 8 bits.
+"""Matmuls with 8-bit operands.
 
     values, inverse = narrowed(weight)                     # e4m3, and the factor that undoes the scale
     y = narrow_product(rows, values, rows_inverse, inverse, dtype=torch.bfloat16)   # kernels/narrow_products.py
     narrow_layers(model.h, dtype=torch.bfloat16)           # every nn.Linear in it becomes an Fp8Linear
 
-A scale is a power of two, so that the cast is all that rounds: with it the largest number ends in the format's last two
-octaves. Layers have one scale per row, which the kernel that writes a row finds on the way. For the head one for a
-whole tensor is enough, since e4m3 has 14 octaves at full precision and rounds a number by its own size (docs/fp8.md has
-the errors). Zeros stay zeros. What shares a scale with an infinity or a NaN becomes NaN: that reaches the loss and the
-gradients' norm, where the step looks for it.
+A scale is a power of two, so only the cast rounds; it puts the largest element into the format's last two octaves.
+Layers have one scale per row, which the kernel that writes a row finds on the way. For the head one scale per tensor is
+enough, since e4m3 has 14 octaves at full precision and its rounding error is relative to each element (docs/fp8.md has
+the errors). Zeros stay zeros. Everything that shares a scale with an infinity or a NaN becomes NaN: it reaches the loss
+and the gradient norm, where the step checks for it.
 
-Tensor cores take 8-bit operands with the summed index last, so what is summed over rows is transposed first.
+Tensor cores accept 8-bit operands only with the summed index last, so a sum over rows needs a transpose first.
 """
 
 from __future__ import annotations
@@ -26,38 +26,37 @@ from redline.kernels.transpose import transposed
 from redline.model.tuned import exchange_layers
 
 E4M3 = torch.float8_e4m3fn
-LARGEST_SLOPE = 1.13  # of GELU
-ROUNDED_UP = (1 + 2.0**-4) ** 2  # by so much a product of e4m3 numbers may exceed that of what they were made of
-SMALLEST_LARGEST = 2.0**-100  # the largest number of a tensor of zeros is taken for this: its scale stays finite
+LARGEST_SLOPE = 1.13  # the steepest slope of GELU
+ROUNDED_UP = (1 + 2.0**-4) ** 2  # rounding both operands to e4m3 may enlarge their product by this factor
+SMALLEST_LARGEST = 2.0**-100  # lower bound of the largest element: keeps the scale of a tensor of zeros finite
 
 MANTISSA = 23  # bits of fp32
-BEYOND_448 = (
-    2**21 - 1
-)  # added to the bits of 1.75 x 2^n it fills the mantissa, to those of anything larger it overflows
+BEYOND_448 = 2**21 - 1  # adding it to the bits of 1.75 x 2^n fills the mantissa; adding it to anything larger overflows
 OCTAVE_OF_448 = 2 * 127 + 8
 
 Narrowed = tuple[torch.Tensor, torch.Tensor]
 
 
 def narrowed(tensor: torch.Tensor, by_rows: bool = False) -> Narrowed:
-    """In e4m3, with the factors that undo the scale, on the device: one, or one for each row [M, 1]. The largest number
-    is found in fp32: the compiler may make scale and factor in two kernels, of which one has the number as it was found
-    and the other as it was stored, and in 16 bits those are two numbers."""
+    """Cast to e4m3; return also the factors that undo the scale, on the device: one, or with `by_rows` one per row,
+    [M, 1]. The largest element is found in fp32. The compiler may compute scale and factor in two kernels, one from the
+    value as computed and the other from the value as stored, and in 16 bits the two differ."""
     sizes = tensor.float().abs()
     scale, inverse = scales_of(sizes.amax(dim=1, keepdim=True) if by_rows else sizes.amax())
     return (tensor.float() * scale).to(E4M3), inverse
 
 
 def scale_of(largest: torch.Tensor) -> torch.Tensor:
-    """The power of two that takes this number into the format's last two octaves."""
+    """Return the power of two that brings this number into the format's last two octaves."""
     return scales_of(largest)[0]
 
 
 def scales_of(largest: torch.Tensor) -> Narrowed:
-    """That, and its inverse. By the bits of the number: logarithms of two kernels might round to either side."""
+    """Return that scale and its inverse. They are computed from the bits of the number, since logarithms in two kernels
+    might round to different sides."""
     bits = largest.float().clamp(min=SMALLEST_LARGEST).view(torch.int32)
-    octave = (bits + BEYOND_448) >> MANTISSA  # the exponent, one more beyond 448's mantissa
-    undefined = 0 * largest.float()  # NaN of what is no finite number
+    octave = (bits + BEYOND_448) >> MANTISSA  # the exponent, plus one if the mantissa exceeds that of 448
+    undefined = 0 * largest.float()  # NaN if the number is not finite
     scale, inverse = ((exponent << MANTISSA).view(torch.float32) for exponent in (OCTAVE_OF_448 - octave, octave - 8))
     return scale + undefined, inverse + undefined
 
@@ -66,15 +65,15 @@ def scales_of(largest: torch.Tensor) -> Narrowed:
 
 
 def operands(rows: torch.Tensor, others: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Of a product by rows: both in 8 bits, then what undoes their scales."""
+    """Return the operands of a row-by-row product: both matrices in 8 bits, then the factors that undo their scales."""
     (values, inverse), (other_values, other_inverse) = narrowed(rows, by_rows=True), narrowed(others, by_rows=True)
     return values.contiguous(), other_values.contiguous(), inverse, other_inverse
 
 
 def scale_beforehand(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Powers of two [M, 1] that keep every row of rows [M, K] x weight [N, K], and GELU of it or its gradient, inside
-    e4m3, whatever will come out: no sum of products is larger than the lengths of its two rows multiplied. A row's
-    largest number is some octaves below that (sqrt(K) / 4 for random ones), of which e4m3 has 14."""
+    """Return powers of two [M, 1] that keep every row of rows [M, K] x weight [N, K], and GELU or its gradient of that,
+    within e4m3, before the product is known: no element exceeds the product of the norms of its two rows. The largest
+    element of a row is some octaves below that bound (sqrt(K) / 4 for random ones), and e4m3 has 14."""
     bound = LARGEST_SLOPE * ROUNDED_UP * rows.float().norm(dim=1, keepdim=True) * weight.float().norm(dim=1).amax()
     return scale_of(bound if bias is None else bound + bias.float().abs().amax())
 
@@ -82,7 +81,7 @@ def scale_beforehand(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tenso
 def forward_product(
     rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
 ) -> torch.Tensor:
-    """rows [M, K] through a layer [N, K]."""
+    """Apply a layer [N, K] to rows [M, K]."""
     return narrow_product(*operands(rows, weight), dtype=dtype, fast=True, bias=bias)
 
 
@@ -93,14 +92,14 @@ def product_of_narrow(
     dtype: torch.dtype,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Of rows [M, K] that were written in 8 bits, times others [N, K] transposed."""
+    """Multiply rows [M, K] that were written in 8 bits by the transpose of others [N, K]."""
     other_values, other_inverse = narrowed(others, by_rows=True)
     return narrow_product(values, other_values, scale.reciprocal(), other_inverse, dtype=dtype, fast=True, bias=bias)
 
 
 def input_gradient(above: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """above [M, N] back through the layer: [M, K]. The weight's rows are its columns now, and have scales of their
-    own."""
+    """Propagate the gradient `above` [M, N] back through the layer: [M, K]. Here the weight's columns take the place of
+    its rows, and they have scales of their own."""
     return narrow_product(*operands(above, weight.t()), dtype=dtype, fast=True)
 
 
@@ -127,7 +126,7 @@ class Layer(torch.autograd.Function):
 
 
 class Fp8Linear(nn.Linear):
-    """A linear layer whose products take 8-bit operands, but for the weight's gradient, and give `narrow_dtype`."""
+    """A linear layer that returns `narrow_dtype` and multiplies 8-bit operands, except for the weight's gradient."""
 
     narrow_dtype: torch.dtype
 
@@ -140,7 +139,7 @@ class Fp8Linear(nn.Linear):
 
 
 def narrow_layers(module: nn.Module, dtype: torch.dtype) -> None:
-    """Exchanges every nn.Linear below the module, in place."""
+    """Replace every nn.Linear below the module, in place."""
     for layer in exchange_layers(module, Fp8Linear):
         layer.narrow_dtype = dtype
 
@@ -156,8 +155,9 @@ def head_gradients(
     vocab: int,
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Losses [N] of features [N, C] and a head [V, C], and what they give either, up to the mean's 1/N. The loss kernel
-    writes its gradient in 8 bits at once; it is the only one of the tensors whose range is known beforehand."""
+    """Return the losses [N] of features [N, C] under a head [V, C], and the gradients of features and head without the
+    mean's factor 1/N. The loss kernel writes its gradient directly in 8 bits: of these tensors, it alone has a range
+    that is known beforehand."""
     rows, inverse = features
     logits = narrow_product(rows, weight[0], inverse, weight[1], dtype=dtype, fast=True)
     losses, gradient = cross_entropy_narrow(logits, labels, vocab)

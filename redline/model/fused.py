@@ -1,15 +1,15 @@
-"""Parts of a block whose backward pass is written by hand: matmuls, and one kernel between two of them.
+"""Parts of a block with a hand-written backward pass: matmuls, and one kernel between two of them.
 
     q, k, v = project(x, attention.c_attn, dtype)
     x, normal = add_norm(x, branch, c_proj.bias, ln_2, dtype)     # the sum, and what the next matmul reads
     branch = mlp(normal, block.mlp, dtype)                        # whose last bias the next sum gives a gradient
 
-What autograd and the compiler make of the same formulas reads a gradient once more for every bias. Here whoever writes
-a gradient adds up its columns as well (`kernels/`). A branch leaves the gradient of its last bias to the sum behind it,
-because that is the stream's, which the norm's backward writes. The bias itself is added inside the branch's last
-product, before that is rounded: a rounded branch often puts a 16-bit stream exactly between two numbers, and a bias
-added later, however small, would send all of those its own way (docs/speed-log.md). `dtype` is what autocast gives the
-matmuls.
+What autograd and the compiler make of the same formulas reads a gradient once more for every bias. Here the kernel that
+writes a gradient also sums its columns (`kernels/`). A branch leaves the gradient of its last bias to the sum that
+follows it, because that gradient is the stream's, which the norm's backward pass writes. The bias itself is added
+inside the branch's last matmul, before rounding: a rounded branch often puts a 16-bit stream exactly halfway between
+two numbers, and a bias added later, however small, would push all of those to its own side (docs/speed-log.md). `dtype`
+is the type that autocast gives the matmuls.
 """
 
 from __future__ import annotations
@@ -46,25 +46,26 @@ from redline.model.tuned import TunedLinear
 
 Tensors = tuple[torch.Tensor, ...]
 Weights = tuple[torch.Tensor, torch.Tensor]
-"""Of a layer: weight and bias."""
-# By whose kernels the gradients of q, k and v are written: forward and backward.
+"""A layer's weight and bias."""
+# Packed attention by the kernels that write the gradients of q, k and v: (forward, backward).
 PACKED = {
     "cudnn": (packed_attention, packed_attention_backward),
     "flash4": (flash4_attention, flash4_attention_backward),
 }
-# Who does the products of a layer (`products_of`): these, or torch, or torch with all operands in 8 bits ("fp8").
-FUSED = ("fused", "fp8-fused", "fp8-mlp")  # an MLP's with GELU at their ends
+# What computes a layer's matmuls (`products_of`): one of TUNED, or torch, or torch with all operands in 8 bits ("fp8").
+FUSED = ("fused", "fp8-fused", "fp8-mlp")  # MLPs whose matmuls have GELU epilogues
 TUNED = ("tuned", "fp8-tuned", *FUSED)
-NARROW = {"fp8-tuned": PAYING, "fp8-fused": PAYING, "fp8-mlp": (*PAYING, *MLPS)}  # beside tuned ones
+NARROW = {"fp8-tuned": PAYING, "fp8-fused": PAYING, "fp8-mlp": (*PAYING, *MLPS)}  # 8 bits beside tuned 16-bit ones
 
 
 def cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """In the forward of a function: torch 2.11's compiler loses gradients over a cast that changes nothing."""
+    """Cast unless the type is right already. For the forward pass of autograd functions: torch 2.11's compiler loses
+    gradients over a cast that changes nothing."""
     return tensor if tensor.dtype == dtype else tensor.to(dtype)
 
 
 def project(x: torch.Tensor, linear: nn.Linear, dtype: torch.dtype) -> Tensors:
-    """q, k and v, [B, T, C] each, as parts of one product."""
+    """Return q, k and v, [B, T, C] each, as parts of one matmul's result."""
     by = products_of(linear)
     parts = Projection.apply(x.flatten(0, 1), linear.weight, linear.bias, dtype, by)  # type: ignore[no-untyped-call]
     return tuple(part.unflatten(0, x.shape[:2]) for part in parts)
@@ -90,7 +91,7 @@ class Projection(torch.autograd.Function):
 
 
 def attend_packed(x: torch.Tensor, linear: nn.Linear, heads: int, dtype: torch.dtype, kernels: str) -> torch.Tensor:
-    """What the heads give [B, T, C], of q, k and v that stay side by side, as their gradients do. `kernels`: PACKED."""
+    """Return the heads' output [B, T, C]. q, k and v and their gradients stay side by side. `kernels`: of PACKED."""
     by = products_of(linear)
     rows = PackedProjection.apply(x.flatten(0, 1), linear.weight, linear.bias, dtype, by)  # type: ignore[no-untyped-call]
     qkv = rows.unflatten(0, x.shape[:2])
@@ -132,7 +133,7 @@ class PackedAttention(torch.autograd.Function):
 
 
 def products_of(linear: nn.Linear) -> str:
-    """Who does a layer's products: 'torch', 'fp8', or one of TUNED."""
+    """Return what computes a layer's matmuls: 'torch', 'fp8', or one of TUNED."""
     if isinstance(linear, Fp8Linear):
         return "fp8"
     if isinstance(linear, TunedLinear):
@@ -143,12 +144,12 @@ def products_of(linear: nn.Linear) -> str:
 
 
 def is_narrow(where: str, direction: str, by: str) -> bool:
-    """Whether a product takes 8-bit operands."""
+    """True if this matmul takes 8-bit operands."""
     return by == "fp8" or (where, direction) in NARROW.get(by, ())
 
 
 def through(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, by: str, narrow: bool) -> torch.Tensor:
-    """The product of a layer."""
+    """Apply a layer to `rows`."""
     if narrow:
         return forward_product(rows, weight, bias, rows.dtype)
     if by in TUNED:
@@ -158,19 +159,19 @@ def through(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, by: st
 
 
 def back_through(above: torch.Tensor, weight: torch.Tensor, by: str, narrow: bool) -> torch.Tensor:
-    """What a layer's gradient is to its input."""
+    """Return the gradient of a layer's input."""
     if narrow:
         return input_gradient(above, weight, above.dtype)
     return product(above, weight, above.dtype) if by in TUNED else above @ weight
 
 
 def of_weights(above: torch.Tensor, rows: torch.Tensor, dtype: torch.dtype, by: str) -> torch.Tensor:
-    """And to its weight, which has `dtype`."""
+    """Return the gradient of a layer's weight, which has type `dtype`."""
     return product(above.t(), rows, dtype) if by in TUNED else (above.t() @ rows).to(dtype)
 
 
 def output(x: torch.Tensor, linear: nn.Linear) -> torch.Tensor:
-    """A layer whose bias has its gradient from `add_norm`."""
+    """Apply a layer whose bias gets its gradient in `add_norm`."""
     bias = linear.bias.detach()
     return F.linear(x, linear.weight, bias) if products_of(linear) == "torch" else linear.through(x, bias)  # type: ignore[operator]
 
@@ -178,9 +179,9 @@ def output(x: torch.Tensor, linear: nn.Linear) -> torch.Tensor:
 def add_norm(
     stream: torch.Tensor, branch: torch.Tensor | None, bias: torch.Tensor, norm: nn.LayerNorm, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Stream and branch [B, T, C] added up, and the sum normalised. `bias` is in the branch, and gets its gradient.
-    Without a branch: it was added before (`add`), with its bias. What comes later is to be added to the sum that this
-    returns, whose gradient comes back here."""
+    """Add stream and branch [B, T, C] and normalise the sum. `bias` is already in the branch and gets its gradient
+    here. With no branch, the branch and its bias were added before (`add`). What comes later must be added to the sum
+    returned here, because its gradient comes back here."""
     rows = None if branch is None else branch.flatten(0, 1)
     together, normal = AddNorm.apply(  # type: ignore[no-untyped-call]
         stream.flatten(0, 1), rows, bias, norm.weight, norm.bias, norm.eps, dtype
@@ -221,13 +222,13 @@ class AddNorm(torch.autograd.Function):
 
 
 def add(stream: torch.Tensor, branch: torch.Tensor) -> torch.Tensor:
-    """Rounded once, to the stream's type."""
+    """Add in fp32 and round once, to the stream's type."""
     wide = torch.promote_types(stream.dtype, torch.float32)
     return cast(cast(stream, wide) + cast(branch, wide), stream.dtype)
 
 
 def mlp(x: torch.Tensor, c_fc: nn.Linear, gelu: Any, c_proj: nn.Linear, dtype: torch.dtype) -> torch.Tensor:
-    """The MLP [B, T, C], whose last bias has its gradient from `add_norm`."""
+    """Return the MLP's output [B, T, C]; its last bias gets its gradient in `add_norm`."""
     first, last = (c_fc.weight, c_fc.bias), (c_proj.weight, c_proj.bias.detach())
     y: torch.Tensor = Mlp.apply(x.flatten(0, 1), *first, gelu, *last, dtype, products_of(c_fc))  # type: ignore[no-untyped-call]
     return y.view_as(x)
@@ -272,7 +273,7 @@ class Mlp(torch.autograd.Function):
 
 
 def through_mlp(rows: torch.Tensor, first: Weights, gelu: Any, last: Weights, by: str) -> Tensors:
-    """What GELU's gradient is found by (`through_gelu`), what GELU gives, and the last layer of that."""
+    """Return what the backward pass of GELU needs (`through_gelu`), GELU's output, and the last layer's output."""
     if by == "fp8-mlp":
         (up, bias), (down, last_bias) = first, last
         scale = scale_beforehand(rows, up, bias)
@@ -283,7 +284,7 @@ def through_mlp(rows: torch.Tensor, first: Weights, gelu: Any, last: Weights, by
 
 
 def back_through_mlp(above: torch.Tensor, down: torch.Tensor, bend: torch.Tensor, up: torch.Tensor, by: str) -> Tensors:
-    """What an MLP's gradient is to its first layer's output, to that layer's bias, and to the MLP's input."""
+    """Return the gradients of the first layer's output, of that layer's bias, and of the MLP's input."""
     if by == "fp8-mlp":
         scale = scale_beforehand(above, down.t())
         words = operands(above, down.t())
@@ -294,8 +295,9 @@ def back_through_mlp(above: torch.Tensor, down: torch.Tensor, bend: torch.Tensor
 
 
 def through_gelu(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, gelu: Any, by: str) -> Tensors:
-    """GELU of an MLP's first layer, and before it what its gradient is found by: its slope from products that end in
-    GELU, else what it was given. There it is the tanh one whatever `gelu` is, of a number before that is rounded."""
+    """Apply the first layer of an MLP and GELU. Return what GELU's backward pass needs, then GELU's output. The former
+    is GELU's slope for `by` in FUSED, otherwise GELU's input. As an epilogue of a 16-bit or fused matmul it is the tanh
+    GELU whatever `gelu` is, and reads its input before rounding."""
     narrow = is_narrow("up", "forward", by)
     if narrow and by in FUSED:
         both: Tensors = narrow_gelu_product(*operands(rows, weight), bias)
@@ -308,7 +310,7 @@ def through_gelu(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, g
 
 
 def back_through_gelu(above: torch.Tensor, weight: torch.Tensor, bend: torch.Tensor, by: str) -> Tensors:
-    """What an MLP's gradient is to its first layer's output, and to that layer's bias."""
+    """Return the gradients of the first layer's output and of that layer's bias."""
     narrow = is_narrow("down", "dgrad", by)
     if by in FUSED:
         both: Tensors = (

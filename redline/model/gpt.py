@@ -4,8 +4,8 @@
     initialise(model, seed=1337)
     logits = model(tokens)                       # [B, T, V]
 
-Parameter names follow Hugging Face's, so weights travel both ways (`model/huggingface.py`). Left out: dropout (GPT-2's
-successors dropped it, and equivalence checks need repeatable steps) and generation with a cache.
+Parameter names follow Hugging Face's, so weights can be exchanged both ways (`model/huggingface.py`). Left out: dropout
+(GPT-2's successors dropped it, and equivalence checks need repeatable steps) and generation with a cache.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ INIT_STD = 0.02
 
 
 class Norm(nn.LayerNorm):
-    """In fp32 whatever the stream's and its weights' types are: a GPU's autocast sees to that by itself, a CPU's does
-    not, and there a bf16 gain's gradient would be summed up in bf16. Gives what its weights are."""
+    """LayerNorm in fp32 whatever the types of the stream and of its weights; returns its weights' type. A GPU's
+    autocast does this by itself; a CPU's does not, and would sum the gradient of a bf16 gain in bf16."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weight, bias = at_least_fp32(self.weight), at_least_fp32(self.bias)
@@ -38,8 +38,8 @@ class Norm(nn.LayerNorm):
 
 
 class Table(nn.Embedding):
-    """In fp32 whatever it is stored in: many tokens add to one row of its gradient, and in bf16 most of those sums
-    would be lost (an eager CPU would do them so)."""
+    """Embedding look-up in fp32 whatever type it is stored in: many tokens add to one row of its gradient, and in bf16,
+    which an eager CPU would use, most of those additions would be lost."""
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         return F.embedding(rows, at_least_fp32(self.weight))
@@ -62,21 +62,21 @@ class SelfAttention(nn.Module):
         return self.c_proj(self.mix(self.c_attn(x).chunk(3, dim=2), future))
 
     def mix(self, qkv: tuple[torch.Tensor, ...], future: torch.Tensor) -> torch.Tensor:
-        """What the heads give, side by side: three times [B, T, C] -> [B, T, C], of all heads, or of those that a
-        tensor-parallel rank has."""
+        """Return the heads' outputs side by side: three times [B, T, C] -> [B, T, C], for all heads, or for a
+        tensor-parallel rank's own."""
         B, T, C = qkv[0].shape
         q, k, v = (part.view(B, T, self.heads, -1).transpose(1, 2) for part in qkv)  # [B, heads, T, d]
         return self.attend(q, k, v, future).transpose(1, 2).reshape(B, T, C)
 
     def fused(self, x: torch.Tensor, future: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """The same, its last bias without a gradient: model/fused.py."""
+        """The same as `forward`, but the last bias gets no gradient here (model/fused.py)."""
         if self.packed is not None:
             return output(attend_packed(x, self.c_attn, self.heads, dtype, self.packed), self.c_proj)
         return output(self.mix(project(x, self.c_attn, dtype), future), self.c_proj)
 
 
 def gelu_by_sigmoid(x: torch.Tensor) -> torch.Tensor:
-    """The same tanh GELU: (1 + tanh u) / 2 is sigmoid(2u). One exponential where tanh takes a call of its own."""
+    """The same tanh GELU: (1 + tanh u) / 2 is sigmoid(2u). It takes one exponential where tanh needs a library call."""
     return x * torch.sigmoid(2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x))
 
 
@@ -117,9 +117,9 @@ class Block(nn.Module):
         future: torch.Tensor,
         dtype: torch.dtype,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same with a hand-written backward pass (model/fused.py). `branch` is the MLP's of the block before, still
-        to be added to x, as what this one returns is (None: it is in x), and `bias` the one in it, whose gradient is
-        still to be made."""
+        """The same with a hand-written backward pass (model/fused.py). `branch` is the output of the previous block's
+        MLP, still to be added to x, and so is the second tensor returned; None: x includes it already. `bias` is the
+        one inside that branch, whose gradient is computed here."""
         if bias is None:
             normal = self.ln_1(x)
         else:
@@ -130,7 +130,7 @@ class Block(nn.Module):
     def fused_whole(
         self, x: torch.Tensor, bias: torch.Tensor | None, future: torch.Tensor, dtype: torch.dtype
     ) -> torch.Tensor:
-        """From sum to sum."""
+        """The same from one residual sum to the next."""
         return add(*self.fused(x, None, bias, future, dtype))
 
 
@@ -148,15 +148,15 @@ class GPT(nn.Module):
         fused: torch.dtype | None = None,
     ) -> None:
         """`vocab_rows` above `shape.vocab` pads embedding and head; logits of the padding are -inf. `residual` is the
-        type of the stream between the blocks; a narrow one takes autocast, whose norms compute in fp32. `fused`:
-        the backward between matmuls is hand-written, and the matmuls take this type."""
+        type of the stream between the blocks; a narrow one requires autocast, whose norms compute in fp32. `fused`: the
+        backward pass between matmuls is hand-written, and the matmuls take this type."""
         super().__init__()
         check_is_gpt2(shape)
         self.shape, self.residual, self.fused = shape, residual, fused
         self.recompute_blocks = checkpointing == "full"
         rows = vocab_rows or shape.vocab
         self.first_row = 0
-        """Of the vocabulary, where embedding and head begin: a tensor-parallel rank has some of the rows."""
+        """The vocabulary row at which embedding and head begin: a tensor-parallel rank has only some of the rows."""
         self.wte = Table(rows, shape.d_model)
         self.wpe = Table(shape.positions_count, shape.d_model)
         self.h = nn.ModuleList(
@@ -176,13 +176,13 @@ class GPT(nn.Module):
         return logits
 
     def features(self, tokens: torch.Tensor) -> torch.Tensor:
-        """What the head reads: tokens [B, T] -> [B, T, C]."""
+        """Return the head's input: tokens [B, T] -> [B, T, C]."""
         x = self.embedded(tokens)
         normed: torch.Tensor = self.ln_f(self.through_blocks(x)) if self.fused is None else self.fused_blocks(x)
         return normed
 
     def embedded(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The stream that the first block reads: tokens [B, T] -> [B, T, C]."""
+        """Return the stream that enters the first block: tokens [B, T] -> [B, T, C]."""
         positions = torch.arange(tokens.size(1), device=tokens.device)
         x: torch.Tensor = self.wte(tokens) + self.wpe(positions)  # [B, T, C]
         return x if self.residual == torch.float32 else x.to(self.residual)
@@ -199,8 +199,8 @@ class GPT(nn.Module):
         return x
 
     def fused_blocks(self, x: torch.Tensor) -> torch.Tensor:
-        """Blocks and last norm: each norm adds what the branch before it has given. A block that is computed again
-        keeps its input, which is one tensor where the sum was made before."""
+        """Run blocks and last norm, where each norm adds the output of the branch before it. Recomputed blocks are the
+        exception: they return the finished sum, so that only one tensor is kept as their input."""
         assert self.fused is not None
         future, dtype = self.future_at(x), self.fused
         branch: torch.Tensor | None = None
@@ -226,9 +226,9 @@ def check_is_gpt2(shape: Shape) -> None:
 
 
 def hide_padding(head: nn.Linear, vocab: int) -> None:
-    """A constant bias of -inf gives the padded rows probability zero, exactly: the loss is the unpadded model's and no
-    sampler can draw them. The matmul adds a bias for nothing; masking or slicing logits is another pass over them."""
-    del head.bias  # the slot of a parameter that is None
+    """Give the padded rows probability zero, exactly, by a constant bias of -inf: the loss is the unpadded model's, and
+    no sampler can draw them. The matmul adds a bias at no cost; masking or slicing logits is another pass over them."""
+    del head.bias  # the parameter slot, which holds None
     head.register_buffer("bias", padding_bias(head.out_features, vocab), persistent=False)
 
 
@@ -237,31 +237,31 @@ def padding_bias(rows: int, vocab: int) -> torch.Tensor:
 
 
 def future_of(sequence: int) -> torch.Tensor:
-    """What a token may not see, [T, T]."""
+    """Return the mask of what a token may not see, [T, T]."""
     return torch.ones(sequence, sequence, dtype=torch.bool).triu(1)
 
 
 def fill_buffers(model: GPT) -> None:
-    """What is computed and not drawn, of a model that was built without memory, or of a part of one."""
+    """Compute the buffers of a model that was built on 'meta', or of a part of one."""
     for name, buffer in model.named_buffers():
         if name == "future":
             buffer.copy_(future_of(model.shape.sequence))
-        else:  # the head's
+        else:  # the head's bias
             end = model.first_row + len(buffer)
             buffer.copy_(padding_bias(end, model.shape.vocab)[model.first_row :])
 
 
 @torch.no_grad()
 def initialise(model: GPT, seed: int) -> None:
-    """GPT-2's initialisation, in place. Every tensor has its own stream of random numbers, so padded, tied and plain
-    variants of one model start from the same weights."""
+    """GPT-2's initialisation, in place. Every tensor has its own random stream, so padded, tied and plain variants of
+    one model start from the same weights."""
     for name, parameter in model.named_parameters():
         draw(model, name, parameter, seed)
 
 
 @torch.no_grad()
 def draw(model: GPT, name: str, parameter: torch.Tensor, seed: int) -> None:
-    """The initial weights of one parameter, or of a tensor that stands for it."""
+    """Write the initial weights of one parameter, into it or into a tensor in its place."""
     generator = torch.Generator(parameter.device).manual_seed(seed + zlib.crc32(name.encode()))
     if name.endswith("bias"):
         parameter.zero_()
@@ -273,10 +273,10 @@ def draw(model: GPT, name: str, parameter: torch.Tensor, seed: int) -> None:
         std = INIT_STD / math.sqrt(2 * model.shape.layers) if name.endswith("c_proj.weight") else INIT_STD
         if real.dtype == torch.float32:
             real.normal_(0.0, std, generator=generator)
-        else:  # rounded from the same numbers: in bf16 torch 2.11 draws others
+        else:  # rounded from the fp32 draw: in bf16, torch 2.11 draws other numbers
             real.copy_(torch.normal(0.0, std, real.shape, generator=generator, device=real.device))
 
 
 def unpadded(model: GPT, name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """The rows of a parameter (or of its gradient) that the published model has."""
+    """Return the rows of a parameter (or of its gradient) that the published model has."""
     return tensor[: model.shape.vocab] if name in ("wte.weight", "lm_head.weight") else tensor

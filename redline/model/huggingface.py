@@ -3,8 +3,8 @@
     transformers_model.load_state_dict(to_huggingface(model))
     from_huggingface(model, transformers_model.state_dict())
 
-Theirs stores the block's linear weights transposed (Conv1D) under a `transformer.` prefix; otherwise the names agree.
-Exported weights have the published number of vocabulary rows, whatever the model was padded to.
+Hugging Face stores the linear weights of the blocks transposed (Conv1D) and under a `transformer.` prefix; otherwise
+the names agree. Exported weights have the published number of vocabulary rows, whatever the model was padded to.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def to_huggingface(model: GPT) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def from_huggingface(model: GPT, state: Mapping[str, torch.Tensor]) -> None:
-    """Copy their weights into ours, in place; padded rows become zero."""
+    """Copy Hugging Face weights into our model, in place; padded rows become zero."""
     for name, parameter in model.named_parameters():
         theirs = _turn(name, _find(state, _their_name(name)))
         ours = unpadded(model, name, parameter)
@@ -45,7 +45,7 @@ def from_huggingface(model: GPT, state: Mapping[str, torch.Tensor]) -> None:
 
 
 def _find(state: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
-    # Saved without the wrapper the prefix is absent; saved tied, the head may be left out.
+    # Weights saved without the wrapper lack the prefix; weights saved tied may lack the head.
     names = (name, "transformer.wte.weight") if name == "lm_head.weight" else (name,)
     for key in (key for full in names for key in (full, full.removeprefix("transformer."))):
         if key in state:

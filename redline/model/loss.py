@@ -1,7 +1,7 @@
 """The training loss: cross-entropy in fp32 whatever the model's dtype.
 
-`next_token_loss` takes logits. `head_loss` takes what the head reads and never lets the logits out: it computes their
-gradient as soon as it has them, so that they need not wait for the backward pass, all at once or piece by piece.
+`next_token_loss` takes logits. `head_loss` takes the head's input and never returns the logits: it computes their
+gradient as soon as it has them, in one go or piece by piece, so that they need not wait for the backward pass.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from redline.model.fp8 import head_gradients, narrowed
 
 
 def next_token_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Mean over all tokens. logits [B, T, V], targets [B, T]; a logit of -inf is a class that does not exist."""
+    """Return the mean over all tokens. logits [B, T, V], targets [B, T]; a logit of -inf stands for no class."""
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
@@ -34,9 +34,9 @@ def head_loss(
     fp8: bool = False,
     tuned: bool = False,
 ) -> torch.Tensor:
-    """The same mean from features [B, T, C] and the head's weight [rows, C]; `dtype` is what autocast
-    would give the matmuls (None: the features'). `fp8`: they take 8-bit inputs, and give that. `tuned`: 16-bit ones are
-    done by the algorithm that is fastest here."""
+    """Return the same mean from features [B, T, C] and the head's weight [rows, C]. `dtype`: what autocast would give
+    the matmuls (None: the features' type). `fp8`: they take 8-bit inputs and return `dtype`. `tuned`: 16-bit ones use
+    the algorithm that is fastest here."""
     loss: torch.Tensor = HeadLoss.apply(  # type: ignore[no-untyped-call]
         features.flatten(0, 1), weight, targets.flatten(), vocab, pieces, dtype or features.dtype, fp8, tuned
     )
@@ -44,8 +44,8 @@ def head_loss(
 
 
 class HeadLoss(torch.autograd.Function):
-    """Forward computes the gradients too, up to the factor that only the backward pass knows. That factor, and the 1/N
-    of the mean, scale the small results rather than the logits."""
+    """The forward pass computes the gradients too, up to the factor that only the backward pass knows. That factor, and
+    the 1/N of the mean, scale the small results rather than the logits."""
 
     @staticmethod
     def forward(
@@ -94,13 +94,13 @@ class HeadLoss(torch.autograd.Function):
 
 
 Piece = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
-"""Rows of the features and their targets -> losses, and the gradients of the rows and of the head's weight."""
+"""Maps rows of the features and their targets to losses and the gradients of these rows and of the head's weight."""
 
 
 def wide_head(
     features: torch.Tensor, weight: torch.Tensor, vocab: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, Piece]:
-    """The features as the products take them, and what to do with a piece of them."""
+    """Return the features in the matmuls' type, and the function that handles a piece of them."""
     narrow = weight.to(dtype)
 
     def piece(rows: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -114,8 +114,8 @@ def wide_head(
 def tuned_head(
     features: torch.Tensor, weight: torch.Tensor, vocab: int, dtype: torch.dtype, of_weight: torch.dtype
 ) -> tuple[torch.Tensor, Piece]:
-    """`of_weight`: what the weight's gradient comes in. The whole of it in the weight's own, without a cast behind; of
-    pieces in the products', since their sum widens it on its way."""
+    """`of_weight`: the type of the weight's gradient. A gradient computed in one piece has the weight's own type and
+    needs no cast afterwards; pieces have the matmuls' type, since adding them up widens them anyway."""
     narrow = weight.to(dtype)
 
     def piece(rows: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -1,10 +1,11 @@
-"""A model that a user's own file makes; nobody edits it.
+"""A model that a user's own file makes, used without editing the file.
 
     model = PythonAdapter(workload).build(plan, device)
 
-What acts from outside acts here: the loss is put behind the model, dropout is off while measuring, equal blocks are
-checkpointed, tanh GELUs exchanged. Batches are any trees of tensors whose first dimension is the size of the batch.
-What its code does not allow stands in the workload with the line to change (`workloads/python_file.py`).
+Everything that is changed from outside is changed here: the loss is appended to the model, dropout is off while
+measuring, equal blocks are checkpointed, tanh GELUs are replaced. Batches may be any trees of tensors whose first
+dimension is the batch size. What the file's code does not allow is listed in the workload, with the line to change
+(`workloads/python_file.py`).
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from redline.model.adapter import DTYPES, Adapter, LossOf, exchange_gelus
 from redline.model.recompute import recomputed
 
 Loss = Callable[[Any], torch.Tensor]
-"""Of a whole batch, as the file's make_batch returned it."""
+"""Takes a whole batch, as the file's make_batch returned it."""
 FUNCTIONAL_DROPOUT = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
 LONGEST_VALUE = 60  # characters of a user's expression that a fix repeats
 TARGETS = ("target", "targets", "label", "labels", "y")
@@ -70,7 +71,7 @@ class PythonAdapter(Adapter):
         if plan.checkpointing == "full" and self.traced.blocks is not None:
             checkpoint_blocks(model, self.traced.blocks)
         for parameter in model.parameters():
-            if parameter.dtype is torch.float32:  # a frozen one may be of another type, and stays as it is
+            if parameter.dtype is torch.float32:  # frozen parameters of other types stay as they are
                 parameter.data = parameter.data.to(DTYPES.get(plan.weights, parameter.dtype))
         self._initial = {name: tensor.detach().clone() for name, tensor in held(model)}
         return model.to(device)
@@ -88,7 +89,7 @@ class PythonAdapter(Adapter):
 
     @torch.no_grad()
     def restore(self, model: nn.Module) -> None:
-        """Buffers too: batch norm's averages change with every step."""
+        """Restore buffers too: batch norm's averages change with every step."""
         for name, tensor in held(model):
             tensor.copy_(self._initial[name])
 
@@ -111,7 +112,7 @@ class PythonAdapter(Adapter):
 
     @contextlib.contextmanager
     def evaluating(self, model: nn.Module) -> Iterator[None]:
-        """Without dropout, and with batch norm's averages as they are: a validation must not change the training."""
+        """Switch off dropout and freeze batch norm's averages: a validation must not change the training."""
         model.eval()
         try:
             yield
@@ -120,13 +121,13 @@ class PythonAdapter(Adapter):
 
 
 def held(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters and buffers; one that has several names once."""
+    """Yield parameters and buffers; a tensor with several names comes once."""
     yield from model.named_parameters()
     yield from model.named_buffers()
 
 
 def tensors_of(batch: Any) -> list[torch.Tensor]:
-    """Or whatever else it holds. A None among them, as for a mask that there is not, is none."""
+    """Return the leaves of a batch, tensors or not, without None, which may stand for a mask that is absent."""
     return [leaf for leaf in tree_leaves(batch) if leaf is not None]
 
 
@@ -135,11 +136,11 @@ def rows_of(batch: Any, start: int, count: int) -> Any:
 
 
 def make_model(functions: Functions, seed: int) -> nn.Module:
-    """On the host, from the seed, so that every process starts from the same weights whatever its device."""
+    """Build the model on the host, from the seed, so every process starts from the same weights on any device."""
     check_factory(functions)
     whose = functions.file, f"{functions.name}()", functions.factory
     with seeded(seed), blaming(*whose):
-        torch.manual_seed(seed)  # a device's too: a factory may draw there
+        torch.manual_seed(seed)  # seeds devices too: a factory may draw random numbers there
         model = functions.factory()
     if not isinstance(model, nn.Module):
         is_class = inspect.isclass(model)
@@ -158,13 +159,13 @@ def make_model(functions: Functions, seed: int) -> nn.Module:
 
 
 def check_factory(functions: Functions) -> None:
-    """It is called without arguments, as nobody could say which; and it is no model itself, which would be one and the
-    same, whatever the seed."""
+    """Refuse a factory that needs arguments, since nobody could supply them, and one that is itself a module, which
+    would be the same model whatever the seed."""
     if isinstance(functions.factory, nn.Module):
         raise module_for_factory(functions)
     try:
         parameters = inspect.signature(functions.factory).parameters.values()
-    except (TypeError, ValueError):  # something built in says nothing of what it takes
+    except (TypeError, ValueError):  # a builtin without a signature
         return
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     needed = [each.name for each in parameters if each.default is each.empty and each.kind not in variable]
@@ -191,7 +192,7 @@ def module_for_factory(functions: Functions) -> UserError:
 
 
 def check_trainable(model: nn.Module, functions: Functions) -> None:
-    """A model without parameters hides them; one whose parameters take no gradient is frozen."""
+    """Refuse a model without trainable parameters: they may be frozen, or hidden from torch in a plain list."""
     held_tensors = list(model.parameters())
     if any(parameter.requires_grad for parameter in held_tensors):
         return
@@ -206,7 +207,7 @@ def check_trainable(model: nn.Module, functions: Functions) -> None:
 
 
 def check_sized(model: nn.Module, what: str, where: str) -> None:
-    """Lazy layers have no tensors yet: nothing can be counted, drawn or trained. `where`: to run a batch."""
+    """Refuse lazy layers: without sizes nothing can be counted, drawn or trained. `where`: where to run a batch."""
     name = next((name for name, tensor in held(model) if is_lazy(tensor)), None)
     if name is None:
         return
@@ -220,7 +221,7 @@ def check_sized(model: nn.Module, what: str, where: str) -> None:
 
 
 def check_filled(model: nn.Module, what: str, fix: str) -> None:
-    """Tensors of the meta device have sizes and no numbers."""
+    """Refuse tensors on the meta device: they have sizes but no values."""
     name = next((name for name, tensor in held(model) if tensor.is_meta), None)
     if name is not None:
         raise UserError(
@@ -231,7 +232,7 @@ def check_filled(model: nn.Module, what: str, fix: str) -> None:
 
 
 def check_fp32(model: nn.Module, what: str, fix: str) -> None:
-    """Those that are trained: frozen ones may be of any type, such as the codes of quantised layers."""
+    """Refuse trained parameters that are not float32. Frozen ones may have any type, as quantised layers do."""
     trained = [(name, each.dtype) for name, each in model.named_parameters() if each.requires_grad]
     wrong = [(name, dtype) for name, dtype in trained if dtype is not torch.float32]
     if not wrong:
@@ -248,7 +249,7 @@ def check_fp32(model: nn.Module, what: str, fix: str) -> None:
 
 
 def check_dense(model: nn.Module, what: str) -> None:
-    """Layers that say beforehand that their gradients will be sparse."""
+    """Refuse layers that announce sparse gradients."""
     for name, module in model.named_modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight.requires_grad:
             raise sparse_gradient(what, f"{name}.weight".lstrip("."))
@@ -263,7 +264,7 @@ def sparse_gradient(what: str, name: str, made: str | None = None) -> UserError:
 
 
 def silence_dropout(model: nn.Module) -> dict[str, float]:
-    """Rates become zero; returns those that there were, by module."""
+    """Set every dropout rate to zero; return the previous rates, by module."""
     rates = {}
     for name, module in model.named_modules():
         drops = isinstance(module, (_DropoutNd, nn.MultiheadAttention, nn.RNNBase))
@@ -275,7 +276,7 @@ def silence_dropout(model: nn.Module) -> dict[str, float]:
 
 @contextlib.contextmanager
 def dropout_rates(model: nn.Module, rates: dict[str, float]) -> Iterator[None]:
-    """As they were before `silence_dropout`, meanwhile."""
+    """Context with the rates from before `silence_dropout`."""
     _set_rates(model, rates)
     try:
         yield
@@ -294,7 +295,7 @@ def _rate_of(module: nn.Module) -> str:
 
 
 def kept(input: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-    """What F.dropout gives back at a rate of zero; a compiler follows it as it follows the model."""
+    """Return the input, as F.dropout does at rate zero. A compiler can trace it like the model."""
     return input
 
 
@@ -302,8 +303,8 @@ def kept(input: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
 def functional_dropout_off(
     instead: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda _: kept,
 ) -> Iterator[None]:
-    """F.dropout and its kin drop nothing meanwhile, as modules do whose rate is zero. To be opened before a user's file
-    is loaded, which may import them by name."""
+    """Context in which F.dropout and its variants drop nothing, like modules whose rate is zero. Enter it before a
+    user's file is loaded, which may import them by name."""
     own = {name: getattr(F, name) for name in FUNCTIONAL_DROPOUT}
     for name, function in own.items():
         setattr(F, name, instead(function))
@@ -319,7 +320,7 @@ def is_tanh_gelu(module: nn.Module) -> bool:
 
 
 def checkpoint_blocks(model: nn.Module, blocks: Blocks) -> None:
-    """Each block keeps its input only. Its forward is wrapped, not the module: parameters keep their names."""
+    """Make each block keep only its input. Its forward is wrapped, not the module, so parameters keep their names."""
     for block in model.get_submodule(blocks.name).children():
         block.forward = recomputed(block.forward)
 
@@ -328,7 +329,7 @@ def checkpoint_blocks(model: nn.Module, blocks: Blocks) -> None:
 
 
 def loss_function(functions: Functions, model: nn.Module, kind: str) -> Loss:
-    """`kind`: of `Traced.loss`, as `find_loss` saw it."""
+    """Return a function from a batch to its loss. `kind`: `Traced.loss`, as `find_loss` determined it."""
     own = functions.loss
     if own is not None:
         return lambda batch: own(model, batch)
@@ -340,7 +341,7 @@ def loss_function(functions: Functions, model: nn.Module, kind: str) -> Loss:
 
 
 def find_loss(functions: Functions, model: nn.Module, batch: Any) -> str:
-    """How the file's loss comes about, seen by running it once."""
+    """Find out where the file's loss comes from, by running it once."""
     if functions.loss is not None:
         return find_own_loss(functions, functions.loss, model, batch)
     given = "model(batch[0])" if is_pair(batch) and takes_inputs_only(model) else call_of(batch)
@@ -363,7 +364,8 @@ def find_loss(functions: Functions, model: nn.Module, batch: Any) -> str:
 
 @contextlib.contextmanager
 def telling_call(functions: Functions, batch: Any, call: str) -> Iterator[None]:
-    """Where a layer of torch's was called with the batch and raised: with what, and who made it."""
+    """Explain an error raised inside a torch layer that was called with the batch: how the model was called, and where
+    the batch is made."""
     try:
         yield
     except UserError as error:
@@ -381,7 +383,7 @@ def telling_call(functions: Functions, batch: Any, call: str) -> Iterator[None]:
 
 
 def outlined(batch: Any) -> str:
-    """With what it holds: 'a list of 1 (a tuple)'."""
+    """Describe a batch and its parts: 'a list of 1 (a tuple)'."""
     if isinstance(batch, dict):
         parts = [f"{name}: {described(each)}" for name, each in batch.items()]
     elif isinstance(batch, (tuple, list)):
@@ -410,10 +412,11 @@ def find_own_loss(functions: Functions, own: Callable[[Any, Any], Any], model: n
 
 
 def foreign_arguments(own: Callable[..., Any]) -> str | None:
-    """The arguments of a loss of another kind, 'logits and targets'; None where it seems to take model and batch."""
+    """Return the arguments of a loss with another signature, such as 'logits and targets', or None if it seems to take
+    model and batch."""
     try:
         parameters = inspect.signature(own).parameters.values()
-    except (TypeError, ValueError):  # something built in
+    except (TypeError, ValueError):  # a builtin without a signature
         return None
     names = [each.name for each in parameters if each.default is each.empty]
     if len(names) == 2 and not set(names) & {*TARGETS, "logits", "outputs", "output", "pred", "preds", "predictions"}:
@@ -422,7 +425,7 @@ def foreign_arguments(own: Callable[..., Any]) -> str | None:
 
 
 def call_of(batch: Any) -> str:
-    """How `called` calls the model, as a user writes it."""
+    """Return the call that `called` makes, as a user would write it."""
     if isinstance(batch, dict):
         return "model(**batch)"
     return "model(*batch)" if isinstance(batch, (tuple, list)) else "model(batch)"
@@ -439,7 +442,7 @@ def is_pair(batch: Any) -> bool:
 
 
 def takes_inputs_only(model: nn.Module) -> bool:
-    """One argument is required, and the second is none for targets: forward(x), forward(x, mask=None)."""
+    """True if the model takes one argument and its second is not for targets: forward(x), forward(x, mask=None)."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     named = [each for each in inspect.signature(model.forward).parameters.values() if each.kind in kinds]
     required = [each for each in named if each.default is inspect.Parameter.empty]
@@ -447,7 +450,7 @@ def takes_inputs_only(model: nn.Module) -> bool:
 
 
 def has_part(found: Any, name: str) -> bool:
-    """Models that return several things name them: as attributes, as transformers does, or in a dict."""
+    """True if the model returned a part of this name, as an attribute, as transformers does, or in a dict."""
     return name in found if isinstance(found, Mapping) else hasattr(found, name)
 
 
@@ -460,8 +463,8 @@ def logits_of(found: Any) -> Any:
 
 
 def are_logits(logits: Any, targets: torch.Tensor) -> bool:
-    """Whether these get cross-entropy: classes last, as linear layers give them, or second, as convolutions do. The one
-    rule for files and for modules of the API."""
+    """True if these get cross-entropy: classes last, as linear layers return them, or second, as convolutions do. Files
+    and modules of the API share this rule."""
     if not isinstance(logits, torch.Tensor) or not logits.is_floating_point() or targets.dtype != torch.int64:
         return False
     last = logits.dim() > 0 and logits.shape[:-1] == targets.shape
@@ -470,7 +473,7 @@ def are_logits(logits: Any, targets: torch.Tensor) -> bool:
 
 
 def cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """The mean over all targets of what `are_logits` takes; in fp32, as a sum over many classes needs."""
+    """Return the mean over all targets, for logits that `are_logits` accepts; a sum over many classes needs fp32."""
     logits = logits.float()
     if logits.shape[:-1] == targets.shape:
         return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
@@ -502,7 +505,7 @@ def check_gradient(logits: torch.Tensor, model: nn.Module, functions: Functions)
 
 
 def classes_of(logits: torch.Tensor, targets: torch.Tensor) -> int:
-    """Of logits that `are_logits` takes."""
+    """Return the number of classes of logits that `are_logits` accepts."""
     return logits.size(-1) if logits.shape[:-1] == targets.shape else logits.size(1)
 
 
@@ -513,19 +516,19 @@ def how_to_take_logits(found: Any, targets: torch.Tensor, file: str) -> str:
 
 
 def cross_entropy_line(found: Any, targets: torch.Tensor, call: str) -> str | None:
-    """Of a tuple, as of a model that hands its cache on as well: where one of its elements would do, it is named.
-    `call`: what returned it, as a user writes it."""
+    """Return the line that computes the loss if one element of a tuple is logits, as for a model that also returns its
+    cache; else None. `call`: what returned the tuple, as a user writes it."""
     several = enumerate(found) if isinstance(found, (tuple, list)) else ()
     key = next((key for key, each in several if are_logits(each, targets)), None)
     if key is None:
         return None
     flat = found[key].shape[:-1] == targets.shape
-    logits, classes = (".flatten(0, -2)", ".flatten()") if flat else ("", "")  # else they are second, as F takes them
+    logits, classes = (".flatten(0, -2)", ".flatten()") if flat else ("", "")  # else classes are second, as F expects
     return f"F.cross_entropy({call}[{key}].float(){logits}, batch[1]{classes})"
 
 
 def check_loss(found: Any, what: str, call: str) -> None:
-    """`call`: what gave it, as a user writes it."""
+    """Refuse a loss that is not a scalar with a gradient. `call`: what returned it, as a user writes it."""
     if is_scalar(found):
         if found.requires_grad:
             return
@@ -546,7 +549,7 @@ def is_scalar(found: Any) -> bool:
 
 
 def key_of_loss(found: Any) -> Any:
-    """Of the first loss among the parts of what a model returned; None: there is none."""
+    """Return the key of the first loss among the parts of what a model returned, or None if there is none."""
     parts: list[tuple[Any, Any]] = []
     if isinstance(found, (tuple, list)):
         parts = list(enumerate(found))
@@ -556,7 +559,7 @@ def key_of_loss(found: Any) -> Any:
 
 
 def how_to_return(found: Any, call: str) -> str:
-    """Where a part of what came back is a loss, it is named."""
+    """Suggest how to return the loss, naming the part of the result that is one, if any."""
     key = key_of_loss(found)
     if not call.startswith("model"):  # there is a loss() already
         if key is not None:

@@ -1,11 +1,11 @@
-"""A stage of a pipeline: some blocks of a GPT, with the embedding before the first and the head behind the last.
+"""A stage of a pipeline: some blocks of a GPT, with the embedding before the first and the head after the last.
 
     stage = Stage(shape, layers=layers_of(1, stages=2, layers=12), tied=True)      # blocks 6 to 11, ln_f and the head
     stage.features(x)                     # [B, T, C] from the stage before -> [B, T, C]; the first one takes tokens
 
-It is the GPT without what other stages hold: parameters keep the names that they have in the whole, so seeds and
-checkpoints know them. A tied head is a copy of the embedding that goes by its name too, `wte.weight`: the first and the
-last stage hold one each, and `engine/pipeline.py` keeps them equal.
+It is the GPT without what other stages hold: parameters keep the names they have in the whole model, so seeds and
+checkpoints still match. A tied head is a copy of the embedding under the embedding's name, `wte.weight`: the first and
+the last stage hold one each, and `engine/pipeline.py` keeps them equal.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from redline.model.gpt import GPT
 
 class Stage(GPT):
     def __init__(self, shape: Shape, *, layers: range, tied: bool = True, **options: Any) -> None:
-        """`layers`: the blocks of this stage. Built on 'meta', what is left out costs nothing."""
+        """`layers`: the blocks of this stage. On 'meta', the parts that are removed again cost nothing."""
         super().__init__(shape, tied=tied, **options)
         whole = {name for name, _ in self.named_parameters()}
         self.layers, self.first, self.last = layers, layers.start == 0, layers.stop == shape.layers
         self.is_copy = tied and self.last and not self.first
-        """Its `wte.weight` is the head, and the first stage's is the one that counts."""
+        """True if `wte.weight` here is the head, a copy of the first stage's, which is the authoritative one."""
         for number in set(range(shape.layers)) - set(layers):
-            delattr(self.h, str(number))  # the others keep their numbers
+            delattr(self.h, str(number))  # the remaining blocks keep their numbers
         if not self.first:
             del self.wpe
             if not self.is_copy:
@@ -35,10 +35,10 @@ class Stage(GPT):
         if not self.last:
             del self.ln_f, self.lm_head
         self.elsewhere = frozenset(whole - {name for name, _ in self.named_parameters()})
-        """Parameters of the whole that other stages hold."""
+        """Parameters of the whole model that other stages hold."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """As `features`; the last one gives logits, [B, T, rows]."""
+        """Like `features`, but the last stage returns logits, [B, T, rows]."""
         x = self.features(x)
         return self.lm_head(x) if self.last else x
 
@@ -48,7 +48,7 @@ class Stage(GPT):
 
 
 def layers_of(stage: int, *, stages: int, layers: int) -> range:
-    """The blocks of a stage: as many as every other one has."""
+    """Return the blocks of a stage; all stages have equally many."""
     if layers % stages:
         raise ValueError(f"{layers} layers do not make {stages} stages")
     each = layers // stages

@@ -5,10 +5,10 @@
     model(tokens)                                  # whole logits, for whoever samples
 
 Attention and MLP begin with a matrix that is cut by its outputs and end with one that is cut by its inputs: in between
-a rank computes on its own, and one sum over the group puts the stream together. The sums and their gradients are
-DTensor's. Weights are plain tensors of the piece's size, under the names that they always have: DDP and FSDP2 take them
-as any others (DDP takes no DTensor), and no placement of DTensor's cuts inside each third of the fused queries, keys
-and values without getting into the way of FSDP2's own. What a rank holds of each tensor is said by its `Cut`.
+a rank computes on its own, and one all-reduce over the group assembles the stream. The all-reduces and their gradients
+are DTensor's. Weights are plain tensors of the part's size, under their usual names, so DDP and FSDP2 treat them like
+any others. DDP accepts no DTensor, and no DTensor placement cuts inside each third of the fused queries, keys and
+values without getting in the way of FSDP2's own. A `Cut` says what a rank holds of each tensor.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from redline.core.cut import Cut
 from redline.model.gpt import GPT, Block, Table, at_least_fp32
 
-# Parameters and buffers by the end of their name: the dimension that is cut, and how many matrices lie in one.
+# By the end of a parameter's name: the dimension that is cut, and how many matrices are stacked in it.
 CUTS = {
     "attn.c_attn.weight": (0, 3),
     "attn.c_attn.bias": (0, 3),
@@ -40,7 +40,7 @@ CUTS = {
 
 
 def cut_gpt(model: GPT, mesh: DeviceMesh) -> dict[str, Cut]:
-    """Every rank of the mesh, which has one dimension, keeps its part. The model has no numbers yet."""
+    """Keep this rank's part of every layer; the mesh has one dimension. The model has no weights yet."""
     cuts = {}
     for name, parameter in model.named_parameters():
         for end, (dim, parts) in CUTS.items():
@@ -59,7 +59,7 @@ def cut_gpt(model: GPT, mesh: DeviceMesh) -> dict[str, Cut]:
 
 
 def cut_vocabulary(model: GPT, cuts: Mapping[str, Cut], mesh: DeviceMesh) -> None:
-    """Embedding and head, both by the same rows; a stage of a pipeline has one of them, or none."""
+    """Cut embedding and head by the same rows; a pipeline stage has one of them, or neither."""
     cut = cuts.get("wte.weight") or cuts.get("lm_head.weight")
     if cut is None:
         return
@@ -74,7 +74,7 @@ def cut_vocabulary(model: GPT, cuts: Mapping[str, Cut], mesh: DeviceMesh) -> Non
 
 
 class ByOutputs(nn.Linear):
-    """Some of a layer's outputs, from all of its inputs."""
+    """Computes some of a layer's outputs from all of its inputs."""
 
     def __init__(self, whole: nn.Linear, mesh: DeviceMesh) -> None:
         outputs = whole.out_features // mesh.size()
@@ -86,7 +86,7 @@ class ByOutputs(nn.Linear):
 
 
 class ByInputs(nn.Linear):
-    """All of a layer's outputs, from some of its inputs: what the ranks have is added up, and the bias once."""
+    """Computes all of a layer's outputs from some of its inputs: ranks sum their results and add the bias once."""
 
     def __init__(self, whole: nn.Linear, mesh: DeviceMesh) -> None:
         inputs = whole.in_features // mesh.size()
@@ -94,15 +94,15 @@ class ByInputs(nn.Linear):
         self.mesh, self.leads = mesh, mesh.get_local_rank() == 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        # One rank's product has the bias in it before it is rounded: a sum in 16 bits would lose a small one. All ranks
-        # hold the bias, and each has its gradient from the zeros that are added.
+        # One rank adds the bias inside its matmul, before rounding: a sum in 16 bits would lose a small bias. All ranks
+        # hold the bias, and each gets its gradient through the zeros that are added.
         bias = self.bias.detach()
         y = add_up(F.linear(x, self.weight, bias if self.leads else None), self.mesh)
         return y + (self.bias - bias).to(y.dtype)
 
 
 class RowsOfTable(Table):
-    """Some of the tokens' rows; a rank gives zeros for the tokens of the others."""
+    """Holds some of the vocabulary's rows; a rank returns zeros for tokens of other ranks."""
 
     def __init__(self, whole: Table, cut: Cut, mesh: DeviceMesh) -> None:
         super().__init__(cut.size, whole.embedding_dim, device="meta", dtype=whole.weight.dtype)
@@ -115,12 +115,12 @@ class RowsOfTable(Table):
 
 
 class RowsOfHead(nn.Linear):
-    """Some of the tokens' logits."""
+    """Computes the logits of some of the vocabulary's rows."""
 
     def __init__(self, whole: nn.Linear, cut: Cut, mesh: DeviceMesh) -> None:
         super().__init__(whole.in_features, cut.size, bias=False, device="meta", dtype=whole.weight.dtype)
         self.rows, self.first, self.mesh = whole.out_features, cut.runs[0].there, mesh
-        if whole.bias is not None:  # that hides padding; `fill_buffers` says what is in it
+        if whole.bias is not None:  # hides the padding; `fill_buffers` fills it
             del self.bias
             self.register_buffer("bias", torch.empty(cut.size, device="meta"), persistent=False)
 
@@ -133,7 +133,7 @@ class RowsOfHead(nn.Linear):
 
 
 def own_rows(rows: torch.Tensor, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Numbers of rows among the `count` from `first` on, and which of them are there at all; the others say 0."""
+    """Return row numbers relative to `first`, and which are among the `count` from there on; others map to 0."""
     mine = (rows >= first) & (rows < first + count)
     return torch.where(mine, rows - first, 0), mine
 
@@ -142,13 +142,13 @@ def own_rows(rows: torch.Tensor, first: int, count: int) -> tuple[torch.Tensor, 
 
 
 def read_by_all(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """The same x on every rank, whose gradient is the sum of what each has made of it."""
+    """Return x, equal on every rank, with a gradient that is the sum of the ranks' gradients."""
     shared = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
     return shared.to_local(grad_placements=[Partial()])
 
 
 def add_up(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """The sum of every rank's x, on every rank; each x has the sum's gradient."""
+    """Return the sum of every rank's x, on every rank; each x gets the sum's gradient."""
     return DTensor.from_local(x, mesh, [Partial()], run_check=False).redistribute(placements=[Replicate()]).to_local()
 
 
@@ -156,7 +156,7 @@ def add_up(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
 
 
 def vocabulary_loss(model: GPT, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """The mean of `next_token_loss`, and no rank ever has another's logits."""
+    """Return the mean loss, as `next_token_loss` does, while each rank has only its own logits."""
     head = model.lm_head
     assert isinstance(head, RowsOfHead)
     logits = head.own(model.features(inputs)).flatten(0, 1)  # [B T, rows of this rank]

@@ -1,11 +1,11 @@
-"""A causal language model of transformers, built from its config; nobody edits its code.
+"""A causal language model of transformers, built from its config, with transformers' code unchanged.
 
     model = TransformersAdapter(workload).build(plan, device)
 
-Attention, tying, padding and checkpointing go through transformers' own switches. The loss is computed here and once:
-labels are never handed to the model, which would compute its own. Two things have no switch: the stream between the
-blocks takes the type of what enters the first of them, which a hook casts, and a tanh GELU is a module that can be
-exchanged. What is dropped in training the workload's config says (workloads/resolve.py).
+Attention, tying, padding and checkpointing use transformers' own switches. The loss is computed here, once: labels are
+never passed to the model, which would compute its own. Two things have no switch. The stream between the blocks takes
+the type of the first block's input, which a hook casts; and a tanh GELU is a module that can be replaced. The
+workload's config sets the dropout for training (workloads/resolve.py).
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ from redline.model.adapter import DTYPES, Adapter, LossOf, exchange_gelus, fused
 from redline.model.gpt import hide_padding
 from redline.model.loss import next_token_loss
 
-# Their SDPA under a name of ours. For its own name transformers makes a mask whenever it is traced (torch before 2.14),
-# and no fused kernel takes one: a name without a function for masks gets none, and SDPA is told to be causal. Which
-# kernel runs, engine/build.py has pinned; that a causal softmax is all there is, `Workload.cannot` has made sure.
+# transformers' SDPA under a name of our own. Under its own name transformers builds a mask whenever it is traced (torch
+# before 2.14), which no fused kernel accepts; a name without a mask function gets no mask, and SDPA is told to be
+# causal. engine/build.py has pinned the kernel that runs, and `Workload.cannot` excludes models that need more than a
+# causal softmax.
 CAUSAL = "redline_causal"
 ATTENTION = {"naive": "eager", "flash": CAUSAL, "cudnn": CAUSAL}
 TANH_GELUS = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
@@ -58,8 +59,8 @@ class TransformersAdapter(Adapter):
         return model
 
     def _plain(self, plan: Plan) -> PreTrainedModel:
-        """As transformers makes it, from the workload's seed. The head is drawn last, so that tied and untied models
-        start alike."""
+        """Return the model as transformers makes it, from the workload's seed. The head is drawn last, so tied and
+        untied models start alike."""
         AttentionInterface.register(CAUSAL, sdpa_attention_forward)
         torch.manual_seed(self.workload.seed)
         try:
@@ -75,18 +76,18 @@ class TransformersAdapter(Adapter):
         settings = dict(self.workload.source.config)
         try:
             config = AutoConfig.for_model(settings.pop("model_type"), **settings)
-        except Exception as error:  # its own classes for what it finds wrong are not public
+        except Exception as error:  # transformers' own validation errors are not public classes
             raise refused(error, self.workload.source.config or {}) from error
         text = config.get_text_config()
         text.tie_word_embeddings = config.tie_word_embeddings = plan.tied
-        text.use_cache = False  # keys and values of a step are of no use to the next
+        text.use_cache = False  # training steps share no keys and values
         return text
 
     def blocks(self, model: nn.Module) -> list[nn.Module]:
         return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
     def fill_buffers(self, model: nn.Module) -> None:
-        """Masks and frequencies: no step changes them."""
+        """Do nothing: masks and frequencies do not change during training."""
 
     def draw(self, model: nn.Module, name: str, whole: torch.Tensor) -> None:
         assert self._initial is not None, "build comes first"
@@ -113,7 +114,7 @@ class TransformersAdapter(Adapter):
 
     @contextmanager
     def evaluating(self, model: nn.Module) -> Iterator[None]:
-        """A model that drops nothing stays as it is: compiled code would be compiled again for the other mode."""
+        """Switch off dropout. A model without any stays as it is: switching modes would compile its code again."""
         if not drops(model):
             yield
             return
@@ -127,7 +128,7 @@ class TransformersAdapter(Adapter):
 def refused(error: Exception, config: dict[str, Any]) -> ModelError:
     text = first_line(error, type(error).__name__)
     why = text
-    if isinstance(error, KeyError):  # such as a rope_type that is newer than it; or a sentence
+    if isinstance(error, KeyError):  # the missing key, such as a rope_type that is too new, or a sentence
         field = field_of(error.args[0], config)
         why = str(error.args[0]) if field is None else f"{field} is {text}, and it knows no such one"
     fix = "repair it, or install a newer transformers; `redline estimate` reads its sizes alone"
@@ -135,7 +136,7 @@ def refused(error: Exception, config: dict[str, Any]) -> ModelError:
 
 
 def field_of(value: object, config: dict[str, Any]) -> str | None:
-    """Where a config has it, 'rope_type in rope_parameters'; None where it has it nowhere."""
+    """Return where a config has this value, such as 'rope_type in rope_parameters', or None if it has it nowhere."""
     for key, each in config.items():
         if each == value:
             return key
@@ -145,7 +146,7 @@ def field_of(value: object, config: dict[str, Any]) -> str | None:
 
 
 def drops(model: nn.Module) -> bool:
-    """By its layers, not by its config, which may name what the code does not have."""
+    """True if the model has dropout. Read from its layers, since a config may name dropout that the code lacks."""
     layers = model.modules()
     return any((isinstance(m, nn.Dropout) and m.p > 0) or getattr(m, "attention_dropout", 0.0) for m in layers)
 
@@ -163,7 +164,7 @@ def head_of(model: PreTrainedModel) -> nn.Linear:
 
 @torch.no_grad()
 def pad_vocabulary(model: PreTrainedModel, vocab: int, multiple: int) -> None:
-    """Rows that are never looked up and whose logits are -inf: the loss is the unpadded model's."""
+    """Add rows that are never looked up and whose logits are -inf: the loss is the unpadded model's."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # advice for those who add tokens to a trained model
         model.resize_token_embeddings(vocab, pad_to_multiple_of=multiple, mean_resizing=False)
@@ -176,12 +177,12 @@ def pad_vocabulary(model: PreTrainedModel, vocab: int, multiple: int) -> None:
 
 
 def cast_stream(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """What enters the first block is what all of them add to; under autocast their branches are `dtype` already. Not
-    what the embedding gives: some models scale that, by a factor that 16 bits would round."""
+    """Cast the first block's input, to which all blocks add; under autocast their branches are `dtype` already. The
+    embedding's output is not cast: some models scale it by a factor that 16 bits would round."""
     first = next(module for module in model.modules() if isinstance(module, GradientCheckpointingLayer))
     first.register_forward_pre_hook(lambda _module, inputs: (inputs[0].to(dtype), *inputs[1:]))
     for module in model.modules():
-        if isinstance(module, nn.LayerNorm):  # in fp32, as a GPU's autocast has it and a CPU's has not
+        if isinstance(module, nn.LayerNorm):  # in fp32, as under a GPU's autocast but not a CPU's
             module.register_forward_pre_hook(lambda _module, inputs: (inputs[0].float(),))
 
 

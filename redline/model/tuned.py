@@ -1,4 +1,4 @@
-"""Linear layers whose products are done by the algorithm that is fastest here (`kernels/products.py`).
+"""Linear layers whose matmuls use the algorithm that is fastest here (`kernels/products.py`).
 
 tune_layers(model.h, dtype=torch.bfloat16)      # every nn.Linear in it becomes a TunedLinear
 """
@@ -44,11 +44,11 @@ class TunedLinear(nn.Linear):
 
     dtype: torch.dtype
     fused: bool = False
-    """An MLP that begins with it has GELU, and its gradient, at the ends of QuACK's products (model/fused.py)."""
+    """An MLP that begins with this layer has GELU and its gradient as epilogues of QuACK's matmuls (model/fused.py)."""
     narrow: bool = False
-    """Those of a block's products that gain by it take 8-bit operands (core/plan.py, PAYING; model/fused.py)."""
+    """The matmuls of a block that gain by it take 8-bit operands (core/plan.py, PAYING; model/fused.py)."""
     narrow_mlp: bool = False
-    """And all of an MLP that begins with it, but for the weights' gradients (MLPS)."""
+    """So do all matmuls of an MLP that begins with this layer, except for the weights' gradients (MLPS)."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.through(x, self.bias)
@@ -61,7 +61,7 @@ class TunedLinear(nn.Linear):
 def tune_layers(
     module: nn.Module, dtype: torch.dtype, *, fused: bool = False, narrow: bool = False, narrow_mlp: bool = False
 ) -> None:
-    """Exchanges every nn.Linear below the module, in place."""
+    """Replace every nn.Linear below the module, in place."""
     for layer in exchange_layers(module, TunedLinear):
         layer.dtype, layer.fused, layer.narrow, layer.narrow_mlp = dtype, fused, narrow, narrow_mlp
 
@@ -70,7 +70,7 @@ Kind = TypeVar("Kind", bound=nn.Linear)
 
 
 def exchange_layers(module: nn.Module, kind: type[Kind]) -> Iterator[Kind]:
-    """Every nn.Linear below the module becomes one of this kind, of the same parameters by the same names."""
+    """Replace every nn.Linear below the module by one of this kind, with the same parameters and names."""
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
             if type(child) is nn.Linear:

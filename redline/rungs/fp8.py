@@ -1,9 +1,9 @@
-"""Products with 8-bit operands: one rung for each part of the model, taken when it is named.
+"""Matmuls with 8-bit operands: one rung for each part of the model, used only when named.
 
 redline ladder gpt2 --also fp8-head,fp8-linears,fp8-mlps
 
-They round so coarsely that they count as another maths: the gradients are held against those of the unchanged fp32
-model, with bounds of their own, and the verdict is never better than *changed* (docs/fp8.md).
+They round so coarsely that they count as changed maths: the gradients are compared with those of the unchanged fp32
+model, within bounds of their own, and the verdict is never better than *changed* (docs/fp8.md).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from redline.core.plan import PIECES, Plan
 from redline.core.workload import Workload
 from redline.rungs.rung import Maths, Rung, missing
 
-WHOLE = 16  # numbers: what a row of an 8-bit operand must be made of
+WHOLE = 16  # the length of a row of an 8-bit operand must be a multiple of this
 
 
 def _narrow_needs(hardware: Hardware, plan: Plan) -> str | None:
@@ -27,15 +27,15 @@ def _narrow_needs(hardware: Hardware, plan: Plan) -> str | None:
 
 
 class Fp8Head(Rung):
-    """The head's three products with 8-bit operands.
+    """Run the head's three matmuls with 8-bit operands.
 
-    The head is a third of the matmul work of GPT-2 124M, and fp8 tensor cores do twice as much of it at a time. What
-    the head reads and its weight become e4m3, each with one scale, a power of two that is found anew at every step. The
-    loss kernel writes the gradient of the logits as e5m2 at once, half of the bytes that it wrote before; unscaled by
-    the number of tokens that gradient lies in [-1, 1], so its scale is a constant. The weight's gradient sums over
-    tokens, and tensor cores take 8-bit operands with the summed index last only: one kernel transposes the gradient,
-    which takes back part of the gain. Products come out in bf16, weights and optimizer stay as they are. Each product
-    is off by about 3 % of its size (bf16: 0.3 %), at random: docs/fp8.md says what that means for a run.
+    The head is a third of the matmul work of GPT-2 124M, and fp8 tensor cores do that work at twice the rate. The
+    head's input and its weight become e4m3, each with one scale, a power of two that is recomputed at every step. The
+    loss kernel writes the gradient of the logits directly as e5m2, half the bytes it wrote before; before the division
+    by the number of tokens that gradient lies in [-1, 1], so its scale is a constant. The weight's gradient sums over
+    tokens, and tensor cores accept 8-bit operands only with the summed index last: a kernel transposes the gradient,
+    which costs part of the gain. Results are bf16, and weights and optimizer stay as they are. Each matmul has a random
+    relative error of about 3 % (bf16: 0.3 %): docs/fp8.md says what that means for a run.
     """
 
     name = "fp8-head"
@@ -65,20 +65,20 @@ def _odd_head(workload: Workload, plan: Plan) -> str | None:
 
 
 class Fp8Linears(Rung):
-    """The products of the blocks' linear layers with 8-bit operands, forward and for the gradients of their inputs.
+    """Run the matmuls of the blocks' linear layers with 8-bit operands, forward and for the gradients of their inputs.
 
-    Two thirds of the blocks' matmul work at twice the rate. Every row of an operand has its own scale, a power of two:
-    the kernel that writes a row (a norm, GELU) knows its largest number in time and writes the 8-bit row beside the
-    16-bit one, so that under torch.compile most casts cost a byte per number and no pass of their own. Activations,
-    weights and gradients become e4m3. The weights' gradients stay in 16 bits: they sum over tokens, for which tensor
-    cores want 8-bit operands transposed, and what copying both costs is near what the faster product brings. The
-    blocks are exchanged layer by layer, so it is for the built-in models. Each product is off by 3.8 % of its size, and
-    errors of all layers add up in the gradients: docs/fp8.md.
+    This is two thirds of the blocks' matmul work, at twice the rate. Every row of an operand has its own scale, a power
+    of two. The kernel that writes a row (a norm, GELU) knows the row's largest element in time and writes the 8-bit row
+    beside the 16-bit one, so under torch.compile most casts cost one byte per element and no pass of their own.
+    Activations, weights and gradients become e4m3. The weights' gradients stay in 16 bits: they sum over tokens, for
+    which tensor cores need the 8-bit operands transposed, and copying both costs about what the faster matmul gains.
+    Layers of the blocks are replaced, so the rung is for the built-in models only. Each matmul has a relative error of
+    3.8 %, and the errors of all layers add up in the gradients: docs/fp8.md.
 
-    With `tuned-matmuls` and `fused-backward` only three of a block's products are in 8 bits, those that gain more than
-    their casts cost: q, k and v's, an MLP's first, and the gradient of its second's input. The others stay in 16 bits,
-    by the fastest algorithms. With `fused-matmuls` the MLP's two have GELU and its gradient at their ends, as the
-    16-bit ones do, and the first step compiles and times three sizes of tiles for each.
+    With `tuned-matmuls` and `fused-backward`, only three of a block's matmuls run in 8 bits, those that gain more than
+    their casts cost: the projection to q, k and v, the first matmul of the MLP, and the input gradient of its second.
+    The others stay in 16 bits, with the fastest algorithms. With `fused-matmuls`, the two MLP matmuls have GELU and its
+    gradient as epilogues, as the 16-bit ones do, and the first step compiles and times three tile sizes for each.
     """
 
     name = "fp8-linears"
@@ -98,13 +98,14 @@ class Fp8Linears(Rung):
 
 
 class Fp8Mlps(Rung):
-    """The MLPs' other two products in 8 bits too: those that read what GELU, and its gradient, have just written.
+    """Run the MLPs' other two matmuls in 8 bits too: those that read what GELU, or its gradient, has just written.
 
-    `fp8-linears` leaves them in 16 bits beside `fused-matmuls`, since a cast would be a pass of its own: a kernel that
-    writes tiles does not see the largest number of a row. Here it need not. No number of a product is larger than the
-    lengths of its two rows multiplied, which are known beforehand; a scale made of that leaves some octaves unused, of
-    which e4m3 has enough. So the kernels with GELU at their ends write 8 bits beside the 16 that the weights' gradients
-    read: a byte per number, where the product behind reads one less and takes about half the time.
+    Beside `fused-matmuls`, `fp8-linears` leaves these two in 16 bits, since the cast would be a pass of its own: a
+    kernel that writes tiles does not see the largest element of a row. Here it need not. No element of a product
+    exceeds the product of the norms of its two rows, which are known beforehand. A scale derived from that bound leaves
+    some octaves unused, and e4m3 has enough of them. So the kernels with GELU epilogues write 8 bits beside the 16 bits
+    that the weights' gradients read. That costs one byte per element; the next matmul reads one byte less per element
+    and takes about half the time.
     """
 
     name = "fp8-mlps"

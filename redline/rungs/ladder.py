@@ -45,12 +45,12 @@ LEAST_TO_AUTOTUNE = 68  # multiprocessors: torch/_inductor/utils.py, is_big_gpu
 
 
 class Baseline(Rung):
-    """The plain way, which every speed-up is counted from.
+    """The plain training step that every speed-up is measured against.
 
-    True fp32 matmuls, attention written as four lines, a for-loop AdamW, an untied head, the published vocabulary,
-    batches made in the training process and the loss read back after every step. Nothing here is wrong: it is what
-    one writes first, and it is also the reference that every other rung must agree with. A Hugging Face config whose
-    head is its embedding is tied here already: untied it would be another model.
+    True fp32 matmuls, attention written out in four lines, a for-loop AdamW, an untied head, the published vocabulary
+    size, batches built in the training process, and the loss read back after every step. Nothing here is wrong: it is
+    what one writes first, and it is the reference that every other rung must agree with. The one exception is a Hugging
+    Face config whose head is tied to the embedding: it stays tied here, since untied it would be another model.
     """
 
     name = "baseline"
@@ -62,11 +62,11 @@ class Baseline(Rung):
 
 
 class Tf32(Rung):
-    """Let float32 matmuls use the tensor cores with TF32 inputs.
+    """Run float32 matmuls on the tensor cores with TF32 inputs.
 
-    TF32 keeps fp32's range and rounds the inputs of a matmul to 10 bits of mantissa; sums stay fp32. One line,
-    `torch.set_float32_matmul_precision("high")`, and the matmul units of Ampere and later run about eight times
-    faster. The whole step gains less, because everything else still moves 4-byte numbers.
+    TF32 keeps fp32's range and rounds matmul inputs to 10 mantissa bits; accumulation stays in fp32. It takes one line,
+    `torch.set_float32_matmul_precision("high")`, and the matmul units of Ampere and later GPUs then run about eight
+    times faster. The whole step gains less, because everything else still moves 4-byte numbers.
     """
 
     name = "tf32"
@@ -81,11 +81,11 @@ class Tf32(Rung):
 
 
 class NoSync(Rung):
-    """Leave the loss on the device and read it once per cycle.
+    """Leave the loss on the device and read it once per cycle of 10 steps.
 
-    `loss.item()` makes the host wait until the device has finished the step, so the next one is not queued in time
-    and the device idles between them. The larger the step, the smaller the gap: expect little on a big eager step,
-    more once the step is short.
+    `loss.item()` makes the host wait until the device has finished the step, so the next step is not queued in time and
+    the device idles in between. The longer the step, the smaller this gap: expect little on a big eager step, and more
+    once the step is short.
     """
 
     name = "no-sync"
@@ -104,10 +104,10 @@ class NoSync(Rung):
 
 
 class Bf16(Rung):
-    """bf16 autocast around forward and loss; parameters, gradients and optimizer stay fp32.
+    """bf16 autocast around the forward pass and the loss; parameters, gradients and optimizer state stay in fp32.
 
     Matmuls take 16-bit inputs and accumulate in fp32: twice TF32's rate and half the bytes. bf16 has fp32's range, so
-    no loss scaling is needed. The backward pass follows the dtypes of the forward and must stay outside autocast.
+    no loss scaling is needed. The backward pass follows the dtypes of the forward pass and must stay outside autocast.
     """
 
     name = "bf16"
@@ -122,11 +122,11 @@ class Bf16(Rung):
 
 
 class Fp16(Rung):
-    """fp16 autocast with a gradient scaler: the alternative where bf16 does not exist.
+    """fp16 autocast with a gradient scaler, for devices without bf16.
 
-    fp16 has three more bits of mantissa than bf16 and a far smaller range: small gradients vanish, so the loss is
-    multiplied before the backward pass and the gradients divided after it. Steps whose gradients overflow are
-    skipped. Measured beside bf16 on the same base, and kept only where bf16 does not apply.
+    fp16 has three more mantissa bits than bf16 but a far smaller range, so small gradients would vanish. The loss is
+    therefore scaled up before the backward pass and the gradients are scaled down after it. Updates whose gradients
+    overflow are skipped. Measured beside bf16 on the same base, and kept only where bf16 does not apply.
     """
 
     name = "fp16"
@@ -143,12 +143,12 @@ class Fp16(Rung):
 
 
 class Compile(Rung):
-    """torch.compile over forward and loss.
+    """`torch.compile` over the forward pass and the loss.
 
-    Inductor fuses the element-wise work, normalisations and the loss into few kernels, so the same numbers cross the
-    memory bus fewer times, and the host launches less. The first step pays for compiling; that time is reported apart.
-    Each measurement has its own compile cache: a shared one has served graphs of another backend. With --compile-ahead
-    rows in which nothing that is compiled differs share one.
+    Inductor fuses element-wise operations, normalisations and the loss into a few kernels, so the same data crosses the
+    memory bus fewer times and the host launches fewer kernels. The first step pays for compilation, and that time is
+    reported separately. Each row of a ladder has its own compile cache, because a shared cache has served graphs
+    compiled for another attention backend. With --compile-ahead, rows that compile the same code share one.
     """
 
     name = "compile"
@@ -170,11 +170,11 @@ def _attention_needs(workload: Workload, hardware: Hardware, plan: Plan, feature
 
 
 class Flash(Rung):
-    """Scaled-dot-product attention with the flash kernel pinned.
+    """Scaled-dot-product attention, pinned to the flash kernel.
 
-    The T x T scores never reach memory: the kernel walks over them in tiles and keeps a running softmax. All other
-    backends are switched off, because an unpinned call may pick another kernel and the row would measure that one.
-    The name of the kernel that ran is read off a profile.
+    The T x T scores never reach memory: the kernel walks over them in tiles and keeps a running softmax. All other SDPA
+    backends are switched off, because an unpinned call may pick another kernel and the row would then measure that one.
+    The name of the kernel that ran is read from a profile.
     """
 
     name = "flash"
@@ -189,9 +189,9 @@ class Flash(Rung):
 
 
 class CudnnAttention(Rung):
-    """The same attention through cuDNN's fused kernels, pinned.
+    """Scaled-dot-product attention, pinned to cuDNN's fused kernels.
 
-    On Hopper and later cuDNN's kernels use instructions the flash kernel in torch does not. Measured on the same base
+    On Hopper and later, cuDNN's kernels use instructions that torch's flash kernel does not. Measured on the same base
     as `flash`; the faster of the two stays in the recipe.
     """
 
@@ -210,9 +210,9 @@ class CudnnAttention(Rung):
 class PaddedVocab(Rung):
     """Pad the vocabulary to the next multiple of 128: 50257 becomes 50304.
 
-    The head is the largest matmul of a small GPT, and rows of 50257 numbers start at unaligned addresses. The padded
-    rows are never indexed, the loss and the sampler see only the real vocabulary (so the maths is unchanged), and
-    exported weights have the published number of rows again.
+    The head is the largest matmul of a small GPT, and rows of 50257 elements start at unaligned addresses. The padded
+    rows are never indexed, and the loss and the sampler see only the real vocabulary, so the maths is unchanged.
+    Exported weights have the published number of rows again.
     """
 
     name = "padded-vocab"
@@ -228,12 +228,12 @@ class PaddedVocab(Rung):
 
 
 class TiedWeights(Rung):
-    """The head shares the token embedding, as GPT-2 was published.
+    """The head shares the token embedding's weight, as in the published GPT-2.
 
-    Saves vocabulary x width parameters, their gradients and their optimizer state; the matmuls stay. The model is
-    another one, so the check asks that it starts at ln V and learns as the untied one does: tying an embedding that
-    was drawn from N(0, 1) starts at a loss of 37 and is caught here. Of a Hugging Face config it is no choice: the
-    config says whether the head is the embedding, and every recipe of it does as it says.
+    This saves vocabulary x width parameters with their gradients and optimizer state; the matmuls remain. It is another
+    model, so the check requires that it starts at ln V and learns as the untied model does: tying an embedding drawn
+    from N(0, 1) starts at a loss of 37 and is caught here. For a Hugging Face config there is no choice: the config
+    says whether the head is tied, and all of its recipes follow the config.
     """
 
     name = "tied-weights"
@@ -247,8 +247,8 @@ class TiedWeights(Rung):
 class FusedAdamW(Rung):
     """AdamW as one fused kernel over all parameters.
 
-    The loop launches a dozen small kernels per tensor, about two thousand per step for GPT-2; the fused kernel reads
-    and writes every number once.
+    The for-loop AdamW launches a dozen small kernels per tensor, about two thousand per step for GPT-2. The fused
+    kernel reads and writes every element once.
     """
 
     name = FUSED_ADAMW
@@ -260,10 +260,10 @@ class FusedAdamW(Rung):
 
 
 class LoaderWorkers(Rung):
-    """Batches made by worker processes, in pinned memory, copied to the device one step ahead.
+    """Build batches in worker processes, in pinned memory, and copy them to the device one step ahead.
 
-    The host then only hands over batches that are already there. The order of the batches is a function of the seed
-    and the step, whatever the number of workers.
+    The host then only hands over batches that are ready. The order of the batches depends on the seed and the step
+    alone, not on the number of workers.
     """
 
     name = "loader-workers"
@@ -282,11 +282,12 @@ class LoaderWorkers(Rung):
 
 
 class FusedLoss(Rung):
-    """One kernel that turns the logits into their own gradient.
+    """Turn the logits into their own gradient in one kernel.
 
-    The logits are the largest tensor of a small GPT. Written as log-softmax and look-up they are read, copied to fp32,
-    kept for the backward pass and read again; here a Triton kernel reads a row, finds its loss, and writes the gradient
-    over it. The head's two other matmuls follow at once, so nothing of this size outlives the forward pass.
+    The logits are the largest tensor of a small GPT. A loss written as log-softmax and look-up reads them, copies them
+    to fp32, keeps them for the backward pass and reads them again. Here a Triton kernel reads a row, computes its loss
+    and writes the gradient over it. The head's two other matmuls follow at once, so that nothing of this size outlives
+    the forward pass.
     """
 
     name = "fused-loss"
@@ -301,12 +302,12 @@ class FusedLoss(Rung):
 
 
 class Bf16Residual(Rung):
-    """The stream between the blocks in bf16.
+    """Keep the residual stream between the blocks in bf16.
 
-    Autocast computes matmuls in 16 bit and leaves the sum that runs through all blocks in fp32: each of the norms reads
-    and writes it at 4 bytes a number, forward and backward, and its gradient is cast for every branch. In bf16 half of
-    that traffic and all of those casts are gone; norms still compute in fp32, inside the compiled kernel. The sum of
-    twice as many branches as layers is rounded at each of them, which the gradient check weighs.
+    Autocast computes matmuls in 16 bits but leaves the residual sum, which runs through all blocks, in fp32: every norm
+    reads and writes it at 4 bytes per element, forward and backward, and its gradient is cast for every branch. In
+    bf16, half of that traffic and all of those casts disappear; the norms still compute in fp32, inside the compiled
+    kernel. The sum is rounded after every branch, twice per layer, and the gradient check measures what that costs.
     """
 
     name = "bf16-residual"
@@ -323,11 +324,11 @@ class Bf16Residual(Rung):
 
 
 class SigmoidGelu(Rung):
-    """The tanh of GELU through the sigmoid.
+    """Compute GELU's tanh through the sigmoid.
 
-    (1 + tanh u) / 2 is sigmoid(2u), so it is the same function: one exponential and a division in a compiled kernel,
-    where Triton's tanh is a library call of several dozen instructions. In eager mode it would be eight kernels instead
-    of one.
+    (1 + tanh u) / 2 equals sigmoid(2u), so the function is the same. In a compiled kernel it costs one exponential and
+    one division, where Triton's tanh is a library call of several dozen instructions. In eager mode it would be eight
+    kernels instead of one.
     """
 
     name = "sigmoid-gelu"
@@ -344,12 +345,13 @@ class SigmoidGelu(Rung):
 
 
 class FusedBackward(Rung):
-    """Kernels for the backward pass between the matmuls, which add up the gradients of biases on the way.
+    """Kernels for the backward pass between the matmuls that sum the bias gradients on the way.
 
-    The compiler writes the gradient of an activation in one kernel and reads it again in another for the bias before
-    it. Here whoever writes a gradient adds up its columns: GELU's backward, the stacking of q, k and v's gradients, and
-    the norm's backward, which has the residual sum, its gain and its bias in the same pass. Each tensor is read once.
-    The blocks are written for that, so it is for the built-in models.
+    The compiler writes the gradient of an activation in one kernel and reads it again in another, to sum the gradient
+    of the bias that precedes it. Here the kernel that writes a gradient also sums its columns: in GELU's backward pass,
+    when the gradients of q, k and v are stacked, and in the norm's backward pass, which adds the residual gradient and
+    sums the gradients of gain and bias in the same pass. Each tensor is read once. The blocks are written for these
+    kernels, so the rung is for the built-in models only.
     """
 
     name = "fused-backward"
@@ -368,11 +370,11 @@ class FusedBackward(Rung):
 
 
 class ChunkedLoss(Rung):
-    """Head and loss over an eighth of the tokens at a time, with the gradient computed on the spot.
+    """Compute head and loss over an eighth of the tokens at a time, with the gradient computed on the spot.
 
-    As `fused-loss`, but an eighth of the logits exists at any moment: 200 MB instead of 1.6 GB for 16 sequences of
-    GPT-2. The price is smaller matmuls and a sum over eight gradients of the head. Pays when the memory it frees buys
-    a faster micro batch.
+    Like `fused-loss`, but only an eighth of the logits exists at any moment: 200 MB instead of 1.6 GB for 16 sequences
+    of GPT-2. The price is smaller matmuls and a sum over eight gradients of the head's weight. It pays off when the
+    freed memory allows a faster micro batch.
     """
 
     name = "chunked-loss"
@@ -386,10 +388,10 @@ class ChunkedLoss(Rung):
 
 
 class SelectiveCheckpointing(Rung):
-    """Compute the attention core again in the backward pass instead of keeping it.
+    """Recompute the attention core in the backward pass instead of keeping its activations.
 
-    Scores and weights of naive attention are the bulk of its activations (heads x T x T per sequence) and cheap to
-    compute again. A fused kernel never stores them, so there is nothing left to save.
+    The scores and weights of naive attention are the bulk of its activations (heads x T x T per sequence) and cheap to
+    recompute. A fused attention kernel never stores them, so with one there is nothing to save.
     """
 
     name = "selective-checkpointing"
@@ -405,10 +407,10 @@ class SelectiveCheckpointing(Rung):
 
 
 class Checkpointing(Rung):
-    """Keep the input of each block only and compute the rest again in the backward pass.
+    """Keep only the input of each block and recompute the rest in the backward pass.
 
-    One more forward of all layers (a third of their work) buys most of the activations' memory. At a fixed micro batch
-    it only costs time; it pays where the model or the batch would not fit otherwise.
+    One more forward pass through all layers (a third of their work) saves most of the activation memory. At a fixed
+    micro batch it only costs time; it pays off where the model or the batch would not fit otherwise.
     """
 
     name = "checkpointing"
@@ -422,12 +424,12 @@ class Checkpointing(Rung):
 
 
 class BudgetCheckpointing(Rung):
-    """Let the compiler keep half of what it would keep, and choose what to compute again.
+    """Let the compiler keep half of the activation bytes it would keep otherwise, and choose what to recompute.
 
-    Whoever marks blocks for recomputation pays for their matmuls too. The compiler sees the whole graph and what each
-    tensor costs to compute again, so that half of the bytes goes for less than half of the work
-    (torch._functorch.config.activation_memory_budget). It needs no blocks and no help from a model. How much is
-    computed again is the compiler's own affair: there is no HFU of such a step.
+    Marking whole blocks for recomputation means paying for their matmuls again. The compiler sees the whole graph and
+    what each tensor costs to recompute, so it can save half of the bytes for less than half of that work
+    (torch._functorch.config.activation_memory_budget). It needs no blocks and no support from the model. How much is
+    recomputed is up to the compiler, so such a step has no HFU.
     """
 
     name = "budget-checkpointing"
@@ -447,8 +449,9 @@ class MaxAutotune(Rung):
     """Let Inductor time several kernels for each matmul and keep the fastest.
 
     torch's `max-autotune-no-cudagraphs`: cuBLAS and Triton templates compete for every matmul shape, and the block
-    sizes of the other kernels are searched too. Minutes of compiling; what they bring is a matter of shapes, and on a
-    step whose matmuls cuBLAS does well it is nothing. It pays in long runs only: see the break-even of `redline tune`.
+    sizes of the other kernels are searched too. Compilation takes minutes. The gain depends on the shapes, and there is
+    none in a step whose matmuls cuBLAS already does well. It pays off in long runs only, from the break-even that
+    `redline tune` reports.
     """
 
     name = "max-autotune"
@@ -470,9 +473,9 @@ class MaxAutotune(Rung):
 class CudaGraphs(Rung):
     """Record the kernels of a compiled step once and replay them with one launch.
 
-    The host then needs microseconds where it needed to queue hundreds of kernels. A small step whose device waits for
-    the host gains; one that keeps the device busy gains nothing and pays with a private memory pool. What a replay
-    writes, the next replay overwrites, so losses are copied out, and so are gradients that are added up.
+    The host then needs microseconds where it had to queue hundreds of kernels. A small step whose device waits for the
+    host gains; one that keeps the device busy gains nothing and pays with a private memory pool. Each replay overwrites
+    what the previous one wrote, so losses are copied out, and so are gradients that are accumulated.
     """
 
     name = "cuda-graphs"
@@ -498,8 +501,8 @@ def _compiled_on_cuda(hardware: Hardware, plan: Plan) -> str | None:
 class ExpandableSegments(Rung):
     """Let torch's allocator grow its segments instead of adding new ones.
 
-    Tensors of many sizes leave holes that no later tensor fits: memory is reserved and not in use, and near the limit
-    of a card the allocator starts to give back and ask again, which stops the device each time. Segments that grow
+    Tensors of many sizes leave holes that no later tensor fits: memory is reserved but unused, and near the limit of a
+    card the allocator starts to free its cache and allocate again, which stops the device each time. Growing segments
     leave few holes. Speed changes only where memory is tight; a larger micro batch may fit.
     """
 
@@ -572,7 +575,7 @@ def find_rung(name: str) -> Rung:
 
 
 def plan_of(names: Iterable[str]) -> Plan:
-    """The plan of a recipe's rungs, folded in the order of LADDER so that a recipe's own order cannot matter."""
+    """Return the plan of a recipe's rungs, applied in the order of LADDER so that their own order cannot matter."""
     wanted = {find_rung(name).name for name in names}
     plan = Plan()
     for rung in LADDER:
@@ -582,29 +585,31 @@ def plan_of(names: Iterable[str]) -> Plan:
 
 
 def group_of(rung: Rung) -> str:
-    """Rungs that take each other's place form a group, named after the first of them; a recipe holds one of each."""
+    """Return the name of a rung's group, which is its first rung. The rungs of a group replace one another, and a
+    recipe holds at most one of them."""
     return rung.name if rung.instead_of is None else group_of(find_rung(rung.instead_of))
 
 
 def published_rungs(workload: Workload) -> tuple[str, ...]:
-    """What makes a model the one that was published: its head is its embedding, or it is not."""
+    """Return the rungs that make a model the published one: `tied-weights` if its head is its embedding, else none."""
     return (TiedWeights.name,) if workload.shape.tied else ()
 
 
 def own_rungs(workload: Workload) -> tuple[str, ...]:
-    """What every recipe of a model that others have published has: without it it would be another model. The ladder of
-    a built-in one unties it on purpose, to show what tying does."""
+    """Return the rungs in every recipe of a Hugging Face model, which would be another model without them. A built-in
+    model has none: its ladder unties the head on purpose, to show what tying does."""
     return published_rungs(workload) if workload.source.kind == "huggingface" else ()
 
 
 def with_own(names: Iterable[str], workload: Workload) -> tuple[str, ...]:
-    """The rungs with the model's own before them, where they are not among them."""
+    """Put the model's own rungs before these, unless they are among them already."""
     names = tuple(names)
     return (*(name for name in own_rungs(workload) if name not in names), *names)
 
 
 def check_alternatives(names: Iterable[str], source: str | None = None) -> None:
-    """Each rung once, and one of those that replace each other. `source`: the recipe file they come from, if any."""
+    """Refuse a rung that is named twice, and rungs that replace one another. `source`: the recipe file they come from,
+    if any."""
     names, taken = tuple(names), dict[str, str]()
     where = "" if source is None else f" in {source}"
     for name in names:
@@ -620,7 +625,7 @@ def check_alternatives(names: Iterable[str], source: str | None = None) -> None:
 
 
 def with_optimizer(names: Iterable[str], optimizer: str) -> tuple[str, ...]:
-    """The rungs with this optimizer, a name in optim/table.py, instead of the one they have."""
+    """Return the rungs with this optimizer, a name in optim/table.py, in place of their own."""
     own = {Plan().optimizer: None} | {
         rung.apply(Plan()).optimizer: rung.name for rung in LADDER if group_of(rung) == FUSED_ADAMW
     }
@@ -631,13 +636,13 @@ def with_optimizer(names: Iterable[str], optimizer: str) -> tuple[str, ...]:
 
 
 def in_order(names: Iterable[str]) -> tuple[str, ...]:
-    """Sorted as the ladder climbs them."""
+    """Return the rungs in the order in which the ladder climbs them."""
     wanted = set(names)
     return tuple(rung.name for rung in LADDER if rung.name in wanted)
 
 
 def with_parallel(names: Iterable[str], way: str | None) -> tuple[str, ...]:
-    """The rungs with this way for ranks to share a step instead of the one they have; None: theirs, or `ddp`."""
+    """Return the rungs with ranks sharing the step in this way. None keeps the way they name, or takes `ddp`."""
     if way is not None and way not in WAYS:
         raise unknown_name("way to share a step", way, WAYS)
     names = tuple(names)
@@ -646,7 +651,7 @@ def with_parallel(names: Iterable[str], way: str | None) -> tuple[str, ...]:
 
 
 def cuts_of(names: Iterable[str], layout: Layout) -> list[str]:
-    """The rungs of a layout's degrees above one; a recipe may say in which order stages take their pieces."""
+    """Return the rungs of a layout's degrees above one. A recipe may choose the schedule of the pipeline."""
     cuts = [TENSOR_PARALLEL] if layout.tensor > 1 else []
     if layout.pipeline > 1:
         cuts.append(PIPELINE_GPIPE if PIPELINE_GPIPE in names else PIPELINE_PARALLEL)
@@ -654,8 +659,9 @@ def cuts_of(names: Iterable[str], layout: Layout) -> list[str]:
 
 
 def for_layout(names: Iterable[str], layout: Layout) -> tuple[str, ...]:
-    """The rungs that count among these ranks. A degree of one has none: what its rung would undo stays, and no wrapper
-    gathers or averages with itself. Ranks with data of their own share the step as the rungs say, or by `ddp`."""
+    """Return the rungs that take effect in this layout. A degree of one has no rung: what its rung would undo stays,
+    and no wrapper gathers from or averages with itself. Ranks with data of their own share the step as the rungs say,
+    or else by `ddp`."""
     names = tuple(names)
     cuts = cuts_of(names, layout)
     others = [*(name for name in names if name not in RANK_RUNGS or name in WAYS), *cuts]
@@ -667,7 +673,7 @@ def for_layout(names: Iterable[str], layout: Layout) -> tuple[str, ...]:
 def without_rung(
     names: Iterable[str], dropped: str, workload: Workload, hardware: Hardware
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The rungs without this one and without those that apply only beside it; and what was taken out."""
+    """Return the rungs without this one and those that apply only beside it, then the rungs that were removed."""
     before = tuple(names)
     stood = {name for name in before if why_not_among(name, before, workload, hardware) is None}
     kept = tuple(name for name in before if name != dropped)
@@ -677,14 +683,15 @@ def without_rung(
 
 
 def why_not_among(name: str, names: Iterable[str], workload: Workload, hardware: Hardware) -> str | None:
-    """The reason a rung of a recipe does not apply beside the recipe's others; None where it does."""
+    """Return why a rung of a recipe does not apply beside the recipe's other rungs, or None if it does."""
     others = plan_of(other for other in names if other != name)
     return why_not(find_rung(name), workload, hardware, others)
 
 
 def usual_rungs(workload: Workload, hardware: Hardware) -> tuple[str, ...]:
-    """The plain ladder as far as it applies: what to take where nothing was measured. Of two that exclude each other
-    the first stands; which one is faster only measuring tells. Weights are tied where they were published so."""
+    """Return the plain ladder as far as it applies: the recipe to use when nothing was measured. Of two rungs that
+    exclude each other the first is taken, since only measuring shows which is faster. Weights are tied if they were
+    published that way."""
     chosen: list[str] = []
     for rung in LADDER[1:]:
         another_model = rung.maths is Maths.CHANGES and rung.name not in published_rungs(workload)
@@ -696,23 +703,23 @@ def usual_rungs(workload: Workload, hardware: Hardware) -> tuple[str, ...]:
 
 
 def reference_plan(names: Iterable[str]) -> Plan:
-    """The plain fp32 plan with the same maths as the recipe: only rungs that declare a change are applied."""
+    """Return the plain fp32 plan with the recipe's maths: only rungs that declare a change of the maths are applied."""
     return plan_of(name for name in names if find_rung(name).maths is Maths.CHANGES)
 
 
 PRECISION = ("matmul_precision", "autocast", "loss_scaling")
-"""Fields of a plan that say what plain code computes in."""
+"""Plan fields that set the precision in which plain code computes."""
 
 
 def plain_at_precision(reference: Plan, plan: Plan) -> Plan:
-    """What TF32 or 16 bits cost by themselves: the yardstick. 8 bits are held against 16: a yardstick of 8 would have
-    the same faults."""
+    """Return the plan of the yardstick, which shows what TF32 or 16 bits cost by themselves. 8-bit plans are compared
+    with 16 bits, because an 8-bit yardstick would have the same faults."""
     precision = {name: getattr(plan, name) for name in PRECISION}
     return replace(reference, **precision, fp8_head=False, fp8_mlps=False, fp8_linears=False)
 
 
 def yardstick_rungs(names: Iterable[str]) -> tuple[str, ...]:
-    """Those of a recipe that its yardstick has too, so that recipes share one."""
+    """Return the rungs of a recipe that also define its yardstick; recipes that agree in them share one."""
     return tuple(name for name in names if find_rung(name).maths is Maths.CHANGES or _sets_precision(find_rung(name)))
 
 

@@ -1,4 +1,4 @@
-"""Libraries asked for more than torch asks of them: NVIDIA's own, and those of the extra `hopper`."""
+"""Rungs that get more out of libraries than torch does: NVIDIA's own, and those of the extra `hopper`."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from redline.rungs.rung import Maths, Rung, missing
 
 
 class TunedMatmuls(Rung):
-    """Products of blocks and head by the cuBLASLt algorithm that is fastest here, GELU on the way out of one of them.
+    """Run the matmuls of blocks and head with the fastest cuBLASLt algorithm, one of them with GELU as its epilogue.
 
-    torch asks cuBLASLt for one algorithm per product and takes it. Here the first step times those that are proposed,
-    on its own operands, and keeps the fastest; weight gradients are written in fp32 at once, without a cast afterwards.
-    With `fused-backward` the first product of an MLP writes GELU's input and output in one kernel. The head's three
-    products are taken with `fused-loss` or `chunked-loss`, which ask for them by name; with the full loss they stay
-    torch's, and `fp8-head` has its own. The layers are exchanged, so it is for the built-in models. The choice is a
-    process's own, so that two runs may round differently; --deterministic leaves the products to torch.
+    torch asks cuBLASLt for one algorithm per matmul and uses it. Here the first step times the proposed algorithms on
+    its own operands and keeps the fastest. Weight gradients are written directly in fp32, without a cast afterwards.
+    With `fused-backward`, the first matmul of an MLP writes GELU's input and output in one kernel. The head's three
+    matmuls are included with `fused-loss` or `chunked-loss`, which call them explicitly; with the full loss they stay
+    torch's, and `fp8-head` has its own. Layers are replaced, so the rung is for the built-in models only. Each process
+    makes its own choice, so two runs may round differently; --deterministic leaves the matmuls to torch.
     """
 
     name = "tuned-matmuls"
@@ -39,15 +39,16 @@ class TunedMatmuls(Rung):
 
 
 class FusedMatmuls(Rung):
-    """GELU, its gradient, and the sums that are its bias's gradient, at the ends of an MLP's matmuls.
+    """Fuse GELU, its gradient and the sum that is its bias's gradient into the MLP's matmuls, as epilogues.
 
-    The gradient of an MLP's second layer writes four times the stream's width, and a kernel of its own reads that and
-    what GELU was given and writes it again. QuACK's matmuls for Hopper do with a number what they are told before they
-    write it, so here that kernel is gone; and forward they are no slower than cuBLASLt's with GELU behind them. What
-    GELU was given is not kept: on the way out its slope costs a few operations more, and on the way back nothing but a
-    multiplication is left. The first step compiles them, which takes some seconds, and times two ways of the second.
-    Everything else is as `tuned-matmuls` and `fused-backward` have it. GELU's tanh is the GPU's own instruction, whose
-    eleven bits are more than what is written keeps. From the package quack-kernels (pip install '.[hopper]').
+    The input gradient of an MLP's second layer is four times as wide as the residual stream, and a separate kernel
+    reads it together with GELU's input and writes it again. QuACK's matmuls for Hopper can apply an epilogue to each
+    element before they write it, so that kernel disappears; in the forward pass they are no slower than cuBLASLt's with
+    a GELU epilogue. GELU's input is not kept: computing its slope in the forward pass costs a few more operations and
+    leaves only a multiplication for the backward pass. The first step compiles these kernels, which takes some seconds,
+    and times two variants of the backward one. Everything else is as in `tuned-matmuls` and `fused-backward`. GELU's
+    tanh is the GPU's own instruction, whose eleven bits are more than the output keeps. The kernels come from the
+    package quack-kernels (pip install '.[hopper]').
     """
 
     name = "fused-matmuls"
@@ -75,10 +76,10 @@ class FusedMatmuls(Rung):
 class PackedAttention(Rung):
     """Attention reads q, k and v where their projection wrote them, and writes their gradients side by side.
 
-    torch's attention gives three gradients, which the projection's matmuls read as one: all three are copied. cuDNN's
-    kernels take any strides, so here they write where the matmuls read; what is left is a pass that adds up the bias's
-    gradient. Through NVIDIA's nvidia-cudnn-frontend, which drives the cuDNN that torch has loaded. The blocks are those
-    of `fused-backward`, so it is for the built-in models.
+    torch's attention returns three gradients, which the projection's matmuls read as one tensor, so all three are
+    copied. cuDNN's kernels accept any strides, so here they write where the matmuls read; the only pass that remains
+    sums the bias gradient. The kernels are called through NVIDIA's nvidia-cudnn-frontend, which drives the cuDNN that
+    torch has loaded. The blocks are those of `fused-backward`, so the rung is for the built-in models only.
     """
 
     name = "packed-attention"
@@ -94,14 +95,15 @@ class PackedAttention(Rung):
 
 
 class Flash4Backward(Rung):
-    """The same in place, with the gradients of q, k and v by flash-attn-4's kernel.
+    """Like `packed-attention`, but flash-attn-4's kernel computes the gradients of q, k and v.
 
-    cuDNN's forward pass is the faster one on an H200, flash-attn-4's backward pass is: at 64 sequences of GPT-2 0.79 ms
-    where torch's call of cuDNN takes 1.18 with the three gradients put side by side. So cuDNN goes forward, called by
-    torch, and the package flash-attn-4 back; it takes the strides and the softmax's sums that cuDNN leaves. Its kernel
-    is compiled at its first call and kept in redline's cache folder; who sets FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED
-    decides that. dq is added up in fp32 in whatever order, so that two runs may round differently; --deterministic asks
-    for one order. The blocks are those of `fused-backward`, so it is for the built-in models.
+    On an H200, cuDNN has the faster forward pass and flash-attn-4 the faster backward pass: 0.79 ms for 64 sequences of
+    GPT-2, where torch's call of cuDNN takes 1.18 ms including the copy that puts the three gradients side by side. So
+    torch calls cuDNN for the forward pass, and the package flash-attn-4 does the backward pass; it accepts the strides,
+    and reuses the softmax statistics that cuDNN saves. Its kernel is compiled on the first call and kept in redline's
+    cache folder, unless FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED is set, which then decides. dq is accumulated in fp32 in
+    no fixed order, so two runs may round differently; --deterministic fixes the order. The blocks are those of
+    `fused-backward`, so the rung is for the built-in models only.
     """
 
     name = "flash4-backward"
@@ -125,7 +127,7 @@ class Flash4Backward(Rung):
 
 
 def _packed_needs(plan: Plan) -> str | None:
-    """Of attention that reads q, k and v where they lie."""
+    """Return why attention cannot read q, k and v in place under this plan, or None if it can."""
     if plan.backward != "fused":
         return "the blocks are those of fused-backward: add it"
     if plan.attention != "cudnn":

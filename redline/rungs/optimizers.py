@@ -1,10 +1,10 @@
-"""Other optimizers than the loop AdamW of the baseline and `fused-adamw`: one rung each, taken when it is named.
+"""Optimizers other than the baseline's for-loop AdamW and `fused-adamw`: one rung each, used only when named.
 
 redline ladder gpt2 --rungs tf32,bf16,muon        redline train gpt2 --optimizer muon
 
-All stand in the place of `fused-adamw`: a recipe has one optimizer. How fast a step is says nothing about how much it
-learns, so none but `foreach-adamw`, which is AdamW, pushes `fused-adamw` out of a recipe by its speed. Formulas, bytes
-and factors on the learning rate: docs/optimizers.md.
+All of them replace `fused-adamw`, since a recipe has one optimizer. The speed of a step says nothing about how much it
+learns, so only `foreach-adamw`, which is AdamW, can push `fused-adamw` out of a recipe by its speed. Formulas, bytes
+and learning-rate factors: docs/optimizers.md.
 """
 
 from __future__ import annotations
@@ -17,18 +17,19 @@ from redline.core.workload import Workload
 from redline.rungs.rung import Maths, Rung, missing
 
 FUSED_ADAMW = "fused-adamw"
-# Another rule learns at another pace from the first step on. Over the 20 steps of a ladder, warm-up all of them, those
-# that train the small model as well as AdamW shed from 0.72 (Adafactor) to 1.03 (Muon) of what it sheds there or on
-# `tiny`; Lion 0.4, since it starts at a tenth of the rate and every step is of one size.
+# Another update rule learns at another pace from the first step on. Over the 20 steps of a ladder, all of them warm-up,
+# the rules that train the small model as well as AdamW reduce the loss by 0.72 (Adafactor) to 1.03 (Muon) times as much
+# as AdamW, there or on `tiny`. Lion reaches 0.4: it starts at a tenth of the rate, and all of its steps have the same
+# size.
 LEAST_LEARNING, LEAST_OF_LION = 0.5, 0.25
 
 
 class ForeachAdamW(Rung):
     """AdamW with one call per operation for all tensors.
 
-    The loop's eight operations, each launched once for many tensors instead of once per tensor: as many bytes cross
-    memory as before, some 3 times those of the fused kernel, but the host has little to launch. A square root of all
-    second moments exists for a moment, 4 bytes per parameter.
+    Each of the loop's eight operations is launched once for many tensors instead of once per tensor. As many bytes
+    cross memory as before, about 3 times those of the fused kernel, but the host has little to launch. The square roots
+    of all second moments exist for a moment: 4 bytes per parameter.
     """
 
     name = "foreach-adamw"
@@ -42,7 +43,7 @@ class ForeachAdamW(Rung):
 
 
 class OtherRule(Rung):
-    """A rung whose optimizer follows another rule than AdamW, or rounds where AdamW does not."""
+    """A rung whose optimizer follows another update rule than AdamW, or rounds where AdamW does not."""
 
     maths = Maths.CHANGES
     instead_of = FUSED_ADAMW
@@ -51,18 +52,20 @@ class OtherRule(Rung):
 
 
 class AdamW8bit(OtherRule):
-    """AdamW whose moments have 8 bits, 256 of them to a scale.
+    """AdamW with 8-bit moments, one scale for every 256 of them.
 
-    2 bytes of state per parameter instead of 8 (arXiv 2110.02861): 0.74 GB less for GPT-2, 9.3 GB for GPT-2 XL. From
-    torchao, which compiles a kernel per shape at the first step. The moments are rounded to 256 levels, so it is
-    another rule than AdamW; that it learns as AdamW does is what the paper shows and `tests/cpu/test_optim.py` checks.
+    2 bytes of state per parameter instead of 8 (arXiv 2110.02861): 0.74 GB less for GPT-2, 9.3 GB less for GPT-2 XL.
+    The optimizer is torchao's, which compiles a kernel per shape in the first step. The moments are rounded to 256
+    levels, so this is another rule than AdamW. That it learns as AdamW does is shown in the paper and checked in
+    `tests/cpu/test_optim.py`.
     """
 
     name = "adamw-8bit"
     title = "AdamW with 8-bit moments"
 
     def needs(self, workload: Workload, hardware: Hardware, plan: Plan) -> str | None:
-        # Not a feature of the device: what was not looked for is not missing (estimate asks for any machine).
+        # Not a device feature: unless the probe looked for torchao, it is not missing (`estimate` asks about any
+        # machine).
         return hardware.missing.get("torchao") or missing(hardware, "compile")
 
     def apply(self, plan: Plan) -> Plan:
@@ -79,9 +82,10 @@ def _bf16_weights_need(hardware: Hardware, plan: Plan) -> str | None:
 class AdamWBf16(OtherRule):
     """Weights, gradients and moments in bf16 alone: 8 bytes per parameter instead of 16.
 
-    An update is mostly smaller than the last bit of a bf16 weight and would be lost. It is computed in fp32 and rounded
-    up or down by chance, in proportion, so that it is right on average (arXiv 2010.06192). Autocast's casts of the
-    weights are gone as well. The update is a row of eager kernels per tensor, and slower than the fused one.
+    Most updates are smaller than the last bit of a bf16 weight and would be lost. They are therefore computed in fp32
+    and rounded up or down at random, in proportion, so that they are right on average (arXiv 2010.06192). Autocast's
+    casts of the weights disappear as well. The update is slower than the fused one: a series of eager kernels per
+    tensor.
     """
 
     name = "adamw-bf16"
@@ -95,10 +99,10 @@ class AdamWBf16(OtherRule):
 
 
 class AdamWBf16Kahan(OtherRule):
-    """Weights, gradients and moments in bf16, and a second bf16 tensor with what rounding cut off the weights.
+    """Weights, gradients and moments in bf16, and a second bf16 tensor for what rounding cut off the weights.
 
-    10 bytes per parameter. What is cut off is added at the next step (Kahan summation), so weight and rest have 16 bits
-    of mantissa together and no chance is involved: two bytes more than `adamw-bf16`, and no noise.
+    10 bytes per parameter. What was cut off is added at the next step (Kahan summation), so a weight and its remainder
+    have 16 mantissa bits together and nothing is random: two bytes more than `adamw-bf16`, and no noise.
     """
 
     name = "adamw-bf16-kahan"
@@ -112,10 +116,11 @@ class AdamWBf16Kahan(OtherRule):
 
 
 class Adafactor(OtherRule):
-    """Adam whose second moment of a matrix is one number per row and one per column.
+    """Adam that stores a matrix's second moments as one number per row and one per column.
 
-    Half of AdamW's state (arXiv 1804.04235), and no package is needed. A matrix of second moments becomes the product
-    of its rows' and columns' means, and no tensor moves by more than 1 in the root mean square, times the rate.
+    Half of AdamW's state (arXiv 1804.04235), and no extra package. The second moments of a matrix are approximated by
+    the product of its row and column means. A tensor's update is scaled down to a root mean square of 1 at most before
+    the learning rate is applied.
     """
 
     name = "adafactor"
@@ -127,11 +132,11 @@ class Adafactor(OtherRule):
 
 
 class Lion(OtherRule):
-    """The sign of a moment, with that moment as the only state.
+    """Update by the sign of a moment, which is the only state.
 
     Half of AdamW's state and five operations per tensor (arXiv 2302.06675). Every weight moves by the learning rate, so
-    the rate must be smaller than AdamW's and the decay larger: both come with the optimizer. Made for large batches and
-    long runs; over the first steps it learns less than AdamW.
+    the rate must be smaller than AdamW's and the decay larger; choosing the optimizer sets both. Lion was made for
+    large batches and long runs, and over the first steps it learns less than AdamW.
     """
 
     name = "lion"
@@ -145,8 +150,8 @@ class Lion(OtherRule):
 class SgdMomentum(OtherRule):
     """Gradient descent with momentum, in one fused kernel: the least that an optimizer can cost.
 
-    One moment, 20 bytes moved per parameter where AdamW moves 28. There is no second moment, so one rate serves tensors
-    whose gradients differ by orders of magnitude: transformers learn badly with it. Here as a lower bound.
+    One moment: 20 bytes moved per parameter, where AdamW moves 28. Without second moments, one learning rate serves
+    tensors whose gradients differ by orders of magnitude, and transformers learn badly with it. It is here as a bound.
     """
 
     name = "sgd-momentum"
@@ -160,9 +165,9 @@ class SgdMomentum(OtherRule):
 class Muon(OtherRule):
     """Muon for the matrices of the layers, fused AdamW for embedding, head and vectors.
 
-    The momentum of a matrix is made nearly orthogonal by five rounds of three matmuls in bf16 (Newton-Schulz), so that
-    every direction learns at one speed: better loss per token (arXiv 2502.16982) for some milliseconds per step, which
-    weigh less the larger the batch. Half of AdamW's state inside the layers.
+    Five rounds of three bf16 matmuls (Newton-Schulz) make the momentum of a matrix nearly orthogonal, so that every
+    direction learns at the same speed. That gives a better loss per token (arXiv 2502.16982) for some milliseconds per
+    step, which matter less the larger the batch. Inside the layers it has half of AdamW's state.
     """
 
     name = "muon"

@@ -1,9 +1,9 @@
-"""How several ranks share a step: one rung each, taken when it is named or when there are ranks (`--gpus N`).
+"""How several ranks share a step: one rung each, used when named or when there are ranks (`--gpus N`).
 
 redline train gpt2 --gpus 8        redline train gpt2-large --gpus 8 --parallel fsdp --tensor 2
 
-How many ranks there are is no part of a recipe: a recipe with `fsdp` on one process, or on one rank, is the recipe
-without it (`for_layout` in `rungs/ladder.py`).
+The number of ranks is not part of a recipe: on one process, or on one rank, a recipe with `fsdp` is the recipe without
+it (`for_layout` in `rungs/ladder.py`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _several(hardware: Hardware, plan: Plan) -> str | None:
 
 
 def _undone(plan: Plan) -> Plan:
-    """What a model that is cut does without: blocks that know one another, and layers with products of their own."""
+    """Return the plan without what a cut model cannot have: interdependent blocks, layers with their own matmuls."""
     return replace(
         plan,
         backward="autograd",
@@ -43,7 +43,7 @@ def _undone(plan: Plan) -> Plan:
 
 
 def where_to_cut(rung: str, workload: Workload) -> str | None:
-    """Why nobody knows, of a model that is not the built-in GPT."""
+    """Return why this model cannot be cut, or None for the built-in GPT, the only model whose cuts are known."""
     if workload.source == BUILT_IN:
         return None
     if rung == TENSOR_PARALLEL:
@@ -52,13 +52,14 @@ def where_to_cut(rung: str, workload: Workload) -> str | None:
 
 
 class Ddp(Rung):
-    """Every rank holds the model and takes its share of the batch; gradients are averaged.
+    """Every rank holds the whole model and processes its share of the batch; gradients are averaged.
 
-    torch's DistributedDataParallel: gradients go into buckets of 25 MB, and one is averaged while the backward pass
-    computes the next. With accumulation only the last micro batch of an update is averaged. Weights,
-    gradients and optimizer state lie on every rank in full: what fits one device fits many, and no larger model. Of a
-    compiled step torch cuts the graph where a bucket is full (its DDPOptimizer): a part's gradients are there when its
-    backward pass has ended, and nothing is fused across a cut. One rank has nobody to average with, and no wrapper.
+    torch's DistributedDataParallel puts gradients into buckets of 25 MB and averages one while the backward pass
+    computes the next. With gradient accumulation, gradients are averaged only in the last micro batch of an update.
+    Every rank holds all weights, gradients and optimizer state, so more devices do not make room for a larger model.
+    torch cuts the graph of a compiled step where a bucket is full (its DDPOptimizer): the gradients of each part are
+    ready when its backward pass ends, and nothing is fused across a cut. A single rank has no one to average with and
+    gets no wrapper.
     """
 
     name = DDP
@@ -82,7 +83,7 @@ def _sharding_needs(hardware: Hardware, plan: Plan) -> str | None:
 
 
 class Sharded(Rung):
-    """Ranks hold parts of the tensors, in the place of DDP."""
+    """Ranks hold parts of the tensors, instead of all of them as with DDP."""
 
     maths = Maths.ROUNDING
     instead_of = DDP
@@ -93,18 +94,21 @@ class Sharded(Rung):
 
 
 class Fsdp(Sharded):
-    """Every rank holds a part of each tensor, of its gradient and of its optimizer state.
+    """Every rank holds a shard of each tensor, of its gradient and of its optimizer state.
 
-    FSDP2 (`fully_shard`): the weights of a block are gathered before it runs, given back, and gathered again for its
-    backward pass; gradients are added up and dealt out at once, in every micro batch of an update. A rank holds 1/N of
-    what DDP holds, at 1.5 times the traffic, and that in every micro batch, where DDP averages once per update; most of
-    it is hidden behind the block before. With bf16 the weights travel in 16 bits and gradients are added
-    up in fp32. Blocks are compiled one by one, and the model is built without memory: one larger than a device starts.
-    With `--replicas R` there are R copies of the model, each cut among N/R ranks (hybrid sharding): with one per node,
-    weights are gathered inside nodes and only gradients travel between them, once per update.
-    `fused-backward` is undone: its blocks read a bias of the block before, which is not gathered then. So are
-    `tuned-matmuls`, `fused-matmuls`, `packed-attention`, `fp8-head`, `fp8-linears` and `fp8-mlps`, which were tried
-    with whole layers only.
+    FSDP2 (`fully_shard`): the weights of a block are gathered before it runs, freed, and gathered again for its
+    backward pass; gradients are reduced and scattered at once, in every micro batch of an update. A rank holds 1/N of
+    what DDP holds, at 1.5 times the traffic, and pays that in every micro batch, where DDP averages once per update.
+    Most of the traffic is hidden behind the computation of the previous block. With bf16 the weights travel in 16 bits
+    and gradients are summed in fp32. Blocks are compiled one by one. The model is built without allocating its weights,
+    so it may be larger than one device.
+
+    With `--replicas R` there are R copies of the model, each sharded among N/R ranks (hybrid sharding). With one copy
+    per node, weights are gathered inside nodes and only gradients travel between them, once per update.
+
+    `fused-backward` is undone: its blocks read a bias of the previous block, which is not gathered at that moment. So
+    are `tuned-matmuls`, `fused-matmuls`, `packed-attention`, `flash4-backward`, `fp8-head`, `fp8-linears` and
+    `fp8-mlps`, which were tested with whole layers only.
     """
 
     name = FSDP
@@ -115,12 +119,12 @@ class Fsdp(Sharded):
 
 
 class FsdpKeep(Sharded):
-    """As `fsdp`, with gathered weights kept from the forward to the backward pass, and gradients dealt out once.
+    """Like `fsdp`, with gathered weights kept from the forward to the backward pass and gradients scattered once.
 
-    One gathering less per micro batch, so as little traffic as DDP without accumulation; but from the end of the
-    forward pass on every rank holds all weights for a while. With accumulation whole gradients are added up as well,
-    and dealt out on the last micro batch of an update only: less traffic than `fsdp`, and a rank holds all gradients
-    within an update. Optimizer state is shared as before, and so is everything between updates.
+    There is one gather less per micro batch, so without accumulation the traffic is no more than DDP's; but from the
+    end of the forward pass on, every rank holds all weights for a while. With accumulation, whole gradients are
+    accumulated as well, and scattered only in the last micro batch of an update: less traffic than `fsdp`, but a rank
+    holds all gradients during an update. Optimizer state stays sharded, and so does everything else between updates.
     """
 
     name = "fsdp-keep"
@@ -131,18 +135,19 @@ class FsdpKeep(Sharded):
 
 
 class FsdpWhole(Sharded):
-    """As `fsdp`, with the model gathered as one, once per update, so that it runs as one process runs it.
+    """Like `fsdp`, but the model is gathered as a whole, once per update, and runs as it does in one process.
 
-    Between updates every rank holds a part of each tensor and of its optimizer state, as with `fsdp`. One gathering
-    before the first forward pass of an update brings all weights, with bf16 in 16 bits; they stay until its last
-    backward pass is over, and then all gradients are dealt out at once. So a rank holds whole weights and whole
-    gradients within an update, which is what ZeRO 2 holds of gradients, and sends each of them once, however many micro
-    batches there are. In between nothing is gathered: the model is compiled as one graph, and whatever changes layers
-    or lets blocks know one another (`fused-backward`, `tuned-matmuls`, `packed-attention`, fp8) stays. Biases and norms
-    are not cut: every rank has them in fp32, as one process does, and averages their gradients in one call. They are
-    two thirds of GPT-2's tensors and a thousandth of its numbers, and FSDP2 works tensor by tensor. Nothing hides the
-    traffic either, which `fsdp` hides behind blocks. It is meant for models whose weights fit, on fast links or
-    with many micro batches per update.
+    Between updates every rank holds a shard of each tensor and of its optimizer state, as with `fsdp`. One gather
+    before the first forward pass of an update brings all weights, in 16 bits with bf16. They stay until the last
+    backward pass is over, and then all gradients are reduced and scattered at once. So during an update a rank holds
+    whole weights and whole gradients, as with ZeRO 1, and sends each of them once, however many micro batches there
+    are. In between nothing is gathered: the model is compiled as one graph, and rungs that replace layers or make
+    blocks depend on one another (`fused-backward`, `tuned-matmuls`, `packed-attention`, fp8) stay.
+
+    Biases and norms are not sharded: every rank has them in fp32, as one process does, and their gradients are averaged
+    in one call. They are two thirds of GPT-2's tensors but a thousandth of its parameters, and FSDP2 works tensor by
+    tensor. The traffic is not hidden, whereas `fsdp` hides it behind blocks. This is meant for models whose weights
+    fit, on fast links or with many micro batches per update.
     """
 
     name = "fsdp-whole"
@@ -153,15 +158,18 @@ class FsdpWhole(Sharded):
 
 
 class TensorParallel(Rung):
-    """Ranks of a group hold every layer together: heads, the MLP's width and the vocabulary are cut.
+    """The ranks of a group hold every layer together: heads, the MLP's width and the vocabulary are split among them.
 
-    The first matrix of attention and MLP is cut by its columns and the second by its rows (Megatron-LM, arXiv
-    1909.08053), so a rank computes whole heads and a part of the MLP, and two sums over the group per layer and
-    direction put the stream together. Embedding and head are cut by rows of the vocabulary: a rank has its own logits
-    only, and the loss takes two sums of a few numbers per token. A rank holds 1/N of weights, gradients, moments
-    and of activations inside a layer; every layer waits for its sums, so a group stays in one node. `--tensor N`
-    says how many. Blocks are compiled one by one; `fused-backward`, `fp8-head`, `fp8-linears` and the
-    losses in one kernel or in pieces are undone, which take whole layers and whole rows of logits.
+    The first matrix of attention and of the MLP is split by columns and the second by rows (Megatron-LM, arXiv
+    1909.08053), so a rank computes whole heads and a part of the MLP, and two all-reduces over the group, per layer and
+    direction, assemble the residual stream. Embedding and head are split by rows of the vocabulary: a rank has only its
+    own logits, and the loss takes two reductions of a few numbers per token. A rank holds 1/N of the weights, gradients
+    and moments, and of the activations inside a layer. Every layer waits for its all-reduces, so a group stays within
+    one node. `--tensor N` sets its size.
+
+    Blocks are compiled one by one. The loss becomes the full one, and `fused-backward`, `tuned-matmuls`,
+    `fused-matmuls`, `packed-attention`, `flash4-backward` and the fp8 rungs are undone: they need whole layers, or
+    whole rows of logits.
     """
 
     name = TENSOR_PARALLEL
@@ -177,17 +185,19 @@ class TensorParallel(Rung):
 
 
 class PipelineParallel(Rung):
-    """Ranks hold the blocks one after the other, and pieces of the batch pass through them.
+    """Ranks hold the blocks one after the other, and micro batches pass through them.
 
-    torch.distributed.pipelining, with the schedule 1F1B: a stage has computed as many forwards as there are stages
-    behind it when it begins to alternate, a backward and a forward, so few activations wait. A micro batch of the
-    pipeline is one of the gradient accumulation. While m of them fill and drain p stages, each rank idles
-    (p-1)/(m+p-1) of the time: make an update of many. Only the stream between two blocks travels, once per stage and
-    direction, so stages may stand in different nodes. A rank holds 1/N of the blocks. The first has the
+    torch.distributed.pipelining with the 1F1B schedule: a stage computes as many forward passes as there are stages
+    behind it before it starts to alternate, one backward and one forward pass, so few activations wait. The micro
+    batches of the pipeline are those of gradient accumulation. While m of them fill and drain p stages, each rank idles
+    (p-1)/(m+p-1) of the time, so give an update many. Only the residual stream between two blocks travels, once per
+    stage and direction, so stages may be on different nodes. A rank holds 1/N of the blocks. The first stage has the
     embedding too and the last the head, which costs as much as several blocks where the model is narrow; a tied weight
-    lies on both, and its gradients are added up at every update. `--pipeline N` says how many stages, with equally many
-    blocks each. Blocks are compiled one by one; `fused-backward` is undone, whose blocks hand on two tensors, and
-    so are `fp8-head` and `fp8-linears`.
+    is on both, and its gradients are summed at every update. `--pipeline N` sets the number of stages, which have
+    equally many blocks each.
+
+    Blocks are compiled one by one. `fused-backward`, whose blocks pass on two tensors, is undone, and so are the rungs
+    that go with it, `tuned-matmuls` and the fp8 rungs.
     """
 
     name = PIPELINE_PARALLEL
@@ -210,11 +220,11 @@ class PipelineParallel(Rung):
 
 
 class PipelineGpipe(PipelineParallel):
-    """As `pipeline-parallel`, with all forwards of an update before its backwards.
+    """Like `pipeline-parallel`, but all forward passes of an update come before its backward passes.
 
-    GPipe (arXiv 1811.06965): the bubble is that of 1F1B, and what a stage keeps for its backwards is that of all micro
+    GPipe (arXiv 1811.06965): the bubble is the same as with 1F1B, but a stage keeps the activations of all micro
     batches of an update rather than of one per stage. What a stage sends need not wait for what it receives, which may
-    pay where the links are slow.
+    pay off where the links are slow.
     """
 
     name = PIPELINE_GPIPE
@@ -225,5 +235,5 @@ class PipelineGpipe(PipelineParallel):
         return replace(_undone(plan), pipeline="gpipe")
 
 
-WAYS = tuple(rung.name for rung in (Ddp, Fsdp, FsdpKeep, FsdpWhole))  # `--parallel`
+WAYS = tuple(rung.name for rung in (Ddp, Fsdp, FsdpKeep, FsdpWhole))  # values of `--parallel`
 RANK_RUNGS = (*WAYS, *(rung.name for rung in (TensorParallel, PipelineParallel, PipelineGpipe)))

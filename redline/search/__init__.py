@@ -1,1 +1,1 @@
-"""Runs many: asks one worker process after another and never imports torch itself."""
+"""Searches over many measurements: starts one worker process after another and never imports torch itself."""

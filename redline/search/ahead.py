@@ -1,11 +1,11 @@
-"""Compiling side by side what will be measured one by one.
+"""Compile side by side what will be measured one by one.
 
     took = compile_side_by_side(run, jobs, at_once=4, timeout_seconds=600, tell=print)     # {"graph-…": 41.2, …}
 
-Compiling keeps one core busy and the device hardly at all, so that a ladder of compiled rows spends most of its time
-waiting for a single core. Workers of kind 'compile' fill the caches of the rows to come, several at a time, before
-anything is timed: nothing disturbs a measurement. One that fails, perhaps because its neighbours held the memory, is no
-row: whoever measures that recipe compiles it then, and says what is wrong with it.
+Compiling keeps one core busy and the device hardly at all, so a ladder of compiled rows spends most of its time waiting
+for a single core. Workers of kind 'compile' fill the caches of the coming rows, several at a time, before anything is
+timed, so they disturb no measurement. A worker that fails, perhaps because its neighbours held the memory, makes no
+row: the recipe is compiled again when it is measured, which also shows what is wrong with it.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ class Compiling:
         return self.process.poll() is not None or time.monotonic() > self.stop_at
 
     def end(self) -> None:
-        """Also what it started, and before its time."""
+        """Kill the worker, finished or not, and whatever it started."""
         kill_group(self.process)
         self.log.close()
 
 
 def graphs_of(jobs: Iterable[Job]) -> dict[str, Job]:
-    """Of jobs that compile the same code the first."""
+    """Return one compile job for each distinct graph, by the name of its cache."""
     found: dict[str, Job] = {}
     for job in jobs:
         if plan_of(job.recipe.rungs).compile:
@@ -56,7 +56,8 @@ def graphs_of(jobs: Iterable[Job]) -> dict[str, Job]:
 def compile_side_by_side(
     run: RunDirectory, jobs: Iterable[Job], *, at_once: int, timeout_seconds: float, tell: Callable[[int, int], None]
 ) -> dict[str, float]:
-    """The seconds that each of them took beside the others, by the name of its cache. `tell(done, total)`."""
+    """Return the seconds that each compilation took beside the others, by the name of its cache. Progress goes to
+    `tell(done, total)`."""
     waiting, running, took = list(graphs_of(jobs).items()), list[Compiling](), dict[str, float]()
     total = len(waiting)
     try:

@@ -1,14 +1,14 @@
-"""The micro batch that trains fastest: seldom the largest that fits, and always one that was run.
+"""Find the micro batch that trains fastest: seldom the largest that fits, and always one that was run.
 
     choice = best_batch(ask, start=280, limit=302, noise=0.02, sequence=1024, memory_bytes=card.memory_bytes)
     choice.micro_batch, choice.tokens_per_second, choice.reason
 
-`ask(size)` runs one size in a process of its own and answers with a Measurement or a Failure. The search rests on two
-lines. Memory is affine in the size: a prediction says where to begin, and two measured sizes say it where there is no
-prediction. The time of a step is a constant and a part per sequence, and bends only upwards: so two neighbours bound
-what the sizes beside them could reach, and where that is less than the noise nothing more is run.
-docs/batch-size.md has the reasons. Several ranks answer as one: a size fits when it fits all of them, and the worst
-decides (`engine/measure.py`).
+`ask(size)` runs one size in a process of its own and returns a Measurement or a Failure. The search rests on two lines.
+Memory is affine in the size: a prediction says where to begin, and without one two measured sizes do. The time of a
+step is a constant plus a part per sequence, and bends only upwards: two neighbouring sizes therefore bound what the
+sizes beside them could reach, and where that is less than the noise nothing more is run. docs/batch-size.md has the
+reasons. Several ranks answer as one: a size fits when it fits all of them, and the worst rank decides
+(`engine/measure.py`).
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from redline.predict.fitting import case_of
 from redline.predict.memory import FRAGMENTATION
 from redline.predict.parallel import divisors, layout_for_batch
 
-HEADROOM = 0.05  # of the memory, left to whatever comes beside a step: a checkpoint, a longer evaluation, a neighbour
-SAME = 0.25  # of the noise: sizes closer than this are equal, and the smaller leaves more memory
-GROWTH = 4  # times the fastest size so far: the furthest that a measured line is trusted to reach
+HEADROOM = 0.05  # share of the memory left free for what comes beside a step: a checkpoint, a longer evaluation
+SAME = 0.25  # share of the noise: sizes closer than this are equal, and the smaller one leaves more memory
+GROWTH = 4  # a measured line is trusted up to this many times the fastest size so far
 TRIAL_CHECK_STEPS = 5
-LOST = 1.25  # times the time of the fastest size: a trial whose quickest step takes longer is not timed to its end
-# What a trial's steps may take in all, and how many steps that is: both gradients, the curve, warming up, timing.
+LOST = 1.25  # give up a trial whose quickest steps take this many times as long per sequence as the best
+# Seconds that the steps of a trial may take in all, and how many steps that is: both gradients, curve, warm-up, timing.
 STEPPING_SECONDS = {"cuda": 60.0, "cpu": 20.0}
 STEPS_PER_TRIAL = 25
-# Times the usual size of a preset, which is a small card's: the most that a ladder takes of itself. Its first rows take
-# that much longer, too.
+# The most that a ladder chooses by itself, as a multiple of the preset's usual size, which is for small cards. Its
+# first rows take longer by as much.
 MOST_OF_ITSELF = 4
 MEMORY_KINDS = ("oom", "killed")  # a host that runs out of memory kills the worker
 
 Point = tuple[int, float]
-"""A size and the seconds of its step."""
+"""A size and its step time in seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +62,7 @@ class Trial:
     outside_bytes: int | None = None
     alloc_retries: int | None = None
     reason: str | None = None
-    """Of every status but 'ok'."""
+    """Why the size cannot be chosen; None for 'ok'."""
 
     @property
     def eligible(self) -> bool:
@@ -70,30 +70,31 @@ class Trial:
 
     @property
     def footprint(self) -> int | None:
-        """Everything on the device: the allocator's peak and what lies outside it."""
+        """Bytes in use on the device: the allocator's peak and everything outside the allocator."""
         return None if self.peak_bytes is None else self.peak_bytes + (self.outside_bytes or 0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchChoice:
     micro_batch: int | None
-    """None: no size runs, and `reason` says why."""
+    """None if no size runs; `reason` says why."""
     tokens_per_second: float | None
     trials: tuple[Trial, ...]
-    """In the order in which they were run."""
+    """In the order in which they ran."""
     reason: str
     accumulation: int | None = None
     """Micro batches per update; None without a global batch."""
 
     @property
     def trial(self) -> Trial | None:
-        """The one that was chosen."""
+        """The trial that was chosen."""
         return next((trial for trial in self.trials if trial.micro_batch == self.micro_batch), None)
 
 
 def size_of_ladder(workload: Workload, plan: Plan, hardware: Hardware) -> tuple[int, tuple[str, ...]]:
-    """The size of all rows where nobody names one, and why it is not the usual one: doubled or halved so that the first
-    row, which holds most, fits the card. Only where that is predicted tensor by tensor."""
+    """Return the micro batch of all rows if none was named, and a note if it is not the usual one. Where memory is
+    predicted tensor by tensor, it is four times the usual one, halved until the first row fits (it needs most
+    memory)."""
     usual, room = workload.micro_batch, hardware.memory_bytes
     if hardware.kind != "cuda" or room is None or workload.source != BUILT_IN or not isinstance(workload.shape, Shape):
         return usual, ()
@@ -120,11 +121,11 @@ def best_batch(
     global_sequences: int | None = None,
     known: Sequence[int] = (),
 ) -> BatchChoice:
-    """`start`: where to begin, best near the predicted limit; `limit`: nothing larger is run (None: nobody knows).
-    `noise`: gains below it are none. `sequence`: tokens of one sequence. `ranks`: that run a size together, each with
-    that many sequences of its own. `memory_bytes`: of the device, of which the share `headroom` stays free.
-    `global_sequences`: of one update of all ranks; then only sizes that divide a rank's part are run. `known`: sizes
-    that `ask` answers without running anything."""
+    """Return the fastest micro batch. `start`: where to begin, best near the predicted limit; `limit`: nothing larger
+    is run (None: unknown). `noise`: smaller gains do not count. `sequence`: tokens per sequence. `ranks`: how many run
+    a size together, each on that many sequences. `memory_bytes`: the device's memory, of which the share `headroom`
+    stays free. `global_sequences`: sequences per update of all ranks; only sizes that divide a rank's part of them are
+    run. `known`: sizes that `ask` answers without running anything."""
     check_positive("start", start)
     check_headroom(headroom)
     search = _Search(
@@ -147,7 +148,7 @@ def best_batch(
 
 
 def check_headroom(share: float) -> None:
-    if not 0 <= share < 1:  # NaN is neither
+    if not 0 <= share < 1:  # NaN fails both
         raise UserError(
             f"headroom is {share:g}", "it is the share of the memory that stays free", "set it from 0 to below 1"
         )
@@ -155,7 +156,7 @@ def check_headroom(share: float) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class _Line:
-    """The seconds of a step: a constant, and a part per sequence."""
+    """Step time in seconds: a constant plus a part per sequence."""
 
     constant: float
     per_sequence: float
@@ -164,7 +165,7 @@ class _Line:
         return self.constant + self.per_sequence * size
 
     def meets(self, other: _Line) -> tuple[int, ...]:
-        """The whole sizes around the crossing; none where the lines run beside each other."""
+        """Return the integers around the crossing, or none for parallel lines."""
         slope = other.per_sequence - self.per_sequence
         if slope == 0:
             return ()
@@ -173,8 +174,9 @@ class _Line:
 
 
 def _line(points: Sequence[Point], *, at: int) -> _Line:
-    """Through two points; a step never takes less for more, so noise does not make it fall: then it is level with the
-    point of index `at`. One point to the left of a gap is such a level; one to its right says nothing."""
+    """Return the line through two points. A larger size never takes less time, so if noise makes the line fall it
+    becomes level, through the point of index `at`. A single point on the left of a gap gives a level line too; one on
+    the right says nothing."""
     if len(points) == 2:
         (small, low), (large, high) = points
         per_sequence = max(0.0, (high - low) / (large - small))
@@ -185,7 +187,7 @@ def _line(points: Sequence[Point], *, at: int) -> _Line:
 
 
 def _gain(seconds: float, size: int, fastest: Trial, sequence: int) -> float:
-    """Of a size whose step takes no less than these seconds, over the fastest so far."""
+    """Return what a size would gain over the fastest trial if its step took only `seconds`, a lower bound."""
     return math.inf if seconds <= 0 else size * sequence / seconds / _rate(fastest) - 1
 
 
@@ -195,7 +197,7 @@ class _Search:
     limit: int | None
     noise: float
     sequence: int
-    """Tokens that one sequence more of the micro batch adds to a step: of all ranks."""
+    """Tokens that one more sequence in the micro batch adds to a step, over all ranks."""
     usable_bytes: int | None
     headroom: float
     divisors: tuple[int, ...] | None
@@ -228,8 +230,8 @@ class _Search:
         return trial
 
     def begin(self, start: int) -> None:
-        """The size near the limit, then down by halves until one runs. A failure that has nothing to do with memory
-        is asked of one sequence at once: a recipe that cannot run at all should not be tried at every size."""
+        """Run the size near the limit, then halve it until one runs. After a failure unrelated to memory, try one
+        sequence at once: a recipe that cannot run at all should not be tried at every size."""
         failed = [size for size, trial in self.trials.items() if not trial.eligible]
         size = self.allowed(start, 1, self._most(min(failed, default=None)))
         while size is not None and size not in self.trials:
@@ -239,10 +241,10 @@ class _Search:
             below = size // 2 if trial.status != "failed" else 1
             size = self.allowed(below, 1, size - 1)
             if any(other.eligible for other in self.trials.values()):
-                return  # a known size runs: the search goes on between the two
+                return  # a known size runs: the search continues between the two
 
     def next_size(self) -> int | None:
-        """Where the most could still be gained, or None where nothing beyond the noise can be."""
+        """Return the size with the largest possible gain, or None if no gain beyond the noise is possible."""
         if self.fastest is None:
             return None
         gaps = [gap for gap in (self._below(self.fastest), self._above(self.fastest)) if gap is not None]
@@ -254,13 +256,13 @@ class _Search:
         return max((trial for trial in self.trials.values() if trial.eligible), key=_rate, default=None)
 
     def _points(self) -> list[Point]:
-        """Sizes that can be chosen and the seconds of their steps, smallest first."""
+        """Return the sizes that can be chosen with their step times, smallest first."""
         return [
             (size, size * self.sequence / _rate(trial)) for size, trial in sorted(self.trials.items()) if trial.eligible
         ]
 
     def _above(self, fastest: Trial) -> tuple[float, int] | None:
-        """(what a larger size could gain, the one to run), from the line through the fastest size and a smaller
+        """Return a larger size's possible gain and the size to run, by the line through the fastest and a smaller
         one."""
         at = fastest.micro_batch
         tried = min(
@@ -269,25 +271,25 @@ class _Search:
         )
         most = self._most(tried)
         furthest = GROWTH * at if most is None else min(most, GROWTH * at)
-        # A size that is next to one that was run is found by halving; a limit nobody has tried is tried itself.
+        # Below a size that was run, the next one is found by halving; a limit nobody has tried is tried itself.
         target = furthest if tried is None or furthest < tried - 1 else round(math.sqrt(at * tried))
         size = self.allowed(target, at + 1, furthest)
         if size is None or size in self.trials:
             return None
         upwards = [point for point in self._points() if point[0] <= at]
-        # From half of it or less: noise turns a line through neighbours too far.
+        # From a point at half the size or less: noise tilts a line through close neighbours too much.
         apart = [point for point in upwards if 2 * point[0] <= at][-1:] or upwards[-2:-1]
         ahead = _line([*apart, upwards[-1]], at=-1)
         return _gain(ahead.seconds(furthest), furthest, fastest, self.sequence), size
 
     def _is_near(self, trial: Trial, fastest: Trial) -> bool:
-        """Noise may have put it behind a size a few sequences smaller: no reason to stop there."""
+        """True if noise may have put this size behind one a few sequences smaller: no reason to stop there."""
         close = trial.eligible and trial.micro_batch < 2 * fastest.micro_batch
         return close and _rate(trial) >= (1 - self.noise) * _rate(fastest)
 
     def _below(self, fastest: Trial) -> tuple[float, int] | None:
-        """The same of smaller sizes, from the lines on both sides: of steps that bend only upwards no point lies below
-        either."""
+        """Return the same for smaller sizes, by the lines on both sides: times that bend only upwards lie below
+        neither."""
         at, smallest = fastest.micro_batch, min(self.trials)
         if 2 * smallest > at and (half := self.allowed(at // 2, 1, smallest - 1)) is not None:
             return math.inf, half  # neighbours a few sequences apart say little
@@ -297,15 +299,15 @@ class _Search:
             return None
         left = _line([point for point in self._points() if point[0] < at][-2:], at=-1)
         right = _line([point for point in self._points() if point[0] >= at][:2], at=0)
-        # A rate rises or falls all along a line, so the most lies at an end or where the lines meet.
+        # Along a line the rate only rises or only falls, so the maximum is at an end or where the lines meet.
         places = {min(max(place, tried + 1), at - 1) for place in (tried, at, *left.meets(right))}
         return max(
             _gain(max(left.seconds(place), right.seconds(place)), place, fastest, self.sequence) for place in places
         ), size
 
     def _most(self, failed: int | None) -> int | None:
-        """The largest size that may still be run: below one that does not run, within the limit, and within what the
-        measured line of memory says."""
+        """Return the largest size that may still be run: below one that failed, within the limit, and within what the
+        measured line of memory allows."""
         sizes = [self.limit, None if failed is None else failed - 1, self._most_by_memory()]
         known = [size for size in sizes if size is not None]
         return max(1, min(known)) if known else None
@@ -321,7 +323,7 @@ class _Search:
         return math.floor(large + (self.usable_bytes - high) / per_sequence)
 
     def allowed(self, target: int, least: int, most: int | None) -> int | None:
-        """The size nearest to the target, in ratio, that may be run; None where there is none in these bounds."""
+        """Return the size that may be run nearest to the target, in ratio; None if there is none in these bounds."""
         if most is not None and most < least:
             return None
         if self.divisors is None:
@@ -387,16 +389,16 @@ def _no_reason(trials: Sequence[Trial]) -> str:
 
 @dataclass
 class SizedJobs:
-    """The `ask` of best_batch over jobs: one recipe, any micro batch. A size that falls far behind the fastest so far
-    is given up after a first look; one that keeps up is measured and its gradients are checked."""
+    """The `ask` of best_batch in terms of jobs: one recipe, any micro batch. A size that falls far behind the fastest
+    so far is given up after a first look; one that keeps up is measured and its gradients are checked."""
 
     ask: Callable[[Job], Result]
     job: Job
-    """At any micro batch."""
+    """The job to run; its micro batch is replaced."""
     fault: Callable[[Measurement], str | None]
-    """Why this is not the same training any more, or None."""
+    """Returns why a measurement is not the same training any more, or None."""
     known: dict[int, Result] = field(default_factory=dict)
-    """Sizes that are answered already."""
+    """Results that exist already, by size."""
     on_size: Callable[[int], None] = lambda size: None
 
     def __post_init__(self) -> None:
@@ -432,7 +434,7 @@ def _seconds_per_sequence(size: int, result: Result) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Range:
-    """Where a search begins, and what it does not go beyond; None where nobody knows."""
+    """Where a search begins, and the size it does not exceed; None if unknown."""
 
     start: int
     limit: int | None
@@ -449,8 +451,8 @@ def range_of(
     headroom: float = HEADROOM,
     layout: Layout | None = None,
 ) -> Range:
-    """From the predicted line of memory and from the time of a step. `micro_batch`: a size that was run, where to begin
-    without a prediction. A host's resident set is another figure than the predicted one: there measured sizes make the
+    """Derive the range from the predicted line of memory and from the time of a step. `micro_batch`: a size that was
+    run, the start if there is no prediction. A CPU's resident set is not predicted: there measured sizes make the
     line."""
     by_time = None
     if seconds_per_sequence is not None:
@@ -459,7 +461,7 @@ def range_of(
         return Range(start=micro_batch, limit=by_time)
     case, usable = case_of(shape, plan, layout), math.floor((1 - headroom) * memory_bytes)
     context = case.memory(1).context
-    # Where the allocator loses nothing to fragments; the start allows for what it loses as a rule.
+    # The limit is for an allocator that loses nothing to fragmentation; the start allows for the usual loss.
     unfragmented = round((1 + FRAGMENTATION) * (usable - context) + context)
     most = [case.largest(usable), case.largest(unfragmented)]
     start, limit = (max(1, size if by_time is None else min(size, by_time)) for size in most)
@@ -467,7 +469,7 @@ def range_of(
 
 
 def host_memory_bytes(root: Path = Path("/")) -> int | None:
-    """What a new process could get without swapping: by the kernel's estimate and by the container's limit."""
+    """Return what a new process could get without swapping, by the kernel's estimate and by the container's limit."""
     available = _number_in(root / "proc/meminfo", after="MemAvailable:")
     control_group = root / "sys/fs/cgroup"
     limit, used = (_number_in(control_group / name) for name in ("memory.max", "memory.current"))
@@ -479,7 +481,7 @@ def host_memory_bytes(root: Path = Path("/")) -> int | None:
 
 
 def _number_in(path: Path, after: str = "") -> int | None:
-    """The number behind a word of a file of the kernel's; None where there is no such file or number."""
+    """Return the number that follows a word in a kernel file, or None if there is no such file or number."""
     text = path.read_text(encoding="ascii") if path.exists() else ""
     words = text.partition(after)[2].split() if after else text.split()
     return int(words[0]) if words and words[0].isdigit() else None

@@ -1,10 +1,10 @@
-"""The ladder: one rung after another onto the recipe that has proved itself so far.
+"""The ladder: one rung after another, added to the recipe that has proved itself so far.
 
     for row in Climb(workload, hardware, settings, ask).rows(): ...
 
-`ask(job)` answers a job, from a worker or from an earlier run's results: the climb asks the same questions in the same
-order either way, which is all that resuming takes. A rung stays in the recipe when it is right and not slower than
-what it was put onto; a row that is not kept still stands in the table with its reason.
+`ask(job)` answers a job, from a worker or from an earlier run's results. The climb asks the same questions in the same
+order either way, which is all that resuming needs. A rung stays in the recipe if it is right and not slower than what
+it was added to; a row that is not kept stays in the table with its reason.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class LadderSettings:
     rungs: tuple[str, ...]
     """Rungs to climb, in the order of LADDER, without the baseline."""
     start: Recipe
-    """The first row: the bare baseline, or the recipe of --from, with what makes the model the published one."""
+    """The first row: the bare baseline or the recipe of --from, with the rungs that belong to the model itself."""
     device: str
     check_steps: int = 20
     timed_steps: int | None = None
@@ -49,23 +49,23 @@ class LadderSettings:
     again: bool = False
     """Measure the finished recipe once more, as if it were a rung: the difference is the noise floor."""
     keep: str = "faster"
-    """'faster' leaves out of the recipe what slows it down; 'all' keeps every rung that works."""
+    """'faster' leaves rungs that slow the recipe down out of it; 'all' keeps every rung that works."""
     rebatch: bool = False
-    """The second view: each row once more at the micro batch that is fastest for it."""
+    """Add the second view: each row again, at the micro batch that is fastest for it."""
     headroom: float = HEADROOM
-    """Of that view: the share of the memory that stays free."""
+    """For the second view: the share of the memory that stays free."""
     global_batch: int | None = None
-    """Of that view: sequences per update, which the micro batch must divide."""
+    """For the second view: sequences per update, which the micro batch must divide."""
     memory_bytes: int | None = None
-    """Of that view: what there is to share; of a CPU's what the host had free when the run began."""
+    """For the second view: the memory of a rank; on a CPU, its part of what the host had free when the run began."""
     compile_ahead: int | None = None
-    """Rows whose code is compiled at the same time, before anything is measured; None: each when its turn comes. The
-    seconds of compiling are then those of a machine that was shared."""
+    """How many rows compile at the same time before anything is measured; compile times are then those of a shared
+    machine. None: each row compiles in its turn."""
 
 
 @dataclass
 class Row:
-    """A rung's place in the table while the climb goes on."""
+    """A rung's row of the table, during the climb."""
 
     name: str
     title: str
@@ -75,16 +75,16 @@ class Row:
     measurements: list[Measurement] = field(default_factory=list)
     """One per repeat."""
     base: Row | None = None
-    """The row this one is compared with, step by step."""
+    """The row that this one is compared with."""
     status: str = "ok"
     reason: str | None = None
     kept: bool | None = None
     failure: Failure | None = None
     equivalence: Equivalence | None = None
     reference_curve: tuple[float, ...] | None = None
-    """The fp32 losses of this recipe's own maths, which the verdict rests on; None when they could not be had."""
+    """The fp32 losses of this recipe's own maths, which the verdict rests on; None if they are not available."""
     rebatched: BatchChoice | None = None
-    """This recipe at its own best micro batch, where the user asked for it."""
+    """This recipe at its own best micro batch, if the user asked for it."""
 
     @property
     def seconds(self) -> float:
@@ -92,7 +92,7 @@ class Row:
 
     @property
     def quick_seconds(self) -> float:
-        """What a step takes when nothing disturbs it: the p10, the median of it over the repeats."""
+        """The time of an undisturbed step: the p10, as the median over the repeats."""
         return statistics.median(spread_of(one.step_seconds).p10 for one in self.measurements)
 
     @property
@@ -104,15 +104,15 @@ class Climb:
     def __init__(self, workload: Workload, hardware: Hardware, settings: LadderSettings, ask: Ask) -> None:
         self.workload, self.hardware, self.settings, self.ask = workload, hardware, settings, ask
         self.own = tuple(name for name in own_rungs(workload) if name in settings.start.rungs)
-        """Rungs that are the model itself. A run of a version that climbed them as rungs is drawn as it was."""
+        """Rungs that belong to the model itself. Runs of versions that climbed them as rungs are drawn as they were."""
         self.finished: list[Row] = []
         self.plain_curve: tuple[float, ...] | None = None
         self.reference_trouble: str | None = None
-        """Why a row could not be checked."""
+        """Why a reference failed, and with it the check of its rows."""
 
     def rows(self, on_start: Callable[[str, str, int, int], None] = lambda *_: None) -> Iterator[Row]:
-        """Each row when it is known; then each again, once per repeat, with more measurements in it; then once more at
-        its own micro batch."""
+        """Yield each row when it is known; then each again, once per repeat, with more measurements in it; then once
+        more at its own micro batch."""
         names = [*self.settings.rungs, *([AGAIN] if self.settings.again else [])]
         total = 1 + len(names)
         first = self._first_row()
@@ -128,8 +128,8 @@ class Climb:
             yield from self._rebatch(on_start)
 
     def foreseen(self) -> list[Job]:
-        """The jobs of the rows if every rung is kept, and of two that take each other's place the later one, as the
-        ladder goes from slow to fast. Where it comes out otherwise, later rows are other jobs."""
+        """Return the jobs of the rows if every rung is kept, and of two that replace each other the later one, as the
+        ladder goes from slow to fast. If the climb decides otherwise, later rows are other jobs."""
         jobs, recipe = [self._job(self.settings.start)], self.settings.start
         for rung in map(find_rung, self.settings.rungs):
             replaced = next((name for name in recipe.rungs if group_of(find_rung(name)) == group_of(rung)), None)
@@ -144,13 +144,13 @@ class Climb:
 
     @property
     def current(self) -> Row:
-        """The newest row in the recipe; before any is, the first row, measured or not."""
+        """The newest row that was kept; before there is one, the first row, measured or not."""
         return next((row for row in reversed(self.finished) if row.kept), self.finished[0])
 
     def _first_row(self) -> Row:
         start = self.settings.start
         added = tuple(name for name in start.rungs if name not in self.own)
-        if set(added) <= set(RANK_RUNGS):  # ranks begin in their layout's usual way, and otherwise as plainly
+        if set(added) <= set(RANK_RUNGS):  # ranks begin with the rungs of their layout, and otherwise as plainly
             first = find_rung(added[0]) if added else LADDER[0]
             title = first.title if len(added) < 2 else " + ".join(added)
             return Row(first.name, title, first.maths, start)
@@ -172,7 +172,7 @@ class Climb:
         return row
 
     def _refusal(self, rung: Rung, onto: tuple[str, ...]) -> str | None:
-        """Why this rung gets no place on top of those, or None."""
+        """Return why this rung cannot be added to those, or None."""
         return (
             not_measured(rung.name, self.hardware.arranged)
             or why_not(rung, self.workload, self.hardware, plan_of(onto))
@@ -180,18 +180,18 @@ class Climb:
         )
 
     def _in_the_place_of(self, rung: Rung) -> str | None:
-        """The rung of the recipe so far whose place this one would take."""
+        """Return the rung of the current recipe that this one would replace, or None."""
         kept = self.current.recipe.rungs
         return next((name for name in kept if group_of(find_rung(name)) == group_of(rung)), None)
 
     def _row_of(self, rungs: tuple[str, ...]) -> Row | None:
-        """The row that measured exactly these rungs, if one did."""
+        """Return the row that measured exactly these rungs, or None."""
         return next((row for row in self.finished if row.recipe.rungs == rungs and row.measurements), None)
 
     def _measure(self, row: Row) -> Row:
         rung = None if row.name in (AGAIN, "recipe", "baseline") else find_rung(row.name)
         bit_exact = rung.name if rung is not None and rung.maths is Maths.BIT_EXACT else None
-        # The finished recipe was measured already: a repeat beyond all others makes this a question of its own.
+        # The finished recipe was measured already: a repeat number beyond all others gives this job a key of its own.
         row.job = self._job(
             row.recipe, bit_exact_rung=bit_exact, repeat=self.settings.repeats if row.name == AGAIN else 0
         )
@@ -225,7 +225,7 @@ class Climb:
         return found
 
     def _decide(self, row: Row, rung: Rung | None) -> None:
-        """Keep the rung, or say why the climb goes on without it."""
+        """Keep the rung, or record why the climb continues without it."""
         current = self.current if self.finished else None
         assert row.equivalence is not None
         if row.name == AGAIN:
@@ -244,14 +244,16 @@ class Climb:
                 self._decide_by_speed(row, current, rung, replaces=replaced is not None)
 
     def _nothing_compiled(self, row: Row) -> str | None:
-        """Its step is the eager one: nothing that goes with compiled code belongs onto it."""
+        """Return the compiler's trouble if nothing was compiled. The step is then the eager one, and rungs for compiled
+        code should not be added to it."""
         compiled = row.measurements[0].proof.compiled
         return short(compiled.trouble or "") if compiled is not None and not compiled.graphs else None
 
     def _decide_by_speed(self, row: Row, current: Row, rung: Rung | None, replaces: bool) -> None:
-        """An alternative must win, or the kept one stays. An addition may cost what noise could explain, within reason;
-        and as disturbances only ever slow a step down, it has cost nothing when its quick steps keep up. That is for
-        rungs that should pay: amid scatter, one that gives up speed for memory is not kept for a lucky row."""
+        """Keep the rung if its speed justifies it. A replacement must win, or the rung it would replace stays. An
+        addition may be slower by what noise could explain, within reason; and since disturbances only ever slow a step
+        down, it has cost nothing if its quick steps keep up. This holds for rungs that should pay: when timings
+        scatter, a rung that gives up speed for memory is not kept because of one lucky row."""
         ratio = current.seconds / row.seconds
         scatter = scatter_between(row.measurements, current.measurements)
         doubtful = rung is not None and not rung.is_usual and scatter > 0
@@ -268,7 +270,7 @@ class Climb:
             row.reason = f"{ratio:.2f}x the speed of {current.name}{doubt}"
 
     def _reference_curve(self, recipe: Recipe) -> tuple[float, ...] | None:
-        """The fp32 curve of the recipe's maths. Rows that change nothing share one job."""
+        """Return the fp32 curve of the recipe's maths; None if it failed. Rows with unchanged maths share a job."""
         changing = tuple(name for name in recipe.rungs if find_rung(name).maths is Maths.CHANGES)
         result = self.ask(self._job(replace(recipe, rungs=changing), kind="reference"))
         if isinstance(result, Measurement):
@@ -277,7 +279,7 @@ class Climb:
         return None
 
     def _yardstick(self, row: Row, measurement: Measurement, precision: str) -> tuple[float, ...] | None:
-        """The curve of plain code at the row's precision, where the row's own is in doubt; most are not."""
+        """Return the curve of plain code at the row's precision if the row's own is in doubt; most are not."""
         if self.workload.why_unchecked or not is_in_doubt(measurement.loss_curve, row.reference_curve, precision):
             return None
         recipe = replace(row.recipe, rungs=yardstick_rungs(row.recipe.rungs))
@@ -300,7 +302,7 @@ class Climb:
         )
 
     def _repeat(self, on_start: Callable[[str, str, int, int], None]) -> Iterator[Row]:
-        """All rows once more, in the same order, as often as asked: drift of the machine then hits every rung alike."""
+        """Measure all rows again, in the same order, as often as asked: drift of the machine affects all alike."""
         measured = [row for row in self.finished if row.measurements]
         for repeat in range(1, self.settings.repeats):
             for number, row in enumerate(measured, start=1):
@@ -313,7 +315,7 @@ class Climb:
                 yield row
 
     def _add_repeat(self, row: Row, result: Result, number: int) -> None:
-        """A repeat that fails stays in sight; one that is wrong makes the row wrong."""
+        """Add a repeat to its row. A failed repeat is noted as the row's reason; a wrong one makes the row wrong."""
         if isinstance(result, Failure):
             row.reason = f"repeat {number} failed: {result.reason}"
             return
@@ -323,7 +325,7 @@ class Climb:
             row.equivalence, row.kept, row.reason = again, False, f"repeat {number}: {again.detail}"
 
     def _rebatch(self, on_start: Callable[[str, str, int, int], None]) -> Iterator[Row]:
-        """Rows that are right, and rows that only the fixed micro batch was too large for."""
+        """Find the best micro batch for rows that are right, and for rows that only failed for lack of memory."""
         rows = [row for row in self.finished if row.name != AGAIN and _runs_somewhere(row)]
         for number, row in enumerate(rows, start=1):
 
@@ -349,7 +351,7 @@ class Climb:
             device=self.hardware.kind,
             micro_batch=fixed,
             seconds_per_sequence=row.quick_seconds / fixed if row.measurements else None,
-            # Others' code is predicted roughly: there measured sizes say what fits.
+            # Models that are not built in are predicted roughly: for them, measured sizes show what fits.
             memory_bytes=settings.memory_bytes if self.workload.source == BUILT_IN else None,
             headroom=settings.headroom,
             layout=self.hardware.arranged,
@@ -368,12 +370,12 @@ class Climb:
         )
 
     def _noise_of(self, row: Row) -> float:
-        """Of a comparison between two sizes, each run once."""
+        """Return the noise of a comparison between two sizes, each run once."""
         device, first = self.hardware.kind, row.measurements[:1]
         return tolerated_noise(first, first, device) if first else UNSEEN_RUN_TO_RUN[device]
 
     def _gradient_fault(self, row: Row, measurement: Measurement) -> str | None:
-        """Of the first step at another size; the loss curve was checked at the fixed one."""
+        """Return what is wrong with the first step at another size; the loss curve was checked at the fixed one."""
         found = judge(
             maths=row.maths.value,
             precision=plan_of(row.recipe.rungs).precision,
@@ -392,13 +394,13 @@ class Climb:
 
 
 def _runs_somewhere(row: Row) -> bool:
-    """At some micro batch: training that is not the same any more has no speed worth knowing."""
+    """True if the row is worth running at another micro batch: training that is wrong has no speed worth knowing."""
     if row.failure is not None:
         return row.failure.kind in MEMORY_KINDS
     return row.equivalence is not None and row.equivalence.verdict != "different"
 
 
 def least_learning(recipe: Recipe) -> float:
-    """Of a recipe whose maths is another: what the most patient of its rungs asks for."""
+    """Return how much a recipe with changed maths must learn: the smallest share among those of its rungs."""
     shares = (find_rung(name).least_learning for name in recipe.rungs)
     return min((share for share in shares if share is not None), default=LEAST_LEARNING)

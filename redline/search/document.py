@@ -1,6 +1,6 @@
 """The ladder as one JSON document: what `redline ladder --json` prints and every report is drawn from.
 
-The keys are a contract (DESIGN section 5). A number that is not known is null.
+The keys are a contract (`tests/cpu/test_ladder.py`). An unknown number is null.
 """
 
 from __future__ import annotations
@@ -96,19 +96,19 @@ def row_json(row: Row, first: Row, climb: Climb) -> dict[str, Any]:
 
 
 def compile_note(measurement: Measurement | None) -> str | None:
-    """What of the step was not compiled, or not as one; None where there is nothing to say."""
+    """Return what was not compiled, or not as a single graph; None if there is nothing to report."""
     compiled = None if measurement is None else measurement.proof.compiled
     trouble = None if compiled is None else compiled.trouble
     return None if trouble is None else short(trouble)
 
 
 def sharing_json(sharing: Sharing | None) -> dict[str, Any] | None:
-    """What the ranks cost one another; None of one process."""
+    """Return what the ranks cost one another, or None for one process."""
     return None if sharing is None else {**to_json(sharing), "straggler_seconds": sharing.straggler_seconds}
 
 
 def rebatched_json(row: Row, climb: Climb) -> dict[str, Any] | None:
-    """The row at its own micro batch; None where nobody looked for one."""
+    """Return the row at its own micro batch, or None if it was not searched for."""
     choice = row.rebatched
     if choice is None:
         return None
@@ -133,8 +133,8 @@ def rebatched_json(row: Row, climb: Climb) -> dict[str, Any] | None:
 
 
 def predicted_peak(row: Row, climb: Climb, micro_batch: int | None = None) -> int | None:
-    """What the allocator should need, also of a row that ran out of it. A CPU reports its resident set, which is
-    another figure."""
+    """Return what the allocator should need, even for a row that ran out of memory. None on a CPU, which reports its
+    resident set, another figure."""
     if climb.hardware.kind != "cuda" or row.status == "skipped":
         return None
     plan, size = plan_of(row.recipe.rungs), micro_batch or row.recipe.micro_batch
@@ -142,24 +142,25 @@ def predicted_peak(row: Row, climb: Climb, micro_batch: int | None = None) -> in
 
 
 def losses_json(curve: Sequence[float] | None) -> list[float | None] | None:
-    """NaN and infinities are not JSON: a loss that is no number is null, and the verdict says so."""
+    """Replace NaN and infinite losses, which JSON does not have, by null; the verdict mentions them."""
     return None if curve is None else [loss if math.isfinite(loss) else None for loss in curve]
 
 
 def tokens_per_second(row: Row, climb: Climb) -> float | None:
-    """Of all ranks; a tensor group's count once."""
+    """Return the rate of all ranks; the tokens of a tensor group count once."""
     tokens = climb.hardware.arranged.data * row.recipe.micro_batch * climb.workload.shape.sequence
     return tokens / row.seconds if row.measurements else None
 
 
 def share_of_peak(row: Row, climb: Climb, rate: float | None) -> Efficiency | None:
-    """Of the peaks of all ranks together, which is that of one with its part of the tokens."""
+    """Return the share of all ranks' peaks together, which is one rank's share at its part of the tokens."""
     each = None if rate is None else rate / climb.hardware.ranks
     return efficiency(climb.workload.shape, plan_of(row.recipe.rungs), climb.hardware, each) if each else None
 
 
 def step_spread(measurements: Sequence[Measurement]) -> Spread:
-    """Over the steps of all repeats; the median is that of the repeats' medians, which one odd repeat cannot pull."""
+    """Return the spread over the steps of all repeats. Its median is that of the repeats' medians, which a single odd
+    repeat cannot pull."""
     pooled = spread_of([seconds for one in measurements for seconds in one.step_seconds])
     median = statistics.median(statistics.median(one.step_seconds) for one in measurements)
     return Spread(median=median, p10=pooled.p10, p90=pooled.p90, n=pooled.n)
@@ -172,7 +173,7 @@ def within_noise(row: Row, base: Row, climb: Climb) -> bool:
 
 
 def again_floor(rows: Sequence[Row]) -> float | None:
-    """How far the finished recipe lies from itself, measured twice."""
+    """Return how far apart two measurements of the finished recipe are, or None if it was not measured again."""
     again = next((row for row in rows if row.name == AGAIN and row.measurements), None)
     if again is None or again.base is None or not again.base.measurements:
         return None
@@ -186,7 +187,7 @@ def equivalence_json(row: Row) -> dict[str, str]:
 
 
 def noise_json(rows: Sequence[Row], device: str) -> dict[str, Any]:
-    """The typical noise of a comparison, and what it was learned from."""
+    """Return the typical noise of a comparison, and where the figure comes from."""
     pairs = [(row, row.base) for row in rows if row.measurements and row.base is not None and row.base.measurements]
     noises = [noise_between(row.measurements, base.measurements, device) for row, base in pairs]
     typical = statistics.median(noises) if noises else None
@@ -216,7 +217,7 @@ def best_json(climb: Climb) -> dict[str, Any] | None:
 
 
 def best_row(rows: Sequence[Row]) -> Row | None:
-    """The fastest row whose training is right and which the climb kept: a stand-in or an a/a row is no recipe."""
+    """Return the fastest row that is right and that the climb kept, which excludes stand-ins and a/a rows."""
     trusted = [row for row in rows if row.trusted and row.kept]
     return min(trusted, key=lambda row: row.seconds, default=None)
 
@@ -235,8 +236,8 @@ def best_rebatched_json(rows: Sequence[Row]) -> dict[str, Any] | None:
 
 
 def best_rebatched(rows: Sequence[Row]) -> Row | None:
-    """The fastest at its own micro batch among the rows whose training is right. A rung that the climb went on without
-    may win here: checkpointing pays through the batch it makes room for. A stand-in is no recipe here either."""
+    """Return the row that is fastest at its own micro batch, among those whose training is right. A rung that the climb
+    left out may win here: checkpointing pays off through the batch it makes room for. Stand-ins are excluded too."""
     stand_ins = {rung.name for rung in LADDER if rung.stand_in}
     trusted = [row for row in rows if row.trusted and row.name not in stand_ins and _own_rate(row)]
     return max(trusted, key=_own_rate, default=None)

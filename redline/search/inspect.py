@@ -1,9 +1,9 @@
-"""What a user points at, their own Python file among it, as a workload.
+"""Resolve what the user named, which may be their own Python file, to a workload.
 
     find_workload("gpt2");  find_workload("models/llama/config.json", sequence=2048);  find_workload("my_model.py:vit")
 
-A file is run in a process of its own, once (`engine/inspect_model.py`): a parent has no torch, and what a file does to
-its process should stay there. Mistakes in it come back as problem, why and fix, with the user's own line.
+A Python file runs once, in a process of its own (`engine/inspect_model.py`): the parent has no torch, and whatever the
+file does to its process should stay there. Mistakes in it come back as problem, why and fix, with the user's own line.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ INSPECT_SECONDS = 600.0
 def find_workload(
     words: str, corpus: str | None = None, sequence: int | None = None, *, trained_on: str | None = None
 ) -> Workload:
-    """As `workloads.resolve_workload`, and for Python files too."""
+    """Like `workloads.resolve_workload`, but for Python files too."""
     found = find_python_file(words)
     if found is None:
         return resolve_workload(words, corpus, sequence, trained_on=trained_on)
@@ -48,14 +48,14 @@ def find_workload(
 
 
 def check_unchanged_file(workload: Workload) -> None:
-    """Before a run goes on: its rows belong to the file as it was."""
+    """Refuse to resume a run whose Python file has changed: its rows belong to the file as it was."""
     source = workload.source
     if source.file is not None and source.digest is not None:
         path = Path(source.file)
         check_unchanged(path, read(path), source.digest)
 
 
-@functools.cache  # a command asks twice: to check its words, and for the run
+@functools.cache  # a command asks twice: to check its options, and for the run
 def inspect_file(found: PythonFile) -> Traced:
     with tempfile.TemporaryDirectory(prefix="redline-inspect-") as folder:
         order, answer, log = (Path(folder) / name for name in ("order.json", "answer.json", "log.txt"))
@@ -81,7 +81,7 @@ def _left(code: int) -> str:
 def _run(arguments: list[str], log: BinaryIO, found: PythonFile) -> int:
     command = [sys.executable, "-m", *arguments]
     environment = {**os.environ, **import_environment()}
-    # The pipe stays open as long as we live: the process leaves when it closes, so that none is left behind.
+    # The pipe stays open as long as we live. The process exits when it closes, so none is left behind.
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=environment)
     try:
         return process.wait(timeout=INSPECT_SECONDS)
@@ -93,4 +93,4 @@ def _run(arguments: list[str], log: BinaryIO, found: PythonFile) -> int:
         ) from error
     finally:
         process.kill()
-        process.communicate()  # closes the pipe and takes its exit code: no zombie
+        process.communicate()  # closes the pipe and reaps the process: no zombie

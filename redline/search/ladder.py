@@ -1,4 +1,4 @@
-"""A ladder from the user's words to its document: check everything, ask the machine, open a run directory, climb.
+"""A ladder from the user's options to its document: check everything, probe the machine, open a run directory, climb.
 
     run = prepare_ladder(workload="tiny", out=Path("runs/mine"), command="redline ladder tiny")
     document = run.climb(timeout_seconds=600, view=view)
@@ -56,12 +56,12 @@ from redline.search.words import (
     check_sensible,
 )
 
-KIND, SURROUNDINGS = "ladder", "surroundings"  # in run.json: what it is of, and what its times depend on besides
-LOCK_TRIES, LOCK_SECONDS = 3, 0.05  # somebody who watches may look at the lock just now
+KIND, SURROUNDINGS = "ladder", "surroundings"  # in run.json: the kind of run, and a key for what else affects its times
+LOCK_TRIES, LOCK_SECONDS = 3, 0.05  # a watching command may hold the lock for an instant
 
 
 class View(Protocol):
-    """What a climb tells whoever watches; `report.live.LiveLadder` draws it."""
+    """What a climb reports to whoever is watching; `report.live.LiveLadder` draws it."""
 
     def row_started(self, rung: str, title: str, number: int, total: int) -> None: ...
     def phase(self, name: str, done: int | None, total: int | None, seconds: float | None) -> None: ...
@@ -69,7 +69,7 @@ class View(Protocol):
 
 
 class UnansweredError(Exception):
-    """A job that no earlier run has answered, asked of a climb that may not start workers."""
+    """A climb that may not start workers met a job that no earlier run has answered."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,21 +82,21 @@ class LadderRun:
     """Choices made for the user, with their reasons."""
 
     def climb(self, *, timeout_seconds: float, view: View) -> dict[str, Any]:
-        """Measure what is not measured yet. An interrupt ends the climb, not the document."""
+        """Measure what is not measured yet. After an interrupt the document is returned all the same."""
         with only_climb_in(self.directory):
             return self._climb(timeout_seconds, view)
 
     def _climb(self, timeout_seconds: float, view: View) -> dict[str, Any]:
         answered = {key: result for key, result in self.directory.results().items() if not worth_another_try(result)}
 
-        compiled: dict[str, float] = {}  # seconds, by the code
+        compiled: dict[str, float] = {}  # seconds, by graph
 
         def ask(job: Job) -> Result:
             if job.key not in answered:
-                # A measurement has a cache of its own, unless its code was compiled ahead for all rows that share it.
+                # A measurement has its own cache, unless its code was compiled ahead for all rows that share it.
                 graph = None if self.settings.compile_ahead is None else graph_key(job)
                 started = time.monotonic()
-                with self.directory.explaining():  # a worker's folder takes room on the disk too
+                with self.directory.explaining():  # a worker's folder takes disk space too
                     result = launch(self.directory, job, timeout_seconds, view.phase, compile_cache=graph)
                 seconds = time.monotonic() - started
                 stop_at_a_mistake(result, self.directory)
@@ -134,7 +134,7 @@ class LadderRun:
             )
 
     def replay(self) -> dict[str, Any]:
-        """The document of what is measured so far, without starting anything."""
+        """Return the document of what has been measured so far, without starting anything."""
         answered = self.directory.results()
 
         def ask(job: Job) -> Result:
@@ -163,8 +163,8 @@ class LadderRun:
 
 
 def stop_at_a_mistake(result: object, directory: RunDirectory) -> None:
-    """A model that cannot be built is no row: all others would say the same. Where nothing was measured, nothing is
-    left behind."""
+    """Raise a mistake in the model itself, which is no row: all others would report the same. If nothing was measured,
+    the run directory is removed."""
     if isinstance(result, Failure) and result.mistake is not None:
         if not directory.results():
             shutil.rmtree(directory.path, ignore_errors=True)
@@ -172,7 +172,8 @@ def stop_at_a_mistake(result: object, directory: RunDirectory) -> None:
 
 
 def with_first_compile(result: Result, graph: str | None, compiled: dict[str, float]) -> tuple[Result, float]:
-    """A row that finds its code compiled by another says what that one took; and the seconds that this spared it."""
+    """Return the result with the compile time of the first job with the same graph, and the seconds that finding the
+    code compiled has saved."""
     if graph is None or isinstance(result, Failure) or result.compile_seconds is None:
         return result, 0.0
     first = compiled.setdefault(graph, result.compile_seconds)
@@ -180,13 +181,13 @@ def with_first_compile(result: Result, graph: str | None, compiled: dict[str, fl
 
 
 def worth_another_try(result: Result) -> bool:
-    """Time-outs and kills come from outside the recipe: a resumed run may have more time, or more luck."""
+    """True for time-outs and kills, which come from outside the recipe: resumed, it may have more time or more luck."""
     return isinstance(result, Failure) and result.kind in ("timeout", "killed")
 
 
 @contextmanager
 def only_climb_in(directory: RunDirectory) -> Iterator[None]:
-    """Two climbs in one directory would start workers in the same folders. The lock ends with the process."""
+    """Lock the directory: two climbs there would start workers in the same folders. The lock ends with the process."""
     with open(directory.path / RUN_FILE) as file:
         for tries_left in reversed(range(LOCK_TRIES)):
             try:
@@ -202,14 +203,14 @@ def only_climb_in(directory: RunDirectory) -> Iterator[None]:
 
 
 def is_measuring(path: Path) -> bool:
-    """Whether a process climbs or searches there now. The question holds the lock for an instant, which is why
+    """True if a process is climbing or searching there now. The test holds the lock for an instant, which is why
     `only_climb_in` tries more than once."""
     with open(path / RUN_FILE) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             return True
-        except OSError:  # a file system without locks: nobody can say, and the files are all there is
+        except OSError:  # a file system without locks: there is no way to know
             return False
     return False
 
@@ -229,7 +230,7 @@ def prepare_ladder(
     command: str,
     **common: Any,
 ) -> LadderRun:
-    """Everything the user said is checked here, before the machine is asked and before anything is written."""
+    """Check everything the user said, before the machine is probed and before anything is written."""
     words = Words(**common)
     recipe = None if start is None else checked_start(start, words.micro_batch)
     words.check(recipe.rungs if recipe else (), repeats=repeats, compile_ahead=compile_ahead)
@@ -248,7 +249,7 @@ def prepare_ladder(
 def begin_ladder(
     words: Words, start: Recipe | None, without: Collection[str], said: dict[str, Any], command: str
 ) -> LadderRun:
-    """The machine is asked, which completes the settings that were said, and the run directory is opened."""
+    """Probe the machine, which completes the user's settings, and open the run directory."""
     found = words.meet_machine()
     hardware = found.hardware
     first = ranked_rungs(start.rungs if start else (), words.layout)
@@ -285,7 +286,7 @@ def check_compile_ahead(processes: int | None, ranks: int) -> None:
 
 
 def checked_start(path: Path, micro_batch: int | None) -> Recipe:
-    """The recipe that a ladder begins with; another micro batch may take the place of its own."""
+    """Return the recipe that a ladder begins with. Its own micro batch is checked only if the user names no other."""
     recipe = load_recipe(path)
     check_alternatives(recipe.rungs, str(path))
     if micro_batch is None:
@@ -294,7 +295,7 @@ def checked_start(path: Path, micro_batch: int | None) -> Recipe:
 
 
 def notes_of_ways(asked: Sequence[str], rungs: Sequence[str]) -> Iterator[str]:
-    """Of a recipe's ways to share a step, those that `ranked_rungs` has left out."""
+    """Yield a note for each way to share a step that the recipe names and `ranked_rungs` has left out."""
     for name in asked:
         if is_way(name) and name not in rungs:
             yield f"{name} is left out: nobody has data of their own in this layout"
@@ -313,8 +314,8 @@ def check_rebatch(rebatch: bool, headroom: float | None, global_batch: int | Non
 
 
 def memory_to_share(hardware: Hardware) -> int | None:
-    """Of a GPU all of it, as the prediction counts; of a host what is free, as others live there too, and of that each
-    rank's part."""
+    """Return the memory of one rank: all of a GPU's, as the prediction counts; on a CPU, the rank's part of what is
+    free, since other processes use the host too."""
     if hardware.kind == "cuda":
         return hardware.memory_bytes
     free = host_memory_bytes()
@@ -322,7 +323,8 @@ def memory_to_share(hardware: Hardware) -> int | None:
 
 
 def check_recipe_applies(recipe: Recipe, workload: Workload, hardware: Hardware) -> None:
-    """A rung that does not apply is a row on a ladder; in a recipe that was asked for as a whole it is a mistake."""
+    """Refuse a recipe with a rung that does not apply. On a ladder it would be a row; in a recipe that was requested as
+    a whole it is a mistake."""
     for name in recipe.rungs:
         reason = not_measured(name, hardware.arranged) or why_not_among(name, recipe.rungs, workload, hardware)
         if reason is not None:
@@ -343,7 +345,7 @@ def check_timeout(seconds: float) -> None:
 def choose_rungs(
     rungs: str | None, *, also: str | None = None, without: str | None = None, started_with: Sequence[str] = ()
 ) -> tuple[str, ...]:
-    """The rungs to climb, in the ladder's order, whatever order they were named in."""
+    """Return the rungs to climb, in the ladder's order, whatever order they were named in."""
     wanted = _names(rungs) if rungs is not None else {rung.name for rung in LADDER if not rung.when_named}
     for name in sorted(_names(also) & _names(without)):
         raise UserError(
@@ -360,7 +362,7 @@ def _names(text: str | None) -> set[str]:
 
 
 def check_not_own(without: Collection[str], workload: Workload) -> None:
-    """What is the model itself cannot be left out of its recipes."""
+    """Refuse to leave out rungs that belong to the model itself."""
     for name in own_rungs(workload):
         if name in without:
             raise UserError(
@@ -380,8 +382,8 @@ def open_directory(
     kind: str = KIND,
     check: Callable[[dict[str, Any]], None] = lambda _: None,
 ) -> RunDirectory:
-    """A new run directory with its tokens and run.json: both of them, or nothing. `check` may raise at what run.json
-    would say."""
+    """Create a run directory with its tokens and run.json: both of them, or nothing. `check` is called with what
+    run.json will contain, and may raise."""
     from redline.data.tokens import encode_corpus, write_tokens  # numpy takes a while to import
 
     tokens = encode_corpus(workload) if workload.reads_text else None
@@ -405,7 +407,7 @@ def open_directory(
 
 
 def resume_ladder(path: Path, choices: dict[str, Any]) -> LadderRun:
-    """An interrupted run on the same machine with the same versions: its other rows must stay comparable."""
+    """Open an interrupted run, on the same machine with the same versions: its other rows must stay comparable."""
     check_nothing_given("ladder", path, choices)
     run = open_ladder(path)
     check_same_ranks("ladder", path, choices, run.hardware)
@@ -416,7 +418,8 @@ def resume_ladder(path: Path, choices: dict[str, Any]) -> LadderRun:
 
 
 def forget_other_surroundings(directory: RunDirectory) -> None:
-    """Rows of two codes or environments may stand in one table; `tune --after` must not take them for one."""
+    """Clear the recorded surroundings if they have changed: one table may hold rows of two versions of the code or
+    environment, but `tune --after` must not treat them as one."""
     run = directory.read_run()
     if run.get(SURROUNDINGS) not in (None, surroundings_of(directory.path / TOKENS_FILE)):
         with directory.explaining():

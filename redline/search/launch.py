@@ -50,12 +50,12 @@ OnPhase = Callable[..., None]
 def launch(
     run: RunDirectory, job: Job, timeout_seconds: float, on_phase: OnPhase, *, compile_cache: str | None = None
 ) -> Result:
-    """`compile_cache`: the name of a cache that several jobs share, because they compile the same code."""
+    """Run a job in a worker. `compile_cache`: the name of a cache for jobs that compile the same code."""
     return _launch(Measurement, run, job, timeout_seconds, on_phase, compile_cache)
 
 
 def launch_profile(run: RunDirectory, job: Job, timeout_seconds: float, on_phase: OnPhase) -> Profile | Failure:
-    """The same for a job of kind 'profile'."""
+    """Like `launch`, for a job of kind 'profile'."""
     return _launch(Profile, run, job, timeout_seconds, on_phase, None)
 
 
@@ -82,12 +82,12 @@ def _launch(
 
 
 def clean_folder(run: RunDirectory, job: Job) -> Path:
-    """With the job in it and nothing else that a worker would write."""
+    """Return the job's folder, with job.json in it and nothing that an earlier worker wrote."""
     folder = run.job_folder(job)
     folder.mkdir(parents=True, exist_ok=True)
     for leftover in (MEASUREMENT_FILE, "failure*.json", STANDING_FILE, RANK_FILE.format("*"), INSIDE.format("*")):
         for path in folder.glob(leftover):
-            path.unlink()  # of an attempt that was interrupted
+            path.unlink()  # from an interrupted attempt
     write_atomically(folder / "job.json", json.dumps(to_json(job), indent=2))
     return folder
 
@@ -101,10 +101,10 @@ def start_worker(
     stdout: int = subprocess.PIPE,
     more: Mapping[str, str] | None = None,
 ) -> subprocess.Popen[bytes]:
-    """`more`: of the environment, where the user has not set it."""
+    """Start the worker of a job. `more`: environment variables to set where the user has not set them."""
     return subprocess.Popen(
         [sys.executable, "-m", "redline.engine.worker", str(run.job_folder(job))],
-        stdin=subprocess.PIPE,  # held open: the worker leaves when it closes
+        stdin=subprocess.PIPE,  # held open: the worker exits when it closes
         stdout=stdout,
         stderr=log,
         env={**(more or {}), **worker_environment(run, job, compile_cache)},
@@ -113,17 +113,19 @@ def start_worker(
 
 
 def worker_environment(run: RunDirectory, job: Job, compile_cache: str | None = None) -> dict[str, str]:
-    """Own compile caches for each recipe: a shared one has served graphs that were compiled for another backend.
-    Only repeats of the very same job share one, and jobs whose caller knows that they compile the same code."""
+    """Return a worker's environment. Each recipe has its own compile caches, because a shared one has served graphs
+    that were compiled for another backend. Only repeats of the very same job share one, and jobs whose caller knows
+    that they compile the same code."""
     cache = cache_folder(run) / (compile_cache or replace(job, repeat=0).key)
     return {
-        # Inductor compiles a test program per vector instruction set into every new cache: ten seconds on two cores to
+        # For every new cache Inductor compiles a test program per vector instruction set: ten seconds on two cores to
         # learn what the CPU's own flags say. The user's setting wins.
         "TORCHINDUCTOR_VEC_ISA_OK": "1",
-        # Unless this is set, torch traces a graph with an autograd.Function in it anew in every process; fused-loss and
-        # what follows have one. Its authors hold it for safe and for not tried enough (pytorch/pytorch#149751); here
-        # each recipe has a cache and a verdict. From full caches such rows of GPT-2 took 13 to 22 s to compile on an
-        # H200, those before 4 to 7; how much of that was this has not been measured.
+        # Without this setting, every process traces graphs that contain an autograd.Function anew, and fused-loss and
+        # later rungs contain one. torch's authors consider caching them safe but not tested enough
+        # (pytorch/pytorch#149751); here each recipe has a cache and a verdict. With full caches, such rows of GPT-2
+        # took 13 to 22 s to compile on an H200, and the rows before them 4 to 7 s; how much of that was due to this has
+        # not been measured.
         "TORCHINDUCTOR_AUTOGRAD_CACHE_ALLOW_CUSTOM_AUTOGRAD": "1",
         **os.environ,
         **import_environment(),
@@ -137,12 +139,12 @@ def cache_folder(run: RunDirectory) -> Path:
 
 
 def remove_caches(run: RunDirectory) -> None:
-    """Compiled kernels, and the plain model's first step: large, and worthless once every row is in."""
+    """Remove compiled kernels and the plain model's first step, which are large and worthless once every row is in."""
     shutil.rmtree(cache_folder(run), ignore_errors=True)
 
 
 def follow(process: subprocess.Popen[bytes], timeout_seconds: float, on_phase: OnPhase) -> tuple[str, bool]:
-    """Pass progress on until the worker ends. Returns the last phase, and False if it had to be stopped."""
+    """Pass progress on until the worker ends. Return the last phase, and False if the worker had to be stopped."""
     last = {"phase": "starting"}
     assert process.stdout is not None
     reader = threading.Thread(target=_read_progress, args=(process.stdout, last, on_phase), daemon=True)
@@ -169,8 +171,8 @@ def _read_progress(stream: IO[bytes], last: dict[str, str], on_phase: OnPhase) -
 
 
 def _progress_in(line: bytes) -> dict[str, Any] | None:
-    """None for whatever else was written to our pipe before the worker took it: the reader must never stop reading,
-    or the pipe fills and the worker waits for ever."""
+    """Return the event in a line, or None for whatever else was written to our pipe before the worker took it over. The
+    reader must never stop reading, or the pipe fills and the worker waits forever."""
     try:
         event = json.loads(line)
     except ValueError:
@@ -179,7 +181,7 @@ def _progress_in(line: bytes) -> dict[str, Any] | None:
 
 
 def kill_group(process: subprocess.Popen[bytes]) -> None:
-    """The worker and whatever it started: loader workers and compiler processes share its session."""
+    """Kill the worker and whatever it started: loader workers and compiler processes share its session."""
     with contextlib.suppress(ProcessLookupError):  # all gone already
         kill_all_but_trackers(process.pid)
     process.wait()
@@ -188,15 +190,15 @@ def kill_group(process: subprocess.Popen[bytes]) -> None:
 
 
 def kill_ranks(folder: Path) -> None:
-    """Of a job of several: torchrun gives each of them a session of its own, which the agent's end does not reach."""
+    """Kill the ranks of a job, if it has several: torchrun gives each its own session, which outlives the agent's."""
     for path in folder.glob(RANK_FILE.format("*")):
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # gone, or its number is another's by now
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # gone, or the pid is another process's by now
             kill_all_but_trackers(int(path.read_text(encoding="utf-8")))
         path.unlink()
 
 
 def standing_in(folder: Path) -> str:
-    """Which rank stood still when the time was over; '' where none did, and where there was one."""
+    """Return which rank stood still when the time was up; '' if none did, or if there was only one."""
     path = folder / STANDING_FILE
     return path.read_text(encoding="utf-8").strip() if path.exists() else ""
 
@@ -214,7 +216,7 @@ def answer_of(kind: type[Answer], folder: Path, returncode: int, phase: str) -> 
 
 
 def last_words_of_c(log: Path) -> str:
-    """What C++ writes of an exception that nobody caught; nothing where it was another end."""
+    """Return what C++ wrote about an uncaught exception, or '' if the process ended for another reason."""
     found = re.findall(r"^ *what\(\): *(\S.*)$", log.read_text(encoding="utf-8", errors="replace"), re.MULTILINE)
     return f" ({found[-1][:200]})" if found else ""
 
@@ -248,11 +250,12 @@ def probe_machine(device: str | None) -> tuple[Hardware, dict[str, str | None]]:
 
 
 def import_environment() -> dict[str, str]:
-    """`python -m` looks into the current folder first, where another checkout or a user's random.py may lie."""
+    """Return variables under which a child imports this package. `python -m` would look into the current folder first,
+    which may hold another checkout or a user's random.py."""
     return {"PYTHONPATH": worker_path(), "PYTHONSAFEPATH": "1"}
 
 
 def worker_path() -> str:
-    """PYTHONPATH under which a child finds this very package, also from a checkout that was never installed."""
+    """Return a PYTHONPATH under which a child finds this very package, even in a checkout that was never installed."""
     package_parent = str(Path(redline.__file__).resolve().parent.parent)
     return os.pathsep.join(part for part in (package_parent, os.environ.get("PYTHONPATH", "")) if part)

@@ -1,10 +1,10 @@
-"""What a row could reach and what it should hold, computed beside what was measured: the lines a page draws in.
+"""What a row could reach and what it should hold, predicted beside what was measured: the limits that a page draws.
 
     roofline_json(shape, plan_of(rungs), 16, hardware) -> {"light": 818082.3, "expected": 536457.0, "floor": 1225212.1}
-    with_limits(document)       a document of before these fields, with them: nothing in it is measured again
+    with_limits(document)       adds these fields to a document from before they existed, without measuring anything
 
-Everything here is arithmetic on a workload, a recipe and the table of devices. Nothing is known of a device that is not
-in it, nor of a model that is no decoder of ours: None, or no line.
+Everything here is arithmetic on a workload, a recipe and the table of devices. For a device that is not in the table,
+or a model that is not a decoder of ours, the result is None or empty.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ SIXTEEN_BIT = Plan(autocast="bf16"), Plan(autocast="fp16")
 
 
 def limits_json(shape: object, hardware: Hardware) -> list[dict[str, Any]]:
-    """The device's matmul peaks as tokens per second, in the convention of MFU: the data sheet's, and the best that
-    was measured on such a device."""
+    """Return the device's matmul peaks as tokens per second, in the convention of MFU: the data sheet's, and the best
+    one measured on such a device."""
     device = hardware.device
     plan = next((plan for plan in SIXTEEN_BIT if device is not None and plan.precision in device.peak_tflops), None)
     if device is None or plan is None or not isinstance(shape, (Shape, Traced)):
         return []
-    mfu = efficiency(shape, plan, hardware, 1.0).mfu  # of one token per second
+    mfu = efficiency(shape, plan, hardware, 1.0).mfu  # at one token per second
     sheet, reached = sheet_peaks(plan, device), reachable(plan, device)
     return [
         {
@@ -48,9 +48,9 @@ def limits_json(shape: object, hardware: Hardware) -> list[dict[str, Any]]:
 
 
 def roofline_json(shape: object, plan: Plan, micro_batch: int, hardware: Hardware) -> dict[str, float | None] | None:
-    """Tokens per second of this recipe: at its speed of light, as expected, and of its FLOPs alone. Of several ranks
-    what is expected has their communication in it, and the other two do not: for those a tensor group shares everything
-    evenly, also what each of its ranks computes whole."""
+    """Return tokens per second of this recipe: at its speed of light, as expected, and for its FLOPs alone. With
+    several ranks the expected rate includes their communication. The other two do not: for them, a tensor group shares
+    everything evenly, even what each of its ranks computes in full."""
     device = hardware.device
     sheet = None if device is None else sheet_peaks(plan, device)
     if device is None or sheet is None or not isinstance(shape, Shape):
@@ -66,8 +66,8 @@ def roofline_json(shape: object, plan: Plan, micro_batch: int, hardware: Hardwar
 
 
 def anatomy_json(shape: object, plan: Plan, micro_batch: int, hardware: Hardware) -> dict[str, Any] | None:
-    """The predicted peak by part; the parts add up to `predicted_peak_bytes`. A CPU reports its resident set, which
-    has other parts."""
+    """Return the predicted peak by part; the parts add up to `predicted_peak_bytes`. None on a CPU, which reports its
+    resident set with other parts."""
     if hardware.kind != "cuda" or not isinstance(shape, (Shape, Traced)):
         return None
     memory = case_of(shape, plan, hardware.arranged).memory(micro_batch)
@@ -83,7 +83,7 @@ def anatomy_json(shape: object, plan: Plan, micro_batch: int, hardware: Hardware
 
 
 def with_limits(document: dict[str, Any]) -> dict[str, Any]:
-    """A ladder's document from before these fields, such as a record. What it says itself stays."""
+    """Add these fields to a ladder's document from before they existed, such as a record. Its own fields stay."""
     shape = from_json(Shape, document["workload"]["shape"])
     fields = {name: value for name, value in document["hardware"].items() if name != "peak_tflops"}
     hardware = from_json(Hardware, fields)

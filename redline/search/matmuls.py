@@ -1,4 +1,4 @@
-"""How fast this machine multiplies matrices and moves memory, asked of a worker process.
+"""How fast this machine multiplies matrices and moves memory, measured in a worker process.
 
     time_gemms(gemms, dtype="bf16", device=None, seconds=10) -> [9.1e-05, 3.4e-05, None, ...]  seconds per call
     measure_peaks("gpt2", micro_batch=16) -> MeasuredPeaks: the highest rates over GPT-2's own products and square ones
@@ -30,11 +30,11 @@ from redline.workloads import PRESETS, default_workload, resolve_shape
 DTYPES = ("fp32", "tf32", "bf16", "fp16")
 SQUARES = {"cuda": (1024, 2048, 4096, 8192, 16384), "cpu": (256, 512, 1024, 2048)}
 SQUARE = "square"
-SQUARE_MEMORY_SHARE = 0.25  # of the device's memory for the three matrices of a square product in fp32
+SQUARE_MEMORY_SHARE = 0.25  # share of the device's memory for the three matrices of a square product in fp32
 SECONDS = {"cuda": 20.0, "cpu": 10.0}
 SECONDS_BETWEEN = (1.0, 90.0)
-MICRO_BATCH = 8  # for a shape that says none; the answer names what was used
-GRACE_SECONDS = 120.0  # for importing torch and for the one call that is under way when the time is over
+MICRO_BATCH = 8  # for a shape that has none; the answer records which was used
+GRACE_SECONDS = 120.0  # for importing torch and for the one call that is under way when the time is up
 
 OnProgress = Callable[..., None]
 """on_progress(phase, done=None, total=None, seconds=None), as the workers of a ladder report"""
@@ -48,7 +48,7 @@ def time_gemms(
     seconds: float,
     on_progress: OnProgress | None = None,
 ) -> list[float | None]:
-    """Median seconds of one call of each, in their order; None for one that failed, such as one that does not fit."""
+    """Return the median seconds of one call of each GEMM, in order; None for one that failed or does not fit."""
     if dtype not in DTYPES:
         raise unknown_name("dtype", dtype, DTYPES)
     device = device or launch.probe_machine(None)[0].kind
@@ -65,7 +65,7 @@ def measure_peaks(
     command: str = "",
     on_progress: OnProgress | None = None,
 ) -> MeasuredPeaks:
-    """The highest matmul rate per dtype and the highest memory bandwidth, within `seconds` and a start-up."""
+    """Return the highest matmul rate per dtype and the highest memory bandwidth, within `seconds` plus start-up."""
     check_seconds(seconds)
     if micro_batch is not None:
         check_positive("micro batch", micro_batch)
@@ -108,7 +108,8 @@ Asked = tuple[str, Gemm]  # a dtype and a product
 def check_own_products(
     rates: Sequence[MeasuredRate], asked: Sequence[Asked], answers: Sequence[dict[str, Any]], name: str
 ) -> None:
-    """Square ones alone would say nothing of the workload, and must not take the place of an earlier measurement."""
+    """Refuse a result in which only square products were timed: it says nothing about the workload, and must not
+    replace an earlier measurement."""
     if any(rate.where != SQUARE for rate in rates):
         return
     own = (answer["error"] for (_, gemm), answer in zip(asked, answers, strict=True) if gemm.where != SQUARE)
@@ -120,7 +121,7 @@ def check_own_products(
 
 
 def failed_products(asked: Sequence[Asked], answers: Sequence[dict[str, Any]]) -> tuple[str, ...]:
-    """One line for each product that gave no rate, with the dtypes and the reason."""
+    """Return one line for each product that has no rate, with the dtypes and the reason."""
     dtypes: dict[tuple[str, str], list[str]] = {}
     for (dtype, gemm), answer in zip(asked, answers, strict=True):
         if "error" in answer:
@@ -134,7 +135,8 @@ def default_micro_batch(name: str) -> int:
 
 
 def peak_gemms(shape: Shape, micro_batch: int, hardware: Hardware) -> list[Gemm]:
-    """The workload's own products and square ones, small to large: what there is no time for is the largest."""
+    """Return the workload's own products and square ones, small to large: if time is short, the large ones are left
+    out."""
     squares = [Gemm(where=SQUARE, direction="forward", m=n, n=n, k=n) for n in fitting_squares(hardware)]
     own = linear_gemms(shape, Plan(), micro_batch=micro_batch)
     return sorted([*own, *squares], key=lambda gemm: gemm.m * gemm.n * gemm.k)
@@ -147,12 +149,13 @@ def fitting_squares(hardware: Hardware) -> list[int]:
 
 
 def measured_dtypes(hardware: Hardware) -> list[str]:
-    """fp32 runs everywhere; the others where the probe found the instructions for them."""
+    """Return the dtypes to measure: fp32 runs everywhere, the others where the probe found their instructions."""
     return [dtype for dtype in DTYPES if dtype == "fp32" or dtype in hardware.features]
 
 
 def product_of(gemm: Gemm, dtype: str) -> dict[str, Any]:
-    """As the worker takes it. The second product of attention (weights v) has its layouts one place further on."""
+    """Return the product as the worker expects it. For the second product of attention (weights times v), the layouts
+    of forward and dgrad are swapped."""
     layouts = {"forward": "TN", "dgrad": "NN", "wgrad": "NT"}
     if gemm.where == "mix":
         layouts = {"forward": "NN", "dgrad": "TN", "wgrad": "NT"}
@@ -178,7 +181,7 @@ def ask(
     *,
     traffic: bool = False,
 ) -> dict[str, Any]:
-    """One worker, one task. Returns its answer or raises why there is none."""
+    """Run one task in one worker. Return its answer, or raise the reason there is none."""
     with tempfile.TemporaryDirectory(prefix="redline-matmuls-") as name:
         folder = Path(name)
         task = {"device": device, "products": products, "seconds": seconds, "traffic": traffic}
@@ -193,7 +196,7 @@ def _run_worker(folder: Path, timeout_seconds: float, on_progress: OnProgress) -
     with open(folder / "log.txt", "wb") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "redline.engine.matmuls", str(folder)],
-            stdin=subprocess.PIPE,  # held open: the worker leaves when it closes
+            stdin=subprocess.PIPE,  # held open: the worker exits when it closes
             stdout=subprocess.PIPE,
             stderr=log,
             env={**os.environ, **launch.import_environment()},

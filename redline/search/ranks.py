@@ -4,8 +4,8 @@
     hardware = check_ranks(hardware, 4)                          # the machine with four ranks on it
     rate_of_ranks(shape, plan, 16, hardware)                     # tokens/s of all, communication included
 
-A measurement of ranks is one job of that many processes (`engine/worker.py`). Training has its own command line for
-them (`commands/ranks.py`), and the same limits: what cannot be is refused here for all of them.
+A measurement with several ranks is one job of that many processes (`engine/worker.py`). Training has its own command
+line for ranks (`commands/ranks.py`) and the same limits: what is impossible is refused here for all of them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from redline.rungs.parallel import (
 )
 
 NO_STAGES = "a measured step is one micro batch, and stages need several that follow one another"
-HERE = "LOCAL_WORLD_SIZE"  # torchrun's: ranks on this machine
+HERE = "LOCAL_WORLD_SIZE"  # set by torchrun: ranks on this machine
 LEAST_ON_CPU, RANKS_PER_CORE = 8, 4  # 8: TP 2 x PP 2 x DP 2, which even a small machine should be able to try
 OF_LAYOUTS = {TENSOR_PARALLEL: "--tensor", PIPELINE_PARALLEL: "--pipeline", PIPELINE_GPIPE: "--pipeline"}
 
@@ -57,22 +57,23 @@ def layout_for(
     by_hand: bool = False,
     beside: Beside = ALONE,
 ) -> Layout:
-    """Of so many ranks; a degree that is None is one. A cut that this model or these ranks do not allow is refused
-    here, the model's first: what is proposed for the ranks is possible for it. `by_hand`: torchrun started them.
-    `beside`: the batch that they share, which is not checked here; a cut that is proposed goes with it."""
+    """Return the layout of these ranks; a degree of None is one. Cuts that the model or the ranks do not allow are
+    refused, first those of the model, so that what is proposed for the ranks works for the model. `by_hand`: torchrun
+    started the ranks. `beside`: the batch they share. It is not checked here, but proposed cuts are compatible with
+    it."""
     given = {"tensor": 1, "pipeline": 1, "replicas": 1}
     given |= {name: size for name, size in degrees.items() if size is not None}
     for name, size in given.items():
         check_positive(f"--{name}", size)
     check_cuts(given, ranks, workload, by_hand=by_hand, beside=beside)
-    # Those of torchrun may be what is left of more: they go on, with a note.
+    # torchrun's ranks may be what is left of a larger job: they continue, with a note.
     check = check_copies if by_hand else check_cut_copies
     check(ranks // (given["tensor"] * given["pipeline"]), given["replicas"])
     return Layout(ranks=ranks, **given)
 
 
 def uncut_copies(layout: Layout) -> str | None:
-    """What to say of ranks that are all that is left of more; None where copies are cut."""
+    """Return a note for ranks left over from a larger job if their copies of the model are not cut, else None."""
     if layout.replicas == 1 or layout.shards > 1:
         return None
     return f"--replicas {layout.replicas} of {counted(layout.data, 'rank')} with data of their own: {UNCUT}"
@@ -86,13 +87,13 @@ def check_cuts(
     by_hand: bool = False,
     beside: Beside = ALONE,
 ) -> None:
-    """--tensor and --pipeline, and that there are ranks for them. None: the model is not known yet."""
+    """Check --tensor and --pipeline, and that there are ranks for them. `workload`: None if it is not known yet."""
     said = " ".join(f"--{name} {size}" for name, size in given.items() if size > 1)
     if not said:
         return
     if workload is not None:
         check_known_cuts(given, workload)
-    data = given["replicas"] * (2 if given["replicas"] > 1 else 1)  # copies that are cut
+    data = given["replicas"] * (2 if given["replicas"] > 1 else 1)  # each copy is cut among two or more
     whole = given["tensor"] * given["pipeline"] * data
     layout_for_batch(
         gpus=whole if ranks == 1 else ranks,
@@ -115,7 +116,7 @@ def check_cuts(
 
 
 def check_known_cuts(given: Mapping[str, int], workload: Workload) -> None:
-    """A model of which nobody knows where to cut it: told before it is told how well it divides."""
+    """Refuse to cut a model whose cuts are unknown, before checking whether its sizes divide."""
     for name, rung in (("tensor", TENSOR_PARALLEL), ("pipeline", PIPELINE_PARALLEL)):
         reason = where_to_cut(rung, workload) if given[name] > 1 else None
         if reason is not None:
@@ -125,7 +126,7 @@ def check_known_cuts(given: Mapping[str, int], workload: Workload) -> None:
 
 
 def check_layout(layout: Layout, recipe: Recipe) -> None:
-    """Refuses copies of a model where every rank has one."""
+    """Refuse --replicas with ddp, where every rank holds a copy of the model."""
     if layout.replicas > 1 and recipe.rungs[-1] == DDP:
         raise UserError(
             f"--replicas {layout.replicas} with ddp",
@@ -137,7 +138,7 @@ def check_layout(layout: Layout, recipe: Recipe) -> None:
 def check_measured(
     rungs: tuple[str, ...], layout: Layout, workload: Workload, hardware: Hardware, global_batch: int | None = None
 ) -> None:
-    """The same of a measurement that begins with these rungs, as `ranked_rungs` has made them."""
+    """Check the layout of a measurement that begins with these rungs, which come from `ranked_rungs`."""
     degrees = {"tensor": layout.tensor, "pipeline": layout.pipeline, "replicas": layout.replicas}
     check_tensor_needs(rungs, layout.tensor, workload)
     check_cuts(degrees, layout.ranks, workload, beside=Beside(batch=global_batch, stages=False))
@@ -146,8 +147,8 @@ def check_measured(
 
 
 def check_tensor_needs(rungs: Collection[str], tensor: int | None, workload: Workload) -> None:
-    """That these rungs go with --tensor at all: asked before its degree, or a proposed one would be refused in turn.
-    Of the machine the rung asks only that there are ranks."""
+    """Check that these rungs go with --tensor at all. This comes before checks of its degree; otherwise a proposed
+    degree would be refused in turn. The rung requires nothing of the machine but ranks."""
     if tensor is None or tensor < 2:
         return
     check_known_cuts({"tensor": tensor, "pipeline": 1}, workload)
@@ -158,7 +159,7 @@ def check_tensor_needs(rungs: Collection[str], tensor: int | None, workload: Wor
 
 
 def some_machine(ranks: int) -> Hardware:
-    """With so many ranks, for rungs that ask nothing else of it, before the one at hand is known."""
+    """Return a machine with this many ranks, for rungs that require nothing else, before the real one is known."""
     return Hardware(kind="cpu", name="a machine", ranks=ranks)
 
 
@@ -166,7 +167,7 @@ def some_machine(ranks: int) -> Hardware:
 
 
 def ranks_of_a_node(ranks: int) -> int:
-    """torchrun says how many it has started here; --gpus starts all of them here."""
+    """Return how many of these ranks run here: torchrun says how many it started, and --gpus starts all here."""
     return int(os.environ.get(HERE, ranks))
 
 
@@ -175,13 +176,13 @@ def is_torchruns() -> bool:
 
 
 def how_many(ranks: int) -> str:
-    """The option that says so, of whoever starts them."""
+    """Return the option for this many ranks, torchrun's or ours."""
     return f"--nproc-per-node {ranks}" if is_torchruns() else f"--gpus {ranks}"
 
 
 def check_ranks(hardware: Hardware, ranks: int, layout: Layout | None = None, beside: Beside = ALONE) -> Hardware:
-    """The machine with that many ranks on it. More than one per device is refused; what is proposed holds their layout
-    (None: they differ in their data alone) and goes with the batch `beside` it, if any number does."""
+    """Return the machine with this many ranks on it. More than one per device is refused. The number proposed instead
+    works with their layout (None: plain data parallelism) and with the batch `beside` it, if any number does."""
     here, layout = ranks_of_a_node(ranks), layout or Layout(ranks=ranks)
     if hardware.kind == "cuda" and here > hardware.count:
         only = f"this machine has {counted(hardware.count, 'GPU')}"
@@ -199,7 +200,7 @@ def check_ranks(hardware: Hardware, ranks: int, layout: Layout | None = None, be
 
 
 def how_many_of(most: int, layout: Layout, beside: Beside = ALONE) -> str:
-    """The fix: as many ranks of a machine as there may be and as its layout can take, or that it can take none."""
+    """Return the fix: the largest number of ranks the layout can use here, or else leaving its degrees out."""
     nodes = layout.ranks // ranks_of_a_node(layout.ranks)
     whole = layout.ranks // layout.shards
 
@@ -219,7 +220,8 @@ def how_many_of(most: int, layout: Layout, beside: Beside = ALONE) -> str:
 
 
 def most_on_cpu(cores: int) -> int:
-    """Ranks that make sense there: four on a core, and always as many as try tensor, pipeline and data at once."""
+    """Return how many ranks make sense on a CPU: four per core, and always enough to try tensor, pipeline and data
+    parallelism at once."""
     return max(LEAST_ON_CPU, RANKS_PER_CORE * cores)
 
 
@@ -227,13 +229,13 @@ def most_on_cpu(cores: int) -> int:
 
 
 def usual_way(layout: Layout) -> str:
-    """How ranks with data of their own share a step where nobody says it: copies that are cut are FSDP's."""
+    """Return how data-parallel ranks share a step by default: by fsdp if copies of the model are cut, else by ddp."""
     return DDP if layout.replicas == 1 else FSDP
 
 
 def ranked_rungs(rungs: Collection[str], layout: Layout) -> tuple[str, ...]:
-    """What ranks in this layout begin with: these rungs, its cuts, and their way to share a step or the usual one.
-    Where nobody has data of their own there is none."""
+    """Return what ranks in this layout begin with: these rungs, the layout's cuts, and the rungs' way to share a step
+    or the usual one. Without data parallelism there is no such way."""
     if layout.ranks == 1:
         return tuple(rungs)
     cuts, ways = cuts_of(rungs, layout), [name for name in rungs if is_way(name)]
@@ -246,8 +248,7 @@ def is_way(name: str) -> bool:
 
 
 def not_measured(name: str, layout: Layout) -> str | None:
-    """Why a rung is no choice of a ladder, a tune or a profile in this layout, whatever the machine is; None for
-    most."""
+    """Return why ladder, tune and profile cannot use a rung in this layout, whatever the machine; None for most."""
     if name in (PIPELINE_PARALLEL, PIPELINE_GPIPE):
         return f"{NO_STAGES}: train has --pipeline N, and estimate predicts it"
     if name == TENSOR_PARALLEL and layout.tensor == 1:
@@ -260,8 +261,8 @@ def not_measured(name: str, layout: Layout) -> str | None:
 
 
 def refused_beside(rung: Rung, onto: Collection[str], workload: Workload, hardware: Hardware) -> str | None:
-    """Why a rung gets no place beside the ways in which ranks share the step so far, or None: one of them may not go
-    with it, or may undo it."""
+    """Return why a rung cannot be added to the rungs by which ranks share the step so far, or None: one of those may
+    not go with it, or may undo it."""
     for way in (name for name in onto if name in RANK_RUNGS and name != rung.name):
         rest = [name for name in onto if name != way]
         reason = why_not(find_rung(way), workload, hardware, plan_of((*rest, rung.name)))
@@ -272,7 +273,8 @@ def refused_beside(rung: Rung, onto: Collection[str], workload: Workload, hardwa
 
 
 def who_undoes(name: str, others: Collection[str]) -> str | None:
-    """The way to share a step, among these, beside which the rung changes nothing, though it would without it."""
+    """Return the rung among `others` by which ranks share the step and beside which this rung changes nothing, although
+    it would without it; None if there is no such rung."""
     if plan_of((*others, name)) != plan_of(others):
         return None
     ways = (one for one in others if one in RANK_RUNGS and one != name)
@@ -281,14 +283,14 @@ def who_undoes(name: str, others: Collection[str]) -> str | None:
 
 
 def undone_in(names: Collection[str]) -> dict[str, str]:
-    """Rungs of a recipe that change nothing beside the ways in which its ranks share a step: by name, who undoes it."""
+    """Return the rungs of a recipe that its ways to share the step undo, each with the rung that undoes it."""
     found = {name: who_undoes(name, [one for one in names if one != name]) for name in names}
     return {name: way for name, way in found.items() if way is not None and name not in RANK_RUNGS}
 
 
 def notes_of_rungs(names: Collection[str], layout: Layout) -> Iterator[str]:
-    """Of a recipe in this layout, what to say of rungs that change nothing: degrees of one have none, and what those
-    would undo stays (`for_layout`)."""
+    """Yield notes about rungs of a recipe that change nothing in this layout. A degree of one has no rung, and what its
+    rung would undo stays (`for_layout`)."""
     counting = for_layout(names, layout)
     for name in (one for one in names if one in OF_LAYOUTS and one not in counting):
         yield f"{name} changes nothing here: it takes {OF_LAYOUTS[name]} 2 or more"
@@ -297,13 +299,13 @@ def notes_of_rungs(names: Collection[str], layout: Layout) -> Iterator[str]:
 
 
 def usual_beside(cuts: Collection[str], workload: Workload, hardware: Hardware) -> tuple[str, ...]:
-    """The usual rungs, without those that a layout's cuts refuse or undo."""
+    """Return the usual rungs without those that a layout's cuts refuse or undo."""
     usual = usual_rungs(workload, hardware)
     return tuple(name for name in usual if refused_beside(find_rung(name), cuts, workload, hardware) is None)
 
 
 def check_shareable(workload: Workload, hardware: Hardware) -> None:
-    """The loss of a model that is no mean over its samples is another one when ranks average theirs."""
+    """Refuse several ranks if the loss is not a mean over samples: averaging over ranks would change it."""
     if hardware.ranks > 1 and not workload.splits:
         raise UserError(
             f"--gpus {hardware.ranks} with {workload.name}",
@@ -313,7 +315,7 @@ def check_shareable(workload: Workload, hardware: Hardware) -> None:
 
 
 def check_global_batch(global_batch: int | None, ranks: int) -> None:
-    """Every rank takes the same part of an update."""
+    """Refuse a global batch that ranks cannot share evenly."""
     if global_batch is not None and global_batch % ranks:
         below = global_batch // ranks * ranks
         near = " or ".join(str(size) for size in (below, below + ranks) if size)
@@ -325,7 +327,7 @@ def check_global_batch(global_batch: int | None, ranks: int) -> None:
 
 
 def rate_of_ranks(shape: Shape | Traced, plan: Plan, micro_batch: int, hardware: Hardware) -> float | None:
-    """As `redline estimate --gpus N` predicts it; None where device, link or model are not known."""
+    """Return tokens per second as `redline estimate --gpus N` predicts; None if device, link or model is unknown."""
     device = hardware.device
     ranks = hardware.arranged
     case = case_of(shape, plan, ranks)

@@ -2,13 +2,13 @@
 
     space = open_space(workload, hardware, allow="rounding")
     space.knobs                      # (Knob(name="flash", choices=(None, "flash", "cudnn-attention")), ...)
-    space.start()                    # where the ladder's knowledge and the predictions say to begin
+    space.start()                    # where the usual rungs and the predictions say to begin
     space.change(recipe, knob, "cudnn-attention")
 
-Rungs that take each other's place are the choices of one knob; every other rung is a knob of its own, there or not. No
-second list is kept: a new rung in `rungs/ladder.py` is a new choice here. How several ranks share a step is a knob
-that always has a choice: `ddp`, unless it does not fit. The model as it was published is no choice: a
-head that is tied there stays tied, since the tokens per second of two models are not comparable.
+Rungs that replace one another are the choices of one knob; every other rung is a knob of its own, on or off. There is
+no second list: a new rung in `rungs/ladder.py` is a new choice here. How several ranks share a step is a knob that
+always has a choice: `ddp`, unless it does not fit. The published model is not up for choice: a head that was published
+tied stays tied, since the tokens per second of two models are not comparable.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ from redline.rungs.parallel import DDP
 from redline.search.batch_size import HEADROOM
 from redline.search.ranks import not_measured, rate_of_ranks, refused_beside, usual_way
 
-# What may win: the verdicts a recipe may have, and the promises of the rungs it may hold.
+# What may win: the promises of the rungs a recipe may hold (ALLOW), and the verdicts it may have (VERDICTS).
 ALLOW = {
     "bit-exact": (Maths.BIT_EXACT,),
     "rounding": (Maths.BIT_EXACT, Maths.ROUNDING),
     "changes-maths": tuple(Maths),
 }
 VERDICTS = {"bit-exact": ("same",), "rounding": ("same", "rounding"), "changes-maths": ("same", "rounding", "changed")}
-# Fields of a plan that no compiled code depends on.
+# Plan fields that compiled code does not depend on.
 NOT_COMPILED = ("optimizer", "loader_workers", "read_loss_every", "expandable_segments")
-EFFICIENT = 0.98  # of the highest rate predicted: the smallest size that reaches it is the start; trials take its time
-ROUGHLY = 2  # times the memory limit
-WORTH_A_CHANGE = 0.005  # a prediction must promise more than this to leave the ladder's usual rungs
+EFFICIENT = 0.98  # share of the highest predicted rate: start at the smallest size that reaches it, to save time
+ROUGHLY = 2  # times the memory limit: where a rough prediction refuses
+WORTH_A_CHANGE = 0.005  # a prediction must promise more than this to depart from the usual rungs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,7 @@ class Knob:
     name: str
     """The group's first rung."""
     choices: tuple[str | None, ...]
-    """Rungs, and None: none of them."""
+    """Rungs, and None for none of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,18 +66,18 @@ class Space:
     hardware: Hardware
     knobs: tuple[Knob, ...]
     published: tuple[str, ...]
-    """In every recipe: what makes the model the published one."""
+    """Rungs in every recipe that make the model the published one."""
     cuts: tuple[str, ...] = ()
-    """In every recipe too: the rungs of the layout's degrees, which are no choice."""
+    """Rungs in every recipe for the layout's degrees, which are not up for choice."""
     left_out: dict[str, str] = field(default_factory=dict)
-    """Rungs that are no choice, with the reason."""
+    """Rungs that are not choices, with the reason."""
     memory_limit: int | None = None
-    """Bytes a recipe may take, predicted or measured; None: nobody knows."""
+    """Bytes a recipe may take, predicted or measured; None if unknown."""
     micro_batch: int | None = None
-    """The only one to consider; None: searched."""
+    """The only micro batch to consider; None: searched."""
     global_batch: int | None = None
     """Sequences per update; the micro batch must divide a rank's part of them."""
-    # What was worked out: a search asks for the same thousands of times.
+    # Caches: a search asks for the same values thousands of times.
     _fitting: dict[frozenset[str], tuple[str, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
     _bytes: dict[Recipe, int] = field(default_factory=dict, init=False, repr=False, compare=False)
     _largest: dict[tuple[str, ...], int] = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -87,8 +87,8 @@ class Space:
         return next((choice for choice in knob.choices if choice is not None and choice in rungs), None)
 
     def change(self, recipe: Recipe, knob: Knob, choice: str | None) -> Recipe | None:
-        """The recipe with this choice. What needs something that is gone now goes too; None where the choice itself
-        does not apply beside the others."""
+        """Return the recipe with this choice, without rungs that needed something the change removed. None if the
+        choice itself does not apply beside the others."""
         others = [name for name in recipe.rungs if name not in knob.choices]
         wanted = [*others, *([choice] if choice is not None else [])]
         rungs = self._applying(wanted)
@@ -97,25 +97,25 @@ class Space:
         return replace(recipe, rungs=rungs)
 
     def _applying(self, wanted: Collection[str]) -> tuple[str, ...]:
-        """In the order of the ladder, without those that do not apply beside the rest."""
+        """Return the wanted rungs in ladder order, without those that do not apply beside the rest."""
         names = frozenset(wanted)
         if names not in self._fitting:
             rungs = in_order(names)
             fitting = tuple(name for name in rungs if self._refusal(name, rungs) is None)
             if self.ways and not set(fitting) & set(self.ways):
-                # Ranks share a step in some way, and the layout's usual one goes with everything that is a choice.
+                # Ranks must share a step in some way, and the layout's usual way goes with every choice.
                 fitting = (*fitting, usual_way(self.hardware.arranged))
             self._fitting[names] = rungs if fitting == rungs else self._applying(fitting)
         return self._fitting[names]
 
     @property
     def ways(self) -> tuple[str, ...]:
-        """How several ranks may share a step, the usual one first; none where there is one process."""
+        """How several ranks may share a step, the usual way first; empty for one process."""
         knob = next((knob for knob in self.knobs if knob.name == DDP), None)
         return () if knob is None else tuple(choice for choice in knob.choices if choice is not None)
 
     def shares_more(self, recipe: Recipe, changed: Recipe) -> bool:
-        """The change is one to a way in which a rank holds less and sends more: worth a try where memory is short."""
+        """True for a change to a way in which a rank holds less and sends more: worth a try if memory is short."""
         before, after = (next((way for way in self.ways if way in one.rungs), "") for one in (recipe, changed))
         return before != after and after != DDP
 
@@ -123,14 +123,14 @@ class Space:
         return why_not_among(name, rungs, self.workload, self.hardware)
 
     def baseline(self) -> Recipe:
-        """The published model and nothing else, at the size the workload says or at what fits."""
+        """Return the published model and nothing else, at the workload's micro batch or at what fits."""
         shared = [*self.cuts, *self.ways[:1]]
         rungs = self._applying([*self.published, *shared]) if shared else self.published
         recipe = Recipe(rungs=rungs, micro_batch=self.micro_batch or self.workload.micro_batch)
         return replace(recipe, micro_batch=self._size_near(recipe, recipe.micro_batch))
 
     def start(self) -> Recipe:
-        """The usual rungs, and where they were predicted to be slower than a neighbour, that neighbour."""
+        """Return the usual rungs, with knobs turned as long as that is predicted to be faster."""
         offered = {choice for knob in self.knobs for choice in knob.choices} | set(self.published)
         usual = [name for name in usual_rungs(self.workload, self.hardware) if name in offered]
         size = self.baseline().micro_batch
@@ -140,7 +140,7 @@ class Space:
             )
             for way in ([[way] for way in self.ways] or [[]])
         ]
-        # The first way to share that is predicted to fit: the further ones hold less and send more.
+        # Take the first way to share that is predicted to fit: later ones hold less and send more.
         recipe = next((one for one in starts if self.refuses(one) is None), starts[0])
         while (better := self._best_predicted(recipe)) is not None:
             recipe = better
@@ -159,7 +159,7 @@ class Space:
         return best if rates.get(best, 0.0) > (1 + WORTH_A_CHANGE) * here else None
 
     def neighbours(self, recipe: Recipe) -> Iterator[Recipe]:
-        """One knob turned, at the same micro batch."""
+        """Yield every recipe with one knob turned, at the same micro batch."""
         for knob in self.knobs:
             for choice in knob.choices:
                 changed = self.change(recipe, knob, choice)
@@ -167,7 +167,7 @@ class Space:
                     yield changed
 
     def recipes(self, micro_batch: int) -> list[Recipe]:
-        """Every recipe there is at this size."""
+        """Return every possible recipe at this size."""
         every = itertools.product(*(knob.choices for knob in self.knobs))
         rungs = [self._applying([*self.published, *self.cuts, *(one for one in chosen if one)]) for chosen in every]
         return [Recipe(rungs=names, micro_batch=micro_batch) for names in dict.fromkeys(rungs)]
@@ -175,7 +175,7 @@ class Space:
     # memory
 
     def refuses(self, recipe: Recipe) -> str | None:
-        """Why nothing needs to run to know that this recipe cannot be chosen."""
+        """Return why a recipe cannot be chosen, as far as predictions show; None if it may run."""
         if self.memory_limit is None or self.refused_above is None:
             return None
         total = self.predicted_bytes(recipe)
@@ -185,12 +185,13 @@ class Space:
 
     @property
     def predicts_roughly(self) -> bool:
-        """Memory is predicted tensor by tensor for the built-in model alone; others' code keeps what it keeps."""
+        """True for models that are not built in: only the built-in model's memory is predicted tensor by tensor."""
         return self.workload.source != BUILT_IN
 
     @property
     def refused_above(self) -> int | None:
-        """Predicted bytes that nobody tries. A rough prediction must be far off before it refuses what would fit."""
+        """Predicted bytes above which a recipe is not tried. A rough prediction must be far over the limit, or it would
+        refuse what fits."""
         if self.memory_limit is None:
             return None
         return ROUGHLY * self.memory_limit if self.predicts_roughly else self.memory_limit
@@ -203,13 +204,13 @@ class Space:
         return self._bytes[recipe]
 
     def largest(self, recipe: Recipe) -> int | None:
-        """The largest micro batch predicted to fit, 0 where none is; None where nobody knows the limit."""
+        """Return the largest micro batch predicted to fit: 0 if none fits, None if the limit is unknown."""
         if self.memory_limit is None:
             return None
         if recipe.rungs not in self._largest:
             case = self._case(recipe)
             least = case.memory(1)
-            extra = 0 if self.hardware.kind == "cuda" else least.total - least.allocated  # as `predicted_bytes` has it
+            extra = 0 if self.hardware.kind == "cuda" else least.total - least.allocated  # as in `predicted_bytes`
             self._largest[recipe.rungs] = case.largest(self.memory_limit + extra)
         return self._largest[recipe.rungs]
 
@@ -219,8 +220,8 @@ class Space:
     # sizes
 
     def efficient_size(self, recipe: Recipe) -> Recipe:
-        """At the smallest micro batch that is predicted to be about as fast as any; as it is where nothing is
-        predicted, shrunk where it would not fit."""
+        """Return the recipe at the smallest micro batch predicted to be about as fast as any. Without a prediction it
+        keeps its size, reduced if it would not fit."""
         if self.micro_batch is not None:
             return recipe
         rates = {size: self.predicted_rate(replace(recipe, micro_batch=size)) for size in self._sizes(recipe)}
@@ -231,20 +232,20 @@ class Space:
         return replace(recipe, micro_batch=min(size for size, rate in known.items() if rate >= enough))
 
     def smaller(self, recipe: Recipe) -> Recipe | None:
-        """At half the size, or at the next that the global batch allows; None at one sequence."""
+        """Return the recipe at half the size, or the next below that the global batch allows; None at one sequence."""
         half = recipe.micro_batch // 2
         sizes = [size for size in self._divisors if size <= half] if self._divisors else [half]
         return replace(recipe, micro_batch=max(sizes)) if sizes and max(sizes) >= 1 else None
 
     def larger(self, recipe: Recipe) -> Recipe | None:
-        """At twice the size or as near to it as fits; None where nothing larger does."""
+        """Return the recipe at twice the size, or as near to that as fits; None if nothing larger fits."""
         most = self.largest(recipe)
         room = 2 * recipe.micro_batch if most is None else min(2 * recipe.micro_batch, most)
         sizes = [size for size in self._divisors if size <= room] if self._divisors else [room]
         return replace(recipe, micro_batch=max(sizes)) if sizes and max(sizes) > recipe.micro_batch else None
 
     def _sizes(self, recipe: Recipe) -> list[int]:
-        """Powers of two that fit, or the divisors of the global batch that do."""
+        """Return the powers of two that fit, or the divisors of the global batch that do."""
         most = self.largest(recipe)
         if most is None or most < 1:
             return []
@@ -252,7 +253,7 @@ class Space:
         return [size for size in sizes if size <= most]
 
     def _size_near(self, recipe: Recipe, size: int) -> int:
-        """The largest size up to this one that is predicted to fit and divides the global batch."""
+        """Return the largest size up to this one that is predicted to fit and divides the global batch."""
         if self.micro_batch is not None:
             return self.micro_batch
         most = self.largest(recipe)
@@ -266,8 +267,7 @@ class Space:
     # speed
 
     def predict(self, recipe: Recipe) -> Prediction | None:
-        """The roofline of one device's step; None of a device whose peaks nobody knows, and of a model that was
-        traced."""
+        """Return the roofline of one device's step; None if the device's peaks are unknown or the model was traced."""
         shape = self.workload.shape
         device, plan = self.hardware.device, plan_of(recipe.rungs)
         sheet = None if device is None else sheet_peaks(plan, device)
@@ -305,7 +305,7 @@ def open_space(
     micro_batch: int | None = None,
     global_batch: int | None = None,
 ) -> Space:
-    """`rungs`: only these are choices; `without`: these are not."""
+    """Return the search space. `rungs`: only these are choices; `without`: these are not."""
     if allow not in ALLOW:
         raise unknown_name("class of maths to allow", allow, ALLOW)
     published, layout = published_rungs(workload), hardware.arranged
@@ -313,7 +313,7 @@ def open_space(
     reasons: dict[str, str] = {}
     for rung in LADDER[1:]:
         reason = _why_not(rung, workload, hardware, allow)
-        chosen = rungs is None or rung.name in (*rungs, *cuts, way)  # the way is to ranks what 'none' is to others
+        chosen = rungs is None or rung.name in (*rungs, *cuts, way)  # ranks keep their usual way
         if reason is None and (rung.name in without or not chosen):
             reason = "left out by request"
         if reason is not None and rung.name not in published:
@@ -339,11 +339,11 @@ def _knobs(rungs: Sequence[Rung], layout: Layout) -> Iterator[Knob]:
         choices = tuple(rung.name for rung in rungs if group_of(rung) == name)
         yield Knob(name=name, choices=choices if name == DDP else (None, *choices))
     if layout.data > 1 and not any(group_of(rung) == DDP for rung in rungs):
-        yield Knob(name=DDP, choices=(usual_way(layout),))  # whatever was left out by request
+        yield Knob(name=DDP, choices=(usual_way(layout),))  # even if left out by request
 
 
 def _why_not(rung: Rung, workload: Workload, hardware: Hardware, allow: str) -> str | None:
-    """The reason a rung is no choice here, or None."""
+    """Return why a rung is not a choice here, or None."""
     if rung.maths not in ALLOW[allow]:
         return f"{rung.maths.value}, and --allow is {allow}"
     if rung.stand_in and rung.instead_of is not None:
@@ -361,7 +361,8 @@ def _why_not(rung: Rung, workload: Workload, hardware: Hardware, allow: str) -> 
 
 
 def _refused_everywhere(rung: Rung, workload: Workload, hardware: Hardware) -> str | None:
-    """None where some recipe has a place for it: beside the usual rungs, alone, or beside one other rung."""
+    """Return why no recipe has a place for a rung, or None if one has: with the usual rungs, alone, or with one
+    other."""
     usual = plan_of(name for name in usual_rungs(workload, hardware) if group_of(find_rung(name)) != group_of(rung))
     plans = [usual, Plan(), *(other.apply(Plan()) for other in LADDER)]
     reasons = [why_not(rung, workload, hardware, plan) for plan in plans]
@@ -369,6 +370,6 @@ def _refused_everywhere(rung: Rung, workload: Workload, hardware: Hardware) -> s
 
 
 def compiled_part(recipe: Recipe) -> dict[str, Any]:
-    """What compiled code depends on: recipes with this in common and shapes alike compile the same."""
+    """Return what compiled code depends on: recipes that agree in it, for equal shapes, compile the same code."""
     plan = {name: value for name, value in to_json(plan_of(recipe.rungs)).items() if name not in NOT_COMPILED}
     return {**plan, "micro_batch": recipe.micro_batch}

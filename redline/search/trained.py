@@ -1,12 +1,12 @@
-"""What `redline train` makes of a layout that `estimate` predicts, and the line to type for it.
+"""How `redline train` runs a layout that `estimate` predicts, and the command line for it.
 
     trained = Trainable(words="gpt2-xl", rungs=rungs, workload=workload, hardware=hardware, gpus=64)
     trained.plan(tp=2, pp=1, zero=3)                  -> Plan(parallel="fsdp", tensor_parallel=True, loss="full", ...)
     trained.reasons(tp=1, pp=1, zero=1)               -> ("train has no ZeRO 1: ...",)
     trained.line(layout, zero=3, gpus_per_node=8)     -> "torchrun --nnodes 8 ... -m redline train gpt2-xl ..."
 
-ZeRO 0 is `ddp` and ZeRO 3 is `fsdp`; 1 and 2 have no engine here. `fsdp-keep` is ZeRO 3 between updates and holds more
-within one (`Rank.keeps`): no stage says that, so a recipe does.
+ZeRO 0 is `ddp` and ZeRO 3 is `fsdp`; there is no ZeRO 1 or 2 here. `fsdp-keep` is ZeRO 3 between updates and holds more
+during one (`Rank.keeps`). No ZeRO stage describes that, so a recipe must name it.
 """
 
 from __future__ import annotations
@@ -32,32 +32,32 @@ WHOLE_IN_STAGES = (
     "fsdp in a pipeline keeps a stage's weights and gradients whole during an update (docs/pipeline.md): train holds "
     "more than is predicted here"
 )
-RECIPE_FILE = "recipe.json"  # in the line, where the rungs are not those that train takes by itself
+RECIPE_FILE = "recipe.json"  # in the command line, unless train uses these rungs by default
 RENDEZVOUS = "--rdzv-backend c10d --rdzv-id redline --rdzv-endpoint HOST:29500"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trainable:
     words: str | None
-    """What `redline train` takes for the workload; None where it takes none."""
+    """The workload as `redline train` accepts it; None if it does not."""
     rungs: tuple[str, ...]
     workload: Workload
     hardware: Hardware
     gpus: int
     own_recipe: str | None = None
-    """The file that the rungs are from."""
+    """The recipe file that the rungs come from."""
     usual: bool = True
-    """These rungs are what train takes by itself."""
+    """True if train uses these rungs by default."""
     way: str | None = None
-    """`--parallel`, where it was said: `fsdp-keep` has no ZeRO stage of its own."""
+    """`--parallel`, if it was given: `fsdp-keep` has no ZeRO stage of its own."""
 
     def names(self, tp: int, pp: int, zero: int) -> tuple[str, ...]:
-        """The rungs with those of the layout."""
+        """Return the rungs with those of the layout."""
         layout = Ranked(ranks=self.gpus, tensor=tp, pipeline=pp)
         return for_layout((*self.rungs, self.way or WAYS[zero]), layout)
 
     def reasons(self, tp: int, pp: int, zero: int) -> tuple[str, ...]:
-        """Why train refuses it, all of them; none where it runs it."""
+        """Return every reason why train refuses the layout; empty if it accepts it."""
         if self.way is None and zero not in WAYS:
             return (f"train has no ZeRO {zero}: ddp is ZeRO 0, and fsdp ZeRO 3", *self.reasons(tp, pp, 0))
         names, ranked = self.names(tp, pp, zero), replace(self.hardware, ranks=self.gpus, count=self.gpus)
@@ -68,24 +68,25 @@ class Trainable:
         return tuple(found)
 
     def plan(self, tp: int, pp: int, zero: int) -> Plan | None:
-        """None where train refuses it."""
+        """Return the plan of the layout, or None if train refuses it."""
         return None if self.reasons(tp, pp, zero) else plan_of(self.names(tp, pp, zero))
 
     def advisable_plan(self, tp: int, pp: int, zero: int) -> Plan | None:
-        """None also where train holds more than is predicted: nothing is recommended on that."""
+        """Return the plan, or None if train refuses the layout or would hold more than is predicted: such a layout is
+        not recommended."""
         return None if pp > 1 and zero else self.plan(tp, pp, zero)
 
     def line(self, layout: Layout, zero: int, gpus_per_node: int) -> str | None:
-        """To be typed as it is, but for the name of the first node; None where train takes no such workload."""
+        """Return the command line, complete except for the first node's name; None if train rejects the workload."""
         if self.words is None:
             return None
         ranked = Ranked(ranks=layout.gpus, tensor=layout.tp, pipeline=layout.pp, replicas=layout.replicas)
         options = ranked.options().split()
         start, nodes = "redline train", layout.gpus // gpus_per_node
         if nodes > 1:
-            options = options[2:]  # torchrun says how many there are
+            options = options[2:]  # torchrun sets the number of ranks
             start = f"torchrun --nnodes {nodes} --nproc-per-node {gpus_per_node} {RENDEZVOUS} -m redline train"
-        # Of its own train takes ddp, or what the recipe's file says.
+        # By default train uses ddp, or what the recipe file says.
         way = ["--parallel", self.way or WAYS[zero]] if zero or self.own_recipe is not None else []
         sizes = f"--micro-batch {layout.micro_batch} --global-batch {layout.global_batch}"
         return " ".join([*self._recipe_first(layout), start, self.words, *options, *way, sizes, *self._recipe()])
@@ -96,7 +97,7 @@ class Trainable:
         return [] if self.usual else ["--recipe", RECIPE_FILE]
 
     def _recipe_first(self, layout: Layout) -> list[str]:
-        """Train takes rungs from a file."""
+        """Return the command that writes the recipe file, since train reads rungs from a file."""
         if self.usual or self.own_recipe is not None:
             return []
         text = json.dumps(to_json(Recipe(rungs=self.rungs, micro_batch=layout.micro_batch)))

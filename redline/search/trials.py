@@ -1,4 +1,4 @@
-"""A trial of the tuner, the time it may take, and where its answer comes from: the nouns of `search/tune.py`."""
+"""The data types of `search/tune.py`: a trial, the time a search may take, and where its answers come from."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class TuneSettings:
     """None: searched."""
     global_batch: int | None = None
     memory_limit: int | None = None
-    """Bytes a recipe may take; None: nobody knows."""
+    """Bytes a recipe may take; None if unknown."""
     check_steps: int = 20
     timed_steps: int | None = None
 
@@ -38,24 +38,24 @@ class TuneSettings:
 class Answer:
     result: Result
     seconds: float
-    """What it took, now or then."""
+    """What the answer took, now or when it was first given."""
     remembered: bool = False
     counts: bool = True
-    """Its seconds are of the search's minutes, now or then: a ladder's are not."""
+    """True if the seconds count against the search's minutes; those of a ladder's answers do not."""
 
 
 class Answers(Protocol):
     def recall(self, job: Job, timeout_seconds: float) -> Answer | None:
-        """What is known already, and would not come out otherwise with so much time."""
+        """Return a known answer that this much time would not change, or None."""
 
     def adopt(self, job: Job, answer: Answer) -> None:
-        """A remembered answer was used."""
+        """Record that a remembered answer was used."""
 
     def ask(self, job: Job, timeout_seconds: float) -> Answer:
-        """From a worker."""
+        """Get the answer from a worker."""
 
     def trouble(self) -> str | None:
-        """Why no worker can answer any more, or None."""
+        """Return why no worker can answer any more, or None."""
 
 
 class View(Protocol):
@@ -64,16 +64,16 @@ class View(Protocol):
 
 
 class OutOfTimeError(Exception):
-    """What would come next takes longer than there is time."""
+    """What would come next takes longer than the time that is left."""
 
 
 class DeviceLostError(Exception):
-    """Whatever comes next would fail."""
+    """The device is gone: whatever comes next would fail."""
 
 
 class Budget:
-    """Minutes of measuring. What a search remembers counts with the time it took then, so that a second run ends where
-    the first did instead of going on. What it was given by a ladder (--after) costs nothing."""
+    """The time of a search. A remembered answer counts with the time it took originally, so that a second run ends
+    where the first did instead of going further. Answers given by a ladder (--after) cost nothing."""
 
     def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.seconds, self.clock, self.started = seconds, clock, clock()
@@ -105,7 +105,7 @@ class Trial:
     """What each of its processes took."""
     remembered: bool = False
     over_limit: str | None = None
-    """Why its memory rules it out."""
+    """Why its memory use rules it out; None if it does not."""
 
     @property
     def ran(self) -> bool:
@@ -113,7 +113,7 @@ class Trial:
 
     @property
     def checked(self) -> bool:
-        """It kept up, so it was held against fp32; a look alone is not."""
+        """True if it kept up and was therefore compared with fp32; a look alone is not."""
         return self.ran and self.measurements[0].gradients is not None
 
     @property
@@ -126,5 +126,5 @@ class Trial:
 
     @property
     def compile_seconds(self) -> float | None:
-        """Of the first process: later ones find the code compiled."""
+        """Compile time of the first process; later ones find the code compiled."""
         return self.measurements[0].compile_seconds if self.ran else None

@@ -4,12 +4,12 @@
     tuner.run()
     tuner.best, tuner.trials, tuner.stopped
 
-Begin where the ladder's knowledge and the predictions point, turn one knob at a time, keep what is faster, find the
-micro batch, and again, until nothing is. Each trial is a look first: steps that cannot keep up with the fastest so far
-are given up unproved, which is most of them; the rest get the whole measurement with its check; the leaders are timed
-again in turns. So effort goes up by levels and candidates go down, as in successive halving. `answers` answers jobs,
-from a worker or from memory: decisions rest on what it says and on the time it says it took, so a run that is asked
-again asks the same. Why no library does this: docs/tune.md.
+The search begins where the usual rungs and the predictions point. It turns one knob at a time, keeps what is faster,
+finds the micro batch, and repeats until nothing improves. Each trial starts as a look: if its steps cannot keep up with
+the fastest so far it is given up unproved, which is what happens to most. The others get the whole measurement with its
+check, and the leaders are timed again in turns. The effort per candidate thus rises by levels as their number falls, as
+in successive halving. `answers` answers jobs, from a worker or from memory. Decisions rest only on the answers and on
+the times they report, so a run that is repeated asks the same questions. Why no library does this: docs/tune.md.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ from redline.search.trials import (
     View,
 )
 
-HOPELESS = 0.90  # of the present speed: a change predicted to reach less is not tried
-CLEAR_LOSS = 0.90  # of what it was put onto: a change that lost so clearly is not tried again on another base
-GIVE_UP = {"cuda": 0.03, "cpu": 0.15}  # slower than the fastest by more than a short look can be wrong
-NARROW = 2.0  # times the spread between runs: what wins by less is looked at again
+HOPELESS = 0.90  # share of the present speed: a change predicted to reach less is not tried
+CLEAR_LOSS = 0.90  # share of its base's speed: a change that reached less is not tried again on another base
+GIVE_UP = {"cuda": 0.03, "cpu": 0.15}  # give up what is slower than the fastest by more than a short look's error
+NARROW = 2.0  # times the spread between runs: a win by less is measured again
 LEADERS, MOST_REPEATS = 4, 3
-LARGE_PART = 1 / 3  # of the time that is left
-# What a trial takes before one of its kind was seen. Compiling: 22 to 28 s for GPT-2's twelve layers on an H200
-# (records), 26 to 36 s on two cores (LIBRARIES, traps). The rest: starting torch, checks and steps.
+LARGE_PART = 1 / 3  # share of the time that is left
+# Assumed seconds of a trial before one of its kind was seen. Compiling: 22 to 28 s for GPT-2's twelve layers on an H200
+# (records), 26 to 36 s on two cores. The rest: starting torch, checks and steps.
 TRIAL_SECONDS = {"cuda": 20.0, "cpu": 15.0}
 COMPILE_SECONDS, COMPILED_LAYERS = {"cuda": 28.0, "cpu": 36.0}, 12
-REPLAY_MARGIN_SECONDS = 10.0  # a start-up that is quicker by less than this must not make room for one trial more
-FAILURES_IN_A_ROW = 2  # before the device is asked whether it is still there
+REPLAY_MARGIN_SECONDS = 10.0  # a start-up that is quicker by less than this must not make room for another trial
+FAILURES_IN_A_ROW = 2  # then check that the device is still there
 
 
 class Stage(Enum):
@@ -68,23 +68,23 @@ class Tuner:
         self.space, self.settings, self.answers, self.budget, self.view = space, settings, answers, budget, view
         self.kind = space.hardware.kind
         self.trials: dict[Recipe, Trial] = {}
-        """Everything that was run, in its order."""
+        """Everything that was run, in order."""
         self.not_tried: dict[Recipe, str] = {}
-        """What was considered, and why it was not run."""
+        """What was considered but not run, and why."""
         self.references: dict[Recipe, Measurement | Failure] = {}
-        """The fp32 curves by the rungs that change the maths and the micro batch."""
+        """fp32 references, by a recipe of the micro batch and the rungs that change the maths."""
         self.yardsticks: dict[Recipe, Measurement | Failure] = {}
-        """Plain code's curves at a precision, by these rungs and those of the precision."""
+        """Plain code at a precision, by a recipe of the micro batch and its `yardstick_rungs`."""
         self.reference_seconds: dict[int, float] = {}
-        """What a reference took, by micro batch."""
+        """Seconds that a reference took, by micro batch."""
         self.ratios: dict[tuple[frozenset[str], frozenset[str]], float] = {}
-        """By the rungs that went and came: the speed after a change over that before, when it was tried last."""
+        """By the rungs removed and added: the speed after a change over the speed before it, when it was tried last."""
         self.resized: set[tuple[str, ...]] = set()
         self.asked = 0
-        """Answers, remembered ones too."""
+        """Number of answers, including remembered ones."""
         self.failures_in_a_row = 0
         self.short_of_time = False
-        """Something was left undone because it would have taken too long."""
+        """True if something was left undone because it would have taken too long."""
         self.proving = False
         self.stopped: str | None = None
         """'converged', 'minutes' or 'device-lost' at the end."""
@@ -98,11 +98,11 @@ class Tuner:
             while True:
                 asked = self.asked
                 current = self._search(current)
-                for trial in self._leaders():  # at its own best size one of them may leave the others behind
+                for trial in self._leaders():  # at its own best size, one may leave the others behind
                     self._resize(trial)
                 self._race()
                 first = self._first_of(self._ranking()) or current
-                if first is current or self.asked == asked:  # two that nothing tells apart may take turns for ever
+                if first is current or self.asked == asked:  # two equal trials may alternate forever
                     break
                 current = first
             self.stopped = "minutes" if self.short_of_time else "converged"
@@ -125,12 +125,13 @@ class Tuner:
 
     @property
     def best(self) -> Trial | None:
-        """The first of those that were proved."""
+        """The first of the trials that were proved (`_first_of`)."""
         return self._first_of(list(filter(self.is_proved, self.trials.values())))
 
     def _first_of(self, trials: list[Trial]) -> Trial | None:
-        """The fastest. Among those that noise cannot tell from it, what compiles least; then what has the fewest rungs
-        that a ladder climbs only when they are named, as each of them costs something besides; then the faster."""
+        """Return the fastest trial. Among those that noise cannot tell from it, take the one that compiles least; then
+        the one with the fewest unusual rungs (`Rung.is_usual`), as each of them costs something besides; then the
+        fastest."""
         fastest = max(trials, key=self.rate, default=None)
         if fastest is None:
             return None
@@ -138,17 +139,17 @@ class Tuner:
         return min(equal, key=lambda trial: (*price_of(trial.recipe), -self.rate(trial)))
 
     def rate(self, trial: Trial) -> float:
-        """Tokens per second of all ranks, those of a tensor group once; 0 of what did not run."""
+        """Return tokens per second of all ranks, counting those of a tensor group once; 0 if the trial did not run."""
         tokens = self.space.hardware.arranged.data * trial.recipe.micro_batch * self.space.workload.shape.sequence
         return tokens / trial.step_seconds if trial.ran else 0.0
 
     def keeps_up(self, trial: Trial, other: Trial) -> bool:
-        """Not slower beyond the noise."""
+        """True if `trial` is not slower than `other` beyond the noise."""
         noise = tolerated_noise(trial.measurements, other.measurements, self.kind)
         return self.rate(trial) >= (1 - noise) * self.rate(other)
 
     def is_sound(self, trial: Trial) -> bool:
-        """Nothing wrong was found as far as it was checked, and its memory is within the limit."""
+        """True if the trial was checked without finding a fault so far, and its memory is within the limit."""
         wrong = trial.equivalence is not None and trial.equivalence.verdict == "different"
         return trial.checked and not wrong and trial.over_limit is None
 
@@ -159,8 +160,8 @@ class Tuner:
     # beginning
 
     def _start(self) -> Trial:
-        """The first recipe that can win. Where it does not fit after all, it shrinks; where its compiling would take a
-        large part of the time, it does without, so that there is something to show before anything is risked."""
+        """Try the first recipe that can win. If it does not fit after all, shrink it. If compiling it would take a
+        large part of the time, leave compile out, so that there is something to show before anything is risked."""
         recipe, label = self.space.start(), "the usual rungs, as predicted best"
         risky = self._expected(recipe) > LARGE_PART * self.budget.left and self._recall(self._job(recipe)) is None
         if risky and plan_of(recipe.rungs).compile:
@@ -173,13 +174,13 @@ class Tuner:
                 break
             trial = self._try(smaller, f"micro batch {smaller.micro_batch}", trial)
         with suppress(OutOfTimeError):
-            self._prove(trial)  # early: a run that ends before its time has something to show
+            self._prove(trial)  # early: a run that is cut short has something to show
         return trial
 
     def _look_at_baseline(self, start: Trial) -> None:
-        """What speed-ups are counted from: the time alone, since nobody will choose it. After the start, which is what
-        a run without time for both needs. A start that is slower was disturbed, so it is looked at again; or the plain
-        way is the one to beat, and is measured like any other."""
+        """Time the baseline, which speed-ups are measured against; its time is enough, since nobody will choose it. It
+        comes after the start, which matters more to a run that has no time for both. If the start is slower, it was
+        disturbed and is timed again; or else the baseline is the recipe to beat, and is measured like any other."""
         recipe = self.space.baseline()
         if self.space.refuses(recipe) is not None:
             return
@@ -189,7 +190,7 @@ class Tuner:
             self._check_baseline()
 
     def _compile_after_all(self, current: Trial) -> Trial:
-        """What the start did without, now that there is something to show."""
+        """Try compiling if the start did without it, now that there is something to show."""
         recipe = replace(self.space.start(), micro_batch=current.recipe.micro_batch)
         if current.compiled or recipe == current.recipe:
             return current
@@ -199,10 +200,10 @@ class Tuner:
     # turning knobs
 
     def _search(self, current: Trial) -> Trial:
-        """What changes the code, the size, and what no kernel notices, in turns; then what compiles for minutes, once
-        nothing cheaper is left."""
+        """Turn knobs until nothing improves: what changes the code, the micro batch, and what no kernel notices take
+        turns; what compiles for minutes comes once nothing cheaper is left."""
         if current.ran and self.space.predicted_rate(current.recipe) is None:
-            current = self._resize(current)  # nobody predicted its size
+            current = self._resize(current)  # its size was not predicted
         while True:
             found = self._turn_knobs(current, Stage.CODE)
             found = self._resize(found) if found.ran else found
@@ -223,8 +224,8 @@ class Tuner:
         return current
 
     def _wins(self, challenger: Trial, current: Trial) -> bool:
-        """A narrow win must stand a second look: of many challengers the luckiest looks faster than it is, and what
-        comes after it would be measured against its luck."""
+        """True if the challenger wins. A narrow win must survive a second measurement: of many challengers the luckiest
+        looks faster than it is, and later ones would be compared with its luck."""
         if not self._is_better(challenger, current):
             return False
         if not current.ran or self.rate(challenger) > (1 + NARROW * UNSEEN_RUN_TO_RUN[self.kind]) * self.rate(current):
@@ -236,14 +237,14 @@ class Tuner:
         return self._is_better(challenger, current)
 
     def _next_change(self, current: Trial, tried: set[Recipe], stage: Stage) -> Recipe | None:
-        """The most promising neighbour of a stage that was not tried in this round."""
+        """Return the most promising neighbour of this stage that was not tried in this round, or None."""
         promises = {recipe: self._promise(current.recipe, recipe) for recipe in self._neighbours(current.recipe)}
         moves = [recipe for recipe, (its_stage, *_) in promises.items() if its_stage is stage and recipe not in tried]
         return min(moves, key=lambda recipe: promises[recipe][1:], default=None)
 
     def _neighbours(self, recipe: Recipe) -> Iterator[Recipe]:
-        """One knob turned. Where memory is short, what saves some is tried with the size it makes room for: at the
-        same size it only costs time."""
+        """Yield recipes with one knob turned. Where memory is short, a change that saves some is tried with the size it
+        makes room for: at the same size it only costs time."""
         short = self._memory_binds(recipe)
         for changed in self.space.neighbours(recipe):
             if self.space.shares_more(recipe, changed) and not short:
@@ -252,8 +253,8 @@ class Tuner:
             yield larger or changed
 
     def _promise(self, current: Recipe, changed: Recipe) -> tuple[Stage, bool, float]:
-        """When its turn is, and what comes first then: what is added or swapped before what is left out, and in each
-        the highest prediction."""
+        """Return the stage of a change and its order within the stage: additions and swaps before removals, and among
+        them the highest prediction first."""
         came = set(changed.rungs) - set(current.rungs)
         idle = self._saves_memory(current, changed) and changed.micro_batch == current.micro_batch
         if compile_factor(changed) > max(1.0, compile_factor(current)):
@@ -265,7 +266,7 @@ class Tuner:
         return stage, not came, -self._predicted_ratio(current, changed)
 
     def _predicted_ratio(self, current: Recipe, changed: Recipe) -> float:
-        """1 where nothing is predicted."""
+        """Return the predicted speed after the change over the speed before it; 1 without a prediction."""
         here, there = self.space.predicted_rate(current), self.space.predicted_rate(changed)
         return 1.0 if here is None or there is None else there / here
 
@@ -277,7 +278,8 @@ class Tuner:
         return self.space.micro_batch is None and largest is not None and largest < 2 * recipe.micro_batch
 
     def _challenge(self, current: Trial, recipe: Recipe) -> Trial | None:
-        """The trial of a neighbour, or None with the reason in `not_tried`."""
+        """Return the trial of a neighbour, or None if it is not tried. `not_tried` then has the reason, unless the same
+        change has lost on another base."""
         went, came = set(current.recipe.rungs) - set(recipe.rungs), set(recipe.rungs) - set(current.recipe.rungs)
         change = (frozenset(went), frozenset(came))
         ratio = self._predicted_ratio(current.recipe, recipe)
@@ -291,7 +293,7 @@ class Tuner:
             self.not_tried[recipe] = f"predicted to be {1 - ratio:.0%} slower"
             return None
         if before < CLEAR_LOSS:
-            return None  # its trial on another base says how it lost
+            return None  # its trial on another base shows how it lost
         if not self._may_try(recipe):
             self.not_tried[recipe] = f"would take about {self._expected(recipe):.0f} s, and less was left"
             self.short_of_time = True
@@ -303,7 +305,7 @@ class Tuner:
         return trial
 
     def _is_better(self, trial: Trial, current: Trial) -> bool:
-        """What compiles for longer must win beyond the noise."""
+        """True if the trial is sound and faster. One that compiles for longer must win beyond the noise."""
         if not self.is_sound(trial):
             return False
         if not self.is_sound(current):
@@ -315,7 +317,8 @@ class Tuner:
     # the micro batch
 
     def _resize(self, current: Trial) -> Trial:
-        """At the micro batch that is fastest for its rungs, once for each; a size that was given stays."""
+        """Return the trial at the micro batch that is fastest for its rungs. Sizes are searched once per set of rungs,
+        and not at all if the user set one."""
         rungs = current.recipe.rungs
         if self.space.micro_batch is not None or rungs in self.resized:
             return current
@@ -344,8 +347,8 @@ class Tuner:
         return sized if self._is_better(sized, current) else current
 
     def _most_sequences(self, current: Trial) -> int | None:
-        """What is predicted to fit, and what a trial has time to step through. A rough prediction is no limit: sizes
-        that were measured say what fits."""
+        """Return the largest size to run: what is predicted to fit, and what a trial has time to step through. A rough
+        prediction is no limit, since measured sizes show what fits."""
         by_memory = None if self.space.predicts_roughly else self.space.largest(current.recipe)
         per_sequence = current.step_seconds / current.recipe.micro_batch
         by_time = max(1, round(STEPPING_SECONDS[self.kind] / STEPS_PER_TRIAL / per_sequence))
@@ -354,7 +357,7 @@ class Tuner:
     # the end
 
     def _race(self) -> None:
-        """The leaders in turns, until one is ahead of the others beyond the noise."""
+        """Time the leaders in turns, until one is ahead of the others beyond the noise."""
         self.proving = True
         try:
             self._check_baseline()
@@ -371,7 +374,7 @@ class Tuner:
             self.proving = False
 
     def _check_baseline(self) -> None:
-        """Where nothing is faster than the plain way, that is the answer, and is measured like one. Noise is no excuse
+        """Measure the baseline like any other recipe if nothing is faster: it is the answer then. Noise is no excuse
         here: a winner slower than what it is compared with has won nothing."""
         plain, ranking = self.baseline, self._ranking()
         if plain is None or not plain.ran or plain.checked:
@@ -387,7 +390,7 @@ class Tuner:
         self.view.trial_finished(plain)
 
     def _prove_fastest(self) -> None:
-        """The fastest that stands the proof."""
+        """Prove trials, fastest first, until one passes."""
         next(filter(self._prove, self._ranking()), None)
 
     def _ranking(self) -> list[Trial]:
@@ -409,21 +412,21 @@ class Tuner:
         self._check_device(answer.result)
 
     def _price_of_compiling(self) -> None:
-        """The winner's eager twin, so that compiling can be weighed against the length of a run."""
+        """Time the winner's eager twin, so that compiling can be weighed against the length of a run."""
         best = self.best
         eager = None if best is None else self.eager_twin(best)
         if best is not None and eager is not None and self.space.refuses(eager) is None:
             self._try(eager, difference(best.recipe, eager), best, kind="look")
 
     def eager_twin(self, trial: Trial) -> Recipe | None:
-        """The same without compiling and without what needs it; None of what does not compile."""
+        """Return the same recipe without compile and what needs it; None if it does not compile."""
         knob = next((knob for knob in self.space.knobs if knob.name == "compile"), None)
         return self.space.change(trial.recipe, knob, None) if trial.compiled and knob is not None else None
 
     # asking
 
     def _try(self, recipe: Recipe, label: str, onto: Trial | None, kind: str = "measure") -> Trial:
-        """Runs a recipe, unless it was run."""
+        """Run a recipe, unless it has been run."""
         if recipe in self.trials:
             return self.trials[recipe]
         trial = Trial(
@@ -457,7 +460,7 @@ class Tuner:
         )
 
     def _give_up(self, recipe: Recipe) -> float | None:
-        """Seconds of a step beyond which the recipe has lost; None before there is anything to lose against."""
+        """Return the step time beyond which the recipe has lost; None before there is anything to lose against."""
         ranking = self._ranking()
         if not ranking:
             return None
@@ -465,9 +468,9 @@ class Tuner:
         return (1 + GIVE_UP[self.kind]) * per_sequence * recipe.micro_batch
 
     def _answer(self, job: Job, expected_seconds: float, label: str, number: int, first: bool = False) -> Answer:
-        """From memory if it is there. A worker is started only where there is time for it, and gets no more; whoever
-        watches is told of it then. The first trial and the first proof may try in any case: without them there is no
-        result."""
+        """Answer a job, from memory if possible. A worker is started only if there is time for it, and gets no more
+        than that; the view is notified just before. The first trial and the first proof may start whenever any time is
+        left: without them there is no result."""
         self.asked += 1
         known = self._recall(job)
         if known is not None:
@@ -486,7 +489,7 @@ class Tuner:
         return None if known is None or _is_stale(known.result, job) else known
 
     def _may_try(self, recipe: Recipe) -> bool:
-        """It is known, or there is time for it."""
+        """True if the answer is known or there is time for it."""
         return self._recall(self._job(recipe)) is not None or self._affordable(self._expected(recipe))
 
     def _affordable(self, seconds: float) -> bool:
@@ -494,7 +497,7 @@ class Tuner:
         return seconds + self._reserve() + margin <= self.budget.left
 
     def _reserve(self) -> float:
-        """Seconds that the end needs: the leader's proof, and a second look at two of them."""
+        """Return the seconds needed at the end: for the leader's proof, and for a second look at two leaders."""
         ranking = [] if self.proving else self._ranking()
         if not ranking:
             return 0.0
@@ -502,7 +505,7 @@ class Tuner:
         return proof + sum(self._again(trial) for trial in ranking[:2] if len(ranking) > 1)
 
     def _expected(self, recipe: Recipe) -> float:
-        """What its trial will take: as the longest of its kind so far, or by what is known of compiling."""
+        """Return the expected seconds of a recipe's trial: the longest of its kind so far, or an estimate."""
         factor = compile_factor(recipe)
         ran = [trial for trial in self.trials.values() if trial.ran]
         alike = [trial.seconds[0] for trial in ran if compile_factor(trial.recipe) == factor]
@@ -513,14 +516,14 @@ class Tuner:
         return max(eager, default=TRIAL_SECONDS[self.kind]) + factor * layers * COMPILE_SECONDS[self.kind]
 
     def _again(self, trial: Trial) -> float:
-        """A repeat finds its code compiled, and checks nothing."""
+        """Return the expected seconds of a repeat, which finds its code compiled and checks nothing."""
         if len(trial.seconds) > 1:
             return max(trial.seconds[1:])
         return max(trial.seconds[0] - (trial.compile_seconds or 0.0), 0.0)
 
     def _expected_reference(self, recipe: Recipe) -> float:
-        """As long as the look at the plain model took, and its steps once more at this size; or as a reference of this
-        size or a larger one took."""
+        """Return the expected seconds of a reference: what one of this size or larger took, or else what the look at
+        the baseline took plus its steps at this size."""
         size = recipe.micro_batch
         known = [seconds for other, seconds in self.reference_seconds.items() if other >= size]
         if known:
@@ -533,7 +536,7 @@ class Tuner:
         return plain.seconds[0] + self.settings.check_steps * size * per_sequence
 
     def _check_device(self, result: Result) -> None:
-        """One recipe that crashes is a row; a device that is gone ends the run."""
+        """End the run if the device is gone. A single crash is only that recipe's row."""
         broken = isinstance(result, Failure) and result.kind in ("error", "killed", "timeout")
         self.failures_in_a_row = self.failures_in_a_row + 1 if broken else 0
         if self.failures_in_a_row >= FAILURES_IN_A_ROW:
@@ -552,7 +555,7 @@ class Tuner:
     # proof
 
     def _prove(self, trial: Trial) -> bool:
-        """Hold a checked trial against the fp32 curve of its maths; True if it may win."""
+        """Compare a checked trial with the fp32 curve of its maths; True if it may win."""
         if not self.is_sound(trial):
             return False
         if not self.is_proved(trial):
@@ -578,14 +581,14 @@ class Tuner:
             self._check_device(answer.result)
 
     def _references_of(self, trial: Trial) -> Iterator[Recipe]:
-        """Its own maths, and for what changes it beyond the published model, the unchanged one."""
+        """Yield the recipe with the trial's own maths and, if that is not the published model's, the unchanged one."""
         changing = tuple(name for name in trial.recipe.rungs if find_rung(name).maths is Maths.CHANGES)
         yield replace(trial.recipe, rungs=changing)
         if changing != self.space.published:
             yield replace(trial.recipe, rungs=self.space.published)
 
     def _judge(self, trial: Trial) -> None:
-        """The same judge as a ladder's row has. Before the reference was run, only what the first step shows."""
+        """Judge a trial as a ladder judges a row. Before the reference has run, only the first step counts."""
         if not trial.checked:
             return
         curves = [self.references.get(recipe) for recipe in self._references_of(trial)]
@@ -607,11 +610,12 @@ class Tuner:
             return
         if failed is not None:
             trial.equivalence = replace(trial.equivalence, detail=f"{trial.equivalence.detail}: {failed.reason}")
-        elif None in curves:  # nobody asked for it so far, and of what does not win nobody will
+        elif None in curves:  # not needed so far, and never for what does not win
             trial.equivalence = replace(trial.equivalence, detail="its fp32 reference was not run")
 
     def _yardstick(self, trial: Trial) -> tuple[float, ...] | None:
-        """As a ladder's: plain code at its precision, for a curve that is in doubt. Where the time is over it stays."""
+        """Return the curve of plain code at the trial's precision, as a ladder does, if the trial's curve is in doubt.
+        It remains in doubt if there is no time left."""
         precision, curve = plan_of(trial.recipe.rungs).precision, trial.measurements[0].loss_curve
         if self.space.workload.why_unchecked or not is_in_doubt(curve, trial.reference_curve, precision):
             return None
@@ -626,27 +630,27 @@ class Tuner:
         return found.loss_curve if isinstance(found, Measurement) else None
 
     def maths_of(self, recipe: Recipe) -> Maths:
-        """The strongest change beyond the model as published, which is the reference itself."""
+        """Return the strongest change beyond the published model, which is the reference itself."""
         promises = [find_rung(name).maths for name in recipe.rungs if name not in self.space.published]
         return max(promises, key=list(Maths).index, default=Maths.BIT_EXACT)
 
 
 def _is_stale(result: Result, job: Job) -> bool:
-    """A look that lost against something faster than today's fastest says too little now."""
+    """True for a look that lost against a faster trial than the fastest now: it says too little."""
     if job.kind != "measure" or isinstance(result, Failure) or result.gradients is not None:
         return False
     return job.give_up_seconds is None or spread_of(result.step_seconds).p10 <= job.give_up_seconds
 
 
 def compile_factor(recipe: Recipe) -> float:
-    """How long its compiling takes, in units of a plain torch.compile; 0 without."""
+    """Return a recipe's compile time in units of a plain torch.compile; 0 if it does not compile."""
     if not plan_of(recipe.rungs).compile:
         return 0.0
     return max(find_rung(name).compile_factor for name in recipe.rungs)
 
 
 def price_of(recipe: Recipe) -> tuple[float, int]:
-    """What a recipe costs before it is fast: its compiling, and rungs beyond the usual ones."""
+    """Return what a recipe costs besides its step time: its compile factor and the number of its unusual rungs."""
     return compile_factor(recipe), sum(not is_usual(name) for name in recipe.rungs)
 
 
@@ -655,7 +659,7 @@ def is_usual(rung: str) -> bool:
 
 
 def difference(before: Recipe, after: Recipe) -> str:
-    """A change in words: 'cudnn-attention instead of flash', 'without padded-vocab, micro batch 32'."""
+    """Describe a change: 'cudnn-attention instead of flash', 'without padded-vocab, micro batch 32'."""
     went = [name for name in before.rungs if name not in after.rungs]
     came = [name for name in after.rungs if name not in before.rungs]
     words = []

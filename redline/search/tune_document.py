@@ -2,8 +2,8 @@
 
     tune_document(tuner, run)["best"] -> {"rungs": [...], "micro_batch": 64, "tokens_per_second": 571234.5, ...}
 
-Everything that was run is a row, the winner first; what a knob brought is read off two rows that differ in it alone. A
-number that is not known is null, and a reason stands beside it.
+Everything that was run is a row, the winner first. What a knob brought is read from two rows that differ in it alone.
+An unknown number is null, with a reason beside it.
 """
 
 from __future__ import annotations
@@ -76,7 +76,8 @@ def budget_json(tuner: Tuner) -> dict[str, Any]:
 
 
 def ranked(tuner: Tuner) -> list[Trial]:
-    """The winner, then what may win by speed, then what lost or was wrong by speed, then what did not run."""
+    """Return the winner, then trials without a known fault, then trials that were checked and cannot win, then those
+    that did not run; the fastest first in each group."""
     best = tuner.best
 
     def place(trial: Trial) -> tuple[bool, bool, bool, float]:
@@ -89,7 +90,7 @@ def row_json(tuner: Tuner, trial: Trial) -> dict[str, Any]:
     first = trial.measurements[0] if trial.ran else None
     rate = tuner.rate(trial) if trial.ran else None
     space = tuner.space
-    each = None if rate is None else rate / space.hardware.ranks  # a share of all peaks is one rank's of its own
+    each = None if rate is None else rate / space.hardware.ranks  # the share of all peaks is a rank's of its own
     share = None if each is None else efficiency(space.workload.shape, plan(trial), space.hardware, each)
     peak, predicted = first.peak_bytes if first else None, predicted_peak(tuner, trial.recipe)
     return {
@@ -133,7 +134,7 @@ def ratio(rate: float | None, other: Trial | None, tuner: Tuner) -> float | None
 
 
 def predicted_peak(tuner: Tuner, recipe: Recipe) -> int | None:
-    """What the allocator should need; a CPU reports its resident set, which is another figure."""
+    """Return what the allocator should need. None on a CPU, which reports its resident set, another figure."""
     if tuner.space.hardware.kind != "cuda":
         return None
     shape = tuner.space.workload.shape
@@ -141,8 +142,8 @@ def predicted_peak(tuner: Tuner, recipe: Recipe) -> int | None:
 
 
 def cold_compile_seconds(tuner: Tuner, trial: Trial) -> float | None:
-    """A trial whose code another one compiled before finds it in the cache: the longest of those that compile the same
-    is what a run would pay."""
+    """Return what compiling would cost a new run: the longest time among trials of the same code, since later ones find
+    it in the cache."""
     if trial.compile_seconds is None:
         return None
     part = compiled_part(trial.recipe)
@@ -151,7 +152,7 @@ def cold_compile_seconds(tuner: Tuner, trial: Trial) -> float | None:
 
 
 def reason_of(tuner: Tuner, trial: Trial) -> str | None:
-    """Why it is not the winner, where its speed does not say so."""
+    """Return why a trial is not the winner, if its speed does not show it."""
     if trial.failure is not None:
         return trial.failure.reason
     if trial.over_limit is not None:
@@ -171,7 +172,7 @@ def equivalence_json(tuner: Tuner, trial: Trial) -> dict[str, str]:
 
 
 def not_tried(tuner: Tuner) -> Iterator[tuple[Recipe, str, str]]:
-    """Neighbours of the winner first; what was run after all is not here."""
+    """Yield recipes that were considered and never run, each as a change of the winner, with the reason."""
     best = tuner.best
     for recipe, reason in tuner.not_tried.items():
         if recipe not in tuner.trials:
@@ -182,7 +183,7 @@ def not_tried(tuner: Tuner) -> Iterator[tuple[Recipe, str, str]]:
 
 
 def knob_rows(tuner: Tuner, best: Trial) -> Iterator[dict[str, Any]]:
-    """Each knob: the winner's choice against every other that was tried."""
+    """Yield a comparison of the winner's choice with every other choice, for each knob."""
     for knob in tuner.space.knobs:
         chosen = tuner.space.choice_of(best.recipe.rungs, knob)
         for other in knob.choices:
@@ -212,7 +213,7 @@ def knob_row(tuner: Tuner, best: Trial, knob: Knob, chosen: str | None, other: s
 def nearest_pair(
     tuner: Tuner, best: Trial, knob: Knob, chosen: str | None, other: str | None
 ) -> tuple[Trial, Trial] | None:
-    """Two trials that differ in this knob alone (and in what cannot be without it), as near to the winner as any."""
+    """Return two trials that differ in this knob alone (and in what depends on it), nearest to the winner."""
     pairs = []
     for mine in tuner.trials.values():
         if not mine.ran or tuner.space.choice_of(mine.recipe.rungs, knob) != chosen:
@@ -260,9 +261,9 @@ def signed(share: float) -> str:
 
 
 def break_even_rows(tuner: Tuner, best: Trial) -> Iterator[dict[str, Any]]:
-    """How long a run must be before the winner's compiling has paid: against its eager twin, since against any other
-    recipe compiling would get the credit for what else differs; and against the fastest of those that compile, for
-    less."""
+    """Yield how long a run must be before the winner's compiling pays off. It is compared with its eager twin, since
+    against any other recipe compiling would get the credit for the other differences, and with the fastest of those
+    that compile for less time."""
     eager = tuner.eager_twin(best)
     if eager is not None:
         yield break_even_row(tuner, best, eager)
@@ -291,7 +292,7 @@ def break_even_row(tuner: Tuner, best: Trial, recipe: Recipe) -> dict[str, Any]:
 
 
 def break_even(extra_seconds: float | None, rate: float, rival_rate: float) -> dict[str, float | None]:
-    """tokens / rival = extra + tokens / rate. Never where the rival is as fast."""
+    """Solve tokens / rival_rate = extra_seconds + tokens / rate; None if the rival is as fast."""
     if extra_seconds is None or rate <= rival_rate:
         return {"tokens": None, "training_seconds": None}
     tokens = max(extra_seconds, 0.0) / (1 / rival_rate - 1 / rate)
@@ -340,7 +341,7 @@ def best_json(tuner: Tuner, best: Trial) -> dict[str, Any]:
 
 
 def is_tie(tuner: Tuner, best: Trial, trial: Trial) -> bool:
-    """Noise cannot tell it from the winner."""
+    """True if noise cannot tell a trial from the winner."""
     if trial is best or not tuner.is_sound(trial):
         return False
     return tuner.keeps_up(trial, best) and tuner.keeps_up(best, trial)
@@ -350,7 +351,7 @@ def is_tie(tuner: Tuner, best: Trial, trial: Trial) -> bool:
 
 
 def unproved_json(tuner: Tuner) -> dict[str, str | None]:
-    """Why nothing was proved, and what would help; None where nobody knows."""
+    """Return why nothing was proved and what would help, null if unknown."""
     fixes = ["give it more --minutes"] if tuner.stopped == "minutes" else []
     if tuner.budget.remembered:
         fixes.append("start anew with --fresh, since remembered answers took part")
@@ -358,7 +359,7 @@ def unproved_json(tuner: Tuner) -> dict[str, str | None]:
 
 
 def why_unproved(tuner: Tuner) -> str:
-    """Of the fastest that was right as far as it was checked; where there is none, of the first that was not."""
+    """Explain the fastest trial that was right as far as it was checked, or else the first that has a reason."""
     sound = next(filter(tuner.is_sound, ranked(tuner)), None)
     if sound is not None and sound.equivalence is not None:
         detail = sound.equivalence.detail

@@ -1,4 +1,4 @@
-"""A tune from the user's words to its document: check everything, ask the machine, open a run directory, search.
+"""A tune from the user's options to its document: check everything, probe the machine, open a run directory, search.
 
     run = prepare_tune(workload="tiny", minutes=2, out=Path("runs/mine"))
     document = run.tune(timeout_seconds=600, view=view)
@@ -60,11 +60,11 @@ from redline.search.words import Words, check_choice, check_nothing_given, check
 DOCUMENT_FILE = "tune.json"
 MOST_MINUTES = 7 * 24 * 60
 KIND = "tune"
-AFTER_FOLDER = "after"  # of a run directory: what the ladder of --after measured
+AFTER_FOLDER = "after"  # in a run directory: what the ladder of --after measured
 
 
 class View(Protocol):
-    """What a tune tells whoever watches; `report.live.LiveLadder` draws it."""
+    """What a tune reports to whoever is watching; `report.live.LiveLadder` draws it."""
 
     def row_started(self, rung: str, title: str, number: int, total: int) -> None: ...
     def phase(self, name: str, done: int | None, total: int | None, seconds: float | None) -> None: ...
@@ -80,7 +80,7 @@ class TuneRun:
     settings: TuneSettings
     budget: Budget
     fresh: bool = False
-    """Nothing is remembered from other runs."""
+    """Use no answers remembered from other runs."""
     notes: tuple[str, ...] = ()
     """Choices made for the user, with their reasons."""
 
@@ -99,7 +99,8 @@ class TuneRun:
         )
 
     def tune(self, *, timeout_seconds: float, view: View) -> dict[str, Any]:
-        """Search until the time is over or nothing is left to gain. An interrupt ends the search, not the document."""
+        """Search until the time is over or nothing is left to gain. After an interrupt the document is returned all the
+        same."""
         with only_climb_in(self.directory):
             return self._tune(timeout_seconds, view)
 
@@ -115,7 +116,7 @@ class TuneRun:
             check=lambda result: stop_at_a_mistake(result, self.directory),
         )
         same = run.get(SURROUNDINGS) == surroundings_of(self.directory.path / TOKENS_FILE)
-        if same and not self.fresh:  # a run that is resumed with other code has other times than its ladder
+        if same and not self.fresh:  # resumed with other code, a run has other times than its ladder
             answers.given = answers_of(RunDirectory(self.directory.path / AFTER_FOLDER))
         watcher = Watcher(view, self._keep_best)
         tuner = Tuner(self.space, self.settings, answers, self.budget, watcher)
@@ -140,7 +141,7 @@ class TuneRun:
         return cache
 
     def replay(self) -> dict[str, Any]:
-        """The document of what was measured, without starting anything: the same search, from memory alone."""
+        """Return the document of what was measured, without starting anything: the same search, from memory alone."""
         still = Budget(60 * self.settings.minutes, clock=lambda: 0.0)
         answers = OnlyRemembered(
             self.directory, cache=None, device=self.settings.device, timeout_seconds=0.0, on_phase=lambda *_, **__: None
@@ -150,7 +151,7 @@ class TuneRun:
         tuner = Tuner(self.space, self.settings, answers, still, watcher)
         watcher.tuner = tuner
         tuner.run()
-        tuner.stopped = "interrupted"  # or its own document would be there
+        tuner.stopped = "interrupted"  # otherwise its own document would exist
         return tune_document(tuner, self.directory.read_run())
 
     def _keep_best(self, tuner: Tuner) -> None:
@@ -161,7 +162,7 @@ class TuneRun:
 
 
 class OnlyRemembered(TrialAnswers):
-    """For a report: what was answered then is the answer, whatever it was; what was not is not answered now."""
+    """Answers for a report: whatever was answered then is the answer, and nothing else is answered now."""
 
     def recall(self, job: Job, timeout_seconds: float) -> Answer | None:
         known = self.here.get(job.key)
@@ -175,7 +176,7 @@ class OnlyRemembered(TrialAnswers):
 
 
 class Watcher:
-    """Tells a ladder's view about trials, and keeps the best recipe on the disk as it changes."""
+    """Reports trials to a ladder's view, and keeps the best recipe on disk as it changes."""
 
     tuner: Tuner
 
@@ -195,11 +196,11 @@ class Watcher:
         return named_row(row_json(self.tuner, trial), leads=trial is self.tuner.best)
 
 
-MOST_LETTERS = 34  # of a change in the live table, which has columns besides
+MOST_LETTERS = 34  # length of a change in the live table, which has other columns
 
 
 def named_row(row: dict[str, Any], *, leads: bool) -> dict[str, Any]:
-    """A trial as a ladder's table shows it: a name, and 'kept' for what leads."""
+    """Return a trial's row as a ladder's table shows it: with a name, and 'kept' for the leader."""
     change = row["change"]
     short = change if len(change) <= MOST_LETTERS else change[: MOST_LETTERS - 1] + "…"
     return {**row, "rung": f"{row['number']:02d} {short}", "kept": leads}
@@ -217,8 +218,8 @@ def prepare_tune(
     command: str = "redline.tune()",
     **common: Any,
 ) -> TuneRun:
-    """Everything the user said is checked here, before the machine is asked and before anything is written."""
-    budget = Budget(60 * minutes)  # from here on it is the user's time
+    """Check everything the user said, before the machine is probed and before anything is written."""
+    budget = Budget(60 * minutes)  # the user's time starts here
     check_minutes(minutes)
     words = Words(**common)
     words.check(memory_limit=memory_limit)
@@ -234,7 +235,7 @@ def prepare_tune(
 
 
 def begin_tune(words: Words, ladder: LadderRun | None, budget: Budget, said: dict[str, Any], command: str) -> TuneRun:
-    """The machine is asked, which completes the settings that were said, and the run directory is opened."""
+    """Probe the machine, which completes the user's settings, and open the run directory."""
     found = words.meet_machine()
     resolved, check_steps, steps = found.workload, words.check_steps, words.steps
     check_not_own(said.get("without", ()), resolved)
@@ -284,8 +285,9 @@ def check_allowed(allow: str | None, ranks: int) -> None:
 
 
 def check_same(ladder: RunDirectory, now: dict[str, Any]) -> None:
-    """An answer of --after is one to the very same question, asked of the very same machine: what it is compared by is
-    what the cache of answers has in its name. `now` is what run.json of this search will say."""
+    """Refuse a ladder whose answers this search cannot use: they must answer the very same questions on the very same
+    machine. What is compared is what the answer cache has in its name. `now`: the contents of this search's
+    run.json."""
     then = ladder.read_run()
     if not then.get(SURROUNDINGS):
         why = f"its {RUN_FILE} does not say with which code, text and environment all its rows were measured"
@@ -302,14 +304,14 @@ def check_same(ladder: RunDirectory, now: dict[str, Any]) -> None:
 
 
 def facts_of(run: dict[str, Any]) -> dict[str, Any]:
-    """Of a run.json: whatever a measured time depends on, by the name a user knows."""
+    """Return what a measured time depends on, from a run.json, by names that users know."""
     around = run[SURROUNDINGS]
     named = {"device": run["hardware"], "workload": run["workload"], "code": around["code"], "text": around["tokens"]}
     return {**named, **run["versions"], **around["environment"]}
 
 
 def keep_answers(ladder: RunDirectory, directory: RunDirectory) -> None:
-    """A copy, so that a resumed search knows what this one did, wherever the ladder is by then."""
+    """Copy the ladder's answers, so that a resumed search knows what this one did, wherever the ladder is by then."""
     with directory.explaining():
         (directory.path / AFTER_FOLDER).mkdir()
         if (ladder.path / RESULTS_FILE).exists():  # a ladder that was interrupted at once has none
@@ -317,8 +319,8 @@ def keep_answers(ladder: RunDirectory, directory: RunDirectory) -> None:
 
 
 def answers_of(directory: RunDirectory) -> dict[str, tuple[Result, float]]:
-    """By the keys under which a search asks: its recipes are in the ladder's order, which one that a ladder began with
-    need not be."""
+    """Return a ladder's answers by the keys under which a search asks: a search has its recipes in ladder order, which
+    the recipe that a ladder began with need not be."""
     answers, found = directory.answers(), {}
     for job in directory.jobs():
         rungs = in_order(job.recipe.rungs)
@@ -327,13 +329,13 @@ def answers_of(directory: RunDirectory) -> dict[str, tuple[Result, float]]:
 
 
 def usable_bytes(hardware: Hardware) -> int | None:
-    """Of the device, less the headroom; None where nobody knows."""
+    """Return the device's memory, less the headroom; None if unknown."""
     memory = memory_to_share(hardware)
     return None if memory is None else math.floor((1 - HEADROOM) * memory)
 
 
 def check_minutes(minutes: float) -> None:
-    if not 0 < minutes <= MOST_MINUTES:  # NaN is neither
+    if not 0 < minutes <= MOST_MINUTES:  # NaN fails both
         raise UserError(
             f"--minutes is {minutes:g}",
             "it is the time the search may take",
@@ -352,7 +354,7 @@ def check_batches(micro_batch: int | None, global_batch: int | None, ranks: int 
 
 
 def check_fits(space: Space) -> None:
-    """Nothing that fits is a mistake of the limit or of the model, and no trial would change it."""
+    """Refuse a search in which nothing is predicted to fit: limit or model is wrong, and no trial changes that."""
     start = space.start()
     reason = space.refuses(start)
     if reason is not None and all(space.refuses(recipe) for recipe in space.neighbours(start)):
@@ -385,8 +387,8 @@ def names_of(text: str | None) -> tuple[str, ...] | None:
 
 
 def resume_tune(path: Path, choices: dict[str, Any], minutes: float | None, fresh: bool = False) -> TuneRun:
-    """An interrupted run on the same machine with the same versions. Only the minutes may be given again, to search
-    longer; those that were used count."""
+    """Open an interrupted run, on the same machine with the same versions. Only the minutes may be given again, to
+    search longer; those already used count."""
     check_nothing_given(KIND, path, choices)
     started = time.monotonic()
     run = open_tune(path, fresh=fresh)
@@ -406,7 +408,7 @@ def resume_tune(path: Path, choices: dict[str, Any], minutes: float | None, fres
 
 
 def read_tune(path: Path) -> dict[str, Any]:
-    """What the run wrote at its end; of one that was killed, what its answers say."""
+    """Return what the run wrote at its end; for a run that was killed, what its answers say."""
     run = open_tune(path)
     try:
         document: object = json.loads((path / DOCUMENT_FILE).read_text(encoding="utf-8"))

@@ -1,10 +1,10 @@
-"""What a ladder and a tune are both told, and the machine they both meet: checked, resolved and resumed in one place.
+"""The options that a ladder and a tune share, and the machine they run on: checked, resolved and resumed in one place.
 
     words = Words(workload="tiny", gpus=2, out=Path("runs/mine"))
     words.check()                          # every mistake that needs no machine
     found = words.meet_machine()           # Found(workload, hardware, versions, notes)
 
-What only one of them takes is in `search/ladder.py` and `search/tune_run.py`.
+Options of only one of them are in `search/ladder.py` and `search/tune_run.py`.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Words:
 
     @property
     def layout(self) -> Layout:
-        """Or a UserError."""
+        """The layout of the ranks. Raises a UserError if they cannot be arranged that way."""
         return self.layout_with(None)
 
     def layout_with(self, workload: Workload | None) -> Layout:
@@ -63,7 +63,8 @@ class Words:
         return layout_for(self.gpus or 1, degrees, workload, beside=Beside(batch=self.global_batch, stages=False))
 
     def check(self, rungs: Sequence[str] = (), **more: int | None) -> None:
-        """`rungs`: those that it begins with; `more`: other options that count things."""
+        """Raise a UserError for mistakes that need no machine. `rungs`: those that the run begins with; `more`: other
+        options that are counts."""
         own = ("micro_batch", "gpus", "global_batch", "steps", "check_steps")
         for name, value in {**{name: getattr(self, name) for name in own}, **more}.items():
             if value is not None:
@@ -81,7 +82,7 @@ class Words:
             check_run_directory(self.out)
 
     def meet_machine(self) -> Found:
-        """Torch is asked here, in a process of its own."""
+        """Probe the machine, with torch in a process of its own, and resolve the workload for it."""
         hardware, versions = probe_machine(self.device)
         hardware = with_layout(check_ranks(hardware, self.layout.ranks, self.layout), self.layout)
         name, notes = named_or_default(self.workload, hardware)
@@ -91,7 +92,8 @@ class Words:
         return Found(workload=workload, hardware=hardware, versions=versions, notes=(*notes, *workload.notes))
 
     def _refused_in_training(self, name: str, workload: Workload, hardware: Hardware) -> Iterator[str]:
-        """What is measured without dropout may not go with it: the recipe is another where it is to be used."""
+        """Yield notes about rungs that are measured without dropout and do not work with it: training will use a
+        different recipe."""
         trained = find_workload(name, self.data, self.sequence, trained_on=hardware.kind)
         refused = {rung: reason for rung, reason in trained.cannot.items() if rung not in workload.cannot}
         for reason in dict.fromkeys(refused.values()):
@@ -100,17 +102,17 @@ class Words:
 
 
 def with_layout(hardware: Hardware, layout: Layout) -> Hardware:
-    """Ranks that differ in their data alone have none, as before there were others."""
+    """Return the machine with this layout; with none for plain data parallelism, as before others existed."""
     return replace(hardware, layout=None if layout.is_plain else layout)
 
 
 def option_of(name: str) -> str:
-    """How it is typed: '--micro-batch'; a workload has no option, and a start is `--from`."""
+    """Return the option as it is typed: '--micro-batch'. A workload has no option, and a start is `--from`."""
     return {"workload": "workload", "start": "--from"}.get(name, "--" + name.replace("_", "-"))
 
 
 def named_or_default(workload: str | None, hardware: Hardware) -> tuple[str, tuple[str, ...]]:
-    """A workload's name, and a note where nobody gave one."""
+    """Return the workload's name, and a note if it is the default."""
     if workload is not None:
         return workload, ()
     name = default_workload(hardware.kind)
@@ -118,7 +120,7 @@ def named_or_default(workload: str | None, hardware: Hardware) -> tuple[str, tup
 
 
 def check_sensible(name: str, micro_batch: int) -> None:
-    """Far beyond any device: a row that runs out of memory would answer a question nobody asked."""
+    """Refuse sizes far beyond any device: a row that runs out of memory would answer a question nobody asked."""
     if micro_batch > MOST_SEQUENCES:
         raise UserError(
             f"{name} is {micro_batch:,}",
@@ -139,10 +141,10 @@ DEGREES = {"gpus": "ranks", "tensor": "tensor", "replicas": "replicas"}  # optio
 
 
 def check_nothing_given(command: str, path: Path, choices: dict[str, Any]) -> None:
-    """Of a run that goes on; its ranks are known only when it is open: `check_same_ranks`."""
+    """Refuse other options with --resume. The ranks are known only once the run is open: see `check_same_ranks`."""
     said = {name: value for name, value in choices.items() if name not in DEGREES}
     given = [option_of(name) for name, value in said.items() if value is not None and value is not False]
-    if given:  # a micro batch of 0 was given too
+    if given:  # 0 is an option that was given
         raise UserError(
             f"--resume does not go with {', '.join(given)}",
             "a resumed run asks what it asked before, or its rows could not be compared",
@@ -151,7 +153,8 @@ def check_nothing_given(command: str, path: Path, choices: dict[str, Any]) -> No
 
 
 def check_same_ranks(command: str, path: Path, choices: dict[str, Any], hardware: Hardware) -> None:
-    """A run on several ranks may be gone on with as it was begun, `--gpus` and all; other ranks are another run."""
+    """Refuse to resume with other ranks, which would be another run. Its own options, such as `--gpus`, may be
+    repeated."""
     own = {name: getattr(hardware.arranged, degree) for name, degree in DEGREES.items()}
     other = [name for name in DEGREES if choices.get(name) not in (None, own[name])]
     if other:
@@ -169,7 +172,7 @@ def _options(values: dict[str, Any], names: Sequence[str]) -> str:
 def check_same_machine(
     directory: RunDirectory, workload: Workload, hardware: Hardware, device: str, *, fix: str
 ) -> None:
-    """The same machine with the same versions, and the same model: rows must stay comparable."""
+    """Refuse to resume with another machine, other versions or a changed model: rows must stay comparable."""
     check_unchanged_file(workload)
     here, versions = probe_machine(device)
     check_ranks(here, hardware.ranks)
