@@ -84,7 +84,7 @@ def _on_gpus(live: Live) -> str | None:
 
 
 def _way_of_compiling(live: Live) -> str | None:
-    return _on_gpus(live) or (None if live.plan.compile else "it is a way of compiling: add compile")
+    return _on_gpus(live) or (None if live.plan.compile else "it needs compiled code: add compile")
 
 
 def _attention(feature: str) -> Callable[[Live], str | None]:

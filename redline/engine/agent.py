@@ -46,7 +46,7 @@ from redline.engine.distributed import (
 NO_FILE = "<N/A>"  # torch's marker for a rank that recorded nothing
 LOST = f"{LostRankError.__name__}: "  # recorded by the watching rank about another rank
 MISTAKE = f"{MistakeOfRankError.__name__}: "  # our own class name: means nothing to a user
-LATE = "rank 0 does not end"
+LATE = "rank 0 did not exit in time"
 BEFORE_HANDLERS = (-signal.SIGINT, -signal.SIGTERM)  # exit codes of a process signalled before it had handlers
 GRACE_SECONDS = 30  # how long torch's agent waits between SIGTERM and SIGKILL
 

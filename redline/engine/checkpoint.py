@@ -238,7 +238,7 @@ def _record_event(device: torch.device) -> torch.cuda.Event:
 def not_written(step: int, folder: Path, error: Exception) -> UserError:
     if isinstance(error, OSError):
         why = f"{error.strerror or error} ({error.filename or folder})"
-        fix = "free some space or fix what it names: older checkpoints are whole, and the next save tries again"
+        fix = "free some space or fix what it names: older checkpoints are intact, and the next save tries again"
     else:
         why, fix = f"{type(error).__name__}: {error}", "older checkpoints are whole; the next save tries again"
     return UserError(f"the checkpoint of step {step} was not written", why, fix)

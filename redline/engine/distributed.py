@@ -53,7 +53,7 @@ POLL_SECONDS = 0.05
 MISTAKE_SECONDS = 10.0  # between ranks that find the same mistake
 OUTLIVED_SECONDS = 5.0  # heartbeats come once a second, and the clocks of two machines may differ
 SHOWN = 4  # maximum number of ranks in one message
-SLOW_START = "a slow start counts too, of loaders and of what is compiled: a larger --rank-timeout leaves it the time"
+SLOW_START = "slow loaders and compilation count too: raise --rank-timeout if the start is slow"
 GLOOS_LINE = re.compile(r"\[[^\]]*\.cc:\d+\] ?")  # gloo's messages start with a place in its own source
 BACKENDS_WORDS = re.compile(rf"{GLOOS_LINE.pattern}|\bNCCL\b")
 PACKAGES = ("site-packages", "dist-packages")  # these may lie in the standard library's folder
@@ -517,18 +517,18 @@ def words_of_standing(
         return None
     if any(other.number > mark.number for other in marks.values()):
         when = f"{ago} ago at step {mark.step:,}, {mark.doing} ({mark.frame})"
-        return f"rank {behind} was last seen {when}; the others are further"
+        return f"rank {behind} was last seen {when}; the other ranks are ahead"
     # Most ranks wait in the same function for the one that does not come.
     lines = Counter(other.frame for other in marks.values())
     places = sorted(marks, key=lambda rank: (lines[marks[rank].frame], -rank))[:SHOWN]
-    return f"no rank has got any further for {ago}, at step {mark.step:,}, {mark.doing}: " + ", ".join(
+    return f"no rank has made progress for {ago}, at step {mark.step:,}, {mark.doing}: " + ", ".join(
         f"rank {rank} is in {marks[rank].frame}" for rank in places
     )
 
 
 def words_of_missing(rank: int, mark: Mark, waiting: int, limit: float) -> str:
     """Describe a rank that the others wait for at the end of a meeting, which all began together."""
-    return f"rank {rank} is {mark.doing} ({mark.frame}) {limit:.0f} s after rank {waiting} was done with that"
+    return f"rank {rank} is {mark.doing} ({mark.frame}) {limit:.0f} s after rank {waiting} finished that"
 
 
 def words_of_last(mark: Mark) -> str:
@@ -729,7 +729,7 @@ def words_of_ends(ends: Mapping[int, End | None], seen: Mapping[int, float]) -> 
     first = told[0].when if told else min((seen[rank] for rank, end in ends.items() if end is None), default=0.0)
     outlived = first + OUTLIVED_SECONDS
     silent = [f"rank {rank}" for rank, end in ends.items() if end is None and not lost and seen[rank] < outlived]
-    words = [f"{', '.join(silent)} ended without a word (killed, or its machine is gone)"] if silent else []
+    words = [f"{', '.join(silent)} ended without saying why (killed, or its machine is gone)"] if silent else []
     words += [f"then {end.text}" if silent else end.text for end in (lost or told)[:1]]
     return f"torchrun has started all ranks again: {'; '.join(words)}" if words else None
 

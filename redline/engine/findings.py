@@ -65,7 +65,7 @@ FUSED_ATTENTION = (
 STEP_FILE = str(Path(__file__).with_name("step.py"))
 RECIPE_WAITS = {
     "__call__": ("the recipe reads the loss of each step", "no-sync"),
-    "apply_gradients": ("the recipe looks whether the gradients are finite before each update", "fused-adamw"),
+    "apply_gradients": ("the recipe checks before each update that the gradients are finite", "fused-adamw"),
 }
 STARVING = 0.05  # share of a step spent waiting for its batch
 SYNCHRONISING = "called a synchronizing"  # torch's wording in sync debug mode
@@ -151,7 +151,7 @@ class _Calls(TorchFunctionMode):
             before = watch.fused_calls
             result = func(*args, **kwargs)
             if watch.fused_calls == before:
-                watch.note("math-attention", f"no fused kernel takes {_describe(args, kwargs)}: plain products ran")
+                watch.note("math-attention", f"no fused kernel takes {_describe(args, kwargs)}: plain matmuls ran")
             return result
         return func(*args, **kwargs)
 

@@ -106,7 +106,7 @@ class Timed:
     def answer(self) -> dict[str, Any]:
         seconds = self.seconds or [trial for trial in (self.trial,) if trial is not None]
         if self.error or not seconds:
-            return {"error": self.error or "no time was left for it"}
+            return {"error": self.error or "ran out of time"}
         return {"median_seconds": statistics.median(seconds), "best_seconds": min(seconds), "samples": len(seconds)}
 
 

@@ -95,7 +95,7 @@ class Pipelined(Shared):
     def _batch(self, pieces: Pieces) -> tuple[torch.Tensor, torch.Tensor]:
         inputs, targets = zip(*(self.adapter.arguments(piece) for piece, _ in pieces), strict=True)
         if len({piece.shape for piece in inputs}) > 1:
-            raise ValueError("a pipeline takes pieces of one size")
+            raise ValueError("all pieces of a pipeline's batch have the same size")
         return torch.cat(inputs), torch.cat(targets)
 
     def _schedule(self, pieces: int, size: torch.Size) -> PipelineScheduleSingle:

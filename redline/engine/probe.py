@@ -113,7 +113,7 @@ def _cuda_missing(capability: tuple[int, int]) -> dict[str, str]:
         missing["tf32"] = "TF32 is NVIDIA's"
         missing["cudnn-attention"] = "cuDNN is NVIDIA's"
         missing["cublaslt"] = "cuBLASLt is NVIDIA's"
-        missing["fp8"] = "AMD's first fp8 formats are others, and nobody has tried the later ones here"
+        missing["fp8"] = "AMD's first fp8 formats differ, and the later ones are untested here"
         missing["flash4"] = "flash-attn-4's kernel is for NVIDIA's GPUs"
     elif capability < (8, 0):
         missing["tf32"] = f"TF32 needs compute capability 8.0 or later, this device has {generation}"
@@ -123,7 +123,7 @@ def _cuda_missing(capability: tuple[int, int]) -> dict[str, str]:
             f"cuDNN attention needs compute capability 8.0 or later, this device has {generation}"
         )
     if capability[0] != 9 and not torch.version.hip:
-        missing["flash4"] = f"flash-attn-4's backward was tried on Hopper (9.0) only, this device has {generation}"
+        missing["flash4"] = f"flash-attn-4's backward was tested on Hopper (9.0) only, this device has {generation}"
     if capability < (8, 9) and not torch.version.hip:
         missing["fp8"] = f"fp8 tensor cores need compute capability 8.9 or later, this device has {generation}"
     if capability < (7, 0) and not torch.version.hip:
@@ -131,7 +131,7 @@ def _cuda_missing(capability: tuple[int, int]) -> dict[str, str]:
         missing["triton"] = f"Triton needs compute capability 7.0 or later, this device has {generation}"
     if capability != (9, 0) or torch.version.hip:
         missing["quack"] = (
-            f"its products with GELU were tried on Hopper (compute capability 9.0), this has {generation}"
+            f"its matmuls with GELU were tested on Hopper (compute capability 9.0) only, this device has {generation}"
         )
     if not installed_version("triton"):
         missing["triton"] = "Triton is not installed"
@@ -152,7 +152,7 @@ def _cpu_missing() -> dict[str, str]:
         "cublaslt": "cuBLASLt's algorithms are for CUDA devices",
         "flash4": "flash-attn-4's kernel is for NVIDIA's GPUs",
         "quack": "QuACK's products are for GPUs",
-        "fp8": "8-bit products are made by tensor cores: a CPU would widen their operands again",
+        "fp8": "8-bit matmuls need tensor cores: a CPU would widen their operands again",
         "triton": "the kernel is written in Triton, which runs on GPUs",
     }
     if not _cpu_flags() & {"avx512_bf16", "amx_bf16", "bf16"}:

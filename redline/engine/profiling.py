@@ -254,7 +254,7 @@ class Loop:
         except (RuntimeError, MemoryError) as error:
             if self.ranks.joined or not is_out_of_memory(error):  # the other ranks wait in the step that failed
                 raise
-            notes = ("lines were not watched: the step does not fit when it is not compiled",)
+            notes = ("source lines were not watched: uncompiled, the step does not fit in memory",)
         if notes:  # outside `except`, where the failed step's tensors are gone
             module.zero_grad(set_to_none=True)
             free_memory(self.device)
@@ -275,7 +275,7 @@ class Loop:
         self, module: nn.Module, optimizer: torch.optim.Optimizer | None, compiled: bool
     ) -> tuple[MemoryProfile | None, str | None]:
         if compiled and self.device.type == "cpu":
-            return None, "compiled code on a CPU allocates where nobody can look; profile the recipe without compile"
+            return None, "allocations of compiled code on a CPU cannot be observed; profile the recipe without compile"
         batch = next(self.batches)
         memory = watch_memory(
             self.step, batch, module=module, optimizer=optimizer, device=self.device, named_modules=not compiled

@@ -182,7 +182,7 @@ def notes_of_ranks(order: TrainOrder, plan: Plan, ranks: Ranks) -> Iterator[str]
         yield ranks.layout.words_of_bubble(order.micro_batches)
     way = next((name for name in order.recipe.rungs if name in WAYS), DDP)
     if ranks.joined and ranks.count == 1:
-        yield "one rank: it shares with nobody, so that nothing is gathered or averaged"
+        yield "one rank: nothing is gathered or averaged"
     elif ranks.layout.data == 1 and way != DDP:
         yield f"{way} does nothing here: no two ranks take different data"
 
@@ -206,7 +206,7 @@ def end_in_c(order: TrainOrder, trainer: Trainer) -> FailedRunError:
     gpu = known_fix(RuntimeError(DEVICE_ASSERT)) if order.device == "cuda" else None
     mistake = UserError(
         f"{training_of(order)} ended in C++ code, which called abort()",
-        "what it has to say about that stands above" + (f"; a {DEVICE_ASSERT} is an index out of range" if gpu else ""),
+        "its own message stands above" + (f"; a {DEVICE_ASSERT} is an index out of range" if gpu else ""),
         gpu or "fix what it complains about",
     )
     return failed_run(mistake, order, trainer)
@@ -233,7 +233,7 @@ def known_failure(error: BaseException, order: TrainOrder, plan: Plan) -> str | 
         return f"out of memory with micro batches of {counted(size, thing)}{told}"
     if isinstance(error, (ConnectionError, EOFError)) or LOST_WORKER in str(error):
         text = str(error).splitlines()[0] if str(error) else type(error).__name__
-        return f"a process of the loader died ({text}): killed, or out of memory on the host"
+        return f"a loader process died ({text}): killed, or out of memory on the host"
     return None
 
 

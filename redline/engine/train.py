@@ -189,7 +189,7 @@ class Trainer:
             failure = self.store.wait()
             self._tell_saves()
             if failure is not None:
-                raise NotSavedError(f"{failure.problem}: {failure.why}; make room and go on with --resume")
+                raise NotSavedError(f"{failure.problem}: {failure.why}; free some space and continue with --resume")
         return why
 
     def _why_over(self, asked: Callable[[], str | None]) -> str | None:

@@ -377,7 +377,7 @@ def fp32_matmuls(case: Case) -> Iterator[Advice]:
 
 def other_findings(case: Case) -> Iterator[Advice]:
     for kind, words in (
-        ("math-attention", "attention falls back to plain products"),
+        ("math-attention", "attention falls back to plain matmuls"),
         ("graph-break", "the compiled code is cut in pieces"),
         ("recompile", "code is compiled again while training"),
         ("host-copy", "tensors travel between host and device inside the step"),
@@ -424,7 +424,7 @@ def rungs_to_measure(case: Case) -> Iterator[Advice]:
         names = ", ".join(each.rung for each in case.candidates)
         yield Advice(
             what="measure what rungs bring with `redline ladder`",
-            why=f"{names} apply; what they bring to a model of one's own is not predicted",
+            why=f"{names} apply; their gain cannot be predicted for a model of your own",
             gain_seconds=None,
         )
 

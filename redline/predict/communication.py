@@ -366,7 +366,7 @@ class Fabric:
         """Return why the traffic cannot be timed, or None if it can."""
         collectives = tuple(collectives)
         if self.links.inside is None and any(_uses_inside(one) for one in collectives):
-            return "the traffic inside a node has no time: name its link (--interconnect, such as nvlink4 or pcie4)"
+            return "the traffic inside a node cannot be timed: name its link (--interconnect, such as nvlink4 or pcie4)"
         if self.links.between is None and any(one.group.nodes > 1 for one in collectives):
             return "the traffic between nodes has no time: name their network (--interconnect, such as ib-400)"
         return None

@@ -46,7 +46,7 @@ class Finding:
             return "nothing better is proposed"
         found = predicted_gain(self.before, self.after)
         if found is not None and found < 0 and "tp" in self.advice.change:
-            return "what it saves, exchanges between GPUs, is not counted"
+            return "the exchanges between GPUs that it saves are not counted"
         if found is not None:
             row = self.advice.row
             return row.no_figure if row is not None and (row.refused or abs(found) < NOISE) else None

@@ -287,7 +287,7 @@ def _no_whole_replicas(
     others = f"{_counted_either(near, 'GPU')}, or " if near else ""
     return UserError(
         f"{counted(gpus, 'GPU')} cannot be cut into replicas of {tp} x {pp}",
-        f"one replica takes {whole} GPUs, tensor x pipeline, and data-parallel ranks count whole replicas",
+        f"one replica takes {whole} GPUs, tensor x pipeline, and the number of data-parallel ranks must be whole",
         f"use {others}{_cuts_near(shape, gpus, tp, pp, node, beside)}",
     )
 

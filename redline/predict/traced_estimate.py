@@ -20,7 +20,7 @@ from redline.predict.parallel import Layout
 from redline.predict.roofline import sheet_peaks
 from redline.predict.traced import CONVENTION, WITHOUT_ATTENTION, Bound, flops_per_item, step_of
 
-NOT_PREDICTED = "what a model of one's own does between its products was not described: measure it with"
+NOT_PREDICTED = "the speed of a model of your own cannot be predicted: measure it with"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +134,7 @@ def groups(bound: Bound) -> dict[str, float]:
 def notes_of(traced: Traced) -> list[str]:
     found = [
         "memory is what autograd was seen to keep, in eager mode, and all of it at once: compiled code keeps less, and "
-        "what lives for a moment inside a step is not in it"
+        "temporary tensors inside a step are not in it"
     ]
     if traced.why_no_flops is not None:
         found.append(f"FLOPs are unknown and nothing is derived from them: {traced.why_no_flops}")

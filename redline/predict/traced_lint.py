@@ -199,7 +199,7 @@ def _of_bare_weights(product: Product, dtype: str) -> str | None:
         return None
     where = product.place or product.where or "the model"
     return (
-        f"{where} multiplies by {' x '.join(f'{size:,}' for size in weights)} weights that are no layer's: "
+        f"{where} multiplies by {' x '.join(f'{size:,}' for size in weights)} weights that belong to no layer: "
         f"{' and '.join(odd)} {'are' if len(odd) > 1 else 'is'} no multiple of {least}, and no finding: where that is "
         "written is not known"
     )

@@ -325,7 +325,7 @@ def check_known(
         )
     if mine is not None and mine.tokens_per_second is not None and not mine.counts:
         raise UserError(
-            f"A's {mine.name} is no figure to hold B against",
+            f"A's {mine.name} cannot serve as a baseline for B",
             f"its training is different: {mine.reason or 'no reason was given'}",
             "choose an A that trains right, or another --rung",
         )

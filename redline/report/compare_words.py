@@ -78,7 +78,9 @@ def gate_notes(document: Document) -> Iterator[Note]:
     if figure["passed"]:
         yield Note(about="gate", text=f"passed: {figure['ratio']:.3f} of A's speed, {asked}")
     elif figure["b"]["verdict"] == "different":
-        yield Note(about="gate", text="FAILED: B's training is different, so its speed is no figure", kind="different")
+        yield Note(
+            about="gate", text="FAILED: B's training is different, so its speed does not count", kind="different"
+        )
     else:
         yield Note(about="gate", text=f"FAILED: {figure['ratio']:.3f} of A's speed, {asked}", kind="different")
 

@@ -171,7 +171,7 @@ def memory_text(document: Document) -> str:
     largest = document["max_micro_batch"]
     best = f"the largest micro batch that fits is {largest:,}" if largest else "no micro batch fits"
     if largest == MOST_SEQUENCES:
-        best = f"a micro batch of {largest:,} fits, and none larger is looked at"
+        best = f"a micro batch of {largest:,} fits, and larger ones were not tried"
     share = f"{human_percent(total / memory, 0)} of {human_bytes(memory)}"
     return f"{needs}: {share}{'' if document['fits'] else ', which does not fit'}; {best}"
 

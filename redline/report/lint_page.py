@@ -94,7 +94,9 @@ def headline_figures(document: Document) -> list[tuple[str, str, str]]:
 def no_chart_text(document: Document) -> str:
     if document["hardware"]["name"] is None:
         return f"No efficiency is known: {one_line(document['hardware']['reason'] or 'the device is unknown')}."
-    return "No efficiency is predicted: the ranks' shares are no whole sizes, or the data sheet lacks the type."
+    return (
+        "No efficiency is predicted: the sizes do not divide evenly among the ranks, or the data sheet lacks the type."
+    )
 
 
 # --- findings ---------------------------------------------------------------------------------------------------------

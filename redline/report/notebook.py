@@ -194,7 +194,7 @@ def render_hardware_page(document: Document) -> str:
         parts.append(Part(title="Peaks", chart=chart, table=page_table("peaks", hardware.peaks_table(document))))
     if measured:
         table = page_table("products", hardware.products_table(measured))
-        parts.append(Part(title="Products that were timed", table=table))
+        parts.append(Part(title="Timed matmuls", table=table))
     return _page(
         {**document, "date": (measured or {}).get("date")},
         title=name,

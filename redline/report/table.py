@@ -135,7 +135,7 @@ COLUMNS = (
         name="MFU",
         meaning="model FLOP utilisation: the share of the data-sheet peak",
         cell=lambda row: _known(shown_mfu(row), human_percent),
-        why_unknown="no data-sheet peak is known for {device}, and a neighbour's would give a wrong number",
+        why_unknown="no data-sheet peak is known for {device}, and another device's peak would give a wrong MFU",
     ),
     Column(
         name="peak",
@@ -489,7 +489,7 @@ def memory_texts(rows: Sequence[Row]) -> Iterator[str]:
     for row in rows:
         kept = is_kept(row.get("peak_bytes"), row.get("predicted_peak_bytes"))
         if kept and "checkpointing" in (row.get("recipe") or ()):
-            yield f"{rung_name(row)}: blocks were to be recomputed, and the peak says that they were kept; no HFU"
+            yield f"{rung_name(row)}: blocks should have been recomputed, but the peak says they were kept: no HFU"
 
 
 def damage_notes(document: Document) -> Iterator[Note]:

@@ -301,7 +301,7 @@ ENDS = {
     "interrupted": "interrupted",
     "diverged": "diverged",
     "failed": "failed",
-    None: "not yet, or killed",
+    None: "still running, or killed",
 }
 SPEED_IS = "median of the last session's cycles"
 """The last session that trained: a resumed one may have other GPUs, and its own summary says the same."""

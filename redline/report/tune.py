@@ -202,7 +202,7 @@ def peak_notes(document: Document) -> Iterator[Note]:
         if has_implausible_peak(row):
             measured, predicted = human_bytes(row["peak_bytes"]), human_bytes(row["predicted_peak_bytes"])
             text = f"#{row['number']}: {measured} measured, {predicted} predicted: this peak cannot be right"
-            yield Note(about="memory", text=f"{text}, so its memory is held against no other trial's")
+            yield Note(about="memory", text=f"{text}, so its memory is not compared with other trials'")
 
 
 def peak_text(row: Row) -> str:

@@ -22,7 +22,7 @@ def _narrow_needs(hardware: Hardware, plan: Plan) -> str | None:
     if plan.autocast != "bf16":
         return "8-bit operands are made of bf16 ones: add bf16"
     if not plan.runs_whole:
-        return "8-bit products were tried with whole layers only: a model that is cut undoes them"
+        return "8-bit matmuls were tried with whole layers only: a model that is cut undoes them"
     return missing(hardware, "fp8")
 
 
@@ -39,7 +39,7 @@ class Fp8Head(Rung):
     """
 
     name = "fp8-head"
-    title = "head's products in fp8"
+    title = "head's matmuls in fp8"
     maths = Maths.CHANGES
     when_named = True
 
@@ -82,7 +82,7 @@ class Fp8Linears(Rung):
     """
 
     name = "fp8-linears"
-    title = "blocks' products in fp8"
+    title = "blocks' matmuls in fp8"
     maths = Maths.CHANGES
     when_named = True
 
@@ -109,7 +109,7 @@ class Fp8Mlps(Rung):
     """
 
     name = "fp8-mlps"
-    title = "all of the MLPs' products in fp8"
+    title = "all of the MLPs' matmuls in fp8"
     maths = Maths.CHANGES
     when_named = True
 

@@ -362,7 +362,7 @@ class FusedBackward(Rung):
         if plan.autocast != "bf16":
             return "the kernels were made for matmuls in bf16: add bf16"
         if not plan.runs_whole:
-            return "its blocks are whole, and hand one another more than the stream: a model that is cut undoes it"
+            return "its blocks must be whole and pass on more than the residual stream: a model that is cut undoes it"
         return missing(hardware, "triton") if plan.compile else "the forward pass is left to the compiler: add compile"
 
     def apply(self, plan: Plan) -> Plan:
@@ -378,7 +378,7 @@ class ChunkedLoss(Rung):
     """
 
     name = "chunked-loss"
-    title = "head and loss in 8 pieces"
+    title = "head and loss in 8 chunks"
     maths = Maths.ROUNDING
     instead_of = "fused-loss"
     when_named = True
@@ -495,7 +495,7 @@ class CudaGraphs(Rung):
 def _compiled_on_cuda(hardware: Hardware, plan: Plan) -> str | None:
     if hardware.kind != "cuda":
         return "Inductor does this on GPUs"
-    return missing(hardware, "triton") if plan.compile else "it is a way of compiling: add compile"
+    return missing(hardware, "triton") if plan.compile else "it needs compiled code: add compile"
 
 
 class ExpandableSegments(Rung):

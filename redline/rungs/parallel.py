@@ -24,7 +24,7 @@ PIPELINE_GPIPE = "pipeline-gpipe"
 
 def _several(hardware: Hardware, plan: Plan) -> str | None:
     if hardware.ranks < 2:
-        return "there is one process: several share a step with --gpus N"
+        return "there is only one process: use --gpus N"
     return GRAPHS_OF_RANKS if plan.cuda_graphs else None
 
 

@@ -64,7 +64,7 @@ def inspect_file(found: PythonFile) -> Traced:
             left = _run(["redline.engine.inspect_model", str(order), str(answer)], file, found)
         if not answer.exists():
             raise UserError(
-                f"{found.words} ended the process that looked at it",
+                f"{found.words} crashed the process that inspected it",
                 f"{_left(left)}: {last_line(log) if log.read_bytes().strip() else 'it wrote nothing'}",
                 "run its factory and make_batch by themselves; a large model needs memory on the host too",
             )
@@ -87,7 +87,7 @@ def _run(arguments: list[str], log: BinaryIO, found: PythonFile) -> int:
         return process.wait(timeout=INSPECT_SECONDS)
     except subprocess.TimeoutExpired as error:
         raise UserError(
-            f"{found.words} takes too long to look at",
+            f"{found.words} takes too long to inspect",
             f"building it and a few passes of four samples took more than {INSPECT_SECONDS:.0f} s",
             "let make_batch return smaller samples, or the factory a smaller model",
         ) from error

@@ -349,7 +349,7 @@ def choose_rungs(
     wanted = _names(rungs) if rungs is not None else {rung.name for rung in LADDER if not rung.when_named}
     for name in sorted(_names(also) & _names(without)):
         raise UserError(
-            f"{name} in --also and in --without", "it is climbed or it is not", f"name {name} in one of them"
+            f"{name} in --also and in --without", "a rung is either climbed or left out", f"name {name} in one of them"
         )
     unwanted = _names(without) | {LADDER[0].name} | set(started_with)
     return in_order((wanted | _names(also)) - unwanted)

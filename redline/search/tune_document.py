@@ -287,7 +287,7 @@ def break_even_row(tuner: Tuner, best: Trial, recipe: Recipe) -> dict[str, Any]:
         return {**row, "compile_seconds": own, "tokens": None, "training_seconds": None, "reason": reason}
     extra = None if own is None else own - (cold_compile_seconds(tuner, rival) or 0.0)
     found = break_even(extra, tuner.rate(best), tuner.rate(rival))
-    unknown = "unknown: nobody saw how long it compiles" if extra is None else "never: it is as fast"
+    unknown = "unknown: its compile time was not measured" if extra is None else "never: it is as fast"
     return {**row, "compile_seconds": extra, **found, "reason": unknown if found["tokens"] is None else None}
 
 

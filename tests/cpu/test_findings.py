@@ -419,7 +419,7 @@ def test_a_step_that_fits_only_compiled_is_profiled_without_its_lines(monkeypatc
     model = nn.Linear(8, 8)
     profile = profile_step(step, itertools.repeat(torch.randn(4, 8)), module=model, device=CPU, steps=1)
     assert remembered
-    assert profile.notes == ("lines were not watched: the step does not fit when it is not compiled",)
+    assert profile.notes == ("source lines were not watched: uncompiled, the step does not fit in memory",)
     assert sum(part.seconds for part in profile.parts) == pytest.approx(profile.step_seconds.median)
 
 

@@ -235,7 +235,7 @@ def test_torchrun_starts_again_from_the_last_checkpoint(
     metrics = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     again = [line["text"] for line in metrics if "started all ranks again" in line.get("text", "")]
     assert len(again) == 1
-    assert "rank 1 ended without a word (killed, or its machine is gone)" in again[0]
+    assert "rank 1 ended without saying why (killed, or its machine is gone)" in again[0]
     assert_same_weights(out, never_stopped)
 
 
@@ -267,7 +267,10 @@ def test_what_was_lost_is_told_by_those_that_go_on(
 def test_of_ranks_that_all_were_killed_the_first_is_told() -> None:
     """By the agent, 30 s later, where they could say nothing: in the driver no signal reaches them."""
     found = distributed.words_of_ends(dict.fromkeys(range(3)), {0: 130.0, 1: 100.0, 2: 130.5})
-    assert found == "torchrun has started all ranks again: rank 1 ended without a word (killed, or its machine is gone)"
+    assert (
+        found
+        == "torchrun has started all ranks again: rank 1 ended without saying why (killed, or its machine is gone)"
+    )
     together = distributed.words_of_ends(dict.fromkeys(range(3)), {0: 100.5, 1: 100.0, 2: 101.0})
     assert "rank 0, rank 1, rank 2 ended without a word" in (together or "")
 
@@ -642,7 +645,7 @@ def test_the_agent_ends_a_rank_0_that_does_not_end(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(agent, "GRACE_SECONDS", 0.0)
     monkeypatch.setattr(agent.os, "kill", lambda process, number: ended.set() if number == signal.SIGTERM else None)
     assert agent.main([]) == 1
-    assert screen.getvalue() == "training is over: rank 0 does not end\n"
+    assert screen.getvalue() == "training is over: rank 0 did not exit in time\n"
 
 
 GONE, LOST = "RuntimeError: connection closed by peer", "LostRankError: rank 1 was last seen 25 s ago"
@@ -860,7 +863,7 @@ def make_batch(size, seed):
         ("raise ValueError('odd')", "60", 2, "problem: rank 1: net() raised ValueError: odd"),
         pytest.param(
             *("time.sleep(600)", "8", 1),
-            "training stopped: rank 1 is building the model (net, model.py) 8 s after rank 0 was done with that",
+            "training stopped: rank 1 is building the model (net, model.py) 8 s after rank 0 finished that",
             marks=pytest.mark.long,
         ),
     ],
@@ -1181,7 +1184,7 @@ def test_a_process_that_lives_may_stand_still_where_no_steps_are_due(clock: list
     assert looked_at(30) is None
     with ranks.marking():
         assert looked_at(9) is None
-        assert (looked_at(3) or "").startswith("no rank has got any further for 12 s")
+        assert (looked_at(3) or "").startswith("no rank has made progress for 12 s")
     assert looked_at(1) is None
     store.beat(0, 99, building)
     clock.append(clock[-1] + 11)
@@ -1402,11 +1405,11 @@ def test_a_watch_that_ends_a_slow_start_says_that_starting_counts(monkeypatch: p
     ranks = Ranks(rank=0, count=2)
     ranks.mark(step, "waiting for its batch")
     monkeypatch.setattr(ranks, "_beat", lambda: ended and ranks._ended.set())
-    monkeypatch.setattr(ranks, "_standing_still", lambda *_: "no rank has got any further for 10 s")
+    monkeypatch.setattr(ranks, "_standing_still", lambda *_: "no rank has made progress for 10 s")
     monkeypatch.setattr(distributed, "BEAT_SECONDS", 0.0)
     monkeypatch.setattr(distributed, "end_with", lambda error: ended.append(str(error)))
     with ranks.marking():
         ranks._live()
-    assert all(text.startswith("no rank has got any further for 10 s") for text in ended)
+    assert all(text.startswith("no rank has made progress for 10 s") for text in ended)
     assert ended
     assert all(("a slow start counts too" in text) == (step == 0) for text in ended)

@@ -427,8 +427,8 @@ def test_a_run_begins_with_the_weights_of_a_folder(
 @pytest.mark.parametrize(
     ("error", "words"),
     [
-        (RuntimeError("DataLoader worker (pid(s) 7) exited unexpectedly"), "a process of the loader died"),
-        (ConnectionResetError(104, "Connection reset by peer"), "a process of the loader died"),
+        (RuntimeError("DataLoader worker (pid(s) 7) exited unexpectedly"), "a loader process died"),
+        (ConnectionResetError(104, "Connection reset by peer"), "a loader process died"),
         (torch.OutOfMemoryError("CUDA out of memory"), "out of memory with micro batches of 2"),
     ],
     ids=["worker", "server", "memory"],

@@ -257,8 +257,8 @@ def test_training_goes_on_from_its_checkpoint_after_a_rank_is_lost(runs: Runs, t
     metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     (note,) = [line["text"] for line in metrics if "started all ranks again" in line.get("text", "")]
     said = {
-        "kill": "rank 1 ended without a word (killed, or its machine is gone)",
-        "hang": "no rank has got any further for 45 s, at step 5, in the step: rank 1 is in hang, rank_fault.py",
+        "kill": "rank 1 ended without saying why (killed, or its machine is gone)",
+        "hang": "no rank has made progress for 45 s, at step 5, in the step: rank 1 is in hang, rank_fault.py",
         "memory": "rank 1 failed: out of memory with micro batches of 1 sequence",
     }
     assert note.startswith(f"torchrun has started all ranks again: {said[fault]}"), note

@@ -480,7 +480,7 @@ def test_weights_that_are_no_layers_are_told(grows: str, seen: Traced) -> None:
     model = replace(seen, products=(stack, scores), products_left_out=3)
     bare, left_out = unjudged_products(model, "bf16")
     shown = "96 x 332" if grows == "m" else "332 x 96"
-    assert bare.startswith(f"m.py:9 multiplies by {shown} weights that are no layer's: 332 is no multiple of 8")
+    assert bare.startswith(f"m.py:9 multiplies by {shown} weights that belong to no layer: 332 is no multiple of 8")
     assert left_out.startswith("3 products whose sizes do not simply grow")
     good = replace(stack, m=16, n=336, grows="m")
     assert unjudged_products(replace(model, products=(good, scores), products_left_out=0), "bf16") == ()
@@ -616,7 +616,7 @@ def test_an_estimate_of_samples_speaks_of_samples(seen: Traced) -> None:
     assert "parameters and buffers" in text
     assert "with everything alive at once" in text
     assert "measure it with redline ladder mlp.py:mlp" in text
-    assert "a micro batch of 1,048,576 fits, and none larger is looked at" in text
+    assert "a micro batch of 1,048,576 fits, and larger ones were not tried" in text
     assert found["memory"]["logits"] is found["memory_detail"]["autocast_cache"] is None
 
 
@@ -735,14 +735,14 @@ def test_a_process_that_dies_is_told_with_its_last_words(
     script: str, said: str, write: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     error = looked_at(script, write, monkeypatch)
-    assert error.problem == "model.py:net ended the process that looked at it"
+    assert error.problem == "model.py:net crashed the process that inspected it"
     assert error.why == said
 
 
 def test_a_process_that_takes_too_long_is_ended(write: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inspect, "INSPECT_SECONDS", 0.2)
     error = looked_at("exec sleep 60", write, monkeypatch)
-    assert error.problem == "model.py:net takes too long to look at"
+    assert error.problem == "model.py:net takes too long to inspect"
 
 
 # the verdict and the words

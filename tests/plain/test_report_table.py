@@ -146,7 +146,7 @@ def test_mfu_above_the_peak_is_refused_with_a_note() -> None:
 def test_blocks_that_were_kept_all_the_same_are_told_of(rungs: list[str], peak: int, told: bool) -> None:
     row = ok_row("checkpointing", 138.5, None, recipe=rungs, peak_bytes=peak, predicted_peak_bytes=92)
     texts = [note.text for note in notes_of({**full_document(), "rows": [row]})]
-    assert any("says that they were kept; no HFU" in text for text in texts) == told
+    assert any("says they were kept: no HFU" in text for text in texts) == told
 
 
 def test_notes_say_noise_convention_and_interruption() -> None:

@@ -332,7 +332,7 @@ def test_report_of_a_killed_run_says_what_it_saved_and_how_it_goes_on(
 def test_report_of_a_run_that_has_only_begun(run_directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (run_directory / "metrics.jsonl").unlink()
     assert main(["report", str(run_directory)]) == 0
-    assert "ended     not yet, or killed: 0 updates" in capsys.readouterr().out
+    assert "ended     still running, or killed: 0 updates" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("left_out", ["order", "hardware", "versions", "command", "date"])

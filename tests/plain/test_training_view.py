@@ -290,7 +290,7 @@ def test_the_summary_says_what_the_lecture_s_did_and_where_things_are() -> None:
         "go on     redline train --resume run",
     ]
     worse = summary_lines({**SUMMARY, "skipped": 3, "ended": None, "page": None})
-    assert worse[0].startswith("ended     not yet, or killed")
+    assert worse[0].startswith("ended     still running, or killed")
     assert "skipped   3 updates whose gradients were not finite" in worse
     assert not any(line.startswith("page") for line in worse)
     nothing = summary_lines({**SUMMARY, "ended": "failed", "checkpoint": None})
