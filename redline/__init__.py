@@ -1,6 +1,6 @@
 """redline finds out how fast a machine can train a model, gets it there, and proves that nothing broke on the way.
 
-The commands are also functions, which return the document that `--json` prints; `print` and notebooks show its table:
+The commands are also functions. Each returns the document that `--json` prints; `print` and notebooks show its table:
 
     redline.ladder("tiny")["best"]
     redline.tune("tiny", minutes=2)["best"]
@@ -9,7 +9,7 @@ The commands are also functions, which return the document that `--json` prints;
     redline.hardware("NVIDIA L40S")["known"]["peak_tflops"]
     redline.profile("tiny", rungs="none")["advice"]
 
-And for a model and a loop of one's own (docs/api.md):
+For your own model and training loop (docs/api.md):
 
     prepared = redline.prepare(model, "best.json");  loss = prepared.step(batch)
     meter = redline.Meter(tokens_per_step=8192, model=model)
@@ -81,9 +81,9 @@ def ladder(
 ) -> Document:
     """Measure the ladder and return its document, the same one `redline ladder --json` prints.
 
-    `workload`: words as on the command line, or a function of a file that builds the model. The other arguments are
-    the command's options (`redline ladder --help`); `start` is `--from`. Progress goes to standard error, results
-    to the run directory `out`. A mistake raises `redline.UserError`.
+    `workload` is what you would type on the command line, or a function, defined in a file, that builds the model. The
+    other arguments are the command's options (`redline ladder --help`); `start` is `--from`. Progress goes to standard
+    error, results to the run directory `out`. A mistake raises `redline.UserError`.
     """
     from redline.api.document import Document
     from redline.api.factory import words_of
@@ -146,11 +146,11 @@ def tune(
     after: Path | str | None = None,
     out: Path | str | None = None,
 ) -> Document:
-    """Search for the fastest recipe that still trains right: the document of `redline tune --json`.
+    """Search for the fastest recipe that still trains correctly; return the document of `redline tune --json`.
 
-    `workload`: words as on the command line, or a function of a file that builds the model. The other arguments are
-    the command's options (`redline tune --help`), with its defaults; the recipe is best.json in the run directory
-    `out`. Progress goes to standard error.
+    `workload` is what you would type on the command line, or a function, defined in a file, that builds the model. The
+    other arguments are the command's options (`redline tune --help`), with its defaults; the recipe is best.json in the
+    run directory `out`. Progress goes to standard error.
     """
     from redline.api.document import Document
     from redline.api.factory import words_of
@@ -210,11 +210,11 @@ def estimate(
     batch: Any = None,
     loss: Callable[[Any, Any], torch.Tensor] | None = None,
 ) -> Document:
-    """Parameters, FLOPs, memory and speed of a step, worked out: the document of `redline estimate --json`.
+    """Estimate the parameters, FLOPs, memory and speed of a step; return the document of `redline estimate --json`.
 
     The arguments are the command's options (`redline estimate --help`), with its defaults; `recipe` is `--from`, and
-    `inference` is True or a precision. A module of your own takes a `batch`, what it is called with, and `loss` as
-    `prepare` does: a copy of it is run once on the host with a few of the samples.
+    `inference` is True or a precision. For your own module also pass `batch`, what it is called with, and `loss` if it
+    needs one, as for `prepare`: a copy of the module is run on the host with a few of the samples.
 
     >>> import torch, redline
     >>> model = torch.nn.Linear(8, 4)
@@ -278,11 +278,11 @@ def lint(
     batch: Any = None,
     loss: Callable[[Any, Any], torch.Tensor] | None = None,
 ) -> Document:
-    """The sizes of a model that cost speed, and the nearest good ones: the document of `redline lint --json`.
+    """Find a model's sizes that cost speed, and the nearest good ones; return the document of `redline lint --json`.
 
     The arguments are the command's options (`redline lint --help`), with its defaults. Nothing is timed without
-    `measure`, and nothing written unless `fix` names a file. Of a module of your own the sizes of its layers are
-    looked at; with a `batch`, what it is called with, also attention and lines that make the host wait. `loss` is as
+    `measure`, and nothing is written unless `fix` names a file. For your own module the sizes of its layers are
+    checked; given a `batch`, what it is called with, also its attention and lines that make the host wait. `loss` is as
     for `prepare`.
 
     >>> import torch, redline
@@ -330,9 +330,9 @@ def hardware(
     seconds: float | None = None,
     device: str | None = None,
 ) -> Document:
-    """This machine, or the device of that name, beside its data sheet: the document of `redline hardware --json`.
+    """Compare this machine, or a device by name, with its data sheet; return the document of `redline hardware --json`.
 
-    `measure`: True, or a workload: time its products here, and keep the result.
+    `measure`: True or a workload; time its matmuls on this machine and keep the result.
     """
     from redline.api.document import Document
     from redline.commands.common import options_of
@@ -370,15 +370,15 @@ def profile(
     model: nn.Module | None = None,
     optimizer: torch.optim.Optimizer | None = None,
 ) -> Document:
-    """Where a step's time and memory go, and what to do first: the document of `redline profile --json`.
+    """Show where a step's time and memory go and what to do first; return the document of `redline profile --json`.
 
-    A workload's name or file is profiled in a process of its own; the arguments are the command's options (`redline
-    profile --help`), with its defaults. A worker that failed is a document too: its "status" is "failed", its "reason"
-    says why.
+    A workload, given by name or file, is profiled in its own process; the arguments are the command's options (`redline
+    profile --help`), with its defaults. If the worker fails you still get a document: its "status" is "failed" and its
+    "reason" says why.
 
-    A function is a step of your own, and is profiled here: called some dozens of times, with one of `batches` after
-    the other if it takes any. `model` tells its modules apart; with `optimizer` both are put back as they were. `steps`
-    and `out`, for the trace, are the only other arguments it takes.
+    A function is taken as one step of your own and profiled in this process. It is called some dozens of times, with
+    one of `batches` after the other if it takes any. `model` tells its modules apart; with `optimizer` both are put
+    back as they were. The only other arguments allowed are `steps` and `out`, the folder for the trace.
 
     >>> import torch, redline
     >>> model = torch.nn.Linear(8, 8)
@@ -439,14 +439,14 @@ def prepare(
     loss: Callable[[Any, Any], torch.Tensor] | None = None,
     device: torch.device | str | None = None,
 ) -> Prepared:
-    """A recipe on a module of your own: model, optimizer, autocast, scaler and step for a plain training loop.
+    """Apply a recipe to your own module: model, optimizer, autocast, scaler and step for a plain training loop.
 
-    `recipe`: a file such as best.json of a run, what it holds, a Recipe, or names of rungs. What cannot be done to the
+    `recipe` is a file such as a run's best.json, its contents, a Recipe, or names of rungs. What cannot be done to the
     module from outside is in `prepared.left_out`, with the reason. `loss(model, batch)` returns a scalar; without it
-    the model is called with the batch and must return a loss, or logits for a pair of inputs and targets (docs/api.md).
-    `learning_rate` is AdamW's, a number (torch's schedulers may change it) or a function of the steps taken; another
-    optimizer gets its own factor on it. AdamW's betas are 0.9 and 0.95, as GPTs are trained; `clip_norm=None` leaves
-    gradients as they are. The module is changed in place and moved to `device` if that is given.
+    the model is called with the batch and must return a loss, or logits if the batch is a pair of inputs and targets
+    (docs/api.md). `learning_rate` is AdamW's, a number (torch's schedulers may change it) or a function of the steps
+    taken; other optimizers multiply it by their own factor. AdamW's betas are 0.9 and 0.95, as is usual for GPTs;
+    `clip_norm=None` leaves gradients as they are. The module is changed in place, and moved to `device` if given.
 
     >>> import torch, redline
     >>> model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.GELU(approximate="tanh"), torch.nn.Linear(32, 4))
@@ -472,7 +472,7 @@ def prepare(
 
 
 def __getattr__(name: str) -> Any:
-    """Classes that need torch, or are rarely named, are imported when they are."""
+    """Import classes that need torch, or are rarely used, only when they are accessed."""
     from importlib import import_module
 
     if name not in _CLASSES:
@@ -500,7 +500,7 @@ def _check_words(workload: object, function: str, otherwise: str) -> None:
 
 
 def _refuse(given: dict[str, Any], function: str, why: str, but: tuple[str, ...] = ()) -> None:
-    """Arguments that would be ignored are mistakes."""
+    """Reject arguments that would be ignored."""
     from redline.core.errors import UserError
 
     for name, value in given.items():
@@ -509,6 +509,6 @@ def _refuse(given: dict[str, Any], function: str, why: str, but: tuple[str, ...]
 
 
 def _call(function: str, given: dict[str, Any]) -> str:
-    """As it would be written, for documents that say how they came about."""
+    """Return the call as Python source, for documents to record how they were made."""
     words = ", ".join(f"{name}={value!r}" for name, value in given.items() if value is not None)
     return f"redline.{function}({words})"

@@ -1,4 +1,4 @@
-"""The command line: finds the command, turns mistakes into problem / why / fix and an exit code.
+"""The command line: finds the command, and turns mistakes into problem / why / fix and an exit code.
 
 Nothing at the top of this file or of `redline/commands` imports torch, numpy or a page template: `--help` must answer
 at once.
@@ -23,8 +23,8 @@ from redline.core.rank_processes import follows_rank_0, mark_interrupted
 
 DESCRIPTION = "Finds out how fast a machine can train a GPT, gets it there, and proves that nothing broke on the way."
 RANK = "RANK"
-"""Of the environment: torchrun has it, or whoever starts ranks in its way."""
-COMMANDS = {  # in the order of --help: the file in redline/commands, and its function add_NAME
+"""Environment variable that torchrun, or a launcher like it, sets for every rank."""
+COMMANDS = {  # in the order of --help: NAME -> the file in redline/commands that defines add_NAME
     "ladder": "ladder",
     "tune": "tune",
     "train": "train",
@@ -41,7 +41,8 @@ COMMANDS = {  # in the order of --help: the file in redline/commands, and its fu
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """`arguments`: None are the process's own, and then the process is ours to its end."""
+    """Run a command and return its exit code. Without `arguments`, use the process's own and assume that the process
+    exits afterwards."""
     own = arguments is None
     if own:
         sys.unraisablehook = repeat_interrupt
@@ -50,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal without UTF-8 shows question marks, not a traceback
-    # Ranks tell by which of them they were asked to stop.
+    # Ranks record which signal asked them to stop.
     numbers = (signal.SIGTERM, signal.SIGINT) if RANK in os.environ else (signal.SIGTERM,)
     before = {number: signal.signal(number, interrupt) for number in numbers}
     try:
@@ -60,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
             check_alone(words[0])
         code = int(options.run(options))
-        sys.stdout.flush()  # here, where a reader that has left can be answered for
+        sys.stdout.flush()  # here, where a BrokenPipeError is still handled
         return code
     except UserError as error:
         if debug:
@@ -74,19 +75,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_FAILED if isinstance(error, FailedRunError) else EXIT_MISTAKE
     except KeyboardInterrupt:
         if own:
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # we are leaving: a second one has nothing to add
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # already exiting: ignore a second Ctrl-C
         if not follows_rank_0():
             print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
     except SystemExit as leaving:
-        if isinstance(leaving.__context__, BrokenPipeError):  # rich leaves with 1 then, its output turned to nothing
+        if isinstance(leaving.__context__, BrokenPipeError):  # rich then exits with 1, its output sent to /dev/null
             return EXIT_DONE
         raise
-    except BrokenPipeError:  # `| head` has seen enough; nothing more can be written, not even by the interpreter's end
+    except BrokenPipeError:  # `| head` has exited; nothing more can be written, not even at interpreter shutdown
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
         return EXIT_DONE
     finally:
-        # An exception in the interpreter's own end, which takes torch a while, would be a traceback that nobody caught.
+        # Interpreter shutdown takes a while with torch, and an exception during it would print an uncaught traceback.
         if own:
             before[signal.SIGINT] = signal.SIG_IGN
         for number, handler in before.items():
@@ -94,15 +95,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def interrupt(number: int, _: object) -> NoReturn:
-    """A terminated run ends like an interrupted one: finished rows stay, workers go."""
+    """Treat a signal like Ctrl-C, so that a terminated run ends like an interrupted one: finished rows stay, workers
+    are stopped."""
     mark_interrupted(signal.Signals(number).name)
     raise KeyboardInterrupt
 
 
 def repeat_interrupt(lost: Any) -> None:
-    """Where Python cannot pass an exception on (a callback, half of torch's import), Ctrl-C would be a traceback on the
-    screen, and nothing would stop: it comes once more, a moment later, where it can be caught. As a signal of its own,
-    which ends a wait too."""
+    """Repeat a Ctrl-C that arrived where Python cannot propagate exceptions (a callback, parts of torch's import): it
+    would print a traceback and stop nothing. SIGINT is sent again a moment later, when it can be caught; a real signal
+    also ends a wait."""
     if issubclass(lost.exc_type, KeyboardInterrupt):
         again = threading.Timer(0.05, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
         again.daemon = True
@@ -112,10 +114,10 @@ def repeat_interrupt(lost: Any) -> None:
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse whose mistakes are ours: problem, why, fix, exit code 2."""
+    """An ArgumentParser that reports errors as problem, why, fix and exit code 2."""
 
     command = ""
-    """The one whose words argparse leaves to the parser of all commands when it does not know them."""
+    """The command that was given: argparse reports its unknown arguments through the top-level parser."""
 
     def error(self, message: str) -> NoReturn:
         words = f"{self.prog} {self.command}".strip()
@@ -123,7 +125,8 @@ class Parser(argparse.ArgumentParser):
 
 
 def build_parser(first_words: Sequence[str] = ()) -> argparse.ArgumentParser:
-    """With the command that the first word names alone, so that no other one's file is read; else with all."""
+    """Build the parser with only the command that the first word names, so that no other command's file is imported;
+    otherwise with all commands."""
     parser = Parser(prog="redline", description=DESCRIPTION)
     parser.add_argument("--version", action="version", version=f"redline {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=Parser)

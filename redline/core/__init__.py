@@ -1,1 +1,1 @@
-"""The nouns every other folder speaks in: workload, plan, recipe, hardware, job, measurement. Standard library only."""
+"""The types that every other folder uses: workload, plan, recipe, hardware, job, measurement. Standard library only."""

@@ -1,10 +1,10 @@
-"""Writes checkpoints so that a crash at any byte leaves the previous one whole, and removes those not worth keeping.
+"""Writes checkpoints so that a crash at any byte leaves the previous one whole, and removes those no longer needed.
 
     path = write_checkpoint(folder, 500, {"model.safetensors": [header, data], "state.json": [text]})
     notes = rotate(folder, path, keep_last=2, keep_best=1)
 
-Everything goes into `step-….draft` and is flushed to the disk, the manifest last; renaming the folder makes it a
-checkpoint in one instant. Removal goes the other way: renamed first, so nothing half-deleted is taken for one.
+Everything goes into `step-….draft` and is flushed to disk, the manifest last; renaming the folder then makes it a
+checkpoint atomically. Removal is the reverse: the folder is renamed first, so nothing half-deleted is taken for one.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ Parts = Iterable[bytes | memoryview]
 
 
 def write_checkpoint(folder: Path, step: int, files: Mapping[str, Parts]) -> Path:
-    """The new checkpoint's path, when it is safely on the disk. On an error the draft is removed, if that is possible:
-    on a full disk it is the draft that fills it."""
+    """Write a checkpoint and return its path once it is safely on disk. On an error, try to remove the draft: if the
+    disk is full, the draft is what fills it."""
     draft = open_draft(folder, step)
     try:
         return publish_draft(draft, {name: write_file(draft / name, parts) for name, parts in files.items()})
@@ -47,7 +47,7 @@ def write_checkpoint(folder: Path, step: int, files: Mapping[str, Parts]) -> Pat
 
 
 def open_draft(folder: Path, step: int) -> Path:
-    """An empty folder to write a checkpoint into; what a killed writer left is removed."""
+    """Create an empty folder to write a checkpoint into, after removing what a killed writer left."""
     remove_leftovers(folder)
     draft = folder / (_free_name(folder, step) + DRAFT)
     draft.mkdir()
@@ -55,7 +55,7 @@ def open_draft(folder: Path, step: int) -> Path:
 
 
 def publish_draft(draft: Path, records: Mapping[str, FileRecord]) -> Path:
-    """Makes a checkpoint of a draft whose files, all of them in `records`, are on the disk."""
+    """Turn a draft into a checkpoint. `records` must list all of its files, which must be on disk already."""
     write_file(draft / MANIFEST_FILE, [manifest_text(records).encode()])
     sync_folder(draft)  # the names of the files in it
     final = draft.with_name(draft.name.removesuffix(DRAFT))
@@ -65,7 +65,7 @@ def publish_draft(draft: Path, records: Mapping[str, FileRecord]) -> Path:
 
 
 def record_of(path: Path) -> FileRecord:
-    """Of a file that somebody else wrote."""
+    """Hash a file that was not written by `write_file`."""
     with open(path, "rb") as file:
         digest = hashlib.file_digest(file, "sha256")
         size = file.tell()
@@ -73,7 +73,7 @@ def record_of(path: Path) -> FileRecord:
 
 
 def write_file(path: Path, parts: Parts) -> FileRecord:
-    """Hashed on the way, so that nothing is read back; on the disk when it returns."""
+    """Write a file and flush it to disk. It is hashed on the way, so that nothing has to be read back."""
     digest, size = hashlib.sha256(), 0
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
@@ -91,7 +91,7 @@ def write_file(path: Path, parts: Parts) -> FileRecord:
 
 
 def write_all(descriptor: int, chunk: memoryview) -> None:
-    """The system may take less than it is offered."""
+    """Write the whole chunk; `os.write` may write only part of what it is given."""
     while chunk:
         chunk = chunk[os.write(descriptor, chunk) :]
 
@@ -105,18 +105,18 @@ def sync_folder(folder: Path) -> None:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """What a killed writer left: drafts, and folders on their way out. Only the run that writes here may do this."""
+    """Remove what a killed writer left: drafts and half-removed checkpoints. Only the run that writes to this folder
+    may call this."""
     for path in folder.iterdir():
         if path.name.endswith((DRAFT, REMOVING)) and order_of(path.with_suffix("")):
             shutil.rmtree(path, ignore_errors=True)  # what cannot be removed must not stop the next checkpoint
 
 
 def rotate(folder: Path, written: Path, *, keep_last: int, keep_best: int) -> list[str]:
-    """Keeps the newest and the best, and always what was just written. Damaged ones count for neither. Later steps than
-    the one just written are left alone: they are of a run that was resumed from before them. Returns what it could not
-    remove."""
+    """Remove the checkpoints before `written`, except the newest and the best; damaged ones count as neither. Those
+    after it are left alone: the run was resumed from before them. Return a note for each that could not be removed."""
     paths = list_checkpoints(folder)
-    whole: dict[int, Checkpoint] = {}  # newest first; of a step that was saved twice, the later one
+    whole: dict[int, Checkpoint] = {}  # newest first; for a step that was saved twice, the later save
     for path in paths:
         with contextlib.suppress(UnusableError):
             found = read_checkpoint(path, verify=False)
@@ -133,7 +133,8 @@ def rotate(folder: Path, written: Path, *, keep_last: int, keep_best: int) -> li
 
 
 def best_of(checkpoints: Iterable[Checkpoint], count: int) -> list[Checkpoint]:
-    """By metric, lowest first; of equals, the first given. What was not evaluated, or came out as NaN, is not best."""
+    """Return the `count` checkpoints with the lowest metric, lowest first; ties keep their order. Checkpoints that were
+    not evaluated, or whose metric is NaN, are left out."""
     judged = [(found.metric, found) for found in checkpoints if found.metric is not None]
     judged = [(metric, found) for metric, found in judged if not math.isnan(metric)]
     return [found for _, found in sorted(judged, key=lambda pair: pair[0])][:count]

@@ -1,14 +1,14 @@
-"""Checkpoints as files: how a folder of them is read, checked and compared. No torch, so mistakes are found at once.
+"""Checkpoints as files: how they are read, checked and compared. Needs no torch, so mistakes are found at once.
 
     step-00000500/            a step that is saved again becomes step-00000500.2, and the first is removed
       model.safetensors       tensors, a file per kind
       optimizer.safetensors
-      state.json              step, metric, identity of the run, everything else it needs to go on
+      state.json              step, metric, identity of the run, everything else it needs to continue
       manifest.json           size and SHA-256 of the files above, and its own; written last
 
     found, notes = newest(folder, read_checkpoint)         # the newest whole one; what was passed over, and why
 
-Writing them is `core/checkpoint_writer.py`, tensors are `engine/checkpoint.py`. A name with anything after the number
+`core/checkpoint_writer.py` writes them and `engine/checkpoint.py` handles the tensors. A name with any other suffix
 (`.draft`, `.removing`) is never a checkpoint. The whole story: docs/checkpoints.md.
 """
 
@@ -25,18 +25,18 @@ from typing import Any, TypeVar
 from redline.core.errors import UserError
 
 FORMAT = 1
-CHECKPOINTS_FOLDER = "checkpoints"  # of a run directory
+CHECKPOINTS_FOLDER = "checkpoints"  # in a run directory
 MANIFEST_FILE, STATE_FILE, TENSOR_SUFFIX = "manifest.json", "state.json", ".safetensors"
-CHUNK_BYTES = 16 << 20  # read, hashed and written at a time: large enough that Python's share is nothing
-LISTINGS = 10  # of a folder whose newest checkpoint vanishes while it is read
-SHOWN = 8  # differences in one message
+CHUNK_BYTES = 16 << 20  # hashed and written at a time: large enough to make Python's overhead negligible
+LISTINGS = 10  # attempts at a folder whose newest checkpoint vanishes while it is read
+SHOWN = 8  # differences shown in one message
 _NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
 
 T = TypeVar("T")
 
 
 class UnusableError(Exception):
-    """Why a folder is no checkpoint to go on from. The text starts with the file that is to blame."""
+    """A checkpoint cannot be used. The message starts with the file at fault."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,16 +47,16 @@ class FileRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """What a checkpoint says of itself, without its tensors."""
+    """A checkpoint's metadata and state, without its tensors."""
 
     path: Path
     step: int
     metric: float | None
-    """Lower is better; None when nothing was evaluated."""
+    """Lower is better; None if nothing was evaluated."""
     identity: dict[str, Any]
-    """What must be the same to go on: model, tokenizer, data."""
+    """What must be the same to resume: model, tokenizer, data and so on."""
     state: dict[str, Any]
-    """Everything else that the run put away: schedule, scaler, random generators, position in the data."""
+    """Everything else that the run saved: schedule, scaler, random generators, position in the data."""
     tensor_files: tuple[Path, ...]
 
 
@@ -68,13 +68,13 @@ def folder_name(step: int, generation: int = 1) -> str:
 
 
 def order_of(path: Path) -> tuple[int, int] | None:
-    """(step, generation), or None: not the name of a checkpoint."""
+    """Return (step, generation), or None if this is not the name of a checkpoint."""
     match = _NAME.fullmatch(path.name)
     return (int(match[1]), int(match[2] or 1)) if match else None
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """By name alone, newest first. A folder that is not there holds none."""
+    """List checkpoints by name alone, newest first. A missing folder has none."""
     try:
         found = [(order, path) for path in folder.iterdir() if (order := order_of(path))]
     except FileNotFoundError:
@@ -89,8 +89,8 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def newest_checkpoint(folder: Path, updates: int | None) -> str | None:
-    """The one that a run of so many updates (None: nobody knows) goes on from, by name alone. A later one that was
-    passed over as damaged is still there, and is not it."""
+    """Return, by name alone, the checkpoint that a run with this many updates (None: unknown) resumes from. Later ones,
+    which were passed over as damaged, may still be there and are skipped."""
     found = ((order_of(path), path) for path in list_checkpoints(folder))
     within = (str(path) for order, path in found if order is not None and (updates is None or order[0] <= updates))
     return next(within, None)
@@ -100,7 +100,7 @@ def newest_checkpoint(folder: Path, updates: int | None) -> str | None:
 
 
 def newest(folder: Path, read: Callable[[Path], T]) -> tuple[T | None, tuple[str, ...]]:
-    """The newest checkpoint that `read` finds no fault with, and a note for every newer one that it does."""
+    """Return the newest checkpoint that `read` accepts, and a note for every newer one that it rejects."""
     for _ in range(LISTINGS):
         notes: list[str] = []
         for path in list_checkpoints(folder):
@@ -120,7 +120,7 @@ def newest(folder: Path, read: Callable[[Path], T]) -> tuple[T | None, tuple[str
 
 
 def read_checkpoint(path: Path, *, verify: bool = True) -> Checkpoint:
-    """Sizes are always checked, and so are the checksums of the JSON files; `verify` reads every tensor's bytes too."""
+    """Read a checkpoint, checking all sizes and the checksums of the JSON files; `verify` checks the tensors' too."""
     files = _read_manifest(path / MANIFEST_FILE)
     for name, record in files.items():
         _check_size(path / name, record)
@@ -142,7 +142,7 @@ def read_checkpoint(path: Path, *, verify: bool = True) -> Checkpoint:
 
 
 def load_checkpoint(path: Path, read: Callable[[Path], T]) -> T:
-    """The one at `path`, or a UserError that says what is wrong with it."""
+    """Read the checkpoint at `path`, or raise a UserError that says what is wrong with it."""
     try:
         return read(path)
     except UnusableError as reason:
@@ -154,13 +154,13 @@ def load_checkpoint(path: Path, read: Callable[[Path], T]) -> T:
 
 
 def state_text(*, step: int, metric: float | None, identity: Mapping[str, Any], state: Mapping[str, Any]) -> str:
-    """Python's JSON gives every float back bit for bit, infinities and NaN too."""
+    """Return the state as JSON. Python's JSON round-trips every float bit for bit, infinities and NaN included."""
     document = {"step": step, "metric": metric, "identity": dict(identity), "state": dict(state)}
     return json.dumps(document, indent=1) + "\n"
 
 
 def manifest_text(files: Mapping[str, FileRecord]) -> str:
-    """Carries its own checksum, and has one spelling only: any change of any byte shows."""
+    """Return the manifest as JSON with its own checksum, in one canonical form, so that any changed byte shows."""
     body = {"format": FORMAT, "files": {name: vars(record) for name, record in sorted(files.items())}}
     own = hashlib.sha256(json.dumps(body).encode()).hexdigest()
     return json.dumps({**body, "sha256": own}, indent=1) + "\n"
@@ -229,8 +229,8 @@ def _unreadable(path: Path, error: OSError) -> UnusableError:
 
 
 def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """In words, one per value: 'vocab: 50257 there, 257 here'. Nested values are named 'model.vocab', 'files[2]'."""
-    # Through JSON once, so that a tuple of now equals the list it was saved as.
+    """Describe each difference: 'vocab: 50257 there, 257 here'. Nested values are named 'model.vocab', 'files[2]'."""
+    # Round-trip through JSON, so that a tuple equals the list it was saved as.
     return list(_differences("", json.loads(json.dumps(saved)), json.loads(json.dumps(now))))
 
 

@@ -3,8 +3,8 @@
     cut = Cut(shape=(96, 32), dim=0, parts=3, rank=1, ranks=2)      # queries, keys and values in one matrix
     [run.there for run in cut.runs], cut.piece_shape                -> [16, 48, 80], (48, 32)
 
-A matrix that is several in one (`parts`) is cut inside each of them, so that a rank has the queries, the keys AND the
-values of its own heads. Parts need not divide evenly: ranks then differ by one.
+A matrix that packs several (`parts`) is cut inside each of them, so that a rank has the queries, the keys AND the
+values of its own heads. Parts need not divide evenly: the ranks' shares of a part then differ by one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """Neighbours along the cut dimension, in the rank's piece and in the whole tensor."""
+    """A contiguous range along the cut dimension: where it starts in the rank's piece and in the whole tensor."""
 
     here: int
     there: int
@@ -24,10 +24,10 @@ class Run:
 @dataclass(frozen=True, kw_only=True)
 class Cut:
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     dim: int
     parts: int = 1
-    """Equal matrices that lie in this one along `dim`."""
+    """Equal matrices packed into this one along `dim`."""
     rank: int
     ranks: int
 
@@ -40,7 +40,7 @@ class Cut:
 
     @property
     def size(self) -> int:
-        """Of the piece along `dim`."""
+        """Size of the rank's piece along `dim`."""
         return sum(run.length for run in self.runs)
 
     @property

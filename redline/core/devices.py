@@ -18,13 +18,13 @@ from redline.core.errors import UserError, unknown_name
 from redline.core.units import MIB
 
 DTYPES = ("fp32", "tf32", "bf16", "fp16", "fp8", "int8")
-# Of a data sheet's peaks, what the largest matmul and the largest copy reach where nobody has measured: one H200 does
-# 790 of 989.4 TFLOP/s and 4.3 of 4.8 TB/s (docs/sources.md 2).
+# Shares of a data sheet's peaks that the largest matmul and the largest copy are assumed to reach if unmeasured: one
+# H200 does 790 of 989.4 TFLOP/s and 4.3 of 4.8 TB/s (docs/sources.md 2).
 TYPICAL_MATMUL, TYPICAL_BANDWIDTH = 0.80, 0.90
 VECTOR_BYTES = 16  # one load of a thread: rows of matrices that do not start at multiples of it are slow on every card
-# What is left of a 16-bit matmul's rate when rows start at odd multiples of so many bytes and the library falls back on
-# narrow loads. On Hopper: `redline lint --measure` on an H200, torch 2.11 with CUDA 13.0 (records/: vocabulary 50257,
-# d_ff 10922 and heads of 100 against their neighbours). Elsewhere what is published: 50257 against 50304 was 30 % of an
+# Share of a 16-bit matmul's rate that is left when rows start at odd multiples of this many bytes and the library falls
+# back on narrow loads. Hopper: `redline lint --measure` on an H200, torch 2.11 with CUDA 13.0 (records/: vocabulary
+# 50257, d_ff 10922 and heads of 100 against their neighbours). Others, as published: 50257 against 50304 was 30 % of an
 # A100's step; d_ff 10922 against 10944 gave 272.7 and 398.4 TFLOP/s on an H100, older library (docs/sources.md 1, 4).
 NARROW_RATES = {2: 0.37, 4: 0.68, 8: 0.68}
 NARROW_RATES_ON = {"Hopper": {2: 0.15, 4: 0.29, 8: 0.34}}
@@ -37,17 +37,17 @@ class Device:
     label: str
     """Short and unique: what tables print and --gpu takes."""
     names: tuple[str, ...]
-    """Exactly as drivers report it, the older spelling without the vendor too."""
+    """Exactly as drivers report it, including the older spelling without the vendor."""
     aliases: tuple[str, ...] = ()
     """What people type for exactly this device."""
     vendor: str = "NVIDIA"
     architecture: str
     peak_tflops: dict[str, float]
-    """Dense: figures stated with sparsity are halved. A dtype that is missing is one the device lacks, or one that no
-    data sheet settles (then `notes` says so). fp32 is plain arithmetic on NVIDIA and the matrix cores' on AMD; int8
-    counts integer operations."""
+    """Dense: figures quoted with sparsity are halved. A missing dtype is one that the device lacks, or one that no data
+    sheet settles (then `notes` says so). fp32 is plain arithmetic on NVIDIA and the matrix cores' on AMD; int8 counts
+    integer operations."""
     accumulate: str | None = None
-    """Said where the 16-bit rate depends on what sums are kept in; the table holds the rate with fp32."""
+    """Set if the 16-bit rate depends on the accumulator's dtype; the table has the rate with fp32."""
     memory_bytes: int
     """What the driver reports (nvidia-smi, ECC as the card ships): a little below the marketed GB, which are GiB."""
     bandwidth: float
@@ -57,13 +57,13 @@ class Device:
     alignment_bytes: int = 128
     """Row alignment of matrices for full matrix-core speed."""
     best_tflops: dict[str, float] = field(default_factory=dict)
-    """The highest rate that anyone measured of a matmul, by dtype; `best_source` says who."""
+    """The highest matmul rate that anyone has measured, by dtype; `best_source` says who."""
     best_source: str = ""
     source: str
     notes: str = ""
 
     def reachable_tflops(self, dtype: str) -> float:
-        """What a large matmul really does: the best that was measured, else a typical share of the data sheet."""
+        """Return the rate of a large matmul in practice: the best measured, or a typical share of the data sheet's."""
         return self.best_tflops.get(dtype, TYPICAL_MATMUL * self.peak_tflops[dtype])
 
     @property
@@ -529,7 +529,7 @@ DEVICES = (
     ),
 )
 
-# What a driver's name gives away about a device that is not the card it is named after: a pattern and the reason.
+# Driver names of devices that are not, or may not be, the whole card of that name: a pattern and the reason.
 _NOT_THE_CARD = (
     (r"\bMIG\b", "a MIG slice has a part of the card's multiprocessors and memory: the card's figures would be wrong"),
     (
@@ -540,11 +540,11 @@ _NOT_THE_CARD = (
     (r"\bVF$", "a virtual function may be a partition of the card, whose figures would then be wrong"),
     (r"^AMD Instinct MI250X / MI250$", "the driver gives two cards this name, MI250X and MI250, and they differ"),
 )
-# Names that people use for several cards, and what those are called here.
+# Names that people use for several cards, and the labels of those cards.
 _SHARED_NAMES = {
     "h100 80": ("H100-PCIe", "H100-SXM"),
     "h100 80gb": ("H100-PCIe", "H100-SXM"),
-    "rtx 6000": ("RTX-A6000", "RTX-6000-Ada"),  # a Quadro of Turing too, which has no row
+    "rtx 6000": ("RTX-A6000", "RTX-6000-Ada"),  # also a Turing Quadro, which has no row
 }
 _VENDOR_WORDS = {
     **dict.fromkeys(("nvidia", "geforce", "tesla", "quadro", "grid"), "NVIDIA"),
@@ -554,12 +554,12 @@ _VENDOR_WORDS = {
 
 
 def lookup(driver_name: str) -> Device | None:
-    """The row of a device by the exact string its driver reports."""
+    """Return the row of a device by the exact string its driver reports, or None."""
     return next((device for device in DEVICES if driver_name in device.names), None)
 
 
 def why_unknown(driver_name: str) -> str:
-    """Why `lookup` has nothing to say of a name, for people."""
+    """Explain to the user why `lookup` does not know a name."""
     for pattern, reason in _NOT_THE_CARD:
         if re.search(pattern, driver_name, re.IGNORECASE):
             return reason
@@ -569,7 +569,7 @@ def why_unknown(driver_name: str) -> str:
 
 
 def find_device(words: str) -> Device:
-    """A label, an alias or a driver's name; case, spaces and hyphens do not matter. Nothing is guessed."""
+    """Find a device by label, alias or driver name; case, spaces and hyphens do not matter. Nothing is guessed."""
     wanted = _key(words)
     for device in _made_by(words):
         if wanted in map(_key, (device.label, *device.aliases, *device.names)):
@@ -586,18 +586,18 @@ def find_device(words: str) -> Device:
 
 
 def looks_like_driver_name(words: str) -> bool:
-    """'NVIDIA B9000' is a card we do not know; 'B9000' is more likely a slip of the hand."""
+    """'NVIDIA B9000' is a card we do not know; 'B9000' is more likely a typo."""
     return _words(words)[0] in _VENDOR_WORDS
 
 
 def _made_by(words: str) -> Iterator[Device]:
-    """Devices of the vendor that the words start with, if they do: there is no AMD H200."""
+    """Return the devices of the vendor that the words start with, or all if they name none: there is no AMD H200."""
     stated = {_VENDOR_WORDS[word] for word in itertools.takewhile(_VENDOR_WORDS.__contains__, _words(words))}
     return (device for device in DEVICES if stated <= {device.vendor})
 
 
 def _candidates(words: str) -> list[str]:
-    """Labels of the family that was named: 'A100' or 'NVIDIA A100' -> every A100."""
+    """Return the labels of the family that was named: 'A100' or 'NVIDIA A100' -> every A100."""
     wanted, shared = _key(words), _SHARED_NAMES.get(_key(words), ())
     return [
         device.label

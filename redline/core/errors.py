@@ -13,7 +13,7 @@ EXIT_DONE, EXIT_FAILED, EXIT_MISTAKE, EXIT_INTERRUPTED = 0, 1, 2, 130
 
 
 class UserError(Exception):
-    """A mistake the user can mend. The CLI prints three lines and leaves with exit code 2."""
+    """A mistake the user can fix. The CLI prints three lines and exits with code 2."""
 
     def __init__(self, problem: str, why: str, fix: str) -> None:
         super().__init__(f"{problem}: {why}. {fix}")
@@ -23,20 +23,20 @@ class UserError(Exception):
         return (("problem", self.problem), ("why", self.why), ("fix", self.fix))
 
     def told(self) -> str:
-        """As a terminal has it."""
+        """Format the error for a terminal."""
         return "".join(f"{label + ':':9}{' '.join(text.splitlines())}\n" for label, text in self.lines())
 
 
 class ModelError(UserError):
-    """A mistake in the model itself: no recipe can be measured, whatever it does."""
+    """A mistake in the model itself, so that no recipe can be measured."""
 
 
 class FailedRunError(UserError):
-    """A mistake in a user's file that ended a run under way. The exit code is 1, as of every run that failed."""
+    """A mistake, such as one in a user's file, that ended a running job. The exit code is 1, as for any failed run."""
 
 
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> UserError:
-    """An unknown name is answered with the nearest known one and the whole list."""
+    """Return the error for an unknown name, with the nearest known one and the whole list."""
     known = list(known)
     near = difflib.get_close_matches(name, known, n=1)
     meant = f"did you mean {near[0]!r}? " if near else ""
@@ -49,7 +49,7 @@ def unknown_name(kind: str, name: str, known: Iterable[str]) -> UserError:
 
 @contextmanager
 def explained(problem: str, fix: str) -> Iterator[None]:
-    """What the system refuses inside becomes a mistake with its reason: no such file, no room on the disk."""
+    """Turn an OSError in the block into a UserError with the system's reason: no such file, no space left."""
     try:
         yield
     except OSError as error:

@@ -1,9 +1,9 @@
-"""The random generators that all code of a process shares: Python's, NumPy's, and torch's of the host.
+"""The random generators shared by all code of a process: Python's, NumPy's, and torch's CPU generator.
 
     with seeded(1337):
-        model = factory()    # random.gauss, np.random.randn and torch.randn give what they give in any other process
+        model = factory()    # random.gauss, np.random.randn and torch.randn draw the same numbers in every process
 
-Of NumPy and torch only where somebody has imported them; a device's own generators are left to whoever uses it.
+NumPy's and torch's are seeded only if those packages are imported already; a device's generators are left alone.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-NUMPY_SEEDS = 2**32  # those that its global generator takes
+NUMPY_SEEDS = 2**32  # seeds that its global generator accepts
 
 
 def seed_generators(seed: int) -> None:
@@ -22,12 +22,12 @@ def seed_generators(seed: int) -> None:
     if (of_numpy := _of_numpy()) is not None:
         of_numpy.seed(seed % NUMPY_SEEDS)
     if (of_torch := _of_torch()) is not None:
-        of_torch.manual_seed(seed)  # torch.manual_seed would reach the device's too
+        of_torch.manual_seed(seed)  # torch.manual_seed would seed the device's too
 
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Afterwards they stand where they stood: whoever draws next must not notice."""
+    """Seed the generators for the block and restore their states afterwards, so that later draws are unaffected."""
     of_python, of_numpy, of_torch = random.getstate(), _of_numpy(), _of_torch()
     numpy_state = None if of_numpy is None else of_numpy.get_state(legacy=False)
     torch_state = None if of_torch is None else of_torch.get_state()

@@ -25,7 +25,7 @@ class Hardware:
     ranks: int = 1
     """Processes that train together, one device each."""
     layout: Layout | None = None
-    """How those share a step; None: they differ in their data alone."""
+    """How the ranks share a step; None: they differ only in their data."""
     memory_bytes: int | None = None
     capability: tuple[int, ...] = ()
     """CUDA compute capability, such as (9, 0)."""
@@ -34,10 +34,10 @@ class Hardware:
     cpu_name: str = ""
     cpu_cores: int = 1
     features: tuple[str, ...] = ()
-    """What rungs ask for: 'bf16', 'fp16', 'tf32', 'flash', 'cudnn-attention', 'compile', 'triton', 'fp8',
+    """What rungs may require: 'bf16', 'fp16', 'tf32', 'flash', 'cudnn-attention', 'compile', 'triton', 'fp8',
     'cublaslt', 'cudnn-frontend', 'flash4', 'quack'."""
     missing: dict[str, str] = field(default_factory=dict)
-    """Feature -> the reason this machine lacks it."""
+    """Feature -> why this machine lacks it."""
 
     @property
     def arranged(self) -> Layout:
@@ -45,7 +45,7 @@ class Hardware:
 
     @property
     def device(self) -> Device | None:
-        """Its row in the table; None on a CPU, and where no row describes the card."""
+        """Its row in the device table; None on a CPU and for cards that no row describes."""
         return known_device(self.name, self.multiprocessors) if self.kind == "cuda" else None
 
     @property
@@ -54,8 +54,8 @@ class Hardware:
 
 
 def known_device(name: str, multiprocessors: int | None) -> Device | None:
-    """The row of a device that is the card: a partition of an AMD card has its name and fewer compute units, and one
-    with more of them is a card that the row does not describe."""
+    """Return the device's row if it is that card and all of it. A partition of an AMD card has the card's name but
+    fewer compute units; a device with more of them is a card that the row does not describe."""
     known = lookup(name)
     whole = known is not None and multiprocessors in (None, known.multiprocessors)
     return known if whole else None
@@ -63,7 +63,7 @@ def known_device(name: str, multiprocessors: int | None) -> Device | None:
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredRate:
-    """One matrix product that was timed."""
+    """A matmul that was timed."""
 
     dtype: str
     where: str
@@ -76,7 +76,7 @@ class MeasuredRate:
 
     @property
     def tflops(self) -> float:
-        """At the median time; a multiply-add is two."""
+        """Rate at the median time; a multiply-add counts as two."""
         return 2 * self.m * self.n * self.k / self.median_seconds / 1e12
 
     @property
@@ -86,7 +86,7 @@ class MeasuredRate:
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredPeaks:
-    """What this device did when it was asked to: the highest rates found, with what was asked."""
+    """The highest rates measured on this device, and how they were measured."""
 
     name: str
     """As the driver reports it."""
@@ -94,25 +94,25 @@ class MeasuredPeaks:
     kind: str
     """'cuda' or 'cpu'."""
     matmul_tflops: dict[str, float]
-    """By dtype: the fastest product's rate at its median time."""
+    """By dtype: the rate of the fastest matmul at its median time."""
     bandwidth: float
-    """Bytes per second, read and written: the fastest of `bandwidths`."""
+    """Bytes per second, read and written: the highest of `bandwidths`."""
     bandwidths: dict[str, float]
-    """By what was moved: 'copy' (one read, one write), 'triad' (two reads, one write), 'read'."""
+    """By access pattern: 'copy' (one read, one write), 'triad' (two reads, one write), 'read'."""
     rates: tuple[MeasuredRate, ...]
-    """Every product that was timed."""
+    """Every matmul that was timed."""
     workload: str
     micro_batch: int
     date: str
     versions: dict[str, str | None]
     command: str
     failed: tuple[str, ...] = ()
-    """Products that gave no rate, and why."""
+    """Matmuls that gave no rate, and why."""
 
 
 def beyond_the_data_sheet(measured: MeasuredPeaks, device: Device) -> str | None:
-    """Why a measurement cannot be of this device, or None. A clock above the one that the data sheet counts with
-    explains a few percent; more is another device, a wrong row or a wrong clock."""
+    """Return why a measurement cannot be of this device, or None. Clocks above the one that the data sheet assumes
+    explain a few percent; anything more means another device, a wrong row or wrong timing."""
     pairs = {dtype: (rate, 1e12 * device.peak_tflops[dtype]) for dtype, rate in _tflops_of(measured, device).items()}
     pairs["memory"] = (measured.bandwidth, device.bandwidth)
     for what, (rate, sheet) in pairs.items():
@@ -125,5 +125,5 @@ def beyond_the_data_sheet(measured: MeasuredPeaks, device: Device) -> str | None
 
 
 def _tflops_of(measured: MeasuredPeaks, device: Device) -> dict[str, float]:
-    """FLOP/s of the types that the data sheet has too."""
+    """Return FLOP/s by dtype, for the dtypes that the data sheet lists too."""
     return {dtype: 1e12 * rate for dtype, rate in measured.matmul_tflops.items() if dtype in device.peak_tflops}

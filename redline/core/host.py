@@ -1,4 +1,4 @@
-"""The machine around the device, by the standard library alone: its CPU, its cores, its clock, what is installed."""
+"""The host machine, from the standard library alone: its CPU, its cores, its clock, installed packages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def cpu_name() -> str:
-    """What is measured is stored under this name."""
+    """Return the CPU's name, under which its measurements are stored."""
     names = (line.split(":", 1)[1].strip() for line in cpuinfo() if line.startswith("model name"))
     return next(names, platform.processor() or platform.machine())
 
@@ -20,17 +20,17 @@ def cpuinfo() -> list[str]:
 
 
 def core_count() -> int:
-    """Cores this process may use, which a container or taskset can make fewer than the machine has."""
+    """Return how many cores this process may use; a container or taskset can allow fewer than the machine has."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def timestamp() -> str:
-    """The `date` of a record: now, in UTC, to the second."""
+    """Return the current time in UTC, to the second, for the `date` of a record."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def installed_version(package: str) -> str | None:
-    from importlib import metadata  # 40 ms, which few commands need
+    from importlib import metadata  # takes 40 ms, and few commands need it
 
     try:
         return metadata.version(package)

@@ -1,12 +1,12 @@
-"""What joins GPUs: links inside a node and networks between nodes, with what a collective reaches of each.
+"""Links between the GPUs of a node and networks between nodes, with the rate that a collective reaches on each.
 
     links = choose_links("nvlink,ib-400", find_device("H200"))
     links.inside.rate, links.between.rate -> 350e9, 45e9          bytes per second of one GPU, one direction
     choose_links("ib-400", find_device("H200")).inside.name -> "nvlink4": an SXM card brings its own
 
-Rates are one direction's: vendors print both added up for NVLink and PCIe. An InfiniBand or RoCE row is one port per
-GPU, as DGX and HGX machines have them; a plain Ethernet row is one port that all GPUs of a node share. A card whose
-link is not certain (PCIe cards, with or without a bridge) has none until it is named: docs/parallel.md.
+Rates are for one direction: vendors quote the sum of both for NVLink and PCIe. An InfiniBand or RoCE row is one port
+per GPU, as in DGX and HGX machines; a plain Ethernet row is one port that all GPUs of a node share. A card whose link
+is not certain (PCIe cards, with or without a bridge) has none until the user names it: docs/parallel.md.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from dataclasses import dataclass
 from redline.core.devices import Device
 from redline.core.errors import UserError, unknown_name
 
-# What large NCCL collectives reach of a link: NVLink 4 about 350 of 450 GB/s, InfiniBand at 400 Gb/s about 45 of 50
-# (docs/sources.md 7). The other rows of each kind are taken to reach the same share: no figure for them is at hand.
+# Share of a link that large NCCL collectives reach: NVLink 4 about 350 of 450 GB/s, InfiniBand at 400 Gb/s about 45 of
+# 50 (docs/sources.md 7). Other rows of each kind are assumed to reach the same share, for want of figures.
 REACHED_INSIDE, REACHED_BETWEEN = 350 / 450, 45 / 50
-OWN = "nvlink"  # the generation that the device has
+OWN = "nvlink"  # of whichever generation the device has
 
 
 @dataclass(frozen=True, kw_only=True)
 class Interconnect:
     name: str
     inside: bool
-    """Joins the GPUs of a node; otherwise nodes."""
+    """True if it joins the GPUs of a node, False if it joins nodes."""
     bandwidth: float
-    """Bytes per second, one direction: of one GPU, or of one port."""
+    """Bytes per second in one direction, of one GPU or of one port."""
     shared: bool = False
-    """One port for all GPUs of a node."""
+    """True if all GPUs of a node share one port."""
     source: str
 
     @property
@@ -39,13 +39,13 @@ class Interconnect:
 
     @property
     def rate(self) -> float:
-        """What a collective gets of it."""
+        """Bytes per second that a collective reaches."""
         return self.reached * self.bandwidth
 
 
 @dataclass(frozen=True, kw_only=True)
 class Links:
-    """None: not known."""
+    """The links inside a node and between nodes; None if unknown."""
 
     inside: Interconnect | None = None
     between: Interconnect | None = None
@@ -95,7 +95,7 @@ INTERCONNECTS = (
     _network("ethernet", 100, _PER_NODE, shared=True),
     _network("ethernet", 200, _PER_NODE, shared=True),
 )
-# Cards that come on a board where every one is joined to every other at this rate.
+# Cards that come on a board that connects every card to every other at this rate.
 NVLINK_OF = {
     **dict.fromkeys(("V100-16-SXM", "V100-32-SXM"), "nvlink2"),
     **dict.fromkeys(("A100-40-SXM", "A100-80-SXM"), "nvlink3"),
@@ -105,13 +105,14 @@ NVLINK_OF = {
 
 
 def own_link(device: Device | None) -> Interconnect | None:
-    """What certainly joins such cards inside a node, or None."""
+    """Return the link that certainly joins such cards inside a node, or None."""
     name = None if device is None else NVLINK_OF.get(device.label)
     return None if name is None else _row(name)
 
 
 def choose_links(words: str | None, device: Device | None) -> Links:
-    """One name or two with a comma, in any order; what is not named inside a node is the card's own, if it has one."""
+    """Parse one name, or two separated by a comma, in any order. The link inside a node defaults to the card's own, if
+    it has one."""
     inside, between = None, None
     for word in () if words is None else words.split(","):
         row = _find(word.strip(), device)

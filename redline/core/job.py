@@ -5,7 +5,7 @@
     jobs/NAME/      job.json, measurement.json or failure.json, log.txt
     report.html     drawn from the two files above, at any time, anywhere
 
-Results are found again by the job's key, so resuming is asking the same questions and finding most answered.
+Results are looked up by the job's key, so resuming means asking the same questions and finding most of them answered.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from redline.core.workload import Workload
 
 RUN_FILE, RESULTS_FILE, REPORT_FILE, BEST_FILE = "run.json", "results.jsonl", "report.html", "best.json"
 REBATCHED_FILE = "best-rebatched.json"
-CACHE_FOLDER = "cache"  # what workers leave for one another; it ends with the run
-# In a job's folder: the answer, or why there is none; of several ranks, their process ids and who stands still now.
+CACHE_FOLDER = "cache"  # what workers share; removed when the run ends
+# In a job's folder: the answer, or why there is none; for several ranks, their process ids and which of them is stuck.
 MEASUREMENT_FILE, FAILURE_FILE = "measurement.json", "failure.json"
 RANK_FILE, STANDING_FILE = "rank-{}.pid", "standing.txt"
 
@@ -42,7 +42,8 @@ KINDS = {"ladder": "a ladder", "tune": "a tune", "train": "a training run", "pro
 
 
 def check_kind(path: Path, run: dict[str, Any], wanted: str) -> None:
-    """The folder of another command is named, with what goes on from it. The oldest ladders say nothing."""
+    """Raise a UserError if another command made this run, naming the command that resumes it. The oldest ladders do not
+    record their kind."""
     kind = run.get("kind")
     if not isinstance(kind, str) or kind == wanted or kind not in KINDS:
         return
@@ -63,17 +64,17 @@ class Job:
     device: str
     """'cuda' or 'cpu'."""
     ranks: int = 1
-    """Processes that share the step, `recipe.micro_batch` sequences each. A reference is one process in any case: the
-    step that they share, on their whole batch."""
+    """Processes that share the step, with `recipe.micro_batch` sequences each. A reference or yardstick is always one
+    process, which runs that step on the whole batch."""
     layout: Layout | None = None
-    """How they share it; None: by their data alone. The ranks of a tensor group take the same sequences."""
+    """How they share it; None: they differ only in their data. The ranks of a tensor group have the same sequences."""
     tokens: str
     """Path of the token file, relative to the run directory."""
     kind: str = "measure"
-    """'measure'; 'reference': the loss curve alone, in plain fp32, in chunks small enough to fit; 'yardstick': the same
-    at the recipe's precision; 'look': the time alone, unchecked; 'trial': a measurement with half the timing and no
-    profile, to rank sizes of the batch; 'compile': nothing but the code, into its cache; 'profile': where the time
-    goes, `timed_steps` of them under the profiler."""
+    """'measure'; 'reference': only the loss curve, in plain fp32, in chunks small enough to fit; 'yardstick': the same
+    at the recipe's precision; 'look': only the time, unchecked; 'trial': a measurement with half the timing and no
+    profile, to rank batch sizes; 'compile': only fill the compile cache; 'profile': where the time goes, with
+    `timed_steps` steps under the profiler."""
     check_steps: int = 20
     """Length of the loss curve that is compared."""
     timed_steps: int | None = None
@@ -82,14 +83,14 @@ class Job:
     """Also prove that this rung changes no bit: deterministic steps with and without it."""
     repeat: int = 0
     give_up_seconds: float | None = None
-    """Of a measurement: when a first look finds steps slower than this, the look is all there is. No part of the key:
-    it says how long to stay, not what is asked."""
+    """For a measurement: if a first look finds steps slower than this, return the look. Not part of the key: it decides
+    how long the job runs, not what it asks."""
 
     @property
     def key(self) -> str:
         asked = {name: value for name, value in to_json(self).items() if name != "give_up_seconds"}
         if self.ranks == 1:
-            del asked["ranks"]  # as it was before there were several: finished runs keep their answers
+            del asked["ranks"]  # as before jobs had ranks, so that finished runs keep their answers
         if self.layout is None:
             del asked["layout"]  # likewise
         text = json.dumps(asked, sort_keys=True)
@@ -97,7 +98,7 @@ class Job:
 
     @property
     def global_batch(self) -> int:
-        """Sequences of one step, all ranks together."""
+        """Sequences per step, over all ranks."""
         return self.arranged.data * self.recipe.micro_batch
 
     @property
@@ -118,7 +119,7 @@ Result = Measurement | Failure
 
 
 def default_directory(kind: str, workload: Workload) -> Path:
-    """Where a run goes that was given no --out."""
+    """Return the directory of a run without --out."""
     return Path("runs") / f"{kind}-{workload.name}-{datetime.now():%Y%m%d-%H%M%S}"
 
 
@@ -137,8 +138,7 @@ class RunDirectory:
         return write_atomically(self.path / name, text)
 
     def append(self, job: Job, result: Result, seconds: float | None = None) -> None:
-        """One line, flushed to the disk before anything else starts. `seconds`: what the answer took, where that is
-        kept account of."""
+        """Append one line and flush it to disk. `seconds`: how long the answer took, if that was recorded."""
         ok = isinstance(result, Measurement)
         record = {"key": job.key, "ok": ok, "job": to_json(job), "result": to_json(result), "seconds": seconds}
         with self.explaining(), open(self.path / RESULTS_FILE, "ab") as file:
@@ -150,7 +150,7 @@ class RunDirectory:
 
     @contextlib.contextmanager
     def explaining(self) -> Iterator[None]:
-        """A disk that is full, or gone, ends a run in words that help; what is finished stays."""
+        """Turn an OSError, such as a full or missing disk, into a UserError that says how to resume the run."""
         try:
             yield
         except OSError as error:
@@ -162,21 +162,21 @@ class RunDirectory:
             ) from error
 
     def results(self) -> dict[str, Result]:
-        """Every finished job by its key. A line cut short (the machine died) or of another version is no result: that
-        job is asked again."""
+        """Return the result of every finished job by its key. A line cut short (the machine died) or written by another
+        version is no result: that job runs again."""
         return {key: result for key, (result, _) in self.answers().items()}
 
     def answers(self) -> dict[str, tuple[Result, float]]:
-        """The same, with the seconds each took; 0 where nobody kept account."""
+        """Return the same, with the seconds each took; 0 if not recorded."""
         return dict(filter(None, map(_answer_in, self._lines())))
 
     def jobs(self) -> list[Job]:
-        """Of every answer, the question."""
+        """Return the job of every answer."""
         readable = (line for line in self._lines() if _answer_in(line) is not None)
         return [from_json(Job, json.loads(line)["job"]) for line in readable]
 
     def unreadable_lines(self) -> int:
-        """Lines of the results that are no answer: cut short, damaged, or of another version."""
+        """Count the lines of the results that are no answer: cut short, damaged, or of another version."""
         return sum(bool(line.strip()) and _answer_in(line) is None for line in self._lines())
 
     def _lines(self) -> list[str]:
@@ -200,27 +200,27 @@ def _ends_with_newline(path: Path) -> bool:
 
 
 def write_atomically(path: Path, text: str) -> Path:
-    """Readers see the old file or the new one, never half of it. What could not be written leaves no draft behind."""
+    """Write a file so that readers see the old one or the new one, never half of it. A failure leaves no draft."""
     draft = path.with_name(path.name + ".draft")
     try:
         draft.write_text(text, encoding="utf-8")
         os.replace(draft, path)
     except OSError:
-        with contextlib.suppress(OSError):  # never made, or the disk is gone
+        with contextlib.suppress(OSError):  # never created, or the disk is gone
             draft.unlink()
         raise
     return path
 
 
 def user_cache() -> Path:
-    """Where redline keeps what may be lost: $XDG_CACHE_HOME/redline, or ~/.cache/redline. A relative path there is
-    ignored, as the XDG rule says."""
+    """Return redline's folder for disposable data: $XDG_CACHE_HOME/redline, or ~/.cache/redline. A relative path in the
+    variable is ignored, as the XDG specification requires."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "redline"
 
 
 def check_run_directory(path: Path) -> None:
-    """A run never overwrites another."""
+    """Raise a UserError if the path is in use: a run never overwrites another."""
     try:
         in_use = path.exists() and (not path.is_dir() or any(path.iterdir()))
     except OSError as error:
@@ -234,21 +234,21 @@ def check_run_directory(path: Path) -> None:
 
 
 def _run_in(path: Path) -> object:
-    """What a run.json there says; None without one."""
+    """Return what the run.json there contains; None if there is none."""
     with contextlib.suppress(OSError, ValueError):
         return json.loads((path / RUN_FILE).read_text(encoding="utf-8"))
     return None
 
 
 def _resuming(path: Path, run: object) -> Iterator[str]:
-    """The command that goes on with a run; none where nothing does."""
+    """Yield the command that resumes the run, if there is one."""
     kind = run.get("kind") if isinstance(run, dict) else None
     if kind in KINDS and kind != "profile":
         yield shlex.join(["redline", kind, "--resume", str(path)])
 
 
 def create_run_directory(path: Path) -> RunDirectory:
-    """A new, empty, writable directory, or a UserError and nothing left behind."""
+    """Create an empty, writable directory, or raise a UserError and leave nothing behind."""
     check_run_directory(path)
     made: list[Path] = []
     try:
@@ -259,7 +259,7 @@ def create_run_directory(path: Path) -> RunDirectory:
         probe.unlink()
     except OSError as error:
         for folder in made:
-            with contextlib.suppress(OSError):  # never made
+            with contextlib.suppress(OSError):  # never created
                 folder.rmdir()
         raise _unwritable(path, error) from error
     return RunDirectory(path)
@@ -267,7 +267,7 @@ def create_run_directory(path: Path) -> RunDirectory:
 
 @contextlib.contextmanager
 def begin_run_directory(path: Path) -> Iterator[RunDirectory]:
-    """A new one, to be filled inside; whatever goes wrong there leaves nothing that looks like a run."""
+    """Create a run directory to be filled in the block; if that fails, remove it, so that nothing looks like a run."""
     directory = create_run_directory(path)
     try:
         yield directory
@@ -288,7 +288,7 @@ def _unwritable(path: Path, error: OSError) -> UserError:
 
 
 def open_run_directory(path: Path) -> RunDirectory:
-    """An existing run, with a run.json that parses."""
+    """Open an existing run, whose run.json must parse."""
     try:
         if not isinstance(json.loads((path / RUN_FILE).read_text(encoding="utf-8")), dict):
             raise ValueError("it holds no JSON object")

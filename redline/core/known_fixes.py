@@ -1,10 +1,10 @@
-"""What to do about the errors that a user's file raises most often, by what torch and Python say of them.
+"""Fixes for the errors that a user's file raises most often, found by the message of torch or Python.
 
     known_fix(RuntimeError("mat1 and mat2 shapes cannot be multiplied (2x3 and 4x5)"))
         -> "3 features come in and the layer takes 4: make them equal"
     known_fix(KeyError("x"))  -> None: the user's own line says more than a guess would
 
-Left out: what depends on the file (`user_code.import_fix`).
+Fixes that depend on the file are elsewhere (`user_code.import_fix`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 
 DEVICE_ASSERT = "device-side assert"
-# What an error says -> what to do; groups of the pattern stand in the fix.
+# Pattern of the message -> fix, which may use the pattern's groups.
 FIXES: tuple[tuple[str, str], ...] = (
     (
         r"mat1 and mat2 shapes cannot be multiplied \(\d+x(\d+) and (\d+)x\d+\)",
@@ -38,10 +38,10 @@ FIXES: tuple[tuple[str, str], ...] = (
 
 
 def known_fix(error: BaseException) -> str | None:
-    """None where nothing is known that the message and the line do not say."""
+    """Return the fix for an error; None if nothing is known beyond its message and line."""
     if isinstance(error, SystemExit):
         return "take the exit out: what ends its process cannot be measured"
-    if type(error).__name__ == "BdbQuit":  # a debugger that finds nobody at the terminal
+    if type(error).__name__ == "BdbQuit":  # a debugger without a terminal
         return "take the breakpoint() out: nobody is there to answer it"
     for pattern, fix in FIXES:
         if found := re.search(pattern, str(error)):

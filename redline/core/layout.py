@@ -1,12 +1,13 @@
-"""How the ranks of a training run are arranged: which of them hold one layer together, and which take other data.
+"""How the ranks of a training run are arranged: which of them share a layer, and which take different data.
 
     layout = Layout(ranks=16, tensor=2, pipeline=2, replicas=2)
-    layout.data, layout.shards        -> 4, 2: micro batches at once, and ranks that FSDP cuts a tensor among
+    layout.data, layout.shards        -> 4, 2: micro batches at once, and ranks that FSDP shards a tensor among
     layout.place(5)                   -> Place(pipeline=0, data=2, tensor=1)
 
-Ranks count tensor fastest, then data, then pipeline, as in `predict/parallel.py`: a tensor group are neighbours, which
-torchrun puts into one node. The degrees are options of a command and no part of a recipe. Whether a model can be cut
-that way is asked in `commands/ranks.py`, before anything starts; what is impossible for any model is an error here.
+Rank numbers vary fastest along tensor, then data, then pipeline, as in `predict/parallel.py`: the ranks of a tensor
+group are neighbours, which torchrun puts on one node. The degrees are options of a command, not part of a recipe.
+`search/ranks.py` checks whether a model can be cut that way, before anything starts; what is impossible for any model
+is an error here.
 """
 
 from __future__ import annotations
@@ -19,20 +20,20 @@ class Place:
     """The coordinates of a rank."""
 
     pipeline: int
-    """Its stage."""
+    """Index of its stage."""
     data: int
-    """Its share of every global batch; ranks of one tensor group, and of one pipeline, have the same."""
+    """Index of its share of every global batch; the same for all ranks of a tensor group and of a pipeline."""
     tensor: int
-    """Its part of every layer."""
+    """Index of its part of every layer."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
     ranks: int = 1
     tensor: int = 1
-    """Ranks that hold each layer together."""
+    """Ranks that share each layer."""
     pipeline: int = 1
-    """Stages that hold the layers one after the other."""
+    """Consecutive stages that the layers are divided into."""
     replicas: int = 1
     """With FSDP: copies of the model, each cut among data / replicas ranks (hybrid sharding)."""
 
@@ -44,21 +45,21 @@ class Layout:
 
     @property
     def data(self) -> int:
-        """Parts of a global batch that are computed at once: GBS = MBS x data x accumulation."""
+        """Parts of a global batch that are computed at the same time: GBS = MBS x data x accumulation."""
         return self.ranks // (self.tensor * self.pipeline)
 
     @property
     def shards(self) -> int:
-        """Ranks that FSDP cuts one copy of the model among."""
+        """Ranks that FSDP shards one copy of the model among."""
         return self.data // self.replicas
 
     @property
     def is_plain(self) -> bool:
-        """Ranks differ in their data alone."""
+        """True if the ranks differ only in their data."""
         return self.data == self.ranks and self.replicas == 1
 
     def words_of_bubble(self, micro_batches: int) -> str:
-        """What filling and draining the pipeline with so many per update costs."""
+        """Describe what filling and draining the pipeline costs with this many micro batches per update."""
         share = bubble(self.pipeline, micro_batches)
         few = " (fewer than stages: a larger --global-batch idles less)" if micro_batches < self.pipeline else ""
         return (
@@ -74,13 +75,13 @@ class Layout:
         return Place(pipeline=pipeline, data=data, tensor=tensor)
 
     def options(self) -> str:
-        """As `redline train` takes it, on one machine: '--gpus 4 --tensor 2'; nothing for one process."""
+        """Return `redline train`'s options for it on one machine: '--gpus 4 --tensor 2'; '' for one process."""
         degrees = {"gpus": self.ranks, "tensor": self.tensor, "pipeline": self.pipeline, "replicas": self.replicas}
         return " ".join(f"--{name} {size}" for name, size in degrees.items() if size > 1)
 
     def words(self, way: str = "none") -> str:
-        """'4 ranks: tensor 2 x data 2 (fsdp)', with the degrees that are more than one. `way`: a plan's `parallel`, in
-        which those with data of their own share a step."""
+        """Describe the layout: '4 ranks: tensor 2 x data 2 (fsdp)', with the degrees above one. `way`: a plan's
+        `parallel`, which is how ranks with different data share a step."""
         degrees = {"pipeline": self.pipeline, "replicas": self.replicas, "tensor": self.tensor}
         said = [f"{name} {size}" for name, size in degrees.items() if size > 1]
         data = f"shards {self.shards}" if self.replicas > 1 else f"data {self.data}"
@@ -89,11 +90,11 @@ class Layout:
 
 
 def options_of_ranks(layout: Layout | None, parallel: str | None) -> str:
-    """The layout's, and `--parallel` where somebody gave it."""
+    """Return the layout's options, with `--parallel` if it was given."""
     degrees = "" if layout is None else layout.options()
     return degrees if parallel is None else f"{degrees} --parallel {parallel}".lstrip()
 
 
 def bubble(stages: int, micro_batches: int) -> float:
-    """(p-1)/(m+p-1), for stages that take equally long (GPipe, arXiv 1811.06965)."""
+    """Return the idle share of a stage, (p-1)/(m+p-1), if all stages take equally long (GPipe, arXiv 1811.06965)."""
     return (stages - 1) / (micro_batches + stages - 1)

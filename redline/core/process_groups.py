@@ -1,6 +1,6 @@
-"""The end of a process and of all that it has started.
+"""Killing a process and everything it has started.
 
-kill_all_but_trackers(process.pid)      # of a process that leads a group, as one with a session of its own does
+kill_all_but_trackers(process.pid)      # the process must lead a group, as one with a session of its own does
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from pathlib import Path
 
 
 def kill_all_but_trackers(group: int) -> None:
-    """multiprocessing's resource tracker removes the semaphores that others leave in /dev/shm, and then ends by itself:
-    it has to outlive them. Stopped first, nobody starts another process meanwhile."""
+    """Kill a process group except for multiprocessing's resource tracker, which removes the semaphores that the others
+    leave in /dev/shm and then exits by itself. All are stopped first, so that none can start another process."""
     os.killpg(group, signal.SIGSTOP)
     members = processes_of(group)
     if not any(is_tracker for is_tracker in members.values()):
@@ -26,7 +26,7 @@ def kill_all_but_trackers(group: int) -> None:
 
 
 def processes_of(group: int) -> dict[int, bool]:
-    """Those in it, and whether each is a resource tracker. Nothing where the system has no /proc."""
+    """Return the processes of a group, and whether each is a resource tracker. Empty on systems without /proc."""
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended

@@ -1,9 +1,9 @@
-"""Where the time and the memory of a step go: what a profiling worker brings back, and nothing of torch in it.
+"""Where the time and the memory of a step go: the result of a profiling worker, free of torch.
 
     profile.by_group()["attention"], profile.by_phase()["backward"], profile.findings[0].where
 
-Times are seconds of one step, against the step without a profiler: the parts add up to `step_seconds.median`. A field
-is None when it could not be known, never when it was zero.
+Times are seconds per step, on the scale of the step without a profiler: the parts add up to `step_seconds.median`. None
+means unknown, never zero.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ WORK_GROUPS = (
 )
 WAITING = (IDLE, DATA_WAIT)
 GROUPS = (*WORK_GROUPS, *WAITING)
-"""Idle on a GPU: no kernel runs. On a CPU: between operators, in Python and in torch's own bookkeeping."""
+"""On a GPU idle means that no kernel runs; on a CPU, time between operators, in Python and in torch's bookkeeping."""
 
 DATA, FORWARD, BACKWARD, UPDATE = "data", "forward", "backward", "optimizer"
 PHASES = (DATA, FORWARD, BACKWARD, UPDATE)
@@ -47,27 +47,27 @@ class Part:
 @dataclass(frozen=True, kw_only=True)
 class ModuleTime:
     module: str | None
-    """As named_modules calls it, without what its own children took; '' is the model itself. None: unknown (compiled
-    code belongs to no module any more), or outside the model (the loss)."""
+    """Name as in `named_modules`; '' is the model itself. Time spent in its children is not included. None: unknown
+    (compiled code belongs to no module), or outside the model (the loss)."""
     forward: float
     backward: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class Uncompiled:
-    """The modules of the same step without compile. It is another step, of which shares are shown and no times are
-    taken over."""
+    """The modules of the same step without compile. It is a different step, so its shares are shown but its times are
+    not used."""
 
     micro_batch: int
     """The recipe's, or the first half, quarter, ... of it that fits."""
     step_seconds: float
     undone: tuple[str, ...]
-    """The rungs that were taken out: compile, and what needs it."""
+    """The rungs that were left out: compile, and those that need it."""
     modules: tuple[ModuleTime, ...]
 
     @property
     def work_seconds(self) -> float:
-        """Of forward and backward: what the shares are of. Waiting is no part of it."""
+        """Seconds of forward and backward, which shares are relative to. Waiting is not included."""
         return sum(row.forward + row.backward for row in self.modules)
 
 
@@ -80,19 +80,19 @@ class Kernel:
     calls: float
     seconds: float
     flops: float | None
-    """Of all calls; None where one of them has unknown work. So are bytes: each input read and each output written
-    once."""
+    """FLOPs of all calls; None if the work of any call is unknown."""
     bytes: float | None
+    """Bytes of all calls, with each input read and each output written once; None if unknown for any call."""
     dtype: str | None
-    """Of what a matmul reads: 'fp32', 'bf16', ..."""
+    """Input dtype of a matmul: 'fp32', 'bf16', ..."""
 
 
-RECIPE = "the recipe"  # in the place of a line, of what the step does because its recipe says so
+RECIPE = "the recipe"  # shown in place of a line, for what the step does because its recipe says so
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """Something in the code that costs time, and the line it stands in."""
+    """Something in the code that costs time, and its line."""
 
     kind: str
     """A key of FINDINGS."""
@@ -101,9 +101,9 @@ class Finding:
     line: int | None = None
     function: str | None = None
     per_step: float | None = None
-    """How often it happens in a step; None for what happens while compiling."""
+    """How often it happens in a step; None if it happens while compiling."""
     rung: str | None = None
-    """Where it is none of the user's lines but the recipe's doing: the rung that removes it."""
+    """The rung that removes it, if the recipe causes it and not one of the user's lines."""
 
     @property
     def where(self) -> str | None:
@@ -127,7 +127,7 @@ FINDINGS = {
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryLine:
-    """Bytes alive at the peak that one line of Python asked for."""
+    """Bytes alive at the peak that one line of Python allocated."""
 
     file: str
     line: int
@@ -137,31 +137,31 @@ class MemoryLine:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryProfile:
-    """One step, allocation by allocation, and its fullest moment."""
+    """The allocations of one step, and what is alive at their peak."""
 
     source: str
-    """Who told: the allocator's history, or the dispatcher."""
+    """Where this comes from: the allocator's history, or the dispatcher."""
     peak_bytes: int
     peak_seconds: float
-    """Since the start of the step."""
+    """Time of the peak since the start of the step."""
     start_bytes: int
-    """Held before the step: weights, optimizer, buffers."""
+    """Bytes held before the step: weights, optimizer, buffers."""
     reserved_bytes: int | None = None
-    """By the allocator, at most during the step; None where there is no such allocator."""
+    """The most that the allocator reserved during the step; None if there is no such allocator."""
     categories: dict[str, int] = field(default_factory=dict)
-    """At the peak: weights, gradients, optimizer, activations, temporary, ..."""
+    """Bytes at the peak by category: weights, gradients, optimizer, activations, temporary, ..."""
     modules: dict[str, int] = field(default_factory=dict)
-    """At the peak, by the module that the tensor belongs to or was made in; '' is the model itself."""
+    """Bytes at the peak by the module that a tensor belongs to or was made in; '' is the model itself."""
     elsewhere_bytes: int = 0
-    """At the peak, of no module: the loss, the batch, temporaries of the backward pass."""
+    """Bytes at the peak outside all modules: the loss, the batch, temporaries of the backward pass."""
     lines: tuple[MemoryLine, ...] = ()
-    """Largest first; tensors made by the backward pass stand at the line that started it, or at none."""
+    """Largest first. Tensors made by the backward pass are attributed to the line that started it, or to none."""
     timeline_seconds: tuple[float, ...] = ()
     timeline_bytes: tuple[int, ...] = ()
 
     @property
     def fragmentation_bytes(self) -> int | None:
-        """Reserved and not in use at the peak, by a step that began with an empty cache."""
+        """Bytes reserved but not in use at the peak, in a step that began with an empty cache."""
         return None if self.reserved_bytes is None else self.reserved_bytes - self.peak_bytes
 
 
@@ -170,38 +170,38 @@ class Profile:
     device: str
     """'cuda' or 'cpu'."""
     steps: int
-    """That were profiled."""
+    """Number of steps that were profiled."""
     step_seconds: Spread
-    """Without the profiler."""
+    """Seconds of a step without the profiler."""
     profiled_seconds: float
-    """Mean of a step under it."""
+    """Mean seconds of a step under the profiler."""
     parts: tuple[Part, ...]
     modules: tuple[ModuleTime, ...]
     kernels: tuple[Kernel, ...]
-    """Most time first."""
+    """Longest time first."""
     launches: float
     """Kernels per step; on a CPU, operator calls that did work."""
     busy_share: float
-    """Of the step without the profiler: what the parts that are work fill."""
+    """Share of the step without the profiler that is work; on a CPU communication counts as waiting."""
     host_seconds: float
-    """Of the main thread in a profiled step, less its waits for the device: what it takes to issue a step."""
+    """Seconds of the main thread in a profiled step, less its waits for the device: the cost of issuing a step."""
     cpu_seconds: float
-    """Of all threads of the process in a step without the profiler."""
+    """CPU seconds of all threads of the process in a step without the profiler."""
     sync_idle_seconds: float
-    """Idle time that a synchronisation left behind: the queue was empty when the host came back."""
+    """Idle time caused by synchronisations: the device's queue was empty when the host returned from one."""
     attention: str | None
     """The kernel that computed attention."""
     compiled: bool
     uncompiled: Uncompiled | None = None
-    """Where compiled code left no module to be told apart."""
+    """Set if the step is compiled, so that its own modules cannot be told apart."""
     findings: tuple[Finding, ...] = ()
     memory: MemoryProfile | None = None
     memory_reason: str | None = None
     """Why there is no memory profile."""
     sharing: Sharing | None = None
-    """Of several ranks. Everything else is rank 0's, but the time of the step, which is the slowest rank's."""
+    """Set for several ranks. Everything else is rank 0's, except for the step time, which is the slowest rank's."""
     notes: tuple[str, ...] = ()
-    """What could not be looked at, and why."""
+    """What could not be examined, and why."""
     trace: str | None = None
     """The Chrome trace's file name, in the run directory."""
 

@@ -39,7 +39,7 @@ def load_recipe(path: Path) -> Recipe:
 
 
 def recipe_from(data: Any, name: str) -> Recipe:
-    """Of what JSON gave; `name`: where it is from."""
+    """Build a recipe from parsed JSON. `name`: where it came from, for error messages."""
     if isinstance(data, Mapping) and "micro_batch" not in data:
         raise not_a_recipe(name, "it has no micro_batch")
     try:

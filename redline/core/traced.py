@@ -1,11 +1,11 @@
-"""What was seen of a model that nobody described: a user's module, walked and run once on the host.
+"""What was observed of a model that has no description: a user's module, walked and run on the host.
 
-    traced.flops.at(16)                    # FLOPs of a step of 16 samples, counted
-    traced.saved_bytes("bf16", "fused")    # Line(constant=..., per_sample=...)
+    traced.flops.at(16)                            # FLOPs of a step of 16 samples, counted
+    traced.saved_bytes("bf16", "fused", "none")    # Line(constant=..., per_sample=...)
 
-It stands where a `Shape` stands and answers what the readers of both ask: `sequence`, `layers`, `ln_vocab`, `tied`. The
-sizes of a decoder it does not have, and nothing here is guessed: what was not seen is None or empty. Made by
-`engine/inspect_model.py`; plain values only, so that it travels in a job.
+A `Traced` takes the place of a `Shape` and has the attributes that readers of both use: `sequence`, `layers`,
+`ln_vocab`, `tied`. It has no decoder sizes, and nothing here is guessed: what was not seen is None or empty. Made by
+`engine/inspect_model.py` of plain values only, so that it can be part of a job.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ TOKEN, SAMPLE = "token", "sample"
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Lines of the user's code."""
+    """One or several lines of the user's code."""
 
     file: str
     line: int
     last: int | None = None
-    """Of several lines."""
+    """The last of several lines."""
 
     def __str__(self) -> str:
         lines = f"{self.line}" if self.last in (None, self.line) else f"{self.line}-{self.last}"
@@ -34,7 +34,7 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """Something that grows with the batch, seen at two sizes of it."""
+    """A quantity that grows linearly with the batch, measured at two batch sizes."""
 
     constant: float
     per_sample: float
@@ -45,12 +45,12 @@ class Line:
 
 @dataclass(frozen=True, kw_only=True)
 class Saved:
-    """Bytes that the forward pass leaves for the backward pass, parameters left out, under one way of running."""
+    """Bytes that the forward pass keeps for the backward pass, without parameters, in one configuration."""
 
     precision: str
     """'fp32', or 'bf16' under autocast."""
     attention: str
-    """'naive': scores are stored; 'fused': one kernel that keeps none. Alike where SDPA is not called."""
+    """'naive': scores are stored; 'fused': one kernel that keeps none. Always 'naive' if SDPA is not called."""
     checkpointing: str
     """'none' or 'full'."""
     bytes: Line
@@ -58,46 +58,46 @@ class Saved:
 
 @dataclass(frozen=True, kw_only=True)
 class Product:
-    """A matrix product of the forward pass with its sizes for one sample; `count` calls alike."""
+    """A matmul of the forward pass with its sizes for one sample; `count` identical calls."""
 
     where: str
-    """The module that ran it, numbers of layers as a star: 'blocks.*.mlp.up'."""
+    """The module that ran it, with layer numbers as a star: 'blocks.*.mlp.up'."""
     kind: str
-    """'linear' and 'convolution' have a weight; 'product' is of two activations, or of a stack of weights."""
+    """'linear' and 'convolution' have a weight; 'product' is of two activations, or with a stack of weights."""
     m: int
     n: int
     k: int
     batch: int = 1
     grows: str | None = None
-    """Which of m, n, k and batch is so many times as large for more samples; None: none of them."""
+    """Which of m, n, k and batch is multiplied by the number of samples; None: none of them."""
     count: int = 1
     area: int = 1
-    """Places that a convolution's kernel covers: k is as many times the channels that go in."""
+    """Positions that a convolution's kernel covers; k is this times the input channels of a group."""
     place: Place | None = None
     """Where it is called."""
     made: Place | None = None
-    """Where its layer is made, and its sizes are written."""
+    """Where its layer is made, and so where its sizes are written."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tensors:
-    """Parameters of one size."""
+    """Parameters of the same shape."""
 
     sizes: tuple[int, ...]
     of_layer: bool
-    """A matrix inside a list of layers, which some optimizers treat apart."""
+    """True for matrices inside a list of layers, which some optimizers treat differently."""
     count: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Attention:
-    """Attention that is written out: two batched products with a softmax between them."""
+    """Attention that is written out: two batched matmuls with a softmax between them."""
 
     place: Place
     causal: bool
-    """What the softmax gave was zero above the diagonal."""
+    """True if the softmax's output was zero above the diagonal."""
     module: str | None = None
-    """'MultiheadAttention' where torch's own module wrote it out, because weights were asked for."""
+    """'MultiheadAttention' if torch's own module wrote it out because its weights were requested."""
     count: int = 1
 
 
@@ -106,14 +106,14 @@ class Blocks:
     """The longest list of modules of one class."""
 
     name: str
-    """Of the list, as named_modules calls it."""
+    """Name of the list, as in `named_modules`."""
     kind: str
     count: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class Unlisted:
-    """Equal modules that stand side by side under names of their own, and not in a list."""
+    """Equal modules of one parent that have names of their own instead of being in a list."""
 
     kind: str
     count: int
@@ -131,10 +131,10 @@ class Embedding:
 
 @dataclass(frozen=True, kw_only=True)
 class Recurrent:
-    """A layer whose products give several gates at once."""
+    """A recurrent layer, whose matmuls compute all gates at once."""
 
     where: str
-    """As a product's."""
+    """As in `Product`."""
     width: int
     gates: int
 
@@ -150,79 +150,79 @@ class Sync:
     place: Place
     detail: str
     kind: str
-    """Of core/profile.py's FINDINGS."""
+    """A key of core/profile.py's FINDINGS."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Traced:
     parameters: int
-    """Numbers in all, a shared tensor once."""
+    """Total number of parameters, with shared tensors counted once."""
     trainable: int
     other_numbers: int = 0
-    """Of frozen parameters that are no float32: whatever the recipe, they stay of their type."""
+    """Parameters that are not float32. They are frozen, and keep their dtype whatever the recipe."""
     other_bytes: int = 0
     tensors: tuple[Tensors, ...]
-    """That are trained, by their sizes."""
+    """Trainable parameters, grouped by shape."""
     buffer_bytes: int
     items_per_sample: int = 1
     unit: str = SAMPLE
     """What an item is: 'sample', 'token', ..."""
     loss: str
-    """'own': the file's; 'model': the model returns it; 'attribute': the model returns an object with .loss;
-    'cross-entropy': of the logits that the model returns."""
+    """Where the loss comes from. 'own': the file's function; 'model': the model returns it; 'attribute': the model
+    returns an object with .loss; 'cross-entropy': it is computed from the logits that the model returns."""
     classes: int | None = None
-    """Of those logits: what targets may be."""
+    """Number of classes of those logits, which targets must stay below; None for other losses."""
     batch_bytes: int
-    """Of one sample."""
+    """Bytes of one sample."""
     flops_forward: Line
     flops_backward: Line
     uncounted: tuple[str, ...] = ()
-    """Operators that multiply and have no formula: with any of them the FLOPs are too low, and stand for nothing."""
+    """Operators that multiply and have no FLOP formula. If there are any, the FLOPs are too low to be of use."""
     saved: tuple[Saved, ...]
     products: tuple[Product, ...] = ()
     products_left_out: int = 0
-    """Products whose sizes do not simply grow with the batch."""
+    """Number of matmuls whose sizes do not simply grow with the batch."""
     blocks: Blocks | None = None
     unlisted: Unlisted | None = None
-    """Where there are no blocks: what could be."""
+    """Modules that could be blocks, if there are none."""
     no_autocast: str | None = None
-    """What a step under bf16 autocast raised, and where; None: it ran. `saved` is then of fp32 alone."""
+    """What a step under bf16 autocast raised, and where, in which case `saved` is for fp32 only; None: it ran."""
     sdpa: bool = False
-    """F.scaled_dot_product_attention is called."""
+    """True if F.scaled_dot_product_attention is called."""
     sdpa_calls: tuple[Place, ...] = ()
     sdpa_drops: bool = False
-    """One of the calls has a dropout_p above zero while the model is trained: what no fused kernel of a CPU takes."""
+    """True if one of the calls has a dropout_p above zero in training, which no fused CPU kernel accepts."""
     attention: tuple[Attention, ...] = ()
     syncs: tuple[Sync, ...] = ()
     embeddings: tuple[Embedding, ...] = ()
     recurrent: tuple[Recurrent, ...] = ()
     dropout: tuple[str, ...] = ()
-    """Modules with a rate above zero; it is zero while measuring."""
+    """Modules and calls with a dropout rate above zero; it is set to zero while measuring."""
     draws: tuple[Place, ...] = ()
-    """Lines of the forward pass that draw random numbers; empty: none is known, or they decide nothing."""
+    """Lines of the forward pass that draw random numbers; empty if none is known, or if the numbers decide nothing."""
     generators: tuple[str, ...] = ()
-    """That are drawn from and are not torch's: "Python's random"; torch's too where no line is known."""
+    """Generators that are drawn from, such as "Python's random"; torch's only if no line is known."""
     random: bool = False
     tied: bool = False
-    """A rung ties built-in models. What a file ties, it ties itself: see `shared`."""
+    """Always False: a rung ties built-in models only. For weights that the file ties itself see `shared`."""
     shared: tuple[str, ...] = ()
     """Parameters that are one tensor under several names: 'wte.weight = head.weight'."""
     tanh_gelus: int = 0
-    """nn.GELU(approximate='tanh') modules, which can be exchanged from outside."""
+    """Number of nn.GELU(approximate='tanh') modules, which can be replaced from outside."""
     gelu_calls: tuple[Place, ...] = ()
-    """F.gelu(..., approximate='tanh') outside of such modules."""
+    """Calls of F.gelu(..., approximate='tanh') outside of such modules."""
     splits: bool = True
-    """The loss of a batch is the mean over its parts. Batch norm makes it another: such a batch is never cut."""
+    """True if the loss of a batch is the mean over its parts. With batch norm it is not: that batch is never split."""
     vocab: int | None = None
-    """Of a language model whose file says so."""
+    """Vocabulary size, if the file describes a language model."""
     described: dict[str, Any] | None = field(default=None, hash=False)
     """What the file's shape() returned: fields of a Shape."""
     imports: dict[str, str] = field(default_factory=dict, hash=False)
-    """Other files of the user's folder that the model is made with, and their SHA-256."""
+    """Other files of the user's folder that are imported to make the model, and their SHA-256."""
 
     @property
     def sequence(self) -> int:
-        """Items that a sample counts for, as tokens count for a sequence."""
+        """Items per sample, as a text model has tokens per sequence."""
         return self.items_per_sample
 
     @property
@@ -231,17 +231,18 @@ class Traced:
 
     @property
     def ln_vocab(self) -> float | None:
-        """Where training must start, if that is known."""
+        """The loss at which training must start; None if unknown."""
         return None if self.vocab is None else math.log(self.vocab)
 
     @property
     def flops(self) -> Line:
-        """Of forward and backward, as counted: a multiply-add is two, and of attention the whole square."""
+        """FLOPs of forward and backward as counted: a multiply-add is two, and attention counts as the whole square."""
         forward, backward = self.flops_forward, self.flops_backward
         return Line(constant=forward.constant + backward.constant, per_sample=forward.per_sample + backward.per_sample)
 
     def saved_bytes(self, precision: str, attention: str, checkpointing: str) -> Line:
-        """Of the way of running that comes nearest: what was not run keeps no less than the plain way."""
+        """Return the bytes kept in the nearest configuration that was run. One that was not run saves nothing over the
+        plain one."""
         wanted = (precision, attention, checkpointing)
         return max(
             self.saved,
@@ -259,12 +260,12 @@ class Traced:
 
     @property
     def why_no_flops(self) -> str | None:
-        """Why the counted FLOPs are not those of the model; None where they are."""
+        """Why the counted FLOPs are not those of the model; None if they are."""
         return f"operators without a formula: {', '.join(self.uncounted)}" if self.uncounted else None
 
     @property
     def why_random(self) -> str | None:
-        """Why no two runs can be compared; None where they can."""
+        """Why no two runs can be compared; None if they can."""
         if not self.random:
             return None
         where = f" at {', '.join(map(str, self.draws))}" if self.draws else ""

@@ -1,4 +1,4 @@
-"""What a training run was asked for, and where it stands: plain values that checkpoints and run.json carry.
+"""A training run's settings and progress: plain values that checkpoints and run.json contain.
 
 TrainSettings(micro_batch=16, global_batch=512, learning_rate=6e-4, budget=Budget(minutes=5))
 """
@@ -14,7 +14,7 @@ METRICS_FILE = "metrics.jsonl"
 
 
 def resume_command(out: str, layout: str = "") -> str:
-    """`layout`: the options of as many ranks as before."""
+    """Return the command that resumes a run. `layout`: the options for the same ranks as before."""
     return f"redline train --resume {out} {layout}".rstrip()
 
 
@@ -51,7 +51,7 @@ class TrainSettings:
     micro_batch: int
     """Sequences per forward and backward."""
     global_batch: int
-    """Sequences per update; micro batches are added up to it."""
+    """Sequences per update, accumulated over micro batches."""
     learning_rate: float
     budget: Budget
     schedule: str = "cosine"
@@ -59,23 +59,23 @@ class TrainSettings:
     schedule_steps: int | None = None
     """Where the schedule ends; None for a constant one."""
     cycle_steps: int = 10
-    """Updates between two looks of the host at the device."""
+    """Updates between two reads of the device's figures by the host."""
     eval_every: int | None = 100
     """Updates between two evaluations; None: only at the end."""
     eval_batches: int = 10
     eval_batch: int = 0
-    """Sequences of each of them; 0: the micro batch. Settings with another micro batch that are made of these keep it:
-    losses are comparable only over the same sequences."""
+    """Sequences per evaluation batch; 0: the micro batch. Settings derived from these with another micro batch keep it,
+    since losses are comparable only over the same sequences."""
     checkpoint_every: int | None = 500
     """Updates between two checkpoints; there is always one at the end."""
     sample_every: int | None = None
     most_skipped: int = 5
-    """Updates in a row that may be skipped because the gradient is no number."""
+    """Number of updates skipped in a row, because of NaN or infinite gradients, at which the run stops."""
     keep_last: int = 2
     keep_best: int = 1
     """Checkpoints that rotation keeps: the newest, and those with the lowest validation loss."""
     deterministic: bool = False
-    """Only algorithms that repeat themselves bit for bit, at a price in speed."""
+    """Use only algorithms that repeat bit for bit, at some cost in speed."""
 
     def __post_init__(self) -> None:
         if self.eval_batch == 0:  # in a new run, and in run.json of versions that had no such field
@@ -105,7 +105,7 @@ class TrainSettings:
 
 @dataclass
 class Progress:
-    """Where a run stands. Everything here is in a checkpoint; nothing else is needed to go on."""
+    """How far a run has come. All of it but `rates` is in every checkpoint."""
 
     updates: int = 0
     tokens: int = 0

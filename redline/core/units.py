@@ -11,14 +11,14 @@ MIB = 1024**2
 
 
 def human_rate(tokens_per_second: float | None) -> str:
-    """178,432 -> '178,432'; small rates keep one decimal."""
+    """178432 -> '178,432'; rates below 100 keep one decimal."""
     if tokens_per_second is None:
         return UNKNOWN
     return f"{tokens_per_second:,.0f}" if tokens_per_second >= 100 else f"{tokens_per_second:,.1f}"
 
 
 def rate_unit(unit: str | None, short: bool = True) -> str:
-    """What a rate counts: 'tok/s' and 'tokens/s', or 'samples/s' of a user's own model."""
+    """Return the unit of a rate: 'tok/s' or 'tokens/s', or such as 'samples/s' for a user's own model."""
     if unit in (None, "token"):
         return "tok/s" if short else "tokens/s"
     return f"{unit}s/s"
@@ -30,13 +30,13 @@ def rate_words(unit: str | None) -> str:
 
 
 def batch_words(micro_batch: int, shape: Mapping[str, Any]) -> str:
-    """'16 x 1024 tokens', '16 samples', '16 x 197 patches'. `shape`: of a described model, or of a traced one."""
+    """'16 x 1024 tokens', '16 samples', '16 x 197 patches'. `shape`: the fields of a `Shape` or a `Traced`."""
     unit, items = shape.get("unit", "token"), shape.get("items_per_sample", shape.get("sequence", 1))
     return f"{micro_batch} {unit}s" if items == 1 else f"{micro_batch} x {items} {unit}s"
 
 
 def human_seconds(seconds: float | None) -> str:
-    """Three significant digits with the unit that suits them."""
+    """Three significant digits and a suitable unit."""
     if seconds is None:
         return UNKNOWN
     for factor, unit in ((1.0, "s"), (1e-3, "ms")):

@@ -1,14 +1,14 @@
-"""A user's Python file, imported: its functions, and its own lines when something goes wrong in it.
+"""Imports a user's Python file: finds its functions, and the user's own line at fault when something fails in it.
 
     functions = load_functions(source)
     with blaming(functions.file, "vit()"):
         model = functions.factory()
 
-Only worker processes call this: a parent has no torch and runs nobody's code. The names and the rules are those of
-docs/your-model.md; what can be seen without running the file, `workloads/python_file.py` has checked.
+Only worker processes import a file: a parent has no torch and runs no user code. Names and rules are in
+docs/your-model.md; what can be checked without running the file, `workloads/python_file.py` has checked before.
 
-A file imports its neighbours as `python file.py` would let it. One that imports relatively is a module of the package
-around it, as for `python -m package.file`; the package may have an `__init__.py` or none.
+A file can import its neighbours as under `python file.py`. A file with relative imports is a module of the package
+around it, as under `python -m package.file`; the package may or may not have an `__init__.py`.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
 STANDARD_LIBRARY = sysconfig.get_path("stdlib") + os.sep
 INIT = "__init__.py"
 NO_LINE = "no line of the file was running"
-IGNORED = -100  # cross-entropy's ignore_index: such targets count for nothing
-GENERATED = ("<frozen ", "<string>", "<eval")  # names of code without a file; what is typed in has such, too
+IGNORED = -100  # cross-entropy's ignore_index
+GENERATED = ("<frozen ", "<string>", "<eval")  # names of code without a file, such as code typed at a prompt
 
 
 @dataclass(frozen=True, kw_only=True)
 class Functions:
     file: str
     name: str
-    """Of the factory."""
+    """The factory's name."""
     factory: Callable[[], Any]
     make_batch: Callable[[int, int], Any]
     """make_batch(size, seed) -> a tree of tensors whose first dimension is `size`, on the host."""
@@ -61,27 +61,27 @@ class Functions:
     items_per_sample: int = 1
     unit: str = SAMPLE
     batch_name: str = "make_batch"
-    """What the file calls it: vit_batch, where there are several models; likewise the two below."""
+    """Its name in the file: vit_batch if there are several models. Likewise the two below."""
     loss_name: str = "loss"
     shape_name: str = "shape"
     live: bool = False
-    """Of a module that is there already: its loss is no function of the file, but one that was handed over, or none."""
+    """True for a module that exists already: its loss, if any, was passed in and is not a function of the file."""
 
     @property
     def words(self) -> str:
-        """As a user writes it."""
+        """The model as a user writes it."""
         return f"{Path(self.file).name}:{self.name}"
 
     @property
     def loss_words(self) -> str:
-        """What a message calls the loss."""
+        """What messages call the loss."""
         if not self.live:
             return f"{self.loss_name}() for {self.words}"
         return f"the loss {'' if self.loss_name == 'loss' else f'{self.loss_name}() '}of {self.words}"
 
 
 def load_functions(source: Source) -> Functions:
-    """A file that is not the one that was inspected is refused."""
+    """Import a file and return its functions. A file that has changed since it was inspected is refused."""
     file, name, digest = source.file, source.factory, source.digest
     if file is None or name is None or digest is None:
         raise ValueError(f"{source} is no Python file")
@@ -123,7 +123,8 @@ def load_functions(source: Source) -> Functions:
 
 
 class _Loader(importlib.abc.SourceLoader):
-    """From bytes that were hashed, so that the code that runs is the code that was looked at. No .pyc is written."""
+    """Loads a module from bytes that were hashed, so that the code that runs is the code that was checked. No .pyc is
+    written."""
 
     def __init__(self, path: Path, data: bytes) -> None:
         self._path, self._data = path, data
@@ -136,7 +137,7 @@ class _Loader(importlib.abc.SourceLoader):
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Gives that loader to whoever imports the file first, a neighbour among them: its classes exist once."""
+    """Provides that loader whoever imports the file first, a neighbour included, so that its classes exist once."""
 
     def __init__(self, name: str, path: Path, data: bytes) -> None:
         self._name, self._path, self._data = name, path, data
@@ -149,14 +150,14 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 @dataclass(frozen=True, kw_only=True)
 class Home:
-    """Where a file stands for Python."""
+    """A file's place among Python's modules."""
 
     name: str | None
-    """As a module of its package, 'shop.models.vit'; None: it stands by itself, as a script does."""
+    """Dotted name in its package, 'shop.models.vit'; None: it stands alone, as a script does."""
     root: Path
-    """The folder that a dotted name begins in."""
+    """The folder in which dotted names begin."""
     folder: Path
-    """What lies below it and is imported belongs to the model: that of the outermost package, else the file's own."""
+    """Imported files below this folder belong to the model: the outermost package's folder, or else the file's own."""
 
 
 def home_of(path: Path, data: bytes) -> Home:
@@ -186,15 +187,15 @@ def home_of(path: Path, data: bytes) -> Home:
 
 
 def relative_levels(data: bytes) -> int:
-    """How many packages above the file its imports name: one dot is the package it is in."""
+    """Return how many packages up the file's relative imports go: one dot is the package it is in."""
     try:
         nodes = ast.walk(ast.parse(data))
-    except (SyntaxError, ValueError):  # importing it tells the user where
+    except (SyntaxError, ValueError):  # importing the file reports where
         return 0
     return max((node.level for node in nodes if isinstance(node, ast.ImportFrom)), default=0)
 
 
-@functools.cache  # once in a process: importing twice would make every class twice
+@functools.cache  # once per process: a second import would make every class again
 def load_module(file: str, digest: str) -> ModuleType:
     path = Path(file)
     data = read(path)
@@ -202,17 +203,17 @@ def load_module(file: str, digest: str) -> ModuleType:
     home = home_of(path, data)
     if home.name is None:
         name = f"redline_user_{digest[:16]}"
-        sys.path.insert(0, str(path.parent))  # as `python file.py` has it: the file imports its neighbours
-        sys.path.append(str(home.root))  # and where it lies in a package, that one's modules by their whole names
+        sys.path.insert(0, str(path.parent))  # as under `python file.py`, so that the file can import its neighbours
+        sys.path.append(str(home.root))  # and, if it is in a package, that package's modules by their full names
     else:
         name = home.name
         sys.path.insert(0, str(home.root))
-        sys.path.append(str(path.parent))  # last: the name of a neighbour may be a library's, too
+        sys.path.append(str(path.parent))  # last, since a neighbour may have the name of a library
         check_package(home, path)
     finder = _Finder(name, path, data)
     sys.meta_path.insert(0, finder)
     try:
-        # What it draws meanwhile, such as the samples of its batches, is the same in every process.
+        # Random numbers drawn during the import, such as the samples of its batches, are the same in every process.
         with seeded(0), blaming(file, f"importing {path.name}"):
             return importlib.import_module(name)
     except UserError:
@@ -221,7 +222,7 @@ def load_module(file: str, digest: str) -> ModuleType:
 
 
 def check_package(home: Home, path: Path) -> None:
-    """That Python means this folder by the package's name, and none that was imported or installed before."""
+    """Check that the package's name means this folder to Python, and not one that was imported or installed before."""
     assert home.name is not None
     package = home.name.partition(".")[0]
     spec = importlib.util.find_spec(package)
@@ -249,7 +250,7 @@ def check_unchanged(path: Path, data: bytes, digest: str) -> None:
 
 
 def neighbours(file: str) -> dict[str, str]:
-    """The other files of the user's folder that are imported by now, as seen from there, with their SHA-256."""
+    """Return the other files of the user's folder that are imported by now, by relative path, with their SHA-256."""
     folder, found = users_folder(file), {}
     for module in list(sys.modules.values()):
         path = Path(getattr(module, "__file__", None) or "/")
@@ -265,7 +266,7 @@ def check_neighbours(file: str, digests: dict[str, str]) -> None:
 
 
 def users_folder(file: str) -> Path:
-    """Of a file that may be gone by now: its own folder then."""
+    """Return the folder that belongs to the model; if the file cannot be read any more, the one it was in."""
     try:
         return home_of(Path(file), Path(file).read_bytes()).folder
     except (OSError, UserError):
@@ -273,8 +274,8 @@ def users_folder(file: str) -> Path:
 
 
 def check_targets(targets: Any, classes: int, functions: Functions) -> None:
-    """Before cross-entropy meets them: it knows neither who made them nor how many classes there are. Every batch of a
-    file comes by here, while its tensors are on the host."""
+    """Check targets before cross-entropy sees them: its error would name neither the function that made them nor the
+    number of classes. Every batch of a file is checked here, while its tensors are on the host."""
     least, most = targets.aminmax() if targets.numel() else (0, 0)  # one pass, which is all that most batches cost
     if least >= 0 and most < classes:
         return
@@ -293,7 +294,7 @@ def check_targets(targets: Any, classes: int, functions: Functions) -> None:
     )
 
 
-# whose fault it was
+# which line is at fault
 
 
 @contextmanager
@@ -303,9 +304,9 @@ def blaming(
     function: Callable[..., Any] | None = None,
     call: str | None = None,
 ) -> Iterator[None]:
-    """Whatever the user's code raises becomes a UserError that names the user's own line. A `function` that does not
-    take what it is given has run no line of its own: then it is the one that defines it, and `call` says how it is
-    called. The function may be in another file than the model. `what` may depend on what was raised."""
+    """Turn whatever the user's code raises into a UserError that names the user's own line. If `function` does not
+    accept its arguments, none of its lines ran: the line is then its definition, and `call` says how it was called. It
+    may be in another file than the model. `what` may be computed from the exception."""
     try:
         yield
     except UserError:
@@ -324,7 +325,7 @@ def blamed(
     function: Callable[..., Any] | None = None,
     call: str | None = None,
 ) -> UserError:
-    """What was raised, as problem, why and fix. `line`: the user's own that was running, as `users_line` found it."""
+    """Return what was raised as problem, why and fix. `line`: the user's line that was running, from `users_line`."""
     fix, whose = known_fix(error), own_file(function) or file
     if line is None and isinstance(error, TypeError) and function is not None:
         line = definition(function, whose)
@@ -341,7 +342,7 @@ def blamed(
 
 
 def raised_in(file: str, error: BaseException, what: str) -> UserError | None:
-    """The same of a run that may be compiled and on a GPU; None where the file is not to blame."""
+    """Do the same for a run that may be compiled and on a GPU; return None if the file is not at fault."""
     if DEVICE_ASSERT in str(error):
         found = blamed(error, None, file, what)
         return UserError(found.problem, "a GPU tells it later than it happens, so that no line can be named", found.fix)
@@ -350,14 +351,14 @@ def raised_in(file: str, error: BaseException, what: str) -> UserError | None:
 
 
 def is_ours(error: BaseException) -> bool:
-    """Whether of all code that is not a library's, redline's own was running: then it is no mistake of the user's."""
+    """True if the innermost code outside libraries is redline's own, so that the mistake is not the user's."""
     files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
     last = next((file for file in reversed(files) if file.startswith(PACKAGE) or is_own(Path(file))), "")
     return last.startswith(PACKAGE) and not getattr(error, "real_stack", ())
 
 
 def import_fix(error: ImportError, file: str) -> str | None:
-    """What to do about an import that Python does not let work; None where its message says all."""
+    """Return the fix for a failed import; None if its message says it all."""
     path = Path(file)
     if "no known parent package" in str(error):
         return f"import without the dot there; or write `from . import` in {path.name} too, which makes both a package"
@@ -374,8 +375,8 @@ def import_fix(error: ImportError, file: str) -> str | None:
 
 
 def users_line(error: BaseException, file: str, anywhere: bool = False) -> str | None:
-    """The innermost line of the user's folder in a traceback, with its text: 'vit.py:41: x = x.view(3)'. With
-    `anywhere` that of any folder which is the user's own: for code that no compiler has written."""
+    """Return the innermost line of the user's folder in a traceback, with its text: 'vit.py:41: x = x.view(3)'. With
+    `anywhere`, of any folder that is the user's own; use it only for code that is not compiled."""
     if isinstance(error, SyntaxError) and error.filename is not None:
         return f"{Path(error.filename).name}:{error.lineno}: {(error.text or '').strip()}"
     folder, frames = users_folder(file), traceback.extract_tb(error.__traceback__)
@@ -383,8 +384,8 @@ def users_line(error: BaseException, file: str, anywhere: bool = False) -> str |
         del frames[0]
     frames.extend(
         getattr(error, "real_stack", ())
-    )  # of code that torch.compile was reading, and Python was not running
-    running = [(frame, Path(frame.filename)) for frame in reversed(frames[1:])]  # the first is of whoever asks
+    )  # frames of code that torch.compile was tracing, and Python was not running
+    running = [(frame, Path(frame.filename)) for frame in reversed(frames[1:])]  # the first is the caller's
     own = [(frame, path) for frame, path in running if is_own(path) and (anywhere or folder in path.parents)]
     for frame, path in own or [(frame, path) for frame, path in running if str(path) == file]:
         return f"{path.name}:{frame.lineno}: {frame.line or ''}".rstrip(": ")
@@ -392,18 +393,18 @@ def users_line(error: BaseException, file: str, anywhere: bool = False) -> str |
 
 
 def own_file(function: Callable[..., Any] | None) -> str | None:
-    """That a function of the user's stands in; None where it is somebody else's, or built in."""
+    """Return the file that a user's function is in; None if the function is not the user's, or built in."""
     code = getattr(inspect.unwrap(function), "__code__", None) if function is not None else None
     return code.co_filename if code is not None and is_own(Path(code.co_filename)) else None
 
 
 def ran_in(error: BaseException, thing: object) -> bool:
-    """Whether it came out of a method of the thing."""
+    """True if the error passed through a method of `thing`."""
     return any(frame.f_locals.get("self") is thing for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 def definition(function: Callable[..., Any], file: str) -> str | None:
-    """The line that says what a function of the user's file takes: 'vit.py:7: def vit(width):'."""
+    """Return the line that declares a function of the user's file: 'vit.py:7: def vit(width):'."""
     target = inspect.unwrap(function.__init__ if inspect.isclass(function) else function)
     code = getattr(target, "__code__", None)
     if code is None or code.co_filename != file:
@@ -417,7 +418,7 @@ def definition(function: Callable[..., Any], file: str) -> str | None:
 
 
 def assignment(name: str, file: str) -> tuple[str, str] | None:
-    """Where a file gives a name its last value, and the value: ('vit.py:7: net = Net(3)', 'Net(3)')."""
+    """Return a file's last assignment to a name, and the value: ('vit.py:7: net = Net(3)', 'Net(3)')."""
     text = "".join(linecache.getlines(file))
     for node in reversed(ast.parse(text).body):
         if isinstance(node, ast.Assign) and any(
@@ -429,8 +430,8 @@ def assignment(name: str, file: str) -> tuple[str, str] | None:
 
 
 def is_own(path: Path) -> bool:
-    """Neither an installed package, nor Python's, nor redline: a user's folder may hold all of them."""
-    torch = getattr(sys.modules.get("torch"), "__file__", None)  # which some build where it lies
+    """True if the path is not of an installed package, Python or redline, all of which a user's folder may contain."""
+    torch = getattr(sys.modules.get("torch"), "__file__", None)  # which may be built in its source folder
     others = (PACKAGE, STANDARD_LIBRARY, *((os.path.dirname(torch) + os.sep,) if torch else ()), *GENERATED)
     return not {"site-packages", "dist-packages"} & set(path.parts) and not str(path).startswith(others)
 
@@ -440,7 +441,7 @@ def first_line(error: BaseException, otherwise: str = "no message") -> str:
 
 
 def described(value: Any) -> str:
-    """For a message: 'an int64 tensor of [4, 10]', 'a float32 numpy array of [4, 10]', 'a tuple', 'nothing'."""
+    """Describe a value: 'an int64 tensor of [4, 10]', 'a float32 numpy array of [4, 10]', 'a tuple', 'nothing'."""
     if value is None:
         return "nothing"
     name = type(value).__name__
@@ -451,5 +452,5 @@ def described(value: Any) -> str:
 
 
 def is_numpy(value: Any) -> bool:
-    """An array, or a number of one."""
+    """True for a NumPy array or scalar."""
     return type(value).__module__.partition(".")[0] == "numpy"

@@ -2,7 +2,7 @@
 
     to_json(workload) -> dict of plain values;  from_json(Workload, that dict) == workload
 
-Handles nested dataclasses, tuples and optional fields: what the nouns use, and nothing more.
+Handles nested dataclasses, tuples and optional fields: what the types of `core` use, and nothing more.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 def to_json(value: Any) -> Any:
-    """Dataclasses to dicts, tuples to lists, everything else as it is."""
+    """Convert dataclasses to dicts and tuples to lists; leave everything else as it is."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: to_json(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, dict):
@@ -44,7 +44,7 @@ def _convert(hint: Any, item: Any) -> Any:
         return _convert(_member(args, item), item)
     if origin is tuple:
         if not isinstance(item, (list, tuple)):
-            raise ValueError(f"{item!r} is not a list")  # a string would come apart into letters
+            raise ValueError(f"{item!r} is not a list")  # a string would be split into letters
         return tuple(_convert(args[0], element) for element in item)
     if dataclasses.is_dataclass(hint):
         return from_json(typing.cast(type, hint), item)
@@ -54,7 +54,7 @@ def _convert(hint: Any, item: Any) -> Any:
 
 
 def _member(args: tuple[Any, ...], item: Any) -> Any:
-    """Of a union: the first, or of several dataclasses the first that has every field."""
+    """Return the first member of a union, or for a dict the first dataclass that has every field."""
     members = [arg for arg in args if arg is not type(None)]
     kinds = [arg for arg in members if dataclasses.is_dataclass(arg)] if isinstance(item, dict) else []
     fitting = (kind for kind in kinds if set(item) <= {field.name for field in dataclasses.fields(kind)})

@@ -15,7 +15,7 @@ from redline.core.traced import TOKEN, Traced
 SIZES = ("layers", "heads", "d_model", "d_ff", "vocab", "sequence")
 OPTIONAL_SIZES = ("max_positions", "kv_heads", "head_dim", "window", "windowed_layers")
 CHOICES = {"positions": ("learned", "rope", "none"), "norm": ("layernorm", "rmsnorm")}
-ON_CPUS = "on a CPU "  # a reason that was found there, and that a GPU may not share: its autocast casts more functions
+ON_CPUS = "on a CPU "  # begins reasons that may not hold on a GPU, where autocast casts more functions
 SAMPLE_CORPUS = "sample"  # the prose that ships with every Python; see data/text.py
 NO_TOKENIZER = "none"
 
@@ -23,7 +23,7 @@ NO_TOKENIZER = "none"
 @dataclass(frozen=True, kw_only=True)
 class Shape:
     """A decoder's sizes, unpadded: the model the user asked for, whatever a recipe adds to it. The defaults are
-    GPT-2's; the fields below `sequence` describe what came after it."""
+    GPT-2's; the fields below `sequence` describe later models."""
 
     layers: int
     heads: int
@@ -31,9 +31,9 @@ class Shape:
     d_ff: int
     vocab: int
     sequence: int
-    """Tokens that are read at once: the context, or less when a run takes shorter pieces."""
+    """Tokens per sequence: the context length, or less if a run uses shorter sequences."""
     max_positions: int | None = None
-    """The longest context there is; with learned positions the rows of their table. None: `sequence`."""
+    """The longest possible context; with learned positions, the rows of their table. None: `sequence`."""
     kv_heads: int | None = None
     """Heads of keys and values: fewer than `heads` is GQA, one is MQA. None: as many as `heads`."""
     head_dim: int | None = None
@@ -41,28 +41,28 @@ class Shape:
     gated: bool = False
     """A gated MLP (SwiGLU, GeGLU) has three matrices, two of them side by side."""
     tied: bool = True
-    """As published, the head is the token embedding. What a run does is its plan's business."""
+    """True if the published model's head is its token embedding. Whether a run ties them is up to its plan."""
     fused_qkv: bool = True
     """Queries, keys and values come out of one matmul."""
     biases: bool = True
-    """The linear layers have biases, but for the head."""
+    """The linear layers have biases, except for the head."""
     qkv_biases: bool | None = None
-    """Those of queries, keys and values, where they differ from the others: Qwen2 has these alone. None: `biases`."""
+    """Biases of queries, keys and values, if different from the others: Qwen2 has only these. None: `biases`."""
     mlp_biases: bool | None = None
-    """The same of the MLP's two or three."""
+    """The same for the MLP's two or three layers."""
     head_bias: bool = False
     positions: str = "learned"
     """'learned', 'rope' or 'none'."""
     norm: str = "layernorm"
     """'layernorm' (gain and bias) or 'rmsnorm' (gain)."""
     layer_norms: int = 2
-    """Norms of the width of the model in a layer: before attention and before the MLP; Gemma 2 has two more behind."""
+    """Norms over the model's width in each layer: before attention and before the MLP; Gemma 2 has two more after."""
     qk_norms: bool = False
     """Queries and keys are normalised too, with gains as wide as a head."""
     window: int | None = None
     """Sliding-window attention: how many tokens back a token sees."""
     windowed_layers: int | None = None
-    """Layers with the window; the others see everything. None: all of them."""
+    """Number of layers with the window; the others see everything. None: all of them."""
 
     def __post_init__(self) -> None:
         for name in (*SIZES, "layer_norms"):
@@ -121,17 +121,17 @@ class Shape:
 
     @property
     def head_width(self) -> int:
-        """Numbers per head: d_model / heads unless the shape says otherwise."""
+        """Width of a head: d_model / heads unless the shape says otherwise."""
         return self.d_model // self.heads if self.head_dim is None else self.head_dim
 
     @property
     def query_width(self) -> int:
-        """Of all heads together: what the output projection reads."""
+        """Width of all heads together, which the output projection reads."""
         return self.heads * self.head_width
 
     @property
     def kv_width(self) -> int:
-        """Of all keys together, and again of all values."""
+        """Width of all keys together, and again of all values."""
         return self.key_value_heads * self.head_width
 
     @property
@@ -140,7 +140,8 @@ class Shape:
         return self.sequence if self.max_positions is None else self.max_positions
 
     def has_bias(self, where: str) -> bool:
-        """Of a linear layer by its name in predict/gemms.py: 'qkv', 'q', 'kv', 'proj', 'up', 'down' or 'head'."""
+        """True if the linear layer of this name (predict/gemms.py) has a bias: 'qkv', 'q', 'kv', 'proj', 'up', 'down'
+        or 'head'."""
         if where == "head":
             return self.head_bias
         own = {"qkv": self.qkv_biases, "q": self.qkv_biases, "kv": self.qkv_biases}
@@ -156,12 +157,12 @@ class Shape:
 
     @property
     def ln_vocab(self) -> float:
-        """The loss of a model that knows nothing: where training must start."""
+        """The loss of a model that knows nothing, where training must start."""
         return math.log(self.vocab)
 
 
 def other_than_gpt2(shape: Shape) -> list[str]:
-    """The fields in which a shape is not GPT-2's. Reading shorter pieces than the context is no difference."""
+    """Return the fields in which a shape differs from GPT-2's. Sequences shorter than the context do not count."""
     sizes = {name: getattr(shape, name) for name in (*SIZES, "max_positions")}
     plain = Shape(**sizes)
     return [one.name for one in fields(Shape) if getattr(shape, one.name) != getattr(plain, one.name)]
@@ -169,18 +170,18 @@ def other_than_gpt2(shape: Shape) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """Whose code the model is. A job that holds this holds everything a worker needs to build it."""
+    """Where the model's code comes from. With it, a job has everything a worker needs to build the model."""
 
     kind: str = "gpt2"
     """'gpt2': the built-in model; 'huggingface': transformers' own, built from `config`; 'python': a user's file."""
     config: dict[str, Any] | None = field(default=None, hash=False)
     """A Hugging Face config.json as it was read."""
     file: str | None = None
-    """Of a user's file: its absolute path, the function in it that makes the model, and the file's SHA-256."""
+    """A user's file, by absolute path. `factory` is the function that makes the model, `digest` the file's SHA-256."""
     factory: str | None = None
     digest: str | None = None
     dropout: bool = False
-    """Of a user's file: what it drops is dropped. Measurements leave it out: with it no two could be compared."""
+    """For a user's file: leave its dropout on. Measurements turn it off, since no two could be compared with it."""
 
 
 BUILT_IN = Source()
@@ -192,11 +193,11 @@ class Workload:
 
     name: str
     shape: Shape | Traced
-    """What was described, or what was seen of a user's module."""
+    """The sizes of a described model, or what was observed of a user's module."""
     tokenizer: str
     """'bytes' or 'gpt2'; NO_TOKENIZER where a file makes its own batches."""
     micro_batch: int
-    """Sequences per step when nobody says otherwise."""
+    """Default number of sequences per step."""
     learning_rate: float
     corpus: str = SAMPLE_CORPUS
     """SAMPLE_CORPUS or the path of a text file."""
@@ -206,28 +207,28 @@ class Workload:
     seed: int = 1337
     source: Source = BUILT_IN
     cannot: dict[str, str] = field(default_factory=dict, hash=False)
-    """Rungs that this model's code does not allow from outside, with the reason; one that begins with ON_CPUS holds
-    there alone. The built-in model allows all."""
+    """Rungs that cannot be applied to this model's code from outside, with the reason; one that begins with ON_CPUS
+    holds only there. The built-in model allows all."""
     notes: tuple[str, ...] = ()
     """Choices that were made for the user, with their reasons."""
     words: str | None = None
-    """What to type to get it again, where that is not its name."""
+    """What to type to get it again, if that is not its name."""
 
     def refusal(self, rung: str, kind: str) -> str | None:
-        """Why its code does not allow the rung on a device of this kind; None where it does, or where only trying
+        """Return why the model's code does not allow a rung on this kind of device; None if it does, or if only trying
         would tell."""
         reason = self.cannot.get(rung)
         return None if reason is not None and reason.startswith(ON_CPUS) and kind != "cpu" else reason
 
     @property
     def decoder(self) -> Shape:
-        """The sizes of a model that was described. Who asks has made sure that it was: `reads_text`."""
+        """The sizes of a described model. Callers must check `reads_text` first."""
         assert isinstance(self.shape, Shape), f"{self.name} was traced, not described"
         return self.shape
 
     @property
     def reads_text(self) -> bool:
-        """Batches are windows of a text's tokens; a user's file makes its own."""
+        """True if batches are windows of a text's tokens; a user's file makes its own."""
         return self.source.kind != "python"
 
     @property
@@ -237,12 +238,12 @@ class Workload:
 
     @property
     def splits(self) -> bool:
-        """The loss of a batch is the mean over its parts, so that a large one may be taken in pieces."""
+        """True if the loss of a batch is the mean over its parts, so that a large batch may be split."""
         return self.shape.splits if isinstance(self.shape, Traced) else True
 
     @property
     def why_unchecked(self) -> str | None:
-        """Why equivalence cannot be checked whatever is measured; None where it can."""
+        """Why equivalence cannot be checked, whatever is measured; None if it can."""
         return self.shape.why_random if isinstance(self.shape, Traced) else None
 
 

@@ -64,9 +64,9 @@ class Gpu:
     power_limit_watts: float | None = None
     temperature_celsius: int | None = None
     throttle_reasons: tuple[str, ...] | None = None
-    """Empty: the clocks are free. None: not readable."""
+    """Empty: nothing holds the clocks down. None: not readable."""
     mig: bool = False
-    """The card is cut into slices, and programs see those, not the card."""
+    """True if the card is split into MIG slices: programs then see those, not the card."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,14 +74,14 @@ class Machine:
     kind: str
     """'cuda' where a program would find an NVIDIA device, else 'cpu'."""
     name: str
-    """Of the first visible GPU, or of the CPU."""
+    """Name of the first visible GPU, or of the CPU."""
     count: int = 1
     memory_bytes: int | None = None
     driver: str | None = None
     cuda_driver: str | None = None
     """The newest CUDA the driver can run."""
     gpus: tuple[Gpu, ...] = ()
-    """The visible ones, in the order programs see them."""
+    """The visible GPUs, in the order programs see them."""
     cpu_name: str
     cpu_cores: int
     """Cores this process may use, which a container often limits."""
@@ -91,7 +91,7 @@ class Machine:
 
     @property
     def known(self) -> Device | None:
-        """The data sheet's row of the first visible GPU, if it is that card and all of it."""
+        """The device table's row for the first visible GPU, if it is that card and all of it."""
         if self.kind != "cuda" or self.gpus[0].mig:
             return None
         return known_device(self.name, self.gpus[0].multiprocessors)
@@ -140,8 +140,8 @@ def this_machine() -> Machine:
 
 
 def visible_gpus(gpus: tuple[Gpu, ...], environment: Mapping[str, str]) -> tuple[Gpu, ...]:
-    """As CUDA_VISIBLE_DEVICES chooses and orders them: by number or by the start of the UUID, up to the first word
-    that fits none. Numbers are taken in NVML's order, which is CUDA's own where all cards are alike."""
+    """Return the GPUs that CUDA_VISIBLE_DEVICES selects, in its order: by number or UUID prefix, up to the first word
+    that does not match exactly one. Numbers follow NVML's order, which is CUDA's own if all cards are alike."""
     words = environment.get("CUDA_VISIBLE_DEVICES")
     if words is None:
         return gpus
@@ -161,7 +161,7 @@ def _is_meant(gpu: Gpu, word: str) -> bool:
 
 
 def _nvidia() -> tuple[tuple[Gpu, ...], str | None, str | None, tuple[str, ...]]:
-    """GPUs, driver, the driver's CUDA, and a note where a GPU may be hidden from us."""
+    """Return GPUs, driver, the driver's CUDA version, and a note if there may be GPUs that cannot be read."""
     try:
         nvml: Any = importlib.import_module("pynvml")
     except ImportError:
@@ -209,7 +209,7 @@ def _gpu(nvml: Any, index: int) -> Gpu:
 
 
 def _ask(nvml: Any, function: Callable[..., Any] | None, *arguments: Any) -> Any:
-    """None where this driver or this card does not answer that question."""
+    """Call an NVML function; return None if this driver or this card does not support it."""
     try:
         return None if function is None else function(*arguments)
     except nvml.NVMLError:
@@ -235,7 +235,7 @@ def _cuda_driver(nvml: Any) -> str | None:
 
 
 def _text(value: Any) -> str | None:
-    """Older versions of nvidia-ml-py give bytes."""
+    """Decode text, which older versions of nvidia-ml-py return as bytes."""
     return value.decode() if isinstance(value, bytes) else value
 
 

@@ -3,8 +3,8 @@
     save_measured(peaks) -> ~/.cache/redline/peaks/nvidia-h200--580.159.04.json
     find_measured(["NVIDIA H200"]) -> (peaks, notes)
 
-One file per device and driver, written whole or not at all. A file that is damaged, or is not what its name says, is
-passed over with a note: a cache must never stop a command.
+One file per device and driver, written whole or not at all. A file that is damaged, or has rates that the device cannot
+reach, is passed over with a note: a cache must never stop a command.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def peaks_folder() -> Path:
 
 
 def save_measured(peaks: MeasuredPeaks) -> Path:
-    """Raises OSError where the folder cannot be written; the caller knows whether that matters."""
+    """Save a measurement and return its path. Raises OSError if that fails; the caller decides whether it matters."""
     folder = peaks_folder()
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{_slug(peaks.name)}--{_slug(peaks.driver or 'no-driver')}.json"
@@ -33,8 +33,8 @@ def save_measured(peaks: MeasuredPeaks) -> Path:
 
 
 def find_measured(names: Collection[str], driver: str | None = None) -> tuple[MeasuredPeaks | None, tuple[str, ...]]:
-    """The newest measurement of a device under any of its drivers' names; with `driver`, one made with that driver
-    where there is one. And a note for every file that had to be passed over."""
+    """Return the newest measurement of a device under any of its driver names, preferably one made with `driver`, and a
+    note for every file that was passed over."""
     found, notes = [], []
     for path in sorted({path for name in names for path in peaks_folder().glob(f"{_slug(name)}--*.json")}):
         try:

@@ -2,7 +2,7 @@
 
 build_optimizer("lion", model, **settings_for("lion", learning_rate=6e-4, weight_decay=0.1))
 
-What needs torch is imported when it is asked for: schedules are arithmetic, and a command may read them without it.
+What needs torch is imported on access: schedules are plain arithmetic, and a command may use them without torch.
 """
 
 from __future__ import annotations

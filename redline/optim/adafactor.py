@@ -1,11 +1,11 @@
-"""Adafactor: Adam whose second moment of a matrix is kept as one number per row and one per column (arXiv 1804.04235).
+"""Adafactor: Adam with a matrix's second moment kept as one number per row and one per column (arXiv 1804.04235).
 
 Adafactor(decay_groups(model, 0.1), lr=6e-4)
 
-With a first moment and an absolute learning rate, so that AdamW's schedule serves: `transformers.Adafactor` with beta1,
-without scale_parameter and relative_step. torch's own has no first moment, scales its rate by the size of each tensor,
-and waits for the device three times per tensor. The first moment is taken of updates before the learning rate, so that
-a rate that falls acts at once (in the paper's code it acts ten steps late).
+It has a first moment and an absolute learning rate, so that AdamW's schedule works for it: `transformers.Adafactor`
+with beta1, without scale_parameter and relative_step. torch's own has no first moment, scales its rate by the size of
+each tensor, and waits for the device three times per tensor. The first moment is taken of updates before they are
+scaled by the learning rate, so that a falling rate acts at once (in the paper's code it acts ten steps late).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from redline.optim.per_tensor import PerTensor, State
 
 BETA1 = 0.9
 DECAY_RATE = 0.8  # of the second moment: beta2 is 1 - step^-0.8
-EPS = 1e-30  # added to squared gradients: a row without any keeps a finite inverse
+EPS = 1e-30  # added to squared gradients, so that a row of zeros has a finite inverse
 LARGEST_UPDATE = 1.0  # root mean square of a tensor's update, above which it is scaled down
 
 
@@ -44,12 +44,12 @@ class Adafactor(PerTensor):
 
 
 def normalised(gradient: torch.Tensor, state: State, share: float) -> torch.Tensor:
-    """The gradient over the root of its second moment, which takes in this gradient's square by `share`."""
+    """Divide a gradient by the root of its second moment, which first takes in the gradient's square by `share`."""
     squared = gradient.square().add_(EPS)
     if "second" in state:
         second: torch.Tensor = state["second"].lerp_(squared, share)
         return second.rsqrt().mul_(gradient)
     rows, columns = state["rows"].lerp_(squared.mean(1), share), state["columns"].lerp_(squared.mean(0), share)
     del squared
-    # The moment is the outer product of rows and columns over the mean of the rows; its inverse root comes in two.
+    # The moment is the outer product of rows and columns over the mean of the rows; its inverse root has two factors.
     return torch.outer((rows / rows.mean()).rsqrt_(), columns.rsqrt()).mul_(gradient)

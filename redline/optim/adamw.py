@@ -20,8 +20,8 @@ def build_adamw(model: nn.Module, *, learning_rate: float, weight_decay: float, 
 
 
 def build_adamw_8bit(model: nn.Module, *, learning_rate: float, weight_decay: float) -> torch.optim.Optimizer:
-    """Moments in 8 bits, 256 of them to a scale (arXiv 2110.02861). Its first step compiles a kernel per shape."""
-    from torchao.optim import AdamW8bit  # an extra, and seconds to import
+    """Build AdamW with 8-bit moments, 256 to a scale (arXiv 2110.02861). Its first step compiles a kernel per shape."""
+    from torchao.optim import AdamW8bit  # an optional dependency, and takes seconds to import
 
     optimizer: torch.optim.Optimizer = AdamW8bit(decay_groups(model, weight_decay), lr=learning_rate, betas=BETAS)
     for group in optimizer.param_groups:
@@ -31,8 +31,8 @@ def build_adamw_8bit(model: nn.Module, *, learning_rate: float, weight_decay: fl
 
 
 def keep_float_rates(optimizer: torch.optim.Optimizer) -> None:
-    """torchao would compile a float in as a constant and refuses it: it wants a tensor. Everyone else sets and reads
-    floats, so its groups hold tensors during a step only."""
+    """Make learning rates tensors during a step only. torchao requires tensors, since it would compile a float in as a
+    constant; everyone else sets and reads floats."""
     rates = [0.0] * len(optimizer.param_groups)
 
     def to_tensors(*_: Any) -> None:

@@ -3,13 +3,13 @@
     BF16AdamW(decay_groups(model.bfloat16(), 0.1), lr=6e-4, rounding="stochastic")      8 bytes per parameter in all
 
 A bf16 number has 8 bits of mantissa. Rounded to the nearest, an update below 1/512 of its weight is lost, and most are,
-so training stops. Two ways out (arXiv 2010.06192), both with the update computed in fp32:
+so training stops. Two remedies (arXiv 2010.06192), both with the update computed in fp32:
 
-stochastic  rounds up or down by chance, in proportion: right on average, at no cost in memory
-kahan       keeps what rounding cut off in a second bf16 tensor, and adds it next time: 2 bytes more, 16 bits in all
+stochastic  rounds up or down at random, in proportion: right on average, at no cost in memory
+kahan       keeps what rounding cut off in a second bf16 tensor and adds it next time: 2 more bytes, 16 mantissa bits
 
-The chance is drawn from the number of the step and of the tensor. So a step can be repeated, resuming needs no state
-of a random generator, and replicas of a model stay equal.
+The random numbers are seeded by the step and the tensor. So a step can be repeated, resuming needs no generator state,
+and replicas of a model stay equal.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ class BF16AdamW(PerTensor):
         exact.mul_(1 - group["lr"] * group["weight_decay"])
         exact.sub_(adamw_change(gradient.float(), state, group["betas"]), alpha=group["lr"])
         if self.keeps_rest:
-            weight.copy_(exact)  # to the nearest
+            weight.copy_(exact)  # rounds to nearest
             state["rest"].copy_(exact.sub_(weight))
         else:
             weight.copy_(round_by_chance(exact, seed=(int(state["step"]) << 20) + self.numbers[weight]))
 
 
 def adamw_change(gradient: torch.Tensor, state: State, betas: tuple[float, float]) -> torch.Tensor:
-    """AdamW's update for a learning rate of 1, in fp32; the moments are rounded when they are stored."""
+    """Return AdamW's update for a learning rate of 1, in fp32; the moments are rounded when they are stored."""
     beta1, beta2 = betas
     step = state["step"].item()
     first: torch.Tensor = state["first"].float().lerp_(gradient, 1 - beta1)
@@ -62,11 +62,11 @@ def adamw_change(gradient: torch.Tensor, state: State, betas: tuple[float, float
 
 
 def round_by_chance(exact: torch.Tensor, *, seed: int) -> torch.Tensor:
-    """fp32, in place, to one of its two neighbours in bf16, the nearer the likelier: random bits are added below those
-    that bf16 has, which carries as often as it should, and the rest is cut off."""
+    """Round fp32 in place to one of the two neighbours in bf16, the nearer the likelier: random bits are added below
+    those that bf16 has, which carry with the right probability, and the rest is cut off."""
     generator = torch.Generator(exact.device).manual_seed(seed)
     bits = exact.view(torch.int32)
     noise = torch.randint(0, LOWER_HALF + 1, bits.shape, generator=generator, device=bits.device, dtype=bits.dtype)
-    noise.mul_(exact.isfinite())  # a GPU's NaN is 0x7FFFFFFF: one more would make it -0.0
+    noise.mul_(exact.isfinite())  # a GPU's NaN is 0x7FFFFFFF: adding 1 would make it -0.0
     bits.add_(noise).bitwise_and_(~LOWER_HALF)
     return exact

@@ -1,4 +1,4 @@
-"""Which parameters are treated alike: what decays, and what is a matrix of a layer.
+"""Groups of parameters: those that decay, and the matrices of layers.
 
 decay_groups(model, 0.1) -> [{"params": [matrices], "weight_decay": 0.1}, {"params": [vectors], "weight_decay": 0.0}]
 """
@@ -21,7 +21,7 @@ def decay_groups(model: nn.Module, weight_decay: float) -> Groups:
 
 
 def layer_matrices(model: nn.Module) -> list[nn.Parameter]:
-    """Matrices inside a list of layers: neither embedding nor head, which stand beside the list."""
+    """Return the matrices inside lists of layers, without embedding and head, which are outside the lists."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     inside = {parameter: None for layers in lists for parameter in layers.parameters()}  # each once, in their order
     return [parameter for parameter in inside if parameter.dim() == 2]

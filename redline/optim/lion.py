@@ -2,7 +2,7 @@
 
 Lion(decay_groups(model, 0.5), lr=1.2e-4)
 
-Every weight moves by the learning rate, so that must be smaller than AdamW's and the decay larger.
+Every weight moves by the learning rate, so it must be smaller than AdamW's, and the decay larger.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Closure = None) -> Any:
         loss = loss_of(closure)
-        # Handed over at every step: loading a state dict replaces groups and state.
+        # Passed on at every step, since loading a state dict replaces groups and state.
         self.muon.param_groups, self.adamw.param_groups = self.param_groups[:1], self.param_groups[1:]
         self.muon.state = self.adamw.state = self.state
         self.muon.step()

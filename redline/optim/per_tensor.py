@@ -1,5 +1,5 @@
-"""The loop of the optimizers that are written here: one tensor after another, so that what an update needs for a moment
-is needed for one tensor only. A rule says what state a tensor has and what an update does.
+"""The loop of the optimizers that are written here: one tensor after another, so that an update's temporaries exist for
+one tensor only. A subclass says what state a tensor has and what an update does.
 
 Nothing is read back from the device: the counters live on the host.
 """
@@ -14,11 +14,11 @@ import torch
 
 State = dict[str, Any]
 Closure = Callable[[], Any] | None
-"""Forward and backward pass, which a loop such as Lightning's leaves to `step`."""
+"""Runs forward and backward, for loops such as Lightning's that leave this to `step`."""
 
 
 def loss_of(closure: Closure) -> Any:
-    """What it gives. It is run before the update, with gradients on, as torch's own optimizers run it."""
+    """Run the closure with gradients enabled, before the update, as torch's own optimizers do, and return its loss."""
     if closure is None:
         return None
     with torch.enable_grad():
@@ -31,7 +31,7 @@ class PerTensor(torch.optim.Optimizer):
 
     @abstractmethod
     def update(self, weight: torch.Tensor, gradient: torch.Tensor, state: State, group: dict[str, Any]) -> None:
-        """In place. `state["step"]` counts this update already: it is 1 at the first."""
+        """Update the weight in place. `state["step"]` already counts this update: it is 1 at the first."""
 
     @torch.no_grad()
     def step(self, closure: Closure = None) -> Any:

@@ -1,10 +1,10 @@
-"""Learning rates over time. Plain functions of the step, so that resuming needs no state.
+"""Learning rates over time, as plain functions of the step, so that resuming needs no state.
 
     rate = make_schedule("cosine", peak=6e-4, warmup_steps=700, steps=20_000)
     rate(0), rate(699), rate(20_000)  ->  8.6e-07, 6e-4, 6e-5
 
-Steps count from 0. Every schedule warms up first; those that fall reach their end at `steps`, the first step that is
-not taken any more, so that no update is spent at the lowest rate, which may be zero.
+Steps count from 0. Every schedule warms up first. Those that decay reach their floor at `steps`, the first step that is
+not taken, so that no update is spent at the lowest rate, which may be zero.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Schedule = Callable[[int], float]
 
 def warm_up(step: int, *, peak: float, warmup_steps: int) -> float:
     """Linear from peak / warmup_steps at step 0 to the peak, then constant. Without it GPT-2's first steps overshoot
-    (its loss goes 11, 8, 13) and rounding grows into visibly other curves, which no equivalence check could use."""
+    (its loss goes 11, 8, 13) and rounding grows into visibly different curves, which no equivalence check could use."""
     return peak * min((step + 1) / warmup_steps, 1.0)
 
 
@@ -38,8 +38,8 @@ def wsd(
     step: int, *, peak: float, warmup_steps: int, steps: int, floor: float = 0.0, decay_share: float = 0.2
 ) -> float:
     """Warm-up, stable, decay: the peak until the last `decay_share` of all steps, which fall as 1 - sqrt(x) to `floor`
-    of the peak (that form and a fifth: arXiv 2405.18392). Until the fall nothing depends on `steps`, so a run can be
-    made longer from a checkpoint before it."""
+    of the peak (form and share from arXiv 2405.18392). Before the decay nothing depends on `steps`, so a run can be
+    extended from a checkpoint before it."""
     decay_steps = min(decay_share * steps, steps - warmup_steps)
     left = max((steps - step) / decay_steps, 0.0)
     if left >= 1:
@@ -56,7 +56,7 @@ def constant(step: int, *, peak: float, warmup_steps: int, steps: int) -> float:
 class Form:
     rate: Callable[..., float]
     shares: tuple[str, ...] = ()
-    """What else it can be told, each a share of the whole."""
+    """Its optional arguments, each a share of the whole."""
 
 
 SCHEDULES = {
@@ -67,7 +67,7 @@ SCHEDULES = {
 
 
 def make_schedule(name: str, *, peak: float, warmup_steps: int, steps: int, **shares: float) -> Schedule:
-    """step -> learning rate. `shares`: `floor` for cosine and wsd, `decay_share` for wsd."""
+    """Return a function step -> learning rate. `shares`: `floor` for cosine and wsd, `decay_share` for wsd."""
     if name not in SCHEDULES:
         raise unknown_name("schedule", name, SCHEDULES)
     if not 1 <= warmup_steps < steps:

@@ -3,7 +3,7 @@
     build_optimizer("adamw-fused", model, learning_rate=6e-4, weight_decay=0.1)
     build_optimizer("lion", model, **settings_for("lion", learning_rate=6e-4, weight_decay=0.1))
 
-The second passes AdamW's settings, which is what a workload states. What each is for: docs/optimizers.md.
+The second converts AdamW's settings, which a workload states. What each optimizer is for: docs/optimizers.md.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class OptimizerRow:
     """(model, learning_rate=, weight_decay=) -> the optimizer. The share of a matrix that decays in a step is the
     product of the two, whatever the optimizer."""
     learning_rate_factor: float = 1.0
-    """Its learning rate over AdamW's: where to start looking. Found on a small model (docs/optimizers.md)."""
+    """Its learning rate over AdamW's, as a starting point. Found on a small model (docs/optimizers.md)."""
     weights: torch.dtype = torch.float32
-    """What it updates."""
+    """Dtype of the weights it updates."""
     needs: str | None = None
-    """A package that redline does not bring along."""
+    """A package that it needs and that redline does not install."""
 
 
 def _from_groups(rule: Callable[..., torch.optim.Optimizer], **settings: str) -> Callable[..., torch.optim.Optimizer]:
@@ -48,11 +48,12 @@ def _from_groups(rule: Callable[..., torch.optim.Optimizer], **settings: str) ->
 
 
 def _sgd(groups: Groups, *, lr: float) -> torch.optim.Optimizer:
-    """torch adds the decay to the gradient, where the momentum adds up 1 / (1 - momentum) of it."""
+    """Build SGD with a decay that allows for the momentum: torch adds the decay to the gradient, where the momentum
+    multiplies it by 1 / (1 - momentum)."""
     for group in groups:
         group["weight_decay"] *= 1 - MOMENTUM
     optimizer = torch.optim.SGD(groups, lr=lr, momentum=MOMENTUM, fused=True)
-    # torch makes the momentum at the first step, and leaves it unwritten when that one is skipped for an overflow.
+    # torch creates the momentum at the first step, and leaves it uninitialised if that step is skipped for an overflow.
     for weight in (weight for group in groups for weight in group["params"]):
         optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
     return optimizer
@@ -79,7 +80,8 @@ def find_row(name: str) -> OptimizerRow:
 
 
 def build_optimizer(name: str, model: nn.Module, *, learning_rate: float, weight_decay: float) -> torch.optim.Optimizer:
-    """Matrices decay; biases and LayerNorm gains do not. The numbers are the optimizer's own: see `settings_for`."""
+    """Build an optimizer by name. Matrices decay; biases and LayerNorm gains do not. The settings are the optimizer's
+    own: see `settings_for`."""
     row = find_row(name)
     check_package(name, row.needs)
     check_weights(name, model, row.weights)
@@ -87,7 +89,7 @@ def build_optimizer(name: str, model: nn.Module, *, learning_rate: float, weight
 
 
 def settings_for(name: str, *, learning_rate: float, weight_decay: float) -> dict[str, float]:
-    """AdamW's settings for another optimizer: its factor on the rate, and as much decay per step as before."""
+    """Convert AdamW's settings for another optimizer: the rate times its factor, with the same decay per step."""
     factor = find_row(name).learning_rate_factor
     return {"learning_rate": learning_rate * factor, "weight_decay": weight_decay / factor}
 
@@ -118,7 +120,7 @@ def check_weights(name: str, model: nn.Module, wanted: torch.dtype) -> None:
 
 @torch.no_grad()
 def reset_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Back to step 0 in place: the tensors stay where compiled code and fused kernels know them."""
+    """Reset to step 0 in place: the tensors stay where compiled code and fused kernels expect them."""
     for state in optimizer.state.values():
         for value in state.values():
             for tensor in _changing(value):
@@ -126,7 +128,7 @@ def reset_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _changing(value: object) -> Iterator[torch.Tensor]:
-    """The tensors that steps write to. An 8-bit moment is codes and scales, and a map between codes and numbers that
+    """Yield the tensors that steps write to. An 8-bit moment has codes, scales, and a map from codes to numbers, which
     must stay."""
     if hasattr(value, "codes") and hasattr(value, "scale"):
         yield from (value.codes, value.scale)

@@ -1,4 +1,4 @@
-"""What a user can point at: the built-in GPTs, Hugging Face configs, shape files. Resolving a name needs no torch."""
+"""What a user can name: the built-in GPTs, Hugging Face configs, shape files. Resolving a name needs no torch."""
 
 from redline.workloads.presets import PRESETS, default_workload
 from redline.workloads.resolve import resolve_workload

@@ -1,9 +1,9 @@
-"""Models by the name they have on the Hugging Face hub, as far as they are in this machine's cache.
+"""Models by their name on the Hugging Face hub, if they are in this machine's cache.
 
     find_cached("Qwen/Qwen2-0.5B") -> .../models--Qwen--Qwen2-0.5B/snapshots/HASH, the folder with its config.json
 
-The cache is read as files and folders, as huggingface_hub lays it out: that package is not imported, and nothing is
-downloaded. Left out: other revisions than main, and every other kind of repository.
+The cache is read as files and folders in huggingface_hub's layout: that package is not imported, and nothing is
+downloaded. Not supported: revisions other than main, and other kinds of repositories.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from redline.core.errors import UserError
 
-# What the hub allows: letters, digits, - _ . in each part, an organisation or none, 96 characters at most.
+# What the hub allows: letters, digits, - _ . in each part, an optional organisation, 96 characters at most.
 NAME = re.compile(r"(?!.*(--|\.\.))[A-Za-z0-9_][\w.-]*(/[A-Za-z0-9_][\w.-]*)?", re.ASCII)
 LONGEST_NAME = 96
 REVISION = "main"
@@ -25,7 +25,7 @@ def is_hub_name(words: str) -> bool:
 
 
 def hub_cache() -> Path:
-    """Where huggingface_hub keeps its downloads, by the variables it reads, the newest name first."""
+    """Return where huggingface_hub keeps its downloads, by the variables it reads, newest name first."""
     home = _given("HF_HOME") or (_given("XDG_CACHE_HOME") or Path(os.path.expanduser("~/.cache"))) / "huggingface"
     return _given("HF_HUB_CACHE") or _given("HUGGINGFACE_HUB_CACHE") or home / "hub"
 
@@ -40,7 +40,7 @@ def repository(name: str) -> Path:
 
 
 def find_cached(name: str) -> Path | None:
-    """The folder of the newest version that was downloaded of this name; None where it never was."""
+    """Return the folder of the newest downloaded version of a model; None if it was never downloaded."""
     folder = repository(name)
     if not folder.is_dir():
         return None

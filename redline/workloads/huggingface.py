@@ -2,11 +2,11 @@
 
     read_config({"model_type": "llama", "hidden_size": 4096, ...}) -> (Shape(...), ("note", ...))
     change_config(config, shape, fixed) -> the same JSON with only the changed fields changed
-    obstacles(config, shape) -> {"fused-loss": "the head has a bias", ...}      # what its code does not allow
+    obstacles(config, shape) -> {"fused-loss": "the head has a bias", ...}      # rungs that its code does not allow
     without_dropout(config) -> the same JSON with every dropout at 0
 
 FAMILIES is the one table: what a `model_type` calls its sizes, and what its code does that its config does not say.
-Left out: mixtures of experts, encoders, and every family whose layers do not all have the same sizes.
+Not supported: mixtures of experts, encoders, and every family whose layers do not all have the same sizes.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ GPT2_NAMES = {
     "vocab": "vocab_size",
     "sequence": "n_positions",
 }
-# The other names of these (`GPT2Config.attribute_map`): transformers sets a size by either, and the last one counts.
+# Aliases of these (`GPT2Config.attribute_map`): transformers accepts either, and the last one in the file wins.
 GPT2_ALIASES = {
     "n_layer": "num_hidden_layers",
     "n_head": "num_attention_heads",
@@ -57,8 +57,8 @@ ACTIVATION_NAMES = (
     *("gelu_pytorch_tanh", "hardswish", "laplace", "leaky_relu", "linear", "mish", "prelu", "quick_gelu", "relu"),
     *("relu2", "relu6", "sigmoid", "silu", "sqrtsoftplus", "swish", "tanh", "xielu"),
 )
-# Ways of turning positions (`transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS`), the plain one, and a name that old
-# files of Phi-3 have for longrope.
+# Kinds of rotary embedding (`transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS`), the plain one, and the name that
+# old files of Phi-3 have for longrope.
 ROPE_TYPES = ("default", "dynamic", "linear", "llama3", "longrope", "proportional", "yarn", "su")
 TANH_GELUS = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
 FUSED_LOSSES, FUSED_ATTENTION = ("fused-loss", "chunked-loss"), ("flash", "cudnn-attention")
@@ -71,15 +71,15 @@ NOT_CAUSAL: tuple[tuple[str, bool, str], ...] = (  # key, the value that is refu
     ),
     ("is_encoder_decoder", True, "the config describes an encoder and a decoder, and here there is a decoder alone"),
     ("is_causal", False, SEES_NEXT),
-    ("use_bidirectional_attention", True, SEES_NEXT),  # Gemmas that embed texts
+    ("use_bidirectional_attention", True, SEES_NEXT),  # Gemmas for text embeddings
 )
-QWEN = ("qwen2", "qwen3")  # their window is switched on by a key of its own
+QWEN = ("qwen2", "qwen3")  # a separate key switches their window on
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
     """What the modelling code of a `model_type` fixes. `defaults` are the values that transformers fills in for keys
-    which published files leave out; a key that is neither in the file nor here is a mistake, not a guess."""
+    that published files leave out; a key that is neither in the file nor here is an error and is not guessed."""
 
     names: Mapping[str, str] = field(default_factory=lambda: NAMES)
     gated: bool = True
@@ -87,18 +87,18 @@ class Family:
     positions: str = "rope"
     norm: str = "rmsnorm"
     qkv_biases: bool | str = False
-    """A bool, or the key that says."""
+    """A bool, or the key that says so."""
     proj_biases: bool | str = False
-    """Of the projection behind attention."""
+    """Biases of the projection after attention."""
     mlp_biases: bool | str = False
     head_bias: bool = False
     layer_norms: int = 2
     qk_norms: bool | str = False
     windows: str = "none"
-    """Which layers its code gives a sliding window: 'none', whatever the config says; 'all'; or 'listed' by the
-    config's layer_types, or by the family's own rule."""
+    """Which layers have a sliding window in its code: 'none', whatever the config says; 'all'; or 'listed', by the
+    config's layer_types or by the family's own rule."""
     dropouts: tuple[str, ...] = ("attention_dropout",)
-    """The keys of those that its code has. The first is of the attention's weights."""
+    """Keys of the dropouts in its code. The first is for attention weights."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     note: str | None = None
 
@@ -253,7 +253,7 @@ FAMILIES: dict[str, Family] = {
         defaults={"tie_word_embeddings": False, "attention_bias": True, "hidden_act": "gelu"},
     ),
 }
-# Files that wrap the text model: where it is, and what it is when it does not say.
+# Configs that wrap a text model: the key it is under, and the family it is read as.
 WRAPPED = {"gemma3": ("text_config", "gemma3_text")}
 
 
@@ -262,7 +262,7 @@ def is_config(data: Mapping[str, Any]) -> bool:
 
 
 def read_config(config: Config) -> tuple[Shape, tuple[str, ...]]:
-    """The shape, and what of the model it cannot say."""
+    """Return the shape, and notes on what it cannot express about the model."""
     model_type, text = text_model(config)
     family = FAMILIES[model_type]
     values = {**family.defaults, **text}
@@ -287,7 +287,7 @@ def read_config(config: Config) -> tuple[Shape, tuple[str, ...]]:
 
 
 def _notes(config: Config, family: Family, wrapped: bool) -> Iterator[str]:
-    """What the config says and the shape does not."""
+    """Yield what the config says and the shape does not."""
     if family.note is not None:
         yield family.note
     if wrapped:
@@ -303,7 +303,7 @@ def _notes(config: Config, family: Family, wrapped: bool) -> Iterator[str]:
 
 
 def obstacles(config: Config, shape: Shape) -> dict[str, str]:
-    """Rungs that cannot be had from outside for this model, with the reason: what Workload.cannot holds."""
+    """Return the rungs that cannot be applied to this model from outside, with the reason, for `Workload.cannot`."""
     model_type, text = text_model(config)
     values = {**FAMILIES[model_type].defaults, **text}
     found = {
@@ -333,14 +333,14 @@ def obstacles(config: Config, shape: Shape) -> dict[str, str]:
 
 
 def _head_obstacle(values: Config, shape: Shape) -> str:
-    """Why the loss cannot be computed from the head's inputs and weight alone."""
+    """Return why the loss cannot be computed from the head's inputs and weight alone; '' if it can."""
     if values.get("final_logit_softcapping") is not None:
         return "the model caps its logits after the head (final_logit_softcapping)"
     return "the head has a bias" if shape.head_bias else ""
 
 
 def _mask_obstacle(values: Config, shape: Shape) -> str:
-    """Why attention is more than a causal softmax, which is all that the fused kernels compute."""
+    """Return why attention is more than the causal softmax that fused kernels compute; '' if it is not."""
     if values.get("attn_logit_softcapping") is not None:
         return "the model caps its attention scores (attn_logit_softcapping)"
     if shape.window is not None and shape.window < shape.sequence:
@@ -352,13 +352,13 @@ def _mask_obstacle(values: Config, shape: Shape) -> str:
 
 
 def _activation(model_type: str, values: Config) -> tuple[str, Any]:
-    """Its key, and what the config has there."""
+    """Return the activation's key, and its value in the config."""
     return next((key, values[key]) for key in ACTIVATIONS if key in FAMILIES[model_type].defaults)
 
 
 def check_causal(config: Config) -> None:
-    """What the family's code would build from these keys is no causal language model, or more than one. `is_decoder` is
-    none of them: GPT-NeoX files say false, and no family here reads it."""
+    """Refuse configs from which the family's code would build something other, or more, than a causal language model.
+    `is_decoder` is not checked: GPT-NeoX files say false, and no family here reads it."""
     text = text_model(config)[1]
     for key, refused, why in NOT_CAUSAL:
         if text.get(key) is refused or config.get(key) is refused:
@@ -370,7 +370,7 @@ def check_causal(config: Config) -> None:
 
 
 def dropouts(config: Config) -> dict[str, float]:
-    """The shares that the model's code drops in training, by their keys; none that are 0."""
+    """Return the dropout rates of the model's code by their keys, without those that are 0."""
     model_type, text = text_model(config)
     values = {**FAMILIES[model_type].defaults, **text}
     shares = {key: values.get(key) or 0.0 for key in FAMILIES[model_type].dropouts}
@@ -381,25 +381,25 @@ def dropouts(config: Config) -> dict[str, float]:
 
 
 def attention_dropout(config: Config) -> str | None:
-    """The key by which weights of attention are dropped, which exist in fused kernels alone; None where none are."""
+    """Return the key of the dropout on attention weights, which exist only inside a fused kernel; None if it is 0."""
     key = FAMILIES[text_model(config)[0]].dropouts[0]
     return key if key in dropouts(config) else None
 
 
 def without_dropout(config: Config) -> Config:
-    """A copy that drops nothing: with dropout no two runs give the same loss, and nothing could be compared."""
+    """Return a copy without dropout: with it no two runs give the same loss, and nothing could be compared."""
     _, text = text_model(config)
     return _with_text(config, {**text, **dict.fromkeys(dropouts(config), 0.0)})
 
 
 def _with_text(config: Config, text: Config) -> Config:
-    """A copy of the file with another description of the text model."""
+    """Return a copy of the config with another text model."""
     wrapped = config.get("model_type") in WRAPPED
     return {**config, WRAPPED[config["model_type"]][0]: text} if wrapped else text
 
 
 def text_model(config: Config) -> tuple[str, Config]:
-    """The model type that FAMILIES knows and the part of the file that describes it."""
+    """Return the model type, a key of FAMILIES, and the part of the config that describes it."""
     model_type, text = str(config.get("model_type")), config
     if model_type in WRAPPED:
         key, model_type = WRAPPED[model_type]
@@ -422,8 +422,8 @@ def text_model(config: Config) -> tuple[str, Config]:
 
 
 def change_config(config: Config, before: Shape, after: Shape) -> Config:
-    """A copy that reads as `after`: fields that say so already, written out or left to their default, stay as they are,
-    and nothing else is touched."""
+    """Return a copy that reads as `after`. Fields that already say so, explicitly or by default, stay as they are, and
+    nothing else is touched."""
     model_type, text = text_model(config)
     family = FAMILIES[model_type]
     changed, values = dict(text), {**family.defaults, **text}
@@ -439,12 +439,12 @@ def change_config(config: Config, before: Shape, after: Shape) -> Config:
 
 
 def _layer_list(text: Config, after: Shape) -> Config:
-    """What says which layers have a window, for another number of layers."""
+    """Return the fields that say which layers have a window, for another number of layers."""
     kinds = text.get("layer_types")
     if isinstance(kinds, list):
         return {"layer_types": [kinds[layer % len(kinds)] for layer in range(after.layers)]}
     if text.get("use_sliding_window") and after.window is None:
-        return {"max_window_layers": after.layers}  # the first that would have one: still none
+        return {"max_window_layers": after.layers}  # the first layer to have one: still none
     return {}
 
 
@@ -462,7 +462,7 @@ def _check_complete(values: Config, family: Family, model_type: str) -> None:
 
 
 def _check_aliases(values: Config, model_type: str) -> None:
-    """transformers takes whichever comes last; no reader can tell."""
+    """Refuse contradictory aliases: transformers takes whichever comes last, which no reader would expect."""
     for key, alias in GPT2_ALIASES.items() if model_type == "gpt2" else ():
         if alias in values and values[alias] != values[key]:
             raise UserError(
@@ -483,7 +483,8 @@ def _check_activation(model_type: str, values: Config) -> None:
 
 
 def check_rope(config: Config) -> None:
-    """Of a model that is to be built; its sizes do not depend on it. Some families give one for each kind of layer."""
+    """Check the rotary embedding of a model that is to be built; its sizes do not depend on it. Some families have one
+    for each kind of layer."""
     model_type, text = text_model(config)
     if FAMILIES[model_type].positions != "rope":
         return
@@ -501,7 +502,7 @@ def check_rope(config: Config) -> None:
 
 
 def check_pad_token(config: Config) -> None:
-    """Of a model that is to be built, likewise: torch refuses it, and names no field."""
+    """Check the padding token of a model that is to be built: torch would refuse it without naming the field."""
     model_type, text = text_model(config)
     values = {**FAMILIES[model_type].defaults, **text}
     pad, vocab = values.get("pad_token_id"), _count(values, "vocab_size")
@@ -531,13 +532,13 @@ def _count(values: Config, key: str, least: int = 1) -> int:
 
 
 def shown(value: Any) -> str:
-    """As JSON writes it, cut where it would fill the screen."""
+    """Format a value as JSON, cut off after 60 characters."""
     text = json.dumps(value)
     return text if len(text) <= 60 else f"{text[:60]}..."
 
 
 def _canonical(sizes: dict[str, int | None]) -> dict[str, Any]:
-    """Values that say no more than the heads do become None, so that equal models have equal shapes."""
+    """Set values that follow from the heads to None, so that equal models have equal shapes."""
     heads, d_model, head_dim = sizes["heads"], sizes["d_model"], sizes.get("head_dim")
     assert heads is not None
     assert d_model is not None
@@ -549,8 +550,8 @@ def _canonical(sizes: dict[str, int | None]) -> dict[str, Any]:
 
 
 def _biases(family: Family, values: Config) -> dict[str, Any]:
-    """Those of the projection are the shape's `biases`; what says the same is left out, so that equal models have
-    equal shapes."""
+    """Return the shape's bias fields. `biases` is the projection's; others that equal it are None, so that equal models
+    have equal shapes."""
     proj, qkv, mlp = (_flag(said, values) for said in (family.proj_biases, family.qkv_biases, family.mlp_biases))
     return {
         "biases": proj,
@@ -570,9 +571,9 @@ def _flag(said: bool | str, values: Config) -> bool:
 
 
 def _window(model_type: str, values: Config, layers: int | None) -> dict[str, Any]:
-    """`layer_types` says it where it is given; older files follow the rule of their family's code."""
+    """Return the shape's window fields, from `layer_types` if given; older files follow the family code's own rule."""
     assert layers is not None
-    if FAMILIES[model_type].windows == "none":  # files that were made from others' keep such keys
+    if FAMILIES[model_type].windows == "none":  # files derived from another family's keep such keys
         return {}
     _check_kinds(values.get("layer_types"))
     if model_type in QWEN and not _flag("use_sliding_window", values):
@@ -591,10 +592,10 @@ def _windowed(model_type: str, values: Config, layers: int) -> int:
         return layers
     if kinds is not None:
         return _listed(kinds, layers)
-    if model_type in QWEN:  # the layers before the first of them see everything: 0 is none of them
+    if model_type in QWEN:  # that many layers at the beginning see everything, which may be none
         return layers - min(layers, _count(values, "max_window_layers", least=0))
     if model_type == "gemma2":
-        return (layers + 1) // 2  # every other layer, the first among them
+        return (layers + 1) // 2  # every other layer, beginning with the first
     given = values.get("sliding_window_pattern") is not None  # Gemma 3
     return layers - layers // (_count(values, "sliding_window_pattern") if given else 6)
 
@@ -610,7 +611,7 @@ def _listed(kinds: Any, layers: int) -> int:
 
 
 def _check_kinds(kinds: Any) -> None:
-    """Layers that compute something else have other sizes, too."""
+    """Refuse other kinds of layers, which have other sizes too."""
     others = [kind for kind in kinds if kind not in (SLIDING, EVERYTHING)] if isinstance(kinds, list) else []
     if others:
         raise UserError(

@@ -31,5 +31,5 @@ PRESETS: dict[str, Workload] = {
 
 
 def default_workload(kind: str) -> str:
-    """What to take on a 'cuda' or a 'cpu' machine when nobody names one."""
+    """Return the workload to use on a 'cuda' or a 'cpu' machine if none is named."""
     return "gpt2" if kind == "cuda" else "tiny"

@@ -3,7 +3,7 @@
     found = find_python_file("my_model.py:vit")        # None: the words mean something else
     python_workload(found, traced)                     # with what a worker saw of the model (search/inspect.py)
 
-What the file must hold is in docs/your-model.md. What its code does not allow from outside is told rung by rung, with
+docs/your-model.md says what the file must contain. Each rung that its code does not allow from outside is listed with
 the line to change.
 """
 
@@ -30,13 +30,13 @@ AUTOCAST_RUNGS = ("bf16", "fp16", "adamw-bf16", "adamw-bf16-kahan")
 ATTENTION_RUNGS = ("flash", "cudnn-attention")
 PAGE = "docs/your-model.md"
 DROPOUT_OFF = "dropout is off"
-PARTS = {"batch": "make_batch", "loss": "loss", "shape": "shape"}  # what a file may hold beside a model's factory
+PARTS = {"batch": "make_batch", "loss": "loss", "shape": "shape"}  # what a file may define besides a model's factory
 
 
 @dataclass(frozen=True, kw_only=True)
 class PythonFile:
     path: Path
-    """Absolute."""
+    """Absolute path."""
     factory: str
     digest: str
 
@@ -54,7 +54,8 @@ def is_python_file(words: str) -> bool:
 
 
 def find_python_file(words: str) -> PythonFile | None:
-    """None where the words name something else; a UserError where they name a file that cannot be used."""
+    """Find the file and factory that the words name; None if they name something else. Raises a UserError if the file
+    cannot be used."""
     match = WORDS.fullmatch(words)
     if match is None:
         return None
@@ -101,11 +102,11 @@ def _read(path: Path) -> bytes:
 class _Names:
     bound: set[str]
     makers: list[str]
-    """What could make a model: functions without arguments; classes where there is none."""
+    """What could make a model: functions that need no arguments, or such classes if there are none."""
     star: bool
-    """`from ... import *`: nobody knows without running it."""
+    """True if there is a `from ... import *`, whose names are not known without running it."""
     later: dict[str, int]
-    """Functions that are async, and their lines."""
+    """Async functions, and their lines."""
 
 
 def _top_level(path: Path, data: bytes) -> _Names:
@@ -139,13 +140,14 @@ def _top_level(path: Path, data: bytes) -> _Names:
 
 
 def _is_free(name: str, bound: set[str]) -> bool:
-    """Neither hidden, nor what goes with a model, make_batch, or vit_loss beside vit, nor what runs a script."""
+    """True for names that are not private, not a part of a model (make_batch, or vit_loss beside vit) and not main."""
     model, _, part = name.rpartition("_")
     return not (name.startswith("_") or name in (*PARTS.values(), "main") or (part in PARTS and model in bound))
 
 
 def _may_make(arguments: ast.arguments, given: int = 0) -> bool:
-    """A factory is called without arguments, but for those that Python gives; one of size and seed makes batches."""
+    """True if it can be called without arguments, besides the `given` that Python passes, and does not make batches,
+    which is what a function of size and seed does."""
     placed = [*arguments.posonlyargs, *arguments.args][given:]
     needed = len(placed) > len(arguments.defaults) or None in arguments.kw_defaults
     return not needed and not {"size", "seed"} <= {each.arg for each in (*placed, *arguments.kwonlyargs)}
@@ -157,7 +159,7 @@ def _makes(kind: ast.ClassDef) -> bool:
 
 
 def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """Of the file itself, also those below an `if` or a `try`."""
+    """Yield the statements of the file itself, including those below an `if`, a `try` or a `with`."""
     for node in body:
         yield node
         if isinstance(node, (ast.If, ast.Try, ast.With)):
@@ -167,7 +169,7 @@ def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
                 yield from _statements(part)
 
 
-# what was seen of it, as something to train
+# a traced model as a workload
 
 
 def python_workload(found: PythonFile, traced: Traced) -> Workload:
@@ -185,7 +187,7 @@ def python_workload(found: PythonFile, traced: Traced) -> Workload:
 
 
 def for_training(workload: Workload, device: str) -> Workload:
-    """With what the model drops."""
+    """Return the workload with the model's dropout on."""
     traced, cannot = workload.shape, dict(workload.cannot)
     assert isinstance(traced, Traced)
     if device == "cpu" and traced.sdpa_drops:
@@ -227,7 +229,7 @@ def _notes(traced: Traced, rate: float, micro_batch: int) -> Iterator[str]:
 
 
 def without_autocast(reason: str) -> str:
-    """A CPU leaves them out; a GPU tries, and the row says what came of it."""
+    """Return the note for a failure under autocast. A GPU still tries these rungs, and the row shows the outcome."""
     return f"bf16 and fp16 are left out on a CPU, and may fail on a GPU: {reason}"
 
 
@@ -241,7 +243,7 @@ def _places(traced: Traced) -> str:
 
 
 def obstacles(traced: Traced, file: str) -> dict[str, str]:
-    """The rungs that need help from the model's own code, each with what to change and where."""
+    """Return the rungs that need a change in the model's own code, each with what to change and where."""
     found = dict.fromkeys(ATTENTION_RUNGS, _attention(traced)) if not traced.sdpa else {}
     found["padded-vocab"] = _padding(traced, file)
     found["tied-weights"] = (
@@ -309,18 +311,18 @@ def _attention(traced: Traced) -> str:
 
 
 def head_of(traced: Traced) -> Product | None:
-    """The last layer that ran."""
+    """Return the last linear layer that ran."""
     return next((each for each in reversed(traced.products) if each.kind == "linear"), None)
 
 
 def _table(traced: Traced) -> Embedding | None:
-    """The vocabulary's, where there are others for positions."""
+    """Return the largest embedding: the vocabulary's, as there may be others for positions."""
     return max(traced.embeddings, key=lambda each: each.rows, default=None)
 
 
 def _no_vocabulary(traced: Traced) -> str | None:
-    """Why there are no logits of a vocabulary: a classifier of texts has an embedding and a head of its classes. A head
-    and a table that were padded differently are still one vocabulary's."""
+    """Return why the head is not the vocabulary's; None if it is. A text classifier has an embedding, but its head is
+    for its classes. A head and a table that are padded differently still belong to one vocabulary."""
     table, head = _table(traced), head_of(traced)
     if table is None or head is None or round_up(head.n, VOCABULARY) == round_up(table.rows, VOCABULARY):
         return None
@@ -380,7 +382,7 @@ def _padding(traced: Traced, file: str) -> str:
 
 
 def _loss(traced: Traced, file: str) -> str:
-    """Why the head's product and the loss cannot be made one."""
+    """Return why the head's matmul and the loss cannot be fused."""
     head = head_of(traced)
     if head is None:
         return f"no linear layer was found in {file} that could be its head"

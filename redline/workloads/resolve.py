@@ -1,10 +1,10 @@
-"""What a user points at, as something that can be trained: a preset, a shape file, a Hugging Face config or folder.
+"""Turns what a user names into a workload to train: a preset, a shape file, a Hugging Face config or folder.
 
     resolve_workload("gpt2", corpus="novel.txt")
     resolve_workload("models/llama/config.json", sequence=2048)
     resolve_workload("Qwen/Qwen2-0.5B", trained_on="cuda")      # for `redline train`: with the config's own dropout
 
-What the files do not say is chosen here, once, and said in the workload's notes. Nothing is downloaded, and no model
+Whatever the files do not say is chosen here and recorded in the workload's notes. Nothing is downloaded, and no model
 code is run.
 """
 
@@ -33,17 +33,18 @@ from redline.workloads.presets import PRESETS
 from redline.workloads.shapes import Resolved, resolve_shape, shadowed
 
 RANDOM_WEIGHTS = "weights as the config initialises them"
-USUAL_SEQUENCE = 1024  # tokens, where a context is longer: GPT-2's, and enough for the matmuls to be large
+USUAL_SEQUENCE = 1024  # tokens, if the context is longer: GPT-2's context, and enough for large matmuls
 GPT2_TOKENS, BYTE_TOKENS = 50257, 257
-# Parameters up to which GPT-3's table (arXiv 2005.14165, table 2.1) gives a learning rate, and the micro batch that an
-# 80 GB card holds in plain fp32. Beyond the table the last row stands.
+# Up to this many parameters: the learning rate from GPT-3's table (arXiv 2005.14165, table 2.1), and the micro batch
+# that an 80 GB card holds in plain fp32. The last row applies beyond the table.
 BY_SIZE = ((200e6, 6e-4, 16), (500e6, 3e-4, 8), (1.0e9, 2.5e-4, 4), (2.0e9, 2e-4, 2), (float("inf"), 1.2e-4, 1))
 
 
 def resolve_workload(
     words: str, corpus: str | None = None, sequence: int | None = None, *, trained_on: str | None = None
 ) -> Workload:
-    """`trained_on`: 'cuda' or 'cpu', for a training run there and not for measurements: a config's dropout stays on."""
+    """Resolve words to a workload. `trained_on`: 'cuda' or 'cpu' for a training run there, which keeps the dropout of a
+    config; None for measurements, which do not."""
     if sequence is not None:
         check_positive("--sequence", sequence)
     if words in PRESETS:
@@ -55,7 +56,7 @@ def resolve_workload(
 
 
 def with_sequence(shape: Shape, sequence: int) -> Shape:
-    """The same model read in pieces of so many tokens."""
+    """Return the same model with sequences of this many tokens."""
     if sequence > shape.positions_count:
         raise UserError(
             f"--sequence is {sequence:,} and the model's context {shape.positions_count:,}",
@@ -84,7 +85,7 @@ def _from_file(resolved: Resolved, sequence: int | None, trained_on: str | None)
 
 
 def usual_training(shape: Shape) -> tuple[float, int]:
-    """Learning rate and micro batch for a model of its size."""
+    """Return the learning rate and micro batch for a model of this size."""
     return next((rate, size) for most, rate, size in BY_SIZE if parameters(shape).total <= most)
 
 
@@ -98,8 +99,8 @@ def _shape_to_run(shape: Shape, sequence: int | None) -> tuple[Shape, tuple[str,
 
 
 def _from_config(workload: Workload, config: Config, trained_on: str | None) -> Workload:
-    """transformers' own model of it. What it drops is written into the config that goes with the workload, so that
-    whoever builds it need not know what it is for."""
+    """Make it a workload with transformers' own model. Its dropout is set in the config that goes with the workload, so
+    that the code that builds the model need not know what it is for."""
     check_transformers()
     check_rope(config)
     check_pad_token(config)
@@ -127,12 +128,12 @@ def _config_notes(config: Config, tied: bool, trained_on: str | None) -> Iterato
         yield RANDOM_WEIGHTS
         if shares:
             yield f"dropout is off ({shares} in the config): with it no two runs could be compared"
-    elif shares:  # where training begins is for `redline train` to say
+    elif shares:  # `redline train` itself says which weights it starts from
         yield f"dropout as in the config: {shares}; measurements leave it out"
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """'5.22.2' -> (5, 22); what comes behind is a repair, or a day's own version."""
+    """'5.22.2' -> (5, 22); patch and development versions do not count."""
     match = re.match(r"(\d+)\.(\d+)", version)
     return () if match is None else tuple(map(int, match.groups()))
 
@@ -159,7 +160,7 @@ def _tokenizer_for(vocab: int) -> str:
 
 
 def check_built_in(shape: Shape) -> None:
-    """A shape file says sizes and no code: what it describes is trained with the built-in GPT-2."""
+    """Check that a shape is GPT-2's. A shape file has sizes and no code, so it is trained with the built-in GPT-2."""
     if other := other_than_gpt2(shape):
         raise UserError(
             f"the built-in model has no {', '.join(other)} other than GPT-2's",

@@ -1,8 +1,8 @@
-"""What a user points at, as a shape: a preset, a Hugging Face config, model folder or cached name, a shape file.
+"""Turns what a user names into a shape: a preset, a Hugging Face config, model folder or cached name, a shape file.
 
     name, shape, origin = resolve_shape("gpt2")
     name, shape, origin = resolve_shape("models/llama/config.json")
-    name, shape, origin = resolve_shape("Qwen/Qwen2-0.5B")  # where it is in the local cache
+    name, shape, origin = resolve_shape("Qwen/Qwen2-0.5B")  # if it is in the local cache
     name, shape, origin = resolve_shape("shape.json")       # {"layers": 12, "heads": 12, ...}: the fields of Shape
 
 Nothing is downloaded and no model code is run; a Python file of the user's own is not read here.
@@ -30,8 +30,8 @@ CONFIG_FILE = "config.json"
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 LONGEST_NAME = 255  # characters of a name that are worth showing
 FILE_BYTES = 16 * 1024**2  # a config is kilobytes; weights given by mistake are gigabytes
-# Beyond every model that was ever trained, by far: such a number is a slip of the keyboard, and arithmetic on it tells
-# nothing. Sixteen million tokens of context is the largest anyone has claimed.
+# Far beyond every model ever trained: a larger number is a typo, and results computed from it would be meaningless. The
+# longest context that anyone has claimed is sixteen million tokens.
 LARGEST = {
     "layers": 10_000,
     "heads": 4_096,
@@ -47,7 +47,7 @@ LARGEST = {
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """Where a shape came from; what a changed one is written back as."""
+    """Where a shape came from, and so in which format a changed one is written back."""
 
     kind: str
     """'preset', 'huggingface' or 'shape'."""
@@ -57,7 +57,7 @@ class Origin:
     config: dict[str, Any] | None = None
     """The Hugging Face config as it was read."""
     notes: tuple[str, ...] = ()
-    """What of the model the shape cannot say."""
+    """What the shape cannot express about the model."""
 
 
 class Resolved(NamedTuple):
@@ -82,21 +82,21 @@ def resolve_shape(words: str) -> Resolved:
 
 
 def shadowed(preset: str) -> tuple[str, ...]:
-    """A note about a model folder here that goes by the preset's name."""
+    """Return a note if a model folder here has the preset's name."""
     if not Path(preset, CONFIG_FILE).is_file():
         return ()
     return (f"{preset} is redline's preset; the model in the folder of that name is ./{preset}",)
 
 
 def changed_document(resolved: Resolved, shape: Shape) -> dict[str, Any]:
-    """What to write for a changed shape: a config stays a config, everything else is a shape file."""
+    """Return what to write for a changed shape: a config stays a config, everything else becomes a shape file."""
     if resolved.origin.config is not None:
         return change_config(resolved.origin.config, resolved.shape, shape)
     return shape_fields(shape)
 
 
 def shape_fields(shape: Shape) -> dict[str, Any]:
-    """A shape file: the sizes always, the rest where it is not the default."""
+    """Return the contents of a shape file: always the sizes, and the other fields that are not the default."""
     defaults = {field.name: field.default for field in dataclasses.fields(Shape)}
     return {name: value for name, value in to_json(shape).items() if name in SIZES or value != defaults[name]}
 
@@ -112,7 +112,7 @@ def read_shape(data: dict[str, Any], path: Path) -> Shape:
 
 
 def shape_of(data: Any, where: str) -> Shape:
-    """From the fields that stand there, in a file or in what a function returned."""
+    """Build a shape from the fields in a file or in what a function returned. `where` names it in error messages."""
     if not isinstance(data, dict):
         raise UserError(
             f"{where} is {described(data)}",
@@ -135,7 +135,7 @@ def shape_of(data: Any, where: str) -> Shape:
 
 
 def _check_flags(data: dict[str, Any]) -> None:
-    """JSON's "no" is a text, and every text counts as true in Python."""
+    """Check that flags are bools: a "no" in JSON is a string, which Python would take as true."""
     for name, kind in typing.get_type_hints(Shape).items():
         allowed = {bool: (bool,), bool | None: (bool, type(None))}.get(kind)
         if allowed is not None and name in data and not isinstance(data[name], allowed):
@@ -168,8 +168,8 @@ def read_json_object(path: Path) -> dict[str, Any]:
                 raise UserError(
                     f"{path} is too large for a config", "it has more than 16 MiB", f"point at a {CONFIG_FILE} instead"
                 )
-            data = json.loads(path.read_text(encoding="utf-8-sig"))  # editors on Windows put a mark in front
-    except (ValueError, RecursionError) as error:  # ValueError: bad UTF-8, bad JSON, or a number without end
+            data = json.loads(path.read_text(encoding="utf-8-sig"))  # editors on Windows write a byte order mark
+    except (ValueError, RecursionError) as error:  # ValueError: bad UTF-8, bad JSON, or a number too long to parse
         raise UserError(f"{path} is not JSON", str(error) or "too deep", "point at a config.json or a shape") from error
     if not isinstance(data, dict):
         raise UserError(
@@ -179,7 +179,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def _existing_path(words: str) -> Path:
-    path = Path(os.path.expanduser(words))  # os.path: a name too long, or a `~nobody`, is a file that is not there
+    path = Path(os.path.expanduser(words))  # os.path: a name too long, or `~nobody`, is simply a missing file
     if words and os.path.isdir(path):
         if not (path / CONFIG_FILE).is_file():
             raise UserError(
@@ -203,7 +203,7 @@ def _existing_path(words: str) -> Path:
 
 
 def weights_beside(words: str) -> Path | None:
-    """The folder of a config that was found, where trained weights lie in it, too."""
+    """Return the folder of a config if trained weights are in it too."""
     folder = _existing_path(words).parent
     return folder if any(folder.glob("*.safetensors")) else None
 
@@ -223,7 +223,8 @@ def _unknown(words: str) -> UserError:
 
 
 def _name_of(words: str, path: Path) -> str:
-    """Of the file, or of the folder around a config; a cached model's folder is named after its version."""
+    """Return the name of the file, or of the folder around a config. A cached model's folder is named after its
+    version, so its hub name is used."""
     if not os.path.exists(os.path.expanduser(words)):
         return words.split("/")[-1]
     return path.parent.resolve().name if path.name == CONFIG_FILE else path.stem
