@@ -32,17 +32,17 @@ FIXES: tuple[tuple[str, str], ...] = (
     ),
     (r"modified by an inplace operation", "make a new tensor where that one is changed: x = x + 1, not x += 1"),
     (DEVICE_ASSERT, "look for an index out of range: CUDA_LAUNCH_BLOCKING=1, or --device cpu, names the line"),
-    (r"EOF when reading a line", "take the input() out: nobody is there to answer it"),
-    (r"maximum recursion depth", "end the calls that go round in circles there"),
+    (r"EOF when reading a line", "take the input() out: there is no terminal to answer it"),
+    (r"maximum recursion depth", "end the endless recursion there"),
 )
 
 
 def known_fix(error: BaseException) -> str | None:
     """Return the fix for an error; None if nothing is known beyond its message and line."""
     if isinstance(error, SystemExit):
-        return "take the exit out: what ends its process cannot be measured"
+        return "remove the exit: what ends its own process cannot be measured"
     if type(error).__name__ == "BdbQuit":  # a debugger without a terminal
-        return "take the breakpoint() out: nobody is there to answer it"
+        return "take the breakpoint() out: there is no terminal to answer it"
     for pattern, fix in FIXES:
         if found := re.search(pattern, str(error)):
             return found.expand(fix)

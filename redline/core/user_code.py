@@ -345,7 +345,7 @@ def raised_in(file: str, error: BaseException, what: str) -> UserError | None:
     """Do the same for a run that may be compiled and on a GPU; return None if the file is not at fault."""
     if DEVICE_ASSERT in str(error):
         found = blamed(error, None, file, what)
-        return UserError(found.problem, "a GPU tells it later than it happens, so that no line can be named", found.fix)
+        return UserError(found.problem, "a GPU reports this error late, so that no line can be named", found.fix)
     line = users_line(error, file)
     return None if line is None or is_ours(error) else blamed(error, line, file, what)
 

@@ -91,7 +91,7 @@ class Shape:
         if self.window is None:
             raise UserError(
                 f"windowed_layers is {self.windowed_layers} and there is no window",
-                "how far those layers see is not said",
+                "the size of their window is missing",
                 "give window, or leave windowed_layers out",
             )
         if self.windowed_layers > self.layers:

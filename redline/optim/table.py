@@ -98,7 +98,7 @@ def check_package(name: str, package: str | None) -> None:
     if package is not None and find_spec(package) is None:
         raise UserError(
             f"{name} needs the package {package}",
-            "it comes from there, redline does not bring it along, and it is not installed",
+            "that package provides it; it is not installed, and redline does not install it",
             f"pip install {package}, or use an optimizer that needs no package, such as adamw-bf16",
         )
 

@@ -345,7 +345,7 @@ def _mask_obstacle(values: Config, shape: Shape) -> str:
         return "the model caps its attention scores (attn_logit_softcapping)"
     if shape.window is not None and shape.window < shape.sequence:
         return (
-            f"a window of {shape.window} in sequences of {shape.sequence} takes a mask, which fused kernels have not "
+            f"a window of {shape.window} in sequences of {shape.sequence} needs a mask, which fused kernels have not "
             f"(--sequence {shape.window} needs none)"
         )
     return ""
@@ -566,7 +566,7 @@ def _flag(said: bool | str, values: Config) -> bool:
         return said
     value = values[said]
     if not isinstance(value, bool):
-        raise UserError(f"{said} is {shown(value)}", f"{said} is a yes or a no", f"write true or false into {said}")
+        raise UserError(f"{said} is {shown(value)}", f"{said} is true or false", f"write true or false into {said}")
     return value
 
 

@@ -139,7 +139,7 @@ def _check_flags(data: dict[str, Any]) -> None:
     for name, kind in typing.get_type_hints(Shape).items():
         allowed = {bool: (bool,), bool | None: (bool, type(None))}.get(kind)
         if allowed is not None and name in data and not isinstance(data[name], allowed):
-            raise UserError(f"{name} is {shown(data[name])}", f"{name} is a yes or a no", "write true or false")
+            raise UserError(f"{name} is {shown(data[name])}", f"{name} is true or false", "write true or false")
 
 
 def check_sane(shape: Shape) -> None:
@@ -148,7 +148,7 @@ def check_sane(shape: Shape) -> None:
         if value is not None and value > most:
             raise UserError(
                 f"{name} is {value:,}",
-                f"no model comes near it, so it is taken for a slip (the most is {most:,})",
+                f"no model comes near it, so this is probably a typo (the most is {most:,})",
                 f"check {name}",
             )
 
@@ -161,7 +161,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
             if path.suffix in WEIGHTS:
                 raise UserError(
                     f"{path} holds weights",
-                    f"what a model is stands in the {CONFIG_FILE} beside them",
+                    f"the model is described by the {CONFIG_FILE} beside them",
                     f"point at the folder: {path.parent}",
                 )
             if path.stat().st_size > FILE_BYTES:
