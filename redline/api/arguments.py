@@ -1,12 +1,12 @@
-"""What a call from Python may be given, checked by its name before anything else happens; mistakes in Python's words.
+"""Checks the arguments of a call from Python by name before anything else happens, and words mistakes as Python does.
 
     @checked(device=PLACE)                      # an argument that means something else here than in ARGUMENTS
     def prepare(model, recipe, *, device=None): ...
 
-    joined(["bf16", "flash"])  ->  "bf16,flash"  # as a command line has it
+    joined(["bf16", "flash"])  ->  "bf16,flash"  # as on a command line
 
-A command line gives numbers where an option wants numbers; a caller may give anything. What the values may be is left
-to the commands' own checks, whose words (`--micro-batch is 0`) become those of a call (`micro_batch is 0`).
+A command line passes numbers where an option wants numbers; a caller may pass anything. Which values are allowed is
+left to the commands' own checks, whose words (`--micro-batch is 0`) become those of a call (`micro_batch is 0`).
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ PLACE = Kind("text, or a torch.device", lambda value: isinstance(value, str) or 
 OF_TORCH = Kind("an object of torch's", _is_of_torch, "the one that your loop has")
 ANYTHING = Kind("anything", lambda value: True, "")
 
-# An argument means the same in every function; where it does not, the function says so. What is not here is checked by
-# whoever takes it: a workload, a batch, a recipe of `prepare`.
+# An argument means the same in every function, unless the function overrides it. One that is missing here is checked by
+# the code that uses it: a workload, a batch, the recipe of `prepare`.
 ARGUMENTS: dict[str, Kind] = {
     **dict.fromkeys(("rungs", "also", "without", "ignore"), NAMES),
     **dict.fromkeys(("micro_batch", "sequence", "gpus", "repeats", "steps", "check_steps", "global_batch"), COUNT),
@@ -79,12 +79,13 @@ ARGUMENTS: dict[str, Kind] = {
     "loss": FUNCTION,
     "batches": SEVERAL,
 }
-# Options that an argument goes by another name than.
+# Options whose argument has another name.
 SPELLINGS = {"from": ("start", "recipe")}
 
 
 def checked(**own: Kind) -> Callable[[Callable[Given, Found]], Callable[Given, Found]]:
-    """Around a public function. `own`: arguments that are of another kind there."""
+    """Decorate a public function: check its arguments, and word its mistakes and notes for Python. `own` has the
+    arguments that are of another kind there."""
 
     def around(function: Callable[Given, Found]) -> Callable[Given, Found]:
         signature = inspect.signature(function)
@@ -115,12 +116,12 @@ def check(name: str, value: object, kind: Kind) -> None:
 
 
 def joined(names: str | Iterable[str] | None) -> str | None:
-    """Names with commas between them; 'none' for an empty list."""
+    """Join names with commas; an empty list becomes 'none'."""
     return names if names is None or isinstance(names, str) else ",".join(names) or "none"
 
 
 def in_python(text: str, arguments: Iterable[str]) -> str:
-    """Options that are arguments of the call go by the argument's name, but for commands that are to be typed."""
+    """Replace options by the names of the call's arguments, except inside backticks, where commands are to be typed."""
     known = set(arguments)
 
     def argument(match: re.Match[str]) -> str:

@@ -1,10 +1,10 @@
-"""FLOPs of a step of any module, counted on tensors that hold nothing.
+"""Counts the FLOPs of a step of any module, on tensors without contents.
 
     count_flops(lambda batch: loss(model, batch), model, (batch,))  ->  Count(flops=6_690_816, uncounted=())
 
-torch's FlopCounterMode watches forward and backward go by on fake tensors: no memory, no device, no effect on the
-module. Code that looks at values runs on real ones instead, and again nothing of it stays. Counted are matmuls and
-convolutions, a multiply-add as two, of attention the full square, its backward as twice its forward; what checkpointing
+torch's FlopCounterMode observes forward and backward on fake tensors: no memory, no device, no effect on the module.
+Code that reads values runs on real tensors instead, which leaves no trace either. Matmuls and convolutions are counted,
+a multiply-add as two; attention counts as the full square, and its backward as twice its forward. What checkpointing
 computes again is not counted. That is the convention of MFU (docs/flops.md).
 """
 
@@ -30,12 +30,12 @@ aten = torch.ops.aten
 class Count:
     flops: int
     uncounted: tuple[str, ...] = ()
-    """Operators that ran and have no formula: then the number is too low."""
+    """Operators that ran and have no formula; if there are any, `flops` is too low."""
 
 
 @dataclass(frozen=True)
 class Blank:
-    """A tensor of which only this is known."""
+    """What is kept of a tensor without its contents."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -43,7 +43,7 @@ class Blank:
 
 
 def _attention_flops(query: Any, key: Any, value: Any) -> int:
-    """Two products of [heads, T, d] with [heads, d, S]; the shapes are lists here."""
+    """Count both matmuls, [heads, T, d] x [heads, d, S] and [heads, T, S] x [heads, S, v]; the arguments are shapes."""
     *batch, tokens, width = query
     heads = 1
     for size in batch:
@@ -56,7 +56,7 @@ def _forward(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
 
 
 def _backward(_above: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    """Four products, not the five that a fused kernel runs: it computes the scores again."""
+    """Count four matmuls, not the five that a fused kernel runs, which computes the scores again."""
     return 2 * _attention_flops(query, key, value)
 
 
@@ -71,21 +71,21 @@ class Counter(flop_counter.Counter):
         super().__init__(dict(FORMULAS))
 
     def _count_flops(self, func_packet: Any, out: Any, args: Any, kwargs: Any) -> Any:
-        # The backward pass runs without recording gradients; what records them in it is computed again.
+        # The backward pass does not record gradients; an operator in it that does is recomputation.
         if torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled():
             return out
         return super()._count_flops(func_packet, out, args, kwargs)
 
 
 def count_flops(function: Callable[..., Any], model: nn.Module, arguments: Any, named: Any = None) -> Count:
-    """Of function(*arguments, **named), which calls the module, and of the backward pass of all it returns. Tensors
-    may be `Blank`s."""
+    """Count function(*arguments, **named), which calls the module, and the backward pass of all it returns. Tensors may
+    be given as `Blank`."""
     given = (arguments, named or {})
     try:
         return _count_on_sizes(function, model, given)
     except Exception:
-        # It looks at values, or an operator cannot tell its sizes beforehand (cuDNN's recurrent backward): the real
-        # pass works, or raises what is the model's own fault.
+        # The code reads values, or an operator cannot infer its sizes (cuDNN's recurrent backward): the real pass
+        # works, or raises the model's own error.
         if any(isinstance(leaf, Blank) for leaf in tree_leaves(given)):
             raise
         return _count_on_values(function, model, given)
@@ -104,7 +104,7 @@ def _count_on_sizes(function: Callable[..., Any], model: nn.Module, given: tuple
 
 
 def _count_on_values(function: Callable[..., Any], model: nn.Module, given: tuple[Any, Any]) -> Count:
-    """Weights are read where they are; buffers and inputs, which code may write to, are copies."""
+    """Count on real tensors: weights where they are, and copies of buffers and inputs, which code may write to."""
 
     def own(leaf: Any) -> Any:
         if isinstance(leaf, nn.Parameter):
@@ -122,7 +122,7 @@ def _is_on_gpu(leaf: Any) -> bool:
 
 def _count(function: Callable[..., Any], model: nn.Module, given: tuple[Any, Any], convert: Any) -> Count:
     def own(tensor: torch.Tensor) -> torch.Tensor:
-        """Gradients go to it, and not to the model's."""
+        """Return a stand-in that receives the gradients in place of the model's tensor."""
         found = convert(tensor)
         return nn.Parameter(found, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else found
 

@@ -1,8 +1,8 @@
-"""A result as Python gets it: the dict that `--json` prints, which a notebook shows as tables and plots.
+"""A result in Python: the dict that `--json` prints, which a notebook shows as tables and plots.
 
     found = redline.lint("gpt2", gpu="H200");  print(found);  found["findings"][0]["fix"];  json.dumps(found)
 
-It is a dict in everything: equality, JSON, keys. Only `print` and notebooks see the table and the page.
+It is a dict in every way: equality, JSON, keys. Only `print` and notebooks see the table and the page.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from importlib import import_module
 from typing import Any
 
 COLUMNS = 100
-# What shows each kind: the table of the terminal and the page. Imported when it is shown, so that holding a dict needs
-# neither rich nor jinja2.
+# The functions that show each kind: the terminal's table and the page. They are imported when used, so that holding a
+# dict needs neither rich nor jinja2.
 SHOWN = {
     "ladder": ("table.print_ladder", "page.render_page"),
     "tune": ("tune.print_tune", "tune_page.render_tune_page"),
@@ -27,18 +27,18 @@ SHOWN = {
 
 
 class Document(dict[str, Any]):
-    """`kind` is what made it: a key of SHOWN."""
+    """A result that can show itself. `kind` says what made it: a key of `SHOWN`."""
 
     def __init__(self, content: Mapping[str, Any], *, kind: str) -> None:
         super().__init__(content)
         self.kind = kind
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy, also one that was pickled, has its kind."""
+        """Keep `kind` in copies, also pickled ones."""
         return _again, (dict(self), self.kind)
 
     def __str__(self) -> str:
-        """The table of the terminal, at most 100 columns wide."""
+        """Return the terminal's table, at most 100 columns wide."""
         from rich.console import Console
 
         if self.get("status") == "failed":
@@ -53,7 +53,7 @@ class Document(dict[str, Any]):
         return in_notebook(_shower(SHOWN[self.kind][1])(self))
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
-        """For Jupyter: the page, and the table where no page can be shown."""
+        """Return the page for Jupyter, and the table for where no page can be shown."""
         return {"text/html": self._repr_html_(), "text/plain": str(self)}
 
 

@@ -1,9 +1,9 @@
-"""What was given as a workload: its words, or a function whose file and name are the words.
+"""Turns what is given as a workload into words: a name stays as it is, a function becomes its file and name.
 
     words_of("gpt2") -> "gpt2";  words_of(build_model) -> "/home/me/model.py:build_model"
 
-Ladder and tune build the model in processes of their own, one per measurement, so they need to be told where its code
-is: a live module, a lambda or a function that exists in a notebook alone cannot be told to another process.
+Ladder and tune build the model in processes of their own, one per measurement, which need to know where its code is. No
+other process can find a live module, a lambda, or a function that exists only in a notebook.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ EXAMPLE = "write `def build(): return MyModel()` at the top level of a file, imp
 
 
 def words_of(workload: str | Callable[..., Any] | None, command: str) -> str | None:
-    """As the command line would have it; `command` names who asks."""
+    """Return the workload as typed on a command line. `command` is the function that was called, for its messages."""
     if workload is None or isinstance(workload, str):
         return workload
     if is_module(workload):
@@ -64,6 +64,6 @@ def _unreachable(what: str, why: str) -> UserError:
 
 
 def is_module(value: object) -> TypeGuard[nn.Module]:
-    """Whoever has one has imported torch already, and nobody else needs to."""
+    """True for a torch module. torch is not imported: whoever has a module has imported it already."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.nn.Module)

@@ -1,9 +1,9 @@
-"""Lint and estimate of a module that is already there: a copy of it is walked and run once on the host.
+"""Lint and estimate of a live module: a copy of it is walked and run once on the host.
 
     lint_module(model, batch=None, options=...)     estimate_module(model, batch=batch, options=...)
 
-What a file of one's own goes through (`engine/inspect_model.py`), without the file: the batch takes the place of
-make_batch. Without a batch nothing is run, and lint sees the sizes of the layers alone.
+It is inspected like the model of a user's file (`engine/inspect_model.py`), with the batch in place of make_batch.
+Without a batch nothing is run, and lint sees only the sizes of the layers.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def lint_module(model: nn.Module, batch: Any, loss: Loss | None, options: argpar
 
 
 def lint_sizes(model: nn.Module, ignored: tuple[str, ...], options: argparse.Namespace) -> dict[str, Any]:
-    """How many rows the products have is not known, so nothing is predicted, whatever the device."""
+    """Lint the sizes of layers. How many rows their matmuls have is unknown, so nothing is predicted for any device."""
     device, hardware = lint_command.known_device(options)
     dtype = lint_command.choose_dtype(options.dtype, device)
     traced = sizes_of(model)
@@ -107,7 +107,7 @@ def lint_sizes(model: nn.Module, ignored: tuple[str, ...], options: argparse.Nam
 
 
 def live_workload(model: nn.Module, traced: Traced) -> Workload:
-    """As a file that made the model would be."""
+    """Return the workload that a file which builds this model would have."""
     kind = type(model)
     workload = python_workload(PythonFile(path=Path(file_of(kind)), factory=kind.__name__, digest=""), traced)
     notes = [f"dropout was off while the model was looked at ({traced.dropout[0]}, ...)"] if traced.dropout else []
@@ -117,7 +117,7 @@ def live_workload(model: nn.Module, traced: Traced) -> Workload:
 
 
 def trace_module(model: nn.Module, batch: Any, loss: Loss | None) -> Traced:
-    """The module itself is left alone: a copy of it, on the host, is looked at."""
+    """Trace a copy of the module on the host; the module itself is left alone."""
     check_unfrozen(model)
     check_filled(model, type(model).__name__, HOST)
     check_fp32(model, type(model).__name__, TO_FP32)
@@ -132,13 +132,14 @@ def trace_module(model: nn.Module, batch: Any, loss: Loss | None) -> Traced:
         **items_of(batch),
     )
     twin = copy.deepcopy(getattr(model, "_orig_mod", model)).to("cpu").train()
-    # Its passes may draw: what the user's process draws afterwards is not their business.
+    # The passes may draw random numbers, which must not change what the user's process draws afterwards.
     with functional_dropout_off(), seeded(Workload.seed):
         return look_at(functions, twin, {}, Workload.seed)
 
 
 def loss_by_calling(given: int) -> Loss:
-    """`given`: samples of the user's own batch. A pass takes fewer, which a message about its sizes has to say."""
+    """Return a loss that calls the model. `given` is the number of samples in the user's batch; if a pass has another
+    number, messages say so, since sizes in them depend on it."""
 
     def loss(model: nn.Module, batch: Any) -> torch.Tensor:
         try:
@@ -152,14 +153,14 @@ def loss_by_calling(given: int) -> Loss:
 
 
 def plain(batch: Any) -> Any:
-    """transformers' batches are mappings that torch does not know the parts of."""
+    """Return the batch with a mapping as a plain dict: torch does not know the parts of transformers' batches."""
     found = dict(batch) if isinstance(batch, Mapping) else batch
     samples_of(found)
     return found
 
 
 def samples_of(batch: Any) -> int:
-    """How many there are: the first dimension of every tensor."""
+    """Return the number of samples: the first dimension of every tensor."""
     sizes = {leaf.size(0) if isinstance(leaf, torch.Tensor) and leaf.dim() else 0 for leaf in tensors_of(batch)}
     if len(sizes) != 1 or 0 in sizes:
         raise UserError(
@@ -171,7 +172,7 @@ def samples_of(batch: Any) -> int:
 
 
 def samples(batch: Any, size: int) -> Any:
-    """So many of them, on the host; from the start again where there are fewer."""
+    """Return this many samples on the host, from the start again if the batch has fewer."""
 
     def first(leaf: torch.Tensor) -> torch.Tensor:
         return leaf.detach().to("cpu")[torch.arange(size) % leaf.size(0)]
@@ -180,7 +181,7 @@ def samples(batch: Any, size: int) -> Any:
 
 
 def items_of(batch: Any) -> dict[str, Any]:
-    """transformers' name for tokens says that they are; of anything else samples are counted."""
+    """Return what rates count: tokens if the batch has transformers' `input_ids`, samples otherwise."""
     ids = batch.get("input_ids") if isinstance(batch, dict) else None
     if isinstance(ids, torch.Tensor) and ids.dim() == 2:
         return {"items_per_sample": ids.size(1), "unit": TOKEN}
@@ -188,7 +189,7 @@ def items_of(batch: Any) -> dict[str, Any]:
 
 
 def sizes_of(model: nn.Module) -> Traced:
-    """Matrices of layers as products of one row; nothing else is known of it."""
+    """Return the matrices of layers as matmuls of one row; nothing else is known without a batch."""
     found: Counter[Product] = Counter()
     names = starred(model)
     for name, module in model.named_modules():

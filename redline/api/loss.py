@@ -1,11 +1,11 @@
-"""The loss of a module that nobody here has seen: the user's own function, or what a call of the model gives.
+"""The loss of an unknown module: the user's own function, or what a call of the model returns.
 
     loss_of = live_loss(model, None);  loss_of({"input_ids": ids, "labels": ids})
 
-Without a function it is as in a file of one's own (docs/your-model.md): the model is called with the batch, a tensor as
-it is, a tuple by its order, a dict by its names, and returns a scalar, or an object or a dict with a `loss`; a pair of
-inputs and targets for a model that takes inputs alone gets cross-entropy. Everything else is refused, with what came
-back.
+Without a function the rules are those for a user's file (docs/your-model.md): the model is called with the batch, a
+tensor as it is, a tuple by its order, a dict by its names, and returns a scalar, or an object or a dict with a `loss`.
+A pair of inputs and targets, for a model that takes only inputs, gets cross-entropy. Anything else is refused, with a
+description of what was returned.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from redline.model.python_adapter import (
 )
 
 Loss = Callable[[Any, Any], torch.Tensor]
-"""(model, batch) -> a scalar."""
+"""loss(model, batch) returns a scalar."""
 
 
 def live_loss(model: nn.Module, loss: Loss | None) -> LossOf:
@@ -46,14 +46,14 @@ def live_loss(model: nn.Module, loss: Loss | None) -> LossOf:
 
 
 def name_of(loss: Loss | None) -> str:
-    """What a message calls it: a lambda, a partial or an object has no name but the argument's."""
+    """Return the name for messages: a lambda, a partial or an object has only the argument's, 'loss'."""
     name = getattr(loss, "__name__", "")
     return name if name.isidentifier() else "loss"
 
 
 def checked_once(loss_of: LossOf, loss: Loss | None) -> LossOf:
-    """The first loss that a backward pass may follow is looked at, and no other: a function returns the same kind of
-    thing at every step. Nothing is read from the device. Without gradients, as in an evaluation, all passes."""
+    """Check only the first loss that a backward pass may follow: a function returns the same kind of value at every
+    step. Nothing is read from the device. Without gradients, as in an evaluation, nothing is checked."""
     name, done = name_of(loss), False
     what = "the loss" if name == "loss" else f"the loss {name}()"
 
@@ -80,8 +80,8 @@ def loss_of_call(model: nn.Module, batch: Any, inputs_only: bool) -> torch.Tenso
 
 
 def how_to_give(found: Any, batch: Any, call: str) -> str:
-    """A loss for such a batch, as a user writes it: a part of what came back, of the targets, or of the next token,
-    where it can only be that. `call`: what returned `found`."""
+    """Return a loss for such a batch as a user would write it: a part of what was returned, one against the targets, or
+    that of the next token where it can only be that. `call` is the code that returned `found`."""
     write = "give one: loss=lambda model, batch: "
     if (key := key_of_loss(found)) is not None:
         return f"{write}{call}[{key!r}]"

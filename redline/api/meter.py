@@ -1,4 +1,4 @@
-"""How fast somebody's own training loop is, in three lines of it, and without slowing it down.
+"""Measures the speed of a user's own training loop, with three lines in it and without slowing it down.
 
     meter = redline.Meter(tokens_per_step=16 * 1024, model=model)
     for batch in meter.data(loader):
@@ -6,10 +6,10 @@
         meter.step()
     print(meter)
 
-Nothing waits for the device until somebody asks: steps are marked with CUDA events, which are read by `summary`. FLOPs
-are counted once, when first asked for, on tensors that hold nothing; where the model looks at values, on those of the
-first step, which are kept until then if they are few. One step of the warm-up is run under torch's sync
-debug mode, to count the calls that made the host wait.
+Nothing waits for the device until a summary is asked for: steps are marked with CUDA events, which `summary` reads.
+FLOPs are counted once, when first needed, on tensors without contents; if the model reads values, on the tensors of the
+first step, which are kept until then if they are small. One step of the warm-up runs under torch's sync debug mode, to
+count the calls that made the host wait.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ from redline.engine.step import TrainStep
 from redline.model.adapter import LossOf
 from redline.predict.efficiency import share_of_peak
 
-WARMUP_STEPS = 3  # the first compile and fill the allocator; the last of them is the one whose waits are counted
+WARMUP_STEPS = 3  # the first ones compile and fill the allocator; waits are counted in the last
 KEPT_STEPS = 1000  # an event per step: a long run is judged by its latest steps
-KEPT_BYTES = 64 * 2**20  # of the first step's inputs: token ids are far less
+KEPT_BYTES = 64 * 2**20  # of the first step's inputs: token ids are far smaller
 
 Batch = TypeVar("Batch")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """One call of the model with its tensors, or with nothing of them but their sizes where they are large."""
+    """One call of the model with its tensors, or with only their sizes if they are large."""
 
     arguments: Any
     named: Any
@@ -84,16 +84,16 @@ class Meter:
         flops_per_step: float | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        """`model`: what the FLOPs are counted of, a module or what `redline.prepare` returned, unless they are given.
-        `device`: where the loop runs (default: where the model is, else CUDA if there is any)."""
+        """`model` is what the FLOPs are counted for unless they are given: a module, or what `redline.prepare`
+        returned. `device` is where the loop runs (default: where the model is, else CUDA if there is any)."""
         check_positive("tokens_per_step", tokens_per_step)
         self.tokens_per_step, self.device = tokens_per_step, _place(device, model)
         self.steps = 0
-        # Of each step that is kept: a mark of the device and one of the host at its end, and its wait for data.
+        # For each kept step: a device mark and a host mark at its end, and its wait for data.
         self._clock = Clock(self.device)
         self._host_marks: list[float] = []
         self._waits: list[float] = []
-        self._warming = WARMUP_STEPS  # how many of these are left out
+        self._warming = WARMUP_STEPS  # how many of the kept steps are left out
         self._waited = 0.0
         self._fed = False
         self._flops = _Flops(model, flops_per_step, self.device)
@@ -102,7 +102,7 @@ class Meter:
         self._watching: tuple[ExitStack, list[Finding]] | None = None
 
     def data(self, loader: Iterable[Batch]) -> Iterator[Batch]:
-        """The batches of the loader, and how long the loop waited for each."""
+        """Yield the batches of the loader, and record how long the loop waited for each."""
         self._fed = True
         if not self._host_marks:
             self._mark()
@@ -118,16 +118,16 @@ class Meter:
         except StopIteration:
             return
         finally:
-            self._stop_watching()  # a loop that is left in the middle of a step
+            self._stop_watching()  # the loop may be left in the middle of a step
 
     def step(self) -> None:
-        """At the end of each update, whatever it was made of."""
+        """Mark the end of an update, whatever it was made of. Call this once per update."""
         self._count_syncs()
         self._flops.end_step()
         if self._host_marks:
             self._waits.append(self._waited)
         else:
-            self._warming -= 1  # nobody saw the first step begin
+            self._warming -= 1  # the start of the first step was not seen
         self._mark()
         self.steps, self._waited = self.steps + 1, 0.0
         if not self._fed:
@@ -163,10 +163,10 @@ class Meter:
             self._watching[0].close()
             self._watching = None
 
-    # what it came to
+    # results
 
     def summary(self) -> Document:
-        """The numbers so far; on a GPU this waits for the steps that are queued. What is not known is None."""
+        """Return the figures so far, None where unknown. On a GPU this waits for the steps that are queued."""
         seconds = self._clock.seconds()[self._warming :]
         step = spread_of(seconds) if seconds else None
         flops, counted = self._count_flops()
@@ -204,13 +204,13 @@ class Meter:
         return found
 
     def _peak_bytes(self) -> int | None:
-        """Of the loop: a peak that counting left behind, on real values, is not the loop's."""
+        """Return the peak of the loop, without one that counting FLOPs on real values left behind."""
         found = peak_bytes(self.device)
         before, after = self._peaks_of_counting or (None, None)
         return before if found is not None and found == after else found
 
     def _data_wait_share(self) -> float | None:
-        """Of the host's time. A GPU may have had work queued meanwhile: it is starved only when this is the whole."""
+        """Return the share of the host's time. A GPU may have had work queued, so that a wait need not starve it."""
         waits, marks = self._waits[self._warming :], self._host_marks[self._warming :]
         return sum(waits) / (marks[-1] - marks[0]) if waits and self._fed else None
 
@@ -222,7 +222,7 @@ class Meter:
 
 
 class _Flops:
-    """FLOPs of a step: given, or counted of what the first step was seen to call."""
+    """FLOPs of a step: given, or counted for the calls that were seen in the first step."""
 
     def __init__(self, model: nn.Module | Prepared | None, given: float | None, device: torch.device) -> None:
         if model is not None and not isinstance(model, (nn.Module, Prepared)):
@@ -236,7 +236,7 @@ class _Flops:
         self.module = model if isinstance(model, nn.Module) else None
         self.calls: list[Call] = []
         self.batches: list[Call] = []
-        """What `data` handed out: the calls of a loop that calls the prepared model by itself."""
+        """What `data` handed out, recorded as calls for a loop that calls the prepared model by itself."""
         self.kept_bytes = 0
         self.counted: tuple[float | None, str] | None = None
         self.hook: RemovableHandle | None = None
@@ -249,7 +249,7 @@ class _Flops:
             self._see_steps(self.prepared.step)
 
     def _see_steps(self, step: TrainStep) -> None:
-        """Around the loss of what was prepared, outside of what is compiled, until the first step has ended."""
+        """Wrap the loss of the prepared step, outside the compiled code, to record its calls in the first step."""
         self.own_loss = own = step.loss_of
 
         def seen(*batch: Any) -> torch.Tensor:
@@ -260,7 +260,7 @@ class _Flops:
         self.seen_loss = step.loss_of = seen
 
     def _see_call(self, _: nn.Module, arguments: Any, named: Any) -> None:
-        if not torch.compiler.is_compiling() and self.open:  # inside of compiled code there is nobody who could look
+        if not torch.compiler.is_compiling() and self.open:  # compiled code cannot be observed from inside
             self.calls.append(self._call(arguments, named))
 
     def see_batch(self, batch: Any) -> None:
@@ -283,22 +283,22 @@ class _Flops:
 
     def end_step(self) -> None:
         self.open = False
-        if self.hook is not None and self.calls:  # nobody called: it is part of compiled code, which it must not change
+        if self.hook is not None and self.calls:  # else it is inside compiled code, which must not change
             self.hook.remove()
             self.hook = None
         step = None if self.prepared is None else self.prepared.step
-        if step is not None and self.own_loss is not None and step.loss_of is self.seen_loss:  # or another looks on
+        if step is not None and self.own_loss is not None and step.loss_of is self.seen_loss:  # else another watches
             step.loss_of = self.own_loss
 
     def count(self) -> tuple[float | None, str]:
-        """And what was counted, or why nothing could be."""
+        """Return the FLOPs of a step, and what was counted or why nothing could be."""
         if self.given is not None:
             return self.given, "FLOPs as given"
         if self.open:
             return None, "no MFU: no step has ended yet"
         if self.counted is None:
             self.counted = self._count()
-            self.calls, self.batches = [], []  # with the tensors they hold
+            self.calls, self.batches = [], []  # frees the tensors they hold
         return self.counted
 
     def _count(self) -> tuple[float | None, str]:
@@ -315,7 +315,7 @@ class _Flops:
             return None, f"no MFU: no call of the model was seen in the first step; {instead}, or give flops_per_step"
         try:
             counts = [self._count_call(call) for call in calls]
-        except Exception as error:  # somebody's model, on tensors without values: whatever it raises is the reason
+        except Exception as error:  # a user's model, on tensors without values: whatever it raises is the reason
             reason = f"{type(error).__name__}: {first_line(error, '')}".removesuffix(": ") + line_of(error)
             return None, f"no MFU: FLOPs could not be counted, {reason}; give flops_per_step"
         if uncounted := tuple(dict.fromkeys(name for count in counts for name in count.uncounted)):
@@ -328,7 +328,7 @@ class _Flops:
             with self.prepared.autocast():
                 return count_flops(self.prepared.loss, self.prepared.step.model, arguments)
         assert self.module is not None
-        module: nn.Module = getattr(self.module, "_orig_mod", self.module)  # what a compiled one was made of
+        module: nn.Module = getattr(self.module, "_orig_mod", self.module)  # the module inside a compiled one
         cast = torch.autocast(self.device.type, dtype=call.autocast, enabled=call.autocast is not None)
         with cast, torch.set_grad_enabled(call.gradients):
             return count_flops(module, module, arguments, named)
@@ -339,7 +339,7 @@ def _detached(leaf: Any) -> Any:
 
 
 def line_of(error: Exception) -> str:
-    """' at mine.py:12', the innermost line of the user's that led to it."""
+    """Return ' at mine.py:12', the innermost line of the user's code that led to the error."""
     frames = traceback.extract_tb(error.__traceback__)
     lines = [each for each in frames if is_users(each.filename) and not each.filename.startswith(PACKAGE)]
     return f" at {Path(lines[-1].filename).name}:{lines[-1].lineno}" if lines else ""

@@ -1,11 +1,11 @@
-"""A recipe on a user's own module: everything that a plain training loop needs.
+"""Puts a recipe on a user's own module: everything that a plain training loop needs.
 
     prepared = redline.prepare(model, "runs/mine/best.json", learning_rate=3e-4)
     for batch in loader:
         loss = prepared.step(batch)          # forward, backward, clip, update; a tensor on the device
 
-The module keeps its weights and its code. The step is engine/step.py's, the very one that the ladder measures and the
-trainer runs. Flags of the process (TF32, which attention kernel) hold for everything else in it too.
+The module keeps its weights and its code. The step is engine/step.py's, the one that the ladder measures and the
+trainer runs. Flags of the process (TF32, the attention kernel) apply to everything else in it too.
 """
 
 from __future__ import annotations
@@ -45,30 +45,30 @@ Rate = float | Callable[[int], float]
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """A module with a recipe on it. `step(batch)` is a whole update; the other parts are for loops of one's own."""
+    """A module with a recipe on it. `step(batch)` is a whole update; the other parts are for your own loop."""
 
     model: nn.Module
     """The module itself, or its compiled form where the recipe compiles; parameters are the same either way."""
     optimizer: torch.optim.Optimizer
     step: TrainStep
-    """step(batch) -> the loss, on the device; `step.gradient_norm` is there too."""
+    """step(batch) returns the loss, on the device; `step.gradient_norm` is there too."""
     plan: Plan
     rungs: tuple[str, ...]
-    """What was done, in the order of the ladder."""
+    """The rungs that were applied, in the order of the ladder."""
     left_out: dict[str, str]
-    """What the recipe wants and could not be done to this module from outside, with the reason."""
+    """The rungs of the recipe that could not be applied to this module from outside, with the reasons."""
     notes: tuple[str, ...]
-    """Choices that were made for you, and what to know of them."""
+    """Choices that were made for you, and what to know about them."""
     loss: LossOf
-    """(batch) -> the loss, as it is before compiling."""
+    """loss(batch) returns the loss, without compiling."""
 
     @property
     def scaler(self) -> torch.amp.GradScaler:
-        """Of an fp16 recipe; of every other one it is disabled, and passes everything through."""
+        """The scaler of an fp16 recipe. For any other recipe it is disabled and passes everything through."""
         return self.step.scaler
 
     def autocast(self) -> torch.autocast:
-        """Around forward and loss: `with prepared.autocast(): ...`."""
+        """Return the context for forward and loss: `with prepared.autocast(): ...`."""
         return self.step.autocast()
 
     def __str__(self) -> str:
@@ -77,7 +77,7 @@ class Prepared:
         return "\n".join([*lines, *(f"note       {note}" for note in self.notes)])
 
     def _repr_html_(self) -> str:
-        """For a notebook: what was done and what was not, as a table."""
+        """Return what was done and what was left out as a table, for a notebook."""
         from redline.report.notebook import in_notebook, render_prepared_page
 
         page = render_prepared_page(
@@ -114,7 +114,7 @@ def prepare(
     rungs = tuple(name for name in wanted if name not in left_out)
     if any(name in left_out for name in BF16_WEIGHTS):
         rungs = in_order((*rungs, FUSED_ADAMW))
-    plan = replace(plan_of(rungs), read_loss_every=0)  # when to read the loss is the loop's own affair
+    plan = replace(plan_of(rungs), read_loss_every=0)  # the loop decides when to read the loss
     rate, notes = choose_rate(learning_rate, model)
     # The order is that of engine/build.py: the process, the module, compiling, the optimizer, the step.
     notes += realise(plan, model)
@@ -181,7 +181,7 @@ def check_rate(rate: object) -> None:
 def move_to(model: nn.Module, device: torch.device | str) -> None:
     try:
         model.to(device)
-    except (RuntimeError, AssertionError) as error:  # torch without CUDA says it with an assertion
+    except (RuntimeError, AssertionError) as error:  # torch without CUDA raises an AssertionError
         if is_out_of_memory(error):
             raise
         why = str(error).splitlines()[0]
@@ -189,12 +189,13 @@ def move_to(model: nn.Module, device: torch.device | str) -> None:
 
 
 def rungs_of(recipe: Path | str | Recipe | Mapping[str, Any] | Iterable[str]) -> tuple[str, ...]:
-    """In the order of the ladder, each once. Unknown names, and two that exclude each other, are mistakes."""
+    """Return the recipe's rungs in the order of the ladder. Unknown names, repeated ones, and two that exclude each
+    other, are mistakes."""
     if isinstance(recipe, str) and is_names(recipe):
         recipe = [] if recipe == "none" else [name.strip() for name in recipe.split(",")]
     if isinstance(recipe, (str, Path)):
         recipe = load_recipe(Path(recipe))
-    if isinstance(recipe, Mapping):  # what json.load gives of a recipe file
+    if isinstance(recipe, Mapping):  # what json.load returns for a recipe file
         recipe = recipe_from(recipe, "the recipe given")
     recipe = recipe if isinstance(recipe, Recipe) or not isinstance(recipe, Iterable) else list(recipe)
     if not isinstance(recipe, (Recipe, list)) or (
@@ -206,13 +207,13 @@ def rungs_of(recipe: Path | str | Recipe | Mapping[str, Any] | Iterable[str]) ->
             'write "best.json" or ["bf16", "compile"]',
         )
     names = tuple(recipe.rungs if isinstance(recipe, Recipe) else recipe)
-    plan_of(names)  # an unknown name is answered with the list
+    plan_of(names)  # raises for an unknown name, with the list
     check_alternatives(names)
     return in_order(name for name in names if name != LADDER[0].name)
 
 
 def is_names(text: str) -> bool:
-    """Of rungs, with commas between them, rather than the path of a file: they have no suffix and no folder."""
+    """True for rung names with commas between them, not for a file's path: they have no suffix and no folder."""
     return text == "none" or {name.strip() for name in text.split(",")} <= {rung.name for rung in LADDER}
 
 
@@ -227,8 +228,9 @@ def choose_rate(given: Rate | None, model: nn.Module) -> tuple[Rate, tuple[str, 
 def build_updates(
     plan: Plan, model: nn.Module, rate: Rate, weight_decay: float
 ) -> tuple[torch.optim.Optimizer, Callable[[int], float] | None]:
-    """The optimizer, and its rate by steps taken where a function was given. Rates are AdamW's: an optimizer that wants
-    another one has its factor on it. A plain number is left in the groups, where torch's own schedulers find it."""
+    """Return the optimizer and, if `rate` is a function, the learning rate by steps taken. Rates are AdamW's: an
+    optimizer that needs another has its own factor on it. A plain number stays in the parameter groups, where torch's
+    schedulers find it."""
     if not callable(rate):
         settings = settings_for(plan.optimizer, learning_rate=rate, weight_decay=weight_decay)
         return build_optimizer(plan.optimizer, model, **settings), None
@@ -238,13 +240,15 @@ def build_updates(
 
 
 def compiled_loss(plain: LossOf, model: nn.Module, plan: Plan, loss: Loss | None) -> LossOf:
-    """`loss`: the user's own, of which `plain` is made. It is checked outside of what is compiled."""
+    """Return `plain` as the plan runs it, with a check outside the compiled code. `loss` is the user's own function, if
+    `plain` was made from one."""
     loss_of = checked_once(compile_loss(plain, plan) if plan.compile else plain, loss)
     return outlive_replays(loss_of, model, accumulates=False) if plan.cuda_graphs else loss_of
 
 
 def moved_first(loss_of: LossOf, device: torch.device) -> LossOf:
-    """A batch may come from a loader on the host. Outside of what is compiled; free where it is there already."""
+    """Move the batch to the device first: it may come from a loader on the host. This is outside the compiled code, and
+    free for a batch that is there already."""
 
     def move(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):

@@ -1,10 +1,10 @@
-"""Profiles a step that somebody wrote: the machinery of `redline profile`, in the process that is already running.
+"""Profiles a user's own step with the machinery of `redline profile`, in the process that is already running.
 
     profile_callable(prepared.step, batches=loader)
     profile_callable(lambda: train_once(model, batch), model=model)
 
-Warm up, time without a profiler, profile, look for lines that cost time, look at the memory: some dozens of steps, all
-of which train. Where model and optimizer are known they are put back as they were.
+It warms up, times without a profiler, profiles, looks for lines that cost time, and looks at the memory: some dozens of
+steps, all of which train. If model and optimizer are known, they are put back as they were.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def profile_callable(
     plan = step.plan if isinstance(step, TrainStep) else Plan()
     if isinstance(step, TrainStep):
         model, optimizer = model or step.model, optimizer or step.optimizer
-    module = model if model is not None else nn.Module()  # nothing is then told apart by module
+    module = model if model is not None else nn.Module()  # then nothing is told apart by module
     device = place_of(model)
     trace = None if out is None else trace_in(out)
     with as_it_was(step, model, optimizer), compiler_log() as log:
@@ -73,7 +73,7 @@ def profile_callable(
             trace=trace,
             log=log,
         )
-    if batches is None:  # what a step without batches waits for is no loader
+    if batches is None:  # without batches there is no loader to wait for
         found = replace(found, findings=tuple(each for each in found.findings if each.kind != STARVATION))
     return document(found, plan, name=name_of(step), command=command, trace=trace, known=model is not None)
 
@@ -103,7 +103,7 @@ def name_of(step: Callable[..., Any]) -> str:
 
 
 def fed(step: Callable[..., Any], batches: Iterable[Any] | None) -> tuple[Callable[[Any], Any], Iterator[Any]]:
-    """A step that takes a batch, and as many batches as anybody wants."""
+    """Return a step that takes a batch, and an endless supply of batches."""
     if batches is not None:
         return step, again_and_again(batches)
     if wants_batch(step):
@@ -122,7 +122,7 @@ def wants_batch(step: Callable[..., Any]) -> bool:
 
 
 def again_and_again(batches: Iterable[Any]) -> Iterator[Any]:
-    """From the start when they end. What can be read once only must be long enough."""
+    """Start again when the batches end. An iterator, which can be read only once, must be long enough."""
     while True:
         count = 0
         for count, batch in enumerate(batches, start=1):  # noqa: B007  how many there were is asked below
@@ -144,7 +144,7 @@ def again_and_again(batches: Iterable[Any]) -> Iterator[Any]:
 def as_it_was(
     step: Callable[..., Any], model: nn.Module | None, optimizer: torch.optim.Optimizer | None
 ) -> Iterator[None]:
-    """Weights, buffers, optimizer and random numbers, kept on the host meanwhile: a profile must not train."""
+    """Put weights, buffers, optimizer and random numbers back, from copies on the host: a profile must not train."""
     weights = {} if model is None else {name: tensor.to("cpu", copy=True) for name, tensor in held(model)}
     state = None if optimizer is None else on_the_host(optimizer.state_dict())
     own = step if isinstance(step, TrainStep) else None
@@ -163,7 +163,7 @@ def as_it_was(
 
 
 def on_the_host(state: dict[str, Any]) -> dict[str, Any]:
-    """A copy that takes no memory of the device."""
+    """Return a copy that takes no memory of the device."""
     copied: dict[str, Any] = tree_map(
         lambda leaf: leaf.to("cpu", copy=True) if isinstance(leaf, torch.Tensor) else leaf, state
     )
@@ -186,7 +186,7 @@ def held(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def document(found: Profile, plan: Plan, *, name: str, command: str, trace: Path | None, known: bool) -> Document:
-    """As `redline profile` has it, without what takes a workload: advice, predictions, tokens per second."""
+    """Return the document of `redline profile`, without what needs a workload: advice, predictions, tokens/s."""
     hardware, found = probe(found.device), with_short_places(found)
     device = hardware.device
     measured, notes = find_measured((hardware.name,) if device is None else device.names, hardware.driver)

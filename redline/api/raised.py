@@ -1,8 +1,8 @@
-"""What a step of a user's own module raised, told by what it is where that can be seen.
+"""Explains what a step of a user's own module raised, if the cause can be recognised.
 
     loss_of = told(loss_of, plain, model, plan)      # a string for a batch, or code that autocast breaks: a UserError
 
-Everything else is raised as it came. Nothing is looked at while nothing is raised.
+Everything else is raised as it came. Nothing is examined until something is raised.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from redline.engine.inspect_model import kept_buffers
 from redline.engine.memory import is_out_of_memory
 from redline.model.adapter import LossOf
 
-NO_KERNEL = "No available kernel"  # torch's words, of every backend
+NO_KERNEL = "No available kernel"  # torch's words, for every backend
 
 
 def told(loss_of: LossOf, plain: LossOf, model: nn.Module, plan: Plan) -> LossOf:
-    """What it raises is told by what it is, where that can be seen: no batch at all, attention that the pinned kernel
-    does not take, or code that autocast breaks."""
+    """Return a loss that raises a UserError if the cause of an exception can be recognised: a batch without tensors,
+    attention that the pinned kernel does not take, or code that autocast breaks."""
 
     def run(batch: Any) -> torch.Tensor:
         try:
@@ -50,7 +50,8 @@ def told(loss_of: LossOf, plain: LossOf, model: nn.Module, plan: Plan) -> LossOf
 
 
 def no_batch(error: Exception, batch: Any) -> UserError | None:
-    """Objects of a user's own may hold tensors, and a model may read strings: only what raises is looked at."""
+    """Explain a batch without tensors. This is checked only after an exception: a user's own objects may hold tensors,
+    and a model may read strings."""
     leaves = tree_leaves(batch)
     if not all(leaf is None or isinstance(leaf, (str, bytes, int, float)) or is_numpy(leaf) for leaf in leaves):
         return None
@@ -62,7 +63,7 @@ def no_batch(error: Exception, batch: Any) -> UserError | None:
 
 
 def no_kernel(error: Exception, model: nn.Module, plan: Plan) -> UserError | None:
-    """The recipe leaves one kernel for attention, and it takes not every call: torch then has none."""
+    """Explain that torch has no kernel: the recipe leaves one for attention, which does not take every call."""
     if plan.attention == "naive" or NO_KERNEL not in str(error):
         return None
     line = users_line(error, file_of(type(model)), anywhere=True)
@@ -74,14 +75,14 @@ def no_kernel(error: Exception, model: nn.Module, plan: Plan) -> UserError | Non
 
 
 def broken_by_autocast(error: Exception, plain: LossOf, batch: Any, model: nn.Module, plan: Plan) -> UserError | None:
-    """None where it is not autocast's doing: without it, the same batch raises as well."""
+    """Explain an exception that autocast caused; None if the same batch also raises without autocast."""
     if plan.autocast is None:
         return None
     device = next(model.parameters()).device.type
     try:
         with kept_buffers(model), torch.no_grad(), torch.autocast(device, enabled=False):
             plain(batch)
-    except Exception:  # whatever that is, the user gets the error that came first
+    except Exception:  # whatever that is, the user gets the first error
         return None
     line = users_line(error, file_of(type(model)), anywhere=True)
     return UserError(
@@ -92,7 +93,7 @@ def broken_by_autocast(error: Exception, plain: LossOf, batch: Any, model: nn.Mo
 
 
 def file_of(kind: type) -> str:
-    """Where its code is; a class that was typed in has no file, and gets the name of its module."""
+    """Return the file with the code; for a class that was typed in and has none, the name of its module."""
     try:
         return str(Path(inspect.getfile(kind)))
     except (TypeError, OSError):

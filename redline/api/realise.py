@@ -1,10 +1,10 @@
-"""A plan on a module that is already there: what can be done to it from outside, and why the rest cannot.
+"""Applies a plan to a live module: what can be done to it from outside, and why the rest cannot.
 
     left_out = obstacles_of(("bf16", "padded-vocab"), model, hardware)   ->  {"padded-vocab": "which of its ..."}
     realise(plan, model)                                                 # in place: its weights stay where they are
 
-engine/build.py builds a model to a plan's shape; here the model has a shape, weights and perhaps a history. Models of
-transformers have switches of their own, which are used. Every rung is done, or is left out with its reason.
+engine/build.py builds a model to a plan's shape; here the model has a shape, weights and perhaps a history. For models
+of transformers, their own switches are used. Every rung is applied, or left out with its reason.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class Live:
     model: nn.Module
     hardware: Hardware
     plan: Plan
-    """Of the whole recipe."""
+    """The plan of the whole recipe."""
 
 
 def obstacles_of(rungs: Iterable[str], model: nn.Module, hardware: Hardware) -> dict[str, str]:
-    """The rungs that are left out, with the reason."""
+    """Return the rungs that must be left out, with the reasons."""
     names = tuple(rungs)
     live = Live(model=model, hardware=hardware, plan=plan_of(names))
     reasons = {name: OBSTACLES[name](live) for name in names if name in OBSTACLES}
@@ -50,7 +50,7 @@ def obstacles_of(rungs: Iterable[str], model: nn.Module, hardware: Hardware) -> 
 
 
 def realise(plan: Plan, model: nn.Module) -> tuple[str, ...]:
-    """In place, before the optimizer gets hold of the parameters. Returns what the user should know of it."""
+    """Apply the plan in place, before the optimizer holds the parameters. Return what the user should know about it."""
     switch_process(plan)
     if is_transformers(model):
         keep_own_config(model)
@@ -102,7 +102,7 @@ def _attention(feature: str) -> Callable[[Live], str | None]:
 
 
 def _masked(live: Live) -> str | None:
-    """Why a transformers' model cannot have a fused kernel."""
+    """Return why a transformers model cannot have a fused attention kernel; None if it can."""
     from redline.model.transformers_adapter import drops
     from redline.workloads.huggingface import obstacles, read_config
 
@@ -111,7 +111,7 @@ def _masked(live: Live) -> str | None:
     config = live.model.config.to_dict()  # type: ignore[operator, union-attr]
     try:
         return obstacles(config, read_config(config)[0]).get("flash")
-    except UserError:  # a family that is not in the table: nothing is known against it
+    except UserError:  # a family that is not in the table has no known obstacle
         return None
 
 
@@ -166,7 +166,7 @@ _OWN_LOSS = (
 )
 _WIDE_SUMS = "it takes a model that adds up in fp32 what it stores in bf16; fused-adamw takes its place"
 
-# Rungs that are not here can always be done: precision, scaler, compiled loss, optimizer. `no-sync` is how the step is.
+# Rungs not listed can always be applied: precision, scaler, compiled loss, optimizer. The step is `no-sync` anyway.
 OBSTACLES: dict[str, Callable[[Live], str | None]] = {
     "tf32": _lacks("tf32"),
     "compile": _lacks("compile"),
@@ -203,20 +203,20 @@ OBSTACLES: dict[str, Callable[[Live], str | None]] = {
 
 
 def is_transformers(model: nn.Module) -> bool:
-    """Whoever has one has imported transformers, and nobody else needs to."""
+    """True for a transformers model. transformers is not imported: whoever has such a model has imported it already."""
     transformers = sys.modules.get("transformers")
     return transformers is not None and isinstance(model, transformers.PreTrainedModel)
 
 
 def calls_sdpa(model: nn.Module) -> bool:
-    """Whether the code of its modules, or of the functions it names, mentions SDPA. Nothing is run."""
+    """True if the code of the model's modules, or of functions that it names, mentions SDPA. Nothing is run."""
     functions = [function for module in model.modules() for function in _functions_of(module)]
     return any(SDPA in _names_in(code) for code in _read(functions))
 
 
 def attention_drops(model: nn.Module) -> bool:
-    """By what stands there: torch's own attention with a rate, or a module with one that gives SDPA a dropout_p. A rate
-    that is kept elsewhere is not seen; what the kernel then raises is told (raised.py)."""
+    """True if attention has dropout, judging by its code: torch's own with a rate, or a module with a rate that passes
+    SDPA a dropout_p. A rate kept elsewhere is not seen; raised.py explains what the kernel then raises."""
     return any(
         module.dropout > 0
         if isinstance(module, nn.MultiheadAttention)
@@ -226,7 +226,7 @@ def attention_drops(model: nn.Module) -> bool:
 
 
 def _rates(module: nn.Module) -> Iterator[float]:
-    """Of its own dropout: self.dropout = 0.1, or self.drop = nn.Dropout(0.1)."""
+    """Yield the rates of the module's own dropout: self.dropout = 0.1, or self.drop = nn.Dropout(0.1)."""
     yield from (value for name, value in vars(module).items() if "drop" in name and isinstance(value, float))
     yield from (child.p for child in module.children() if isinstance(child, nn.Dropout))
 
@@ -237,7 +237,7 @@ def _gives_a_rate(module: nn.Module) -> bool:
 
 
 def _read(functions: Iterable[FunctionType]) -> Iterator[CodeType]:
-    """The code of functions, and of those that they call by names that are known."""
+    """Yield the code of functions, and of those that they call by known names."""
     waiting, seen = list(functions), set[CodeType]()
     while waiting:
         function = waiting.pop()
@@ -263,7 +263,7 @@ def _names_in(code: CodeType) -> Iterator[str]:
 
 
 def _keywords_in(code: CodeType) -> Iterator[str]:
-    """Names of arguments in its calls, which Python keeps as tuples of constants."""
+    """Yield the names of keyword arguments in the code's calls, which Python keeps as tuples of constants."""
     for constant in code.co_consts:
         if isinstance(constant, tuple):
             yield from (name for name in constant if isinstance(name, str))
@@ -272,7 +272,7 @@ def _keywords_in(code: CodeType) -> Iterator[str]:
 
 
 def _called(names: set[str], known: dict[str, Any]) -> Iterator[FunctionType]:
-    """Functions of those names: global ones, and those of modules that are named beside them, as in F.softmax."""
+    """Yield functions with these names: global ones, and those of modules named beside them, as in F.softmax."""
     modules = [known[name] for name in names if isinstance(known.get(name), ModuleType)]
     for name in names:
         for found in (known.get(name), *(vars(module).get(name) for module in modules)):
@@ -281,12 +281,12 @@ def _called(names: set[str], known: dict[str, Any]) -> Iterator[FunctionType]:
 
 
 def _worth_reading(function: FunctionType) -> bool:
-    """Of torch's own code only what modules are made of: the rest is large, and mentions everything."""
+    """True except for torch's own code outside torch.nn.functional: it is large, and mentions everything."""
     return not function.__module__.startswith("torch.") or function.__module__ == "torch.nn.functional"
 
 
 def gelu_test(model: nn.Module) -> Callable[[nn.Module], bool]:
-    """Whether a module is a tanh GELU; transformers has classes of its own."""
+    """Return a test for tanh GELU modules; transformers has classes of its own."""
     if not is_transformers(model):
         return is_tanh_gelu
     from transformers.activations import ACT2FN
@@ -301,12 +301,12 @@ def gelu_test(model: nn.Module) -> Callable[[nn.Module], bool]:
 
 
 def keep_own_config(model: nn.Module) -> None:
-    """transformers switches through the config, which all models share that were built from it: a teacher beside the
-    student would attend as the student does, and take its padded size for its own."""
+    """Give the model its own copy of its config. transformers switches through the config, which all models built from
+    it share: a teacher beside the student would attend as the student does, and take its padded size for its own."""
     from transformers import PretrainedConfig
 
     copies: dict[int, Any] = {}
-    copy.deepcopy(model.config, copies)  # and of each part of it, such as a text model's
+    copy.deepcopy(model.config, copies)  # and of each part of it, such as a text model's config
     for module in model.modules():
         held = {name: value for name, value in vars(module).items() if isinstance(value, PretrainedConfig)}
         for name, config in held.items():
@@ -314,8 +314,8 @@ def keep_own_config(model: nn.Module) -> None:
 
 
 def attend_causally(model: nn.Module) -> None:
-    """Through transformers' SDPA without a mask, which is all that a fused kernel takes (transformers_adapter.py says
-    why). A mask that comes with a batch would be overlooked, so it is refused."""
+    """Switch to transformers' SDPA without a mask, which is all that a fused kernel takes (transformers_adapter.py says
+    why). A mask in a batch would be overlooked, so it is refused."""
     from transformers import AttentionInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 

@@ -1,1 +1,1 @@
-"""One file per command: the words it takes, the verb it calls, how its result is shown. Nothing here imports torch."""
+"""One file per command: its options, the function it calls, and how its result is shown. Nothing here imports torch."""

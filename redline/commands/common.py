@@ -1,4 +1,4 @@
-"""What every command shares: the options that mean the same everywhere, and the limits of sizes."""
+"""What all commands share: common options and limits on sizes, pages, and a standard output that holds only results."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from redline.core.recipe import Recipe
     from redline.core.workload import Workload
 
-# Beyond what anyone trains with, by far: a slip of the keyboard.
+# Far above what anyone trains with: a larger value is a typing mistake.
 MOST = {"micro_batch": 2**20, "sequence": 2**24, "global_batch": 2**30, "gpus": 2**20, "nodes": 2**20, "dp": 2**20}
 MOST |= {"tp": 1024, "tensor": 1024, "pipeline": 4096, "replicas": 2**20}
 
@@ -38,7 +38,7 @@ def add_sequence(parser: argparse.ArgumentParser) -> None:
 
 
 class NoStages(argparse.Action):
-    """Of a command that measures."""
+    """Refuses --pipeline in a command that measures, and names the commands that have it."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any, **__: Any) -> NoReturn:
         from redline.core.errors import UserError
@@ -52,7 +52,8 @@ class NoStages(argparse.Action):
 
 
 def add_subject(parser: argparse.ArgumentParser, gpus: str) -> None:
-    """What is measured, and where: the same words for ladder, tune and profile. `gpus`: what N of them do."""
+    """Add the options for what is measured and where, the same for ladder, tune and profile. `gpus` is the help text of
+    --gpus: what N of them do."""
     add_sequence(parser)
     parser.add_argument(
         "--data", metavar="FILE", help="a UTF-8 text file to train on (default: the prose that ships with Python)"
@@ -63,7 +64,8 @@ def add_subject(parser: argparse.ArgumentParser, gpus: str) -> None:
 
 
 def add_degrees(parser: argparse.ArgumentParser) -> None:
-    """How the ranks of --gpus share a step; train has --pipeline beside them, which is refused here in words."""
+    """Add the options for how the ranks of --gpus share a step. `redline train` also has --pipeline, which is refused
+    here with a reason."""
     parser.add_argument("--pipeline", nargs="?", action=NoStages, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     parser.add_argument("--tensor", metavar="N", type=int, help="ranks that hold each layer together (default: 1)")
     parser.add_argument(
@@ -84,7 +86,7 @@ def add_common(parser: argparse.ArgumentParser) -> None:
 
 
 def check_sizes(options: argparse.Namespace, names: Iterable[str]) -> None:
-    """Options of these names count things: from 1, and not beyond MOST."""
+    """Refuse counts below 1 or above `MOST`; an option that was not given passes."""
     from redline.core.errors import UserError
     from redline.core.workload import check_positive
 
@@ -104,7 +106,7 @@ def check_sizes(options: argparse.Namespace, names: Iterable[str]) -> None:
 def try_page(
     document: dict[str, Any], directory: Path, render: Callable[[dict[str, Any]], str]
 ) -> tuple[Path | None, UserError | None]:
-    """The page of a run in its directory, or why there is none: results are shown all the same."""
+    """Write the page of a run into its directory. Return its path or the error, as results are shown either way."""
     from redline.core.errors import UserError
     from redline.core.job import REPORT_FILE, RunDirectory
 
@@ -119,14 +121,14 @@ def try_page(
 
 
 def leave_page(document: dict[str, Any], directory: Path, render: Callable[[dict[str, Any]], str]) -> None:
-    """For a call from Python, which has its document whether a page can be written or not."""
+    """Write the page for a call from Python, which returns its document either way; a page that fails is a warning."""
     _, trouble = try_page(document, directory, render)
     if trouble is not None:
         warn_of(trouble)
 
 
 def check_html(path: Path, example: str) -> None:
-    """Where --html writes to, before anything is measured."""
+    """Refuse an --html path that is a folder, or in a folder that does not exist, before anything is measured."""
     from redline.core.errors import UserError
 
     if path.is_dir() or not path.parent.is_dir():
@@ -148,7 +150,7 @@ def warn_of(trouble: UserError) -> None:
 
 
 def options_of(add_command: Callable[[Any], None], name: str, given: dict[str, Any]) -> argparse.Namespace:
-    """A command's options for a call from Python: its own defaults, and what was given."""
+    """Return a command's options for a call from Python: its defaults, with the values in `given` that are not None."""
     parser = argparse.ArgumentParser()
     add_command(parser.add_subparsers())
     options = parser.parse_args([name])
@@ -157,7 +159,7 @@ def options_of(add_command: Callable[[Any], None], name: str, given: dict[str, A
 
 
 def as_published(recipe: Recipe, workload: Workload, tell: Callable[[str], object]) -> Recipe:
-    """The recipe with what makes the model the one that its config describes; what it lacked is told."""
+    """Return the recipe with the rungs that make the model what its config describes, and `tell` which were missing."""
     from redline.rungs import with_own
 
     rungs = with_own(recipe.rungs, workload)
@@ -168,12 +170,12 @@ def as_published(recipe: Recipe, workload: Workload, tell: Callable[[str], objec
 
 @contextmanager
 def only_our_words_on_stdout() -> Iterator[None]:
-    """What a user's code, a library or a loader's process prints goes to standard error meanwhile: with --json there is
-    one document on standard output and nothing else."""
+    """Send to standard error whatever the user's code, a library or a loader's process prints, so that with --json
+    standard output holds one document and nothing else."""
     sys.stdout.flush()
     try:
         kept = os.dup(1)
-    except OSError:  # closed, or never there
+    except OSError:  # closed, or never open
         with redirect_stdout(sys.stderr):
             yield
         return
@@ -188,7 +190,7 @@ def only_our_words_on_stdout() -> Iterator[None]:
 
 
 def command_line() -> str:
-    """As the user typed it, to be run again."""
+    """Return the command as the user typed it, quoted so that it can be run again."""
     from redline.core.rank_processes import typed_words
 
     return shlex.join(["redline", *typed_words()])

@@ -1,4 +1,4 @@
-"""`redline data`: text to token shards once, what a folder of them holds, and whether it is still whole."""
+"""`redline data`: turn text into token shards, describe a prepared folder, and check it for damage."""
 
 from __future__ import annotations
 
@@ -66,7 +66,8 @@ def add_prepare(actions: Any) -> None:
 
 
 def add_reading(parser: Any) -> None:
-    """READING_OPTIONS, for every command that reads text. What was not given is None, and `Reading` knows better."""
+    """Add `READING_OPTIONS`, for every command that reads text. Options that are not given are None: the classes that
+    do the reading have the defaults."""
     parser.add_argument("--field", metavar="NAME", help="where a record has its text (default: text)")
     parser.add_argument("--split", metavar="NAME", help="of a Hugging Face data set (default: train)")
     parser.add_argument(

@@ -1,7 +1,8 @@
-"""`redline estimate`: parameters, FLOPs, memory and speed of a training step, worked out and not run.
+"""`redline estimate`: predict parameters, FLOPs, memory and speed of a training step without running it.
 
-The command and its options. What they are about is in estimate_subject.py, several GPUs are in estimate_layout.py, the
-rungs in estimate_rungs.py; the numbers come from predict/estimate.py and are shown by report/estimate.py.
+This file has the command and its options. estimate_subject.py chooses the device, the model and its sizes,
+estimate_layout.py the layout of several GPUs, and estimate_rungs.py the rungs; predict/estimate.py computes the numbers
+and report/estimate.py shows them.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def add_estimate(commands: Any) -> None:
 
 
 def add_layout(estimate: argparse.ArgumentParser) -> None:
-    """As `redline train` has them, and what it has not: ZeRO stages of their own. The short names are older."""
+    """Add the layout options of `redline train`, and --dp and --zero, which it lacks. --tp and --pp are older names."""
     estimate.add_argument("--parallel", metavar="WAY", help="how GPUs share a step: ddp, fsdp, fsdp-keep or fsdp-whole")
     estimate.add_argument("--tensor", metavar="N", type=int, help="GPUs that hold each layer together: TP (default: 1)")
     estimate.add_argument(
@@ -108,7 +109,7 @@ def run_estimate(options: argparse.Namespace) -> int:
 
 
 def estimate(options: argparse.Namespace) -> dict[str, Any]:
-    """The document that --json prints."""
+    """Return the document that --json prints."""
     from redline.predict.estimate import document
     from redline.workloads.python_file import is_python_file
 
@@ -142,7 +143,7 @@ def check_options(options: argparse.Namespace) -> None:
 
 
 def with_zero(options: argparse.Namespace) -> argparse.Namespace:
-    """--parallel in the words that predictions have."""
+    """Return the options with --parallel translated into the ZeRO stage that predictions use."""
     from redline.core.errors import unknown_name
     from redline.predict.fitting import ZERO
     from redline.rungs.parallel import WAYS
@@ -159,7 +160,8 @@ def with_zero(options: argparse.Namespace) -> argparse.Namespace:
 
 
 def unsaid_way(options: argparse.Namespace) -> str | None:
-    """As in train: the recipe's, where GPUs take data of their own; and copies that are cut are FSDP's."""
+    """Return the default of --parallel, as in `redline train`: the recipe's where several GPUs have data of their own,
+    else fsdp if --replicas is above 1, else None."""
     from redline.core.recipe import load_recipe
     from redline.rungs.parallel import FSDP, WAYS
 

@@ -1,10 +1,11 @@
-"""Several GPUs in `redline estimate`: the layout that was named or is recommended, and the line that trains like that.
+"""Several GPUs in `redline estimate`: the layout that is named or recommended, and the command that trains with it.
 
-    fabric, notes = choose_fabric(options, target)           # None: one GPU, or nothing is trained
-    layout = choose_layout(options, micro_batch, shape)      # as named; `recommended` where nobody did
+    fabric, notes = choose_fabric(options, target)           # None for one GPU, and for inference
+    layout = choose_layout(options, micro_batch, shape)      # as named; `recommended` if none was
     how_to_train(trained, case, fabric) -> {"command": "redline train gpt2 --gpus 8 ...", "reason": None}
 
-What does not divide is refused with what does (predict/parallel.py); one GPU has nothing here but its layout.
+Sizes that do not divide are refused with ones that do (predict/parallel.py). For one GPU, only `choose_layout` and
+`words_to_measure` apply.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ LAYOUT = (
     "pipeline",
     "zero",
     "replicas",
-)  # options that name a layout: without any of them one is recommended
+)  # options that name a layout; if none is given, one is recommended
 LEFT_OUT = (
     "only what redline train runs as it is predicted is recommended: not ZeRO 1 and 2, which it has not, nor ZeRO in a "
     "pipeline, where it holds more"
@@ -45,7 +46,8 @@ LEFT_OUT = (
 
 
 def check_cut(options: argparse.Namespace, shape: Shape) -> None:
-    """Where --dp is given, which `all_gpus` asks: the model first, so that what is proposed then is possible for it."""
+    """With --dp, check the other cuts against the model before `all_gpus` checks their product, so that what is
+    proposed then is possible for the model."""
     from redline.predict.parallel import gpus_in_a_node, layout_for_batch
 
     if options.dp is None:
@@ -53,7 +55,7 @@ def check_cut(options: argparse.Namespace, shape: Shape) -> None:
     cut = {"tp": options.tensor or 1, "pp": options.pipeline or 1}
     gpus = options.gpus or math.prod((options.dp, *cut.values()))
     node = partial(gpus_in_a_node, nodes=options.nodes)
-    node(gpus)  # refuses by itself
+    node(gpus)  # raises if the nodes do not divide the GPUs
     try:
         layout_for_batch(gpus=gpus, **cut, micro_batch=1, shape=shape, gpus_per_node=node, beside=beside(options))
     except UserError as error:
@@ -62,14 +64,14 @@ def check_cut(options: argparse.Namespace, shape: Shape) -> None:
 
 
 def beside(options: argparse.Namespace) -> Beside:
-    """The batch that was asked for."""
+    """Return the batch and the replicas that the options ask for."""
     from redline.predict.parallel import Beside
 
     return Beside(micro_batch=options.micro_batch or 1, batch=options.global_batch, replicas=options.replicas or 1)
 
 
 def all_gpus(options: argparse.Namespace) -> int:
-    """As many as were named, or as the layout takes; a DP that does not go with them is refused."""
+    """Return --gpus, or as many as the layout takes. A --dp that does not match --gpus is refused."""
     from redline.predict.parallel import check_product
 
     tp, pp = options.tensor or 1, options.pipeline or 1
@@ -81,7 +83,7 @@ def all_gpus(options: argparse.Namespace) -> int:
 
 
 def choose_fabric(options: argparse.Namespace, machine: Target) -> tuple[Fabric | None, tuple[str, ...]]:
-    """What joins several GPUs that train, and a note where the nodes are assumed. One GPU, and inference, have none."""
+    """Return what joins several GPUs that train, and a note on assumed nodes; None for one GPU and for inference."""
     from redline.core.interconnects import choose_links
     from redline.predict.communication import Fabric
     from redline.predict.parallel import gpus_in_a_node
@@ -104,7 +106,7 @@ def recommended(
     peaks: tuple[Peaks | None, str | None],
     trained: Trainable,
 ) -> tuple[Recommendation, tuple[str, ...]]:
-    """All layouts are compared at one global batch: the one that was named, or a usual one."""
+    """Return the recommended layout and notes. All layouts are compared at one global batch, given or usual."""
     from redline.predict.layouts import recommend, usual_global_batch
 
     given = options.global_batch
@@ -124,7 +126,8 @@ def search_of(
     trained: Trainable,
     global_batch: int,
 ) -> Search:
-    """Layouts are those that train can run, as it runs them; where it runs none, with these rungs, they are all."""
+    """Return a search of the layouts that `redline train` can run, with its plans; of all layouts if it refuses these
+    rungs even with ddp."""
     from redline.predict.layouts import Search
 
     return Search(
@@ -143,8 +146,8 @@ def search_of(
 def choose_instead(
     options: argparse.Namespace, case: Case, fabric: Fabric, target: Target, trained: Trainable
 ) -> Instead | None:
-    """What fits these GPUs, where this layout does not, with the line that trains like that; None where nothing does,
-    or where this does or nobody knows."""
+    """Return what fits these GPUs if this layout does not, with the command that trains with it. None if nothing fits,
+    if this layout does, or if the memory is unknown."""
     from redline.predict.estimate import many_peaks
     from redline.predict.shortage import what_fits
     from redline.rungs import plan_of
@@ -196,13 +199,13 @@ def choose_layout(options: argparse.Namespace, micro_batch: int, shape: Shape) -
     return layout
 
 
-# what train makes of it
+# what train would run
 
 
 def choose_trainable(
     options: argparse.Namespace, resolved: Resolved, shape: Shape, rungs: tuple[str, ...], machine: Target
 ) -> Trainable:
-    """What `redline train` would make of these words on several GPUs."""
+    """Return what `redline train` would run on several GPUs, given these options."""
     from redline.core.workload import BUILT_IN, Source, other_than_gpt2
     from redline.search.trained import Trainable
 
@@ -224,7 +227,7 @@ def choose_trainable(
 
 
 def undone_notes(trained: Trainable, case: Case) -> tuple[str, ...]:
-    """Rungs that were assumed or named, and that the layout does without."""
+    """Return notes on rungs, assumed or named, that change nothing in this layout."""
     from redline.search.ranks import undone_in
 
     assert case.layout is not None
@@ -249,8 +252,8 @@ def how_to_train(trained: Trainable, case: Case, fabric: Fabric) -> dict[str, st
 def words_to_measure(
     words: str, resolved: Resolved, shape: Shape, case: Case, fabric: Fabric | None, trained: Trainable
 ) -> str | None:
-    """What `redline ladder` takes for these very sizes; None where it does not, or where a model is cut. Its ranks are
-    on one machine."""
+    """Return what to type after `redline ladder` to measure exactly these sizes. None if it cannot, as for a shape
+    file, a model that is cut (TP or PP), or ranks on several machines."""
     from redline.workloads import PRESETS
     from redline.workloads.resolve import usual_training
 
@@ -270,7 +273,7 @@ def words_to_measure(
 
 
 def words_to_train(words: str, resolved: Resolved, shape: Shape) -> str | None:
-    """The workload with its sequence, where a command would take another; None beyond the model's positions."""
+    """Return the workload, with --sequence if a command would choose another; None beyond the model's positions."""
     from redline.workloads import PRESETS
     from redline.workloads.resolve import USUAL_SEQUENCE
 

@@ -1,8 +1,9 @@
-"""Which rungs `redline estimate` predicts with: those that were named, or all that apply on the device.
+"""Chooses the rungs that `redline estimate` predicts with: those that are named, or all that apply on the device.
 
     rungs, notes = choose_rungs("bf16,flash", asked_workload(shape, None), target)
 
-A rung is asked as the ladder asks it; nothing is built. What is chosen for the user comes back as a note.
+Whether a rung applies is decided as in the ladder, without building anything. A choice made for the user is returned as
+a note.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ TIED = "tied-weights"
 def choose_rungs(
     words: str | None, workload: Workload, machine: Target, optimizer: str | None = None
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Rungs in the ladder's order, and notes. Named ones must apply; without a name it is all that do. An optimizer's
-    rung takes the place of the one among them."""
+    """Return the rungs in the ladder's order, and notes. Named rungs must apply; without names, all usual ones that
+    apply are taken. The rung of `optimizer` replaces theirs."""
     from redline.rungs import find_rung, usual_rungs
     from redline.rungs.ladder import LADDER, check_alternatives, with_optimizer
 
@@ -60,7 +61,8 @@ def check_rungs_apply(names: Iterable[str], workload: Workload, machine: Target)
 
 
 def tied_as_published(rungs: tuple[str, ...], shape: Shape) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The ladder unties GPT-2 to show what tying does. Another model is what its config says."""
+    """Return the rungs with tying as the model's config has it, and a note if that changes them. The ladder unties only
+    the built-in GPT-2, to show what tying does."""
     from redline.rungs.ladder import in_order
 
     if (TIED in rungs) == shape.tied:
@@ -73,10 +75,10 @@ def tied_as_published(rungs: tuple[str, ...], shape: Shape) -> tuple[tuple[str, 
 
 
 def asked_workload(shape: Shape, config: dict[str, Any] | None) -> Workload:
-    """What a rung asks of a workload is its shape and what its code allows; the rest of it is filled in."""
+    """Return a workload to ask rungs about. They need its shape and what its code cannot do; the rest is filled in."""
     from redline.core.workload import Workload
     from redline.workloads.huggingface import obstacles
 
     cannot = {} if config is None else obstacles(config, shape)
-    cannot.pop(TIED, None)  # `tied_as_published` sees to that, with a note
+    cannot.pop(TIED, None)  # `tied_as_published` handles it, with a note
     return Workload(name="estimate", shape=shape, tokenizer="gpt2", micro_batch=1, learning_rate=1e-3, cannot=cannot)

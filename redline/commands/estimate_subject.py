@@ -1,9 +1,9 @@
-"""What `redline estimate` is about: the device, the model with its sizes, and the plan, as options and files say.
+"""Chooses what `redline estimate` predicts, from options and files: the device, the model and its sizes, and the plan.
 
-    target = choose_machine(options)                         # the GPU that was named, or this machine's
+    target = choose_machine(options)                         # the named GPU, or this machine's
     subject = choose_subject(options, target)                # a model of known shape; choose_traced: a user's file
 
-What was not said is chosen here, with a note; predict/estimate.py works out the numbers.
+Whatever is not given is chosen here, with a note; predict/estimate.py computes the numbers.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ if TYPE_CHECKING:
     from redline.predict.traced_estimate import TracedSubject
     from redline.workloads import Resolved
 
-AS_THE_PLAN = "plan"  # --inference without a word
+AS_THE_PLAN = "plan"  # --inference without a value
 
 
 # the device
 
 
 def choose_machine(options: argparse.Namespace) -> Target:
-    """The device that was named, or this machine's GPU. A CPU is none: memory and FLOPs do not depend on it."""
+    """Return the named device, or this machine's GPU. A CPU is no device here: memory and FLOPs do not depend on it."""
     from redline.core.devices import find_device
     from redline.machine import find_measured, this_machine
     from redline.predict.estimate import Target
@@ -70,8 +70,8 @@ def choose_machine(options: argparse.Namespace) -> Target:
 
 
 def hardware_of(device: Device | None) -> Hardware:
-    """A machine with this device, for `Rung.needs`: the rules of engine/probe.py, from the data sheet. An unknown
-    device is taken for one that can do everything."""
+    """Return a machine with this device, for `Rung.needs`: the rules of engine/probe.py, applied to the data sheet. An
+    unknown device is assumed to support everything."""
     from redline.core.hardware import Hardware
 
     features = {"tf32", "bf16", "fp16", "compile", "triton", "flash", "cudnn-attention", "fp8"}
@@ -96,7 +96,7 @@ def hardware_of(device: Device | None) -> Hardware:
 
 
 def choose_traced(options: argparse.Namespace, machine: Target) -> TracedSubject:
-    """A user's file: the model is run once, on the host, to see what it is."""
+    """Return a subject for a user's file, whose model is run once on the host to trace it."""
     from redline.search.inspect import find_workload
 
     check_one_gpu(options)
@@ -145,8 +145,8 @@ def traced_subject(options: argparse.Namespace, machine: Target, workload: Workl
 
 
 def words_of(options: argparse.Namespace) -> tuple[str | None, int | None]:
-    """Rungs and micro batch as given, by options or by a recipe. What a recipe says of ranks counts where there are
-    some: `with_zero` and the layout's options have it."""
+    """Return the rungs and the micro batch, from the options or a recipe. A recipe's rungs for ranks are left out:
+    `with_zero` and the layout options cover them."""
     from redline.core.recipe import load_recipe
     from redline.rungs.parallel import RANK_RUNGS
 
@@ -201,7 +201,7 @@ def choose_subject(options: argparse.Namespace, machine: Target) -> Subject:
         if layout.pp > 1 and options.global_batch is None:
             notes += ("one micro batch is in the pipeline at a time; --global-batch says how many wait in its stages",)
     assert case.layout is not None
-    # What is recommended to be sharded does not fit one GPU, where a ladder has its baseline and its reference.
+    # A layout that is recommended with sharding does not fit one GPU, where a ladder runs its baseline and reference.
     alone_too_large = advice is not None and case.zero > 0
     return Subject(
         name=resolved.name,
@@ -222,8 +222,8 @@ def choose_subject(options: argparse.Namespace, machine: Target) -> Subject:
 def choose_sizes(
     options: argparse.Namespace, resolved: Resolved
 ) -> tuple[Shape, int, tuple[str, ...], tuple[str, ...]]:
-    """The tokens read at once; how many positions the model has learned does not change with them. Two kinds of notes:
-    those of the micro batch do not count where a recommended layout has its own."""
+    """Return the shape, the micro batch and two groups of notes; the second, on the micro batch, does not count where a
+    recommended layout has its own. The sequence length does not change how many positions the model has learned."""
     from redline.commands.lint import USUAL_SEQUENCE, choose_micro_batch
 
     shape = resolved.shape

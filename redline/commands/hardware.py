@@ -1,4 +1,4 @@
-"""`redline hardware`: what this machine is, what its data sheet promises, and what it does when it is measured."""
+"""`redline hardware`: what this machine is, what its data sheet promises, and what it reaches when measured."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from redline.core.devices import Device
     from redline.core.hardware import MeasuredPeaks
 
-DEFAULT_WORKLOAD = ""  # --measure without a word: the machine decides
+DEFAULT_WORKLOAD = ""  # --measure without a value: the default depends on the machine
 
 
 def add_hardware(commands: Any) -> None:
@@ -53,7 +53,7 @@ def run_hardware(options: argparse.Namespace) -> int:
 
 
 def hardware(options: argparse.Namespace) -> dict[str, Any]:
-    """The document that --json prints."""
+    """Return the document that --json prints."""
     check_together(options)
     if options.name is not None:
         return look_up(options.name)
@@ -61,7 +61,7 @@ def hardware(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def check_together(options: argparse.Namespace) -> None:
-    """Options that would be ignored are mistakes."""
+    """Refuse options that would be ignored."""
     asked = [name for name in ("name", "list", "measure") if getattr(options, name) not in (None, False)]
     if len(asked) > 1:
         raise UserError(
@@ -79,7 +79,7 @@ def check_together(options: argparse.Namespace) -> None:
 
 
 def look_up(name: str) -> dict[str, Any]:
-    """A device by name. A driver's name that we do not know is an answer, not a mistake."""
+    """Describe a device by name. A driver's name that we do not know is an answer, not a mistake."""
     from redline.core.devices import find_device, looks_like_driver_name, lookup, why_unknown
     from redline.machine import find_measured
 
@@ -105,7 +105,7 @@ def describe_machine() -> dict[str, Any]:
 
 
 def measure_machine(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure, keep, and hold it against the data sheet of what was measured."""
+    """Measure, save the result, and compare it with the data sheet of the measured device."""
     from rich.console import Console
 
     from redline.core.devices import lookup, why_unknown
@@ -133,7 +133,7 @@ def measure_machine(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def keep(peaks: MeasuredPeaks, known: Device | None) -> tuple[str, ...]:
-    """A measurement that cannot be kept, or should not be, is still shown, with a note."""
+    """Save a measurement. One that cannot or should not be saved is still shown, with the note returned here."""
     from redline.core.hardware import beyond_the_data_sheet
     from redline.machine import save_measured
 
@@ -165,7 +165,7 @@ def document(
 
 
 def device_json(device: Device) -> dict[str, Any]:
-    """A row with every dtype in it: null where the device lacks it or no data sheet settles it."""
+    """Return a device's row with every dtype in it: null if the device lacks it or no data sheet states it."""
     from redline.core.devices import DTYPES
     from redline.core.values import to_json
 
@@ -174,7 +174,7 @@ def device_json(device: Device) -> dict[str, Any]:
 
 
 def measured_json(measured: MeasuredPeaks, known: Device | None) -> dict[str, Any]:
-    """With the rates worked out, and their shares of the data sheet; none where one of them cannot be right."""
+    """Return the measurement with its rates and their shares of the data sheet: null if a rate cannot be right."""
     from redline.core.hardware import beyond_the_data_sheet
     from redline.core.values import to_json
 

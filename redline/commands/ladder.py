@@ -131,7 +131,7 @@ def run_ladder(options: argparse.Namespace) -> int:
 
 
 def ladder(options: argparse.Namespace, command: str) -> tuple[dict[str, Any], Path]:
-    """The document and the run directory; progress goes to standard error."""
+    """Climb, and return the document and the run directory. Progress goes to standard error."""
     from rich.console import Console
 
     from redline.report.live import LiveLadder
@@ -153,8 +153,8 @@ def ladder(options: argparse.Namespace, command: str) -> tuple[dict[str, Any], P
     return document, run.directory.path
 
 
-# What defines a ladder; with --resume these come from the run directory and may not be given again, but for the ranks
-# that it has.
+# The options that define a ladder. With --resume they come from the run directory and may not be given again, except
+# for the ranks that it has.
 CHOICES = (
     "workload",
     "rungs",
@@ -187,7 +187,7 @@ def show_ladder(document: dict[str, Any], directory: Path, options: argparse.Nam
     from redline.report.page import render_page
     from redline.report.table import print_ladder
 
-    # Written before the table is shown, whose reader may close the pipe; a page that fails waits until after it.
+    # The page is written before the table is shown, whose reader may close the pipe; its error waits until after.
     page, trouble = try_page(document, directory, render_page)
     if options.json:
         print(json.dumps(document))
@@ -202,7 +202,7 @@ def show_ladder(document: dict[str, Any], directory: Path, options: argparse.Nam
         print(f"interrupted; continue with: redline ladder --resume {directory}", file=sys.stderr)
     if trouble is not None and options.run is run_ladder:
         raise trouble
-    if trouble is not None:  # a report was asked for and has been shown; its run may lie where nothing can be written
+    if trouble is not None:  # `redline report` has shown the table; its run may lie where nothing can be written
         warn_of(trouble)
     if not document["finished"]:
         return EXIT_INTERRUPTED if options.run is run_ladder else EXIT_DONE
@@ -212,7 +212,7 @@ def show_ladder(document: dict[str, Any], directory: Path, options: argparse.Nam
 
 def print_paths(**paths: Path | None) -> None:
     for name, path in paths.items():
-        if path is not None and path.exists():  # a full disk may have kept it away
+        if path is not None and path.exists():  # a full disk may have prevented it
             print(f"{name:8} {path}")
 
 

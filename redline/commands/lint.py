@@ -1,4 +1,4 @@
-"""`redline lint`: the ugly numbers of a shape, what they cost on a device, and the nearest good ones."""
+"""`redline lint`: sizes of a model that cost speed, what they cost on a device, and the nearest good ones."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 DEFAULT_WORKLOAD = "gpt2"
 DTYPES = ("bf16", "fp16", "tf32", "fp32", "fp8")
-USUAL_SEQUENCE = 4096  # a config gives the longest context, and few train at that
-USUAL_TOKENS = 16384  # per step and GPU, where nobody says: enough to fill any device
+USUAL_SEQUENCE = 4096  # a config states the longest context, and few train at that
+USUAL_TOKENS = 16384  # per step and GPU unless given: enough to fill any device
 MEASURE_SECONDS = 20.0
-NO_FILE = ""  # --fix without a word
+NO_FILE = ""  # --fix without a value
 
 
 def add_lint(commands: Any) -> None:
@@ -88,7 +88,7 @@ def run_lint(options: argparse.Namespace) -> int:
 
 
 def lint(options: argparse.Namespace) -> dict[str, Any]:
-    """The document that --json prints; measures and writes where the options say so."""
+    """Return the document that --json prints; measure and write if the options say so."""
     from redline.predict.lint import document
     from redline.predict.lint import lint as lint_subject
     from redline.workloads import resolve_shape
@@ -125,8 +125,8 @@ def lint_python_file(options: argparse.Namespace, ignored: tuple[str, ...]) -> d
 def lint_traced(
     options: argparse.Namespace, ignored: tuple[str, ...], workload: Workload, origin: str
 ) -> dict[str, Any]:
-    """A user's own model: sizes and lines as they were seen. Where the file describes a shape, its sizes are linted as
-    any shape's are, and only the lines come from the model."""
+    """Lint a user's own model by the sizes and lines seen in its trace. If the file describes a shape, its sizes are
+    linted like those of any shape, and only the lines come from the trace."""
     from redline.core.traced import Traced
     from redline.core.workload import Shape
     from redline.predict.lint import document
@@ -208,7 +208,7 @@ def ignored_rules(words: str | None) -> tuple[str, ...]:
 
 
 def known_device(options: argparse.Namespace) -> tuple[Device | None, dict[str, Any]]:
-    """The one that was named, or this machine's if the driver and the table know it."""
+    """Return the named device, or this machine's if the driver and the table know it, and its part of the document."""
     from redline.core.devices import find_device
     from redline.machine import this_machine
 
@@ -220,7 +220,7 @@ def known_device(options: argparse.Namespace) -> tuple[Device | None, dict[str, 
 
 
 def measured_device(options: argparse.Namespace) -> tuple[Device | None, dict[str, Any]]:
-    """What torch sees here: that is what is measured, whatever NVML says."""
+    """Return the device that torch sees, which is the one measured whatever NVML says, and its part of the document."""
     from redline.core.devices import find_device, why_unknown
     from redline.search.launch import probe_machine
 
@@ -259,7 +259,7 @@ def hardware_json(device: Device | None, reason: str | None) -> dict[str, Any]:
 def choose_subject(
     options: argparse.Namespace, resolved: Resolved, device: Device | None
 ) -> tuple[Subject, tuple[str, ...]]:
-    """What is linted, and a note for every choice that the user did not make."""
+    """Return what to lint, and a note for every choice that the user did not make."""
     from redline.predict.subject import DEFAULT_ALIGNMENT_BYTES, Subject
 
     notes = []
@@ -286,7 +286,7 @@ def choose_subject(
 
 
 def shape_of_run(shape: Shape, sequence: int) -> Shape:
-    """Shorter sequences leave the model as it is: its learned positions stay."""
+    """Return the shape at this sequence length. The model stays as it is: its learned positions are kept."""
     return (
         shape if sequence == shape.sequence else replace(shape, sequence=sequence, max_positions=shape.positions_count)
     )
@@ -304,7 +304,7 @@ def choose_micro_batch(options: argparse.Namespace, resolved: Resolved, sequence
 
 
 def choose_dtype(dtype: str | None, device: Device | None) -> str:
-    if dtype is not None and dtype not in DTYPES:  # argparse asks for one of them, a call from Python does not
+    if dtype is not None and dtype not in DTYPES:  # argparse checks this, a call from Python does not
         raise unknown_name("dtype", dtype, DTYPES)
     if device is None:
         return dtype or DTYPES[0]
@@ -323,7 +323,7 @@ def choose_dtype(dtype: str | None, device: Device | None) -> str:
 
 
 def measure(report: Report, options: argparse.Namespace) -> Seconds:
-    """Seconds of one call of every size, as it is and with each fix, in one interleaved run."""
+    """Return the seconds of one call of every GEMM, as it is and with each fix, timed in one interleaved run."""
     from rich.console import Console
 
     from redline.predict.lint import gemms_to_time
@@ -346,8 +346,8 @@ def measure(report: Report, options: argparse.Namespace) -> Seconds:
 
 
 def fixed_shape(resolved: Resolved, report: Report) -> Shape:
-    """The suggestion as a model. Another length of the sequences is a setting of the run, unless it is the model's own
-    that was linted."""
+    """Return the suggested shape to write. Unless the model's own sequence length was linted, the length is a setting
+    of the run and the model keeps its own."""
     before, after = report.subject.shape, report.suggested.shape
     if before.sequence == resolved.shape.sequence:
         return after
@@ -355,7 +355,7 @@ def fixed_shape(resolved: Resolved, report: Report) -> Shape:
 
 
 def fix_target(options: argparse.Namespace, resolved: Resolved, report: Report) -> Path | None:
-    """Where the fix goes, checked before anything is measured or printed."""
+    """Return where to write the fix, if there is one, checked before anything is measured or printed."""
     if options.fix is None or fixed_shape(resolved, report) == resolved.shape:
         return None
     path = Path(options.fix or f"{resolved.name}.fixed.json").expanduser()
@@ -371,7 +371,8 @@ def fix_target(options: argparse.Namespace, resolved: Resolved, report: Report) 
 
 
 def write_fix(target: Path | None, resolved: Resolved, report: Report, options: argparse.Namespace) -> tuple[str, ...]:
-    """A config stays a config with only the changed fields changed; everything else becomes a shape file."""
+    """Write the fix and return a note. A config keeps the fields that the fix does not change; anything else becomes a
+    shape file."""
     from redline.core.job import write_atomically
     from redline.workloads import changed_document
 

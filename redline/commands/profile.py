@@ -76,7 +76,7 @@ def run_profile(options: argparse.Namespace) -> int:
 
 
 def show_profile(found: dict[str, Any], options: argparse.Namespace, directory: Path | None = None) -> int:
-    """`directory`: where the run lies now, if that is not where it was made."""
+    """Show a profile and write its page. `directory` is where the run is now, if that is not where it was made."""
     from rich.console import Console
 
     from redline.report.profile import print_profile
@@ -99,7 +99,7 @@ def show_profile(found: dict[str, Any], options: argparse.Namespace, directory: 
 
 
 def profile(options: argparse.Namespace) -> dict[str, Any]:
-    """The document that --json prints; a worker that failed is a document too."""
+    """Profile, and return the document that --json prints; if the worker failed, the document says so."""
     from rich.console import Console
 
     from redline.core.measurement import Failure
@@ -130,11 +130,12 @@ class ProfileRun:
     job: Job
     hardware: Hardware
     record: dict[str, Any]
-    """What run.json holds."""
+    """The contents of run.json."""
 
 
 def prepare(options: argparse.Namespace) -> ProfileRun:
-    """Everything the user said is checked before the machine is asked and before anything is written."""
+    """Check the options, as far as possible before the machine is probed and always before anything is written; then
+    open the run."""
     from redline.core.job import Job, check_run_directory
     from redline.predict.parallel import Beside
     from redline.search.climb import TOKENS_FILE
@@ -172,7 +173,7 @@ def prepare(options: argparse.Namespace) -> ProfileRun:
 
 
 def check_options(options: argparse.Namespace) -> Recipe | None:
-    """The recipe file, if one was given."""
+    """Check the options by themselves, and return the recipe if a file was given."""
     from redline.core.recipe import load_recipe
     from redline.core.workload import check_positive
     from redline.data.text import check_corpus
@@ -201,7 +202,7 @@ def check_options(options: argparse.Namespace) -> Recipe | None:
 
 
 def named_rungs(words: str) -> tuple[str, ...]:
-    """In the order of the ladder, and of two that take each other's place only one."""
+    """Return the named rungs in the order of the ladder; two that replace each other are refused."""
     from redline.rungs.ladder import check_alternatives
     from redline.search.ladder import choose_rungs
 
@@ -335,7 +336,8 @@ def document(run: ProfileRun, found: Profile) -> dict[str, Any]:
 def figures(
     found: Profile, plan: Plan, device: Any, measured: Any, refused: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """What was measured, of whatever step; `plan` tells TF32 from fp32. `refused`: why rungs do not apply."""
+    """Return what was measured, for any kind of step. `plan` distinguishes TF32 from fp32; `refused` has the rungs that
+    do not apply, with the reasons."""
     from redline.core.values import to_json
     from redline.search.document import sharing_json
 
@@ -367,7 +369,7 @@ def figures(
 
 
 def uncompiled_json(found: Uncompiled) -> dict[str, Any]:
-    """Shares of the work of forward and backward, which add up to one."""
+    """Return the modules with their shares of the work of forward and backward, which add up to one."""
     from redline.core.values import to_json
 
     rows: list[dict[str, Any]] = [
@@ -389,7 +391,7 @@ def fix_of(finding: Finding, plan: Plan, refused: Mapping[str, str]) -> str:
 
 
 def refused_rungs(found: Profile, recipe: Recipe, workload: Workload, hardware: Hardware) -> dict[str, str]:
-    """Of the rungs that findings name: those that do not go onto the recipe here, and why."""
+    """Return the rungs that findings name but that cannot go onto the recipe here, with the reasons."""
     from redline.rungs import find_rung, plan_of, why_not
     from redline.search.ranks import refused_beside
 
@@ -402,15 +404,15 @@ def refused_rungs(found: Profile, recipe: Recipe, workload: Workload, hardware: 
 
 
 def beside(rung: Rung, recipe: Recipe) -> tuple[str, ...]:
-    """The recipe's rungs without those whose place this one takes."""
+    """Return the recipe's rungs without those that this one replaces."""
     from redline.rungs import find_rung, group_of
 
     return tuple(name for name in recipe.rungs if group_of(find_rung(name)) != group_of(rung))
 
 
 def candidates_of(recipe: Recipe, workload: Workload, hardware: Hardware) -> tuple[Candidate, ...]:
-    """Rungs that would go onto the recipe here, or in the place of one of its own, without changing the maths. Those
-    that are taken by name give up speed for memory."""
+    """Return the rungs that could go onto the recipe here, or replace one of its own, without changing the maths. Those
+    that are taken by name are left out: they give up speed for memory."""
     from redline.predict.advice import Candidate
     from redline.rungs import LADDER, Maths, plan_of, why_not
     from redline.search.ranks import refused_beside
@@ -427,7 +429,7 @@ def candidates_of(recipe: Recipe, workload: Workload, hardware: Hardware) -> tup
 
 
 def kernel_peaks(plan: Plan, kernel: Kernel, device: Any, measured: Any) -> Peaks | None:
-    """At the precision of the kernel: the data sheet's, else what was measured here."""
+    """Return the peaks at the kernel's precision: the data sheet's, or without one those measured here."""
     from redline.predict.roofline import Peaks
 
     dtype = "tf32" if kernel.dtype == "fp32" and plan.matmul_precision == "high" else kernel.dtype
@@ -437,12 +439,13 @@ def kernel_peaks(plan: Plan, kernel: Kernel, device: Any, measured: Any) -> Peak
     tflops = source.peak_tflops if device is not None else source.matmul_tflops
     if dtype is not None and dtype not in tflops:
         return None
-    rate = tflops[dtype] if dtype is not None else max(tflops.values())  # no product: the rate does not count
+    rate = tflops[dtype] if dtype is not None else max(tflops.values())  # no matmul: the rate does not count
     return Peaks(matmul_tflops=rate, bandwidth=source.bandwidth, source="data sheet" if device else "measured")
 
 
 def kernel_json(kernel: Kernel, peaks: Peaks | None) -> dict[str, Any]:
-    """With its rates, and the share of the roofline: the least time its work could take over the time it took."""
+    """Return the kernel with its rates and its share of the roofline: the least time its work could take, divided by
+    the time it took."""
     from redline.core.values import to_json
 
     compute = None if not kernel.flops or peaks is None else kernel.flops / (1e12 * peaks.matmul_tflops)
@@ -458,8 +461,8 @@ def kernel_json(kernel: Kernel, peaks: Peaks | None) -> dict[str, Any]:
 
 
 def roofline_json(run: ProfileRun, plan: Plan, device: Any, measured: Any) -> dict[str, Any] | None:
-    """What this step could take, of a tensor group each rank's part of it; None for a device without a data sheet, and
-    for a model whose operations nobody described. Communication is no part of it."""
+    """Return how long this step could take at best, without communication; in a tensor group, each rank's part of it.
+    None for a device without a data sheet, and for a user's file, whose operations are not described."""
     from redline.predict.layouts import piece_of
     from redline.predict.parallel import Layout
     from redline.predict.roofline import predict_step, reachable, sheet_peaks
@@ -486,7 +489,7 @@ def roofline_json(run: ProfileRun, plan: Plan, device: Any, measured: Any) -> di
 
 
 def memory_json(run: ProfileRun, plan: Plan, found: Profile) -> dict[str, Any]:
-    """The measured anatomy beside the predicted one. A CPU has no cuBLAS workspaces: they are taken out there."""
+    """Return the measured anatomy beside the predicted one. On a CPU the prediction leaves out cuBLAS workspaces."""
     from redline.core.values import to_json
     from redline.predict.fitting import case_of
     from redline.predict.memory import WORKSPACES
@@ -499,7 +502,7 @@ def memory_json(run: ProfileRun, plan: Plan, found: Profile) -> dict[str, Any]:
 
 
 def anatomy_json(found: Profile) -> dict[str, Any]:
-    """What was measured, of whatever step."""
+    """Return the measured memory anatomy, for any kind of step."""
     from redline.core.values import to_json
 
     assert found.memory is not None

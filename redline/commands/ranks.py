@@ -1,11 +1,11 @@
-"""`redline train --gpus N`: starts the ranks, and what each of them does.
+"""`redline train --gpus N`: starts the ranks, and runs each of them.
 
-    start_ranks(options)      # the command the user typed: torchrun's agent with N ranks of the same words
-    run_rank(options)         # in each of them, also where somebody else's torchrun started it
+    start_ranks(options)      # in the user's process: torchrun's agent, with N ranks of the same command
+    run_rank(options)         # in each rank, also if the user's own torchrun started it
 
-Rank 0 is the command as it is without ranks: it checks, makes the run directory, prepares data, shows and writes. The
-others get the finished order from it and train. On a CPU the ranks are processes that share its cores: slower than
-one, and the same numbers, which is good for learning and tests.
+Rank 0 does what the command does without ranks: it checks, makes the run directory, prepares data, shows and writes.
+The others receive the finished order from it and train. On a CPU the ranks are processes that share its cores: slower
+than one process and with the same numbers, which is good for learning and tests.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ TELLING_SECONDS = 5.0
 
 
 def ranks_here() -> int | None:
-    """How many there are, where this process is one of them: torchrun says so in the environment."""
+    """Return the number of ranks if the environment says that torchrun started this process as one; else None."""
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return None
     count = int(os.environ["WORLD_SIZE"])
@@ -72,7 +72,7 @@ def ranks_here() -> int | None:
 
 
 def check_alone(command: str) -> None:
-    """Of every command but `train`, which is made for ranks."""
+    """Refuse to run as one of several ranks, in every command but `train`."""
     count = ranks_here()
     if count is not None and count > 1:
         gpus = f", with --gpus {count} instead" if command in ("ladder", "tune", "profile") else ""
@@ -84,11 +84,12 @@ def check_alone(command: str) -> None:
 
 
 def wait_for_rank_0() -> bool:
-    """In a rank that has found a mistake before it joined the others: whether another has found the same. That one
-    ends them all; who leaves first would have it ended before it could say why."""
+    """In a rank other than 0 that found a mistake before it joined the others, wait and return True. Rank 0 finds the
+    same mistake, and its exit ends them all; if this rank left first, the agent would end rank 0 before it could say
+    why. Return False in any other process."""
     if not follows_rank_0():
         return False
-    with suppress(KeyboardInterrupt):  # the agent's SIGTERM, which comes as one
+    with suppress(KeyboardInterrupt):  # the agent's SIGTERM arrives as one
         time.sleep(TELLING_SECONDS)
     return True
 
@@ -97,7 +98,7 @@ def wait_for_rank_0() -> bool:
 
 
 def start_ranks(options: argparse.Namespace) -> int:
-    """Everything that can be refused is refused here, before a process is started."""
+    """Check all that can be checked before a process is started, then start the ranks and wait for their end."""
     from rich.console import Console
 
     from redline.commands.train_order import check_order
@@ -124,7 +125,7 @@ def start_ranks(options: argparse.Namespace) -> int:
             TYPED: json.dumps(list(options.words)),
         }
         with open(Path(folder) / RANKS_LOG, "wb") as log:
-            # A session of their own: Ctrl-C reaches the ranks through us, and once.
+            # In a session of their own: Ctrl-C reaches the ranks only through this process, and only once.
             process = subprocess.Popen(
                 agent_words(options, folder), env=environment, stdin=2, stderr=log, start_new_session=True
             )
@@ -132,7 +133,7 @@ def start_ranks(options: argparse.Namespace) -> int:
             code = follow(process, pid_file)
         finally:
             kill_group(process)
-        if process.returncode < 0 and code == EXIT_FAILED:  # it could not say so itself
+        if process.returncode < 0 and code == EXIT_FAILED:  # the agent was killed and could not report it
             see_off(pid_file)
             tell_why(
                 pid_file, f"the process that holds the ranks together {killed_by(-process.returncode)}", sys.stderr
@@ -147,18 +148,18 @@ def start_ranks(options: argparse.Namespace) -> int:
 
 
 def see_off(pid_file: Path) -> None:
-    """Until rank 0 has noticed that its agent is gone, and writes no more."""
+    """Wait a few seconds until rank 0 has noticed that its agent is gone and has ended: then it writes nothing more."""
     until = time.monotonic() + TELLING_SECONDS
-    with suppress(OSError, ValueError):  # there is none, or not any more
+    with suppress(OSError, ValueError):  # rank 0 has not started, or has ended
         while time.monotonic() < until:
             os.kill(int(pid_file.read_text(encoding="utf-8")), 0)
             time.sleep(0.05)
 
 
 def keep_log(folder: Path, code: int | None) -> Path | None:
-    """The run's log, with what the agent wrote, and the ranks before they knew the run directory. Where there is none,
-    a file that stays, if anything failed: what they write when they are interrupted is of no use to anybody. None:
-    nobody wrote anything."""
+    """Append to the run's log what the agent wrote, and the ranks before they knew the run directory. Return the log's
+    path, or None if nobody wrote anything. Without a run directory the log is a file that stays, but only if something
+    failed. If the run was interrupted (`code` is None), what they wrote is of no use and is dropped."""
     early = b"" if code is None else (folder / RANKS_LOG).read_bytes()
     if (run := run_directory(folder)) is not None:
         log = run / RANKS_LOG
@@ -175,7 +176,7 @@ def keep_log(folder: Path, code: int | None) -> Path | None:
 
 
 def tell_in_run(folder: Path, order: TrainOrder, options: argparse.Namespace) -> None:
-    """What ended the ranks, where rank 0 did not come to it: in the run's metrics and on its page, and as `--json`."""
+    """Record in the run's metrics, on its page and in the `--json` summary what ended the ranks, if rank 0 did not."""
     from redline.commands.train import show_lost_run
     from redline.core.training import METRICS_FILE
     from redline.report.training import MetricsLog
@@ -184,7 +185,7 @@ def tell_in_run(folder: Path, order: TrainOrder, options: argparse.Namespace) ->
     if not reason.exists() or (run := run_directory(folder)) is None or not (run / METRICS_FILE).exists():
         return
     text, last = reason.read_text(encoding="utf-8"), (run / METRICS_FILE).read_text(encoding="utf-8").splitlines()[-1:]
-    if json.dumps(text) not in "".join(last):  # rank 0 may have come to telling the same
+    if json.dumps(text) not in "".join(last):  # rank 0 may have recorded it already
         log = MetricsLog(run / METRICS_FILE)
         log("end", ended="failed", reason=text, checkpoint=None)
         log.close()
@@ -192,7 +193,7 @@ def tell_in_run(folder: Path, order: TrainOrder, options: argparse.Namespace) ->
 
 
 def run_directory(folder: Path) -> Path | None:
-    """Where the ranks trained; None: they had not come to that, or their mistake has left nothing."""
+    """Return the ranks' run directory; None if they had not made one yet, or if a mistake removed it."""
     name = folder / RUN_NAME
     run = Path(json.loads(name.read_text(encoding="utf-8"))[0]) if name.exists() else None
     return run if run is not None and run.is_dir() else None
@@ -204,7 +205,8 @@ def agent_words(options: argparse.Namespace, logs: str) -> list[str]:
 
 
 def without_gpus(words: Sequence[str]) -> list[str]:
-    """The command for each rank, which records it as typed (`TYPED`). argparse takes `--gpus=4` too, and `--gp 4`."""
+    """Return the command for each rank, without --gpus, which argparse also accepts as `--gpus=4` and `--gp 4`. The
+    ranks record the command as it was typed (`TYPED`)."""
     kept, skip = [], False
     for word in words:
         name, _, value = word.partition("=")
@@ -216,14 +218,15 @@ def without_gpus(words: Sequence[str]) -> list[str]:
 
 
 def follow(process: subprocess.Popen[bytes], pid_file: Path) -> int | None:
-    """Until the agent ends. A signal goes to rank 0 alone: it tells the others, and all stop after the same update. One
-    that rank 0 does not answer with its summary interrupts the command, whatever the ranks make of it: None."""
+    """Wait for the agent and return the exit code. A signal goes to rank 0 alone, which informs the others, so that all
+    stop after the same update. None if a signal made rank 0 leave without a summary: the command counts as interrupted,
+    whatever the ranks' exit codes."""
 
     def pass_on(number: int, _: object) -> None:
         pid_file.with_name(ASKED).touch()
         try:
             os.kill(int(pid_file.read_text(encoding="utf-8")), number)
-        except (OSError, ValueError):  # no rank is there yet, or any more: the agent ends those that start
+        except (OSError, ValueError):  # rank 0 is not there yet, or no longer: the agent ends all ranks
             process.send_signal(signal.SIGTERM)
 
     before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -234,7 +237,7 @@ def follow(process: subprocess.Popen[bytes], pid_file: Path) -> int | None:
             signal.signal(number, handler)
     if was_interrupted(pid_file, code):
         return None
-    if code == 128 + signal.SIGTERM:  # the agent itself was asked, and has passed it on: rank 0 has told the rest
+    if code == 128 + signal.SIGTERM:  # the agent itself was signalled and passed it on; rank 0 has reported the rest
         return EXIT_INTERRUPTED
     return code if code >= 0 else EXIT_FAILED
 
@@ -252,8 +255,8 @@ def run_rank(options: argparse.Namespace) -> int:
             take_screen()
         with recorded(ranks), ranks:
             return lead(ranks, options) if ranks.leads else train_along(ranks)
-    except KeyboardInterrupt:  # by the user, by their code, or by the agent because of another rank: it tells which
-        if mark_interrupted(OWN_INTERRUPT):  # no signal has said so before: their code, whose line the log has
+    except KeyboardInterrupt:  # from the user, their code, or the agent because of another rank, which it reports
+        if mark_interrupted(OWN_INTERRUPT):  # no signal was recorded: their code raised it, and the log needs the line
             traceback.print_exc(file=sys.__stderr__)
         if os.environ["RANK"] == "0":
             mark_left()
@@ -261,7 +264,7 @@ def run_rank(options: argparse.Namespace) -> int:
 
 
 def check_meeting_place() -> None:
-    """torchrun sets all of them; by hand, or left over in a shell, some may be missing."""
+    """Refuse incomplete variables, which were set by hand or left over in a shell; torchrun sets all of them."""
     if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
         raise UserError(
             f"RANK and WORLD_SIZE are set, {' and '.join(missing)} not",
@@ -286,19 +289,19 @@ def lead(ranks: Ranks, options: argparse.Namespace) -> int:
             path.with_name(RUN_NAME).write_text(json.dumps([order.out, order.options_of_ranks]), encoding="utf-8")
         log_to(Path(order.out))
     except BaseException:
-        ranks.say("order", None)  # nobody waits for what does not come
+        ranks.say("order", None)  # so that no rank waits for an order that does not come
         raise
     ranks.say("order", to_json(order))
     code = train_and_show(order, options, console, ranks)
     mark_over(ranks.limit_seconds)
     ranks.say("over", code)
-    if code == EXIT_DONE:  # any other makes torchrun end them
+    if code == EXIT_DONE:  # any other code makes torchrun end them
         ranks.take_leave()
     return code
 
 
 def gone_on(options: argparse.Namespace, ranks: Ranks) -> argparse.Namespace:
-    """Where torchrun starts the ranks again after a failure: the same words, and the run directory that they made."""
+    """Return the options or, if torchrun restarted the ranks after a failure, options that resume the run they made."""
     from redline.commands.train_order import FIXED
     from redline.core.job import RUN_FILE
 
@@ -315,22 +318,22 @@ def train_along(ranks: Ranks) -> int:
 
     told = ranks.hear("order")
     if told is None:
-        return EXIT_DONE  # rank 0 says why
+        return EXIT_DONE  # rank 0 reports why
     order = from_json(TrainOrder, told)
     log_to(Path(order.out))
     summary = train(order, say_nothing, ranks)
     if summary["ended"] == "failed":
         if ranks.hears("over", ranks.mistake_seconds) and ranks.hear("over") != EXIT_DONE:
-            ranks.wait_for_rank_0()  # it has failed too, and the agent would end it for this one's sake
+            ranks.wait_for_rank_0()  # it has failed too, and the agent would end it if this rank left first
             return EXIT_FAILED
         raise RuntimeError(summary["reason"])
-    ranks.hear("over")  # whoever left earlier would look like one that failed
+    ranks.hear("over")  # a rank that leaves earlier looks like one that failed
     ranks.take_leave()
     return EXIT_DONE
 
 
 def say_nothing(kind: str, **_: Any) -> None:
-    """Rank 0 tells what there is to tell."""
+    """Ignore events: rank 0 reports them."""
 
 
 # --- what can be refused ----------------------------------------------------------------------------------------------
@@ -341,7 +344,7 @@ LEAST_TIMEOUT, MOST_TIMEOUT = 5, 7 * 24 * 3600  # seconds; ranks give a sign of 
 
 
 def check_rank_timeout(seconds: float | None) -> None:
-    if seconds is not None and not LEAST_TIMEOUT <= seconds <= MOST_TIMEOUT:  # NaN is neither
+    if seconds is not None and not LEAST_TIMEOUT <= seconds <= MOST_TIMEOUT:  # NaN is refused too
         raise UserError(
             f"--rank-timeout is {seconds:g}",
             "it is the seconds after which a rank that stands still ends all, and ranks give a sign of life once a "
@@ -351,8 +354,8 @@ def check_rank_timeout(seconds: float | None) -> None:
 
 
 def layout_of(options: argparse.Namespace, ranks: int, workload: Workload, beside: Beside | None = None) -> Layout:
-    """Of so many ranks, as the options say. What this model or these ranks do not allow is refused there, with what
-    goes with the batch `beside` it."""
+    """Return the layout that the options ask for on this many ranks. `layout_for` refuses what the model or the ranks
+    do not allow, and proposes what goes with the batch `beside` it."""
     from redline.predict.parallel import ALONE
     from redline.search.ranks import layout_for
 
@@ -361,7 +364,8 @@ def layout_of(options: argparse.Namespace, ranks: int, workload: Workload, besid
 
 
 def asked_layout(options: argparse.Namespace, ranks: int) -> Layout:
-    """The degrees of the options, on as many ranks as those take where these do not divide."""
+    """Return a layout of the degrees in the options. If they do not divide `ranks`, it has the nearest smaller number
+    of ranks that they divide, or else as many as they need."""
     from redline.core.layout import Layout
     from redline.core.workload import check_positive
 
@@ -373,7 +377,7 @@ def asked_layout(options: argparse.Namespace, ranks: int) -> Layout:
 
 
 def batch_beside(options: argparse.Namespace, workload: Workload, recipe: Recipe | None) -> Beside:
-    """The batch of an update that the options ask for, as far as they do."""
+    """Return the batch per update that the options ask for, as far as they do, and the micro batch."""
     from redline.predict.parallel import Beside
 
     usual = workload.micro_batch if recipe is None else recipe.micro_batch
@@ -385,18 +389,18 @@ def batch_beside(options: argparse.Namespace, workload: Workload, recipe: Recipe
 
 
 def check_shares(micro_batch: int, global_batch: int, layout: Layout) -> None:
-    """Every rank takes whole micro batches of every update."""
+    """Refuse a global batch that does not give every rank whole micro batches in every update."""
     from redline.core.workload import check_positive
     from redline.predict.parallel import layout_for_batch
 
     check_positive("--micro-batch", micro_batch)
     check_positive("--global-batch", global_batch)
-    if layout.data > 1:  # of one `TrainSettings` says it in fewer words
+    if layout.data > 1:  # for one, `TrainSettings` says it in fewer words
         layout_for_batch(gpus=layout.data, micro_batch=micro_batch, global_batch=global_batch)
 
 
 def check_resumed_shares(out: str, micro_batch: int, global_batch: int, layout: Layout) -> None:
-    """The same of a run that goes on, whose global batch is what it was: its updates are the run."""
+    """Do the same for a resumed run, which keeps its global batch: another one would change its updates."""
     parts = layout.data
     if global_batch % (parts * micro_batch) == 0:
         return
@@ -409,10 +413,11 @@ def check_resumed_shares(out: str, micro_batch: int, global_batch: int, layout: 
 
 
 def ways_to_go_on(micro_batch: int, global_batch: int, layout: Layout) -> list[str]:
-    """Fewer ranks, since those are there, or more; a smaller micro batch; or where neither is enough both."""
+    """Return what would work: fewer ranks, since those are there, or else more; a smaller micro batch; or both, if
+    neither is enough."""
     from redline.predict.parallel import divisors
 
-    each = layout.ranks // layout.data  # ranks that take the same data
+    each = layout.ranks // layout.data  # ranks that read the same data
 
     def ranks(size: int, replicas: int) -> str | None:
         least = 1 if replicas == 1 else 2 * replicas  # each copy is cut
@@ -440,7 +445,7 @@ def _one_of(numbers: Sequence[int]) -> str:
 
 
 def change_of_ranks(before: int, layout: Layout, order: TrainOrder) -> str | None:
-    """What to say where another number of ranks goes on, as torchrun's do after a node was lost; None: the same."""
+    """Return a note if another number of ranks resumes the run, as under torchrun after a node was lost; else None."""
     if before == layout.ranks:
         return None
     size, whole = order.settings.micro_batch, order.settings.global_batch

@@ -1,8 +1,8 @@
-"""`redline report` draws what a run directory holds again, serves it while the run goes on, or compares two runs.
+"""`redline report` redraws the results in a run directory, serves them while the run continues, or compares two runs.
 
 redline report DIR                          the table or summary, and report.html
-redline report DIR --serve                  the page on 127.0.0.1, drawn anew as the run goes on
-redline report A B --fail-below 0.95        side by side; exit code 1 when B is slower than that share of A
+redline report DIR --serve                  the page on 127.0.0.1, redrawn as the run continues
+redline report A B --fail-below 0.95        side by side; exit code 1 if B is slower than that share of A
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def run_report(options: argparse.Namespace) -> int:
 
 
 def check_options(options: argparse.Namespace) -> None:
-    """What belongs to a comparison needs two runs, and what is served is one."""
+    """Refuse options for a comparison without two runs, --serve with two runs or --json, and --port without --serve."""
     of_two = [name for name in ("fail_below", "rung", "html") if getattr(options, name) is not None]
     if of_two and options.other is None:
         option = "--" + of_two[0].replace("_", "-")
@@ -115,7 +115,7 @@ def report_comparison(options: argparse.Namespace) -> int:
 
 
 def read_results(path: Path) -> dict[str, Any]:
-    """The document of a run directory, or the one in a file. What it holds is judged by whoever compares it."""
+    """Return the document of a run directory, or the one in a file. Its contents are checked when it is compared."""
     if not path.is_dir():
         return read_document(path)
     from redline.commands.standing import read_standing
@@ -168,7 +168,7 @@ def report_tune(options: argparse.Namespace) -> int:
 
 
 def with_damage(document: dict[str, Any], directory: Path) -> dict[str, Any]:
-    """Rows may be missing because their lines cannot be read: then the document says how many."""
+    """Return the document with the number of result lines that cannot be read, if any: their rows may be missing."""
     from redline.core.job import RunDirectory
 
     lost = RunDirectory(directory).unreadable_lines()
@@ -186,7 +186,7 @@ def report_training(options: argparse.Namespace) -> int:
         print(json.dumps(document))
         return EXIT_DONE
     shown = {**document, "page": None if page is None else str(page), "out": str(options.directory)}
-    shown["why"] = document["reason"]  # a run of one's own has it on the screen already
+    shown["why"] = document["reason"]  # `redline train` prints it before its summary
     for line in summary_lines(shown):
         print(line)
     return EXIT_DONE

@@ -1,9 +1,9 @@
-"""`redline report DIR --serve`: the page of a run on this machine's own address, drawn anew whenever the run has more.
+"""`redline report DIR --serve`: serves the page of a run on the loopback address, redrawn whenever the run has more.
 
     serve(Path("runs/ladder-gpt2-..."), port=8765)      # until Ctrl-C
 
-It listens on 127.0.0.1 alone and answers only to that name: a web page elsewhere that points its own name at this
-address (DNS rebinding) is refused. One path, one file, no parameters; nothing is written.
+It listens on 127.0.0.1 alone and answers only to that name or localhost: a web page elsewhere that points its own name
+at this address (DNS rebinding) is refused. There is one page, without parameters, and nothing is written.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from redline.commands.standing import kind_of_run, page_of, read_standing, stamp
 from redline.core.errors import EXIT_DONE, UserError, explained
 
 HOST, DEFAULT_PORT = "127.0.0.1", 8765
-NAMES = (HOST, "localhost")  # a forwarded port has any number, and one of these names
+NAMES = (HOST, "localhost")  # a forwarded port may have any number, but has one of these names
 PATHS = ("/", "/report.html")
-REFRESH_SECONDS = 5  # of a run that goes on; the page of one that has ended stays as it is
-IDLE_SECONDS = 30  # a connection that asks nothing is closed
+REFRESH_SECONDS = 5  # while a run continues; the page of a finished run does not refresh
+IDLE_SECONDS = 30  # before a connection without a request is closed
 HTML, TEXT = "text/html; charset=utf-8", "text/plain; charset=utf-8"
 
 
 def serve(path: Path, port: int) -> int:
-    kind_of_run(path)  # what is no run is said before a port is taken
+    kind_of_run(path)  # refuses a folder that is no run before a port is taken
     try:
         with open_server(Pages(path), port) as server:
             print(f"serving http://{HOST}:{server.server_port}/ (Ctrl-C ends it)", flush=True)
             server.serve_forever()
-    except KeyboardInterrupt:  # the way to leave, and no failure
+    except KeyboardInterrupt:  # the way to stop, and no failure
         print("no longer serving", file=sys.stderr)
     return EXIT_DONE
 
 
 class Pages:
-    """The newest page. Drawn again only when the run has more: drawing takes a core from what is being measured."""
+    """The newest page. It is redrawn only when the run has more: drawing takes a core from what is being measured."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._lock = path, threading.Lock()
@@ -48,13 +48,13 @@ class Pages:
         self._page: tuple[bytes, bool] = (b"", False)
 
     def current(self) -> tuple[bytes, bool]:
-        """The page, and whether the run goes on."""
+        """Return the page, and whether the run is under way."""
         with self._lock:
             stamp = stamp_of(self._path)
             if stamp != self._stamp:
                 standing = read_standing(self._path)
                 self._page = page_of(standing, self._path).encode("utf-8"), standing.under_way
-                self._stamp = stamp  # only now: a page that could not be drawn is tried again
+                self._stamp = stamp  # set last: a page that could not be drawn is tried again
             return self._page
 
 
@@ -66,12 +66,12 @@ class LocalServer(ThreadingHTTPServer):
         super().__init__((HOST, port), PageHandler)
 
     def server_bind(self) -> None:
-        """Without http.server's question to the name server, which may take seconds to say who 127.0.0.1 is."""
+        """Bind without http.server's lookup of the host name of 127.0.0.1, which may take seconds."""
         socketserver.TCPServer.server_bind(self)
         self.server_name, self.server_port = HOST, self.server_address[1]
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A connection that is gone is no error: its reader has left, or Ctrl-C came while it was taken."""
+        """Ignore connections that are gone: the reader left, or Ctrl-C came while one was accepted."""
         if not isinstance(sys.exc_info()[1], (OSError, ValueError)):
             super().handle_error(request, client_address)
 
@@ -95,7 +95,7 @@ class PageHandler(BaseHTTPRequestHandler):
         self.send_header("Cache-Control", "no-store")
         self.send_header("X-Content-Type-Options", "nosniff")
         self.send_header("Referrer-Policy", "no-referrer")
-        self.send_header("Content-Security-Policy", "frame-ancestors 'none'")  # the page has the rest of its policy
+        self.send_header("Content-Security-Policy", "frame-ancestors 'none'")  # the page has the rest of the policy
         if goes_on:
             self.send_header("Refresh", str(REFRESH_SECONDS))
         with contextlib.suppress(ConnectionError):  # the reader has left
@@ -122,7 +122,7 @@ class PageHandler(BaseHTTPRequestHandler):
         return HTTPStatus.OK, HTML, page, goes_on
 
     def _is_for_us(self) -> bool:
-        """Whatever the port: it may have been forwarded. Two names, or none, are nobody's."""
+        """True for a single Host header that is in `NAMES`, with any port, since it may be forwarded."""
         hosts = self.headers.get_all("Host") or [""]
         return len(hosts) == 1 and hosts[0].partition(":")[0].lower() in NAMES
 
@@ -130,4 +130,4 @@ class PageHandler(BaseHTTPRequestHandler):
         return "redline"
 
     def log_message(self, *_: object) -> None:
-        """A line per request would bury the address."""
+        """Log nothing: a line per request would bury the address."""

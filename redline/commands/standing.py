@@ -1,10 +1,10 @@
-"""How a run directory stands at this moment, finished or not: what `report --serve` and `watch` show.
+"""The current state of a run directory, finished or not: what `report --serve` and `watch` show.
 
     standing = read_standing(Path("runs/ladder-gpt2-..."))
     standing.under_way, standing.doing, standing.document
     page_of(standing, path)      the HTML page;  print_standing(standing, path) the table
 
-Reads alone: a run that goes on is neither slowed down nor changed by whoever looks at it.
+This module only reads: a run under way is neither slowed down nor changed by looking at it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from redline.core.recipe import Recipe
 
 MEASURED = ("ladder", "tune")
-"""Kinds whose process holds a lock: whether they go on is known."""
+"""Kinds whose process holds a lock, which shows whether they are under way."""
 KIND_OF_JOB = {
     "reference": "fp32 reference",
     "yardstick": "plain code at its precision",
@@ -38,28 +38,28 @@ KIND_OF_JOB = {
 
 @dataclass(frozen=True, kw_only=True)
 class Doing:
-    """The worker that runs now."""
+    """The job that is running now."""
 
     what: str
     recipe: str
     since: str
-    """Time of the day."""
+    """Time of day at which it started."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Standing:
     kind: str
     record: dict[str, Any]
-    """run.json"""
+    """The contents of run.json."""
     document: dict[str, Any] | None
-    """None: a profile that has no result yet."""
+    """None for a profile that has no result yet."""
     under_way: bool
-    """Of a training run and a profile: nobody has said how it ended."""
+    """For a training run or a profile, True if no end has been recorded."""
     doing: Doing | None = None
 
 
 def kind_of_run(path: Path) -> str:
-    """What run.json says; the oldest ladders say nothing."""
+    """Return the kind in run.json; the oldest ladders do not state theirs."""
     record: object = open_run_directory(path).read_run()
     kind = record.get("kind") if isinstance(record, dict) else None
     return kind if isinstance(kind, str) and kind in KINDS else "ladder"
@@ -73,7 +73,7 @@ def read_standing(path: Path) -> Standing:
 def _ladder(path: Path) -> Standing:
     from redline.search.ladder import is_measuring, read_ladder
 
-    live = is_measuring(path)  # asked first: what ends in between has a whole document
+    live = is_measuring(path)  # checked first: a run that ends in between has a complete document
     document = read_ladder(path)
     under_way = live and not document["finished"]
     document = {**document, "under_way": under_way}
@@ -87,7 +87,7 @@ def _tune(path: Path) -> Standing:
 
     if not is_measuring(path):
         return _standing("tune", path, read_tune(path), False)
-    document = open_tune(path).replay()  # a run that was resumed has the document of its first part
+    document = open_tune(path).replay()  # a resumed run still has the document of its first part
     return _standing("tune", path, {**document, "stopped": {"why": UNDER_WAY, "detail": None}}, True)
 
 
@@ -132,15 +132,15 @@ def read_profile(path: Path) -> dict[str, Any]:
 
 
 def running(run: RunDirectory) -> Doing | None:
-    """The newest job that nobody has answered, from its folder; None between two."""
+    """Return the newest job without an answer, from its folder; None between two jobs."""
     answered = run.results()
     started = [(_changed(file), file) for file in (run.path / "jobs").glob("*/job.json")]
     for moment, file in sorted(started, reverse=True):
         try:
             job = from_json(Job, json.loads(file.read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError, KeyError):  # of another version, or gone
+        except (OSError, ValueError, TypeError, KeyError):  # written by another version, or gone
             continue
-        compiled = job.kind == "compile" and (file.parent / MEASUREMENT_FILE).exists()  # no row: its file is all
+        compiled = job.kind == "compile" and (file.parent / MEASUREMENT_FILE).exists()  # no row: its file is its answer
         if job.key not in answered and not compiled:
             since = f"{datetime.fromtimestamp(moment / 1e9):%H:%M:%S}"
             return Doing(what=KIND_OF_JOB.get(job.kind, job.kind), recipe=recipe_text(job.recipe), since=since)
@@ -148,7 +148,7 @@ def running(run: RunDirectory) -> Doing | None:
 
 
 def recipe_text(recipe: Recipe) -> str:
-    """Its newest rung, and how many are below."""
+    """Return the newest rung, the number of rungs below it, and the micro batch."""
     if not recipe.rungs:
         return f"no rung, micro batch {recipe.micro_batch}"
     below = len(recipe.rungs) - 1
@@ -157,7 +157,7 @@ def recipe_text(recipe: Recipe) -> str:
 
 
 def stamp_of(path: Path) -> tuple[object, ...]:
-    """Changes when there is something new to read."""
+    """Return a value that changes when there is something new to read."""
     from redline.commands.profile import PROFILE_FILE
     from redline.search.ladder import is_measuring
     from redline.search.tune_run import DOCUMENT_FILE
@@ -184,7 +184,7 @@ def _changed(path: Path) -> int:
 
 
 def page_of(standing: Standing, path: Path) -> str:
-    """`path`: the run directory, which the page's commands name."""
+    """Render the page. `path` is the run directory, which the page's commands name."""
     if standing.document is None:
         from redline.report.waiting_page import render_waiting_page
 
@@ -201,7 +201,7 @@ def page_of(standing: Standing, path: Path) -> str:
 
 
 def print_standing(standing: Standing, path: Path) -> None:
-    """As the run's own command shows it at its end."""
+    """Print the results as the run's own command shows them at its end."""
     from rich.console import Console
 
     document = standing.document

@@ -1,5 +1,5 @@
-"""`redline train` pretrains with a recipe: its options, and what it shows. What the words ask for is worked out in
-`train_order.py`; what came of a run is taken by `trained.py`."""
+"""`redline train` pretrains with a recipe: its options, and what it shows. `train_order.py` turns the options into an
+order; `trained.py` has the commands that use a trained model."""
 
 from __future__ import annotations
 
@@ -142,7 +142,8 @@ def train_and_show(order: TrainOrder, options: argparse.Namespace, console: Any,
 
 
 def holds_text(order: TrainOrder, options: argparse.Namespace) -> bool:
-    """The run directory has what was made of the user's text, which may have taken hours. The sample's is made soon."""
+    """True if the run directory has data made from the user's text, which may have taken hours. The sample text's data
+    is quickly made again."""
     return options.data is not None and Path(order.data).is_relative_to(Path(order.out).resolve())
 
 
@@ -156,7 +157,8 @@ def train_session(order: TrainOrder, emit: Any, ranks: Ranks | None = None) -> d
 
 
 def session_of(order: TrainOrder, options: argparse.Namespace, ranks: int = 1) -> Session:
-    """A run that is resumed may be on another machine than run.json's: its MFU is a share of this one's peak."""
+    """Return the machine and versions of this session. A resumed run may be on another machine than run.json's, and its
+    MFU is a share of this one's peak."""
     from redline.commands.watchers import Session
     from redline.core.hardware import Hardware
     from redline.core.job import RunDirectory
@@ -200,8 +202,8 @@ def summary_document(summary: dict[str, Any], order: TrainOrder) -> dict[str, An
 
 
 def show_lost_run(order: TrainOrder, options: argparse.Namespace) -> None:
-    """Of a run whose end was told on the screen already: its page, and with --json the summary that it did not come to,
-    of what its directory holds."""
+    """Write the page of a run whose end was already reported and, with --json, print the summary that the run did not
+    reach, from what its directory holds."""
     from redline.report.history import read_training
     from redline.report.training_page import write_training_page
 
@@ -217,11 +219,11 @@ TOLD = (
     *("ended", "updates", "tokens", "documents", "seconds", "tokens_per_second", "mfu", "skipped", "loss", "epoch"),
     *("validation_loss", "best_validation_loss", "checkpoint", "peak_bytes", "reason"),
 )
-"""What a run's summary has of its history."""
+"""Fields that a run's summary takes from its history."""
 
 
 def pipeline_of(order: TrainOrder) -> dict[str, Any] | None:
-    """What filling and draining it costs; None where there is none."""
+    """Return what filling and draining the pipeline costs; None without a pipeline."""
     from redline.core.layout import bubble
 
     if order.layout is None or order.layout.pipeline == 1:

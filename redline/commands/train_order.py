@@ -1,7 +1,7 @@
-"""What `redline train` is asked to do: a new run's order from its words, a resumed one's from its run directory.
+"""The order that `redline train` carries out: a new run's from its options, a resumed one's from its run directory.
 
-order = make_order(options, console)        # writes run.json of a new run, and prepares its text
-order, hardware = check_order(options, console, ranks)      # what can be refused, before anything is made
+order = make_order(options, console)        # for a new run, also writes run.json and prepares its text
+order, hardware = check_order(options, console, ranks)      # refuses what can be refused before anything is made
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ DEFAULT_MINUTES = 5.0
 
 
 def began_with(run: Path) -> int:
-    """Ranks, by its run.json, which `resumed_order` has read whole."""
+    """Return the number of ranks in its run.json, which `resumed_order` has already read and checked."""
     from redline.core.job import RunDirectory
 
     return int(RunDirectory(run).read_run()["hardware"].get("ranks", 1))
@@ -66,7 +66,7 @@ def make_order(options: argparse.Namespace, console: Any, ranks: int = 1) -> Tra
 
 
 def check_order(options: argparse.Namespace, console: Any, ranks: int) -> tuple[TrainOrder, Hardware]:
-    """Every mistake that can be found without making anything; what the words come to, and the machine."""
+    """Find every mistake that can be found without making anything. Return the order and the machine."""
     from redline.search.launch import probe_machine
     from redline.search.ranks import check_ranks
 
@@ -103,7 +103,7 @@ def new_order(options: argparse.Namespace, console: Any, ranks: int = 1) -> Trai
 def chosen_order(
     options: argparse.Namespace, console: Console, ranks: int
 ) -> tuple[TrainOrder, Hardware, dict[str, str | None]]:
-    """What the words come to on this machine, without its data yet; nothing is written."""
+    """Return the order that the options describe on this machine, without its data yet; nothing is written."""
     from redline.commands.ranks import batch_beside, layout_of
     from redline.core.job import default_directory
     from redline.core.recipe import load_recipe
@@ -126,7 +126,7 @@ def chosen_order(
     if ranks > 1:
         check_and_tell_layout(options, recipe, workload, hardware, layout, console)
     settings = settings_of(options, workload, recipe, budget, layout)
-    rate_of(settings)  # a warm-up that does not fit is told before anything is made
+    rate_of(settings)  # refuses a warm-up that does not fit before anything is made
     out = options.out or default_directory("train", workload)
     order = TrainOrder(
         workload=workload,
@@ -142,7 +142,7 @@ def chosen_order(
 
 
 def check_words(options: argparse.Namespace, ranks: int, recipe: Recipe | None) -> None:
-    """The mistakes that can be told before torch is asked, which takes seconds."""
+    """Find the mistakes that show without probing the machine, which takes seconds because of torch."""
     from redline.commands.ranks import batch_beside, layout_of
     from redline.core.recipe import Recipe
     from redline.rungs.ladder import check_alternatives, with_optimizer
@@ -168,7 +168,7 @@ def budget_of(options: argparse.Namespace, console: Console) -> Budget:
 
 
 def probe_and_import(device: str | None) -> tuple[Hardware, dict[str, str | None]]:
-    """Asks a process of its own for the machine; torch takes seconds to import, there and here, so both at once."""
+    """Probe the machine in another process while importing torch here: the import takes seconds in each."""
     from redline.search.launch import probe_machine
 
     with ThreadPoolExecutor(max_workers=1) as beside_us:
@@ -179,7 +179,7 @@ def probe_and_import(device: str | None) -> tuple[Hardware, dict[str, str | None
 
 
 def told_workload(options: argparse.Namespace, device: str, console: Console) -> Workload:
-    """What is trained there, with what there is to say of it."""
+    """Return the workload to train on this device, and print its notes."""
     from redline.search.inspect import find_workload
     from redline.workloads import default_workload
     from redline.workloads.resolve import RANDOM_WEIGHTS
@@ -204,7 +204,7 @@ def told_workload(options: argparse.Namespace, device: str, console: Console) ->
 def recipe_of(
     options: argparse.Namespace, given: Recipe | None, workload: Workload, hardware: Hardware, console: Console
 ) -> Recipe:
-    """The one that was given, or what is usual here, with what the options change of it."""
+    """Return the given recipe, or the usual one for this machine, with the changes that the options make."""
     from redline.core.recipe import Recipe
     from redline.rungs import usual_rungs
 
@@ -249,7 +249,7 @@ def settings_of(options: argparse.Namespace, workload: Any, recipe: Any, budget:
     per_update = global_batch * workload.shape.sequence
     ends = [budget.steps, None if budget.tokens is None else -(-budget.tokens // per_update)]
     schedule_steps = min((steps for steps in ends if steps is not None), default=None)
-    endless = schedule_steps is None or schedule_steps == 1  # one update has no room for a way up and a way down
+    endless = schedule_steps is None or schedule_steps == 1  # one update has no room to warm up and decay
     schedule = options.schedule or ("constant" if endless else "cosine")
     if schedule != "constant" and schedule_steps is None:
         raise UserError(
@@ -274,7 +274,7 @@ def settings_of(options: argparse.Namespace, workload: Any, recipe: Any, budget:
 
 
 def often(options: argparse.Namespace) -> dict[str, Any]:
-    """How often things happen, where it was said."""
+    """Return the given settings of how often things happen and how many checkpoints are kept."""
     chosen = {
         "eval_every": options.eval_every,
         "checkpoint_every": options.checkpoint_every,
@@ -287,7 +287,7 @@ def often(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def global_sequences(options: argparse.Namespace, sequence: int, micro_batch: int, data: int) -> int:
-    """Of an update: as given, from --batch-tokens, or one micro batch of each of `data` ranks."""
+    """Return the sequences per update: as given, from --batch-tokens, or one micro batch for each of `data` ranks."""
     tokens = options.batch_tokens
     if tokens is None:
         return micro_batch * data if options.global_batch is None else int(options.global_batch)
@@ -326,8 +326,9 @@ FIXED = (
 
 
 def resumed_order(options: argparse.Namespace, ranks: int = 1) -> TrainOrder:
-    """What run.json says. The budget may be given again, to train longer, and what changes no update: how often things
-    happen, the device, the recipe (another model or optimizer is refused by the checkpoint) and the micro batch."""
+    """Return the order in run.json with the changes that are allowed: the budget, to train longer, and what changes no
+    update, which is how often things happen, the device, the layout of the ranks, the micro batch and the recipe (the
+    checkpoint refuses another model or optimizer)."""
     from redline.commands.ranks import check_resumed_shares, layout_of
     from redline.core.hardware import Hardware
     from redline.core.recipe import load_recipe
@@ -342,7 +343,7 @@ def resumed_order(options: argparse.Namespace, ranks: int = 1) -> TrainOrder:
     if any(value is not None for value in longer.values()):
         order = replace(order, settings=replace(order.settings, budget=Budget(**longer)))
     recipe = load_recipe(options.recipe) if options.recipe else order.recipe
-    if set(own_rungs(order.workload)) <= set(order.recipe.rungs):  # or what it trained so far is another model
+    if set(own_rungs(order.workload)) <= set(order.recipe.rungs):  # otherwise it has trained another model so far
         recipe = replace(recipe, rungs=with_own(recipe.rungs, order.workload))
     if options.micro_batch is not None:
         recipe = replace(recipe, micro_batch=options.micro_batch)
@@ -368,7 +369,7 @@ def resumed_order(options: argparse.Namespace, ranks: int = 1) -> TrainOrder:
 
 
 def recorded_order(options: argparse.Namespace) -> tuple[TrainOrder, dict[str, Any]]:
-    """What the run was started with, and the rest of its run.json; options that would change that are refused."""
+    """Return the order that the run was started with, and its run.json. Options that would change it are refused."""
     from redline.core.job import RUN_FILE, check_kind, open_run_directory
     from redline.core.values import from_json
     from redline.engine.session import TrainOrder
@@ -404,8 +405,8 @@ def recorded_order(options: argparse.Namespace) -> tuple[TrainOrder, dict[str, A
 
 
 def end_of_schedule(order: TrainOrder) -> str | None:
-    """What to say where the budget goes beyond the schedule, which keeps the end it was started with: to stretch it
-    would change the updates that were made."""
+    """Return a note if the budget goes beyond the schedule. The schedule keeps its first end: stretching it would
+    change updates that were already made."""
     settings = order.settings
     end, budget = settings.schedule_steps, settings.budget
     per_update = settings.global_batch * order.workload.shape.sequence

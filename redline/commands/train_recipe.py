@@ -1,4 +1,4 @@
-"""Which recipe `redline train` trains with: fitted to the model and to the ranks, or refused with a way out."""
+"""The recipe that `redline train` trains with: fitted to the model and to the ranks, or refused with a way out."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 
 def shared_recipe(recipe: Recipe, way: str | None, layout: Layout) -> Recipe:
-    """With a way for the ranks to share a step: what was said, or the recipe's, or the usual one. One process keeps
-    what the recipe has, and does without it."""
+    """Return the recipe with a way for the ranks to share a step: `way`, the recipe's own, or the usual one. For one
+    rank without `way`, the recipe stays as it is: its ways have no effect there."""
     from redline.rungs.ladder import cuts_of, with_parallel
     from redline.search.ranks import is_way, usual_way
 
@@ -32,11 +32,11 @@ def shared_recipe(recipe: Recipe, way: str | None, layout: Layout) -> Recipe:
 
 
 def check_parallel(recipe: Recipe, workload: Workload, hardware: Hardware, layout: Layout) -> None:
-    """Ways to share a step that do not go with the rest of the recipe. The fix names the options of all of them."""
+    """Refuse ways to share a step that do not go with the rest of the recipe. The fix names all their options."""
     from redline.rungs.ladder import cuts_of
     from redline.search.ranks import OF_LAYOUTS
 
-    way = recipe.rungs[-1]  # where `with_parallel` has put it
+    way = recipe.rungs[-1]  # `with_parallel` puts it last
     refused = {
         name: reason
         for name in (*cuts_of(recipe.rungs, layout), way)
@@ -51,7 +51,7 @@ def check_parallel(recipe: Recipe, workload: Workload, hardware: Hardware, layou
     if way in refused:
         copies = " without --replicas" if layout.replicas > 1 else ""
         fixes = [*fixes, f"say --parallel {others[0]}{copies}"] if others else []
-    elif fixes and layout.replicas > 1 and others == [DDP]:  # which would be refused next, with fsdp for a way out
+    elif fixes and layout.replicas > 1 and others == [DDP]:  # which would be refused next, with fsdp as its fix
         fixes.append(f"leave --replicas {layout.replicas} out")
     raise UserError(
         f"{said.get(first, first)} does not apply here",
@@ -61,8 +61,8 @@ def check_parallel(recipe: Recipe, workload: Workload, hardware: Hardware, layou
 
 
 def check_needs(options: argparse.Namespace, ranks: int, recipe: Recipe, workload: Workload) -> None:
-    """The same, of the options before anybody knows whether their degrees divide: a degree that is proposed instead
-    would be refused in turn. A model that nobody knows how to cut has fsdp, if the recipe goes with that."""
+    """Do the same before the degrees are known to divide: otherwise a degree proposed there would be refused in turn.
+    Skipped if it is unknown how to cut the model and fsdp goes with the recipe: a later check proposes fsdp."""
     from redline.commands.ranks import asked_layout
     from redline.rungs.ladder import cuts_of
     from redline.rungs.parallel import FSDP, where_to_cut
@@ -85,8 +85,8 @@ def why_not_shared(name: str, recipe: Recipe, workload: Workload, hardware: Hard
 
 
 def without_refused(recipe: Recipe, workload: Workload, kind: str, say: Callable[[str], None]) -> Recipe:
-    """A recipe is measured without dropout, and perhaps on another model: what this one does not take with it is left
-    out, where that changes no maths, and said."""
+    """Leave out, and report, the rungs that this model refuses and that change no maths. A recipe is measured without
+    dropout, and perhaps on another model."""
     from redline.rungs import Maths, find_rung
 
     reasons = {name: workload.refusal(name, kind) for name in recipe.rungs}
@@ -97,7 +97,7 @@ def without_refused(recipe: Recipe, workload: Workload, kind: str, say: Callable
 
 
 def check_allowed(recipe: Recipe, workload: Workload, kind: str) -> None:
-    """What would change the maths is not left out: the user decides."""
+    """Refuse rungs that this model does not allow. One that changes the maths is never left out: the user decides."""
     for name in recipe.rungs:
         if why := workload.refusal(name, kind):
             raise UserError(
@@ -108,7 +108,7 @@ def check_allowed(recipe: Recipe, workload: Workload, kind: str) -> None:
 
 
 def other_optimizer(name: str, rungs: tuple[str, ...], workload: Any, hardware: Any) -> tuple[str, ...]:
-    """The rungs with this optimizer's in the place of theirs."""
+    """Return the rungs with this optimizer's in place of their own."""
     from redline.rungs.ladder import why_not_among, with_optimizer
 
     chosen = with_optimizer(rungs, name)

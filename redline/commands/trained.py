@@ -1,4 +1,4 @@
-"""`redline sample` and `redline export` take a model that was trained: a run, a checkpoint or a Hugging Face folder."""
+"""`redline sample` and `redline export`, which take a trained model: a run, a checkpoint or a Hugging Face folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `redline train` learns from: a folder that was prepared, a text that is prepared first, or one that is streamed.
+"""The data that `redline train` learns from: a prepared folder, a text that is prepared first, or one that is streamed.
 
 check_data(options, workload)                                   # before anything is written
 folder = training_data(options, workload, settings, out, console)   # for engine/session.py to open
@@ -41,14 +41,14 @@ def add_data_options(train: argparse.ArgumentParser) -> None:
 
 
 def check_data(options: argparse.Namespace, workload: Workload) -> None:
-    """Mistakes that can be seen at once. Every byte is looked at later, with a progress bar."""
+    """Find the mistakes that show at once. Every byte is read later, with a progress bar."""
     from redline.data.shards import open_dataset
     from redline.data.sources import find_sources
 
     if not workload.reads_text:
         check_made(options, workload)
         return
-    reading_of(options)  # tells its mistakes
+    reading_of(options)  # raises on mistakes in its options
     if options.data is None:
         return
     if not is_prepared(options.data):
@@ -66,7 +66,7 @@ def check_data(options: argparse.Namespace, workload: Workload) -> None:
 
 
 def check_made(options: argparse.Namespace, workload: Workload) -> None:
-    """A Python file makes its own batches, and a text is nothing to it."""
+    """Refuse text options for a Python file, which makes its own batches."""
     names = ("data", "sample_every", "init", *TEXT_OPTIONS)
     given = [f"--{name.replace('_', '-')}" for name in names if getattr(options, name, None) is not None]
     if given:
@@ -80,7 +80,7 @@ def check_made(options: argparse.Namespace, workload: Workload) -> None:
 def training_data(
     options: argparse.Namespace, workload: Workload, settings: TrainSettings, out: Path, console: Any
 ) -> Path:
-    """A prepared folder as it is. Of a text, what was made of it inside the run directory."""
+    """Return the folder to train from: a prepared one as it is, or the one made from a text in the run directory."""
     if options.data is not None and is_prepared(options.data):
         return Path(options.data).expanduser().resolve()
     make = streamed if options.stream else prepared
@@ -91,7 +91,7 @@ def training_data(
 
 
 def is_prepared(words: str) -> bool:
-    """Begun counts: whoever opens it says that it is not finished."""
+    """True also for a folder whose preparation has only begun: opening it reports that it is not finished."""
     from redline.data.shards import INDEX_FILE, PREPARE_FILE
 
     return any((Path(words).expanduser() / name).is_file() for name in (INDEX_FILE, PREPARE_FILE))
@@ -151,6 +151,6 @@ def say(console: Any, text: str) -> None:
 
 
 def data_of_run(data: str, run: Path) -> str:
-    """Where a resumed run finds its data: what lay in the run directory lies there still, if that was moved."""
+    """Return where a resumed run has its data: if the run directory was moved, data inside it moved along."""
     inside = run / Path(data).name
     return str(inside.resolve()) if not Path(data).exists() and inside.is_dir() else data

@@ -22,8 +22,8 @@ from redline.core.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, UserEr
 
 DEFAULT_MINUTES = 8.0
 UNITS = {"": 1024**3, "gib": 1024**3, "gb": 10**9, "mib": 1024**2, "mb": 10**6}  # a bare number is GiB
-# What defines a search; with --resume these come from the run directory and may not be given again, but for the ranks
-# that it has.
+# The options that define a search. With --resume they come from the run directory and may not be given again, except
+# for the ranks that it has.
 CHOICES = (
     "workload",
     "allow",
@@ -110,7 +110,7 @@ def run_tune(options: argparse.Namespace) -> int:
 
 
 def tune(options: argparse.Namespace, command: str) -> tuple[dict[str, Any], Path]:
-    """The document and the run directory; progress goes to standard error."""
+    """Search, and return the document and the run directory. Progress goes to standard error."""
     from rich.console import Console
 
     from redline.report.live import LiveLadder
@@ -138,7 +138,7 @@ def tune(options: argparse.Namespace, command: str) -> tuple[dict[str, Any], Pat
 
 
 def bytes_of(text: str) -> int:
-    """'40GiB', '40 GB' or '40' to bytes."""
+    """Return '40GiB', '40 GB' or '40' as bytes."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", text.casefold())
     if found is None or found[2] not in UNITS:
         raise UserError(
@@ -164,7 +164,7 @@ def show_tune(document: dict[str, Any], directory: Path, options: argparse.Names
         print_tune(document, Console())
         if page is not None:
             print(f"page     {page}")
-        if document["best"] is not None and (directory / BEST_FILE).exists():  # a full disk may have kept it away
+        if document["best"] is not None and (directory / BEST_FILE).exists():  # a full disk may have prevented it
             print(f"recipe   {directory / BEST_FILE}")
             print(f"train it {train_command(document, str(directory / BEST_FILE))}")
     if trouble is not None:

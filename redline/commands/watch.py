@@ -1,9 +1,9 @@
-"""`redline watch` shows a run that another process makes, in this terminal, as its own command would: until it ends.
+"""`redline watch` shows another process's run in this terminal as its own command would, until the run ends.
 
-    redline watch runs/ladder-gpt2-...      the table as it grows;  Ctrl-C leaves, and the run goes on
+    redline watch runs/ladder-gpt2-...      the table as it grows;  Ctrl-C leaves, and the run continues
 
-Everything comes from the run directory: rows from results.jsonl, the job at work from its folder, a training run from
-metrics.jsonl. Nothing is written, and a look costs the measured machine some milliseconds of one core a second.
+Everything comes from the run directory: rows from results.jsonl, the current job from its folder, a training run from
+metrics.jsonl. Nothing is written, and watching costs the measured machine some milliseconds of one core a second.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from redline.report.live import LiveLadder
 
 POLL_SECONDS = 1.0
-SILENT_SECONDS = 180.0  # of a training run: an evaluation or a checkpoint may take that long
-SHOWN_EVENTS = 40  # of what was before: the page has all of it
+SILENT_SECONDS = 180.0  # without news of a training run: an evaluation or a checkpoint may take that long
+SHOWN_EVENTS = 40  # from before the watching began: the page has all of them
 
 
 def add_watch(commands: Any) -> None:
@@ -65,14 +65,14 @@ def run_watch(options: argparse.Namespace) -> int:
 
 
 def follow_rows(path: Path, console: Console) -> Standing:
-    """Rows as they come, and the job at work; returns when nobody measures there any more."""
+    """Show rows as they come, and the current job; return when nobody measures there any more."""
     from redline.commands.standing import read_standing, stamp_of
     from redline.report.live import LiveLadder
 
     with LiveLadder(console) as view:
         told = Told(view)
         while True:
-            stamp = stamp_of(path)  # before the look: what comes in between is a reason to look again
+            stamp = stamp_of(path)  # taken before reading: what arrives in between is a reason to read again
             standing = read_standing(path)
             told.tell(standing)
             if not standing.under_way:
@@ -82,7 +82,8 @@ def follow_rows(path: Path, console: Console) -> Standing:
 
 
 class Told:
-    """What the view was told already: a row again only when it has more measurements, another fate or its own batch."""
+    """What the view has been given. A row is given again only when it has more measurements, another status or reason,
+    or its own micro batch."""
 
     def __init__(self, view: LiveLadder) -> None:
         self._view = view
@@ -96,7 +97,7 @@ class Told:
             if self._rows.get(row["rung"]) != known:
                 self._rows[row["rung"]] = known
                 self._view.row_finished(row)
-                self._doing = None  # the view forgets it with the row
+                self._doing = None  # the view drops the job when a row is finished
         doing = standing.doing
         if doing is not None and doing != self._doing:
             self._doing = doing
@@ -108,7 +109,7 @@ class Told:
 
 
 def rows_to_show(standing: Standing) -> list[dict[str, Any]]:
-    """A ladder's own; of a tune each trial in its order, named by its change, the leader 'kept'."""
+    """Return a ladder's own rows; for a tune, each trial in order, named by its change and the leader marked 'kept'."""
     from redline.search.tune_run import named_row
 
     document = standing.document or {}
@@ -123,7 +124,7 @@ def rows_to_show(standing: Standing) -> list[dict[str, Any]]:
 
 
 def follow_training(path: Path, console: Console) -> Standing:
-    """Its lines as they come; returns when the newest session has said how it ended."""
+    """Show a training run's lines as they come; return when the newest session has recorded how it ended."""
     from redline.commands.standing import read_standing
     from redline.core.training import METRICS_FILE
     from redline.report.table import unit_of
@@ -165,7 +166,8 @@ def show(view: Any, clock: EventClock, events: list[dict[str, Any]]) -> None:
 
 
 class EventClock:
-    """The view thins its lines by time; those that are read at once were written at their own times."""
+    """The time of the event that is shown. The view thins its lines by time, and lines that are read at once were
+    written at different times."""
 
     now = 0.0
 
@@ -174,7 +176,7 @@ class EventClock:
 
 
 class Tail:
-    """The lines a file has gained. Half a line waits until it is whole."""
+    """The lines that a file has gained. An incomplete line waits until it is whole."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._read = path, 0
@@ -200,7 +202,7 @@ def event_in(line: bytes) -> dict[str, Any] | None:
 
 
 def budget_of(record: dict[str, Any]) -> Budget:
-    """As run.json has it."""
+    """Return the budget in run.json."""
     from redline.core.errors import UserError
     from redline.core.training import Budget
     from redline.core.values import from_json

@@ -1,10 +1,10 @@
-"""Everybody who is told what a training run does: metrics.jsonl, the live view, the page, and a tracker if asked for.
+"""The listeners of a training run: metrics.jsonl, the live view, the page, and a tracker if one was chosen.
 
     with Watchers(order, session, console, tracker="tensorboard") as watchers:
         summary = train(order, watchers.emit)
         watchers.end(summary)
 
-All of them get the same events. None may stop the training: what one could not write is said at the end.
+All of them get the same events. None may stop the training: what one could not write is reported at the end.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Session:
-    """Where this part of a run takes place: a run may go on elsewhere than it began."""
+    """The machine and versions of this part of a run: a run may continue on another machine than it began on."""
 
     hardware: Hardware
     versions: dict[str, str | None]
@@ -49,10 +49,10 @@ class Watchers:
     def __init__(self, order: TrainOrder, session: Session, console: Console, *, tracker: str | None) -> None:
         self._order, self._session = order, session
         self.trained = False
-        """Anything at all, in this session."""
+        """True once a cycle of updates is over in this session."""
         out = Path(order.out)
         run = json.loads((out / RUN_FILE).read_text(encoding="utf-8"))
-        # Of the sessions before, and before this one writes its own.
+        # Only earlier sessions: it is read before this one writes its own events.
         self._history = history = read_history(out / METRICS_FILE)
         self._feed = TrackerFeed(open_tracker(tracker, out)) if tracker is not None else None
         self._log = MetricsLog(out / METRICS_FILE)
@@ -61,7 +61,7 @@ class Watchers:
         self._view = TrainingView(console, budget=budget, unit=workload.unit, reads_text=workload.reads_text)
         self._listeners: list[Callable[..., None]] = [self._log, self._view, history]
         self._listeners += [self._feed] if self._feed is not None else []
-        self._listeners.append(self._page)  # last: it draws what the history has been told
+        self._listeners.append(self._page)  # last: it draws the history, which must have the event first
         self._closing = ExitStack()
 
     def __enter__(self) -> Watchers:
@@ -106,13 +106,13 @@ class Watchers:
 
     @property
     def speed(self) -> dict[str, float | None]:
-        """As `redline report` tells it."""
+        """The rates of the summary, as `redline report` shows them."""
         told = self._history.summary()
         return {name: told[name] for name in ("tokens_per_second", "mfu")}
 
     @property
     def page(self) -> str | None:
-        """Where it is, if it could be written."""
+        """The path of the page; None if it could not be written."""
         return None if self._page.trouble else str(Path(self._order.out) / REPORT_FILE)
 
     def troubles(self) -> list[str]:
