@@ -307,7 +307,7 @@ class _Flops:
         calls = self.calls or self.batches
         if not calls:
             instead = (
-                "give what prepare gave"
+                "pass what redline.prepare returned"
                 if self.prepared is None
                 else "call prepared.step, loop over meter.data, or, where a trainer such as Lightning has the loop and "
                 "calls prepared.model, pass model=prepared.model"

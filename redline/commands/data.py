@@ -43,7 +43,7 @@ def add_prepare(actions: Any) -> None:
     prepare = actions.add_parser(
         "prepare",
         help="turn text into token shards",
-        description="Make token shards of text, in parallel. Interrupted, the same command goes on where it stopped; "
+        description="Make token shards of text, in parallel. Interrupted, the same command continues where it stopped; "
         "the bytes do not depend on interruptions or on --processes.",
         epilog="A text file is one document unless --split-documents says otherwise; a line of JSON, a row of parquet "
         "or of a data set is one. Folders are read with everything below them, in sorted order. "

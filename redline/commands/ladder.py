@@ -25,7 +25,7 @@ def add_ladder(commands: Any) -> None:
         "ladder",
         help="measure each optimisation on this machine, one rung at a time",
         description="Measure each optimisation on this machine, one rung at a time; check that training stays right.",
-        epilog="Exit codes: 0 done; 1 a rung came out as different or nothing could be measured; 2 a mistake in the "
+        epilog="Exit codes: 0 done; 1 a rung's verdict is different or nothing could be measured; 2 a mistake in the "
         "command; 130 interrupted (continue with --resume).",
     )
     ladder.add_argument(

@@ -172,8 +172,8 @@ def lint_traced(
 def refuse_for_python(options: argparse.Namespace) -> None:
     for name, why in (
         ("fix", "its sizes are written in its own code: there is no config to write"),
-        ("measure", "what a change of its code brings only the changed code tells"),
-        ("html", "the page draws the products of a described shape"),
+        ("measure", "only the changed code can show what a change of it gains"),
+        ("html", "the page shows the matmuls of a described shape"),
         ("tp", "how a model of one's own is cut among GPUs is not known"),
     ):
         if getattr(options, name) not in (None, False, 1):

@@ -347,7 +347,7 @@ def check_rank_timeout(seconds: float | None) -> None:
     if seconds is not None and not LEAST_TIMEOUT <= seconds <= MOST_TIMEOUT:  # NaN is refused too
         raise UserError(
             f"--rank-timeout is {seconds:g}",
-            "it is the seconds after which a rank that stands still ends all, and ranks give a sign of life once a "
+            "it is the seconds after which a rank that stands still ends the run, and ranks give a sign of life once a "
             "second",
             f"set it from {LEAST_TIMEOUT} to {MOST_TIMEOUT} (a week), or leave it out",
         )

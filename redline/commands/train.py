@@ -66,7 +66,9 @@ def add_train(commands: Any) -> None:
     train.add_argument("--keep-last", metavar="N", type=int, help="newest checkpoints to keep (default: 2)")
     train.add_argument("--keep-best", metavar="N", type=int, help="best ones to keep, by validation loss (default: 1)")
     train.add_argument("--sample-every", metavar="N", type=int, help="updates between samples of text (default: none)")
-    train.add_argument("--cycle", metavar="N", type=int, help="updates between two looks at the device (default: 10)")
+    train.add_argument(
+        "--cycle", metavar="N", type=int, help="updates between two reads of the device's results (default: 10)"
+    )
     train.add_argument(
         "--tracker", metavar="NAME", help="curves for a tracker too: tensorboard (pip install tensorboard)"
     )
@@ -88,7 +90,7 @@ def add_train(commands: Any) -> None:
         "--rank-timeout",
         metavar="S",
         type=float,
-        help="seconds after which a rank that stands still ends all (default: 600)",
+        help="seconds after which a rank that stands still ends the run (default: 600)",
     )
     train.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda where torch sees one")
     train.add_argument(

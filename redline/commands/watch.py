@@ -52,7 +52,7 @@ def run_watch(options: argparse.Namespace) -> int:
     try:
         standing = follow(path, console)
     except KeyboardInterrupt:
-        console.print("left; the run goes on", style="dim")
+        console.print("stopped watching; the run goes on", style="dim")
         return EXIT_DONE
     if options.json:
         print(json.dumps(standing.document))

@@ -125,7 +125,7 @@ class Watchers:
             why = self._page.trouble
             texts.append(f"cannot draw {out / REPORT_FILE}: {why}; draw it later with `redline report {out}`")
         if self._feed is not None and self._feed.trouble:
-            texts.append(f"the tracker was left: {self._feed.trouble}; {out / METRICS_FILE} has everything")
+            texts.append(f"the tracker was dropped: {self._feed.trouble}; {out / METRICS_FILE} has everything")
         return texts
 
     def _efficiency(self, tokens_per_second: float) -> Efficiency:

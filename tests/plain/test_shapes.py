@@ -414,7 +414,7 @@ def test_absurd_sizes(write, name):
     assert getattr(resolve_shape(write(fields)).shape, name) == LARGEST[name]
     error = mistake(write({**fields, name: 2 * LARGEST[name]}))
     assert name in error.problem
-    assert "is taken for a slip" in error.why
+    assert "is probably a typo" in error.why
 
 
 def test_other_fields_of_a_shape(write):

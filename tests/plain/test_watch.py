@@ -149,7 +149,7 @@ def test_ctrl_c_leaves_and_the_run_goes_on(finished_ladder: Path, play: Any, mon
     monkeypatch.setattr(watch_module.time, "sleep", leave)
     code, out, err = watched(capsys, played.path)
     assert (code, out) == (0, "")
-    assert err.endswith("left; the run goes on\n")
+    assert err.endswith("stopped watching; the run goes on\n")
     assert ladder_module.is_measuring(played.path)
 
 
