@@ -2,17 +2,17 @@
 
     python benchmarks/against.py gpt2 --nanogpt ../nanoGPT --recipe best.json --json > records/DATE-DEVICE-against.json
 
-nanoGPT is a checkout that you bring: its model.py is imported from there and its train.py's settings are read (bf16
-autocast, torch.compile, the AdamW of its configure_optimizers, clipping, its warm-up). `nanogpt` has GPT-2's biases, as
-every other model here; `nanogpt-no-bias` is what its train.py trains. transformers' GPT2LMHeadModel has bf16 autocast,
-SDPA, torch.compile and fused AdamW; both have the padded vocabulary, no dropout and fp32 weights. Ours is the step of
-`redline train`. All read the same tokens through the same loader.
+nanoGPT is a checkout that you provide: its model.py is imported, and its train.py's loop is reproduced with the
+settings read there (bf16 autocast, torch.compile, the AdamW of its configure_optimizers, clipping, its warm-up).
+`nanogpt` has GPT-2's biases, like every other model here; `nanogpt-no-bias` is what its train.py trains. transformers'
+GPT2LMHeadModel has bf16 autocast, SDPA, torch.compile and fused AdamW; both have the padded vocabulary, no dropout and
+fp32 weights. Ours is the step of `redline train`. All read the same tokens through the same loader.
 
-Every candidate has a process and a compile cache of its own at every micro batch. They compile side by side and are
-timed one at a time: a few blocks each to find everybody's best size, then rounds in which each takes a block of steps,
-a different one first in every round. Between blocks a process gives its memory back, and each block begins with steps
-that are not timed. A step is forward, backward, clipping, update and zero_grad, by the device's own clock; nobody reads
-the loss. A ratio is our rate over theirs in the same round.
+Every candidate has its own process and compile cache at every micro batch. The processes compile side by side and are
+timed one at a time: a few blocks each to find every candidate's best size, then rounds in which each candidate runs a
+block of steps, a different one first in every round. Between blocks a process returns its memory, and each block begins
+with untimed steps. A step is forward, backward, clipping, update and zero_grad, timed by the device's own clock; the
+loss is not read. A ratio is our rate over theirs in the same round.
 """
 
 from __future__ import annotations
@@ -70,22 +70,22 @@ WIDTH = 100
 
 
 class Player(Protocol):
-    """Somebody who takes turns."""
+    """A candidate that takes turns."""
 
     order: Order
 
     def block(self, steps: int) -> dict[str, Any]:
-        """Seconds of each step; raises OutError."""
+        """Time a block of steps; raise OutError if that fails."""
 
     def close(self) -> None: ...
 
 
 class OutError(Exception):
-    """Why a candidate does not play, or no longer, in words for its row."""
+    """A candidate cannot take part, or no longer; the message is the reason in its row."""
 
 
 Open = Callable[[Order], tuple[Player, dict[str, Any]]]
-"""Starts a player and returns it with what it says of itself; raises OutError."""
+"""Starts a player and returns it with what it reports about itself; raises OutError."""
 
 
 def main(words: list[str] | None = None) -> int:
@@ -181,11 +181,11 @@ def run(options: argparse.Namespace) -> int:
     return 0 if whole["finished"] else 1
 
 
-# who plays, at which sizes
+# candidates and sizes
 
 
 def told_of(nanogpt: Path) -> dict[str, Any]:
-    """Which nanoGPT it was."""
+    """Identify the nanoGPT that is measured."""
     settings = contestants.read_settings(nanogpt)
     with contestants.explaining(nanogpt / "model.py"):
         digest = hashlib.sha256((nanogpt / "model.py").read_bytes()).hexdigest()
@@ -204,7 +204,7 @@ def check_gpt2(workload: Workload) -> None:
 
 
 def fastest_rungs(workload: Workload, hardware: Hardware) -> tuple[str, ...]:
-    """The plain ladder with what a Hopper card was seen to prefer (docs/speed-log.md), as far as it applies."""
+    """Return the usual rungs plus those that are faster on a Hopper card (docs/speed-log.md), as far as they apply."""
     rungs = usual_rungs(workload, hardware)
     for name in ("cudnn-attention", "fused-backward"):
         rung = find_rung(name)
@@ -227,7 +227,7 @@ def chosen(words: str | None, nanogpt: Path | None) -> list[str]:
 
 
 def orders_of(base: Order, names: list[str], micro_batches: str, at: list[str]) -> list[Order]:
-    """The largest sizes first: they take longest to get ready."""
+    """Return all orders, the largest sizes first: they take longest to get ready."""
     sizes = dict.fromkeys(names, sizes_in(micro_batches))
     for word in at:
         name, _, own = word.partition("=")
@@ -253,16 +253,16 @@ def sizes_in(words: str) -> list[int]:
 
 @dataclass
 class Found:
-    """What is known so far: an interrupted comparison keeps it."""
+    """The results so far, which an interrupted comparison keeps."""
 
     orders: list[Order]
     ready: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """By an order's name: what its process said of itself."""
+    """What each process reported about itself, by the order's name."""
     reasons: dict[str, str] = field(default_factory=dict)
-    """Why one has no figures."""
+    """Why an order has no figures, by its name."""
     looks: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     rounds: list[dict[str, dict[str, Any]]] = field(default_factory=list)
-    """Blocks by candidate; a round counts when all have taken their turn."""
+    """Blocks by candidate; a round is added when all have taken their turn."""
     best: dict[str, Order] = field(default_factory=dict)
     finished: bool = False
 
@@ -270,7 +270,7 @@ class Found:
 def compare(
     found: Found, open_player: Open, options: argparse.Namespace, keep: Callable[[], None] = lambda: None
 ) -> None:
-    """`keep` is called when more is known."""
+    """Look at every size, then run rounds at the best ones. `keep` is called whenever there are new results."""
     players = look_at_all(found, open_player, options)
     found.best = best_of(found)
     keep()
@@ -290,7 +290,7 @@ def compare(
 
 
 def look_at_all(found: Found, open_player: Open, options: argparse.Namespace) -> list[Player]:
-    """A few blocks of everybody, there and back, so that a card that warms up is nobody's advantage."""
+    """Time a few blocks of every player, there and back, so that none benefits from a card that warms up."""
     players = open_all(found, open_player, options.at_once)
     for number in range(LOOKS):
         for player in players if number % 2 == 0 else reversed(players):
@@ -301,7 +301,7 @@ def look_at_all(found: Found, open_player: Open, options: argparse.Namespace) ->
 
 
 def open_all(found: Found, open_player: Open, at_once: int) -> list[Player]:
-    """Side by side. Whoever found no memory in company tries again alone, when the others have given theirs back."""
+    """Open players side by side. One that ran out of memory tries again alone, once the others have freed theirs."""
     players: dict[str, Player] = {}
 
     def start(order: Order) -> str | None:
@@ -316,7 +316,7 @@ def open_all(found: Found, open_player: Open, at_once: int) -> list[Player]:
     pool = ThreadPoolExecutor(at_once)
     try:
         answers = list(pool.map(start, found.orders))
-    finally:  # not `with`, which would wait for everybody when somebody wants to leave
+    finally:  # not `with`, which would wait for all of them after an interrupt
         pool.shutdown(wait=False, cancel_futures=True)
     for order, reason in zip(found.orders, answers, strict=True):
         again = start(order) if reason == OUT_OF_MEMORY else reason
@@ -326,7 +326,7 @@ def open_all(found: Found, open_player: Open, at_once: int) -> list[Player]:
 
 
 def turn(found: Found, player: Player, steps: int) -> dict[str, Any] | None:
-    """None from one that is out."""
+    """Return the player's block; None if the player is out."""
     if player.order.name in found.reasons:
         return None
     try:
@@ -344,7 +344,7 @@ def put_out(found: Found, order: Order, reason: str) -> None:
 
 
 def best_of(found: Found) -> dict[str, Order]:
-    """By candidate; one that was put out on the way is nobody's best."""
+    """Return each candidate's fastest order, except those that were put out since."""
     best: dict[str, Order] = {}
     for order in sorted(found.orders, key=lambda one: rate_of(one, found.looks.get(one.name, [])) or 0.0):
         if order.name in found.looks and order.name not in found.reasons:
@@ -361,7 +361,7 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-# what came of it
+# results
 
 
 def results(found: Found, hardware: Hardware) -> dict[str, Any]:
@@ -377,12 +377,12 @@ def results(found: Found, hardware: Hardware) -> dict[str, Any]:
 
 
 def side_of(found: Found, name: str, hardware: Hardware) -> dict[str, Any]:
-    """Figures over all rounds; None of each where it never came to a round."""
+    """Return a candidate's figures over all rounds; None for each if it took part in none."""
     order = found.best.get(name)
     blocks = [blocks[name] for blocks in found.rounds if name in blocks]
     seconds = [one for block in blocks for one in block["seconds"]]
     rate = None if order is None else rate_of(order, blocks)
-    # The model's FLOPs are the same for everybody; what each executes is not known of theirs.
+    # The model's FLOPs are the same for every candidate; what the others execute is unknown.
     share = None if order is None or rate is None else efficiency(order.workload.decoder, Plan(), hardware, rate)
     return {
         "micro_batch": None if order is None else order.micro_batch,
@@ -410,7 +410,7 @@ def size_of(found: Found, order: Order) -> dict[str, Any]:
 
 
 def ratio_to(found: Found, name: str) -> dict[str, Any] | None:
-    """Of our rate to theirs, round by round."""
+    """Return the spread of our rate over theirs, taken round by round."""
     whole = [blocks for blocks in found.rounds if name in blocks and OURS in blocks]
     rates = [[rate_of(found.best[side], [blocks[side]]) or 0.0 for side in (OURS, name)] for blocks in whole]
     return to_json(spread_of([ours / theirs for ours, theirs in rates])) if rates else None
@@ -460,7 +460,7 @@ def notes(record: dict[str, Any]) -> Iterator[str]:
 
 
 class Child:
-    """The parent's end: a line with a number of steps goes in, a line of JSON comes out."""
+    """The parent's end of a process: it sends a line with a number of steps and receives a line of JSON."""
 
     def __init__(self, order: Order, folder: Path, threads: int) -> None:
         self.order, self.log = order, folder / f"{order.name}.log"
@@ -476,7 +476,7 @@ class Child:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
-                start_new_session=True,  # a Ctrl-C is the parent's to answer
+                start_new_session=True,  # the parent handles Ctrl-C
             )
 
     def ready(self) -> dict[str, Any]:

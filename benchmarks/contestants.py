@@ -1,9 +1,9 @@
-"""One that trains GPT-2, at one micro batch, in a process that takes turns with others: ours, nanoGPT's, transformers'.
+"""A candidate that trains GPT-2 at one micro batch, in a process that takes turns: ours, nanoGPT's or transformers'.
 
-    python benchmarks/contestants.py ORDER.json      # started by against.py, whose parent talks to it through pipes
+    python benchmarks/contestants.py ORDER.json      # started by against.py, which talks to it through pipes
 
-A line with a number of steps comes in, a line of JSON with their times goes out. Between two of them the process gives
-its memory back.
+The process receives a line with a number of steps and answers with a line of JSON with their times. Between two blocks
+it returns its memory.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from redline.rungs import plan_of
 
 NANOGPT, NO_BIAS, TRANSFORMERS, OURS = CANDIDATES = ("nanogpt", "nanogpt-no-bias", "transformers", "redline")
 SETTINGS = ("learning_rate", "weight_decay", "beta1", "beta2", "grad_clip", "dropout", "warmup_iters")  # of train.py
-VOCAB_MULTIPLE = 64  # nanoGPT's own padding: 50304 rows, as ours
+VOCAB_MULTIPLE = 64  # nanoGPT's own padding: 50304 rows, the same as ours
 TOKENS_FILE = "tokens.npy"
 READY_STEPS, BLOCK_WARM_STEPS = 2, 2
 OUT_OF_MEMORY = "out of memory"
@@ -52,16 +52,16 @@ class Order:
     candidate: str
     workload: Workload
     rungs: tuple[str, ...]
-    """Ours. Theirs get as many loader workers as these ask for, and nothing else."""
+    """Our rungs. The other candidates take only the number of loader workers from them."""
     micro_batch: int
     device: str
     compiled: bool
-    """Theirs; ours compiles if the recipe says so."""
+    """True to compile the other candidates; ours compiles if the recipe says so."""
     nanogpt: str | None = None
     label: str | None = None
-    """What it goes by, where one candidate plays with several recipes."""
+    """The name to use where one candidate plays with several recipes."""
     switches: dict[str, Any] = field(default_factory=dict)
-    """Of the compiler, by their names in torch._inductor.config."""
+    """Settings of the compiler, by their names in torch._inductor.config."""
 
     @property
     def name(self) -> str:
@@ -69,7 +69,7 @@ class Order:
 
     @property
     def records(self) -> bool:
-        """Its step replays CUDA graphs."""
+        """True if the step replays CUDA graphs."""
         return self.candidate == OURS and plan_of(self.rungs).cuda_graphs
 
     @property
@@ -78,7 +78,7 @@ class Order:
 
 
 def play(path: Path) -> int:
-    """Until the parent's end is closed. What others print (nanoGPT does) goes to the log."""
+    """Answer until the parent closes its end. What other code prints (nanoGPT does) goes to the log."""
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
 
@@ -123,7 +123,7 @@ class Runner:
         }
 
     def block(self, steps: int) -> dict[str, Any]:
-        """The first steps fetch memory again and are not timed."""
+        """Time a block of steps. The first ones allocate memory again and are not timed."""
         for _ in range(BLOCK_WARM_STEPS):
             self.step(next(self.batches))
         memory.reset_peak(self.device)
@@ -144,7 +144,7 @@ class Runner:
         self.batches.close()
 
     def _rest(self) -> None:
-        """So that all fit on one card: of a resting process only weights and optimizer stay there."""
+        """Return memory, so that all fit on one card: a resting process keeps only weights and optimizer there."""
         if self.device.type == "cuda":
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
@@ -159,14 +159,14 @@ def our_step(order: Order, device: torch.device) -> tuple[Step, nn.Module]:
 
 
 def nanogpt_step(order: Order, device: torch.device) -> tuple[Step, nn.Module]:
-    """Its loop with one micro batch to an update."""
+    """Return nanoGPT's loop, with one micro batch per update."""
     assert order.nanogpt is not None
     settings, code, shape = (
         read_settings(Path(order.nanogpt)),
         import_model(Path(order.nanogpt)),
         order.workload.decoder,
     )
-    torch.set_float32_matmul_precision("high")  # its two allow_tf32
+    torch.set_float32_matmul_precision("high")  # nanoGPT sets both of torch's allow_tf32
     torch.manual_seed(order.workload.seed)
     config = code.GPTConfig(
         block_size=shape.positions_count,
@@ -220,7 +220,7 @@ def transformers_step(order: Order, device: torch.device) -> tuple[Step, nn.Modu
     step = plain_step(
         model,
         optimizer,
-        lambda batch: run(input_ids=batch[0], labels=batch[0]).loss,  # it shifts them itself
+        lambda batch: run(input_ids=batch[0], labels=batch[0]).loss,  # the model shifts the labels itself
         clip_norm=workload.clip_norm,
         learning_rate=lambda taken: warm_up(taken, peak=rate, warmup_steps=workload.warmup_steps),
     )
@@ -243,7 +243,7 @@ def plain_step(
     clip_norm: float,
     learning_rate: Callable[[int], float],
 ) -> Step:
-    """The loop that both of them have, nothing of ours in it."""
+    """Return a step of the loop that nanoGPT and transformers share, with none of our code in it."""
     device, taken = next(model.parameters()).device, iter(range(sys.maxsize))
 
     def step(batch: torch.Tensor) -> torch.Tensor:
@@ -266,7 +266,7 @@ def padded(vocab: int) -> int:
 
 
 def read_settings(folder: Path) -> dict[str, float]:
-    """The plain numbers that its train.py sets; nothing of it is run."""
+    """Return the literal numbers that nanoGPT's train.py sets, without running any of it."""
     with explaining(folder / "train.py"):
         tree = ast.parse((folder / "train.py").read_text(encoding="utf-8"))
     found: dict[str, float] = {}

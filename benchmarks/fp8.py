@@ -1,15 +1,15 @@
-"""Products in 8 bits beside bf16 at a model's sizes on a CUDA device, and the whole step with and without them.
+"""8-bit matmuls beside bf16 at a model's sizes on a CUDA device, and the whole step with and without them.
 
-    python benchmarks/fp8.py [--workload gpt2] [--micro-batch 64] [--json]       # a minute: single products
-    python benchmarks/fp8.py --gelu                                              # with GELU at their ends (fp8_gelu.py)
+    python benchmarks/fp8.py [--workload gpt2] [--micro-batch 64] [--json]       # a minute: single matmuls
+    python benchmarks/fp8.py --gelu                                              # with GELU epilogues (fp8_gelu.py)
     python benchmarks/fp8.py --step [--gelu] [--rounds 5]                        # the step, five recipes in turns
 
-Of every product of a layer and of the head: bf16, 8 bits with the casts done before, 8 bits with them, and what a cast
-or a transpose takes by itself, in milliseconds (median of events around single calls, random numbers). `gain` is what
-8 bits with their casts save of a whole step, all layers together: below zero they do not pay. The rungs leave the
-layers' weight gradients in bf16; they are timed all the same. Casts are compiled alone
-here; in a step the compiler puts some of them into the kernel before, so a step can gain more than the sum. With --step
-the recipes live in one process and take turns of ten steps, so that the card's temperature is the same for all.
+For every matmul of a layer and of the head: bf16, 8 bits with operands cast beforehand, 8 bits including the casts, and
+what a cast or a transpose takes by itself, in milliseconds (median of events around single calls, random numbers).
+`gain` is what 8 bits with their casts save in a whole step, over all layers; below zero they do not pay. The rungs
+leave the layers' weight gradients in bf16; they are timed all the same. Casts are compiled alone here; in a step the
+compiler fuses some of them into the preceding kernel, so a step can gain more than the sum. With --step the recipes
+share one process and take turns of ten steps, so that the card's temperature is the same for all.
 """
 
 from __future__ import annotations
@@ -58,20 +58,21 @@ FUSED_RECIPES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Timed:
-    """Milliseconds of one product."""
+    """Milliseconds of one matmul."""
 
     bf16: float
     fp8: float
-    """With 8-bit operands at hand."""
+    """In 8 bits, with operands cast beforehand."""
     whole: float
-    """With the casts, and with transposes where a sum runs over rows."""
+    """In 8 bits, including the casts, and transposes where the sum runs over rows."""
     gain: float
-    """Of a step: bf16 less whole, times the calls."""
+    """Saved in a whole step: (bf16 - whole) * calls."""
     calls: int
 
 
 def time_products(shape: Shape, plan: Plan, micro_batch: int) -> dict[str, dict[str, Any]]:
-    """Operands of the layers have a scale per row, others one; a weight's gradient needs both of its turned."""
+    """Time every matmul. Layers have a scale per row of their operands, the head and all weight gradients one scale.
+    Weight gradients need both operands transposed."""
     found = {}
     for gemm in linear_gemms(shape, plan, micro_batch=micro_batch):
         found[f"{gemm.where} {gemm.direction}"] = vars(time_product(gemm))
@@ -80,7 +81,7 @@ def time_products(shape: Shape, plan: Plan, micro_batch: int) -> dict[str, dict[
 
 
 def time_product(gemm: Gemm) -> Timed:
-    torch._dynamo.reset()  # a function is compiled for a few shapes only, and then runs eagerly
+    torch._dynamo.reset()  # Dynamo compiles a function for a few shapes only, and then runs it eagerly
     by_rows = gemm.where != "head" and gemm.direction != "wgrad"
     fast = gemm.direction == "forward" or by_rows
     turned = gemm.direction == "wgrad"  # both operands come with the summed index first
@@ -88,7 +89,7 @@ def time_product(gemm: Gemm) -> Timed:
     rows, others = (large_random(*size) for size in sizes)
     wide = milliseconds((lambda a, b: a.t() @ b) if turned else (lambda a, b: a @ b.t()), (rows, others))
     if gemm.where == "head" and gemm.direction != "forward":
-        rows = rows.to(torch.float8_e5m2)  # the loss kernel writes it so
+        rows = rows.to(torch.float8_e5m2)  # as the loss kernel writes it
 
     def prepared(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         is_narrow = tensor.dtype != torch.bfloat16
@@ -112,7 +113,7 @@ cast = torch.compile(narrowed, dynamic=False)
 
 
 def large_random(rows: int, columns: int) -> torch.Tensor:
-    """No fp32 copy of all of it."""
+    """Draw bf16 numbers without an fp32 copy of the whole tensor."""
     made = torch.empty(rows, columns, dtype=torch.bfloat16, device="cuda")
     for piece in made.split(4096):
         piece.copy_(random(*piece.shape))
@@ -120,7 +121,7 @@ def large_random(rows: int, columns: int) -> torch.Tensor:
 
 
 def time_passes(shape: Shape, plan: Plan, tokens: int) -> dict[str, dict[str, Any]]:
-    """What stands between the products of the head: the loss kernels and the transpose of their gradient."""
+    """Time what runs between matmuls: the head's loss kernels, the transpose of their gradient, an MLP's casts."""
     torch._dynamo.reset()
     logits = large_random(tokens, plan.vocab_rows(shape.vocab))
     targets = torch.randint(shape.vocab, (tokens,), device="cuda")

@@ -1,12 +1,12 @@
-"""What `fp8-linears` does beside `fused-matmuls`, kernel by kernel: the part of benchmarks/fp8.py behind --gelu.
+"""What `fp8-linears` brings beside `fused-matmuls`, kernel by kernel: the part of benchmarks/fp8.py behind --gelu.
 
     python benchmarks/fp8.py --gelu [--workload gpt2] [--micro-batch 64] [--json]   # two minutes, mostly compiling
 
-A block's products, each in 16 bits as `tuned-matmuls` and `fused-matmuls` have it, by torch in 8 bits, and by
-QuACK in 8 bits with every tile below: milliseconds, medians of calls in turns, operands at hand. `cast` is what makes
-those of the larger operand, alone; in a step the compiler has it in the norm's kernel, but for the gradient's. `off` is
-the error of the product's first rows against fp64 of the same 8-bit numbers, `from 16 bits` against fp64 of what those
-were made of. What fails says so, and leaves the others.
+Each matmul of a block runs in 16 bits as in `tuned-matmuls` and `fused-matmuls`, in 8 bits by torch, and in 8 bits by
+QuACK with every tile below: milliseconds, medians of calls in turns, with operands cast beforehand. `cast` is the cast
+of the larger operand, by itself; in a step the compiler fuses it into the norm's kernel, except for the gradient's.
+`off` is the relative error of the result's first rows against the fp64 product of the same 8-bit numbers, and
+`from 16 bits` against that of the numbers they were cast from. A call that fails reports why; the others still run.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from redline.kernels.products import product, product_and_bias, product_and_gelu
 from redline.model.fp8 import narrowed, operands, scale_beforehand
 
 LOOKS, WARM_UPS, BUSY_CYCLES = 20, 3, 200_000
-LOOKED_AT = 2048  # rows
+LOOKED_AT = 2048  # rows whose error is computed
 TILES = ((128, 192, True, (1, 2)), (128, 160, True, (1, 2)), (128, 128, True, (1, 2)))
 TILES += ((128, 256, False, (1, 2)), (256, 128, False, (2, 1)))
 
@@ -116,8 +116,8 @@ def time_qkv(shape: Shape, tokens: int) -> Found:
 
 
 def time_after_gelu(shape: Shape, tokens: int) -> Found:
-    """What reads 8 bits that were written besides: the second layer forward, and the first's input gradient, which have
-    the same sizes."""
+    """Time the matmuls that read the extra 8-bit outputs: the second layer's forward and the first layer's input
+    gradient, which have the same sizes."""
     x, weight = random(tokens, shape.d_ff), random(shape.d_model, shape.d_ff) * 0.03
     words = operands(x, weight)
     calls: dict[str, Call] = {
@@ -134,7 +134,7 @@ compiled_cast = torch.compile(lambda tensor: narrowed(tensor, by_rows=True), dyn
 
 
 def by_quack(make: Callable[[Any, Any], Callable[..., Any]], words: Words) -> dict[str, Call]:
-    """A call for every tile. The first compiles it, so that a failure is that tile's own."""
+    """Return a call for every tile. Its first use compiles the kernel, so that a failure affects that tile alone."""
 
     def call_of(rows: int, columns: int, in_turns: bool, cluster: tuple[int, int]) -> Call:
         @functools.cache
@@ -149,7 +149,7 @@ def by_quack(make: Callable[[Any, Any], Callable[..., Any]], words: Words) -> di
 
 
 def in_fp64(rows: torch.Tensor, others: torch.Tensor, words: Words) -> dict[str, torch.Tensor]:
-    """Of the first rows: the product of the 8-bit numbers, and of what they were made of."""
+    """Return the first rows of two products: of the 8-bit numbers, and of the numbers they were cast from."""
     values, other_values, inverse, other_inverse = words
     some = slice(0, LOOKED_AT)
     narrow = (values[some].double() * inverse[some]) @ (other_values.double() * other_inverse).t()
@@ -162,7 +162,7 @@ def off(found: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 def measured(calls: Mapping[str, Call], error: Callable[[Any], dict[str, float]]) -> Found:
-    """Milliseconds in turns, and errors; or what went wrong."""
+    """Time the calls in turns and compute their errors; a call that fails gets its reason instead."""
     found: Found = {}
     for name, call in calls.items():
         try:
@@ -182,7 +182,7 @@ def measured(calls: Mapping[str, Call], error: Callable[[Any], dict[str, float]]
 
 def milliseconds_of(call: Call) -> float:
     before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(BUSY_CYCLES)  # else the launch would be timed
+    torch.cuda._sleep(BUSY_CYCLES)  # otherwise the launch would be timed
     before.record()
     call()
     after.record()

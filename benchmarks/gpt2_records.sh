@@ -1,16 +1,17 @@
 #!/usr/bin/env bash
-# The records behind the README's tables of GPT-2, made again on this machine's GPU, part by part.
+# Makes the records behind the README's tables of GPT-2 again, on this machine's GPU, part by part.
 #
 #   benchmarks/gpt2_records.sh runs/records                        # all parts
-#   benchmarks/gpt2_records.sh runs/records memory switches        # these
+#   benchmarks/gpt2_records.sh runs/records memory switches        # only these
 #   NANOGPT=../nanoGPT SHARDS=shards benchmarks/gpt2_records.sh runs/records against long
 #
-# A folder for the results, then the parts. Each becomes PART.json there, and is not made again. Called again with the same
-# words, ladders and long runs go on where they were stopped; the other parts begin anew, and PART.partial.json is what
-# they had. seconds.txt says what each took. `against` needs a checkout of nanoGPT, `long` and `long-fp8` a folder made by
-# `redline data prepare`; without them they are left out. LIMIT=500 ends each part after so many seconds as Ctrl-C would.
-# SPEED_UP=1.17: of the 8-bit step over the 16-bit one, as `ladder` found it, for the speed-up at equal loss that `long-fp8` tells.
-# Exit code: the highest of any part, where 1 is a result too (a row that is *different*, losses that differ).
+# Arguments: a folder for the results, then the parts. Each becomes PART.json there, and is not made again. Called again
+# with the same arguments, ladders and long runs continue where they were stopped; the other parts begin anew, and
+# PART.partial.json has what they had reached. seconds.txt says how long each took. `against` needs a checkout of
+# nanoGPT, `long` and `long-fp8` a folder made by `redline data prepare`; without them they are left out. LIMIT=500 ends
+# each part after that many seconds, as Ctrl-C would. SPEED_UP=1.17 is the speed-up of the 8-bit step over the 16-bit
+# one, as `ladder` found it; from it `long-fp8` computes the speed-up at equal loss.
+# Exit code: the highest of any part, where 1 can be a result (a row that is *different*, losses that differ).
 #
 #   ladder     redline ladder gpt2: every rung from fp32 on, to 8 bits at the end                 about 1,250 s on an H200
 #   batch      the fastest 16-bit recipe at 256 sequences (loss in chunks), then with CUDA graphs                       200 s
@@ -38,7 +39,7 @@ mkdir -p "$out"
 stopped=""
 trap 'stopped=yes' INT  # Ctrl-C reaches the command too, which keeps what it has
 
-# part COMMAND...: its document becomes $name.json when it says that it is whole, and $name.partial.json otherwise.
+# part COMMAND...: keep its document as $name.json if it says that it is finished, and as $name.partial.json otherwise.
 worst=0
 part() {
     local started=$SECONDS code=0
@@ -61,7 +62,7 @@ part() {
     [ "$code" -le "$worst" ] || worst=$code
 }
 
-# ladder WORDS...: or the one that was begun.
+# ladder WORDS...: run a ladder, or resume the one that was begun.
 ladder() {
     if [ -e "$out/$name/run.json" ]; then
         part "$python" -m redline ladder --resume "$out/$name" --json

@@ -1,22 +1,23 @@
-"""A redline recipe against transformers as it comes, each at its best micro batch, in one run on one machine.
+"""A redline recipe against transformers' defaults, each at its best micro batch, in one run on one machine.
 
     python benchmarks/huggingface.py records/shapes/llama-160m.json --recipe runs/.../best.json --micro-batches 16,32,64
 
 Theirs is what a careful user of transformers runs: bf16 autocast, SDPA, torch.compile(model), fused AdamW and clipping
 as Trainer has them by default, labels passed so that the model computes its own loss. Ours is the step that `redline
 train` runs with the recipe. Both have fp32 weights, no dropout, the same tokens and the same initial weights. Each side
-at each micro batch is a process of its own. All of them compile side by side, take one step and give back what memory
-they can; then one of them steps at a time. First every micro batch once, the sides in turns; what has lost ends. A side
-whose best is the largest goes on with twice that, and one whose best is the smallest with half, until its best lies
-between a smaller and a larger that are slower or do not fit (--fixed: no others than those named). What finds no room
-beside processes that rest is measured again when they have ended; they start again when they are needed. Then rounds of
-both at their best, where each begins every other round. The ratio is the median over the rounds of one side's rate over
-the other's right beside it. Losses are there to see that both learn and are not to be compared: theirs trains with the
-learning rate of TrainingArguments, 5e-5, and ours with the workload's own, which warms up; sides at different micro
-batches read different batches, and transformers leaves the last token of each sequence out of its loss.
+has its own process at each micro batch. All of them compile side by side, take one step and return what memory they
+can; after that only one of them steps at a time. First every micro batch is measured once, the sides in turns, and the
+process of a size that has lost ends. A side whose best size is the largest continues with twice that, and one whose
+best is the smallest with half, until its best lies between a smaller and a larger size that are slower or do not fit
+(--fixed: only the sizes named). A size that finds no room beside resting processes is measured again after they have
+ended; they start again when they are needed. Then follow rounds of both sides at their best, each going first in every
+other round. The ratio is the median over the rounds of our rate over theirs in the same round. Losses show that both
+sides learn and are not to be compared: theirs trains with the learning rate of TrainingArguments, 5e-5, and ours with
+the workload's own, which warms up; sides at different micro batches read different batches, and transformers leaves the
+last token of each sequence out of its loss.
 
-Every measurement is written to --out at once, so that an interrupted run leaves the rounds it had; one that is finished
-there is not run again.
+Every measurement is written to --out at once, so that an interrupted run keeps its rounds; a run that is finished there
+is not repeated.
 """
 
 from __future__ import annotations
@@ -58,12 +59,12 @@ from redline.search.launch import probe_machine, worker_environment
 from redline.workloads import resolve_workload
 
 THEIRS, OURS = SIDES = ("transformers", "redline")
-WARM_SECONDS, WARM_STEPS = {"cuda": 2.0, "cpu": 0.2}, 5  # the seconds before the first timing only
+WARM_SECONDS, WARM_STEPS = {"cuda": 2.0, "cpu": 0.2}, 5  # the seconds apply before the first timing only
 TRAINER = {"lr": 5e-5, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}  # TrainingArguments' defaults
-CLIP_NORM = 1.0  # its max_grad_norm
+CLIP_NORM = 1.0  # TrainingArguments' max_grad_norm
 TOKENS_FILE = "tokens.npy"
 OUT_OF_MEMORY = "out of memory"
-CORES_EACH = 4  # of a process that compiles: itself, and the compilers it starts
+CORES_EACH = 4  # for a process that compiles: itself, and the compilers it starts
 END_SECONDS = 20.0  # for a process to end by itself
 UNKNOWN = dict.fromkeys(("tokens_per_second", "step_seconds", "peak_bytes", "loss_first", "loss_last"))
 
@@ -75,11 +76,11 @@ class Order:
     side: str
     workload: Workload
     recipe: Recipe
-    """Of theirs only the micro batch counts."""
+    """For theirs only the micro batch and the number of loader workers count."""
     device: str
     steps: int
     compiled: bool
-    """Theirs; ours compiles if the recipe says so."""
+    """True to compile theirs; ours compiles if the recipe says so."""
 
     @property
     def name(self) -> str:
@@ -90,11 +91,11 @@ class Contestant(Protocol):
     order: Order
 
     def prepare(self) -> str | None:
-        """Build, compile, take a step, as far as that was not done. Says what was missing: others may have the memory
-        just now."""
+        """Build, compile and take a step, unless done already. Return the reason for a failure: others may hold the
+        memory just now."""
 
     def measure(self) -> dict[str, Any]:
-        """While all others rest."""
+        """Measure while all others rest."""
 
     def close(self) -> None: ...
 
@@ -208,7 +209,7 @@ class Contest:
         }
 
     def run(self, rounds: int, at_once: int, *, grow: bool = False) -> dict[str, Any]:
-        """Processes that nobody needs any more end: what they hold, others may want."""
+        """Find each side's best size and race them. A process ends once it is not needed, to free its memory."""
         try:
             waiting = {side: list(self.orders[side]) for side in SIDES}
             while any(waiting.values()):
@@ -227,14 +228,15 @@ class Contest:
             yield replace(like, recipe=replace(like.recipe, micro_batch=size))
 
     def _prepare(self, orders: list[Order], at_once: int) -> None:
-        """Those that found no room once more, fewer of them beside each other; what fits alone only, `measure` sees."""
+        """Prepare all of them, then those that found no room again, fewer at once. `_measured` handles what fits alone
+        only."""
         for order in orders:
             self.open[order.name] = self.enter(order)
         short = self._side_by_side([self.open[order.name] for order in orders], at_once)
         self._side_by_side(short, max(1, at_once // 2))
 
     def _side_by_side(self, contestants: list[Contestant], at_once: int) -> list[Contestant]:
-        """Those that are not ready."""
+        """Prepare contestants side by side; return those that are not ready."""
         with ThreadPoolExecutor(at_once) as threads:
             try:
                 reasons = list(threads.map(lambda one: one.prepare(), contestants))
@@ -249,8 +251,8 @@ class Contest:
             self.open.pop(name).close()
 
     def _measured(self, order: Order) -> dict[str, Any]:
-        """Alone on the device where it has no room beside those that rest: they hold weights and optimizer state. Who
-        was ended for another starts again here; its compiled code is in the cache."""
+        """Measure an order, alone on the device if it has no room beside resting processes, which hold weights and
+        optimizer state. A process that was ended for another starts again here; its compiled code is in the cache."""
         if order.name not in self.open:
             self._prepare([order], 1)
         one = self.open[order.name]
@@ -261,7 +263,7 @@ class Contest:
         return found
 
     def _choose(self, waiting: dict[str, list[Order]]) -> None:
-        """Each side's fastest, smallest sizes first; a side that nothing fits has none."""
+        """Find each side's fastest size, smallest sizes first; a side where nothing fits has none."""
         while any(waiting.values()):
             for side in SIDES:
                 if waiting[side]:
@@ -290,20 +292,21 @@ class Contest:
 
 
 def next_size(measured: list[dict[str, Any]]) -> int | None:
-    """What to try so that the best of a side has a slower one, or one that does not fit, on either hand; None where it
-    has, and where what is missing was tried and broke."""
+    """Return the size to try next, so that a side's best lies between two that are slower or do not fit. None if it
+    does, or if the missing size was tried and failed."""
     missing = missing_size(measured)
     return None if missing in {each["micro_batch"] for each in measured} else missing
 
 
 def missing_size(measured: list[dict[str, Any]]) -> int | None:
-    """Sizes that broke for another reason than memory say nothing. Half of one sequence is never asked for."""
+    """Return the size that is missing around the best one, if any. Sizes that failed for another reason than memory are
+    ignored, and half of one sequence is never tried."""
     said = [each for each in measured if each["reason"] in (None, OUT_OF_MEMORY)]
     if not said:
         return None
     rates = {each["micro_batch"]: each["tokens_per_second"] for each in said}
     known = {size: rate for size, rate in rates.items() if rate is not None}
-    best = max(known, key=lambda size: known[size], default=0)  # 0: nothing fits, and all are larger than what would
+    best = max(known, key=lambda size: known[size], default=0)  # 0: nothing fits, so only smaller sizes can
     if best == max(rates):
         return 2 * best
     smallest = min(rates)
@@ -315,7 +318,8 @@ def is_bracketed(measured: list[dict[str, Any]]) -> bool:
 
 
 def ratios_of(sides: dict[str, Any]) -> dict[str, Any]:
-    """Of each round; and each side's rate as the median of its rounds. A round that failed leaves both unknown."""
+    """Return each round's ratio and their median, and set each side's rate to the median of its rounds. If a round
+    failed, all of them stay unknown."""
     rates = {side: [one["tokens_per_second"] for one in sides[side]["rounds"]] for side in SIDES}
     if not rates[OURS] or None in rates[OURS] + rates[THEIRS]:
         return {"ratio": None, "ratios": []}
@@ -328,8 +332,8 @@ def ratios_of(sides: dict[str, Any]) -> dict[str, Any]:
 
 
 class Child:
-    """A contestant in a process of its own, with a compile cache of its own. It does what its standard input says and
-    leaves when that closes."""
+    """A contestant in its own process, with its own compile cache. The process obeys its standard input and leaves when
+    that closes."""
 
     def __init__(self, order: Order, folder: Path) -> None:
         self.order, self.folder = order, folder
@@ -354,7 +358,7 @@ class Child:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            start_new_session=True,  # a Ctrl-C reaches it through us
+            start_new_session=True,  # Ctrl-C reaches it through the parent
         )
 
     def measure(self) -> dict[str, Any]:
@@ -405,8 +409,8 @@ def failed(order: Order, reason: str) -> dict[str, Any]:
 
 
 def be_child(path: Path) -> int:
-    """Answers go to the real standard output, everything else to standard error. A parent that is gone closes standard
-    input, which ends this process whatever it does."""
+    """Send answers to the real standard output, everything else to standard error. When the parent is gone, standard
+    input closes, which ends this process whatever it is doing."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     orders: queue.Queue[str] = queue.Queue()
@@ -446,7 +450,7 @@ class Here:
         return failed(self.order, reason) if reason else found
 
     def _unless_full(self, work: Callable[[], None]) -> str | None:
-        """Afterwards weights and optimizer state are all that is held."""
+        """Do the work, and say if memory ran out. Afterwards only weights and optimizer state are held."""
         try:
             work()
         except (RuntimeError, MemoryError) as error:
@@ -465,8 +469,8 @@ class Here:
             self.first = step(next(batches)).item()
 
     def _timed(self) -> dict[str, Any]:
-        """Warm up, then the clock; the host waits for the device only before and after."""
-        self._first_step()  # where there was no room for it
+        """Warm up, then time steps; the host waits for the device only before and after these."""
+        self._first_step()  # if there was no room for it before
         assert self.made is not None
         (step, batches), order = self.made, self.order
         started, steps = time.perf_counter(), 0
@@ -505,7 +509,7 @@ def our_step(order: Order, tokens: Path, device: torch.device) -> tuple[Step, It
 
 
 def their_model(workload: Workload, device: torch.device) -> torch.nn.Module:
-    """From the seed that ours has, so that both begin with the same weights."""
+    """Build their model from our seed, so that both start from the same weights."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     settings = dict(workload.source.config or {})
@@ -520,7 +524,7 @@ def their_model(workload: Workload, device: torch.device) -> torch.nn.Module:
 
 
 def their_step(order: Order, tokens: Path, device: torch.device) -> tuple[Step, Iterator[torch.Tensor]]:
-    """Nothing of ours but the tokens, from as many loader workers as ours has."""
+    """Return their step, with nothing of ours but the tokens, from as many loader workers as ours has."""
     model = their_model(order.workload, device)
     optimizer = torch.optim.AdamW(model.parameters(), **TRAINER, fused=True)
     run = torch.compile(model) if order.compiled else model

@@ -3,9 +3,9 @@
     python benchmarks/kernels.py [--micro-batch 64] [--json]      # seconds; GPT-2's sizes, random numbers
     python benchmarks/kernels.py --step [--rounds 5]              # the whole step, with and without, in turns
 
-Median of events around single calls, after three to warm up. A floor is torch's own kernel that reads and writes as
-many bytes: `mul_`, `add_`, `clone`, `addcmul`. With --step two compiled steps live in one process and take turns of ten
-steps, so that the card's temperature is the same for both.
+Times are medians of events around single calls, after three warm-up calls. A floor is torch's own kernel that reads and
+writes as many bytes: `mul_`, `add_`, `clone`, `addcmul`. With --step two compiled steps share one process and take
+turns of ten steps, so that the card's temperature is the same for both.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Case:
 
 
 def cases(tokens: int) -> dict[str, Callable[[], Case]]:
-    """Made one at a time: the logits alone are 6.6 GB at 65,536 tokens."""
+    """Return functions that make the cases, one at a time: the logits alone are 6.6 GB at 65,536 tokens."""
     shape = resolve_workload("gpt2").shape
     C, F, rows = shape.d_model, shape.d_ff, plan_of(FAST).vocab_rows(shape.vocab)
 

@@ -3,21 +3,21 @@
     python benchmarks/long_run.py gpt2 --recipe best.json --data shards --out runs/long --json > records/DATE-...json
     python benchmarks/long_run.py ... --changed fp8.json --speed-up 1.17     # and what other maths is worth
 
-A seed draws the initial weights and the order of the data, for both sides alike. The last updates of every run are made
-on the same batches, whatever its seed, and their mean loss is the run's final loss; the validation loss is taken on the
-same held-out batches behind them. So two baselines of different seeds can be held against each other without their
-batches, and what they differ by at most is the band. The fast recipe is equal where its mean over the seeds lies within
-the band of the baseline's mean; whether every single seed does is said too.
+A seed decides the initial weights and the order of the data, for both sides alike. The last updates of every run are
+made on the same batches, whatever its seed, and their mean loss is the run's final loss; the validation loss is taken
+after them, on the same held-out batches. So baselines of different seeds can be compared without the influence of their
+batches, and the largest difference between two of them is the band. The fast recipe is equal if its mean over the seeds
+lies within the band of the baseline's mean; whether every single seed does is reported too.
 
-The baseline computes in TF32 and fp32 alone: naive attention, no autocast; compiling, a padded vocabulary and fused
-AdamW only make it affordable. Runs share the device, several at a time, since only their losses count. A finished one
-is a file in --out and is not run again: after an interruption give the same command once more.
+The baseline computes in TF32 and fp32 only: naive attention, no autocast; compiling, a padded vocabulary and fused
+AdamW merely make it affordable. Several runs share the device at a time, since only their losses count. A finished run
+is a file in --out and is not repeated: after an interruption give the same command again.
 
-A recipe that changes the maths (--changed, such as fp8's) is not asked to be equal. It makes as many updates, and the
-fast one makes its runs once more with a tenth fewer, their schedules shortened too. Between the two the fast one's loss
-is taken to fall evenly with the logarithm of the updates: that tells after how many of them it is where the changed one
-ends. Their share of all updates is what the changed updates are worth; the speed-up of a step (--speed-up, which other
-benchmarks measure) times that is the speed-up at equal loss.
+A recipe that changes the maths (--changed, such as fp8's) is not required to be equal. It makes as many updates, and
+the fast recipe repeats its runs with a tenth fewer, their schedules shortened too. Between the two the fast recipe's
+loss is assumed to be linear in the logarithm of the updates, which gives the number of updates after which it reaches
+the changed recipe's final loss. That number as a share of all updates is what the changed updates are worth; the
+speed-up of a step (--speed-up, measured by other benchmarks) times that share is the speed-up at equal loss.
 """
 
 from __future__ import annotations
@@ -69,13 +69,13 @@ SHORTER_BY = 0.9  # of the updates
 PLAIN_RUNGS = ("tf32", "no-sync", "compile", "padded-vocab", "tied-weights", "fused-adamw", "loader-workers")
 METRICS = {"final_loss": "final loss", "validation_loss": "validation loss"}
 COMMON_SEED = 1337  # of the batches that all runs see: the last ones, and the held-out ones
-READ_EVERY = 100  # updates: the host waits for the device that often
+READ_EVERY = 100  # updates after which the host waits for the device
 WIDTH = 100
 
 
 @dataclass(frozen=True, kw_only=True)
 class Order:
-    """One run: what a child process reads, and what a finished run is known by."""
+    """One run: what a child process reads, and what identifies a finished run."""
 
     side: str
     seed: int
@@ -83,7 +83,7 @@ class Order:
     rungs: tuple[str, ...]
     steps: int
     tail: int
-    """The last updates, on the batches that all runs have."""
+    """The number of last updates, on batches that all runs share."""
     batch: int
     """Sequences in an update."""
     warmup_steps: int
@@ -103,7 +103,7 @@ def main(words: list[str] | None = None) -> int:
         leave_with_parent()
         return work(options.child, options.data, options.out)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a time limit ends it as Ctrl-C does
-    try:  # as politely.py, which its children would not find: they look into the package alone
+    try:  # as politely.py does, which the children could not import: they only see the package
         return run(options)
     except UserError as error:
         for label, text in error.lines():
@@ -162,7 +162,7 @@ def run(options: argparse.Namespace) -> int:
             device=hardware.kind,
             data=data.fingerprint,
         )
-        for side, (rungs, steps) in sides.items()  # what is compared first is run first: a time limit leaves that whole
+        for side, (rungs, steps) in sides.items()  # what is compared first runs first, to survive a time limit
         for seed in seeds
     ]
     options.out.mkdir(parents=True, exist_ok=True)
@@ -196,7 +196,7 @@ def run(options: argparse.Namespace) -> int:
     return 0 if record["equal"] else 1
 
 
-# what is asked
+# what to run
 
 
 def read_seeds(options: argparse.Namespace) -> tuple[int, ...]:
@@ -217,7 +217,7 @@ def read_seeds(options: argparse.Namespace) -> tuple[int, ...]:
 
 
 def check_sides(plain: tuple[str, ...], fast: tuple[str, ...]) -> None:
-    """The same model and optimizer; and a baseline that rounds to nothing coarser than TF32."""
+    """Raise a UserError unless both train the same model with AdamW and the baseline is no coarser than TF32."""
     one, other = plan_of(plain), plan_of(fast)
     if one.precision not in ("fp32", "tf32"):
         raise UserError(f"the baseline computes in {one.precision}", "it is what 16 bits are held against", "drop it")
@@ -232,7 +232,7 @@ def check_sides(plain: tuple[str, ...], fast: tuple[str, ...]) -> None:
 def weighed_sides(
     options: argparse.Namespace, plain: tuple[str, ...], fast: tuple[str, ...]
 ) -> dict[str, tuple[tuple[str, ...], int]]:
-    """The changed recipe, and the fast one with fewer updates."""
+    """Return the changed recipe, and the fast one with fewer updates; neither without --changed."""
     if options.changed is None:
         if options.speed_up is not None:
             raise UserError("--speed-up without --changed", "it is that recipe's", "give --changed RECIPE")
@@ -243,7 +243,7 @@ def weighed_sides(
 
 
 def cost_words(orders: list[Order], device: str) -> str:
-    """By the roofline; rates of runs that share a device add up to about the rate of one."""
+    """Say what is left to run, predicted by the roofline: runs that share a device reach about the rate of one."""
     what = f"{len(orders)} runs to go"
     seconds = [predicted_seconds(order, device) for order in orders]
     known = [one for one in seconds if one is not None]
@@ -282,7 +282,7 @@ def finished(order: Order, out: Path) -> dict[str, Any] | None:
 
 
 def run_all(waiting: list[Order], options: argparse.Namespace, about: dict[str, Any]) -> None:
-    """A few at a time, in their order. One that fails is told and leaves no file."""
+    """Run a few at a time, in order. One that fails is reported and leaves no file."""
     running: dict[str, subprocess.Popen[bytes]] = {}
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -303,7 +303,7 @@ def run_all(waiting: list[Order], options: argparse.Namespace, about: dict[str, 
 
 
 def start(order: Order, folder: Path, options: argparse.Namespace, about: dict[str, Any]) -> subprocess.Popen[bytes]:
-    """Seeds of a recipe compile the same code, and share what was compiled."""
+    """Start a run. The seeds of a recipe compile the same code, and share it."""
     path = folder / f"{order.name}.json"
     path.write_text(json.dumps({"order": to_json(order), **about}), encoding="utf-8")
     recipe = Recipe(rungs=order.rungs, micro_batch=order.batch)
@@ -312,13 +312,13 @@ def start(order: Order, folder: Path, options: argparse.Namespace, about: dict[s
         [sys.executable, __file__, "--child", str(path), "--data", str(options.data), "--out", str(options.out)],
         env=worker_environment(RunDirectory(folder), job, order.side),
         stdin=subprocess.PIPE,  # held open: the run leaves when it closes
-        stdout=2,  # standard error: the record has the other to itself
+        stdout=2,  # standard error: standard output is for the record
         start_new_session=True,
     )
 
 
 def work(path: Path, data: Path, out: Path) -> int:
-    """In the child."""
+    """Train one run, in the child."""
     asked = json.loads(path.read_text(encoding="utf-8"))
     order = from_json(Order, asked["order"])
     found = trained(order, open_dataset(data, vocab=order.workload.decoder.vocab))
@@ -328,7 +328,7 @@ def work(path: Path, data: Path, out: Path) -> int:
 
 
 def trained(order: Order, data: Dataset) -> dict[str, Any]:
-    """The step that `redline train` runs, on the batches that its loader makes."""
+    """Train with the step that `redline train` runs, on the batches that its loader makes."""
     started, device = time.monotonic(), torch.device(order.device)
     workload = replace(order.workload, seed=order.seed)
     peak, plan = workload.learning_rate, replace(plan_of(order.rungs), read_loss_every=0)
@@ -356,21 +356,21 @@ def trained(order: Order, data: Dataset) -> dict[str, Any]:
 
 
 def stretches(count: int) -> Iterator[int]:
-    """Between two looks of the host."""
+    """Yield the numbers of updates after which the host reads the losses."""
     yield from itertools.repeat(READ_EVERY, count // READ_EVERY)
     if count % READ_EVERY:
         yield count % READ_EVERY
 
 
 def validation_losses(order: Order, data: Dataset, step: TrainStep) -> list[float | None]:
-    """Of the same batches for every run; none where nothing is held out."""
+    """Return losses on the same batches for every run; none if no text is held out."""
     sequence = order.workload.decoder.sequence
     if data.val is None or data.val.tokens <= sequence:
         return []
     batches = WindowBatches(split=data.val, seed=COMMON_SEED, micro_batch=order.batch, sequence=sequence)
     enough = max(1, batches.windows // order.batch)
     with step.adapter.evaluating(step.model):
-        # Gradients stay on, though nobody asks for them: a compiled loss would be compiled again without.
+        # Gradients stay on although they are not needed: without them a compiled loss would be compiled again.
         found = [
             step.loss(batches[index].to(step.device)).detach() for index in range(min(enough, order.validation_batches))
         ]
@@ -382,13 +382,13 @@ def numbers(losses: torch.Tensor) -> list[float | None]:
 
 
 def mean(losses: list[float | None]) -> float | None:
-    """None of nothing, and where one of them is no number."""
+    """Return the mean; None if there are no losses, or if one of them is None (NaN or infinity)."""
     known = [loss for loss in losses if loss is not None]
     return statistics.fmean(known) if known and len(known) == len(losses) else None
 
 
 def thinned(losses: list[float | None]) -> list[float | None]:
-    """For the record: means of stretches; a run's own file has them all."""
+    """Return means over READ_EVERY updates for the record; a run's own file has all losses."""
     return [mean(losses[first : first + READ_EVERY]) for first in range(0, len(losses), READ_EVERY)]
 
 
@@ -400,7 +400,7 @@ def say(text: str) -> None:
 
 
 def judged(runs: dict[str, dict[str, Any]], seeds: tuple[int, ...]) -> dict[str, Any]:
-    """`equal` is None while it is not known."""
+    """Return the comparison and its verdict; `equal` is None while unknown."""
     found = {metric: compared(runs, seeds, metric) for metric in METRICS}
     answers = [one["equal"] for one in found.values() if one["measured"]]
     equal = None if not answers or None in answers else all(answers)
@@ -412,7 +412,7 @@ def compared(runs: dict[str, dict[str, Any]], seeds: tuple[int, ...], metric: st
         side: [runs.get(f"{side}-{seed}", {}).get(metric) for seed in seeds] for side in SIDES
     }
     known = values[PLAIN] + values[FAST]
-    # A corpus that holds nothing out has no validation loss in any run: there is nothing to compare.
+    # A corpus without held-out text has no validation loss in any run: there is nothing to compare.
     measured = metric == "final_loss" or any(value is not None for value in known)
     if None in known:
         unknown = dict.fromkeys(("band", "differences", "mean_difference", "equal", "every_seed"))
@@ -473,8 +473,8 @@ def worth(runs: dict[str, dict[str, Any]], seeds: tuple[int, ...], speed_up: flo
 
 
 def worth_by(runs: dict[str, dict[str, Any]], seeds: tuple[int, ...], metric: str) -> dict[str, Any]:
-    """`share`: of the changed updates, so many of the fast recipe's do as much; None where that is not known, or the
-    fast one did not get better by its last updates."""
+    """Weigh the changed recipe by one metric. `share` is the share of all updates after which the fast recipe reaches
+    the changed one's loss; None if unknown, or if the fast recipe's last updates did not improve it."""
     values = {side: [runs.get(f"{side}-{seed}", {}).get(metric) for seed in seeds] for side in (FAST, CHANGED, SHORTER)}
     if any(None in one for one in values.values()):
         return {**values, "gaps": None, "gap": None, "gain": None, "share": None}

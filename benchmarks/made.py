@@ -1,4 +1,4 @@
-"""What a benchmark's record says of where it comes from.
+"""Where a benchmark's record comes from: its command and its date.
 
 record = {**made(), "versions": versions, "rows": ...}
 """
@@ -13,7 +13,7 @@ from redline.core.host import timestamp
 
 
 def made() -> dict[str, str]:
-    """The command as it is repeated from the repository's folder, and the date."""
+    """Return the date and the command, as it can be repeated from the repository's folder."""
     script = Path("benchmarks") / Path(sys.argv[0]).name
     return {
         "command": shlex.join(["python", str(script), *sys.argv[1:]]),

@@ -2,8 +2,8 @@
 
     python benchmarks/memory.py --json > records/DATE-DEVICE-memory.json
 
-Each combination trains a few steps in a process of its own; its figure is the allocator's peak over the last ones.
-Several run at a time as long as their predictions fit the card together: memory does not mind company, time would.
+Each combination trains a few steps in its own process; its figure is the allocator's peak over the last of them.
+Several run at a time as long as their predictions fit the card together: that disturbs times, but not memory.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ COMBINATIONS: tuple[tuple[str, tuple[str, ...], int], ...] = (
     ("gpt2-xl", (*FUSED, "checkpointing"), 1),
 )
 STEPS = 3  # the first two allocate the optimizer's state and compile
-START_SECONDS = 4.0  # between two starts: a process takes its memory late
+START_SECONDS = 4.0  # between two starts: a process allocates its memory late
 
 
 def measure(workload_name: str, rungs: list[str], micro_batch: int, device_name: str) -> dict[str, Any]:
-    """In the child."""
+    """Train a few steps and return the memory they take; runs in the child."""
     import torch
 
     from redline.data.tokens import prepare_tokens
@@ -99,13 +99,13 @@ def start(index: int, device: str, logs: Path) -> subprocess.Popen[bytes]:
 
 
 def run_all(device: str, budget_bytes: int, logs: Path, chosen: list[int]) -> list[dict[str, Any]]:
-    """Longest first: compiled ones, then the large."""
+    """Run the longest first: compiled ones before others, and large ones before small."""
     waiting = sorted(chosen, key=lambda i: ("compile" not in COMBINATIONS[i][1], -prediction(COMBINATIONS[i]).total))
     running: dict[int, subprocess.Popen[bytes]] = {}
     rows: dict[int, dict[str, Any]] = {}
     try:
         _run_waiting(waiting, running, rows, device, budget_bytes, logs)
-    except KeyboardInterrupt:  # what is measured is worth its record
+    except KeyboardInterrupt:  # what was measured is still recorded
         print(f"stopped; {len(rows)} of {len(chosen)} measured", file=sys.stderr)
         for process in running.values():
             process.kill()

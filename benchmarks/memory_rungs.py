@@ -1,14 +1,14 @@
-"""What the rungs that save memory cost and buy: a recipe with each of them, at one micro batch and at its best one.
+"""What the rungs that save memory cost and gain: a recipe with each of them, at one micro batch and at its best one.
 
     python benchmarks/memory_rungs.py gpt2 --recipe fast.json --micro-batch 64 --sizes 128,256 --json > records/DATE-...
 
-Rows: the recipe; with chunked loss; with every block recomputed; with both; with half of the bytes kept, by the
-compiler's choice; with naive attention instead of a fused kernel; and with its core recomputed, which saves something
-there only. MFU counts what the model asks for, HFU what is executed: recomputing lowers the first and not the second.
-Sizes whose predicted memory does not fit are not run. Steps are timed as in against.py: the processes of one size
-compile side by side, as many as fit by prediction, and then take turns. The common size comes first, then the others
-from the smallest on: what is stopped keeps the sizes that it has come to.
-No verdicts here: `redline ladder --from fast.json --rungs chunked-loss,checkpointing` has them.
+The rows are the recipe; with chunked loss; with every block recomputed; with both; with half of the bytes kept, by the
+compiler's choice; with naive attention instead of a fused kernel; and with the core of naive attention recomputed,
+which saves memory only there. MFU counts what the model requires, HFU what is executed: recomputation lowers the first
+but not the second. Sizes whose predicted memory does not fit are not run. Steps are timed as in against.py: the
+processes of one size compile side by side, as many as fit by prediction, and then take turns. The common size comes
+first, then the others in ascending order: a run that is stopped keeps the sizes it has reached.
+There are no verdicts here: `redline ladder --from fast.json --rungs chunked-loss,checkpointing` gives them.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from redline.search.ladder import check_recipe_applies
 from redline.search.launch import probe_machine
 from redline.workloads import resolve_workload
 
-USABLE = 0.9  # of the device: contexts, fragments, and the weights of those that rest
+USABLE = 0.9  # of the device: contexts, fragmentation and the weights of resting processes need the rest
 FUSED_ATTENTION = ("flash", "cudnn-attention", "packed-attention", "flash4-backward")
 WIDTH = 100
 
@@ -99,7 +99,7 @@ def run(options: argparse.Namespace) -> int:
         for name, rungs in rows.items()
     ]
     room = Room(int(options.room * 2**30 if options.room else USABLE * (hardware.memory_bytes or 0)))
-    # A CPU's resident set is not what the prediction is of, and nothing there is out of room.
+    # The prediction is not of a CPU's resident set, and nothing is ruled out there.
     unfit = {one.name: too_large(one, room.total) for one in every} if hardware.kind == "cuda" else {}
     found = Found(orders=[one for one in every if unfit.get(one.name) is None])
     with kept_in(options.keep) as folder:
@@ -176,7 +176,7 @@ def chosen(words: str | None, rows: dict[str, Any]) -> list[str]:
 
 
 def only_at(size: int, found: Found) -> Found:
-    """Its orders of that size; what comes of them goes where all goes."""
+    """Return a copy with the orders of that size only; their results are collected in the same place."""
     return replace(found, orders=[order for order in found.orders if order.micro_batch == size])
 
 
@@ -191,7 +191,7 @@ def too_large(order: Order, room: int) -> str | None:
 
 
 class Room:
-    """The device's memory, for those that start side by side: whoever does not fit beside the others waits."""
+    """The device's memory, for processes that start side by side: one that does not fit beside the others waits."""
 
     def __init__(self, total: int) -> None:
         self.total = self.free = total
@@ -212,19 +212,19 @@ class Room:
                 self._changed.notify_all()
 
     def close(self) -> None:
-        """Nobody who waits begins any more."""
+        """Let none of those that wait begin."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
 
 
-# what came of it
+# results
 
 
 def results(
     found: Found, orders: list[Order], rows: dict[str, tuple[str, ...]], fixed: int, hardware: Hardware
 ) -> dict[str, Any]:
-    """Of each row: `fixed`, `rebatched` (the fastest size) and `sizes`, all that were asked for."""
+    """Return for each row: `fixed`, `rebatched` (the fastest size) and `sizes`, all that were requested."""
     answer = {}
     for name, rungs in rows.items():
         sizes = [size_of(found, one, hardware) for one in orders if one.label == name]

@@ -1,11 +1,11 @@
-"""Every optimizer on this device: what its step takes, and what its state holds beside what is predicted.
+"""Every optimizer on this device: the time of its step and the memory of its state, beside predictions.
 
     python benchmarks/optimizers.py                      a table: gpt2 on a GPU, tiny on a CPU
     python benchmarks/optimizers.py --json > records/DATE-DEVICE-optimizers.json
 
-Only the optimizer runs, on gradients that are random and stay. *alone*: from an idle device to the end of the update,
-the host's launching included. *queued*: the same kernels behind work that keeps the device busy until the host has
-launched them all, as a step without synchronisation would have it. Each sample has one of fused AdamW right beside it.
+Only the optimizer runs, on random gradients that stay the same. *alone*: from an idle device to the end of the update,
+including the host's launches. *queued*: the same kernels behind work that keeps the device busy until the host has
+launched them all, as in a step without synchronisation. Each sample has one of fused AdamW right beside it.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ from redline.search.launch import probe_machine
 from redline.workloads import resolve_workload
 
 BESIDE = "adamw-fused"
-RUNGS = ("tf32", "bf16", "tied-weights")  # as published; bf16 is what the optimizers of bf16 weights go with
+RUNGS = ("tf32", "bf16", "tied-weights")  # as published; optimizers for bf16 weights need bf16
 SAMPLES = {"cuda": 30, "cpu": 10}
-WARM = 3  # steps before the first sample: state is made, kernels are loaded or compiled
+WARM = 3  # steps before the first sample: state is created, kernels are loaded or compiled
 BURN_SIZE = 8192  # of the square bf16 matmul that keeps a GPU busy
-WIDTH = 100  # columns, where no terminal says otherwise
+WIDTH = 100  # columns, unless a terminal has another width
 
 
 @dataclasses.dataclass
@@ -76,7 +76,7 @@ def main() -> int:
     samples = options.samples or SAMPLES[hardware.kind]
     beside = prepare(BESIDE, workload, device)
     rows = []
-    with suppress(KeyboardInterrupt):  # what is measured is told
+    with suppress(KeyboardInterrupt):  # what was measured is still reported
         for name in options.only or OPTIMIZERS:
             rows.append(row_of(name, workload, device, beside, samples, hardware.name))
             print(f"{name}: {rows[-1]['reason'] or 'done'}", file=sys.stderr, flush=True)
@@ -111,7 +111,7 @@ def read_options() -> argparse.Namespace:
 
 
 def prepare(name: str, workload: Workload, device: torch.device) -> Subject:
-    """Model, gradients and an optimizer that has made its state, with the bytes that took."""
+    """Build a model, gradients and an optimizer with its state, and measure the bytes of the state and an update."""
     plan = plan_of(with_optimizer(RUNGS, name))
     model = adapter_of(workload).build(plan, device)
     generator = torch.Generator(device).manual_seed(0)
@@ -135,14 +135,14 @@ def prepare(name: str, workload: Workload, device: torch.device) -> Subject:
 
 
 def allocated(device: torch.device) -> int | None:
-    """By torch's allocator, which only a GPU has."""
+    """Return the bytes held by torch's allocator; None on a CPU, which has none."""
     gc.collect()
     wait(device)
     return torch.cuda.memory_allocated() if device.type == "cuda" else None
 
 
 def state_sizes(optimizer: torch.optim.Optimizer) -> Iterator[int]:
-    """Bytes of each tensor of the state; an 8-bit one wraps several. Counters of steps are not counted."""
+    """Yield the bytes of each tensor of the state; an 8-bit one wraps several. Step counters are left out."""
     for state in optimizer.state.values():
         for key, value in state.items():
             if key == "step":
@@ -159,7 +159,8 @@ def wait(device: torch.device) -> None:
 def row_of(
     name: str, workload: Workload, device: torch.device, beside: Subject, samples: int, device_name: str
 ) -> dict[str, Any]:
-    """One row of the record. An optimizer that cannot be built, for want of a package, is a row with the reason."""
+    """Return one row of the record. An optimizer that cannot be built, say for a missing package, is a row with the
+    reason."""
     plan = plan_of(with_optimizer(RUNGS, name))
     whole = whole_model(workload.shape, plan)
     row: dict[str, Any] = {
@@ -177,7 +178,7 @@ def row_of(
         subject = prepare(name, workload, device)
     except UserError as error:
         return {**row, "reason": error.problem}
-    except Exception as error:  # a package that does not go with this torch, no room, no compiler: still a row
+    except Exception as error:  # a package that does not suit this torch, no memory, no compiler: still a row
         return {**row, "reason": " ".join(f"{type(error).__name__}: {error}".split())[:200]}
     row |= {"state_bytes": subject.state_bytes, "update_bytes": subject.update_bytes}
     row["alone"] = interleaved(subject, beside, samples, device, busy=None)
@@ -189,7 +190,7 @@ def row_of(
 def interleaved(
     subject: Subject, beside: Subject, samples: int, device: torch.device, busy: Callable[[], None] | None
 ) -> dict[str, Any]:
-    """Seconds of one and of the other in turns, so that a drifting clock hits both."""
+    """Time both optimizers in turns, so that a drifting clock affects both."""
     seconds: dict[str, list[float]] = {"own": [], "beside": []}
     for _ in range(samples):
         for key, step in (("own", subject.step), ("beside", beside.step)):
@@ -207,7 +208,7 @@ def interleaved(
 
 
 def burner(subject: Subject, device: torch.device) -> Callable[[], None]:
-    """Queues matmuls that take longer than the host needs to launch the step behind them."""
+    """Return a function that queues matmuls which take longer than the host needs to launch the step behind them."""
     square = torch.randn(BURN_SIZE, BURN_SIZE, device=device, dtype=torch.bfloat16)
     out = torch.empty_like(square)
     clock = Clock(device)
@@ -226,7 +227,7 @@ def burner(subject: Subject, device: torch.device) -> Callable[[], None]:
 
 
 def predicted_seconds(whole: Rank, device_name: str) -> float | None:
-    """Of the update alone, where the device is known."""
+    """Predict the seconds of the update alone; None if the device is unknown."""
     device = lookup(device_name)
     peaks = None if device is None else reachable(whole.plan, device)
     if peaks is None:
@@ -256,7 +257,7 @@ def show(record: dict[str, Any], console: Console) -> None:
 
 def cells(row: dict[str, Any]) -> list[str]:
     alone, queued = row["alone"], row["queued"]
-    best = queued or alone  # without a queue there is one time only
+    best = queued or alone  # without a queue there is only one time
     spread = (
         None if alone is None else f"{milliseconds(alone['seconds']['p10'])}-{milliseconds(alone['seconds']['p90'])}"
     )

@@ -2,8 +2,8 @@
 
     python benchmarks/overhead.py gpt2 --recipe runs/.../best.json --rounds 3
 
-Each round measures the recipe as the ladder does, in a worker process, and then runs a bare loop in another process:
-no clock marks between steps, no progress, one wall clock around all of them. Rounds alternate which goes first.
+Each round measures the recipe as the ladder does, in a worker process, and runs a bare loop in another process: no
+clock marks between steps, no progress, one wall clock around all of them. Rounds alternate which goes first.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def read_options() -> argparse.Namespace:
 
 
 def one_round(run: RunDirectory, job: Job, bare_first: bool) -> tuple[float, float]:
-    """Seconds per step: as the ladder reports them, and in the bare loop."""
+    """Return seconds per step: as the ladder measures them, and in the bare loop."""
     if bare_first:
         bare = bare_process(run, job)
         return measured(run, job), bare

@@ -1,27 +1,28 @@
 #!/usr/bin/env bash
-# A model that is not ours, from its config to a record: the ladder, a tune that begins with what it measured, and
-# transformers' defaults beside the winner (benchmarks/huggingface.py).
+# A model that is not built in, from its config to a record: the ladder, a tune that begins with what the ladder
+# measured, and the winner beside transformers' defaults (benchmarks/huggingface.py).
 #
 #   benchmarks/own_models.sh records/shapes/llama-160m.json runs/llama-160m 16 16,32,64
 #   benchmarks/own_models.sh records/shapes/qwen-0.5b.json  runs/qwen-0.5b   8  8,16,32
 #
-# CONFIG, a folder for the results, the micro batch of the ladder, those that both sides of the comparison begin with. The
-# tune looks for its own micro batch. RUNGS names the ladder's rungs and CHOICES the tune's; without them each command
-# takes what applies. What is finished in the folder stays, what was interrupted goes on: call it again with the same words.
-# ladder.json, tune.json and benchmark.json are the records; seconds.txt says what each part took.
+# Arguments: CONFIG, a folder for the results, the micro batch of the ladder, and the micro batches with which both
+# sides of the comparison begin. The tune searches for its own micro batch. RUNGS names the ladder's rungs and CHOICES
+# the tune's (default: RUNGS); without them each command takes what applies. Finished parts in the folder are kept and
+# interrupted ones continue: call it again with the same arguments.
+# ladder.json, tune.json and benchmark.json are the records; seconds.txt says how long each part took.
 set -euo pipefail
 
 config=$1 out=$2 micro_batch=$3 sizes=$4
 python=${PYTHON:-python}
 rungs=(${RUNGS:+--rungs "$RUNGS"}) choices=${CHOICES:-${RUNGS:-}}
 choices=(${choices:+--rungs "$choices"})
-minutes=${MINUTES:-3}          # of tuning, beside what the ladder measured
+minutes=${MINUTES:-3}          # of tuning, on top of what the ladder measured
 ahead=${AHEAD:-5}              # rows that compile at the same time
 steps=${STEPS:-20} check_steps=${CHECK_STEPS:-10} rounds=${ROUNDS:-5}
 device=(${DEVICE:+--device "$DEVICE"})
 mkdir -p "$out"
 
-# part NAME COMMAND...: its document becomes NAME.json when it is whole. Exit code 1 has one too: it says what failed.
+# part NAME COMMAND...: keep its document as NAME.json once it is whole. Exit code 1 has one too, which says what failed.
 part() {
     local name=$1 started=$SECONDS code=0
     shift
@@ -35,7 +36,7 @@ part() {
     mv "$out/$name.draft" "$out/$name.json"
 }
 
-# measure NAME WORDS...: `redline NAME WORDS`, or the run that was begun.
+# measure NAME WORDS...: run `redline NAME WORDS`, or resume the run that was begun.
 measure() {
     local name=$1
     shift

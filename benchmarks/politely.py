@@ -1,4 +1,4 @@
-"""How a benchmark begins and ends: a time limit keeps its rows, a mistake is told as redline tells it.
+"""How a benchmark starts and ends: a time limit keeps its rows, and a mistake is reported as redline does.
 
 def main(words=None):
     return politely(run, read_options(words))
@@ -15,7 +15,7 @@ from redline.core.errors import UserError
 
 
 def politely(run: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> int:
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a time limit ends it as Ctrl-C does: with its rows
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a time limit ends it as Ctrl-C does: rows are kept
     try:
         return run(options)
     except UserError as error:

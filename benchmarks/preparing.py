@@ -1,13 +1,13 @@
-"""How fast `redline data prepare` is against the bare tokenizer: MB of text per second and core, on the same text.
+"""How fast `redline data prepare` is beside the bare tokenizer: MB of text per second and core, on the same text.
 
     python benchmarks/preparing.py [--text FILE] [--megabytes 48] [--processes 2] [--rounds 5]
 
-Bare is tiktoken's `encode_ordinary_batch` on one thread in each of as many processes, over documents that are in memory
-already: no reading, no splitting, no writing, no hashing. Both are timed in turn, by the seconds of cores that they
-used (all their processes together, which a busy machine disturbs least) and by the clock. The start of the processes,
-which a large corpus does not notice, is measured with a corpus of one word for each of them and taken off. Leaves with
-exit code 1 when the median share by core seconds is under 85 %; on an idle machine the clock must say the same. (Not
-called tokenize.py: a script's folder is searched first, and Python has a module of that name.)
+Bare is tiktoken's `encode_ordinary_batch` on one thread in each of as many processes, over documents already in memory:
+no reading, splitting, writing or hashing. Both are timed in turn, by core seconds (CPU time of all their processes
+together, which a busy machine disturbs least) and by the clock. The start of the processes, negligible for a large
+corpus, is measured with a corpus of one word for each of them and subtracted. The exit code is 1 if the median share by
+core seconds is under 85 %; on an idle machine the clock must agree. (Not called tokenize.py: a script's folder is
+searched first, and Python has a module of that name.)
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from redline.data.text import read_corpus
 from redline.data.tokenizer import tokenizer
 
 PROMISE = 0.85
-DOCUMENT_CHARACTERS = 4000  # about a page of the web
+DOCUMENT_CHARACTERS = 4000  # about a web page
 
 
 def main() -> int:
@@ -68,7 +68,7 @@ def main() -> int:
 
 class Spent(NamedTuple):
     core: float
-    """Seconds of cores, all processes together."""
+    """CPU seconds of all processes together."""
     clock: float
 
 
@@ -83,7 +83,7 @@ def write(path: Path, documents: Sequence[str]) -> Path:
 
 
 def encode_bare(documents: Sequence[str], processes: int) -> Spent:
-    """From a common start, tokenizer and text at hand, to the end of the last."""
+    """Time from a common start, with tokenizer and text loaded, to the end of the last process."""
     context = multiprocessing.get_context("spawn")
     crew = []
     for number in range(processes):
@@ -111,7 +111,7 @@ def encode_share(connection: Connection, documents: Sequence[str]) -> None:
 
 
 def tiktoken_of(name: str) -> Any:
-    """The object inside our tokenizer: the very same merges."""
+    """Return the tiktoken object inside our tokenizer, which has the very same merges."""
     cells = getattr(tokenizer(name).encode, "__closure__", None) or ()
     return next(cell.cell_contents for cell in cells if hasattr(cell.cell_contents, "encode_ordinary_batch"))
 
@@ -124,7 +124,7 @@ def prepare_once(source: Path, out: Path, processes: int, part_bytes: int | None
 
 
 def core_seconds() -> float:
-    """Of this process and of all its children that have ended."""
+    """Return the CPU seconds of this process and of all its children that have ended."""
     mine, theirs = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
     return mine.ru_utime + mine.ru_stime + theirs.ru_utime + theirs.ru_stime
 

@@ -1,12 +1,12 @@
-"""Every product of a model's blocks and head: torch's choice beside the fastest that cuBLASLt proposes.
+"""Every matmul of a model's blocks and head: torch's choice beside the fastest that cuBLASLt proposes.
 
     python benchmarks/products.py gpt2 --micro-batch 64
 
-Forward, gradient of the input and gradient of the weight of each layer, in bf16, in turns, medians; what GELU and a
-bias on the way out cost; and what the weight's gradient costs when it is written in fp32. Several calls stand between
-two events, all queued while the device is still busy with something else, so that what it takes to launch them does not
-show. `gain` is what a step would save, all layers together, of the products as `fused-backward` asks for them: the two
-that write into the stream have no bias, the MLP's first has GELU behind it. Needs a CUDA device.
+For each layer, in bf16, in turns, medians: the forward matmul, the gradient of the input and the gradient of the
+weight; what bias and GELU epilogues cost; and what it costs to write the weight's gradient in fp32. Several calls run
+between two events, all queued while the device is still busy with something else, so that launch overhead does not
+show. `gain` is what a step would save, over all layers, with the matmuls that `fused-backward` uses: the two that write
+into the residual stream have no bias, the MLP's first has GELU after it. Needs a CUDA device.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from redline.workloads import resolve_workload
 
 ROUNDS = 12
 CALLS = 8
-LARGE_FLOPS = 2e12  # above it a product takes milliseconds: two calls hide a launch as well
+LARGE_FLOPS = 2e12  # above it a matmul takes milliseconds: two calls hide a launch just as well
 BUSY_CYCLES = 4_000_000  # of the device's clock, some 2 ms: longer than it takes to queue the calls
 FORWARD = {"qkv": "forward + bias", "mlp up": "forward + bias + GELU"}
-"""What a step asks of a layer on the way forward; of the others the product alone."""
+"""The forward variant that a step uses in a layer; for layers not listed, the plain matmul."""
 PAIRS = {"of input": ("torch", "tuned"), "of weight": ("torch + fp32", "tuned fp32")}
 
 
@@ -71,7 +71,7 @@ def main() -> int:
 
 
 def gain_ms(layer: str, what: str, ms: dict[str, float], layers: int) -> float | None:
-    """Of a whole step; None of what a step does not ask for."""
+    """Return the gain in a whole step; None for a variant that no step uses."""
     if what.startswith("forward") and what != FORWARD.get(layer, "forward"):
         return None
     torchs, tuned = PAIRS.get(what, ("torch", "tuned"))
@@ -126,7 +126,7 @@ def of_layer(tokens: int, into: int, out: int, name: str) -> list[tuple[str, dic
 
 
 def in_turns(ways: dict[str, Callable[[], object]], calls: int) -> dict[str, float]:
-    for run in ways.values():  # chooses, and loads kernels
+    for run in ways.values():  # the first calls choose and load kernels
         run()
         run()
     times: dict[str, list[float]] = {name: [] for name in ways}

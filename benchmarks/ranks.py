@@ -1,25 +1,25 @@
-"""What sharing a step costs where nobody is there to share with, and what one GPU holds of large models.
+"""What DDP and FSDP2 cost with a single rank, and how fast large models run on one GPU.
 
     python benchmarks/ranks.py --json FILE              # GPT-2: one process, and one rank of DDP and of FSDP2
     python benchmarks/ranks.py --ways plain "fsdp-whole, wrapped" --json FILE          # some of the ways
     python benchmarks/ranks.py --large --json FILE      # GPT-2 XL and a 7B shape: one rank of FSDP2, with what fits
 
-Each way has a process that keeps its compiled step and takes a turn of ten steps when it is told to, so that
-the card's temperature is the same for all; a turn ends as a cycle of the trainer does, with the mean of its losses over
-the ranks. (In one process they would share compiled code: Dynamo takes the plain model's graph for DDP's, which torch
-cuts where a bucket is full.) The ratio is the median over rounds of a way's turn to the plain process's of the same
+Each way has a process that keeps its compiled step and takes turns of ten steps on request, so that the card's
+temperature is the same for all; a turn ends as a cycle of the trainer does, with the mean of its losses over the ranks.
+(In one process they would share compiled code: Dynamo would reuse the plain model's graph for DDP, which torch splits
+where a bucket is full.) The ratio is the median over rounds of a way's turn over the plain process's turn of the same
 round. *one rank* is what `redline train` builds under `torchrun --nproc-per-node 1`: the rung's wrapper is left out,
-with whatever it would undo. *wrapped* is torch's own DDP and FSDP2 around one rank, whose collectives (NCCL on a GPU,
-gloo on a CPU) end where they begin. *plain, by blocks* is one process that does without what `fsdp` and `fsdp-keep`
-undo, compiled block by block as those are: what is left between it and them is FSDP2's own. `fsdp-whole` undoes nothing
-and is compiled as one, so that all it costs more than *plain* is FSDP2's own.
+together with whatever it would undo. *wrapped* is torch's own DDP or FSDP2 around one rank, whose collectives (NCCL on
+a GPU, gloo on a CPU) end where they begin. *plain, by blocks* is one process without what `fsdp` and `fsdp-keep` undo,
+compiled block by block as those are: the remaining difference is FSDP2's own. `fsdp-whole` undoes nothing and is
+compiled as a whole, so that all it costs beyond *plain* is FSDP2's own.
 
---large takes FSDP2's way in, wrapped: built without memory, compiled block by block (all of GPT-2 XL as one graph takes
-Inductor minutes). Each model is a process of its own, with the first recipe of LARGE_RECIPES that is predicted to hold
-8,192 tokens, and with as many as fit, up to 32,768 (with 8,192 GPT-2 XL reached 27 % of an H200's peak). One that runs
-out of memory all the same is a row, and the next recipe is tried.
+--large builds models as FSDP2 does, wrapped: without allocating them first, compiled block by block (all of GPT-2 XL as
+one graph takes Inductor minutes). Each model has its own process, with the first recipe of LARGE_RECIPES that is
+predicted to hold 8,192 tokens, and with as many as fit, up to 32,768 (with 8,192 GPT-2 XL reached 27 % of an H200's
+peak). One that runs out of memory all the same is a row, and the next recipe is tried.
 
-The record is written after every round and every row: whatever ends the benchmark, what was finished is there.
+The record is written after every round and every row: however the benchmark ends, what was finished is there.
 """
 
 from __future__ import annotations
@@ -64,11 +64,11 @@ from redline.workloads import resolve_shape, resolve_workload
 
 STEPS = 10  # of a turn; a cycle of the trainer has as many
 SETTLING = 2  # steps before a turn is timed
-AT_ONCE = 3  # processes that compile: each holds the activations of a whole step, 28 GB of GPT-2 at 64
+AT_ONCE = 3  # processes that compile: each holds the activations of a whole step, 28 GB for GPT-2 at 64
 WARM_UPS, LARGE_STEPS = 3, 8
 PLAIN, BY_BLOCKS = "plain", "plain, by blocks"
 SHARDING = ("fsdp", "fsdp-keep", "fsdp-whole")
-LESS_THAN = 0.01  # what one rank may cost more than one process
+LESS_THAN = 0.01  # what one rank may cost beyond one process
 SHARED = ("tf32", "no-sync", "bf16", "compile", "cudnn-attention", "padded-vocab", "tied-weights", "fused-adamw")
 SHARED += ("fused-loss", "bf16-residual", "sigmoid-gelu")
 FAST = (*SHARED, "fused-backward")
@@ -76,8 +76,8 @@ SHAPES = Path(__file__).resolve().parent.parent / "records" / "shapes"
 LARGE = ("gpt2-xl", "gpt-7b")
 LEAST_TOKENS, MOST_TOKENS = 8_192, 32_768  # of a large model's step
 LARGE_RECIPES = (SHARED, (*SHARED, "checkpointing"))
-ROOM = 0.92  # of the card, for what is predicted: the rest is for what fragments more than usual
-ROW = "row: "  # before what a child has found, among whatever else is printed there
+ROOM = 0.92  # of the card, for predicted memory: the rest is for unusual fragmentation
+ROW = "row: "  # marks a child's results among whatever else it prints
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +93,7 @@ class Setting:
 
     @property
     def workload(self) -> Workload:
-        """A shape of records/shapes in the whole of its context, or a preset."""
+        """A shape of records/shapes with its whole context, or a preset."""
         own = SHAPES / f"{self.model}.json"
         if not own.exists():
             return resolve_workload(self.model)
@@ -108,11 +108,11 @@ class Setting:
 
 
 def ways(rungs: Sequence[str]) -> dict[str, Plan]:
-    """By name, in the order in which they take turns."""
+    """Return the plans by name, in the order in which they take turns."""
     alone_with = {way: plan_of(for_layout((*rungs, way), Layout())) for way in ("ddp", "fsdp")}
     return {
         PLAIN: plan_of(rungs),
-        BY_BLOCKS: replace(plan_of((*rungs, "fsdp")), parallel="none", compile=False),  # compiled once it is built
+        BY_BLOCKS: replace(plan_of((*rungs, "fsdp")), parallel="none", compile=False),  # compiled after it is built
         **{f"{way}, one rank": plan for way, plan in alone_with.items()},
         **{f"{way}, wrapped": plan_of((*rungs, way)) for way in ("ddp", *SHARDING)},
     }
@@ -120,7 +120,7 @@ def ways(rungs: Sequence[str]) -> dict[str, Plan]:
 
 @contextmanager
 def one_rank(kind: str) -> Iterator[tuple[Ranks, torch.device]]:
-    """A job of one, with collectives. `join` would do it too, and end this process together with its parent."""
+    """Enter a job of one rank, with collectives. `join` would do so too, but also end this process with its parent."""
     store = TCPStore("127.0.0.1", 0, 1, is_master=True)
     os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)})
     with Ranks(rank=0, count=1, store=store) as ranks:
@@ -133,7 +133,7 @@ def no_rank(kind: str) -> Iterator[tuple[Ranks, torch.device]]:
 
 
 def serve_turns(setting: Setting, orders: Iterable[str], answer: Callable[[Any], None]) -> None:
-    """In the child: how long it took to build and compile, and then a turn for every line that comes."""
+    """In the child: answer with the time to build and compile, and then take a turn for every line that arrives."""
     assert setting.way is not None
     started = time.perf_counter()
     with no_rank(setting.device) if setting.way.startswith(PLAIN) else one_rank(setting.device) as (ranks, device):
@@ -148,8 +148,8 @@ def serve_turns(setting: Setting, orders: Iterable[str], answer: Callable[[Any],
 
 
 def take_turn(step: TrainStep, batch: torch.Tensor, ranks: Ranks) -> list[float]:
-    """Seconds of each step, and of the end of the cycle. Between turns the card is the others'."""
-    for _ in range(SETTLING):  # memory that was given back is asked for again
+    """Return the seconds of each step and of the end of the cycle. Between turns the card is free for the others."""
+    for _ in range(SETTLING):  # memory that was returned is allocated again
         step(batch)
     clock, losses = Clock(step.device), []
     clock.mark()
@@ -176,11 +176,11 @@ class Seat:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            start_new_session=True,  # a Ctrl-C is the parent's, who keeps what was finished
+            start_new_session=True,  # the parent handles Ctrl-C and keeps what was finished
         )
 
     def answer(self) -> dict[str, Any]:
-        """The next row. One that is gone, or that says why it cannot, is an error."""
+        """Return the next row; raise RuntimeError if the child is gone or reports a failure."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
             if line.startswith(ROW):
@@ -204,10 +204,10 @@ class Seat:
 
 @dataclass
 class Taken:
-    """What a way has taken so far."""
+    """The times of a way so far."""
 
     build_seconds: float
-    """With the first turn, which compiles."""
+    """Including the first turn, which compiles."""
     steps: list[float] = field(default_factory=list)
     turns: list[float] = field(default_factory=list)
 
@@ -223,7 +223,7 @@ def compare(
     seat: Callable[[Setting], Seat] = Seat,
     some: Collection[str] | None = None,
 ) -> Rows:
-    """`keep` gets the rows after every round. `some`: those of the ways that take part; None: all."""
+    """Time the ways in turns. `keep` gets the rows after every round. `some`: the ways that take part; None: all."""
     names = [name for name in ways(setting.rungs) if some is None or name in some]
     rows: dict[str, dict[str, Any]] = {}
     seats: dict[str, Seat] = {}
@@ -234,7 +234,7 @@ def compare(
         return [rows[name] for name in names if name in rows]
 
     def drop(name: str, error: Exception) -> None:
-        """One that fails is a row, with what it had finished, and the others go on."""
+        """Turn a failed way into a row with what it had finished; the others continue."""
         one = taken.pop(name, None)
         finished = figures(name, one, taken.get(PLAIN), tokens) if one is not None and one.turns else {"way": name}
         rows[name] = {**finished, "failed": str(error)}
@@ -251,7 +251,7 @@ def compare(
                 except RuntimeError as error:
                     drop(name, error)
         for number in range(rounds):
-            for name in list(seats) if number % 2 == 0 else list(reversed(seats)):  # nobody always comes first
+            for name in list(seats) if number % 2 == 0 else list(reversed(seats)):  # no way always comes first
                 try:
                     times = seats[name].take_turn()
                 except (RuntimeError, OSError) as error:
@@ -302,7 +302,7 @@ def line_of(row: dict[str, Any]) -> str:
 
 
 def verdict(rows: Sequence[dict[str, Any]]) -> bool | None:
-    """Whether one rank of each way costs less than it may; None where that was not measured."""
+    """True if one rank of each way costs less than it may; None if that was not measured."""
     ratios = [row.get("ratio") for row in rows if row["way"].endswith("one rank")]
     if len(ratios) < 2 or None in ratios:
         return None
@@ -313,13 +313,13 @@ def verdict(rows: Sequence[dict[str, Any]]) -> bool | None:
 
 
 def large_case(workload: Workload, rungs: Sequence[str]) -> Case:
-    """FSDP around one GPU, as predict/ has it."""
+    """Describe FSDP on one GPU for predict/."""
     return Case(shape=workload.decoder, plan=plan_of((*rungs, "fsdp")), layout=Cut(gpus=1), zero=3)
 
 
 def choose_recipes(workload: Workload, memory_bytes: int) -> list[tuple[tuple[str, ...], int]]:
-    """Those that are predicted to hold enough tokens, each with its micro batch; where none is, the most frugal one
-    with what it holds."""
+    """Return the recipes that are predicted to hold enough tokens, each with its micro batch; if there is none, the
+    most frugal one with what it holds, if anything."""
     least, most = (max(1, tokens // workload.decoder.sequence) for tokens in (LEAST_TOKENS, MOST_TOKENS))
     largest = {rungs: large_case(workload, rungs).largest(int(ROOM * memory_bytes)) for rungs in LARGE_RECIPES}
     enough = [(rungs, min(size, most)) for rungs, size in largest.items() if size >= least]
@@ -330,7 +330,7 @@ def choose_recipes(workload: Workload, memory_bytes: int) -> list[tuple[tuple[st
 def time_large(
     setting: Setting, hardware: Hardware, ranks: Ranks, device: torch.device, steps: int = LARGE_STEPS
 ) -> dict[str, Any]:
-    """In the child."""
+    """Time a large model, in the child."""
     workload = setting.workload
     plan = plan_of((*setting.rungs, "fsdp"))
     started = time.perf_counter()
@@ -380,7 +380,7 @@ def describe(setting: Setting) -> dict[str, Any]:
 
 
 def run_large(models: Sequence[str], hardware: Hardware, keep: Keep, seat: Callable[[Setting], Seat] = Seat) -> Rows:
-    """Each in a process of its own: nothing is left on the card of one that ran out of memory."""
+    """Run each model in its own process: one that ran out of memory leaves nothing on the card."""
     rows: Rows = []
     assert hardware.memory_bytes is not None
     for model in models:
@@ -403,7 +403,7 @@ def run_large(models: Sequence[str], hardware: Hardware, keep: Keep, seat: Calla
 
 
 def child(setting: Setting) -> int:
-    """Answers with rows on standard output. It leaves with its parent, whose end of the pipe closes."""
+    """Answer with rows on standard output. The child leaves when its parent's end of the pipe closes."""
 
     def answer(row: dict[str, Any]) -> None:
         print(ROW + json.dumps(row), flush=True)
@@ -434,7 +434,7 @@ def large_line(row: dict[str, Any]) -> str:
 # --- the record -------------------------------------------------------------------------------------------------------
 
 
-Machine = tuple[Hardware, dict[str, str | None]]  # with the versions of what runs on it
+Machine = tuple[Hardware, dict[str, str | None]]  # with the versions of its software
 
 
 def record_of(what: str, machine: Machine, rows: Rows, *, finished: bool) -> dict[str, Any]:
@@ -452,7 +452,7 @@ def record_of(what: str, machine: Machine, rows: Rows, *, finished: bool) -> dic
 
 
 def write_record(path: str, record: dict[str, Any]) -> None:
-    """In one move: a file that is read meanwhile is whole."""
+    """Replace the file in one move, so that readers always see a whole one."""
     draft = Path(f"{path}.draft")
     draft.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     draft.replace(path)
@@ -474,7 +474,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def measure(options: argparse.Namespace, machine: Machine, seat: Callable[[Setting], Seat] = Seat) -> dict[str, Any]:
-    """The record, whatever ends it."""
+    """Return the record, whatever ends the benchmark."""
     what = "one rank of DDP and FSDP2 beside one process" if options.large is None else "large models, one rank of FSDP"
     rows: Rows = []
 
@@ -505,7 +505,7 @@ def main() -> int:
         say("there is no CUDA device here")
         return 2
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a time limit keeps what was finished too
-    # Asked by another process: this one, which only waits, must hold nothing on the card.
+    # Another process probes the card: this one, which only waits, must hold nothing on it.
     record = measure(options, probe_machine("cuda"))
     for row in record["rows"]:
         say(line_of(row) if "way" in row else large_line(row))

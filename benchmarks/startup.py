@@ -2,8 +2,8 @@
 
     python benchmarks/startup.py [--rounds 10]
 
-Each command runs in a process of its own, interleaved; the figures are the quickest and the median of the rounds.
-Leaves with exit code 1 when the quickest of a command is over the promise: everything above it is this machine's doing.
+Each command runs in its own process, interleaved; the figures are the quickest and the median of the rounds. The exit
+code is 1 if a command's quickest run is over the promise: slower runs are this machine's doing.
 """
 
 from __future__ import annotations

@@ -4,11 +4,12 @@
         --add tuned-matmuls --add packed-attention --add tuned-matmuls,packed-attention --without fused-backward \
         --json steps.json
 
-The recipe of the file, and one more for every --add and --without: its rungs and these, or its rungs less these, commas
-between several. Each round is a turn of ten steps for everyone, on one batch of random tokens; medians over all rounds.
-Peak memory is a recipe's own: what the others keep between their turns is taken off. A process has one attention
-backend and one matmul precision, so recipes that differ in those are refused: `redline ladder` measures them. On a CPU
-it runs too, for a small workload.
+It times the recipe of the file, and one more for every --add (its rungs and these) and --without (its rungs less
+these), with commas between several rungs. In each round every recipe takes a turn of ten steps, on one batch of random
+tokens; figures are medians over all rounds. Peak memory is a recipe's own: what the others keep between their turns is
+subtracted. A process has one attention backend, one matmul precision, one activation budget and one setting of
+expandable segments, so recipes that differ in those are refused: `redline ladder` measures them. It runs on a CPU too,
+for a small workload.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from redline.workloads import resolve_workload
 
 STEPS = 10
 SWITCHES = ("attention", "matmul_precision", "activation_budget", "expandable_segments")
-"""Fields of a plan that are a process's own."""
+"""Fields of a plan that hold for a whole process."""
 
 Figures = dict[str, float | None]
 
@@ -84,7 +85,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def varied(base: Recipe, add: list[str], without: list[str]) -> dict[str, Recipe]:
-    """The base and its variants, by what is told of them in a table."""
+    """Return the base and its variants, by their names in the table."""
     recipes = {"base": base}
     for words in add:
         names = tuple(find_rung(name).name for name in words.split(","))
@@ -105,12 +106,12 @@ def varied(base: Recipe, add: list[str], without: list[str]) -> dict[str, Recipe
 def time_recipes(
     workload: Workload, recipes: Mapping[str, tuple[str, ...]], micro_batch: int, rounds: int, device: torch.device
 ) -> dict[str, Figures]:
-    """By name: milliseconds of a step, tokens per second, and the peak of memory; a CPU and a graph tell none."""
+    """Return by name: milliseconds of a step, tokens per second, and peak memory (None on a CPU and of CUDA graphs)."""
     plans = {name: plan_of(rungs) for name, rungs in recipes.items()}
     check_switches(plans)
     shape = workload.decoder
     batch = torch.randint(shape.vocab, (2, micro_batch, shape.sequence), device=device)
-    # One function is compiled once for each recipe. Past the limit it would run eagerly, and say so in a log only.
+    # One function is compiled once for each recipe. Past the limit it would run eagerly, reported only in a log.
     limit = max(dynamo.recompile_limit, 2 * len(plans))
     with dynamo.patch(recompile_limit=limit, fail_on_recompile_limit_hit=True):
         turns = {}
@@ -128,7 +129,7 @@ def time_recipes(
 
 @contextlib.contextmanager
 def telling_of_a_stop() -> Iterator[None]:
-    """A time limit keeps the turns that were taken."""
+    """Keep the turns that were taken when a time limit or Ctrl-C interrupts, and say so."""
     try:
         yield
     except KeyboardInterrupt:
@@ -149,11 +150,11 @@ def check_switches(plans: Mapping[str, Plan]) -> None:
 
 
 class Turns:
-    """A recipe's step, what it has taken, and what it keeps between its turns."""
+    """A recipe's step, its times so far, and the memory it keeps between its turns."""
 
     def __init__(self, workload: Workload, plan: Plan, batch: torch.Tensor) -> None:
         self.batch, self.device = batch, batch.device
-        # What a graph replays allocates nothing, so its peak was that of the recording.
+        # Replaying a CUDA graph allocates nothing: the peak was reached while recording it.
         self.tells_peak = self.device.type == "cuda" and not plan.cuda_graphs
         before = allocated(self.device)
         self.step = build_step(workload, plan, device=self.device)
@@ -188,7 +189,7 @@ def allocated(device: torch.device) -> int:
 
 
 def milliseconds(step: Callable[[torch.Tensor], Any], batch: torch.Tensor) -> list[float]:
-    """Of each of a turn's steps. A CUDA device marks them itself, so that the host may run ahead."""
+    """Return the milliseconds of each step of a turn. A CUDA device marks them itself, so the host may run ahead."""
     if batch.device.type != "cuda":
         times = [time.perf_counter()]
         for _ in range(STEPS):
@@ -205,7 +206,7 @@ def milliseconds(step: Callable[[torch.Tensor], Any], batch: torch.Tensor) -> li
 
 
 def lines(found: Mapping[str, Figures]) -> Iterator[str]:
-    """Names take what a line of 100 has left for them, and are cut there."""
+    """Yield the table's lines. Names get what 100 columns leave for them, and are cut there."""
     width = min(44, max(map(len, found)))
     yield f"{'':{width}}{'ms':>10}{'p10':>10}{'p90':>10}{'tokens/s':>13}{'gain':>8}{'GB':>7}"
     (base, *_) = found.values()

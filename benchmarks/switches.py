@@ -4,17 +4,17 @@
     python benchmarks/switches.py gpt2 --recipe fast.json --rows early-launch,joined-kernels
 
 The first rows are compared with the recipe: kernels that start before the previous one has ended (programmatic
-dependent launch), small kernels joined into one, tile sizes found by coordinate descent. The others are about matrix
-products. They leave out `tuned-matmuls` and `fused-matmuls`, whose products Inductor never sees, and are compared with
-`torch-matmuls`, which leaves them out too: products chosen by timing; then also persistent kernels that load through
-the tensor memory accelerator; or also products with K cut into pieces (decompose-K) from K = 8 M on, where Inductor
-begins at 32 M.
+dependent launch), small kernels joined into one, tile sizes found by coordinate descent. The others are about matmuls.
+They leave out `tuned-matmuls` and `fused-matmuls`, whose matmuls Inductor never sees, and are compared with
+`torch-matmuls`, which leaves them out too: matmuls chosen by timing; in addition, persistent kernels that load through
+the tensor memory accelerator; or in addition, matmuls with K split (decompose-K) from K = 8 * M on, where Inductor
+begins at 32 * M.
 
-A switch is a setting of `torch._inductor.config`. A row's process sets it before it builds its step and has a compile
-cache of its own: in one shared process Dynamo would reuse the first row's code for all of them. Rows compile side by
-side (kernels chosen by timing may be chosen badly then: use --at-once 1) and are timed one at a time, a different one
-first in every round. A ratio is a row's rate over its base's in the same round. A row that fails keeps its reason. This
-measures speed only; the switches change rounding at most, and `redline ladder` is what gives verdicts.
+A switch is a setting of `torch._inductor.config`. A row's process sets it before it builds its step and has its own
+compile cache: in one shared process Dynamo would reuse the first row's code for all of them. Rows compile side by side
+(kernels chosen by timing may then be chosen badly: use --at-once 1) and are timed one at a time, a different one first
+in every round. A ratio is a row's rate over its base's in the same round. A row that fails has its reason. This
+measures speed only; the switches change rounding at most, and `redline ladder` gives verdicts.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ WIDTH = 100
 @dataclass(frozen=True, kw_only=True)
 class Row:
     switches: dict[str, Any] = field(default_factory=dict)
-    """By their names in torch._inductor.config."""
+    """Settings by their names in torch._inductor.config."""
     base: str = RECIPE
-    """What it is compared with."""
+    """The row that this one is compared with."""
 
     @property
     def leaves_out(self) -> tuple[str, ...]:
@@ -162,7 +162,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def chosen(words: str | None) -> list[str]:
-    """In the order of the table, and with what they are compared with."""
+    """Return the rows in the order of the table, including those that they are compared with."""
     names = words.split(",") if words else list(ROWS)
     for name in names:
         if name not in ROWS:
@@ -187,7 +187,7 @@ def take_turns(found: Found, players: list[Player], options: argparse.Namespace)
         found.rounds.append({name: block for name, block in blocks.items() if block is not None})
 
 
-# what came of it
+# results
 
 
 def results(found: Found, orders: list[Order]) -> dict[str, Any]:
@@ -196,7 +196,7 @@ def results(found: Found, orders: list[Order]) -> dict[str, Any]:
 
 
 def row_of(found: Found, order: Order, base: str) -> dict[str, Any]:
-    """Figures over all rounds, None of each where there was none."""
+    """Return a row's figures over all rounds; None for each if there was none."""
     blocks = [blocks[order.name] for blocks in found.rounds if order.name in blocks]
     seconds = [one for block in blocks for one in block["seconds"]]
     both = [[blocks[name] for name in (order.name, base)] for blocks in found.rounds if {order.name, base} <= {*blocks}]

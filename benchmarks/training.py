@@ -4,7 +4,7 @@
 
 Three runs on one machine: the ladder's figure for the recipe, `redline train` with it, and `redline train` with plain
 TF32 (the same model, batches and learning rate) for --plain-minutes. Both trainings see the same tokens in the same
-order, so their losses are compared update by update as far as the slower one came.
+order, so their losses are compared at equal updates, as far as the slower one got.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 PLAIN = ("tf32", "tied-weights")  # the published model, one line away from fp32
-WINDOW = 50  # updates: single losses jump with their batches, and the batches are the same in both runs
+WINDOW = 50  # updates: single losses vary with their batches, which are the same in both runs
 
 
 def main() -> int:
@@ -69,7 +69,7 @@ def trained(options: argparse.Namespace, recipe: Path, minutes: float, out: Path
 
 
 def compose(ladder: dict[str, Any], runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """The record. `ladder` is its document; each run has what `trained` returns."""
+    """Compose the record. `ladder` is the ladder's document; each run is what `trained` returns."""
     figure = ladder["rows"][0]["tokens_per_second"]
     first = runs["recipe"]["run"]
     record: dict[str, Any] = {
@@ -96,7 +96,7 @@ def compose(ladder: dict[str, Any], runs: dict[str, dict[str, Any]]) -> dict[str
 
 
 def speeds(metrics: list[dict[str, Any]], ladder: float | None) -> dict[str, Any]:
-    """Three answers: while training; with evaluations and checkpoints, once compiled; and from the very start."""
+    """Return three rates: while training; with evaluations and checkpoints, once compiled; and from the very start."""
     cycles = [row for row in metrics if row["kind"] == "cycle"]
     start, end = cycles[0], cycles[-1]
     found = {
@@ -112,7 +112,7 @@ def speeds(metrics: list[dict[str, Any]], ladder: float | None) -> dict[str, Any
 
 
 def compared(fast: list[dict[str, Any]], plain: list[dict[str, Any]]) -> dict[str, Any]:
-    """Mean losses over the last updates that both made, and the largest difference between two such windows."""
+    """Return mean losses over the last window of updates that both made, and the largest difference in any window."""
     one, other = ([loss for row in run if row["kind"] == "cycle" for loss in row["losses"]] for run in (fast, plain))
     updates = min(len(one), len(other))
     ends = range(WINDOW, updates + 1, WINDOW)

@@ -5,10 +5,11 @@
         --rungs flash,cudnn-attention,padded-vocab,fused-adamw,fused-loss,chunked-loss
 
 The micro batch is given, so that the space is finite. Rungs of --fixed are in every recipe; --layers cuts the model
-short, since a hundred recipes are to be built. The search runs as `redline tune` does, a process for each trial. The
-enumeration is a judge of its own: one process that builds one recipe after the other and times it, in rounds, so that
-a drift of the machine hits all of them alike. The recipe found is judged by its enumerated rate. The last line says
-whether it came within 2 % at a quarter of the trials. Ctrl-C while rounds are left keeps those that are whole.
+short, since some hundred recipes have to be built. The search runs as `redline tune` does, with a process for each
+trial. The enumeration judges independently: one process builds one recipe after the other and times it, in rounds, so
+that a drift of the machine affects all of them alike. The recipe found is judged by its enumerated rate. The last line
+says whether it came within 2 % of the best with a quarter of the trials. Ctrl-C before the last round keeps the rounds
+that are complete.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ def read_options() -> argparse.Namespace:
 
 
 def with_fixed(space: Space, fixed: Sequence[str]) -> Space:
-    """Knobs whose choice is one of these have no other."""
+    """Leave knobs that offer one of the fixed rungs no other choice."""
     knobs = [
         replace(knob, choices=tuple(one for one in knob.choices if one in fixed) or knob.choices)
         for knob in space.knobs
@@ -109,7 +110,7 @@ def chosen_workload(options: argparse.Namespace) -> Workload:
 def enumerate_all(
     tokens: Path, space: Space, recipes: Sequence[Recipe], options: argparse.Namespace
 ) -> dict[Recipe, list[float]]:
-    """Seconds of a step, the median of each round, of all that run."""
+    """Return the median seconds of a step in each round, for every recipe that runs."""
     seconds: dict[Recipe, list[float]] = {}
     fitting = list(recipes)
     try:
@@ -153,7 +154,7 @@ def step_seconds(space: Space, recipe: Recipe, tokens: Path, steps: int) -> floa
     found = statistics.median(clock.seconds())
     training.close()
     del training
-    torch.compiler.reset()  # or one model more is kept alive, and past eight Dynamo compiles no other
+    torch.compiler.reset()  # otherwise the model is kept alive, and past eight Dynamo compiles no other
     free_memory(device)
     return found
 
@@ -163,7 +164,7 @@ def rates_of(rounds: dict[Recipe, list[float]], tokens: int) -> dict[Recipe, flo
 
 
 def search(folder: Path, space: Space, options: argparse.Namespace) -> Tuner:
-    """As `redline tune` does it, with all the time in the world and nothing remembered."""
+    """Search as `redline tune` does, with unlimited time and no cached answers."""
     settings = TuneSettings(
         device=space.hardware.kind,
         minutes=float("inf"),
@@ -197,7 +198,8 @@ class Spoken:
 
 
 def compare(enumerated: dict[Recipe, float], tuner: Tuner) -> dict[str, Any]:
-    """The plain way is tried beside the space's recipes, so that speed-ups have a beginning: it does not count."""
+    """Judge the search by the enumeration. The search also tries the plain recipe, as the baseline of speed-ups; that
+    does not count as a trial."""
     best = max(enumerated, key=lambda recipe: enumerated[recipe])
     found = None if tuner.best is None else tuner.best.recipe
     tried = [recipe for recipe in tuner.trials if recipe in enumerated]

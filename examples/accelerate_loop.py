@@ -2,8 +2,8 @@
 
     python examples/accelerate_loop.py          # or: accelerate launch examples/accelerate_loop.py
 
-The recipe goes onto the model first; accelerate then gets the prepared model and optimizer, and does the autocast and,
-for fp16, the scaling itself.
+The recipe is applied to the model first; accelerate then gets the prepared model and optimizer, and does the autocast
+and, for fp16, the loss scaling itself.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     python examples/lightning_module.py
 
-Lightning runs the loop, the autocast and, for fp16, the scaling. The gradients are clipped in a hook: Lightning's own
-option refuses fused optimizers.
+Lightning runs the loop, the autocast and, for fp16, the loss scaling. The gradients are clipped in a hook, because
+Lightning's own option refuses fused optimizers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PRECISION: dict[str | None, Any] = {None: "32-true", "bf16": "bf16-mixed", "fp16
 class LitLM(L.LightningModule):
     def __init__(self, recipe: str | tuple[str, ...]) -> None:
         super().__init__()
-        device = "cuda" if torch.cuda.is_available() else "cpu"  # where Lightning will run it: the meter asks now
+        device = "cuda" if torch.cuda.is_available() else "cpu"  # where Lightning will run it: the meter needs it now
         self.prepared = redline.prepare(build_model(), recipe, learning_rate=1e-3, device=device)
         self.model = self.prepared.model
         self.meter = redline.Meter(tokens_per_step=SEQUENCES * TOKENS, model=self.model)

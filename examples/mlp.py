@@ -1,6 +1,6 @@
 """A classifier as a workload: `redline ladder examples/mlp.py:mlp`.
 
-The batch is a pair of inputs and targets and the model returns logits, so the loss is cross-entropy without a word.
+The batch is a pair of inputs and targets and the model returns logits, so the loss defaults to cross-entropy.
 """
 
 import torch

@@ -1,7 +1,7 @@
 """A small GPT with two mistakes in it: `redline profile examples/naive_gpt.py:gpt` and `redline lint` find both.
 
-Attention is written out, so no attention kernel can take its place from outside: the ladder's `flash` row names the
-lines to change. And the loss is read inside forward(), which makes a GPU wait in every step.
+Attention is written out, so no attention kernel can replace it from outside: the ladder's `flash` row names the lines
+to change. And the loss is read inside forward(), which makes the host wait for the GPU in every step.
 """
 
 import math
@@ -62,7 +62,7 @@ def make_batch(size: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def shape() -> dict[str, object]:
-    """Optional: with it, lint knows what the sizes are for and the check knows where training must start."""
+    """Optional: tells lint what the sizes are for, and the check at which loss training must start."""
     return {
         "layers": LAYERS,
         "heads": HEADS,

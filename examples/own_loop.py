@@ -1,9 +1,9 @@
-"""A training loop of one's own with a recipe on the model and a meter in the loop.
+"""Your own training loop, with a recipe applied to the model and a meter in the loop.
 
     python examples/own_loop.py                 # the rungs below
     python examples/own_loop.py best.json       # the recipe of a ladder or of a tune
 
-Model and loop are yours: `redline.prepare` puts the recipe on the one, `redline.Meter` measures the other.
+Model and loop are yours: `redline.prepare` applies the recipe to the model, `redline.Meter` measures the loop.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class TinyLM(nn.Module):
 
 
 def next_token_loss(model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
-    """Of pairs of inputs and targets, [B, T] each."""
+    """Return the loss of a pair of inputs and targets, [B, T] each."""
     inputs, targets = batch
     return F.cross_entropy(model(inputs).flatten(0, 1).float(), targets.flatten())
 
@@ -64,7 +64,7 @@ def build_model() -> TinyLM:
 
 
 def build_loader(steps: int) -> DataLoader[tuple[torch.Tensor, ...]]:
-    """Counting upwards from random numbers: something that can be learned."""
+    """Load sequences that count upwards from random numbers: something that can be learned."""
     starts = torch.randint(0, VOCAB, (steps * SEQUENCES, 1), generator=torch.Generator().manual_seed(1))
     ids = (starts + torch.arange(TOKENS + 1)) % VOCAB
     return DataLoader(TensorDataset(ids[:, :-1], ids[:, 1:]), batch_size=SEQUENCES)
@@ -77,7 +77,7 @@ def main(steps: int = 30, recipe: str | tuple[str, ...] = RUNGS) -> list[float]:
     print(prepared)
     losses = []
     for batch in meter.data(build_loader(steps)):
-        losses.append(prepared.step(batch))  # on the device: reading it here would make the host wait
+        losses.append(prepared.step(batch))  # still on the device: reading it here would make the host wait
         meter.step()
     print(meter)
     return [loss.item() for loss in losses]

@@ -17,7 +17,7 @@ from redline.core.workload import Shape, Workload
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a test that would download must fail here, not on a train
 if "PYTEST_XDIST_WORKER" in os.environ:
-    # Workers that each take every core wait for one another; and Inductor's pool of compilers imports torch once more.
+    # Workers that each use every core wait for one another, and Inductor's pool of compilers imports torch once more.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -45,7 +45,7 @@ def repository() -> Path:
 
 @pytest.fixture
 def tiny() -> Workload:
-    """Small enough for arithmetic in a test, with the byte vocabulary's ugly 257."""
+    """Small enough for arithmetic in a test, with the byte tokenizer's awkward vocabulary of 257."""
     shape = Shape(layers=2, heads=2, d_model=32, d_ff=128, vocab=257, sequence=16)
     return Workload(name="tiny", shape=shape, tokenizer="bytes", micro_batch=4, learning_rate=3e-3)
 
@@ -86,8 +86,8 @@ def h200() -> Hardware:
 
 @pytest.fixture
 def hasty_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workers whose times nobody reads do not wait until their steps are steady: beside other tests they never are, and
-    each would warm up for fifteen seconds."""
+    """Workers whose times are not read do not wait until their steps are steady: beside other tests they never are, and
+    each worker would warm up for fifteen seconds."""
     planted = str(Path(__file__).resolve().parent / "cpu" / "planted")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (planted, os.environ.get("PYTHONPATH")))))
     monkeypatch.setenv("PLANTED_HASTE", "1")

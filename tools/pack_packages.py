@@ -1,13 +1,13 @@
-"""Packages for a machine that reaches no index, as one small file.
+"""Packs packages for a machine that cannot reach a package index into one small file.
 
     python tools/pack_packages.py packages.tar.xz --python 3.12 quack-kernels==0.6.5 flash-attn-4==4.0.0b36 ...
-    python tools/pack_packages.py --hopper packages.tar.xz       # what the extra `hopper` takes, for CUDA 13
+    python tools/pack_packages.py --hopper packages.tar.xz       # what the extra `hopper` needs, for CUDA 13
 
-There: `mkdir -p /tmp/site-packages && tar -xJf packages.tar.xz -C /tmp/site-packages`, and that folder on PYTHONPATH;
-for --hopper also its nvidia_cutlass_dsl/dsl_packages, which pip's own .pth file would add. The folder must be called
-site-packages: CUTLASS' DSL looks for its libraries from there. Dependencies are not followed: name what is not there.
-One stream with a filter for x86 code and a dictionary as long as the longest library makes 280 MB 55 MiB; that took a
-busy core eight minutes.
+On that machine: `mkdir -p /tmp/site-packages && tar -xJf packages.tar.xz -C /tmp/site-packages`, and put that folder on
+PYTHONPATH; for --hopper also its nvidia_cutlass_dsl/dsl_packages, which pip's own .pth file would add. The folder must
+be called site-packages: CUTLASS' DSL looks for its libraries from there. Dependencies are not followed: name every
+package that is missing there. One stream with a filter for x86 code and a dictionary as long as the longest library
+turns 280 MB into 55 MiB; that took a busy core eight minutes.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def download(packages: list[str], python: str, into: Path) -> None:
 
 
 def pack(folder: Path, out: Path) -> None:
-    """Libraries first and largest first, so that the dictionary has one while the next like it comes by."""
+    """Pack the largest files first, so that the dictionary still holds one library when a similar one follows."""
     files = sorted((path for path in folder.rglob("*") if path.is_file()), key=lambda path: -path.stat().st_size)
     out.parent.mkdir(parents=True, exist_ok=True)
     with lzma.open(out, "wb", filters=FILTERS) as stream, tarfile.open(fileobj=stream, mode="w|") as tar:

@@ -1,9 +1,9 @@
-"""Pictures of a ladder's page for the README and the docs, light and dark, taken with Debian's Chromium.
+"""Takes pictures of a ladder's page for the README and the docs, light and dark, with Debian's Chromium.
 
     python tools/screenshots.py records/2026-11-16-h200-ladder-gpt2-b64.json docs/images/h200
 
-writes docs/images/h200-ladder-light.png, -ladder-dark.png, and the same of memory and training. What the page draws in
-and an older record lacks (limits, the memory's anatomy) is computed from its recipes. Needs Chromium and the Python
+writes docs/images/h200-ladder-light.png, -ladder-dark.png, and the same for memory and training. What the page draws
+but an older record lacks (limits, the memory's anatomy) is computed from its recipes. Needs Chromium and the Python
 package playwright (`pip install playwright`; its own browsers are not needed).
 """
 
@@ -30,7 +30,7 @@ WIDTH_PX, SCALE = 1060, 1.3
 MARGIN_PX = 12
 MOST_BYTES = 200_000  # a README that takes longer to load than to read helps nobody
 LEFT_OUT = "#next, .todo { display: none } .figures + h2, .todo + h2 { margin-top: 28px }"  # the picture is of a result
-# From the top of the first element to the foot of the second.
+# Each shot goes from the top of the first element to the bottom of the second.
 SHOTS = {
     "ladder": (".figures", "#ladder ~ .card"),
     "memory": ("#memory", "#memory ~ .card"),
@@ -76,7 +76,7 @@ def find_browser() -> str:
 
 
 def pictures(html: str) -> Iterator[tuple[str, bytes]]:
-    """(name, PNG) of every shot in both colour schemes."""
+    """Yield (name, PNG) of every shot in both colour schemes."""
     from playwright.sync_api import sync_playwright
 
     browser_path = find_browser()

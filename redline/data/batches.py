@@ -1,10 +1,10 @@
-"""Batches of token windows, in this process or made ahead by others.
+"""Batches of token windows, made in this process or ahead of time by workers.
 
     for batch in stream_batches(TokenBatches(path=path, seed=1337, micro_batch=16, sequence=1024), device, workers=2):
         inputs, targets = batch                                             # [2, B, T] on the device
 
-Batch i is a pure function of (tokens, seed, i): any number of workers gives the same batches in the same order, and to
-resume is to start at another i. The stream never ends; the caller stops, and closes it to end the workers.
+Batch i is a pure function of (tokens, seed, i), so any number of workers yields the same batches in the same order, and
+resuming means starting at another i. The stream never ends: callers close it, which ends the workers.
 """
 
 from __future__ import annotations
@@ -32,38 +32,38 @@ from redline.data.workers import end_with_parent, outlive_signals
 
 
 class BatchSource(Protocol):
-    """What a trainer draws from: a `Loader` of prepared data, or a `TextStream`."""
+    """Where a trainer gets its batches, such as a `Loader` of prepared data or a `TextStream`."""
 
     waited_seconds: float
-    """That the caller of next() stood still."""
+    """Seconds that callers of next() have spent waiting."""
     documents: int
-    """That have ended in the batches since it was opened."""
+    """Documents that have ended in the batches since the source was opened."""
 
     @property
     def epoch(self) -> float:
-        """1.5 is half-way through the second. An int where nobody knows how long one is."""
+        """The position in epochs: 1.5 is half-way through the second. An int if the length of an epoch is unknown."""
 
     def __next__(self) -> Any: ...
 
     def state(self) -> dict[str, Any]:
-        """Plain JSON, of the batches that were handed out: what a checkpoint keeps."""
+        """Return the position after the batches handed out so far, as plain JSON for a checkpoint."""
 
     def close(self) -> None: ...
 
 
 class Batches(Dataset[Any], ABC):
-    """A map from i to the i-th batch: [2, B, T], or a tree of tensors that a user's file makes (`data/made.py`). It has
-    no length: there is a batch for every i from 0."""
+    """A map from i to the i-th batch: [2, B, T], or a tree of tensors made by a user's file (`data/made.py`). It has no
+    length: every i from 0 has a batch."""
 
     @abstractmethod
     def open(self) -> None:
-        """Raises what is wrong with the data, before any worker is there to stumble over it."""
+        """Raise a UserError if the data is unusable, before any worker starts."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class TokenBatches(Batches):
-    """Windows drawn anywhere in one token file, with replacement: what the ladder measures with."""
+    """Windows drawn at random from one token file, with replacement; the ladder measures with these."""
 
     path: Path
     seed: int
@@ -71,10 +71,10 @@ class TokenBatches(Batches):
     sequence: int
     rank: int = 0
     ranks: int = 1
-    """Of that many, this one's share of the batch that all of them draw: rows rank x B to (rank + 1) x B."""
+    """All ranks draw the same batch, and each keeps its own rows: rank x B to (rank + 1) x B."""
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        # One generator per batch, not one that runs on: no state to save, and no order among workers to keep.
+        # One generator per batch instead of a running one: no state to save, and no order to keep among workers.
         drawn = numpy.random.default_rng((self.seed, index))
         starts = drawn.integers(len(self.windows), size=self.ranks * self.micro_batch)
         windows = self.windows[starts[self.rank * self.micro_batch :][: self.micro_batch]]  # [B, T + 1]
@@ -98,16 +98,16 @@ class TokenBatches(Batches):
 
 
 def stream_batches(batches: Batches, device: torch.device, workers: int, start: int = 0) -> Generator[Any, None, None]:
-    """Batches start, start + 1, ... on the device. Close the generator to end the workers."""
-    batches.open()  # a missing or damaged file is told here, as itself, and not by a worker as a crash
+    """Generate batches start, start + 1, ... on the device. Close the generator to end the workers."""
+    batches.open()  # a missing or damaged file raises its own error here, and does not crash a worker later
     if workers == 0:
         return (moved(batches[index], device) for index in itertools.count(start))
-    context = worker_context()  # here and not at the first batch: it gets ready while the caller builds its model
+    context = worker_context()  # started here, not at the first batch: it gets ready while the caller builds its model
     return _stream_from_workers(batches, device, workers, start, context)
 
 
 def moved(batch: Any, device: torch.device, non_blocking: bool = False) -> Any:
-    """A None among its tensors, as for a mask that there is not, stays one."""
+    """Move a tree of tensors to the device. A None in it, such as an absent mask, stays None."""
     return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device, non_blocking=non_blocking), batch)
 
 
@@ -122,9 +122,9 @@ def _stream_from_workers(
             for batch in host_batches:
                 yield moved(batch, device)
     finally:
-        # torch ends and joins the workers when the last reference to their iterator goes, so none may stay behind in
-        # this frame, which an exception's traceback can keep alive. At the process's end Python would ask them to leave
-        # by a signal that they outlive, and wait.
+        # torch ends and joins the workers when the last reference to their iterator is dropped, so none may remain in
+        # this frame, which an exception's traceback can keep alive. Otherwise Python, when it exits, would send the
+        # workers a signal that they outlive, and wait for them.
         del host_batches
 
 
@@ -136,23 +136,23 @@ def _start_workers(
         warnings.filterwarnings("ignore", message="This DataLoader will create")
         loader = DataLoader(
             _Telling(batches),
-            batch_size=None,  # an item is a batch already
+            batch_size=None,  # each item is already a batch
             sampler=itertools.count(start),
             num_workers=workers,
             prefetch_factor=2,
-            pin_memory=device.type == "cuda",  # only page-locked memory can be copied while the host goes on
+            pin_memory=device.type == "cuda",  # only page-locked memory can be copied while the host continues
             multiprocessing_context=context,
             worker_init_fn=_end_with_the_trainer,
-            # The loader draws a seed for its workers. From the global generator it would shift every random number
-            # the model draws afterwards, and a run with workers would differ from one without.
+            # The loader draws a seed for its workers. Drawing it from the global generator would shift every random
+            # number that the model draws afterwards, and a run with workers would differ from one without.
             generator=torch.Generator(),
         )
-        # A map object and not a generator, whose frame would keep the workers alive for as long as a traceback lives.
+        # Not a generator: its frame would keep the workers alive for as long as a traceback lives.
         return map(_told, iter(loader))
 
 
 class _Telling(Dataset[Any]):
-    """torch brings an exception out of a worker as text. A UserError comes as its three sentences instead."""
+    """Batches whose UserErrors leave a worker as their three sentences; torch would reduce them to a traceback."""
 
     def __init__(self, batches: Batches) -> None:
         self._batches = batches
@@ -167,12 +167,12 @@ class _Telling(Dataset[Any]):
 
 @dataclass
 class _Parcel:
-    """A tree on its way out of a worker. torch's loader would make lists of its tuples."""
+    """A wrapper that carries a tree out of a worker: torch's loader would turn its tuples into lists."""
 
     batch: Any
 
     def pin_memory(self) -> _Parcel:
-        """What torch's loader calls."""
+        """Pin the tensors; torch's loader calls this."""
         return _Parcel(tree_map_only(torch.Tensor, torch.Tensor.pin_memory, self.batch))
 
 
@@ -185,7 +185,7 @@ def _told(found: torch.Tensor | _Parcel | list[str]) -> Any:
 
 
 def copy_ahead(host_batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
-    """Keep one batch ahead on a CUDA device, copied on a stream of its own while the step computes on the caller's."""
+    """Keep one batch ahead on a CUDA device, copied on a separate stream while the step computes on the caller's."""
     copies = torch.cuda.Stream(device)
 
     def send(host_batch: Any) -> Any:
@@ -198,27 +198,27 @@ def copy_ahead(host_batches: Iterator[Any], device: torch.device) -> Iterator[An
         ahead = send(next(host_batches))
         for host_batch in host_batches:
             batch = ahead
-            compute = torch.cuda.current_stream(device)  # asked each time: the caller may have changed streams
-            # The step's kernels start after this copy. Before the next copy is queued, or they would wait for that too.
+            compute = torch.cuda.current_stream(device)  # read each time: the caller may have changed streams
+            # Make the step's kernels wait for this copy, before the next one is queued and they wait for that too.
             compute.wait_stream(copies)
-            # The block belongs to the copy stream's pool. Without this note, freeing `batch` on the host would let the
-            # next copy overwrite it while queued kernels of the step have yet to read it.
+            # The block belongs to the copy stream's pool. Without record_stream, freeing `batch` on the host would let
+            # the next copy overwrite it while queued kernels of the step have yet to read it.
             for tensor in tree_leaves(batch):
                 if tensor is not None:
                     tensor.record_stream(compute)
             ahead = send(host_batch)
             yield batch
     finally:
-        del host_batches  # a traceback keeps this frame too: see _stream_from_workers
+        del host_batches  # a traceback keeps this frame alive too: see _stream_from_workers
 
 
 def worker_context() -> ForkServerContext:
-    """Workers are forked from a small server process that has imported torch and done nothing else.
+    """Return a context that forks workers from a small server process, which has only imported torch.
 
     Forking this process would be quickest, but it has threads (autograd, OpenMP, CUDA): a lock that one of them holds
-    stays locked in the child for ever, and Python 3.12 warns of it. Spawning imports torch once per worker, seconds
-    each. The server imports it once for all, in the background, and forks in milliseconds. It has no thread at that
-    moment: numpy's OpenBLAS ends its own before a fork.
+    stays locked in the child for ever, and Python 3.12 warns about it. Spawning imports torch once per worker, which
+    takes seconds each. The server imports it once for all of them, in the background, and forks in milliseconds. It has
+    no other thread at that moment: numpy's OpenBLAS ends its own before a fork.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch.utils.data"])
@@ -227,7 +227,8 @@ def worker_context() -> ForkServerContext:
 
 
 def _end_with_the_trainer(worker_id: int) -> None:
-    """torch's own watch is on the parent process id, which is the server's here, and the server stays as long as a
-    worker does: without this, a trainer killed by a time limit or for memory would leave them all behind for good."""
+    """End this worker with the trainer. torch only watches the parent process id, which is the fork server's here, and
+    the server lives as long as a worker does: without this, a trainer killed by a time limit or for its memory would
+    leave all of them behind for good."""
     outlive_signals()
     end_with_parent()

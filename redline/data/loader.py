@@ -1,12 +1,12 @@
-"""Batches of a prepared data set: every window of an epoch exactly once, in an order that a seed decides.
+"""Batches of a prepared data set: every window of an epoch exactly once, in an order decided by a seed.
 
     loader = Loader(data.train, seed=1337, micro_batch=16, sequence=1024, device=device, workers=2)
     batch = next(loader)                                                    # [2, B, T] on the device
     loader.position, loader.waited_seconds, loader.documents                # one integer resumes it exactly
 
-Sample s of a run is window permute(s mod windows) of epoch s // windows, whoever asks. Rank r of R takes samples
-(iR + r)B to (iR + r + 1)B as its batch i, so a global batch is the same samples for any number of ranks and workers,
-batches go on across the end of an epoch, and resuming is starting at another sample.
+Sample s of a run is window permute(s mod windows) of epoch s // windows. Rank r of R takes samples (iR + r)B to
+(iR + r + 1)B as its batch i. So a global batch holds the same samples for any number of ranks and workers, batches
+continue across the end of an epoch, and resuming means starting at another sample.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ ROUNDS = 6
 @final
 @dataclass(frozen=True, kw_only=True)
 class Permutation:
-    """A seeded order of 0 to size - 1, any place of it at once and without a table.
+    """A seeded permutation of 0 to size - 1, with random access and no table.
 
-    A shuffled table is 8 bytes per window in every process, and a new one each epoch. A Feistel network is a
-    permutation of the numbers of 2k bits whatever its round function is; what lands outside 0 to size - 1 goes in
-    again until it lands inside (fewer than four times on average), which makes it one of `size` numbers.
+    A shuffled table would take 8 bytes per window in every process, and a new one each epoch. A Feistel network
+    permutes the numbers of 2k bits whatever its round function is; a value that lands outside 0 to size - 1 goes
+    through again until it lands inside (fewer than four times on average), so that `size` numbers are permuted.
     """
 
     size: int
@@ -42,7 +42,7 @@ class Permutation:
     epoch: int
 
     def at(self, places: numpy.ndarray) -> numpy.ndarray:
-        """What stands at these places, each from 0 to size - 1."""
+        """Return the elements at these places, each from 0 to size - 1."""
         half = max(1, -(-(self.size - 1).bit_length() // 2))
         keys = numpy.random.SeedSequence((self.seed, self.epoch)).generate_state(ROUNDS, numpy.uint64)
         values = feistel(places.astype(numpy.uint64), keys, half)
@@ -52,7 +52,7 @@ class Permutation:
 
 
 def feistel(values: numpy.ndarray, keys: numpy.ndarray, half: int) -> numpy.ndarray:
-    """Numbers of 2 * half bits to others, one to one: each round changes one half by what the other half is."""
+    """Map numbers of 2 * half bits one to one: each round changes one half depending on the other."""
     shift, mask = numpy.uint64(half), numpy.uint64((1 << half) - 1)
     left, right = values >> shift, values & mask
     for key in keys:
@@ -62,7 +62,7 @@ def feistel(values: numpy.ndarray, keys: numpy.ndarray, half: int) -> numpy.ndar
 
 
 def scramble(values: numpy.ndarray) -> numpy.ndarray:
-    """The finaliser of splitmix64: every bit of the result hangs on every bit of the value."""
+    """Apply the finaliser of splitmix64: every bit of the result depends on every bit of the value."""
     values = (values ^ (values >> numpy.uint64(30))) * numpy.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> numpy.uint64(27))) * numpy.uint64(0x94D049BB133111EB)
     mixed: numpy.ndarray = values ^ (values >> numpy.uint64(31))
@@ -92,7 +92,7 @@ class WindowBatches(Batches):
         return batch  # [2, B, T]
 
     def windows_of(self, index: int) -> list[int]:
-        """Which windows of the split batch `index` is made of."""
+        """Return the windows of the split that make up batch `index`."""
         first = self.start + (index * self.ranks + self.rank) * self.micro_batch
         epochs, places = numpy.divmod(numpy.arange(first, first + self.micro_batch), self.windows)
         found = numpy.empty_like(places)
@@ -102,14 +102,14 @@ class WindowBatches(Batches):
         return [int(window) for window in found]
 
     def documents_of(self, index: int) -> int:
-        """How many documents end among the inputs of batch `index`; over an epoch, all that end in its windows."""
+        """Count the documents that end among the inputs of batch `index`: over an epoch, all that end in a window."""
         starts = [window * self.sequence for window in self.windows_of(index)]
         before = self.split.documents_before
         return sum(before(start + self.sequence) - before(start) for start in starts)
 
     @property
     def windows(self) -> int:
-        """In an epoch. The last token is only a target; the fewer than T tokens behind the last window are left."""
+        """Windows in an epoch. The last token is only a target; the fewer than T tokens after that go unused."""
         return (self.split.tokens - 1) // self.sequence
 
     def open(self) -> None:
@@ -133,7 +133,7 @@ class WindowBatches(Batches):
 
 @final
 class Loader:
-    """An endless iterator over this rank's batches on the device, made ahead by workers, with its own clock."""
+    """An endless iterator over this rank's batches on the device. Workers make them ahead; waiting is timed."""
 
     def __init__(
         self,
@@ -160,18 +160,18 @@ class Loader:
         self._stream = stream_batches(self.batches, device, workers)
         self._taken = 0
         self.waited_seconds = 0.0
-        """That the caller of next() stood still, the first batch with its workers' start included."""
+        """Seconds that callers of next() have spent waiting, including the workers' start for the first batch."""
         self.documents = 0
-        """That have ended in the batches of this rank since `position`."""
+        """Documents that have ended in this rank's batches since the starting `position`."""
 
     @property
     def position(self) -> int:
-        """The first sample that no rank has taken, when every rank has taken as many batches as this one."""
+        """The first sample that no rank has taken, provided every rank has taken as many batches as this one."""
         return self.batches.start + self._taken * self.batches.ranks * self.batches.micro_batch
 
     @property
     def epoch(self) -> float:
-        """1.5 is half-way through the second."""
+        """The position in epochs: 1.5 is half-way through the second."""
         return self.position / self.batches.windows
 
     def __iter__(self) -> Loader:
@@ -186,7 +186,7 @@ class Loader:
         return batch
 
     def state(self) -> dict[str, Any]:
-        """Plain JSON. Loader(..., position=state["position"]) goes on exactly, with any number of ranks or workers."""
+        """Plain JSON. Loader(..., position=state["position"]) resumes exactly, with any number of ranks or workers."""
         return {"position": self.position, "seed": self.batches.seed, "sequence": self.batches.sequence}
 
     def close(self) -> None:

@@ -1,9 +1,9 @@
-"""Batches that a user's own function makes: `make_batch(size, seed)`, a tree of tensors.
+"""Batches made by a user's own function: `make_batch(size, seed)` returns a tree of tensors.
 
     for batch in stream_batches(MadeBatches(source=source, seed=1337, micro_batch=16), device, workers=2): ...
 
-Batch i is make_batch(size, seed + i), whoever asks for it and when, so that workers change nothing and resuming is
-starting at another i. `MadeLoader` is the same for a training run.
+Batch i is always make_batch(size, seed + i), so the number of workers changes nothing and resuming means starting at
+another i. `MadeLoader` does the same for a training run.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class MadeBatches(Batches):
     ranks: int = 1
     """Every rank makes the whole batch and keeps its own rows."""
     classes: int | None = None
-    """What the second of a pair, its targets, may be; None: nobody knows."""
+    """The number of classes for the targets, the second of a pair; None if unknown."""
 
     def __getitem__(self, index: int) -> Any:
         whole = make_batch(self.functions, self.ranks * self.micro_batch, self.seed + index)
@@ -56,12 +56,12 @@ class MadeBatches(Batches):
         return load_functions(self.source)
 
     def __getstate__(self) -> dict[str, Any]:
-        # Functions of a file that only we know how to import cannot be pickled: a worker imports it again.
+        # Functions from a file that only redline knows how to import cannot be pickled: each worker imports it again.
         return {name: value for name, value in self.__dict__.items() if name != "functions"}
 
 
 def make_batch(functions: Functions, size: int, seed: int) -> Any:
-    """Whatever the function draws, the numbers that the model draws afterwards stay the same."""
+    """Call the user's function and check its batch. What it draws does not affect the model's later random numbers."""
     name = functions.batch_name
     whose = functions.file, f"{name}({size}, {seed})", functions.make_batch
     with seeded(seed), blaming(*whose, call=f"{name}(size, seed)"):
@@ -71,7 +71,7 @@ def make_batch(functions: Functions, size: int, seed: int) -> Any:
 
 
 def check_batch(batch: Any, size: int, functions: Functions) -> None:
-    """In a tuple or a dict a None stands for a tensor that there is not, as transformers' masks may."""
+    """Raise a UserError if a leaf is no valid tensor. A None in a tuple or dict is an absent one, such as a mask."""
     leaves = [leaf for leaf in tree_leaves(batch) if leaf is not None]
     wrong = [leaf for leaf in leaves if not _is_part(leaf, size)]
     if leaves and not wrong:
@@ -99,7 +99,7 @@ def _is_part(leaf: Any, size: int) -> bool:
 def validation_batches(
     data: MadeData, *, seed: int, micro_batch: int, count: int, device: torch.device
 ) -> Iterator[Any]:
-    """Of seeds that no training step has."""
+    """Yield batches of seeds that no training step uses."""
     batches = data.batches(seed=seed + VALIDATION_SEEDS, micro_batch=micro_batch)
     for index in range(count):
         yield moved(batches[index], device)
@@ -107,7 +107,7 @@ def validation_batches(
 
 @dataclass(frozen=True, kw_only=True)
 class MadeData:
-    """What stands where a data set stands: a file that makes batches without end."""
+    """A user's file that makes endless batches, used in place of a data set."""
 
     source: Source
     imports: dict[str, str]
@@ -118,15 +118,15 @@ class MadeData:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """By what it says, not by where it lies: a run may go on elsewhere."""
+        """What a resumed run must match: the file's content, not its path, since a run may be resumed elsewhere."""
         source = self.source
         return {"factory": source.factory, "digest": source.digest, "dropout": source.dropout, "imports": self.imports}
 
 
 class MadeLoader:
-    """A BatchSource: batches of a whole update, from a position on."""
+    """A BatchSource whose batches are whole updates, starting at a position."""
 
-    documents = 0  # nothing here is one
+    documents = 0  # a function's batches hold none
 
     def __init__(
         self, data: MadeData, *, seed: int, global_batch: int, device: torch.device, workers: int, position: int
@@ -137,7 +137,7 @@ class MadeLoader:
 
     @property
     def epoch(self) -> int:
-        return 0  # a function has no end to begin again from
+        return 0  # a function never runs out of batches
 
     def __next__(self) -> Any:
         started = time.perf_counter()

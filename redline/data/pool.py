@@ -1,10 +1,10 @@
-"""The parts of a text, worked through by several processes, with a count of how far they are.
+"""Several processes that work through the parts of a text and report their progress.
 
     for result in work_through(partial(make_task, order), parts, todo=[0, 1, 2], processes=4, meter=meter): ...
 
-Every process calls `make_task()` once and then `task(number, part, tell)` for each part it is handed; what that returns
-comes out here, in whatever order parts are finished. A mistake in the text comes out as the UserError it was. Used by
-`prepare` and by `survey`. No torch here.
+Every process calls `make_task()` once and then `task(number, part, tell)` for each part it is handed; the results are
+yielded in the order in which parts finish. A mistake in the text is raised as the UserError it was. `prepare` and
+`survey` use this. No torch here.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ T = TypeVar("T")
 @final
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """Where the work stands. Parts that an earlier run had finished are done, but nobody waited for them now."""
+    """How far the work is. Parts finished by an earlier run count in `parts_done` and `bytes_kept` only."""
 
     bytes_total: int
     bytes_kept: int = 0
     bytes_done: int = 0
-    """Of the files, since this run began."""
+    """Bytes of the files, since this run began."""
     text_bytes: int = 0
-    """Of UTF-8, unpacked, since this run began."""
+    """Bytes of UTF-8, unpacked, since this run began."""
     documents: int = 0
     tokens: int = 0
     parts: int = 0
@@ -51,22 +51,22 @@ Task = Callable[[int, Part, OnProgress], T]
 
 
 def unheard(progress: Progress) -> None:
-    """For whoever asks for no progress."""
+    """Ignore the progress."""
 
 
 @final
 class Meter:
-    """Adds up what the workers tell, and passes it on."""
+    """Adds up what the workers report, and passes on the totals."""
 
     def __init__(self, parts: Sequence[Part], size: int, kept: Sequence[int], tell: OnProgress) -> None:
-        """`kept` are the parts that were finished before."""
+        """`kept` are the parts that an earlier run finished."""
         self._tell, self._started = tell, time.monotonic()
         done = sum(span.size for number in kept for span in parts[number])
         self.now = Progress(bytes_total=size, bytes_kept=done, parts=len(parts), parts_done=len(kept))
         self._tell(self.now)
 
     def add(self, step: Progress) -> None:
-        """A step holds only what is new."""
+        """Add a step, which holds only what is new."""
         names = ("bytes_done", "text_bytes", "documents", "tokens", "parts_done")
         sums = {name: getattr(self.now, name) + getattr(step, name) for name in names}
         self.now = replace(self.now, **sums, seconds=time.monotonic() - self._started)
@@ -75,7 +75,7 @@ class Meter:
 
 @final
 class Pulse:
-    """What a worker tells of its work, a few times a second."""
+    """A worker's progress, reported a few times a second."""
 
     def __init__(self, tell: OnProgress) -> None:
         self._tell, self._last = tell, time.monotonic()
@@ -83,7 +83,7 @@ class Pulse:
         self.documents = self.text_bytes = 0
 
     def count(self, piece: Piece, text_bytes: int, tokens: int) -> None:
-        """`tokens` without the end of text that may follow."""
+        """Count a piece; `tokens` does not include the end of text that may follow it."""
         self._step[0] += piece.passed
         self._step[1] += text_bytes
         self._step[2] += piece.ends
@@ -111,7 +111,7 @@ class Worker:
 def work_through(
     make_task: Callable[[], Task[T]], parts: Sequence[Part], *, todo: Sequence[int], processes: int, meter: Meter
 ) -> Generator[T, None, None]:
-    """Results as they come. Every process is ended, however this ends; close the generator if you leave it early."""
+    """Yield results as they come. Every process is ended however this ends; close the generator if you leave early."""
     # Spawned, not forked: this process has threads (the progress bar), and a worker needs no more than its imports.
     context = multiprocessing.get_context("spawn")
     crew: dict[Connection, Worker] = {}
@@ -120,7 +120,7 @@ def work_through(
             ours, theirs = context.Pipe()
             process = context.Process(target=work, args=(theirs, make_task), daemon=True)
             process.start()
-            theirs.close()  # so that the end of the process is the end of the pipe
+            theirs.close()  # so that the pipe ends with the process
             crew[ours] = Worker(process=process)
         queue = iter(todo)
         for connection in list(crew):
@@ -145,11 +145,11 @@ def work_through(
 def hand_out(
     connection: Connection, crew: dict[Connection, Worker], queue: Iterator[int], parts: Sequence[Part]
 ) -> None:
-    """The next part, or the way home."""
+    """Send a worker its next part, or end it if there is none."""
     number = next(queue, None)
     try:
         connection.send(None if number is None else (number, parts[number]))
-    except OSError as error:  # it died before it was asked anything
+    except OSError as error:  # it died before it was handed this part
         raise died(crew[connection], parts, number) from error
     if number is None:
         crew.pop(connection).process.join()
@@ -159,7 +159,7 @@ def hand_out(
 
 
 def listen(connection: Connection, worker: Worker, parts: Sequence[Part]) -> tuple[str, Any]:
-    """'step' and what is new, or 'done' and what a part came to."""
+    """Return ('step', what is new) or ('done', a part's result)."""
     try:
         kind, content = connection.recv()
     except (EOFError, OSError) as error:
@@ -189,12 +189,12 @@ def describe(part: Part) -> str:
 
 
 def work(connection: Connection, make_task: Callable[[], Task[Any]]) -> None:
-    """Part after part, until told to go. Ctrl-C is the parent's business: it reaches every process of the terminal."""
+    """Work on part after part until told to leave. Ctrl-C, which reaches every process, is left to the parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     end_with_parent()
     task = make_task()
-    with contextlib.suppress(BrokenPipeError, ConnectionResetError, EOFError):  # the parent has gone: nobody to tell
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError, EOFError):  # the parent is gone
         while (given := connection.recv()) is not None:
             number, part = given
             try:

@@ -1,14 +1,14 @@
-"""Text to token shards: in parallel, and the same bytes whatever the number of processes or interruptions.
+"""Turns text into token shards in parallel: the same bytes for any number of processes or interruptions.
 
     index = prepare(Preparation(sources=("novels/",), out=Path("tokens"), tokenizer="gpt2"))
 
-The files are cut into parts by their sizes alone; each part becomes one shard of train and one of val. A worker takes
-part after part, and what it has finished stays: the same command goes on where a killed one stopped.
+The files are cut into parts by their sizes alone; each part becomes at most one shard of train and one of val. Workers
+process part after part, and finished parts are kept: the same command continues where a killed one stopped.
 
-    OUT/prepare.json   what is being made, from which files: another order in the same folder is refused
+    OUT/prepare.json   what is being made, from which files: a different order in the same folder is refused
     OUT/parts.jsonl    a line for each finished part, appended and flushed
     OUT/*.tokens       the shards (data/shards.py)
-    OUT/index.json     last of all: with it the folder is complete
+    OUT/index.json     written last: with it the folder is complete
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ FLUSH_TOKENS = 1 << 20
 @final
 @dataclass(frozen=True, kw_only=True)
 class Preparation:
-    """The order: what to make of which text, and where."""
+    """An order: what to make from which text, and where."""
 
     sources: tuple[str, ...]
     out: Path
@@ -68,9 +68,9 @@ class Preparation:
     reading: Reading = field(default_factory=Reading)
     val_fraction: float = 0.005
     processes: int | None = None
-    """None: one for each core."""
+    """None: one per core."""
     part_bytes: int | None = None
-    """Text in a part. None: by the size of all files, never by the number of processes."""
+    """Bytes of the files in a part. None: derived from the size of all files, never from the number of processes."""
     overwrite: bool = False
     command: str = ""
 
@@ -85,7 +85,7 @@ class Preparation:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Finished:
-    """A part that is done: its line in parts.jsonl."""
+    """A finished part, as its line in parts.jsonl."""
 
     part: int
     train: Header | None
@@ -95,7 +95,7 @@ class Finished:
 
 
 def prepare(order: Preparation, on_progress: OnProgress = unheard) -> dict[str, Any]:
-    """The index of the finished folder."""
+    """Make the shards, and return the index of the finished folder."""
     found = find_sources(order.sources)
     encoder = tokenizer_id(tokenizer(order.tokenizer))
     size = order.part_bytes or part_size(found.size)
@@ -116,7 +116,7 @@ def prepare(order: Preparation, on_progress: OnProgress = unheard) -> dict[str, 
 
 
 def part_size(total_bytes: int) -> int:
-    """A part is small enough for 200 of them to keep many cores busy to the end, and large enough to be a file."""
+    """Return a size small enough for some 200 parts, which keep many cores busy to the end, yet worth a file each."""
     return max(min(max(total_bytes // 256, SMALLEST_PART), LARGEST_PART), total_bytes // 1024)
 
 
@@ -130,8 +130,8 @@ def check_val_fraction(share: float) -> None:
 
 
 def is_val(key: int, val_fraction: float) -> bool:
-    """By the document's own beginning: neither order nor parallelism nor a renamed file moves it, and two copies of
-    a text are never one on each side."""
+    """True if the document belongs to validation. Its key is a hash of its beginning, so neither order nor parallelism
+    nor a renamed file changes that, and two copies of a text are always on the same side."""
     return key < val_fraction * 2.0**64
 
 
@@ -154,7 +154,7 @@ def files_of(found: Found) -> dict[str, Any]:
 
 
 def open_folder(order: Preparation, identity: dict[str, Any]) -> None:
-    """A folder that is new, or holds the beginning of exactly this work."""
+    """Make sure that the folder is new, is cleared for this work, or holds the beginning of exactly this work."""
     names = {path.name for path in order.out.iterdir()}
     made = any(name == INDEX_FILE or name.endswith(SHARD_SUFFIX) for name in names)
     if PREPARE_FILE in names:
@@ -169,7 +169,7 @@ def open_folder(order: Preparation, identity: dict[str, Any]) -> None:
                 "choose another --out, or add --overwrite to make them anew",
             )
     strangers = sorted(name for name in names if not OURS.fullmatch(name))
-    # A first try that stumbled over its text has left prepare.json and no tokens: the mended text may follow it.
+    # A first attempt that failed on its text has left prepare.json and no tokens: the corrected text may go there.
     stumbled = PREPARE_FILE in names and not made
     if strangers or (names and not order.overwrite and not stumbled):
         raise UserError(
@@ -178,8 +178,8 @@ def open_folder(order: Preparation, identity: dict[str, Any]) -> None:
             "choose a new folder with --out",
         )
     with explaining(order.out):
-        # The index first: without it, nobody takes what is left for complete. prepare.json last: it says whose
-        # the rest is.
+        # Remove the index first: without it the folder cannot pass for complete. Remove prepare.json last: it says
+        # what the other files belong to.
         for name in sorted(names, key=lambda name: (name != INDEX_FILE, name == PREPARE_FILE)):
             (order.out / name).unlink()
     write_json(order.out / PREPARE_FILE, identity)
@@ -194,7 +194,7 @@ def read_identity(folder: Path) -> dict[str, Any]:
 
 
 def first_difference(before: dict[str, Any], now: dict[str, Any], of: str = "") -> str | None:
-    """In words, or None where both are the same."""
+    """Describe the first difference in words; None if there is none."""
     for name in now:
         old, new = before.get(name), now[name]
         if name == "files" and isinstance(old, dict):
@@ -210,7 +210,7 @@ def first_difference(before: dict[str, Any], now: dict[str, Any], of: str = "") 
 
 
 def file_difference(before: dict[str, Any], now: dict[str, Any]) -> str | None:
-    """Of files by path, each with its kind, size and time."""
+    """Describe the first difference between files by path, each with its kind, size and time; None if there is none."""
     for path in {**now, **before}:
         if path not in before or path not in now:
             return f"the file {path} {'is new' if path in now else 'is gone'}"
@@ -221,7 +221,7 @@ def file_difference(before: dict[str, Any], now: dict[str, Any]) -> str | None:
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Two at work in one folder would take away each other's drafts."""
+    """Lock the folder: two preparations in one folder would delete each other's drafts."""
     with explaining(folder):
         handle = os.open(folder, os.O_RDONLY)
     try:
@@ -245,7 +245,7 @@ def shard_path(folder: Path, split: str, part: int) -> Path:
 
 
 def read_finished(folder: Path) -> dict[int, Finished]:
-    """The parts whose shards are there. A line cut short, or a shard that is not what its line says, is work to do."""
+    """Return the parts whose shards exist. A line cut short or a shard that does not match its line is still to do."""
     path = folder / PARTS_FILE
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
     done = {}
@@ -270,7 +270,7 @@ def is_there(folder: Path, part: Finished) -> bool:
 def record(folder: Path, part: Finished) -> None:
     path = folder / PARTS_FILE
     with explaining(path), open(path, "ab") as file:
-        # On a line of its own even after half a line that a killed writer left.
+        # Start on a new line: a killed writer may have left half of one.
         file.write(b"\n" + json.dumps(to_json(part)).encode() + b"\n")
         file.flush()
         os.fsync(file.fileno())
@@ -335,7 +335,7 @@ def list_shards(folder: Path, split: str, parts: list[Finished]) -> dict[str, An
 def make_shards(
     order: Preparation, encoder: TokenizerId, parts: tuple[Part, ...], finished: dict[int, Finished], meter: Meter
 ) -> None:
-    """Every part that is not finished, by as many processes as are useful."""
+    """Make the shards of every unfinished part, with as many processes as are useful."""
     todo = [number for number in range(len(parts)) if number not in finished]
     make_task = partial(part_task, order, encoder)
     done = work_through(make_task, parts, todo=todo, processes=order.processes or core_count(), meter=meter)
@@ -349,7 +349,7 @@ def make_shards(
 
 
 def part_task(order: Preparation, encoder: TokenizerId) -> Task[Finished]:
-    """In a worker, which makes its tokenizer once."""
+    """Return the task of a worker, which builds its tokenizer once."""
     return partial(prepare_part, order, encoder, tokenizer(order.tokenizer))
 
 
@@ -375,7 +375,7 @@ def prepare_part(
 
 @final
 class Output:
-    """One split of one part: collects small documents, writes large pieces, and makes no file for nothing."""
+    """One split of one part: collects small documents, writes large chunks, and creates no file if it stays empty."""
 
     def __init__(self, path: Path, encoder: TokenizerId) -> None:
         self._path, self._encoder = path, encoder

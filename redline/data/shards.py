@@ -1,15 +1,15 @@
-"""The token shard: a file of tokens that says what it is, and the folder of them that `redline data prepare` makes.
+"""Token shards, which are self-describing files of tokens, and the folders of them that `redline data prepare` makes.
 
     write_shard(path, tokenizer_id(tokenizer("gpt2")), [ids_of_one_document, ids_of_the_next])
     data = open_dataset(Path("tokens/"), vocab=50257);  data.train.gather(starts, length)
 
     bytes 0 to 19    magic, version, length and checksum of the header
-    bytes 20 to 4095 the header: JSON, filled up with spaces
+    bytes 20 to 4095 the header: JSON, padded with spaces
     from 4096        the tokens, uint16 or uint32, little endian; zeros up to a multiple of 8
     then             where each document ends, one uint64 each: the place after its end of text
 
-A document that is longer than a shard goes on in the next one. Files appear whole or not at all, and everything is
-checked when a data set is opened (`open_dataset` says how far). Nothing is ever unpickled. No torch here.
+A document that is longer than a shard continues in the next one. Files appear whole or not at all, and a data set is
+checked when it is opened (`open_dataset` says how thoroughly). Nothing is ever unpickled. No torch here.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ HASH_BYTES = 32
 INDEX_FILE, STAMPS_FILE, PREPARE_FILE = "index.json", "stamps.json", "prepare.json"
 SHARD_SUFFIX = ".tokens"
 AGAIN = "prepare the data again, or copy the file again from where it is whole"
-CHECK_TOKENS = 1 << 24  # looked at together: a check needs little memory
+CHECK_TOKENS = 1 << 24  # checked at a time, which needs little memory
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class TokenizerId:
-    """What must agree between a shard and whoever reads it."""
+    """What must agree between a shard and its reader."""
 
     name: str
     vocab: int
@@ -66,7 +66,7 @@ class Header:
     dtype: str
     tokens: int
     documents: int
-    """That end in this shard."""
+    """Documents that end in this shard."""
     hash: str
     """blake2b of every byte after the header."""
 
@@ -76,7 +76,7 @@ class Header:
 
     @property
     def tokens_bytes(self) -> int:
-        """With the zeros after them, so that the ends that follow are aligned."""
+        """Bytes of the tokens and of the zeros after them, which align the ends that follow."""
         return -(-self.tokens * numpy.dtype(self.dtype).itemsize // 8) * 8
 
     @property
@@ -85,7 +85,7 @@ class Header:
 
 
 def tokenizer_id(tokenizer: Tokenizer) -> TokenizerId:
-    """The fingerprint is of what the tokenizer does, not of its files: every id in words, and a text in ids."""
+    """Fingerprint what the tokenizer does, not its files: the text of every id, and the ids of a probe text."""
     digest = hashlib.sha256(f"{tokenizer.name} {tokenizer.vocab} {tokenizer.end_of_text}".encode())
     for token in range(tokenizer.vocab):
         digest.update(tokenizer.decode([token]).encode())
@@ -105,9 +105,9 @@ def tokenizer_id(tokenizer: Tokenizer) -> TokenizerId:
 
 @final
 class ShardWriter:
-    """Takes tokens as they come; memory holds eight bytes per document and nothing else.
+    """Writes tokens as they come; memory holds eight bytes per document and nothing else.
 
-    finish() makes the file appear; without it, discard() takes the draft away.
+    finish() makes the file appear; discard() removes the draft instead.
     """
 
     def __init__(self, path: Path, tokenizer: TokenizerId) -> None:
@@ -121,7 +121,7 @@ class ShardWriter:
             self._file.seek(DATA_START)
 
     def add(self, ids: numpy.ndarray, ends: Iterable[int] = ()) -> None:
-        """Tokens, ends of text included; `ends` are the places among them where a document has ended."""
+        """Write tokens, ends of text included; `ends` are the places among them right after an end of text."""
         if ids.size and int(ids.max()) >= self._tokenizer.vocab:
             raise beyond_vocabulary(self._path, ids, self._tokens, self._tokenizer.vocab)
         self._ends.extend(self._tokens + end for end in ends)
@@ -156,7 +156,7 @@ class ShardWriter:
 
 
 def write_shard(path: Path, tokenizer: TokenizerId, documents: Iterable[numpy.ndarray]) -> Header:
-    """Documents without their ends of text, which are put after each."""
+    """Write documents, adding an end of text after each."""
     writer = ShardWriter(path, tokenizer)
     try:
         for ids in documents:
@@ -173,7 +173,7 @@ def _header_bytes(header: Header) -> bytes:
 
 
 def publish(file: Any, draft: Path, path: Path) -> None:
-    """Bytes to the disk, then the name, then the folder's entry: whatever dies, the file is whole or not there."""
+    """Flush the bytes to disk, rename the file, then sync the folder: after any crash the file is whole or absent."""
     file.flush()
     os.fsync(file.fileno())
     file.close()
@@ -203,12 +203,12 @@ def explaining(path: Path) -> Iterator[None]:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Shard:
-    """A shard whose form is right. The map is made at first use, by each process for itself."""
+    """A shard whose form has been checked. Each process maps the file itself, at first use."""
 
     path: Path
     header: Header
     stamp: tuple[int, int]
-    """Size and time of the last change, as they were when it was opened."""
+    """Size and time of the last change (ns) when the shard was opened."""
 
     @cached_property
     def tokens(self) -> numpy.ndarray:
@@ -219,7 +219,8 @@ class Shard:
         return self._map("uint64", DATA_START + self.header.tokens_bytes, self.header.documents)
 
     def check_unchanged(self) -> None:
-        """Cheap enough for every batch. A file that shrinks under a map ends the process without a word."""
+        """Raise a UserError if the file has changed; cheap enough for every batch. A file that shrinks under a memory
+        map ends the process without a message."""
         now = stamp_of(self.path)
         if now != self.stamp:
             raise UserError(
@@ -236,12 +237,12 @@ class Shard:
         return numpy.asarray(numpy.memmap(self.path, mode="r", dtype=little, offset=start, shape=(count,)))
 
     def __getstate__(self) -> dict[str, Any]:
-        # Pickling a map writes out its contents. Another process gets the path and maps the file again.
+        # Pickling a memory map writes out its contents. Another process gets the path and maps the file again.
         return {name: value for name, value in self.__dict__.items() if name not in ("tokens", "ends")}
 
 
 def open_shard(path: Path) -> Shard:
-    """Magic, version, header and length are checked; `verify_shard` reads every token."""
+    """Open a shard and check its magic, version, header and length; `verify_shard` reads every token."""
     with explained(f"cannot read the shard {path}", AGAIN), open(path, "rb") as file:
         head, stamp = file.read(DATA_START), stamp_of(path)
     header = _read_header(path, head)
@@ -284,7 +285,7 @@ def _read_header(path: Path, head: bytes) -> Header:
 
 
 def verify_shard(shard: Shard) -> None:
-    """Every byte: the hash, the vocabulary, and the ends of documents."""
+    """Check every byte: the vocabulary, the ends of documents, and the hash."""
     _check_ids(shard)
     _check_ends(shard)
     found = content_hash(shard)
@@ -312,7 +313,7 @@ def _check_ids(shard: Shard) -> None:
 
 
 def _check_ends(shard: Shard) -> None:
-    """They are exactly the places after an end of text."""
+    """Raise a UserError unless the ends are exactly the places after an end of text."""
     end_of_text, known = shard.header.tokenizer.end_of_text, 0
     for start in range(0, shard.header.tokens, CHECK_TOKENS):
         found = numpy.flatnonzero(shard.tokens[start : start + CHECK_TOKENS] == end_of_text) + start + 1
@@ -349,7 +350,7 @@ def stamp_of(path: Path) -> tuple[int, int]:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """Shards one after another: one long row of tokens, in which a window may lie across a border."""
+    """Shards in order, as one long row of tokens; a window may cross from one shard into the next."""
 
     shards: tuple[Shard, ...]
 
@@ -367,12 +368,12 @@ class Split:
         return sum(shard.header.documents for shard in self.shards)
 
     def gather(self, starts: Iterable[int], length: int) -> numpy.ndarray:
-        """Tokens [start, start + length) of each start, [starts, length]."""
+        """Return tokens [start, start + length) for each start, as [starts, length]."""
         starts = list(starts)
         windows = numpy.empty((len(starts), length), dtype=self.shards[0].header.dtype)
         for row, start in zip(windows, starts, strict=True):
             number = bisect.bisect_right(self.offsets, start) - 1
-            while len(row):  # from one shard, or on into the next ones
+            while len(row):  # from one shard, or into the next ones too
                 self.shards[number].check_unchanged()
                 begin = start - self.offsets[number]
                 piece = self.shards[number].tokens[begin : begin + len(row)]
@@ -385,7 +386,7 @@ class Split:
         return [0, *itertools.accumulate(shard.header.documents for shard in self.shards)]
 
     def documents_before(self, position: int) -> int:
-        """How many documents have ended in the first `position` tokens."""
+        """Count the documents that end in the first `position` tokens."""
         number = min(bisect.bisect_right(self.offsets, position) - 1, len(self.shards) - 1)
         inside = numpy.searchsorted(self.shards[number].ends, position - self.offsets[number], side="right")
         return self.document_offsets[number] + int(inside)
@@ -401,18 +402,18 @@ class Dataset:
     tokenizer: TokenizerId
     train: Split
     val: Split | None
-    """None where no document fell into it."""
+    """None if no document fell into validation."""
     index: dict[str, Any]
 
     @property
     def fingerprint(self) -> str:
-        """Equal for equal tokens in equal order: what a resumed run must find again."""
+        """Equal for equal tokens in equal order; a resumed run must find the same."""
         hashes = [[shard.header.hash for shard in split.shards] for split in (self.train, self.val) if split]
         return hashlib.sha256(json.dumps([to_json(self.tokenizer), hashes]).encode()).hexdigest()[:32]
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What a resumed run must find again, with enough in it to see what differs."""
+        """What a resumed run must find again, with enough detail to see what differs."""
         splits = {"train": self.train, "val": self.val}
         counts = {
             name: {"tokens": split.tokens if split else 0, "documents": split.documents if split else 0}
@@ -433,11 +434,11 @@ def open_dataset(
     verify: bool = True,
     say: Callable[[str], None] = quiet,
 ) -> Dataset:
-    """A prepared folder, or a UserError that names the file and the place.
+    """Open a prepared folder, or raise a UserError that names the file and the place.
 
-    Always: the form and length of every shard, and that its header is what the index says. Every byte of those whose
-    size or time is not what it was when they were written or last checked, unless `verify` is off: a copy is read once
-    in full, until `redline data check` has stamped it. `vocab` and `tokenizer_name` are the model's.
+    The form and length of every shard are always checked, and its header against the index. Unless `verify` is off,
+    shards whose size or time has changed since they were written or last checked are read in full: a copy is read at
+    every opening until `redline data check` has stamped it. `vocab` and `tokenizer_name` are the model's.
     """
     index = read_index(folder)
     tokenizer = _tokenizer_of(folder, index)
@@ -455,7 +456,7 @@ def open_dataset(
 
 
 def check_fits(what: str, tokenizer: TokenizerId, *, vocab: int | None, name: str | None) -> None:
-    """`vocab` and `name` are the model's, where there is one."""
+    """Raise a UserError if the tokenizer does not fit the model, whose `vocab` and tokenizer's `name` are given."""
     if vocab is not None and tokenizer.vocab > vocab:
         raise UserError(
             f"{what} does not fit the model",
@@ -547,7 +548,7 @@ def _short(value: Any) -> str:
 
 
 def read_stamps(folder: Path) -> dict[str, Any]:
-    """What is lost or damaged here costs a full check, nothing else."""
+    """Return the stamps; if they are lost or damaged, the only cost is a full check."""
     try:
         found = json.loads((folder / STAMPS_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -560,7 +561,7 @@ def write_stamps(folder: Path, shards: Iterable[Shard]) -> None:
 
 
 def check_dataset(folder: Path) -> tuple[list[Shard], list[UserError]]:
-    """Every byte of every shard. The whole ones, and what is wrong with the others."""
+    """Check every byte of every shard; return the intact shards, and an error for each of the others."""
     index = read_index(folder)
     tokenizer = _tokenizer_of(folder, index)
     whole, problems = [], []

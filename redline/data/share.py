@@ -1,9 +1,9 @@
-"""A rank's share of batches that cannot be made in parts: a stream of text, or what a user's function makes.
+"""A rank's share of batches that can only be made whole: from a stream of text, or by a user's function.
 
     loader = Share(TextStream(...), cut=lambda batch: adapter.pieces(batch, 4)[rank][0], counts=rank == 0)
 
-Every rank makes the whole batch and keeps its part, so that the order of the data does not depend on how many ranks
-there are. Prepared data (`data/loader.py`) needs none of this: a rank reads its own windows.
+Every rank makes the whole batch and keeps its part, so the order of the data does not depend on the number of ranks.
+Prepared data (`data/loader.py`) needs none of this: a rank reads its own windows.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from redline.data.batches import BatchSource
 
 class Share:
     def __init__(self, source: BatchSource, *, cut: Callable[[Any], Any], counts: bool) -> None:
-        """`counts`: this rank tells how many documents there were, since all of them saw the same."""
+        """`counts`: this rank reports the number of documents; only one rank does, since all of them see the same."""
         self._source, self._cut, self._counts = source, cut, counts
         self.waited_seconds, self.documents = 0.0, 0
 

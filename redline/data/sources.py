@@ -1,11 +1,11 @@
-"""Documents out of files: text, folders of it, JSON lines, parquet, Hugging Face data sets.
+"""Reads documents from files: text, folders of it, JSON lines, parquet, Hugging Face data sets.
 
     found = find_sources(["novels/", "more.jsonl.gz"])
     for part in cut_parts(found.files, part_bytes=1 << 26):
-        for piece in read_part(part, Reading(field="text")): ...          # in one order, whoever reads which part
+        for piece in read_part(part, Reading(field="text")): ...          # always in the same order
 
 A part is what one process reads at a time. Where parts begin and end depends on the files alone, so the documents and
-their order do not depend on how many processes share the work. No torch, and no numpy: `data prepare` plans with this.
+their order do not depend on how many processes share the work. No torch or numpy here: `data prepare` plans with this.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import IO, Any, NamedTuple, final
 
 from redline.core.errors import UserError, unknown_name
 
-# In a folder only these are read. A file that is named itself is text unless its name says otherwise.
+# Only these are read from a folder. A file that the user names is text unless its name says otherwise.
 SUFFIXES = {
     ".txt": "text",
     ".text": "text",
@@ -55,13 +55,13 @@ class Reading:
     """How files become documents."""
 
     field: str = "text"
-    """Of a JSON line, a parquet file or a data set: where the text is."""
+    """The field of a JSON line, a parquet file or a data set that holds the text."""
     separator: str | None = None
-    """Between the documents of a text file. None: a file is one document."""
+    """The text between two documents of a text file. None: a file is one document."""
     errors: str = "strict"
-    """Bytes that are no UTF-8: 'strict' stops and names the place, 'replace' puts U+FFFD there."""
+    """For bytes that are not UTF-8: 'strict' stops and names the place, 'replace' substitutes U+FFFD."""
     split: str = "train"
-    """Of a Hugging Face data set."""
+    """The split of a Hugging Face data set."""
 
     def __post_init__(self) -> None:
         if self.errors not in ERRORS:
@@ -77,13 +77,13 @@ class Reading:
 @final
 @dataclass(frozen=True, kw_only=True)
 class SourceFile:
-    """A file, a saved data set or one on the hub: what is read as a whole from the user's point of view."""
+    """A file, a saved data set or one on the hub: a single source from the user's point of view."""
 
     path: str
-    """Absolute, or the user's word for a data set on the hub."""
+    """An absolute path, or the user's word for a data set on the hub."""
     kind: str
     size: int
-    """Bytes on the disk; 0 on the hub, where nobody says."""
+    """Bytes on disk; 0 on the hub, where the size is unknown."""
     mtime_ns: int
 
 
@@ -96,7 +96,7 @@ class Span:
     start: int
     stop: int
     size: int
-    """About how many of the file's bytes that is, for the balance between parts."""
+    """About how many of the file's bytes it covers, to balance the parts."""
 
 
 Part = tuple[Span, ...]
@@ -114,21 +114,21 @@ class Found:
 
 
 class Piece(NamedTuple):
-    """A document, or a piece of a long one: cut where its tokens are the same as without the cut."""
+    """A document, or a piece of a long one, cut where the cut changes no token."""
 
     where: str
-    """Which document: its file and where it begins there."""
+    """The document: its file, and where it begins there."""
     text: str
     key: int
-    """64 bits from the document's beginning, the same for all its pieces: decides between train and val."""
+    """A 64-bit hash of the document's beginning, the same for all its pieces; decides between train and val."""
     ends: bool
-    """An end of text follows."""
+    """True if an end of text follows."""
     passed: int
-    """Bytes of the file that are behind us with this piece, for the progress."""
+    """Bytes of the file that this piece uses up, for progress reports."""
 
 
 def read_part(part: Part, reading: Reading) -> Iterator[Piece]:
-    """Every document of a part, in order. Empty ones are passed over: they are an end of text and nothing before it."""
+    """Yield the documents of a part in order. Empty ones are skipped: they would be an end of text and nothing else."""
     for span in part:
         check_unchanged(span.file)
         yield from (piece for piece in READERS[span.file.kind](span, reading) if piece.text)
@@ -137,7 +137,7 @@ def read_part(part: Part, reading: Reading) -> Iterator[Piece]:
 
 def check_unchanged(file: SourceFile) -> None:
     if file.kind == "hub":
-        return  # its files are told apart by nothing that is cheap to ask for
+        return  # nothing that is cheap to query would show a change
     path = Path(file.path)
     try:
         now = _saved(path) if file.kind == "saved" else _file(path, file.kind)
@@ -155,7 +155,7 @@ def check_unchanged(file: SourceFile) -> None:
 
 
 def find_sources(words: Iterable[str]) -> Found:
-    """Every file behind the user's words, folders in sorted order. Mistakes are found here, before any work."""
+    """Return every file that the user's words name, folders in sorted order. Mistakes are found before any work."""
     files: list[SourceFile] = []
     passed_over: list[str] = []
     for word in words:
@@ -196,7 +196,7 @@ def kind_of(path: Path) -> str | None:
 def _in_folder(folder: Path, passed_over: list[str]) -> list[SourceFile]:
     found = []
 
-    def stop(error: OSError) -> None:  # os.walk passes over what it may not open, and text would be missing
+    def stop(error: OSError) -> None:  # os.walk would skip what it may not open, and text would be missing
         raise error
 
     for root, folders, names in os.walk(folder, onerror=stop):
@@ -279,12 +279,12 @@ def _passed_over(paths: list[str]) -> tuple[str, ...]:
 
 
 def cut_parts(files: Iterable[SourceFile], part_bytes: int, reading: Reading | None = None) -> tuple[Part, ...]:
-    """Large files are cut, small ones put together, always in order. Compressed files cannot be cut."""
+    """Cut large files and combine small ones, always in order. Compressed files cannot be cut."""
     parts: list[Part] = []
     gathered: list[Span] = []
     size = 0
     for file in files:
-        if file.kind == "hub" and gathered:  # by itself: nobody reads it ahead, and what stands beside it must be
+        if file.kind == "hub" and gathered:  # a part of its own: it is not read ahead, its neighbours must be
             parts.append(tuple(gathered))
             gathered, size = [], 0
         for span in CUTTERS[file.kind](file, part_bytes, reading or Reading()):
@@ -350,14 +350,14 @@ def read_text(span: Span, reading: Reading) -> Iterator[Piece]:
         if reading.separator is not None:
             yield from _separated(data, span, reading)
             return
-        # One document, of which this span may be a stretch. Both neighbours find their common border by the same rule.
+        # One document, of which this span may be a stretch. Neighbouring spans find their border by the same rule.
         start = cut_point(data, span.start) if span.start else 0
         stop = cut_point(data, span.stop)
         yield from _pieces(data, start, stop, first=0, last=len(data), file=span.file, reading=reading)
 
 
 def _separated(data: mmap.mmap, span: Span, reading: Reading) -> Iterator[Piece]:
-    """The documents that begin inside the span: at the file's start, and wherever a separator has just ended."""
+    """Yield the documents that begin inside the span: at the file's start, and right after each separator."""
     separator = (reading.separator or "").encode()
     if span.start == 0:
         start = 0
@@ -365,8 +365,8 @@ def _separated(data: mmap.mmap, span: Span, reading: Reading) -> Iterator[Piece]
         found = data.find(separator, max(0, span.start - len(separator)))
         start = len(data) if found < 0 else found + len(separator)
     while start < min(span.stop, len(data)):
-        # From inside the separator just passed: where they overlap ('\n\n\n' for '\n\n') there are two borders and
-        # nothing between them. Only so is a border a border whichever part looks at it.
+        # Search from inside the separator just passed: overlapping ones ('\n\n\n' for '\n\n') are two borders with
+        # nothing between them. Otherwise the borders would depend on which part looks for them.
         found = data.find(separator, max(0, start - len(separator) + 1))
         stop, following = (len(data), len(data)) if found < 0 else (found, found + len(separator))
         if start < stop:
@@ -377,7 +377,7 @@ def _separated(data: mmap.mmap, span: Span, reading: Reading) -> Iterator[Piece]
 def _pieces(
     data: mmap.mmap, start: int, stop: int, *, first: int, last: int, file: SourceFile, reading: Reading
 ) -> Iterator[Piece]:
-    """Bytes [start, stop) of a document that is [first, last), in pieces of PIECE_BYTES or a little more."""
+    """Yield bytes [start, stop) of the document [first, last), in pieces of PIECE_BYTES or a little more."""
     key = document_key(data[first : min(last, first + KEY_BYTES)])
     where = f"{file.path}, byte {first:,}"
     while start < stop:
@@ -388,22 +388,22 @@ def _pieces(
 
 
 def cut_point(data: mmap.mmap | bytes, position: int) -> int:
-    """The first place from `position` on where text can be cut without changing a token; the end if there is none.
+    """Return the first place from `position` on where a cut changes no token; the end of the data if there is none.
 
-    That is before a space or newline that follows a character which is neither. In GPT-2's pattern a word may begin
-    with white space but never goes on after it, so a word ends there whatever follows; and raw bytes can be cut
-    anywhere. `encode(a) + encode(b) == encode(a + b)` is a test.
+    Such a place is before a space or newline that follows a character other than white space. In GPT-2's pattern a
+    word may begin with white space but never continues after it, so a word ends there whatever follows; raw bytes can
+    be cut anywhere. A test checks that `encode(a) + encode(b) == encode(a + b)`.
     """
     for match in CUT.finditer(data, max(0, position - 1)):
         before = data[max(0, match.end() - 4) : match.end()].decode("utf-8", errors="ignore")
-        if before and not before[-1].isspace():  # U+00A0, U+3000 and their like are white space in the pattern
+        if before and not before[-1].isspace():  # U+00A0, U+3000 and the like are white space in the pattern
             return int(match.end())
     return len(data)
 
 
 def _decode(data: bytes, position: int, path: str, errors: str) -> str:
     nul = data.find(b"\0")
-    if nul >= 0 and errors == "strict":  # valid UTF-8, but no text has it: an archive, a token file, UTF-16
+    if nul >= 0 and errors == "strict":  # valid UTF-8, but never in text: an archive, a token file, UTF-16
         raise not_text(path, f"there is a NUL byte at byte {position + nul:,}")
     try:
         return data.decode("utf-8", errors=errors)
@@ -428,11 +428,11 @@ def document_key(beginning: bytes) -> int:
 
 
 def read_json_lines(span: Span, reading: Reading) -> Iterator[Piece]:
-    """The lines that begin inside the span."""
+    """Yield the documents of the lines that begin inside the span."""
     try:
         with open(span.file.path, "rb", buffering=PIECE_BYTES) as file:
             position = span.start
-            if position:  # a line that begins before us belongs to the part before, to its end
+            if position:  # a line that begins before the span belongs to the part before
                 file.seek(position - 1)
                 position += len(file.readline()) - 1
             while position < span.stop and (line := file.readline()):
@@ -488,7 +488,7 @@ def _line_piece(line: bytes, path: str, position: int, reading: Reading, passed:
 
 
 def _fields_of(record: object, field: str) -> str:
-    """What there is instead of a text in the field."""
+    """Say what the record has instead of text in the field."""
     if not isinstance(record, dict):
         return f"a {type(record).__name__}"
     if field in record:
@@ -501,7 +501,7 @@ def _record_piece(text: str, where: str, reading: Reading, passed: int) -> Piece
         beginning = text[:KEY_BYTES].encode()
         if len(text) > KEY_BYTES:
             text.encode()
-    except UnicodeEncodeError as error:  # JSON can spell half a surrogate pair, which no UTF-8 can
+    except UnicodeEncodeError as error:  # JSON can spell half a surrogate pair, UTF-8 cannot
         if reading.errors == "strict":
             raise not_text(where, f"character {error.start:,} of the document is half a surrogate pair") from error
         text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
@@ -514,7 +514,7 @@ class DamagedZstdError(Exception):
 
 
 class _Zstd(io.RawIOBase):
-    """Unpacks frame after frame. The package's own reader takes a file that is cut short for one that ends there."""
+    """Unpacks frame after frame. The package's own reader mistakes a file that is cut short for a complete one."""
 
     def __init__(self, raw: IO[bytes]) -> None:
         self._zstandard = optional("zstandard", ".zst files")
@@ -531,7 +531,7 @@ class _Zstd(io.RawIOBase):
         return count
 
     def _more(self) -> bool:
-        """Unpack one block; False at the end of the file, if a frame ends there too."""
+        """Unpack one block; return False at the end of the file, where a frame must end too."""
         packed = self._packed or self._raw.read(1 << 16)
         if not packed:
             if self._frame is not None:
@@ -580,7 +580,7 @@ def read_hub(span: Span, reading: Reading) -> Iterator[Piece]:
     where = f"{span.file.path}, file {span.start}"
     rows = enumerate(dataset.shard(num_shards=dataset.num_shards, index=span.start))
     while True:
-        with explaining_hub(span.file.path):  # rows are fetched as they are asked for
+        with explaining_hub(span.file.path):  # rows are fetched on demand
             row, record = next(rows, (0, None))
         if record is None:
             return
@@ -609,7 +609,7 @@ def open_parquet(path: str) -> Iterator[Any]:
 
 
 def open_saved(path: str, reading: Reading) -> Any:
-    """A folder that `save_to_disk` wrote."""
+    """Open a folder written by `save_to_disk`."""
     datasets = optional("datasets", "data sets of Hugging Face")
     try:
         found = datasets.load_from_disk(path)
@@ -634,7 +634,7 @@ def open_hub(word: str, reading: Reading) -> Any:
 def explaining_hub(word: str) -> Iterator[None]:
     try:
         yield
-    except Exception as error:  # whatever its network, its file formats and the hub raise: all are about this name
+    except Exception as error:  # network, file formats and hub raise errors of any type: all are about this name
         raise UserError(
             f"cannot read the data set {word.removeprefix(HUB).partition(':')[0]!r}",
             " ".join(str(error).split())[:300] or type(error).__name__,

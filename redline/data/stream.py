@@ -2,13 +2,13 @@
 
     stream = TextStream(open_text(run / "text").source, seed=1337, micro_batch=16, sequence=1024, device=device)
     batch = next(stream)                                                    # [2, B, T] on the device
-    state = stream.state();  stream.resume(state)                           # plain JSON; goes on with the next batch
+    state = stream.state();  stream.resume(state)                           # plain JSON; continues with the next batch
 
-The parts of the text, in an order that the seed and the epoch decide, are dealt to the ranks, and a rank's to 16 lanes.
-The tokens of a run are CHUNK_TOKENS of each lane in turn; a lane that has ended is passed over, and when all have, the
-next epoch begins. Which process works for which lane changes nothing in that: any number of workers gives the same
-batches. In an epoch every part is read once by one rank, and every token is an input once. A prepared data set is
-shuffled better (any window may come next) and costs no cores while training: `redline data prepare`.
+The parts of the text, in an order decided by seed and epoch, are dealt to the ranks, and a rank's parts to 16 lanes.
+The tokens of a run are CHUNK_TOKENS of each lane in turn; a lane that has ended is skipped, and when all have ended,
+the next epoch begins. It does not matter which process works for which lane: any number of workers yields the same
+batches. In an epoch every part is read once, by one rank, and every token is an input once. A data set prepared with
+`redline data prepare` is shuffled better (any window may come next) and costs no cores while training.
 """
 
 from __future__ import annotations
@@ -40,13 +40,14 @@ from redline.data.tokens import token_dtype
 from redline.data.workers import end_with_parent, how_it_ended, outlive_signals
 
 LANES = 16  # texts that are open at a time; more workers than this have nothing to do
-CHUNK_TOKENS = 2048  # of one text before the next one's turn: a batch holds several texts, a window mostly one
+CHUNK_TOKENS = 2048  # of one lane before the next one's turn: a batch holds several texts, a window mostly one
 LEAVE_SECONDS = 1.0
 SPLITS = ("train", "val", "all")
 
 
 class Place(NamedTuple):
-    """Where a lane is: so many tokens into this piece of this one of its parts. After the last part, it has ended."""
+    """Where a lane is: in which of its parts, in which piece of that, and how many tokens in. Past the last part, it
+    has ended."""
 
     part: int = 0
     piece: int = 0
@@ -57,17 +58,17 @@ class Chunk(NamedTuple):
     lane: int
     tokens: numpy.ndarray
     after: Place
-    """Where the lane is with these tokens taken."""
+    """Where the lane is after these tokens."""
     passed: int
-    """Bytes of the files that are behind the lane with these tokens, since its chunk before."""
+    """Bytes of the files that the lane has used up since its previous chunk."""
     ends: bool
-    """The lane has no more in this epoch, and there are no tokens in this one."""
+    """True if the lane has nothing left in this epoch; such a chunk holds no tokens."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Moment:
-    """Where the whole stream is, between two chunks."""
+    """Where the whole stream is between two chunks."""
 
     epoch: int
     turn: int
@@ -75,7 +76,7 @@ class Moment:
     places: tuple[Place, ...]
     ended: tuple[bool, ...]
     passed: int = 0
-    """Bytes of the files in this epoch."""
+    """Bytes of the files used up in this epoch."""
 
 
 START = Moment(epoch=0, turn=0, places=(Place(),) * LANES, ended=(False,) * LANES)
@@ -84,7 +85,7 @@ START = Moment(epoch=0, turn=0, places=(Place(),) * LANES, ended=(False,) * LANE
 @final
 @dataclass(frozen=True, kw_only=True)
 class Text:
-    """What a worker must know: the same for all of a rank."""
+    """What a worker must know; the same for all workers of a rank."""
 
     source: TextSource
     seed: int
@@ -96,7 +97,7 @@ class Text:
         return [self.source.parts[number] for number in self.numbers_of(epoch)[lane::LANES]]
 
     def bytes_of(self, epoch: int) -> int:
-        """Of the files that this rank reads in an epoch; 0 where nobody knows, on the hub."""
+        """Return the bytes of the files that this rank reads in an epoch; those on the hub count 0, being unknown."""
         return sum(span.size for number in self.numbers_of(epoch) for span in self.source.parts[number])
 
     def numbers_of(self, epoch: int) -> numpy.ndarray:
@@ -108,7 +109,7 @@ class Text:
         return self.split == "all" or self.source.is_val(piece) == (self.split == "val")
 
     def fingerprint(self) -> str:
-        """Of everything that decides which tokens come when: a state is of no use with anything else."""
+        """Hash everything that decides which tokens come when; a state is valid only with the same fingerprint."""
         choices = [self.seed, self.rank, self.ranks, self.split, LANES, CHUNK_TOKENS]
         return hashlib.sha256(json.dumps([self.source.fingerprint, *choices]).encode()).hexdigest()[:32]
 
@@ -117,18 +118,18 @@ class Text:
 
 
 def rotate(moment: Moment, lanes: Sequence[int]) -> tuple[int, list[int]]:
-    """Whose turn it is among some of the lanes, and which of them have not ended."""
+    """Return whose turn it is among these lanes, and which of them have not ended."""
     alive = [lane for lane in lanes if not moment.ended[lane]]
     return next_lane(alive, moment.turn), alive
 
 
 def next_lane(alive: Sequence[int], lane: int) -> int:
-    """The first from `lane` on, around. Among any choice of lanes the order is the one they have among all."""
+    """Return the first of these lanes from `lane` on, cyclically. Any choice of lanes keeps the order of them all."""
     return min(alive, key=lambda other: (other - lane) % LANES, default=0)
 
 
 def read_lane(text: Text, lane: int, parts: list[Part], start: Place) -> Iterator[Chunk]:
-    """One lane to the end of an epoch."""
+    """Yield the chunks of one lane to the end of an epoch."""
     encoder = tokenizer(text.source.tokenizer.name)
     end = numpy.array([encoder.end_of_text], dtype=numpy.uint32)
     none = numpy.empty(0, token_dtype(encoder.vocab))
@@ -155,7 +156,8 @@ def read_lane(text: Text, lane: int, parts: list[Part], start: Place) -> Iterato
 
 
 def pieces_from(text: Text, parts: list[Part], start: Place) -> Iterator[tuple[int, int, Piece]]:
-    """Each with the number of its part, and its own there. What was taken before is read again, and not encoded."""
+    """Yield the pieces from `start` on, each with the number of its part and its own number there. Earlier pieces of
+    the first part are read again, but not encoded."""
     for number in range(start.part, len(parts)):
         for count, piece in enumerate(read_part(parts[number], text.source.reading)):
             if (number, count) >= (start.part, start.piece):
@@ -163,7 +165,7 @@ def pieces_from(text: Text, parts: list[Part], start: Place) -> Iterator[tuple[i
 
 
 def lane_chunks(text: Text, moment: Moment, lanes: Sequence[int]) -> Iterator[Chunk]:
-    """Endless: the chunks of these lanes, in turn, epoch after epoch."""
+    """Yield the chunks of these lanes in turn, epoch after epoch without end."""
     epoch = moment.epoch
     lane, alive = rotate(moment, lanes)
     places = moment.places
@@ -179,7 +181,7 @@ def lane_chunks(text: Text, moment: Moment, lanes: Sequence[int]) -> Iterator[Ch
 
 
 def share(size: int, done: int, total: int) -> int:
-    """Whole bytes, so that the shares of a piece add up to it."""
+    """Return `done / total` of the size in whole bytes, so that the differences between shares add up to the size."""
     return size * done // total
 
 
@@ -187,10 +189,10 @@ def share(size: int, done: int, total: int) -> int:
 
 
 def work(connection: Connection, text: Text, moment: Moment, lanes: Sequence[int]) -> None:
-    """Chunk after chunk into the pipe, whose buffer is how far a worker runs ahead."""
+    """Send chunk after chunk into the pipe, whose buffer limits how far a worker runs ahead."""
     outlive_signals()
     end_with_parent()
-    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # nobody wants any more
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the trainer has closed the pipe
         try:
             for chunk in lane_chunks(text, moment, lanes):
                 connection.send(chunk)
@@ -202,7 +204,7 @@ def work(connection: Connection, text: Text, moment: Moment, lanes: Sequence[int
 
 @final
 class Crew:
-    """Chunks by lane, from processes, or from this one where there are none."""
+    """Hands out chunks by lane, from worker processes, or from this process if there are no workers."""
 
     def __init__(self, text: Text, moment: Moment, workers: int) -> None:
         self._connections: list[Connection] = []
@@ -235,8 +237,8 @@ class Crew:
         raise UserError(*found)
 
     def close(self) -> None:
-        """A worker whose pipe is closed leaves by itself, and what the libraries in it hold is given back. One that is
-        deep in its text is ended."""
+        """End the workers. One whose pipe is closed leaves by itself and releases what its libraries hold; one that is
+        still busy with its text after LEAVE_SECONDS is killed."""
         for connection in self._connections:
             connection.close()
         until = time.monotonic() + LEAVE_SECONDS
@@ -252,7 +254,7 @@ class Crew:
 
 @final
 class TextStream:
-    """An endless iterator over this rank's batches on the device, with its own clock. Close it to end the workers."""
+    """An endless iterator over this rank's batches on the device; waiting is timed. Close it to end the workers."""
 
     def __init__(
         self,
@@ -276,9 +278,9 @@ class TextStream:
         self._micro_batch, self._sequence, self._device, self._workers = micro_batch, sequence, device, workers
         self._fingerprint = self._text.fingerprint()
         self.waited_seconds = 0.0
-        """That the caller of next() stood still, the workers' start included."""
+        """Seconds that callers of next() have spent waiting, including the workers' start."""
         self.documents = 0
-        """That have ended in the batches since the stream was made or resumed."""
+        """Documents that have ended in the batches since this object was made; resuming does not reset it."""
         self._epoch_bytes = (0, self._text.bytes_of(0))
         self._batches: Generator[torch.Tensor, None, None]
         self._begin(START, 0)
@@ -295,12 +297,12 @@ class TextStream:
         return batch
 
     def state(self) -> dict[str, Any]:
-        """Plain JSON: with it the next batch is the one that would have come next."""
+        """Return plain JSON with which `resume` continues with the batch that would have come next."""
         moment, taken = self._now
         return {"of": self._fingerprint, "moment": to_json(moment), "taken": taken}
 
     def resume(self, state: dict[str, Any]) -> None:
-        """Go on from a state of the same text, options and number of ranks; workers and batch may be others."""
+        """Continue from a state of the same text, options and number of ranks; workers and batch may differ."""
         if state.get("of") != self._fingerprint:
             raise UserError(
                 "this is the state of another stream",
@@ -320,7 +322,8 @@ class TextStream:
 
     @property
     def epoch(self) -> float:
-        """1.5 is half-way through the second, by the bytes of this rank's files. An int where no size is known."""
+        """The position in epochs, by the bytes of this rank's files: 1.5 is half-way through the second. An int if no
+        size is known."""
         moment = self._now[0]
         if self._epoch_bytes[0] != moment.epoch:
             self._epoch_bytes = moment.epoch, self._text.bytes_of(moment.epoch)
@@ -340,7 +343,7 @@ class TextStream:
 
     def _begin(self, moment: Moment, taken: int) -> None:
         self._now = (moment, taken)
-        # What belongs to batches that are made and not handed out yet: on a GPU one is always ahead.
+        # The states and document counts of batches that are made but not yet handed out: on a GPU one is always ahead.
         self._sent: deque[tuple[tuple[Moment, int], int]] = deque()
         self._batches = self._on_device(moment, taken)
 
@@ -356,8 +359,8 @@ class TextStream:
             crew.close()
 
     def _host_batches(self, crew: Crew, moment: Moment, taken: int) -> Iterator[torch.Tensor]:
-        """Rows of T + 1 tokens that overlap by one: the last target of a row is the first input of the next."""
-        # Among several ranks one may get nothing in an epoch and something in the next.
+        """Yield batches of overlapping rows of T + 1 tokens: a row's last target is the first input of the next."""
+        # With several ranks, one may get nothing in one epoch and something in the next.
         chunks = chunks_in_turn(crew, moment, patience=1 if self._text.ranks == 1 else 8)
         waiting: deque[tuple[Moment, numpy.ndarray]] = deque()  # chunks, each with the moment before it
         B, T = self._micro_batch, self._sequence
@@ -394,8 +397,8 @@ class TextStream:
 
 
 def chunks_in_turn(crew: Crew, moment: Moment, patience: int) -> Iterator[tuple[Moment, numpy.ndarray]]:
-    """Every chunk with the moment before it. The same rotation as the workers', over all the lanes. `patience` is how
-    many epochs in a row may be empty."""
+    """Yield every chunk with the moment before it, in the workers' rotation but over all lanes. Raise a UserError after
+    `patience` whole epochs in a row without a token."""
     places, ended = list(moment.places), list(moment.ended)
     epoch, passed = moment.epoch, moment.passed
     lane, alive = rotate(moment, range(LANES))
@@ -414,7 +417,7 @@ def chunks_in_turn(crew: Crew, moment: Moment, patience: int) -> Iterator[tuple[
         if alive:
             lane = next_lane(alive, lane + 1)
             continue
-        # An epoch that was begun in the middle may well have nothing left.
+        # An epoch that was resumed in the middle may well have nothing left.
         whole = epoch > moment.epoch or moment == START
         empty_epochs = empty_epochs + 1 if whole and not tokens_in_epoch else 0
         if empty_epochs == patience:

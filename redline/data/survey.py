@@ -1,4 +1,4 @@
-"""Text that is trained on as it is: read through once at the start, and known again when a run goes on.
+"""Text that is trained on without preparation: read through once at the start, and recognised when a run resumes.
 
     survey(Survey(sources=("novels/",), out=run / "text", tokenizer="gpt2", val_tokens=163_841))
     text = open_text(run / "text");  text.source, text.val, text.identity
@@ -6,9 +6,9 @@
     OUT/text.json    the sources, how they are read, size and time of every file, counts and a hash for every part
     OUT/val.tokens   held-out documents as a shard (data/shards.py): as many tokens as an evaluation takes
 
-Reading costs a small part of what tokenising does, and finds before the first step what would otherwise end a run after
-hours: a byte that is no UTF-8, a line that is no JSON, an archive cut short. It counts the documents, and it finds the
-held-out ones, of which there may be one in 200. A data set on the hub is not read ahead. No torch here.
+Reading costs a small fraction of tokenising, and finds before the first step what would otherwise end a run after
+hours: a byte that is not UTF-8, a line that is not JSON, an archive cut short. It also counts the documents and finds
+the held-out ones, which may be one in 200. A data set on the hub is not read ahead. No torch here.
 """
 
 from __future__ import annotations
@@ -54,21 +54,21 @@ ANEW = "put the text back as it was, or start a new run"
 @final
 @dataclass(frozen=True, kw_only=True)
 class TextSource:
-    """Text cut into parts, and how it becomes tokens: all that decides which tokens there are, and not their order."""
+    """Text cut into parts, and how it becomes tokens: all that decides which tokens there are, but not their order."""
 
     parts: tuple[Part, ...]
     reading: Reading
     tokenizer: TokenizerId
     val_fraction: float
     hashes: tuple[str, ...]
-    """Of the words of each part. Of the hub only the name is known: nobody reads it ahead."""
+    """A hash of the text of each part; on the hub, which is not read ahead, the data set's name."""
 
     def is_val(self, piece: Piece) -> bool:
         return is_val(piece.key, self.val_fraction)
 
     @property
     def fingerprint(self) -> str:
-        """Equal for equal words in equal order, wherever the files lie and whenever they were written."""
+        """Equal for equal text in equal order, wherever the files are and whenever they were written."""
         facts = [self.hashes, to_json(self.tokenizer), to_json(self.reading), self.val_fraction]
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
 
@@ -76,22 +76,22 @@ class TextSource:
 @final
 @dataclass(frozen=True, kw_only=True)
 class PartFacts:
-    """What reading a part through has shown."""
+    """What reading through a part has found."""
 
     part: int
     documents: int
-    """That end in it, as in a shard."""
+    """Documents that end in the part, as in a shard."""
     val_documents: int
     text_bytes: int
     val_bytes: int
     hash: str
-    """Of its words and of the places where documents end."""
+    """A hash of the part's text and of the places where documents end."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Survey:
-    """The order: which text, how it is read, and where to write down what was found."""
+    """An order: which text to read, how, and where to write what was found."""
 
     sources: tuple[str, ...]
     out: Path
@@ -101,7 +101,7 @@ class Survey:
     val_tokens: int
     """How many tokens of held-out documents to keep."""
     processes: int | None = None
-    """None: one for each core."""
+    """None: one per core."""
     command: str = ""
 
     def __post_init__(self) -> None:
@@ -111,12 +111,12 @@ class Survey:
 @final
 @dataclass(frozen=True, kw_only=True)
 class StreamedText:
-    """An opened folder: the text it describes is there, unchanged."""
+    """An opened folder; the text that it describes is there and unchanged."""
 
     folder: Path
     source: TextSource
     val: Split | None
-    """None where no document is held out."""
+    """None if no document is held out."""
     index: dict[str, Any]
 
     @property
@@ -125,7 +125,7 @@ class StreamedText:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What a resumed run must find again, with enough in it to see what differs."""
+        """What a resumed run must find again, with enough detail to see what differs."""
         return {
             "text": self.source.fingerprint,
             "documents": self.index["documents"],
@@ -138,7 +138,7 @@ class StreamedText:
 
 
 def survey(order: Survey, on_progress: OnProgress = unheard) -> dict[str, Any]:
-    """Reads every file, writes the folder, and returns its text.json. A bad file is told before anything is written."""
+    """Read every file, write the folder, and return its text.json. A bad file raises before anything is written."""
     words = [absolute(word) for word in order.sources]
     found = find_sources(words)
     encoder = tokenizer_id(tokenizer(order.tokenizer))
@@ -180,7 +180,7 @@ def index_of(source: TextSource, facts: Sequence[PartFacts | None]) -> dict[str,
 
 
 def part_size(found: Found) -> int:
-    """By the files alone, as everything that decides the order of tokens."""
+    """Derive the size from the files alone, as everything must be that decides the order of tokens."""
     return min(max(found.size // 1024, SMALLEST_PART), LARGEST_PART)
 
 
@@ -201,7 +201,7 @@ def read_parts(
 
 
 def same(task: Task[PartFacts]) -> Task[PartFacts]:
-    """In a worker: nothing has to be made once."""
+    """Return the task itself: a worker has nothing to set up."""
     return task
 
 
@@ -212,7 +212,7 @@ def read_through(reading: Reading, val_fraction: float, number: int, part: Part,
         words = piece.text.encode()
         digest.update(words)
         if piece.ends:
-            digest.update(b"\xff")  # a byte that no UTF-8 has
+            digest.update(b"\xff")  # a byte that never occurs in UTF-8
         if is_val(piece.key, val_fraction):
             val_documents += piece.ends
             val_bytes += len(words)
@@ -233,7 +233,7 @@ def hashes_of(parts: Sequence[Part], seen: Sequence[PartFacts | None]) -> tuple[
 
 
 def totals(seen: Sequence[PartFacts | None], name: str, val_name: str) -> dict[str, int | None]:
-    """Of train and val; not known where a part was not read."""
+    """Return the totals of train and val; None if a part was not read."""
     known = [facts for facts in seen if facts is not None]
     if len(known) < len(seen):
         return {"train": None, "val": None}
@@ -264,7 +264,7 @@ def notes_on(found: Found, seen: Sequence[PartFacts | None], kept: int, order: S
 
 
 def absolute(word: str) -> str:
-    """A run may be resumed from another folder."""
+    """Make a path in the user's word absolute, since a run may be resumed from another folder."""
     scheme, path = (HUB, word.removeprefix(HUB)) if word.startswith(HUB) else ("", word)
     if scheme and not Path(path).exists():
         return word  # a name on the hub
@@ -275,7 +275,7 @@ def absolute(word: str) -> str:
 
 
 def hold_out(source: TextSource, seen: Sequence[PartFacts | None], order: Survey) -> int:
-    """Writes tokens of held-out documents until there are enough. Returns how many there are; no file for none."""
+    """Write tokens of held-out documents until there are enough, and return how many; if none, write no file."""
     writer, kept = ShardWriter(order.out / VAL_FILE, source.tokenizer), 0
     try:
         for ids, ends in val_tokens(source, seen, order.tokenizer):
@@ -297,7 +297,8 @@ def hold_out(source: TextSource, seen: Sequence[PartFacts | None], order: Survey
 def val_tokens(
     source: TextSource, seen: Sequence[PartFacts | None], name: str
 ) -> Iterator[tuple[numpy.ndarray, list[int]]]:
-    """Piece by piece, from parts all over the text: their hashes order them, which have nothing to do with it."""
+    """Yield held-out tokens and their ends of documents, piece by piece. Parts come in the order of their hashes, so
+    that they are from all over the text."""
     encoder = tokenizer(name)
     end = numpy.array([encoder.end_of_text], dtype=numpy.uint32)
     with_some = [facts for facts in seen if facts is not None and facts.val_bytes]
@@ -316,10 +317,10 @@ def val_tokens(
 def open_text(
     folder: Path, *, vocab: int | None = None, tokenizer_name: str | None = None, say: Callable[[str], None] = quiet
 ) -> StreamedText:
-    """The text of a run, or a UserError that says what has changed since it was surveyed.
+    """Open the text of a run, or raise a UserError that says what has changed since it was surveyed.
 
-    Files that were written since, and have the size they had, are read again: if they hold the same words nothing has
-    changed. `vocab` and `tokenizer_name` are the model's.
+    Files that were written since but kept their size are read again; if they hold the same text, nothing has changed.
+    `vocab` and `tokenizer_name` are the model's.
     """
     index = read_index(folder)
     recorded, reading, facts = parse_index(folder, index)
@@ -367,19 +368,19 @@ def parse_index(folder: Path, index: dict[str, Any]) -> tuple[TokenizerId, Readi
 
 
 def find_again(folder: Path, index: dict[str, Any], reading: Reading, say: Callable[[str], None]) -> tuple[Part, ...]:
-    """The parts, with the very words of the survey in them."""
+    """Return the parts, after checking that they hold the very text that was surveyed."""
     try:
         found = find_sources(index["sources"]["words"])
     except UserError as error:
         raise changed(f"{error.problem}: {error.why}") from error
     before, now = index["files"], files_of(found)
-    # Of the same kind and size, but of another time.
+    # Files of the same kind and size, but another time.
     touched = {path for path in now.keys() & before if now[path] != before[path] and now[path][:2] == before[path][:2]}
     difference = file_difference(before, {path: before[path] if path in touched else now[path] for path in now})
     if difference is not None:
         raise changed(difference)
     parts = cut_parts(found.files, index["part_bytes"], reading)
-    if len(parts) != len(index["parts"]):  # only the hub can do that
+    if len(parts) != len(index["parts"]):  # only the hub can cause that
         raise changed(f"it has {len(parts):,} parts now and had {len(index['parts']):,}")
     if touched:
         say(f"the text: {len(touched):,} of {len(now):,} files have a new time, reading those again")

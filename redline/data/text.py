@@ -16,17 +16,17 @@ GIVE_A_FILE = f"give the path of a UTF-8 text file, or {SAMPLE_CORPUS!r} for the
 
 
 def read_corpus(corpus: str) -> str:
-    """The whole text, never empty. Any reason it cannot be had is a UserError."""
+    """Return the whole text, which is never empty. Raise a UserError if it cannot be read."""
     return "\n\n".join(sample_documents()) if corpus == SAMPLE_CORPUS else _text_of(corpus, _read_bytes(corpus))
 
 
 def check_corpus(corpus: str) -> None:
-    """Raises what read_corpus would raise: called before a run writes anything."""
+    """Raise what read_corpus would raise; called before a run writes anything."""
     read_corpus(corpus)
 
 
 def sample_documents() -> tuple[str, ...]:
-    """The help topics in sorted order. The wording belongs to the Python version, so runs record that version."""
+    """Return Python's help topics in sorted order. Their wording depends on the Python version, which runs record."""
     try:
         from pydoc_data.topics import topics
     except ImportError as error:
@@ -58,7 +58,7 @@ def _text_of(corpus: str, data: bytes) -> str:
     if not data:
         raise UserError(f"the corpus {corpus!r} is empty", "training needs text", GIVE_A_FILE)
     nul_position = data.find(b"\0")
-    if nul_position >= 0:  # valid UTF-8, but no text has it: an archive, a token file, UTF-16 without its mark
+    if nul_position >= 0:  # valid UTF-8, but never in text: an archive, a token file, UTF-16 without its mark
         raise _not_text(corpus, f"there is a NUL byte at byte {nul_position}")
     try:
         return data.decode("utf-8")

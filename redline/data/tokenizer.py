@@ -41,7 +41,7 @@ class Tokenizer:
     encode: Callable[[str], numpy.ndarray]
     """Unsigned ids, one axis, without an end of text."""
     decode: Callable[[Iterable[int]], str]
-    """Bytes that are no UTF-8 (a window may start inside a character) become U+FFFD."""
+    """Bytes that are not UTF-8 (a window may start inside a character) become U+FFFD."""
 
 
 def tokenizer(name: str) -> Tokenizer:
@@ -94,7 +94,7 @@ TOKENIZERS: dict[str, Callable[[], Tokenizer]] = {"bytes": _bytes_tokenizer, "gp
 
 
 def _verified_files() -> list[Path]:
-    """The merges and the ids, in the order of MERGES_SHA256, or a UserError if they are not OpenAI's files."""
+    """Return the files of merges and ids, in the order of MERGES_SHA256. Raise a UserError if they are not OpenAI's."""
     # find_spec looks the folder up without running the package's code: we want its data, not its tokenizer.
     spec = importlib.util.find_spec(MERGES_PACKAGE)
     if spec is None or not spec.submodule_search_locations:
@@ -119,7 +119,7 @@ def _not_installed(package: str, why: str) -> UserError:
 
 @contextmanager
 def _without_tiktoken_cache() -> Iterator[None]:
-    """Left alone, tiktoken copies even local files to a folder in /tmp. It takes this setting in no other way."""
+    """Keep tiktoken from copying even local files to a folder in /tmp. It has no other setting for this."""
     name = "TIKTOKEN_CACHE_DIR"
     before = os.environ.get(name)
     os.environ[name] = ""

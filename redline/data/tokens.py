@@ -1,4 +1,4 @@
-"""The token file: one .npy of uint16 (uint32 for vocabularies above 65,536), memory-mapped by whoever reads it.
+"""The token file: one .npy of uint16 (uint32 for vocabularies above 65,536), memory-mapped by its readers.
 
     count = prepare_tokens(workload, run / "tokens.npy");  open_tokens(run / "tokens.npy")[:1024]
 
@@ -19,14 +19,14 @@ from redline.data.tokenizer import tokenizer
 
 
 def prepare_tokens(workload: Workload, path: Path) -> int:
-    """Write the workload's text as tokens. Returns how many there are."""
+    """Write the workload's text as tokens, and return how many there are."""
     ids = encode_corpus(workload)
     write_tokens(path, ids, workload.decoder.vocab)
     return len(ids)
 
 
 def encode_corpus(workload: Workload) -> numpy.ndarray:
-    """The workload's text as ids, an end of text at its end: checked, and not written anywhere yet."""
+    """Return the workload's text as checked ids with an end of text at the end. Nothing is written."""
     encoder = tokenizer(workload.tokenizer)
     ids = numpy.append(
         encoder.encode(read_corpus(workload.corpus)).astype(numpy.uint32), numpy.uint32(encoder.end_of_text)
@@ -48,13 +48,13 @@ def write_tokens(path: Path, ids: numpy.ndarray, vocab: int) -> None:
         draft.unlink(missing_ok=True)
         raise UserError(
             f"cannot write the tokens {path}",
-            error.strerror or "the disk is full",  # numpy says how many numbers it could not write, and no errno
+            error.strerror or "the disk is full",  # numpy reports how many items it could not write, and no errno
             "free some space, or choose another folder with --out",
         ) from error
 
 
 def open_tokens(path: Path) -> numpy.ndarray:
-    """The tokens as a read-only memory map: opening costs microseconds, whatever the size."""
+    """Return the tokens as a read-only memory map: opening costs microseconds, whatever the size."""
     try:
         tokens = numpy.load(path, mmap_mode="r", allow_pickle=False)
     except OSError as error:
@@ -67,12 +67,12 @@ def open_tokens(path: Path) -> numpy.ndarray:
 
 
 def token_dtype(vocab: int) -> type[numpy.unsignedinteger]:
-    """The smallest type that holds ids 0 to vocab - 1, of the two that token files use."""
+    """Return the smaller of the two types of token files that holds ids 0 to vocab - 1."""
     return numpy.uint16 if vocab <= 1 << 16 else numpy.uint32
 
 
 def _check_count(count: int, workload: Workload) -> None:
-    # A window is `sequence` inputs and one more token for the last target; with yet one more there are two windows.
+    # A window is `sequence` inputs and one more token for the last target; one token more makes two windows.
     sequence, needed = workload.shape.sequence, workload.shape.sequence + 2
     if count < needed:
         raise UserError(
@@ -90,7 +90,7 @@ def _check_count(count: int, workload: Workload) -> None:
 
 
 def _check_ids(ids: numpy.ndarray, vocab: int) -> None:
-    """Casting to the file's type would wrap a large id into a wrong one, silently."""
+    """Raise a UserError for ids outside the vocabulary: a cast to the file's type would silently wrap them."""
     outside = ids[(ids < 0) | (ids >= vocab)]
     if outside.size:
         raise UserError(

@@ -1,6 +1,6 @@
-"""What the processes that read text have in common: they end with the one that started them.
+"""What the processes that read text have in common: they end with the process that started them.
 
-    Process(target=work, ...)          # first thing in work(): end_with_parent(), in a trainer's outlive_signals()
+    Process(target=work, ...)          # work() begins with end_with_parent(); a trainer's also with outlive_signals()
 
 No torch here: `data prepare` has no use for it.
 """
@@ -13,11 +13,11 @@ import signal
 import threading
 from typing import Any
 
-OUTLIVED_SECONDS = 30.0  # a trainer's update may take as long
+OUTLIVED_SECONDS = 30.0  # a trainer's update may take this long
 
 
 def end_with_parent() -> None:
-    """In a worker: leave when the process that asked for it is gone, even if it was killed."""
+    """In a worker: exit when the process that asked for it is gone, even if that was killed."""
     parent = multiprocessing.parent_process()  # the one that asked, not a server that forked us
     assert parent is not None
 
@@ -29,8 +29,9 @@ def end_with_parent() -> None:
 
 
 def outlive_signals() -> None:
-    """In a worker of a trainer: Ctrl-C and SIGTERM reach every process of a terminal or a job, and the trainer has an
-    update to finish and a checkpoint to write, for which it wants its workers whole. It ends them itself."""
+    """In a worker of a trainer: survive Ctrl-C, and SIGTERM for OUTLIVED_SECONDS. Both reach every process of a
+    terminal or a job, but the trainer needs its workers to finish an update and write a checkpoint. It ends them
+    itself."""
 
     def leave_later(*_: object) -> None:
         timer = threading.Timer(OUTLIVED_SECONDS, os._exit, (1,))
@@ -42,7 +43,7 @@ def outlive_signals() -> None:
 
 
 def how_it_ended(process: Any) -> str:
-    """Of a process that has gone without a word: 'SIGKILL', or 'exit code 3'."""
+    """Say how a process ended that left no message: 'SIGKILL', or 'exit code 3'."""
     process.join()
     code = process.exitcode
     return signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}"

@@ -1,7 +1,7 @@
 """What the torch-on-CPU tests share: a small model, its tokens, and a whole measurement with its verdict in process.
 
-`judge_row` is the path of a real row without the worker around it: reference curve, `measure`, `judge`. A planted fault
-must reach the measured run and not the plain reference, which the same `build` makes: `plant` keys it on the plan.
+`judge_row` follows the path of a real row without the worker around it: reference curve, `measure`, `judge`. A planted
+fault must reach the measured run but not the plain reference, built by the same `build`: `plant` selects by plan.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from redline.predict.verdict import Equivalence, judge
 from redline.rungs import Maths, find_rung, plan_of
 
 CPU = torch.device("cpu")
-CHECK_STEPS = 20  # as many as a ladder compares when nobody says otherwise
+CHECK_STEPS = 20  # as many as a ladder compares by default
 
 Fault = Callable[[Training], None]
 
@@ -44,7 +44,7 @@ class Judged:
 
 @pytest.fixture(autouse=True)
 def process_switches() -> Iterator[None]:
-    """One measurement, one process; here tests share one, so what a plan switches is switched back."""
+    """Switch back what a plan switches: measurements have a process each, but tests share one."""
     backends = torch.backends.cuda
     before = {
         backends.enable_flash_sdp: backends.flash_sdp_enabled(),
@@ -61,14 +61,14 @@ def process_switches() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def small() -> Workload:
-    """As `tiny` in everything that decides a verdict (vocabulary, learning rate, warm-up), a tenth of its work."""
+    """Like `tiny` in everything that decides a verdict (vocabulary, learning rate, warm-up), at a tenth of the work."""
     shape = Shape(layers=2, heads=4, d_model=64, d_ff=256, vocab=257, sequence=64)
     return Workload(name="small", shape=shape, tokenizer="bytes", micro_batch=6, learning_rate=3e-3)
 
 
 @pytest.fixture(scope="session")
 def tokens(small: Workload, repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of our licence: real prose, and the same under every Python, which the sample corpus is not."""
+    """Tokens of our licence: real prose that is the same under every Python, unlike the sample corpus."""
     path = tmp_path_factory.mktemp("tokens") / "tokens.npy"
     prepare_tokens(replace(small, corpus=str(repository / "LICENSE")), path)
     return path
@@ -91,7 +91,7 @@ def train(small: Workload, tokens: Path) -> Iterator[Callable[..., Training]]:
 
 @pytest.fixture
 def bench(small: Workload, tokens: Path) -> Callable[..., measure.Bench]:
-    """bench("flash", check_steps=5) -> Bench: a job for this process, which reports to nobody."""
+    """bench("flash", check_steps=5) -> Bench: a job for this process, whose reports go nowhere."""
 
     def make(
         *rungs: str, workload: Workload = small, micro_batch: int = 6, report: Any = quiet, **changes: Any
@@ -105,13 +105,13 @@ def bench(small: Workload, tokens: Path) -> Callable[..., measure.Bench]:
 
 @pytest.fixture
 def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Timings are not judged here, so nothing waits for them to become steady."""
+    """Do not wait for timings to become steady: they are not judged here."""
     monkeypatch.setattr(measure, "is_steady", lambda *_: True)
 
 
 @pytest.fixture
 def verdict_only(no_waiting: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No verdict needs the profile at the end or the memory of a device: without them a row takes half the time."""
+    """Leave out the profile at the end and freeing device memory, which no verdict needs: a row takes half the time."""
     monkeypatch.setattr(measure, "prove", lambda *_: (Proof(), None))
     monkeypatch.setattr(measure, "free_memory", lambda *_: None)
 
@@ -125,7 +125,7 @@ def reference_curves() -> dict[Any, tuple[float, ...]]:
 def judge_row(
     bench: Callable[..., measure.Bench], reference_curves: dict[Any, tuple[float, ...]], verdict_only: None
 ) -> Callable[..., Judged]:
-    """judge_row("bf16", "flash") -> the verdict on the last of these rungs, put onto the others."""
+    """judge_row("bf16", "flash") -> the verdict on the last of these rungs, added to the others."""
 
     def reference(rungs: tuple[str, ...], **settings: Any) -> tuple[float, ...]:
         changing = tuple(name for name in rungs if find_rung(name).maths is Maths.CHANGES)
@@ -159,7 +159,7 @@ def judge_row(
 
 @pytest.fixture
 def plant(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """plant(fault, on="flash"): whatever is built with the plan of these rungs gets the fault, nothing else does."""
+    """plant(fault, on=("flash",)): whatever is built with the plan of these rungs gets the fault, nothing else does."""
 
     def sow(fault: Fault, *, on: tuple[str, ...]) -> None:
         broken = plan_of(on)
@@ -183,7 +183,7 @@ def quiet(*_: object, **__: object) -> None:
 
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
-    """As ranks have: for tensors this small, threads only wait for one another."""
+    """Use one thread, as ranks do: for tensors this small, threads only wait for one another."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -192,7 +192,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def left_behind() -> Callable[[Path], list[str]]:
-    """left_behind(run) -> the command lines of processes that still know of this run."""
+    """left_behind(run) -> the command lines of processes that still mention this run."""
 
     def find(run: Path) -> list[str]:
         found = []

@@ -22,8 +22,8 @@ KERNELS = {"cudnn": "cudnn", "flash": "flash_fwd"}
 
 @pytest.fixture
 def only_rounds(tmp_path: Path) -> Rounds:
-    """Measures a recipe in a worker as a ladder does: its verdict is *rounding*, and the kernel it names is the one
-    that ran. The token file, where the workload reads one, lies in tmp_path."""
+    """Measure a recipe in a worker as a ladder does, and assert that its verdict is *rounding* and that the attention
+    kernel it names ran. The token file, if the workload reads one, is in tmp_path."""
 
     def check(workload: Workload, rungs: tuple[str, ...]) -> Measurement:
         assert not set(rungs) & set(workload.cannot)

@@ -1,4 +1,4 @@
-"""Another run on the same cores must not fail a test: no example that Hypothesis draws here has a time limit."""
+"""A busy machine must not fail a test: no example that Hypothesis draws here has a time limit."""
 
 from __future__ import annotations
 
