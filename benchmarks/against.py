@@ -95,14 +95,16 @@ def main(words: list[str] | None = None) -> int:
 def read_options(words: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("workload", nargs="?", default="gpt2", help="a GPT-2: a preset (default: gpt2)")
-    parser.add_argument("--nanogpt", type=Path, metavar="DIR", help="a checkout of nanoGPT; without it it is left out")
+    parser.add_argument("--nanogpt", type=Path, metavar="DIR", help="a checkout of nanoGPT; left out without this")
     parser.add_argument("--recipe", type=Path, help="of ours (default: all usual rungs that apply here)")
     parser.add_argument("--candidates", metavar="A,B", help=f"among {', '.join(CANDIDATES)} (default: not {NO_BIAS})")
     parser.add_argument("--micro-batches", default="16,32,64", help="to choose from, for all (default: 16,32,64)")
     parser.add_argument("--at", action="append", default=[], metavar="NAME=N,N", help="those of one candidate instead")
     parser.add_argument("--rounds", type=int, default=8, help="in which all of them take turns (default: 8)")
     parser.add_argument("--block", type=int, default=10, help="timed steps in a turn (default: 10)")
-    parser.add_argument("--seconds", type=float, default=200.0, help="of rounds: none begins later (default: 200)")
+    parser.add_argument(
+        "--seconds", type=float, default=200.0, help="start no round after this many seconds (default: 200)"
+    )
     parser.add_argument("--keep", type=Path, metavar="FILE", help="the record, written anew after every round")
     parser.add_argument("--at-once", type=int, default=4, help="processes that compile side by side (default: 4)")
     parser.add_argument("--device", choices=("cuda", "cpu"))

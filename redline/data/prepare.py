@@ -108,7 +108,7 @@ def prepare(order: Preparation, on_progress: OnProgress = unheard) -> dict[str, 
         finished = read_finished(order.out)
         if len(finished) == len(parts) and (order.out / INDEX_FILE).exists():
             index = read_index(order.out)
-            return {**index, "notes": [*index["notes"], "this was prepared before: nothing was left to do"]}
+            return {**index, "notes": [*index["notes"], "already prepared: nothing left to do"]}
         meter = Meter(parts, found.size, list(finished), on_progress)
         if len(finished) < len(parts):
             make_shards(order, encoder, parts, finished, meter)
@@ -166,7 +166,7 @@ def open_folder(order: Preparation, identity: dict[str, Any]) -> None:
             raise UserError(
                 f"{order.out} holds the tokens of something else",
                 difference,
-                "choose another --out, or add --overwrite to make them anew",
+                "choose another --out, or add --overwrite to prepare them again",
             )
     strangers = sorted(name for name in names if not OURS.fullmatch(name))
     # A first attempt that failed on its text has left prepare.json and no tokens: the corrected text may go there.

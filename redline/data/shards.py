@@ -224,7 +224,7 @@ class Shard:
         now = stamp_of(self.path)
         if now != self.stamp:
             raise UserError(
-                f"{self.path} has changed under way",
+                f"{self.path} changed while it was being read",
                 f"it had {self.stamp[0]:,} bytes when it was opened and has {now[0]:,} now, or was written since",
                 "let nobody write to the data of a run; `redline data check` says what is left of it",
             )
@@ -491,7 +491,7 @@ def read_index(folder: Path) -> dict[str, Any]:
             raise UserError(
                 f"the data in {folder} is not finished",
                 "its preparation was interrupted",
-                "run the same `redline data prepare` again: it goes on where it stopped",
+                "run the same `redline data prepare` again: it continues where it stopped",
             ) from error
         raise UserError(
             f"{folder} holds no prepared data",

@@ -145,7 +145,7 @@ def check_unchanged(file: SourceFile) -> None:
         raise unreadable(file.path, error.strerror or str(error)) from error
     if (now.size, now.mtime_ns) != (file.size, file.mtime_ns):
         raise UserError(
-            f"{file.path} has changed under way",
+            f"{file.path} changed while it was being read",
             f"it had {file.size:,} bytes when the work was planned and has {now.size:,} now, or was written since",
             "wait until nobody writes to it, then start again",
         )
@@ -272,7 +272,7 @@ def _passed_over(paths: list[str]) -> tuple[str, ...]:
     endings = sorted({Path(path).suffix or "none" for path in paths})
     shown = ", ".join(endings[:8]) + (", ..." if len(endings) > 8 else "")
     files = "1 file" if len(paths) == 1 else f"{len(paths):,} files"
-    return (f"{files} passed over, no ending that is known: {shown}",)
+    return (f"{files} skipped for an unknown file ending: {shown}",)
 
 
 # which part of them

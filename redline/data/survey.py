@@ -383,7 +383,7 @@ def find_again(folder: Path, index: dict[str, Any], reading: Reading, say: Calla
     if len(parts) != len(index["parts"]):  # only the hub can cause that
         raise changed(f"it has {len(parts):,} parts now and had {len(index['parts']):,}")
     if touched:
-        say(f"the text: {len(touched):,} of {len(now):,} files have a new time, reading those again")
+        say(f"the text: {len(touched):,} of {len(now):,} files were modified, reading those again")
         check_same_words(parts, touched, index, reading)
         write_json(folder / TEXT_FILE, {**index, "files": now})
     return parts

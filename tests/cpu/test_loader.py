@@ -266,7 +266,7 @@ def test_a_shard_that_changes_under_way_is_told_as_itself(tmp_path: Path, worker
     with Loader(split, seed=1, micro_batch=2, sequence=T, device=CPU, workers=workers) as loader:
         next(loader)
         os.utime(tmp_path / "0.tokens", ns=(1, 1))
-        with pytest.raises(UserError, match=r"0\.tokens has changed under way"):
+        with pytest.raises(UserError, match=r"0\.tokens changed while it was being read"):
             list(islice(loader, 40))  # what was made ahead is still good
 
 

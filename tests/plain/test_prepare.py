@@ -310,7 +310,7 @@ def test_a_disk_that_is_full_is_told_and_the_same_command_goes_on(tmp_path):
 def test_a_second_time_nothing_is_left_to_do(corpus, prepared):
     before = {path: path.stat().st_mtime_ns for path in prepared.iterdir()}
     index = prepare(order(corpus, prepared))
-    assert "nothing was left to do" in index["notes"][-1]
+    assert "nothing left to do" in index["notes"][-1]
     assert {path: path.stat().st_mtime_ns for path in prepared.iterdir()} == before
 
 

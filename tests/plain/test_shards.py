@@ -236,7 +236,7 @@ def test_a_shard_that_changes_under_way_is_named(shard):
     data[DATA_START] = 9
     shard.write_bytes(data)
     os.utime(shard, ns=(1, 1))  # whatever the clock's grain
-    with pytest.raises(UserError, match=r"a\.tokens has changed under way"):
+    with pytest.raises(UserError, match=r"a\.tokens changed while it was being read"):
         split.gather([0], 3)
 
 

@@ -255,7 +255,7 @@ def test_a_folder_is_read_in_sorted_order_with_all_below_it(tmp_path):
     names = [str(Path(file.path).relative_to(tmp_path)) for file in found.files]
     assert names == ["a/b/c.jsonl", "a/z.md", "a.txt", "b.txt"]
     [note] = found.notes
-    assert "3 files passed over" in note
+    assert "3 files skipped" in note
     assert ".png" in note
 
 
@@ -299,7 +299,7 @@ def test_a_file_that_changes_under_way_is_named(tmp_path):
     assert next(reader).text == "one"
     with open(path, "a") as file:
         file.write('{"text": "three"}\n')
-    with pytest.raises(UserError, match=r"a\.jsonl has changed under way"):
+    with pytest.raises(UserError, match=r"a\.jsonl changed while it was being read"):
         list(reader)
 
 

@@ -194,7 +194,7 @@ def test_files_that_were_only_touched_are_read_once_more(corpus: Path) -> None:
     os.utime(corpus / "a.jsonl", ns=(1, 1))
     said: list[str] = []
     assert open_text(corpus.parent / "text", say=said.append).identity == before.identity
-    assert said == ["the text: 1 of 2 files have a new time, reading those again"]
+    assert said == ["the text: 1 of 2 files were modified, reading those again"]
     said.clear()
     open_text(corpus.parent / "text", say=said.append)
     assert said == []
