@@ -7,7 +7,7 @@ A seed decides the initial weights and the order of the data, for both sides ali
 made on the same batches, whatever its seed, and their mean loss is the run's final loss; the validation loss is taken
 after them, on the same held-out batches. So baselines of different seeds can be compared without the influence of their
 batches, and the largest difference between two of them is the band. The fast recipe is equal if its mean over the seeds
-lies within the band of the baseline's mean; whether every single seed does is reported too.
+lies within the band of the baseline's mean; how many single seeds do is reported too.
 
 The baseline computes in TF32 and fp32 only: naive attention, no autocast; compiling, a padded vocabulary and fused
 AdamW merely make it affordable. Several runs share the device at a time, since only their losses count. A finished run
@@ -415,7 +415,9 @@ def compared(runs: dict[str, dict[str, Any]], seeds: tuple[int, ...], metric: st
     # A corpus without held-out text has no validation loss in any run: there is nothing to compare.
     measured = metric == "final_loss" or any(value is not None for value in known)
     if None in known:
-        unknown = dict.fromkeys(("band", "differences", "mean_difference", "equal", "every_seed"))
+        unknown = dict.fromkeys(
+            ("band", "differences", "mean_difference", "standard_error", "equal", "seeds_inside", "every_seed")
+        )
         return {"measured": measured, **values, **unknown}
     band = max(abs(one - other) for one, other in itertools.combinations(values[PLAIN], 2))
     differences = [fast - plain for plain, fast in zip(values[PLAIN], values[FAST], strict=True)]
@@ -426,7 +428,9 @@ def compared(runs: dict[str, dict[str, Any]], seeds: tuple[int, ...], metric: st
         "band": band,
         "differences": differences,
         "mean_difference": middle,
+        "standard_error": statistics.stdev(differences) / math.sqrt(len(seeds)) if len(seeds) > 1 else None,
         "equal": abs(middle) <= band,
+        "seeds_inside": sum(abs(difference) <= band for difference in differences),
         "every_seed": max(map(abs, differences)) <= band,
     }
 
@@ -451,11 +455,12 @@ def words(
 def words_of(metric: str, one: dict[str, Any]) -> str:
     side = "above" if one["mean_difference"] > 0 else "below"
     where = "within the band" if one["equal"] else "outside the band"
-    each = {(True, True): ", and so is every seed", (True, False): ", though not every single seed"}
+    seeds = len(one["differences"])
+    error = "" if one["standard_error"] is None else f" (standard error {one['standard_error']:.4f})"
     return (
-        f"The fast recipe's {metric} is {abs(one['mean_difference']):.4f} {side} the baseline's over "
-        f"{len(one['differences'])} seeds; two baselines differ by up to {one['band']:.4f}: {where}"
-        f"{each.get((one['equal'], one['every_seed']), '')}."
+        f"The fast recipe's {metric} is {abs(one['mean_difference']):.4f} {side} the baseline's over {seeds} "
+        f"seeds{error}; two baselines differ by up to {one['band']:.4f}: {where}; {one['seeds_inside']} of {seeds} "
+        "single seeds lie within it."
     )
 
 

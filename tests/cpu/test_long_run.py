@@ -239,19 +239,20 @@ def test_equal_means_within_what_two_baselines_differ_by(bench: Any) -> None:
     assert found["comparison"]["validation_loss"]["band"] == pytest.approx(0.2)
     assert found["equal"]
     assert found["verdict"].startswith("Equal. The fast recipe's final loss is 0.0000")
-    assert "differ by up to 0.0200: within the band, and so is every seed." in found["verdict"]
+    assert "differ by up to 0.0200: within the band; 3 of 3 single seeds lie within it." in found["verdict"]
 
 
 def test_a_seed_outside_is_told_and_a_mean_outside_is_not_equal(bench: Any) -> None:
     found = bench.judged(runs_of([3.00, 3.02, 3.01], [3.05, 3.02, 2.97]), SEEDS)
     assert found["equal"]
-    assert "though not every single seed" in found["verdict"]
+    assert "(standard error 0.0260); two baselines differ by up to 0.0200: within" in found["verdict"]
+    assert found["verdict"].endswith("1 of 3 single seeds lie within it.")
     assert found["comparison"]["validation_loss"]["measured"] is False
     for shift, side in ((0.03, "above"), (-0.03, "below")):
         found = bench.judged(runs_of([3.00, 3.02, 3.01], [value + shift for value in (3.00, 3.02, 3.01)]), SEEDS)
         assert found["equal"] is False
         assert found["verdict"].startswith(f"Not equal. The fast recipe's final loss is 0.0300 {side} the baseline's")
-        assert found["verdict"].endswith("outside the band.")
+        assert found["verdict"].endswith("outside the band; 0 of 3 single seeds lie within it.")
 
 
 def test_what_is_not_known_is_not_equal(bench: Any) -> None:
