@@ -210,7 +210,7 @@ def recipe_of(
 
     say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
     usual = given or Recipe(rungs=usual_rungs(workload, hardware), micro_batch=workload.micro_batch)
-    recipe = as_published(without_refused(usual, workload, hardware.kind, say), workload, say)
+    recipe = as_published(without_refused(usual, workload, hardware, say), workload, say)
     if options.micro_batch is not None:
         recipe = replace(recipe, micro_batch=options.micro_batch)
     if options.optimizer is not None:

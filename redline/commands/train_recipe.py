@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from redline.core.errors import UserError
-from redline.rungs.parallel import DDP, WAYS
+from redline.rungs.parallel import DDP, RANK_RUNGS, WAYS
 
 if TYPE_CHECKING:
     from redline.core.hardware import Hardware
@@ -84,16 +84,25 @@ def why_not_shared(name: str, recipe: Recipe, workload: Workload, hardware: Hard
     return why_not(find_rung(name), workload, hardware, plan_of(others))
 
 
-def without_refused(recipe: Recipe, workload: Workload, kind: str, say: Callable[[str], None]) -> Recipe:
-    """Leave out, and report, the rungs that this model refuses and that change no maths. A recipe is measured without
-    dropout, and perhaps on another model."""
-    from redline.rungs import Maths, find_rung
+def without_refused(recipe: Recipe, workload: Workload, hardware: Hardware, say: Callable[[str], None]) -> Recipe:
+    """Leave out, and report, the rungs that do not apply here and change no maths. A recipe may have been measured
+    without dropout, on another model or on another machine."""
+    kept = recipe.rungs
+    while refused := refusals(kept, workload, hardware):
+        for name, why in refused.items():
+            say(f"the recipe's {name} is left out: {why}")
+        kept = tuple(name for name in kept if name not in refused)
+    return replace(recipe, rungs=kept)
 
-    reasons = {name: workload.refusal(name, kind) for name in recipe.rungs}
-    refused = {name: why for name, why in reasons.items() if why and find_rung(name).maths is not Maths.CHANGES}
-    for name, why in refused.items():
-        say(f"the recipe's {name} is left out: {why}")
-    return replace(recipe, rungs=tuple(name for name in recipe.rungs if name not in refused))
+
+def refusals(rungs: tuple[str, ...], workload: Workload, hardware: Hardware) -> dict[str, str]:
+    """Return why rungs that change no maths do not apply beside the others. How ranks share a step is checked later."""
+    from redline.rungs import Maths, find_rung
+    from redline.rungs.ladder import why_not_among
+
+    own = tuple(name for name in rungs if name not in RANK_RUNGS)
+    reasons = {name: why_not_among(name, own, workload, hardware) for name in own}
+    return {name: why for name, why in reasons.items() if why and find_rung(name).maths is not Maths.CHANGES}
 
 
 def check_allowed(recipe: Recipe, workload: Workload, kind: str) -> None:

@@ -151,7 +151,7 @@ def _cpu_missing() -> dict[str, str]:
         "cudnn-attention": "cuDNN runs on NVIDIA GPUs only",
         "cublaslt": "cuBLASLt's algorithms are for CUDA devices",
         "flash4": "flash-attn-4's kernel is for NVIDIA's GPUs",
-        "quack": "QuACK's products are for GPUs",
+        "quack": "QuACK's matmuls are for GPUs",
         "fp8": "8-bit matmuls need tensor cores: a CPU would widen their operands again",
         "triton": "the kernel is written in Triton, which runs on GPUs",
     }

@@ -27,6 +27,12 @@ def noise_of_ratio(one_error: float, other_error: float, *, device: str, repeats
     return max(2 * math.hypot(one_error, other_error), UNSEEN_RUN_TO_RUN[device] / repeats)
 
 
+def exceeds(ratio: float, noise: float) -> bool:
+    """True if two speeds differ by more than the noise, a factor either way: on a machine that swings by more than its
+    own speed a slowdown of 80 % must still be one."""
+    return max(ratio, 1 / ratio) > 1 + noise
+
+
 def spread_error(spread: Mapping[str, Any] | None) -> float | None:
     """Return the standard error of a median as a fraction of it, from p10, p90 and n as if the values were normal; None
     if the spread lacks one of them."""

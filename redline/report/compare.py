@@ -21,7 +21,7 @@ from redline.core.measurement import spread_of
 from redline.core.units import human_bytes
 from redline.core.values import to_json
 from redline.core.workload import Shape
-from redline.predict.noise import UNSEEN_RUN_TO_RUN, noise_of_ratio, spread_error
+from redline.predict.noise import UNSEEN_RUN_TO_RUN, exceeds, noise_of_ratio, spread_error
 from redline.report import (
     Document,
     Row,
@@ -349,7 +349,7 @@ def ratio_json(mine: Entry | None, theirs: Entry | None, a: Side, b: Side, compa
         return unknown
     ratio = theirs.tokens_per_second / mine.tokens_per_second
     noise = noise_of(mine, theirs, a.document, b.document)
-    return {"ratio": ratio, "noise": noise, "significant": None if noise is None else abs(ratio - 1) > noise}
+    return {"ratio": ratio, "noise": noise, "significant": None if noise is None else exceeds(ratio, noise)}
 
 
 def noise_of(mine: Entry, theirs: Entry, one: Document, other: Document) -> float | None:

@@ -19,7 +19,7 @@ from redline.core.measurement import Failure, Measurement, spread_of
 from redline.core.places import short
 from redline.core.recipe import Recipe
 from redline.core.workload import BUILT_IN, Workload
-from redline.predict.noise import UNSEEN_RUN_TO_RUN
+from redline.predict.noise import UNSEEN_RUN_TO_RUN, exceeds
 from redline.predict.verdict import LEAST_LEARNING, Equivalence, is_in_doubt, judge
 from redline.rungs import LADDER, Maths, Rung, find_rung, group_of, own_rungs, plan_of, why_not, yardstick_rungs
 from redline.rungs.parallel import RANK_RUNGS
@@ -266,8 +266,9 @@ class Climb:
             if row.kept and ratio < 1.0 - noise <= quick:
                 row.reason = f"{ratio:.2f}x the speed of {current.name}, kept: its quickest steps are at {quick:.2f}x"
         if not row.kept:
-            doubt = f", within the noise of ±{scatter:.0%}" if abs(ratio - 1) <= scatter else ""
-            row.reason = f"{ratio:.2f}x the speed of {current.name}{doubt}"
+            doubt = "" if exceeds(ratio, scatter) else f", within the noise of ±{scatter:.0%}"
+            when = " in the first run, which decides" if self.settings.repeats > 1 else ""
+            row.reason = f"{ratio:.2f}x the speed of {current.name}{when}{doubt}"
 
     def _reference_curve(self, recipe: Recipe) -> tuple[float, ...] | None:
         """Return the fp32 curve of the recipe's maths; None if it failed. Rows with unchanged maths share a job."""

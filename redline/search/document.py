@@ -16,7 +16,7 @@ from redline.core.places import short
 from redline.core.values import to_json
 from redline.predict.efficiency import Efficiency, efficiency, trusted_hfu
 from redline.predict.fitting import case_of
-from redline.predict.noise import UNSEEN_RUN_TO_RUN
+from redline.predict.noise import UNSEEN_RUN_TO_RUN, exceeds
 from redline.rungs import LADDER, plan_of
 from redline.search.climb import AGAIN, Climb, Row
 from redline.search.limits import anatomy_json, limits_json, roofline_json
@@ -167,9 +167,8 @@ def step_spread(measurements: Sequence[Measurement]) -> Spread:
 
 
 def within_noise(row: Row, base: Row, climb: Climb) -> bool:
-    return abs(base.seconds / row.seconds - 1) <= max(
-        noise_between(row.measurements, base.measurements, climb.hardware.kind), again_floor(climb.finished) or 0.0
-    )
+    noise = noise_between(row.measurements, base.measurements, climb.hardware.kind)
+    return not exceeds(base.seconds / row.seconds, max(noise, again_floor(climb.finished) or 0.0))
 
 
 def again_floor(rows: Sequence[Row]) -> float | None:
@@ -177,7 +176,8 @@ def again_floor(rows: Sequence[Row]) -> float | None:
     again = next((row for row in rows if row.name == AGAIN and row.measurements), None)
     if again is None or again.base is None or not again.base.measurements:
         return None
-    return abs(again.base.seconds / again.seconds - 1)
+    ratio = again.base.seconds / again.seconds
+    return max(ratio, 1 / ratio) - 1
 
 
 def equivalence_json(row: Row) -> dict[str, str]:

@@ -18,6 +18,7 @@ from redline.core.units import human_percent
 from redline.core.values import to_json
 from redline.predict.efficiency import efficiency, trusted_hfu
 from redline.predict.fitting import case_of
+from redline.predict.noise import exceeds
 from redline.rungs import find_rung, plan_of
 from redline.search.document import hardware_json, losses_json, sharing_json, step_spread
 from redline.search.noise import noise_between
@@ -204,7 +205,7 @@ def knob_row(tuner: Tuner, best: Trial, knob: Knob, chosen: str | None, other: s
         **row,
         "gain": gain,
         "noise": noise,
-        "significant": abs(gain) > noise,
+        "significant": exceeds(1 + gain, noise),
         "seconds": theirs.seconds[0],
         "text": gain_text(chosen, other, gain, noise, theirs),
     }
@@ -245,12 +246,13 @@ def gain_text(chosen: str | None, other: str | None, gain: float, noise: float, 
     if chosen is not None and gain > noise:
         over = f" over {other}" if other is not None else ""
         return f"{chosen} {signed(gain)}{over}"
+    inside = "" if exceeds(1 + gain, noise) else f", inside the noise of {human_percent(noise)}"
     if other is None:
-        return f"{chosen} no gain: {signed(gain)}, inside the noise of {human_percent(noise)}"
+        return f"{chosen} no gain: {signed(gain)}{inside}"
     after = f" after {theirs.seconds[0]:.0f} s" if find_rung(other).compile_factor > 1 else ""
     if gain > noise:
         return f"{other} {signed(-gain / (1 + gain))}{after}"
-    return f"{other} no gain{after}: {signed(-gain / (1 + gain))}, inside the noise of {human_percent(noise)}"
+    return f"{other} no gain{after}: {signed(-gain / (1 + gain))}{inside}"
 
 
 def signed(share: float) -> str:

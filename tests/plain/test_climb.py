@@ -594,6 +594,12 @@ def test_repeats_are_pooled_by_the_median_of_their_medians():
     assert climb.finished[1].seconds == pytest.approx(0.9 * 1.5)
 
 
+def test_what_the_first_run_decided_says_so_where_there_are_more():
+    for repeats, when in ((1, ""), (2, " in the first run, which decides")):
+        climb = climbed(Machine(factors={"tf32": 2.0}), rungs=("tf32",), repeats=repeats)
+        assert climb.finished[1].reason == f"0.50x the speed of baseline{when}"
+
+
 def test_a_repeat_that_fails_leaves_the_others():
     class Flaky(Machine):
         def answer(self, job):

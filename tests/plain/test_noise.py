@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from redline.core.measurement import Measurement
-from redline.predict.noise import UNSEEN_RUN_TO_RUN
+from redline.predict.noise import UNSEEN_RUN_TO_RUN, exceeds
 from redline.search.noise import looks_of, noise_between, standard_error
 
 SECONDS = st.floats(min_value=1e-5, max_value=1e3)
@@ -133,3 +133,15 @@ def test_any_repeats_give_a_number(runs):
     assert noise >= 0
     medians = [statistics.median(steps) for steps in runs]
     assert (noise == 0) == (len(set(medians)) == 1) or statistics.stdev(medians) < 1e-12 * max(medians)
+
+
+@given(ratio=st.floats(0.01, 100.0), noise=st.floats(0.0, 5.0))
+def test_noise_is_a_factor_either_way(ratio, noise):
+    assert exceeds(ratio, noise) == exceeds(1 / ratio, noise) or max(ratio, 1 / ratio) == pytest.approx(1 + noise)
+
+
+def test_a_slowdown_counts_on_a_machine_that_swings_by_more_than_its_speed():
+    assert exceeds(0.17, 1.1)
+    assert not exceeds(0.6, 1.1)
+    assert exceeds(1.03, 0.02)
+    assert not exceeds(0.99, 0.02)
