@@ -24,6 +24,7 @@ from typing import IO, Any, TypeVar
 import redline
 from redline.core.errors import UserError
 from redline.core.hardware import Hardware
+from redline.core.host import thread_environment
 from redline.core.job import (
     CACHE_FOLDER,
     FAILURE_FILE,
@@ -127,6 +128,7 @@ def worker_environment(run: RunDirectory, job: Job, compile_cache: str | None = 
         # took 13 to 22 s to compile on an H200, and the rows before them 4 to 7 s; how much of that was due to this has
         # not been measured.
         "TORCHINDUCTOR_AUTOGRAD_CACHE_ALLOW_CUSTOM_AUTOGRAD": "1",
+        **thread_environment(),
         **os.environ,
         **import_environment(),
         "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),

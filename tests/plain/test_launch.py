@@ -554,3 +554,13 @@ def test_a_probe_that_says_nothing(tmp_path, run, worker):
     write_module(tmp_path / "fake", "probe", "raise SystemExit(1)")
     with pytest.raises(UserError, match="no message"):
         probe_machine(None)
+
+
+def test_threads_that_wait_do_not_spin_for_whole_time_slices(run, job, monkeypatch):
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.delenv(name, raising=False)
+    assert worker_environment(run, job)["GOMP_SPINCOUNT"] == "1000"
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")  # which a count would override
+    assert "GOMP_SPINCOUNT" not in worker_environment(run, job)
+    monkeypatch.setenv("GOMP_SPINCOUNT", "7")
+    assert worker_environment(run, job)["GOMP_SPINCOUNT"] == "7"
