@@ -39,7 +39,9 @@ from redline.report.table import (
     best_row,
     cells_of,
     device_name,
+    notes_beside_rows,
     notes_of,
+    nothing_found,
     ranks_of,
     ranks_text,
     rebatched_columns,
@@ -130,7 +132,6 @@ def template(name: str) -> Template:
 def view_of(document: Document) -> dict[str, Any]:
     """Every string the template shows."""
     rows = rows_of(document)
-    shown_elsewhere = {*map(rung_name, rows), "unfinished"}  # in the table's own lines and among the alarms
     return {
         "title": one_line((document.get("workload") or {}).get("name") or "unknown workload"),
         "workload": workload_text(document),
@@ -147,7 +148,8 @@ def view_of(document: Document) -> dict[str, Any]:
         "memory_table": memory_table(rows),
         "groups_table": groups_table(rows),
         "table": ladder_view(document),
-        "notes": [note for note in notes_of(document) if note.about not in shown_elsewhere],
+        "nothing": f"{(words := nothing_found(document))[0].upper()}{words[1:]}.",
+        "notes": [note for note in notes_beside_rows(document) if note.about != "unfinished"],  # that is an alarm
         "verdicts": [verdict_view(row) for row in rows if status_of(row) == "ok"],
         "meanings": {name: text for name, text in VERDICT_MEANINGS.items() if name in map(verdict_of, rows)},
         "proofs": proof_view(rows),

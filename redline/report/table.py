@@ -314,6 +314,11 @@ def notes_of(document: Document) -> list[Note]:
     return [*row_notes(document), *_subject_notes(document)]
 
 
+def notes_beside_rows(document: Document) -> list[Note]:
+    """Return the notes that a table with a line of its own for each reason leaves out."""
+    return [*_unchecked_notes(document), *_compile_notes(document), *_subject_notes(document)]
+
+
 def row_notes(document: Document) -> list[Note]:
     """Return the notes on single rows: *different* ones first and loudly, then every reason."""
     reasons = (*_unchecked_notes(document), *_reason_notes(document), *_compile_notes(document))
@@ -574,10 +579,20 @@ def versions_text(document: Document) -> str:
     )
 
 
+def nothing_found(document: Document) -> str:
+    """Say why there is no best row."""
+    measured = [row for row in rows_of(document) if row.get("tokens_per_second") is not None]
+    if not measured:
+        return "no row has been measured"
+    if all(verdict_of(row) == "not-checked" for row in measured):
+        return f"{counted(len(measured), 'row')} measured, and none could be checked"
+    return "no row was measured and found right"
+
+
 def best_text(document: Document) -> str:
     best = document.get("best")
     if not best:
-        return "no row was measured and found right"
+        return nothing_found(document)
     row = best_row(document) or {}
     unit = rate_unit(unit_of(document), short=False)
     parts = [f"{human_rate(best.get('tokens_per_second'))} {unit} with {one_line(best.get('rung') or UNKNOWN)}"]

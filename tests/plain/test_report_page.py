@@ -129,6 +129,21 @@ def test_page_says_everything() -> None:
     assert [part for part in wanted if part not in text] == []
 
 
+def test_rows_that_nobody_could_check_are_not_nothing() -> None:
+    """Of a model that draws random numbers, say: measured, and no best; and what was not compiled stands there too."""
+    document = full_document()
+    document["best"] = None
+    for row in document["rows"]:
+        if row["status"] == "ok":
+            row["equivalence"] = {"class": "rounding-only", "verdict": "not-checked", "detail": "my.py:19 draws"}
+    first = next(row for row in document["rows"] if row["status"] == "ok")
+    first["compile_note"] = "compiled in 3 graphs: my.py:16: print"
+    text = Outline(render_page(document)).text
+    assert "measured, and none could be checked" in text
+    assert "my.py:19 draws" in text
+    assert "compiled in 3 graphs: my.py:16: print" in text
+
+
 def test_alarms_come_before_the_headline() -> None:
     document = full_document()
     document["finished"] = False

@@ -192,7 +192,7 @@ def test_bars_are_as_long_as_the_figures() -> None:
 def test_best_row_is_printed_with_its_figures() -> None:
     expected = "650,159 tokens/s with fused-adamw, micro batch 16, 5.50x the baseline, 56.2 % MFU"
     assert best_text(full_document()) == expected
-    assert best_text(DOCUMENTS["empty_document"]()) == "no row was measured and found right"
+    assert best_text(DOCUMENTS["empty_document"]()) == "no row has been measured"
     assert "nothing was measured yet" in printed(DOCUMENTS["empty_document"](), 100)
 
 
