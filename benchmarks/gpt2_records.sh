@@ -10,7 +10,7 @@
 # PART.partial.json has what they had reached. seconds.txt says how long each took. `against` needs a checkout of
 # nanoGPT, `long` and `long-fp8` a folder made by `redline data prepare`; without them they are left out. LIMIT=500 ends
 # each part after that many seconds, as Ctrl-C would. SPEED_UP=1.17 is the speed-up of the 8-bit step over the 16-bit
-# one, as `ladder` found it; from it `long-fp8` computes the speed-up at equal loss.
+# one, as `ladder` found it; from it `long-fp8` computes the speed-up at equal loss. ROWS=budget: of `memory` only these.
 # Exit code: the highest of any part, where 1 can be a result (a row that is *different*, losses that differ).
 #
 #   ladder     redline ladder gpt2: every rung from fp32 on, to 8 bits at the end                 about 1,250 s on an H200
@@ -23,7 +23,8 @@
 #   long-fp8   the same with the 8-bit rungs, and with a tenth fewer updates                              350 s after long
 set -euo pipefail
 
-out=${1:?a folder for the results} && shift
+[ $# -gt 0 ] || { sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p}' "$0" >&2 && exit 2; }
+out=$1 && shift
 here=$(dirname "$0")
 python=${PYTHON:-python}
 fast=${RECIPE:-$here/recipes/hopper.json} fp8=${FP8:-$here/recipes/hopper-fp8.json}
@@ -72,6 +73,10 @@ ladder() {
 }
 
 larger() {
+    if [ "$workload" != gpt2 ]; then
+        echo "$name: left out, WORKLOAD is $workload" >&2
+        return
+    fi
     ladder "$1" --from "$fast" --rungs none --micro-batch "$2" --steps 15 --check-steps "$3"
 }
 
@@ -90,6 +95,7 @@ for name in "${parts[@]}"; do
         batch) ladder "$workload" --from "$many" --rungs cuda-graphs --keep all --micro-batch 256 \
             --steps 15 --check-steps 6 ;;
         memory) part "$python" "$here/memory_rungs.py" "$workload" --recipe "$fast" --micro-batch 64 --sizes 256 \
+            ${ROWS:+--rows "$ROWS"} \
             --keep "$out/compiled" --json ;;
         switches) part "$python" "$here/switches.py" "$workload" --recipe "$fast" --json ;;
         medium) larger gpt2-medium 64 6 ;;

@@ -7,6 +7,7 @@ at once.
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import io
 import os
@@ -40,6 +41,9 @@ COMMANDS = {  # in the order of --help: NAME -> the file in redline/commands tha
 }
 
 
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code. Without `arguments`, use the process's own and assume that the process
     exits afterwards."""
@@ -55,6 +59,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     numbers = (signal.SIGTERM, signal.SIGINT) if RANK in os.environ else (signal.SIGTERM,)
     before = {number: signal.signal(number, interrupt) for number in numbers}
     try:
+        if not words:
+            build_parser().print_help(sys.stderr)
+            return EXIT_MISTAKE
         options = build_parser(words[:1]).parse_args(words, argparse.Namespace(words=words))
         if RANK in os.environ and words[0] != "train":
             from redline.commands.ranks import check_alone
@@ -86,6 +93,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `| head` has exited; nothing more can be written, not even at interpreter shutdown
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
         return EXIT_DONE
+    except OSError as error:  # a UserError names the file if it was one of ours
+        if error.errno not in FULL or debug:
+            raise
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+        fix = "free some space, or send the output elsewhere; what is finished is kept"
+        print(
+            UserError("the output could not be written", os.strerror(error.errno), fix).told(), end="", file=sys.stderr
+        )
+        return EXIT_MISTAKE
     finally:
         # Interpreter shutdown takes a while with torch, and an exception during it would print an uncaught traceback.
         if own:

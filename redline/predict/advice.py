@@ -85,7 +85,7 @@ REASONS = {
     "compile": "every operator is a kernel of its own and its numbers cross the memory bus each time",
     "flash": "the T x T scores are written to memory and read back several times",
     "cudnn-attention": "another kernel for the same attention may be faster here",
-    "padded-vocab": "rows of the head start at odd addresses, which tensor cores cannot load at full speed",
+    "padded-vocab": "rows of the head start at unaligned addresses, which tensor cores cannot load at full speed",
     "fused-adamw": "the update reads and writes every number several times, in kernels of one tensor each",
     "fused-loss": "the logits are copied, kept and read again for their gradient",
     "fused-backward": "gradients are read once more for every bias before them",

@@ -167,7 +167,7 @@ def _sizes(traced: Traced, micro_batch: int, dtype: str, device: Device | None) 
             rule="layer-size",
             kind="alignment",
             where=names,
-            problem=f"{size:,} is no multiple of {least}: rows of {', '.join(names[:3])} start at odd addresses",
+            problem=f"{size:,} is no multiple of {least}: rows of {', '.join(names[:3])} start at unaligned addresses",
             why=f"tensor cores load {VECTOR_BYTES} bytes at once, {least} numbers of {dtype}; rows that do not start "
             "at a multiple of that are loaded in pieces"
             + ("; by itself it brings little, it pays together with the sizes below" if together else ""),

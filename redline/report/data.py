@@ -17,7 +17,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from redline.core.units import UNKNOWN, human_bytes, human_percent, human_seconds
+from redline.core.units import UNKNOWN, counted, human_bytes, human_percent, human_seconds
 from redline.report import Document, one_line
 from redline.report.table import Note, notes_grid
 
@@ -62,7 +62,9 @@ def data_lines(document: Document) -> Iterator[tuple[str, str]]:
 
 def print_check(document: Document, console: Console) -> None:
     if document["ok"]:
-        whole = f"{document['shards']:,} shards, {human_bytes(document['bytes'])}, {document['tokens']:,} tokens"
+        whole = (
+            f"{counted(document['shards'], 'shard')}, {human_bytes(document['bytes'])}, {document['tokens']:,} tokens"
+        )
         console.print(Text(f"whole: {whole}", style="green"))
     for problem in document["problems"]:
         notes = [Note(about=name, text=one_line(problem[name]), kind="failed") for name in ("problem", "why", "fix")]

@@ -218,7 +218,6 @@ def test_the_python_function_checks_its_time_limit_too(machine, workplace):
 @pytest.mark.parametrize(
     ("words", "named"),
     [
-        ((), "COMMAND"),
         (("climb",), "'climb'"),
         (("ladder", "tiny", "--faster"), "--faster"),
         (("ladder", "tiny", "gpt2"), "gpt2"),
@@ -1016,3 +1015,24 @@ def test_a_signal_while_the_interpreter_ends_is_no_traceback():
         [sys.executable, "-c", ENDED_AT_THE_END], env=environment, capture_output=True, text=True, timeout=60
     )
     assert (done.returncode, done.stderr) == (-signal.SIGTERM, "")
+
+
+def test_without_words_there_is_help(capsys):
+    assert cli.main([]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert "usage: redline" in shown.err
+    assert "ladder" in shown.err
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+@pytest.mark.parametrize("command", ["hardware --list", "lint gpt2 --json"])
+def test_an_output_that_is_full_is_three_lines(command):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-m", "redline", *command.split()], stdout=full, stderr=subprocess.PIPE)
+    assert done.returncode == 2
+    assert done.stderr.decode().splitlines() == [
+        "problem: the output could not be written",
+        "why:     No space left on device",
+        "fix:     free some space, or send the output elsewhere; what is finished is kept",
+    ]

@@ -108,3 +108,16 @@ def test_the_recipes_apply_to_the_card_that_they_are_for(repository: Path) -> No
         check_recipe_applies(recipe, gpt2, card)
     assert fp8.rungs[: len(fast.rungs)] == fast.rungs
     assert plan_of(fast.rungs).attention == "cudnn"
+
+
+def test_without_words_it_says_what_it_takes(repository: Path) -> None:
+    done = subprocess.run(["bash", repository / "benchmarks" / "gpt2_records.sh"], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "a folder for the results, then the parts" in done.stderr
+    assert "long-fp8" in done.stderr
+
+
+def test_larger_models_are_those_of_gpt2(make) -> None:
+    code, seen, said = make("medium", "xl", WORKLOAD="tiny")
+    assert (code, seen) == (0, [])
+    assert "xl: left out, WORKLOAD is tiny" in said
