@@ -200,7 +200,7 @@ def _contraction(gemm: Gemm, z: Sizes, part: str) -> Operation:
 
 def _gemm_kind(gemm: Gemm, z: Sizes) -> str:
     """Rows of odd length start at unaligned addresses, from which tensor cores cannot load at full speed. Inductor pads
-    them, and plain fp32 does not use those loads. The tokens that a weight's gradient sums over do not lie along rows."""
+    them, and plain fp32 does not use those loads. The tokens that a weight's gradient sums over are not along rows."""
     if z.fusion != "eager" or z.plan.precision == "fp32":
         return "gemm"
     along = (gemm.m, gemm.n) if gemm.direction == "wgrad" else (gemm.n, gemm.k)
