@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ def add_report(commands: Any) -> None:
         "command, or a figure that --fail-below needs is not known.",
     )
     report.add_argument(
-        "directory", metavar="DIR", type=Path, help="a run directory; when comparing, also a results file"
+        "directory", metavar="DIR", type=Path, help="a run directory, or a file with the document that --json printed"
     )
     report.add_argument(
         "other",
@@ -43,7 +44,7 @@ def add_report(commands: Any) -> None:
         help="with B: exit code 1 when its figure is less than this share of A's, such as 0.95",
     )
     report.add_argument("--rung", metavar="NAME", help="with B: compare this rung (default: the best of each)")
-    report.add_argument("--html", metavar="FILE", type=Path, help="with B: write the comparison as a page")
+    report.add_argument("--html", metavar="FILE", type=Path, help="with B, or of a file: write the page to FILE")
     report.add_argument(
         "--serve", action="store_true", help="serve the page to this machine alone (127.0.0.1) until Ctrl-C"
     )
@@ -60,6 +61,8 @@ def run_report(options: argparse.Namespace) -> int:
         from redline.commands.serve import DEFAULT_PORT, serve
 
         return serve(options.directory, DEFAULT_PORT if options.port is None else options.port)
+    if options.directory.is_file():
+        return report_document(options)
     from redline.commands.standing import kind_of_run
 
     return {
@@ -72,12 +75,13 @@ def run_report(options: argparse.Namespace) -> int:
 
 def check_options(options: argparse.Namespace) -> None:
     """Refuse options for a comparison without two runs, --serve with two runs or --json, and --port without --serve."""
-    of_two = [name for name in ("fail_below", "rung", "html") if getattr(options, name) is not None]
+    written = () if options.directory.is_file() else ("html",)
+    of_two = [name for name in ("fail_below", "rung", *written) if getattr(options, name) is not None]
     if of_two and options.other is None:
         option = "--" + of_two[0].replace("_", "-")
         raise UserError(f"{option} with one run", "it belongs to a comparison", "give two: redline report A B")
-    if options.serve and (options.other is not None or options.json):
-        other = "two runs" if options.other is not None else "--json"
+    if options.serve and (options.other is not None or options.json or options.directory.is_file()):
+        other = "two runs" if options.other is not None else "--json" if options.json else "a file"
         raise UserError(f"--serve with {other}", "it shows the page of one run to a browser", "leave one of them out")
     if options.port is not None and not options.serve:
         raise UserError("--port without --serve", "nothing listens", "add --serve, or leave --port out")
@@ -141,6 +145,47 @@ def read_document(path: Path) -> dict[str, Any]:
     if not isinstance(document, dict):
         raise UserError(f"{path} is no results document", "it holds no JSON object", wanted)
     return document
+
+
+# --- a document -------------------------------------------------------------------------------------------------------
+
+
+def report_document(options: argparse.Namespace) -> int:
+    """Show the document of a ladder, a tune or a profile that was kept without its run directory."""
+    from rich.console import Console
+
+    from redline.commands.common import check_html, write_html
+
+    if options.html is not None:
+        check_html(options.html, "report.html")
+    document = read_document(options.directory)
+    show, render = ways_to_show(document, options.directory)
+    if options.html is not None:  # before the table, whose reader may close the pipe
+        write_html(options.html, render(document))
+    if options.json:
+        print(json.dumps(document))
+    else:
+        show(document, Console())
+    return EXIT_DONE
+
+
+def ways_to_show(document: dict[str, Any], path: Path) -> tuple[Callable[..., None], Callable[[dict[str, Any]], str]]:
+    """Return what prints such a document and what renders its page."""
+    from redline.report import page, profile, profile_page, table, tune, tune_page
+    from redline.report.compare import kind_of
+
+    if document.get("kind") == "profile" and document.get("status") == "ok":
+        return profile.print_profile, profile_page.render_profile_page
+    kind = kind_of(document)
+    if kind == "ladder":
+        return table.print_ladder, page.render_page
+    if kind == "tune":
+        return tune.print_tune, tune_page.render_tune_page
+    raise UserError(
+        f"{path} is no document of a ladder, a tune or a profile",
+        "it has the fields of something else",
+        "give a run directory, or what `redline ladder --json` or `redline report DIR --json` printed",
+    )
 
 
 # --- one run ----------------------------------------------------------------------------------------------------------

@@ -52,7 +52,7 @@ COLUMNS = ("#", "change from the winner", "batch", "ms/step", "tok/s", "of best"
 NUMBERS = ("#", "batch", "ms/step", "tok/s", "of best", "peak", "compile")
 ENDINGS = {
     "converged": "nothing is left to try",
-    "minutes": "the time is used up",
+    "minutes": "nothing more would end in the time left",
     "interrupted": "interrupted",
     "device-lost": "the device no longer answers",
 }
@@ -215,7 +215,7 @@ def left_out_notes(document: Document) -> Iterator[Note]:
     for name, reason in document["space"]["left_out"].items():
         reasons.setdefault(one_line(reason), []).append(one_line(name))
     for reason, names in reasons.items():
-        yield Note(about="no choice", text=f"{', '.join(names)}: {reason}")
+        yield Note(about="not available", text=f"{', '.join(names)}: {reason}")
 
 
 def tie_notes(document: Document) -> Iterator[Note]:

@@ -370,10 +370,12 @@ def test_a_name_with_a_line_end_stays_on_its_line(mistake, workplace):
 @pytest.mark.parametrize("words", [("ladder", "--resume"), ("report",)], ids=["resume", "report"])
 class TestNoRun:
     def test_absent_or_something_else(self, mistake, workplace, words):
-        (workplace / "file").touch()
-        for path in (workplace, workplace / "absent", workplace / "file"):
+        for path in (workplace, workplace / "absent"):
             said = mistake(*words, path)
             assert said["problem"] == f"{path} is not a run directory"
+        (workplace / "file").touch()
+        kind = "no results document" if words == ("report",) else "not a run directory"
+        assert mistake(*words, workplace / "file")["problem"] == f"{workplace / 'file'} is {kind}"
 
     @pytest.mark.parametrize("text", [b"", b'{"half', b"\xff\xfe\x00", b"PK\x03\x04", b"[]", b"null", b"3", b'"run"'])
     def test_damaged(self, mistake, workplace, words, text):

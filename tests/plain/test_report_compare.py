@@ -476,7 +476,7 @@ def test_the_page_is_written_where_it_was_asked(capsys: Any, files: tuple[Path, 
     [
         (("--fail-below", "0.9"), "--fail-below with one run"),
         (("--rung", "bf16"), "--rung with one run"),
-        (("--html", "x.html"), "--html with one run"),
+        (("--serve",), "--serve with a file"),
         (("--port", "80"), "--port without --serve"),
         (("--serve", "--json"), "--serve with --json"),
         (("b.json", "--serve"), "--serve with two runs"),
