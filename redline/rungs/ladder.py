@@ -231,9 +231,9 @@ class TiedWeights(Rung):
     """The head shares the token embedding's weight, as in the published GPT-2.
 
     This saves vocabulary x width parameters with their gradients and optimizer state; the matmuls remain. It is another
-    model, so the check requires that it starts at ln V and learns as the untied model does: tying an embedding drawn
-    from N(0, 1) starts at a loss of 37 and is caught here. For a Hugging Face config there is no choice: the config
-    says whether the head is tied, and all of its recipes follow the config.
+    model, so the check requires that it starts at ln V, the loss of a uniform guess, and learns as the untied model
+    does: tying an embedding drawn from N(0, 1) starts at a loss of 37 and is caught here. For a Hugging Face config
+    there is no choice: the config says whether the head is tied, and all of its recipes follow the config.
     """
 
     name = "tied-weights"
