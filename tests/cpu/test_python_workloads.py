@@ -944,7 +944,7 @@ def test_lint_tells_what_it_does_not_judge(
         .replace("self.rnn(CALL)", "torch.einsum('bti,eio->beto', x, self.rnn)")
     )
     notes = command(capsys, "lint", f"{write(text)}:net", "--gpu", "H200")["notes"]
-    (note,) = [note for note in notes if "no layer's" in note]
+    (note,) = [note for note in notes if "belong to no layer" in note]
     assert note.startswith(f"model.py:{line_of(text, 'einsum')} multiplies by")
 
 
@@ -1712,7 +1712,7 @@ MISTAKES = {
         "return net()",
         "net() raised RecursionError",
         "model.py:4: return net()",
-        "end the calls that go round in circles",
+        "end the endless recursion",
     ),
     "two-devices": (
         "def make_batch",
@@ -1789,7 +1789,7 @@ MISTAKES = {
         "import torch, sys; sys.exit(3)\n",
         "raised SystemExit: 3",
         "model.py:1",
-        "take the exit out",
+        "remove the exit",
     ),
 }
 

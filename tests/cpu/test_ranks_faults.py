@@ -242,7 +242,7 @@ def test_torchrun_starts_again_from_the_last_checkpoint(
 @pytest.mark.parametrize(
     ("ends", "seen", "expected"),
     [
-        ({0: End(1, "rank 0 failed: E: closed", when=3.0), 1: None}, 2.0, "again: rank 1 ended without a word (kil"),
+        ({0: End(1, "rank 0 failed: E: closed", when=3.0), 1: None}, 2.0, "again: rank 1 ended without saying why"),
         (
             {0: End(2, "rank 0 failed: E: closed", when=50.0), 1: End(1, "rank 1 failed: E: x", when=90.0)},
             1.0,
@@ -272,7 +272,7 @@ def test_of_ranks_that_all_were_killed_the_first_is_told() -> None:
         == "torchrun has started all ranks again: rank 1 ended without saying why (killed, or its machine is gone)"
     )
     together = distributed.words_of_ends(dict.fromkeys(range(3)), {0: 100.5, 1: 100.0, 2: 101.0})
-    assert "rank 0, rank 1, rank 2 ended without a word" in (together or "")
+    assert "rank 0, rank 1, rank 2 ended without saying why" in (together or "")
 
 
 def test_those_that_go_on_know_when_a_rank_was_last_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -364,7 +364,7 @@ def test_a_node_whose_ranks_are_well_goes_on_with_the_others_at_once(
     assert [node.returncode for node in nodes] == [0, 0], told
     notes = [json.loads(line).get("text", "") for line in (out / "metrics.jsonl").read_text().splitlines()]
     (again,) = [note for note in notes if "started all ranks again" in note]
-    assert again.startswith("torchrun has started all ranks again: rank 1 ended without a word")
+    assert again.startswith("torchrun has started all ranks again: rank 1 ended without saying why")
     assert not any("already in use" in text for text in told)
     assert_same_weights(out, never_stopped)
     assert left_behind(out) == []
@@ -1115,7 +1115,7 @@ ELSEWHERE = Mark(6, 2, "in the step", "sleep, user.py")
             {0: FURTHER, 1: ELSEWHERE, 2: FURTHER},
             {0: 11.0, 1: 11.0, 2: 11.0},
             [],
-            "further for 11 s, at step 2, in the step: rank 1 is in sleep, user.py, rank 2 is in all_reduce, c10d.py",
+            "progress for 11 s, at step 2, in the step: rank 1 is in sleep, user.py, rank 2 is in all_reduce, c10d.py",
         ),
         ({0: BEHIND, 1: FURTHER}, {0: 11.0, 1: 11.0}, [1], "rank 1 was last seen 11 s ago at step 2 or later, in"),
         ({0: BEHIND, 1: NEVER_SEEN}, {0: 1.0, 1: 11.0}, [1], "rank 1 has not been seen in 11 s; its process gives no"),
@@ -1412,4 +1412,4 @@ def test_a_watch_that_ends_a_slow_start_says_that_starting_counts(monkeypatch: p
         ranks._live()
     assert all(text.startswith("no rank has made progress for 10 s") for text in ended)
     assert ended
-    assert all(("a slow start counts too" in text) == (step == 0) for text in ended)
+    assert all(("compilation count too" in text) == (step == 0) for text in ended)

@@ -166,7 +166,7 @@ def test_a_touched_file_is_the_same_text(order: TrainOrder, corpus: Path) -> Non
     os.utime(corpus / "b.txt")
     summary, events = run(order, steps=2)
     assert summary["updates"] == 2
-    assert any("1 of 2 files have a new time" in event["text"] for event in events if event["kind"] == "note")
+    assert any("1 of 2 files were modified" in event["text"] for event in events if event["kind"] == "note")
 
 
 def test_the_command_streams_and_goes_on(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
