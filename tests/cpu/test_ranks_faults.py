@@ -204,7 +204,7 @@ def test_a_rank_that_leaves_or_that_the_users_file_ends_is_named(
     ("kind", "text"),
     [
         ("mistake", "rank 1 failed: training my.py:model raised ValueError: odd and more"),
-        ("hang", "no rank has got"),
+        ("hang", "no rank has made progress"),
         ("0:memory", "rank 0 failed: out of memory with micro batches of 1 sequence"),
     ],
 )
@@ -218,7 +218,7 @@ def test_torchrun_and_those_that_go_on_are_told_the_one_cause(
     metrics = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     (note,) = [line["text"] for line in metrics if "started all ranks again" in line.get("text", "")]
     assert note.startswith(f"torchrun has started all ranks again: {text}")
-    assert "without a word" not in note
+    assert "without saying why" not in note
     assert "LostRankError: rank 0" not in (out / "ranks.log").read_text(), "it has told its end"
 
 
