@@ -219,7 +219,8 @@ def measure_again(document: Document) -> Iterator[Step]:
         worst = max(disturbed, key=swing_of)
         yield Step(
             what="Measure again on a quiet machine",
-            why=f"slow steps of {rung_name(worst)} took {swing_of(worst):.1f} times its quick ones: something else ran",
+            why=f"slow steps of {rung_name(worst)} took {swing_of(worst):.1f} times as long as its quick ones: "
+            "something else ran",
             command=ladder_again(document, *SURER),
         )
 

@@ -454,10 +454,10 @@ def disturbed_text(rows: Sequence[Row], instead: str = ", or with --repeats") ->
     """Say that something else ran on the machine, so that these figures are shown but not to be relied on. `instead`
     is what else helps besides a quiet machine, or what another run does."""
     worst = max(rows, key=swing_of)
-    others = f" and {len(rows) - 1} more" if len(rows) > 1 else ""
+    others = f", and {counted(len(rows) - 1, 'row')} more did so" if len(rows) > 1 else ""
     return (
-        f"slow steps of {rung_name(worst)} took {swing_of(worst):.1f} times its quick ones{others}: speed-ups from and "
-        f"to such rows mean little; measure again on a quiet machine{instead}"
+        f"slow steps of {rung_name(worst)} took {swing_of(worst):.1f} times as long as its quick ones{others}: "
+        f"speed-ups from and to such rows mean little; measure again on a quiet machine{instead}"
     )
 
 

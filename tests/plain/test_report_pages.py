@@ -140,7 +140,7 @@ def test_a_tune_that_was_disturbed_says_so_before_any_number(tune_document: dict
     row = document["rows"][1]
     row["step_seconds"].update(p10=0.1, p90=0.35)
     page = render_tune_page(document)
-    assert f"disturbed: slow steps of #{row['number']} took 3.5 times its quick ones" in Outline(page).text
+    assert f"disturbed: slow steps of #{row['number']} took 3.5 times as long as its quick ones" in Outline(page).text
     start = page.index("<main>")
     assert page.index("disturbed: ", start) < page.index('<div class="figures">')
 

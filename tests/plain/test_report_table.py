@@ -162,7 +162,7 @@ def test_a_disturbed_row_is_warned_of() -> None:
     row = ok_row("baseline", 138.5, None)
     row["step_seconds"] = {"median": 2.4, "p10": 0.5, "p90": 3.1, "n": 20}
     (note,) = [note for note in notes_of({**document, "rows": [row]}) if note.about == "disturbed"]
-    assert "slow steps of baseline took 6.2 times its quick ones" in note.text
+    assert "slow steps of baseline took 6.2 times as long as its quick ones" in note.text
 
 
 def test_different_is_bold_red_and_comes_first() -> None:
