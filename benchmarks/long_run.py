@@ -220,7 +220,9 @@ def check_sides(plain: tuple[str, ...], fast: tuple[str, ...]) -> None:
     """Raise a UserError unless both train the same model with AdamW and the baseline is no coarser than TF32."""
     one, other = plan_of(plain), plan_of(fast)
     if one.precision not in ("fp32", "tf32"):
-        raise UserError(f"the baseline computes in {one.precision}", "16 bits are compared with it", "drop it")
+        raise UserError(
+            f"the baseline computes in {one.precision}", "16 bits are compared with it", "leave its rung out of --plain"
+        )
     if one.tied != other.tied or not {one.optimizer, other.optimizer} <= set(ADAMWS):
         raise UserError(
             "the two sides train different models, or not both with AdamW",

@@ -41,7 +41,7 @@ COMMANDS = {  # in the order of --help: NAME -> the file in redline/commands tha
 }
 
 
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
+FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -93,8 +93,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `| head` has exited; nothing more can be written, not even at interpreter shutdown
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
         return EXIT_DONE
-    except OSError as error:  # a UserError names the file if it was one of ours
-        if error.errno not in FULL or debug:
+    except OSError as error:
+        if error.errno not in FULL or error.filename is not None or debug:  # standard output has no name
             raise
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
         fix = "free some space, or send the output elsewhere; what is finished is kept"

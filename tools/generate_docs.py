@@ -349,7 +349,8 @@ def long_run_lines(folder: Path) -> list[str]:
     error = statistics.stdev(differences) / math.sqrt(len(differences))  # records before 2026-11-20 lack it
     inside = sum(abs(difference) <= loss["band"] for difference in differences)
     text = (
-        f"final loss {loss['mean_difference']:+.4f} nats (standard error {error:.4f}); {inside} of {seeds} seeds are "
+        f"final loss {loss['mean_difference']:+.4f} nats (standard error {error:.4f}); {inside} of {seeds} seeds "
+        f"{'is' if inside == 1 else 'are'} "
         f"within {loss['band']:.4f}, by which two seeds of the plain run differ"
     )
     return [table_line(f"plain TF32, {settings['steps']:,} updates, {seeds} seeds", text, found.link)]

@@ -61,7 +61,7 @@ def run_report(options: argparse.Namespace) -> int:
         from redline.commands.serve import DEFAULT_PORT, serve
 
         return serve(options.directory, DEFAULT_PORT if options.port is None else options.port)
-    if options.directory.is_file():
+    if is_file(options.directory):
         return report_document(options)
     from redline.commands.standing import kind_of_run
 
@@ -75,16 +75,28 @@ def run_report(options: argparse.Namespace) -> int:
 
 def check_options(options: argparse.Namespace) -> None:
     """Refuse options for a comparison without two runs, --serve with two runs or --json, and --port without --serve."""
-    written = () if options.directory.is_file() else ("html",)
+    written = () if is_file(options.directory) else ("html",)
     of_two = [name for name in ("fail_below", "rung", *written) if getattr(options, name) is not None]
     if of_two and options.other is None:
         option = "--" + of_two[0].replace("_", "-")
-        raise UserError(f"{option} with one run", "it belongs to a comparison", "give two: redline report A B")
-    if options.serve and (options.other is not None or options.json or options.directory.is_file()):
+        raise UserError(
+            f"{option} with one run",
+            "it belongs to a comparison, and --html to a file too",
+            "give two: redline report A B",
+        )
+    if options.serve and (options.other is not None or options.json or is_file(options.directory)):
         other = "two runs" if options.other is not None else "--json" if options.json else "a file"
         raise UserError(f"--serve with {other}", "it shows the page of one run to a browser", "leave one of them out")
     if options.port is not None and not options.serve:
         raise UserError("--port without --serve", "nothing listens", "add --serve, or leave --port out")
+
+
+def is_file(path: Path) -> bool:
+    """False also for what the system refuses to look at: whoever opens it says why."""
+    try:
+        return path.is_file()
+    except OSError:
+        return False
 
 
 # --- two runs ---------------------------------------------------------------------------------------------------------
@@ -140,7 +152,7 @@ def read_document(path: Path) -> dict[str, Any]:
     try:
         with explained(f"cannot read {path}", wanted):
             document: object = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is no results document", f"it is not JSON: {error}", wanted) from error
     if not isinstance(document, dict):
         raise UserError(f"{path} is no results document", "it holds no JSON object", wanted)
@@ -160,13 +172,19 @@ def report_document(options: argparse.Namespace) -> int:
         check_html(options.html, "report.html")
     document = read_document(options.directory)
     show, render = ways_to_show(document, options.directory)
-    if options.html is not None:  # before the table, whose reader may close the pipe
-        write_html(options.html, render(document))
-    if options.json:
-        print(json.dumps(document))
-    else:
-        show(document, Console())
-    return EXIT_DONE
+    try:
+        page = render(document)
+        if options.html is not None:  # before the table, whose reader may close the pipe
+            write_html(options.html, page)
+        if options.json:
+            print(json.dumps(document))
+        else:
+            show(document, Console())
+    except (KeyError, TypeError, AttributeError) as error:
+        raise no_document(options.directory, f"a part of it is missing or of another kind: {error!r}") from error
+    rows = document.get("rows") or ()
+    different = any((row.get("equivalence") or {}).get("verdict") == "different" for row in rows)
+    return EXIT_FAILED if different else EXIT_DONE
 
 
 def ways_to_show(document: dict[str, Any], path: Path) -> tuple[Callable[..., None], Callable[[dict[str, Any]], str]]:
@@ -181,11 +199,12 @@ def ways_to_show(document: dict[str, Any], path: Path) -> tuple[Callable[..., No
         return table.print_ladder, page.render_page
     if kind == "tune":
         return tune.print_tune, tune_page.render_tune_page
-    raise UserError(
-        f"{path} is no document of a ladder, a tune or a profile",
-        "it has the fields of something else",
-        "give a run directory, or what `redline ladder --json` or `redline report DIR --json` printed",
-    )
+    raise no_document(path, "it has the fields of something else")
+
+
+def no_document(path: Path, why: str) -> UserError:
+    fix = "give what `--json` of one of them printed, or a run directory"
+    return UserError(f"{path} is no document of a ladder, a tune or a profile", why, fix)
 
 
 # --- one run ----------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import sys
 from dataclasses import replace
@@ -109,8 +110,10 @@ def run_train(options: argparse.Namespace) -> int:
     from rich.console import Console
 
     from redline.commands.ranks import check_rank_timeout, ranks_here, run_rank, start_ranks
+    from redline.core.host import thread_environment
     from redline.engine.trackers import check_tracker
 
+    os.environ.update(thread_environment())  # torch is imported after this, here and in every rank
     check_rank_timeout(options.rank_timeout)
     if options.tracker is not None:
         check_tracker(options.tracker)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -28,7 +27,7 @@ from redline.commands.train_recipe import (
 )
 from redline.commands.training_data import TEXT_OPTIONS, check_data, data_of_run, training_data
 from redline.core.errors import UserError
-from redline.core.host import thread_environment, timestamp
+from redline.core.host import timestamp
 from redline.core.units import counted
 from redline.core.workload import check_positive
 
@@ -172,7 +171,6 @@ def probe_and_import(device: str | None) -> tuple[Hardware, dict[str, str | None
     """Probe the machine in another process while importing torch here: the import takes seconds in each."""
     from redline.search.launch import probe_machine
 
-    os.environ.update(thread_environment())  # read when torch is imported
     with ThreadPoolExecutor(max_workers=1) as beside_us:
         asked = beside_us.submit(probe_machine, device)
         import redline.engine.session  # noqa: F401

@@ -86,23 +86,36 @@ def why_not_shared(name: str, recipe: Recipe, workload: Workload, hardware: Hard
 
 def without_refused(recipe: Recipe, workload: Workload, hardware: Hardware, say: Callable[[str], None]) -> Recipe:
     """Leave out, and report, the rungs that do not apply here and change no maths. A recipe may have been measured
-    without dropout, on another model or on another machine."""
+    without dropout, on another model or on another machine. How ranks share a step is checked later."""
+    from redline.rungs import Maths, find_rung
+
     kept = recipe.rungs
-    while refused := refusals(kept, workload, hardware):
-        for name, why in refused.items():
-            say(f"the recipe's {name} is left out: {why}")
-        kept = tuple(name for name in kept if name not in refused)
+    while reasons := why_not_here(kept, workload, hardware):
+        # One at a time: what a rung asks for may be there once another is gone.
+        name = next((name for name in reasons if find_rung(name).maths is not Maths.CHANGES), None)
+        if name is None:
+            check_maths(reasons, workload, hardware)
+            break
+        say(f"the recipe's {name} is left out: {reasons[name]}")
+        kept = tuple(other for other in kept if other != name)
     return replace(recipe, rungs=kept)
 
 
-def refusals(rungs: tuple[str, ...], workload: Workload, hardware: Hardware) -> dict[str, str]:
-    """Return why rungs that change no maths do not apply beside the others. How ranks share a step is checked later."""
-    from redline.rungs import Maths, find_rung
+def why_not_here(rungs: tuple[str, ...], workload: Workload, hardware: Hardware) -> dict[str, str]:
+    """Return the rungs that do not apply beside the others, with the reasons."""
     from redline.rungs.ladder import why_not_among
 
     own = tuple(name for name in rungs if name not in RANK_RUNGS)
     reasons = {name: why_not_among(name, own, workload, hardware) for name in own}
-    return {name: why for name, why in reasons.items() if why and find_rung(name).maths is not Maths.CHANGES}
+    return {name: why for name, why in reasons.items() if why}
+
+
+def check_maths(reasons: dict[str, str], workload: Workload, hardware: Hardware) -> None:
+    """Refuse a change of the maths that does not apply here; `check_allowed` refuses those the model excludes."""
+    for name, why in reasons.items():
+        if workload.refusal(name, hardware.kind) is None:
+            fix = f"take {name} out of the recipe, or leave --recipe out: what applies here is taken then"
+            raise UserError(f"the recipe's {name} does not apply here", why, fix)
 
 
 def check_allowed(recipe: Recipe, workload: Workload, kind: str) -> None:

@@ -68,7 +68,7 @@ def record_of(path: Path) -> FileRecord:
     """Hash a file that was not written by `write_file`."""
     with open(path, "rb") as file:
         digest = hashlib.file_digest(file, "sha256")
-        size = file.tell()
+        size = os.fstat(file.fileno()).st_size
     return FileRecord(bytes=size, sha256=digest.hexdigest())
 
 

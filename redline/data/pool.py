@@ -173,8 +173,8 @@ def listen(connection: Connection, worker: Worker, parts: Sequence[Part]) -> tup
 
 def died(worker: Worker, parts: Sequence[Part], number: int | None) -> UserError:
     return UserError(
-        f"a worker process was killed ({how_it_ended(worker.process)})",
-        f"it was at {describe(parts[number])}" if number is not None else "it had nothing to do",
+        f"a worker process ended early ({how_it_ended(worker.process)})",
+        f"it was at {describe(parts[number])}" if number is not None else "it was idle",
         "SIGKILL is mostly a lack of memory (fewer --processes need less), SIGBUS a file that shrank while it was "
         "read; start the same command again: `data prepare` goes on from the parts that are finished",
     )

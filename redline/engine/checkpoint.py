@@ -240,5 +240,5 @@ def not_written(step: int, folder: Path, error: Exception) -> UserError:
         why = f"{error.strerror or error} ({error.filename or folder})"
         fix = "free some space or fix what it names: older checkpoints are intact, and the next save tries again"
     else:
-        why, fix = f"{type(error).__name__}: {error}", "older checkpoints are whole; the next save tries again"
+        why, fix = f"{type(error).__name__}: {error}", "older checkpoints are intact; the next save tries again"
     return UserError(f"the checkpoint of step {step} was not written", why, fix)

@@ -368,7 +368,7 @@ class Fabric:
         if self.links.inside is None and any(_uses_inside(one) for one in collectives):
             return "the traffic inside a node cannot be timed: name its link (--interconnect, such as nvlink4 or pcie4)"
         if self.links.between is None and any(one.group.nodes > 1 for one in collectives):
-            return "the traffic between nodes has no time: name their network (--interconnect, such as ib-400)"
+            return "the traffic between nodes cannot be timed: name their network (--interconnect, such as ib-400)"
         return None
 
 

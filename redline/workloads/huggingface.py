@@ -345,7 +345,7 @@ def _mask_obstacle(values: Config, shape: Shape) -> str:
         return "the model caps its attention scores (attn_logit_softcapping)"
     if shape.window is not None and shape.window < shape.sequence:
         return (
-            f"a window of {shape.window} in sequences of {shape.sequence} needs a mask, which fused kernels have not "
+            f"a window of {shape.window} in sequences of {shape.sequence} needs a mask, which no fused kernel takes "
             f"(--sequence {shape.window} needs none)"
         )
     return ""

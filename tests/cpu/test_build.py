@@ -439,8 +439,8 @@ def test_a_tensor_counts_what_would_be_kept_in_its_place() -> None:
     assert share_kept(product, [product], after) == pytest.approx(1 / 3 + 1 / 6)  # relu's output is read in its place
 
 
-def test_a_budget_has_cached_graphs_of_its_own() -> None:
-    """Else a graph that torch chose by itself would be served; and what the user tells graphs apart by stays."""
+def test_cached_graphs_are_known_by_a_tag_beside_the_users() -> None:
+    """Else a graph that torch chose by itself would be served."""
     with functorch.patch(activation_memory_budget=1.0), compiler_config.patch(cache_key_tag="mine"):
         keep_share(0.5)
         tag = compiler_config.cache_key_tag

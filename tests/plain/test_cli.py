@@ -1038,3 +1038,14 @@ def test_an_output_that_is_full_is_three_lines(command):
         "why:     No space left on device",
         "fix:     free some space, or send the output elsewhere; what is finished is kept",
     ]
+
+
+@pytest.mark.parametrize(
+    "words", [("train", "tiny"), ("train", "--resume", "absent"), ("train", "tiny", "--gpus", "2")]
+)
+def test_train_chooses_how_threads_wait_before_torch_is_imported(monkeypatch, words, capsys):
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.setenv(name, "")  # so that it is put back
+        monkeypatch.delenv(name)
+    assert cli.main([*words, "--rank-timeout", "-1"]) == 2
+    assert os.environ["GOMP_SPINCOUNT"] == "1000"

@@ -29,11 +29,30 @@ def test_a_record_is_shown_and_its_page_written(name, repository, tmp_path, caps
     assert list(tmp_path.iterdir()) == [page]
 
 
+def test_a_row_that_is_different_is_told_by_the_exit_code(repository, tmp_path, capsys):
+    document = json.loads((repository / "records" / next(iter(RECORDS))).read_text(encoding="utf-8"))
+    document["rows"][-1]["equivalence"]["verdict"] = "different"
+    (tmp_path / "x.json").write_text(json.dumps(document))
+    assert main(["report", str(tmp_path / "x.json")]) == 1
+    assert "DIFFERENT" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_a_document_with_a_part_missing_has_no_traceback(name, repository, tmp_path, capsys):
+    document = json.loads((repository / "records" / name).read_text(encoding="utf-8"))
+    for part in document:
+        (tmp_path / "x.json").write_text(json.dumps({key: value for key, value in document.items() if key != part}))
+        code = main(["report", str(tmp_path / "x.json")])
+        said = capsys.readouterr().err
+        assert code == 0 or (code == 2 and said.startswith("problem: ")), (part, said)
+
+
 @pytest.mark.parametrize(
     ("text", "words", "problem"),
     [
         ("{}", (), "is no document of a ladder, a tune or a profile"),
         ("{", (), "is no results document"),
+        ("[" * 100_000, (), "is no results document"),
         ("{}", ("--serve",), "--serve with a file"),
         ("{}", ("--rung", "bf16"), "--rung with one run"),
     ],
