@@ -250,25 +250,39 @@ class Climb:
         return short(compiled.trouble or "") if compiled is not None and not compiled.graphs else None
 
     def _decide_by_speed(self, row: Row, current: Row, rung: Rung | None, replaces: bool) -> None:
-        """Keep the rung if its speed justifies it. A replacement must win, or the rung it would replace stays. An
-        addition may be slower by what noise could explain, within reason; and since disturbances only ever slow a step
-        down, it has cost nothing if its quick steps keep up. This holds for rungs that should pay: when timings
-        scatter, a rung that gives up speed for memory is not kept because of one lucky row."""
-        ratio = current.seconds / row.seconds
-        scatter = scatter_between(row.measurements, current.measurements)
-        doubtful = rung is not None and not rung.is_usual and scatter > 0
-        if replaces or (doubtful and self.settings.keep != "all"):
-            row.kept = ratio >= 1.0 + scatter
-        else:
-            noise = tolerated_noise(row.measurements, current.measurements, self.hardware.kind)
-            quick = current.quick_seconds / row.quick_seconds
-            row.kept = max(ratio, quick) >= 1.0 - noise or self.settings.keep == "all"
-            if row.kept and ratio < 1.0 - noise <= quick:
-                row.reason = f"{ratio:.2f}x the speed of {current.name}, kept: its quickest steps are at {quick:.2f}x"
+        """Keep the rung if its speed justifies it, and record what decided if that needs saying."""
+        winner = self._outrun_by(row, current, rung, replaces)
+        row.kept = winner is None or (self.settings.keep == "all" and not replaces)
+        rival = winner or current
+        ratio, so_far = rival.seconds / row.seconds, "" if rival is current else ", the fastest so far"
+        said = f"{ratio:.2f}x the speed of {rival.name}{so_far}"
         if not row.kept:
+            scatter = scatter_between(row.measurements, rival.measurements)
             doubt = "" if exceeds(ratio, scatter) else f", within the noise of ±{scatter:.0%}"
             when = " in the first run, which decides" if self.settings.repeats > 1 else ""
-            row.reason = f"{ratio:.2f}x the speed of {current.name}{when}{doubt}"
+            row.reason = f"{said}{when}{doubt}"
+        elif winner is None and ratio < 1.0 - self._noise_between(row, rival):
+            row.reason = f"{said}, kept: its quickest steps are at {rival.quick_seconds / row.quick_seconds:.2f}x"
+
+    def _outrun_by(self, row: Row, current: Row, rung: Rung | None, replaces: bool) -> Row | None:
+        """Return the row that this one had to match and did not, or None. A replacement must win, or the rung it would
+        replace stays. So must a rung that gives up speed for memory if timings scatter, or one lucky row would keep it.
+        Other additions may be slower by what noise could explain, than the current recipe and than the fastest so far:
+        small losses, each within the noise, must not add up."""
+        scatter = scatter_between(row.measurements, current.measurements)
+        if replaces or (rung is not None and not rung.is_usual and scatter > 0):
+            return None if current.seconds / row.seconds >= 1.0 + scatter else current
+        fastest = min((one for one in self.finished if one.kept), key=lambda one: one.seconds, default=current)
+        return next((rival for rival in (current, fastest) if not self._keeps_up(row, rival)), None)
+
+    def _keeps_up(self, row: Row, rival: Row) -> bool:
+        """True unless the row is slower by more than the noise. Disturbances only ever slow a step down, so a rung has
+        cost nothing if its quick steps keep up."""
+        faster = max(rival.seconds / row.seconds, rival.quick_seconds / row.quick_seconds)
+        return faster >= 1.0 - self._noise_between(row, rival)
+
+    def _noise_between(self, row: Row, rival: Row) -> float:
+        return tolerated_noise(row.measurements, rival.measurements, self.hardware.kind)
 
     def _reference_curve(self, recipe: Recipe) -> tuple[float, ...] | None:
         """Return the fp32 curve of the recipe's maths; None if it failed. Rows with unchanged maths share a job."""
