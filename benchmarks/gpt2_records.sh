@@ -11,12 +11,15 @@
 # nanoGPT, `long` and `long-fp8` a folder made by `redline data prepare`; without them they are left out. LIMIT=500 ends
 # each part after that many seconds, as Ctrl-C would. SPEED_UP=1.17 is the speed-up of the 8-bit step over the 16-bit
 # one, as `ladder` found it; from it `long-fp8` computes the speed-up at equal loss. ROWS=budget: of `memory` only these.
+# The time is the device's own: in one lease of 1,800 s fit fp8, batch, against, long-fp8 and ROWS=budget memory.
 # Exit code: the highest of any part, where 1 can be a result (a row that is *different*, losses that differ).
 #
 #   ladder     redline ladder gpt2: every rung from fp32 on, to 8 bits at the end                 about 1,250 s on an H200
-#   batch      the fastest 16-bit recipe at 256 sequences (loss in chunks), then with CUDA graphs                       200 s
+#   fp8        the end of that ladder alone, from the fastest 16-bit recipe on; only if it is named                  300 s
+#   batch      the fastest 16-bit recipe at 256 sequences (loss in chunks), then with CUDA graphs                    200 s
 #   memory     the rungs that save memory, at 64 and 256 sequences                                                   450 s
 #   switches   what the compiler's own switches would bring                                                          400 s
+#   overlap    what running memory-bound kernels under matmuls would bring                                            30 s
 #   medium, large, xl   the fastest 16-bit recipe on the larger models                                     180, 220, 410 s
 #   against    nanoGPT and transformers, in turns, each at several sizes                                             300 s
 #   long       2,000 updates, three seeds, beside plain TF32                                                         400 s
@@ -30,11 +33,13 @@ python=${PYTHON:-python}
 fast=${RECIPE:-$here/recipes/hopper.json} fp8=${FP8:-$here/recipes/hopper-fp8.json}
 many=${MANY:-$here/recipes/hopper-256.json}
 workload=${WORKLOAD:-gpt2}
-all=(ladder batch memory switches medium large xl against long long-fp8)
+fp8_rungs=fp8-head,fp8-linears,fp8-mlps
+all=(ladder batch memory switches overlap medium large xl against long long-fp8)
+named=("${all[@]}" fp8)
 parts=("$@")
 [ ${#parts[@]} -gt 0 ] || parts=("${all[@]}")
 for name in "${parts[@]}"; do
-    [[ " ${all[*]} " = *" $name "* ]] || { echo "there is no part $name; the parts are: ${all[*]}" >&2 && exit 2; }
+    [[ " ${named[*]} " = *" $name "* ]] || { echo "there is no part $name; the parts are: ${named[*]}" >&2 && exit 2; }
 done
 mkdir -p "$out"
 stopped=""
@@ -91,12 +96,14 @@ long_run() {
 
 for name in "${parts[@]}"; do
     case $name in
-        ladder) ladder "$workload" --without fp16 --also fp8-head,fp8-linears,fp8-mlps --compile-ahead 4 ;;
+        ladder) ladder "$workload" --without fp16 --also "$fp8_rungs" --compile-ahead 4 ;;
+        fp8) ladder "$workload" --from "$fast" --rungs "cuda-graphs,$fp8_rungs" --compile-ahead 5 ;;
         batch) ladder "$workload" --from "$many" --rungs cuda-graphs --keep all --micro-batch 256 \
             --steps 15 --check-steps 6 ;;
         memory) part "$python" "$here/memory_rungs.py" "$workload" --recipe "$fast" --micro-batch 64 --sizes 256 \
             ${ROWS:+--rows "$ROWS"} \
             --keep "$out/compiled" --json ;;
+        overlap) part "$python" "$here/overlap.py" "$workload" --json ;;
         switches) part "$python" "$here/switches.py" "$workload" --recipe "$fast" --json ;;
         medium) larger gpt2-medium 64 6 ;;
         large) larger gpt2-large 32 6 ;;

@@ -16,7 +16,7 @@ from redline.rungs import plan_of
 from redline.search.ladder import check_recipe_applies
 from redline.workloads import resolve_workload
 
-PARTS = ["ladder", "batch", "memory", "switches", "medium", "large", "xl"]
+PARTS = ["ladder", "batch", "memory", "switches", "overlap", "medium", "large", "xl"]
 # Stands in for Python: notes its words, prints a document, and ends as it is told. A ladder makes its run directory.
 FAKE = """#!/usr/bin/env bash
 echo "$*" >> "$SEEN"
@@ -91,6 +91,14 @@ def test_against_and_long_with_what_they_need(make) -> None:
     assert "--changed" not in seen[1]
     assert "hopper-fp8.json --speed-up 1.17" in seen[2]
     assert all(f"--data shards --out {make.out / 'runs'}" in words for words in seen[1:]), "they share their runs"
+
+
+def test_the_8_bit_rows_alone_are_the_end_of_the_ladder(make) -> None:
+    _, seen, _ = make("ladder", "fp8")
+    rungs = "fp8-head,fp8-linears,fp8-mlps"
+    assert f"--also {rungs} " in seen[0]
+    assert "--from" not in seen[0]
+    assert f"hopper.json --rungs cuda-graphs,{rungs} " in seen[1]
 
 
 def test_a_part_that_there_is_not(make) -> None:
