@@ -74,8 +74,8 @@ def run(options: argparse.Namespace) -> int:
     out = sys.stderr if options.json else sys.stdout
     for name, spread in record["seconds"].items():
         print(f"{name:14}{human_seconds(spread['median'])} a pair", file=out)
-    hidden = record["hidden"]
-    print(f"hidden        {hidden['median']:.2f} of a sum's time ({hidden['p10']:.2f} to {hidden['p90']:.2f})", file=out)
+    median, p10, p90 = (record["hidden"][name] for name in ("median", "p10", "p90"))
+    print(f"hidden        {median:.2f} of a sum's time ({p10:.2f} to {p90:.2f})", file=out)
     if options.json:
         print(json.dumps(record, indent=1))
     return 0
