@@ -451,10 +451,10 @@ def words(
         yield "Equal." if equal else "Not equal."
     for metric, one in found.items():
         if one["mean_difference"] is not None:
-            yield words_of(METRICS[metric], one)
+            yield describe_difference(METRICS[metric], one)
 
 
-def words_of(metric: str, one: dict[str, Any]) -> str:
+def describe_difference(metric: str, one: dict[str, Any]) -> str:
     side = "above" if one["mean_difference"] > 0 else "below"
     where = "within the band" if one["equal"] else "outside the band"
     seeds = len(one["differences"])

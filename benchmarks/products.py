@@ -41,7 +41,7 @@ def main() -> int:
     parser.add_argument("workload", nargs="?", default="gpt2")
     parser.add_argument("--micro-batch", type=int, default=64)
     options = parser.parse_args()
-    if cublaslt.library() is None:
+    if cublaslt.library(torch.device("cuda")) is None:
         print("there is no CUDA device with cuBLASLt here", file=sys.stderr)
         return 2
     shape = resolve_workload(options.workload).decoder

@@ -287,7 +287,7 @@ def figures(name: str, taken: Taken, plain: Taken | None, tokens: int) -> dict[s
     }
 
 
-def words_of(error: BaseException) -> str:
+def first_words(error: BaseException) -> str:
     text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     return "out of memory" if is_out_of_memory(error) else f"{type(error).__name__}: {text}"[:300]
 
@@ -415,7 +415,7 @@ def child(setting: Setting) -> int:
             with one_rank(setting.device) as (ranks, device):
                 answer(time_large(setting, probe(setting.device), ranks, device))
     except Exception as error:
-        answer({"failed": words_of(error)})
+        answer({"failed": first_words(error)})
         return 1
     return 0
 

@@ -33,7 +33,7 @@ def main() -> int:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         record = measure(options, Path(folder))
-    print(told(record), file=sys.stderr)
+    print(summary(record), file=sys.stderr)
     if options.json:
         print(json.dumps(record, indent=1))
     return 0
@@ -126,7 +126,7 @@ def compared(fast: list[dict[str, Any]], plain: list[dict[str, Any]]) -> dict[st
     }
 
 
-def told(record: dict[str, Any]) -> str:
+def summary(record: dict[str, Any]) -> str:
     speed = record["recipe"]["speed"]
     lines = [f"ladder {record['ladder']['tokens_per_second']:,.0f} tok/s"]
     lines += [

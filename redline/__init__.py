@@ -86,14 +86,14 @@ def ladder(
     error, results to the run directory `out`. A mistake raises `redline.UserError`.
     """
     from redline.api.document import Document
-    from redline.api.factory import words_of
+    from redline.api.factory import typed_workload
     from redline.commands.common import leave_page, options_of
     from redline.commands.ladder import add_ladder
     from redline.commands.ladder import ladder as document_of
     from redline.report.page import render_page
 
     given = {
-        "workload": words_of(workload, "redline.ladder"),
+        "workload": typed_workload(workload, "redline.ladder"),
         "rungs": joined(rungs),
         "also": joined(also),
         "without": joined(without),
@@ -153,14 +153,14 @@ def tune(
     run directory `out`. Progress goes to standard error.
     """
     from redline.api.document import Document
-    from redline.api.factory import words_of
+    from redline.api.factory import typed_workload
     from redline.commands.common import leave_page, options_of
     from redline.commands.tune import add_tune
     from redline.commands.tune import tune as document_of
     from redline.report.tune_page import render_tune_page
 
     given = {
-        "workload": words_of(workload, "redline.tune"),
+        "workload": typed_workload(workload, "redline.tune"),
         "minutes": minutes,
         "allow": allow,
         "rungs": joined(rungs),
@@ -223,14 +223,14 @@ def estimate(
     (36, 128.0)
     """
     from redline.api.document import Document
-    from redline.api.factory import is_module, words_of
+    from redline.api.factory import is_module, typed_workload
     from redline.commands.common import options_of
     from redline.commands.estimate import add_estimate
     from redline.commands.estimate import estimate as document_of
     from redline.commands.estimate_subject import AS_THE_PLAN
 
     given = {
-        "workload": None if is_module(workload) else words_of(workload, "redline.estimate"),
+        "workload": None if is_module(workload) else typed_workload(workload, "redline.estimate"),
         "gpu": gpu,
         "micro_batch": micro_batch,
         "sequence": sequence,
@@ -291,13 +291,13 @@ def lint(
     [('layer-size', '1,024')]
     """
     from redline.api.document import Document
-    from redline.api.factory import is_module, words_of
+    from redline.api.factory import is_module, typed_workload
     from redline.commands.common import options_of
     from redline.commands.lint import add_lint
     from redline.commands.lint import lint as document_of
 
     given = {
-        "workload": None if is_module(workload) else words_of(workload, "redline.lint"),
+        "workload": None if is_module(workload) else typed_workload(workload, "redline.lint"),
         "gpu": gpu,
         "dtype": dtype,
         "tp": tp,
@@ -407,7 +407,7 @@ def profile(
         "out": None if out is None else Path(out),
         "timeout": timeout,
     }
-    _check_words(workload, "profile", "a function that makes one step")
+    _check_workload(workload, "profile", "a function that makes one step")
     if callable(workload):
         from redline.api.profile import profile_callable
 
@@ -488,7 +488,7 @@ _CLASSES = {
 }
 
 
-def _check_words(workload: object, function: str, otherwise: str) -> None:
+def _check_workload(workload: object, function: str, otherwise: str) -> None:
     from redline.core.errors import UserError
 
     if not (workload is None or isinstance(workload, str) or callable(workload)):

@@ -78,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
             if wait_for_rank_0():
                 return EXIT_MISTAKE
-        print(error.told(), end="", file=sys.stderr)
+        print(error.text(), end="", file=sys.stderr)
         return EXIT_FAILED if isinstance(error, FailedRunError) else EXIT_MISTAKE
     except KeyboardInterrupt:
         if own:
@@ -99,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
         fix = "free some space, or send the output elsewhere; what is finished is kept"
         print(
-            UserError("the output could not be written", os.strerror(error.errno), fix).told(), end="", file=sys.stderr
+            UserError("the output could not be written", os.strerror(error.errno), fix).text(), end="", file=sys.stderr
         )
         return EXIT_MISTAKE
     finally:

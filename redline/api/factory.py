@@ -1,6 +1,6 @@
 """Turns what is given as a workload into words: a name stays as it is, a function becomes its file and name.
 
-    words_of("gpt2") -> "gpt2";  words_of(build_model) -> "/home/me/model.py:build_model"
+    typed_workload("gpt2") -> "gpt2";  typed_workload(build_model) -> "/home/me/model.py:build_model"
 
 Ladder and tune build the model in processes of their own, one per measurement, which need to know where its code is. No
 other process can find a live module, a lambda, or a function that exists only in a notebook.
@@ -24,7 +24,7 @@ TAKE_MODULES = ("redline.lint", "redline.estimate")
 EXAMPLE = "write `def build(): return MyModel()` at the top level of a file, import it and pass build"
 
 
-def words_of(workload: str | Callable[..., Any] | None, command: str) -> str | None:
+def typed_workload(workload: str | Callable[..., Any] | None, command: str) -> str | None:
     """Return the workload as typed on a command line. `command` is the function that was called, for its messages."""
     if workload is None or isinstance(workload, str):
         return workload

@@ -170,7 +170,7 @@ class Meter:
         seconds = self._clock.seconds()[self._warming :]
         step = spread_of(seconds) if seconds else None
         flops, counted = self._count_flops()
-        hardware = probe(self.device.type)
+        hardware = probe(self.device)
         mfu, convention = None, counted
         if flops is not None and step is not None:
             mfu, peak = share_of_peak(flops / step.median, hardware)

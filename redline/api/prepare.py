@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from redline.api.loss import Loss, checked_once, live_loss
-from redline.api.raised import told
+from redline.api.raised import explaining_loss
 from redline.api.realise import obstacles_of, realise
 from redline.core.errors import UserError
 from redline.core.plan import BF16_WEIGHTS, Plan
@@ -110,7 +110,7 @@ def prepare(
         move_to(model, device)
     place = next(model.parameters()).device
     wanted = rungs_of(recipe)
-    left_out = obstacles_of(wanted, model, probe(place.type))
+    left_out = obstacles_of(wanted, model, probe(place))
     rungs = tuple(name for name in wanted if name not in left_out)
     if any(name in left_out for name in BF16_WEIGHTS):
         rungs = in_order((*rungs, FUSED_ADAMW))
@@ -123,7 +123,7 @@ def prepare(
     step = TrainStep(
         adapter=None,
         model=model,
-        loss_of=moved_first(told(compiled_loss(plain, model, plan, loss), plain, model, plan), place),
+        loss_of=moved_first(explaining_loss(compiled_loss(plain, model, plan, loss), plain, model, plan), place),
         optimizer=optimizer,
         plan=plan,
         learning_rate=schedule,

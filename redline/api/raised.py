@@ -1,6 +1,6 @@
 """Explains what a step of a user's own module raised, if the cause can be recognised.
 
-    loss_of = told(loss_of, plain, model, plan)      # a string for a batch, or code that autocast breaks: a UserError
+    loss_of = explaining_loss(loss_of, plain, model, plan)  # autocast breaks it: a UserError
 
 Everything else is raised as it came. Nothing is examined until something is raised.
 """
@@ -25,7 +25,7 @@ from redline.model.adapter import LossOf
 NO_KERNEL = "No available kernel"  # torch's words, for every backend
 
 
-def told(loss_of: LossOf, plain: LossOf, model: nn.Module, plan: Plan) -> LossOf:
+def explaining_loss(loss_of: LossOf, plain: LossOf, model: nn.Module, plan: Plan) -> LossOf:
     """Return a loss that raises a UserError if the cause of an exception can be recognised: a batch without tensors,
     attention that the pinned kernel does not take, or code that autocast breaks."""
 

@@ -158,13 +158,13 @@ def options_of(add_command: Callable[[Any], None], name: str, given: dict[str, A
     return options
 
 
-def as_published(recipe: Recipe, workload: Workload, tell: Callable[[str], object]) -> Recipe:
+def as_published(recipe: Recipe, workload: Workload, on_note: Callable[[str], object]) -> Recipe:
     """Return the recipe with the rungs that make the model what its config describes, and `tell` which were missing."""
     from redline.rungs import with_own
 
     rungs = with_own(recipe.rungs, workload)
     if added := [name for name in rungs if name not in recipe.rungs]:
-        tell(f"{', '.join(added)} added to the recipe: without it, {workload.name} would be a different model")
+        on_note(f"{', '.join(added)} added to the recipe: without it, {workload.name} would be a different model")
     return replace(recipe, rungs=rungs)
 
 
@@ -191,6 +191,6 @@ def only_our_words_on_stdout() -> Iterator[None]:
 
 def command_line() -> str:
     """Return the command as the user typed it, quoted so that it can be run again."""
-    from redline.core.rank_processes import typed_words
+    from redline.core.rank_processes import typed_arguments
 
-    return shlex.join(["redline", *typed_words()])
+    return shlex.join(["redline", *typed_arguments()])

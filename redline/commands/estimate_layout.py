@@ -5,7 +5,7 @@
     how_to_train(trained, case, fabric) -> {"command": "redline train gpt2 --gpus 8 ...", "reason": None}
 
 Sizes that do not divide are refused with ones that do (predict/parallel.py). For one GPU, only `choose_layout` and
-`words_to_measure` apply.
+`arguments_to_measure` apply.
 """
 
 from __future__ import annotations
@@ -212,7 +212,7 @@ def choose_trainable(
     config = resolved.origin.config
     own = resolved.origin.kind == "shape" and other_than_gpt2(shape)
     return Trainable(
-        words=None if own else words_to_train(options.workload, resolved, shape),
+        words=None if own else arguments_to_train(options.workload, resolved, shape),
         rungs=rungs,
         workload=replace(
             asked_workload(shape, config),
@@ -249,7 +249,7 @@ def how_to_train(trained: Trainable, case: Case, fabric: Fabric) -> dict[str, st
     return {"command": line, "reason": "; ".join(reasons) or None}
 
 
-def words_to_measure(
+def arguments_to_measure(
     words: str, resolved: Resolved, shape: Shape, case: Case, fabric: Fabric | None, trained: Trainable
 ) -> str | None:
     """Return what to type after `redline ladder` to measure exactly these sizes. None if it cannot, as for a shape
@@ -258,7 +258,7 @@ def words_to_measure(
     from redline.workloads.resolve import usual_training
 
     assert case.layout is not None
-    layout, taken = case.layout, words_to_train(words, resolved, shape)
+    layout, taken = case.layout, arguments_to_train(words, resolved, shape)
     if resolved.origin.kind == "shape" or taken is None or layout.dp < layout.gpus:
         return None
     preset = PRESETS.get(words)
@@ -272,7 +272,7 @@ def words_to_measure(
     return f"{taken} --rungs {','.join(trained.names(1, 1, case.zero))}" if case.zero else taken
 
 
-def words_to_train(words: str, resolved: Resolved, shape: Shape) -> str | None:
+def arguments_to_train(words: str, resolved: Resolved, shape: Shape) -> str | None:
     """Return the workload, with --sequence if a command would choose another; None beyond the model's positions."""
     from redline.workloads import PRESETS
     from redline.workloads.resolve import USUAL_SEQUENCE

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from redline.commands.estimate_layout import (
     LAYOUT,
+    arguments_to_measure,
     check_cut,
     choose_fabric,
     choose_instead,
@@ -23,7 +24,6 @@ from redline.commands.estimate_layout import (
     how_to_train,
     recommended,
     undone_notes,
-    words_to_measure,
 )
 from redline.commands.estimate_rungs import asked_workload, choose_rungs, tied_as_published
 
@@ -130,7 +130,7 @@ def traced_subject(options: argparse.Namespace, machine: Target, workload: Workl
     from redline.predict.traced_estimate import TracedSubject
     from redline.rungs import plan_of
 
-    words, micro_batch = words_of(options)
+    words, micro_batch = rungs_and_batch(options)
     micro_batch = micro_batch or workload.micro_batch
     rungs, assumed = choose_rungs(words, workload, machine, options.optimizer)
     assert isinstance(workload.shape, Traced)
@@ -144,7 +144,7 @@ def traced_subject(options: argparse.Namespace, machine: Target, workload: Workl
     )
 
 
-def words_of(options: argparse.Namespace) -> tuple[str | None, int | None]:
+def rungs_and_batch(options: argparse.Namespace) -> tuple[str | None, int | None]:
     """Return the rungs and the micro batch, from the options or a recipe. A recipe's rungs for ranks are left out:
     `with_zero` and the layout options cover them."""
     from redline.core.recipe import load_recipe
@@ -169,7 +169,7 @@ def choose_subject(options: argparse.Namespace, machine: Target) -> Subject:
     from redline.workloads import resolve_shape
 
     resolved = resolve_shape(options.workload)
-    words, micro_batch = words_of(options)
+    words, micro_batch = rungs_and_batch(options)
     options = argparse.Namespace(**{**vars(options), "micro_batch": micro_batch})
     shape, micro_batch, notes, sized = choose_sizes(options, resolved)
     rungs, assumed = choose_rungs(words, asked_workload(shape, resolved.origin.config), machine, options.optimizer)
@@ -213,7 +213,9 @@ def choose_subject(options: argparse.Namespace, machine: Target) -> Subject:
         notes=(*notes, *joined, *assumed, *undone_notes(trained, case), *resolved.origin.notes),
         fabric=fabric,
         advice=advice,
-        words=None if alone_too_large else words_to_measure(options.workload, resolved, shape, case, fabric, trained),
+        words=None
+        if alone_too_large
+        else arguments_to_measure(options.workload, resolved, shape, case, fabric, trained),
         train=None if fabric is None else how_to_train(trained, case, fabric),
         instead=None if fabric is None else choose_instead(options, case, fabric, machine, trained),
     )

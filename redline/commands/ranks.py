@@ -45,8 +45,8 @@ from redline.core.rank_processes import (
     mark_left,
     mark_over,
     rank_pid_file,
+    report_why,
     take_screen,
-    tell_why,
     was_interrupted,
 )
 from redline.core.units import counted
@@ -127,7 +127,7 @@ def start_ranks(options: argparse.Namespace) -> int:
         with open(Path(folder) / RANKS_LOG, "wb") as log:
             # In a session of their own: Ctrl-C reaches the ranks only through this process, and only once.
             process = subprocess.Popen(
-                agent_words(options, folder), env=environment, stdin=2, stderr=log, start_new_session=True
+                agent_command(options, folder), env=environment, stdin=2, stderr=log, start_new_session=True
             )
         try:
             code = follow(process, pid_file)
@@ -135,13 +135,13 @@ def start_ranks(options: argparse.Namespace) -> int:
             kill_group(process)
         if process.returncode < 0 and code == EXIT_FAILED:  # the agent was killed and could not report it
             see_off(pid_file)
-            tell_why(
+            report_why(
                 pid_file, f"the process that holds the ranks together {killed_by(-process.returncode)}", sys.stderr
             )
         if (kept := keep_log(Path(folder), code)) is not None and code == EXIT_FAILED:
             print(f"tracebacks, and what torch wrote: {kept}", file=sys.stderr)
         if code == EXIT_FAILED:
-            tell_in_run(Path(folder), order, options)
+            record_end(Path(folder), order, options)
         if code is None:
             raise KeyboardInterrupt
         return code
@@ -175,7 +175,7 @@ def keep_log(folder: Path, code: int | None) -> Path | None:
     return None
 
 
-def tell_in_run(folder: Path, order: TrainOrder, options: argparse.Namespace) -> None:
+def record_end(folder: Path, order: TrainOrder, options: argparse.Namespace) -> None:
     """Record in the run's metrics, on its page and in the `--json` summary what ended the ranks, if rank 0 did not."""
     from redline.commands.train import show_lost_run
     from redline.core.training import METRICS_FILE
@@ -199,7 +199,7 @@ def run_directory(folder: Path) -> Path | None:
     return run if run is not None and run.is_dir() else None
 
 
-def agent_words(options: argparse.Namespace, logs: str) -> list[str]:
+def agent_command(options: argparse.Namespace, logs: str) -> list[str]:
     agent = [sys.executable, "-m", "redline.engine.agent", "--standalone", f"--nproc-per-node={options.gpus}"]
     return [*agent, f"--log-dir={logs}", "-m", "redline", *without_gpus(options.words)]
 

@@ -110,12 +110,12 @@ def chosen_order(
     from redline.search.ranks import check_ranks
 
     recipe = load_recipe(options.recipe) if options.recipe else None
-    check_words(options, ranks, recipe)
+    check_arguments(options, ranks, recipe)
     budget = budget_of(options, console)
     hardware, versions = probe_and_import(options.device)
     from redline.engine.session import TrainOrder, rate_of
 
-    workload = told_workload(options, hardware.kind, console)
+    workload = announced_workload(options, hardware.kind, console)
     beside = batch_beside(options, workload, recipe)
     recipe = recipe_of(options, recipe, workload, hardware, console)
     check_needs(options, ranks, recipe, workload)
@@ -141,7 +141,7 @@ def chosen_order(
     return order, hardware, versions
 
 
-def check_words(options: argparse.Namespace, ranks: int, recipe: Recipe | None) -> None:
+def check_arguments(options: argparse.Namespace, ranks: int, recipe: Recipe | None) -> None:
     """Find the mistakes that show without probing the machine, which takes seconds because of torch."""
     from redline.commands.ranks import batch_beside, layout_of
     from redline.core.recipe import Recipe
@@ -178,7 +178,7 @@ def probe_and_import(device: str | None) -> tuple[Hardware, dict[str, str | None
         return asked.result()
 
 
-def told_workload(options: argparse.Namespace, device: str, console: Console) -> Workload:
+def announced_workload(options: argparse.Namespace, device: str, console: Console) -> Workload:
     """Return the workload to train on this device, and print its notes."""
     from redline.search.inspect import find_workload
     from redline.workloads import default_workload

@@ -70,18 +70,18 @@ def follow_rows(path: Path, console: Console) -> Standing:
     from redline.report.live import LiveLadder
 
     with LiveLadder(console) as view:
-        told = Told(view)
+        shown = StandingView(view)
         while True:
             stamp = stamp_of(path)  # taken before reading: what arrives in between is a reason to read again
             standing = read_standing(path)
-            told.tell(standing)
+            shown.update(standing)
             if not standing.under_way:
                 return standing
             while stamp_of(path) == stamp:
                 time.sleep(POLL_SECONDS)
 
 
-class Told:
+class StandingView:
     """What the view has been given. A row is given again only when it has more measurements, another status or reason,
     or its own micro batch."""
 
@@ -90,7 +90,7 @@ class Told:
         self._rows: dict[str, object] = {}
         self._doing: object = None
 
-    def tell(self, standing: Standing) -> None:
+    def update(self, standing: Standing) -> None:
         rows = rows_to_show(standing)
         for row in rows:
             known = [row.get(name) for name in ("status", "reason", "step_seconds", "rebatched")]

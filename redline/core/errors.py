@@ -22,7 +22,7 @@ class UserError(Exception):
     def lines(self) -> tuple[tuple[str, str], ...]:
         return (("problem", self.problem), ("why", self.why), ("fix", self.fix))
 
-    def told(self) -> str:
+    def text(self) -> str:
         """Format the error for a terminal."""
         return "".join(f"{label + ':':9}{' '.join(text.splitlines())}\n" for label, text in self.lines())
 

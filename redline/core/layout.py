@@ -58,7 +58,7 @@ class Layout:
         """True if the ranks differ only in their data."""
         return self.data == self.ranks and self.replicas == 1
 
-    def words_of_bubble(self, micro_batches: int) -> str:
+    def describe_bubble(self, micro_batches: int) -> str:
         """Describe what filling and draining the pipeline costs with this many micro batches per update."""
         share = bubble(self.pipeline, micro_batches)
         few = " (fewer than stages: a larger --global-batch idles less)" if micro_batches < self.pipeline else ""

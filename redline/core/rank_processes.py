@@ -145,7 +145,7 @@ def was_interrupted(pid_file: Path, exit_code: int) -> bool:
     return left and pid_file.with_name(ASKED).exists()
 
 
-def typed_words() -> list[str]:
+def typed_arguments() -> list[str]:
     """Return the arguments that the user typed: this process's, or in a rank those of the process that started it."""
     typed = os.environ.get(TYPED)
     return sys.argv[1:] if typed is None else list(json.loads(typed))
@@ -162,7 +162,7 @@ def open_screen() -> TextIO:
     return os.fdopen(number, "w", buffering=1, encoding="utf-8", errors="backslashreplace")
 
 
-def tell_why(pid_file: Path | None, text: str, screen: TextIO) -> None:
+def report_why(pid_file: Path | None, text: str, screen: TextIO) -> None:
     """Report why the ranks have ended, to the user and to the process that started them."""
     over = pid_file is not None and seconds_to_end(pid_file) is not None
     lines = [] if pid_file is None or over else ways_on(pid_file)  # when it is over, rank 0 has shown them

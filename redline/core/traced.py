@@ -253,7 +253,7 @@ class Traced:
         ).bytes
 
     @property
-    def left_out_words(self) -> str | None:
+    def left_out_text(self) -> str | None:
         if not self.products_left_out:
             return None
         return f"{self.products_left_out} products whose sizes do not simply grow with the batch are left out"

@@ -24,12 +24,12 @@ def rate_unit(unit: str | None, short: bool = True) -> str:
     return f"{unit}s/s"
 
 
-def rate_words(unit: str | None) -> str:
+def spelled_rate_unit(unit: str | None) -> str:
     """'tokens per second'."""
     return f"{unit or 'token'}s per second"
 
 
-def batch_words(micro_batch: int, shape: Mapping[str, Any]) -> str:
+def batch_text(micro_batch: int, shape: Mapping[str, Any]) -> str:
     """'16 x 1024 tokens', '16 samples', '16 x 197 patches'. `shape`: the fields of a `Shape` or a `Traced`."""
     unit, items = shape.get("unit", "token"), shape.get("items_per_sample", shape.get("sequence", 1))
     return f"{micro_batch} {unit}s" if items == 1 else f"{micro_batch} x {items} {unit}s"

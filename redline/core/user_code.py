@@ -73,7 +73,7 @@ class Functions:
         return f"{Path(self.file).name}:{self.name}"
 
     @property
-    def loss_words(self) -> str:
+    def loss_label(self) -> str:
         """What messages call the loss."""
         if not self.live:
             return f"{self.loss_name}() for {self.words}"

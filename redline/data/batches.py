@@ -148,7 +148,7 @@ def _start_workers(
             generator=torch.Generator(),
         )
         # Not a generator: its frame would keep the workers alive for as long as a traceback lives.
-        return map(_told, iter(loader))
+        return map(_unpacked, iter(loader))
 
 
 class _Telling(Dataset[Any]):
@@ -176,7 +176,7 @@ class _Parcel:
         return _Parcel(tree_map_only(torch.Tensor, torch.Tensor.pin_memory, self.batch))
 
 
-def _told(found: torch.Tensor | _Parcel | list[str]) -> Any:
+def _unpacked(found: torch.Tensor | _Parcel | list[str]) -> Any:
     if isinstance(found, _Parcel):
         return found.batch
     if isinstance(found, torch.Tensor):

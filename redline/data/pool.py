@@ -2,8 +2,8 @@
 
     for result in work_through(partial(make_task, order), parts, todo=[0, 1, 2], processes=4, meter=meter): ...
 
-Every process calls `make_task()` once and then `task(number, part, tell)` for each part it is handed; the results are
-yielded in the order in which parts finish. A mistake in the text is raised as the UserError it was. `prepare` and
+Every process calls `make_task()` once and then `task(number, part, on_progress)` for each part it is handed. Results
+are yielded in the order in which parts finish. A mistake in the text is raised as the UserError it was. `prepare` and
 `survey` use this. No torch here.
 """
 
@@ -58,27 +58,27 @@ def unheard(progress: Progress) -> None:
 class Meter:
     """Adds up what the workers report, and passes on the totals."""
 
-    def __init__(self, parts: Sequence[Part], size: int, kept: Sequence[int], tell: OnProgress) -> None:
+    def __init__(self, parts: Sequence[Part], size: int, kept: Sequence[int], on_progress: OnProgress) -> None:
         """`kept` are the parts that an earlier run finished."""
-        self._tell, self._started = tell, time.monotonic()
+        self._on_progress, self._started = on_progress, time.monotonic()
         done = sum(span.size for number in kept for span in parts[number])
         self.now = Progress(bytes_total=size, bytes_kept=done, parts=len(parts), parts_done=len(kept))
-        self._tell(self.now)
+        self._on_progress(self.now)
 
     def add(self, step: Progress) -> None:
         """Add a step, which holds only what is new."""
         names = ("bytes_done", "text_bytes", "documents", "tokens", "parts_done")
         sums = {name: getattr(self.now, name) + getattr(step, name) for name in names}
         self.now = replace(self.now, **sums, seconds=time.monotonic() - self._started)
-        self._tell(self.now)
+        self._on_progress(self.now)
 
 
 @final
 class Pulse:
     """A worker's progress, reported a few times a second."""
 
-    def __init__(self, tell: OnProgress) -> None:
-        self._tell, self._last = tell, time.monotonic()
+    def __init__(self, on_progress: OnProgress) -> None:
+        self._on_progress, self._last = on_progress, time.monotonic()
         self._step = [0, 0, 0, 0]  # bytes done, text bytes, documents, tokens: a list, since this runs per document
         self.documents = self.text_bytes = 0
 
@@ -95,7 +95,7 @@ class Pulse:
 
     def send(self) -> None:
         names = ("bytes_done", "text_bytes", "documents", "tokens")
-        self._tell(Progress(bytes_total=0, **dict(zip(names, self._step, strict=True))))
+        self._on_progress(Progress(bytes_total=0, **dict(zip(names, self._step, strict=True))))
         self._step, self._last = [0, 0, 0, 0], time.monotonic()
 
 

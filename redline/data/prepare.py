@@ -354,10 +354,10 @@ def part_task(order: Preparation, encoder: TokenizerId) -> Task[Finished]:
 
 
 def prepare_part(
-    order: Preparation, encoder: TokenizerId, encode: Tokenizer, number: int, part: Part, tell: OnProgress
+    order: Preparation, encoder: TokenizerId, encode: Tokenizer, number: int, part: Part, on_progress: OnProgress
 ) -> Finished:
     outputs = {split: Output(shard_path(order.out, split, number), encoder) for split in ("train", "val")}
-    pulse = Pulse(tell)
+    pulse = Pulse(on_progress)
     try:
         for piece in read_part(part, order.reading):
             ids = encode.encode(piece.text)

@@ -205,8 +205,8 @@ def same(task: Task[PartFacts]) -> Task[PartFacts]:
     return task
 
 
-def read_through(reading: Reading, val_fraction: float, number: int, part: Part, tell: OnProgress) -> PartFacts:
-    digest, pulse = hashlib.blake2b(digest_size=16), Pulse(tell)
+def read_through(reading: Reading, val_fraction: float, number: int, part: Part, on_progress: OnProgress) -> PartFacts:
+    digest, pulse = hashlib.blake2b(digest_size=16), Pulse(on_progress)
     val_documents = val_bytes = 0
     for piece in read_part(part, reading):
         words = piece.text.encode()
@@ -384,12 +384,12 @@ def find_again(folder: Path, index: dict[str, Any], reading: Reading, say: Calla
         raise changed(f"it has {len(parts):,} parts now and had {len(index['parts']):,}")
     if touched:
         say(f"the text: {len(touched):,} of {len(now):,} files were modified, reading those again")
-        check_same_words(parts, touched, index, reading)
+        check_same_text(parts, touched, index, reading)
         write_json(folder / TEXT_FILE, {**index, "files": now})
     return parts
 
 
-def check_same_words(parts: Sequence[Part], touched: set[str], index: dict[str, Any], reading: Reading) -> None:
+def check_same_text(parts: Sequence[Part], touched: set[str], index: dict[str, Any], reading: Reading) -> None:
     todo = [number for number, part in enumerate(parts) if any(span.file.path in touched for span in part)]
     for number, facts in read_parts(partial(read_through, reading, index["val_fraction"]), parts, todo).items():
         if to_json(facts) != index["parts"][number]:

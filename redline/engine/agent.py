@@ -32,8 +32,8 @@ from redline.core.rank_processes import (
     open_screen,
     rank_pid_file,
     ranks_inside,
+    report_why,
     seconds_to_end,
-    tell_why,
     was_interrupted,
 )
 from redline.engine.distributed import (
@@ -74,10 +74,10 @@ def main(words: Sequence[str]) -> int:
     if pid_file is not None and was_interrupted(pid_file, cause.exitcode):
         return 128 + signal.SIGTERM  # as above: whoever interrupted us reports the rest
     if pid_file is not None and (asked := asked_rank(failures, interrupts)) is not None:
-        tell_why(pid_file, words_of_asking(asked, failures[asked], interrupts), open_screen())
+        report_why(pid_file, describe_request(asked, failures[asked], interrupts), open_screen())
         return EXIT_INTERRUPTED
-    if (text := words_of_leaving(rank, cause) if rank in quiet else words_of(rank, cause)) is not None:
-        tell_why(pid_file, text, open_screen())
+    if (text := describe_exit(rank, cause) if rank in quiet else describe_failure(rank, cause)) is not None:
+        report_why(pid_file, text, open_screen())
     is_ours = text is None or cause.error_file != NO_FILE  # any other code has a meaning only to the user's code
     return cause.exitcode if is_ours and 0 < cause.exitcode < 256 else 1
 
@@ -132,16 +132,16 @@ def quiet_ranks(failures: Mapping[int, ProcessFailure], inside: Collection[int] 
     """Return the ranks of `redline train` that left with an exit code and no explanation, as user code does when it
     ends its process. `inside`: ranks that left in the middle of their work, whatever their exit code."""
     leader = failures.get(0)
-    told = leader.exitcode if leader is not None and 0 not in inside and has_told(0, leader) else None
+    told = leader.exitcode if leader is not None and 0 not in inside and was_reported(0, leader) else None
 
     def leaves_it_to_others(rank: int, failure: ProcessFailure) -> bool:
-        return rank not in inside and (has_told(rank, failure) or failure.exitcode == told)
+        return rank not in inside and (was_reported(rank, failure) or failure.exitcode == told)
 
     left = {rank: one for rank, one in failures.items() if one.exitcode >= 0 and one.error_file == NO_FILE}
     return {rank for rank, failure in left.items() if not leaves_it_to_others(rank, failure)}
 
 
-def has_told(rank: int, failure: ProcessFailure) -> bool:
+def was_reported(rank: int, failure: ProcessFailure) -> bool:
     """True if the exit code says that the cause is reported elsewhere: rank 0 reports mistakes and failures itself and
     records nothing, and an interrupted rank was interrupted by the user, or by the agent because of another rank."""
     told = (EXIT_INTERRUPTED, EXIT_MISTAKE, EXIT_FAILED) if rank == 0 else (EXIT_INTERRUPTED,)
@@ -160,7 +160,7 @@ def asked_rank(failures: Mapping[int, ProcessFailure], interrupts: Mapping[int, 
     return None
 
 
-def words_of_asking(rank: int, failure: ProcessFailure, interrupts: Mapping[int, Interrupt]) -> str:
+def describe_request(rank: int, failure: ProcessFailure, interrupts: Mapping[int, Interrupt]) -> str:
     by = interrupts[rank].by if rank in interrupts else failure.signal_name()
     return f"rank {rank} was {'interrupted' if by == OWN_INTERRUPT else 'asked to stop'} ({by})"
 
@@ -173,7 +173,7 @@ def cause_of(
     agent saw that they were gone. Then comes the first rank that recorded a failure. Ranks that ended by SIGTERM, or
     were killed after the grace period, were ended by the agent. Python may end `interrupted` ranks by SIGINT."""
     first = min(failure.timestamp for failure in failures.values())
-    lost = [pair for pair in failures.items() if told_by(pair[1]).startswith(LOST)]
+    lost = [pair for pair in failures.items() if recorded_line(pair[1]).startswith(LOST)]
     killed = [
         pair
         for pair in failures.items()
@@ -184,12 +184,12 @@ def cause_of(
     ]
     gone = [*(pair for pair in failures.items() if pair[0] in quiet), *killed]
     recorded = [pair for pair in failures.items() if pair[1].error_file != NO_FILE]
-    told = [pair for pair in failures.items() if has_told(*pair)]
+    told = [pair for pair in failures.items() if was_reported(*pair)]
     spoke = [pair for pair in told if pair[1].exitcode != EXIT_INTERRUPTED]
     return min(lost or gone or recorded or spoke or told or failures.items(), key=lambda pair: pair[1].timestamp)
 
 
-def told_by(failure: ProcessFailure) -> str:
+def recorded_line(failure: ProcessFailure) -> str:
     """Return the first line of what the rank recorded; '' if it recorded nothing."""
     if failure.error_file == NO_FILE:
         return ""
@@ -197,18 +197,18 @@ def told_by(failure: ProcessFailure) -> str:
     return next(iter(str(told).strip().splitlines()), "without a message")
 
 
-def words_of(rank: int, failure: ProcessFailure) -> str | None:
+def describe_failure(rank: int, failure: ProcessFailure) -> str | None:
     """Describe the failure; None if the rank has reported it, or if whoever interrupted the rank does."""
     who = f"rank {rank}"
     if failure.exitcode < 0 and failure.error_file == NO_FILE:  # otherwise the agent ended a rank that had failed
         return f"{who} {killed_by(-failure.exitcode)}"
     if failure.error_file == NO_FILE:
-        return None if has_told(rank, failure) else words_of_leaving(rank, failure)
-    text = told_by(failure)
+        return None if was_reported(rank, failure) else describe_exit(rank, failure)
+    text = recorded_line(failure)
     return text.removeprefix(LOST) if text.startswith(LOST) else f"{who} failed: {text.removeprefix(MISTAKE)}"
 
 
-def words_of_leaving(rank: int, failure: ProcessFailure) -> str:
+def describe_exit(rank: int, failure: ProcessFailure) -> str:
     early = "" if failure.exitcode else " before the end"
     return f"rank {rank} left with exit code {failure.exitcode}{early}"
 

@@ -40,7 +40,7 @@ def keep_share(budget: float) -> None:
     own = f"redline {version_of_the_choice()}"
     if own not in compiler.cache_key_tag:
         compiler.cache_key_tag = f"{compiler.cache_key_tag} {own}".strip()  # the user's own tag stays
-    tell_the_compiler()
+    register_costs()
 
 
 def version_of_the_choice() -> str:
@@ -49,7 +49,7 @@ def version_of_the_choice() -> str:
 
 
 @functools.cache
-def tell_the_compiler() -> None:
+def register_costs() -> None:
     """Replace functions of torch's partitioner: of its public hooks, one sees no FLOPs and the other no bytes."""
     for operator, formula in ours().items():
         register_flop_formula(operator)(formula)

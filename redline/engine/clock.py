@@ -14,13 +14,13 @@ class Clock:
     """Marks in the order of the work. Nothing waits for the device until `seconds` is called."""
 
     def __init__(self, device: torch.device) -> None:
-        self.on_gpu = device.type == "cuda"
+        self.device, self.on_gpu = device, device.type == "cuda"
         self.marks: list[float | torch.cuda.Event] = []
 
     def mark(self) -> None:
         if self.on_gpu:
             event = torch.cuda.Event(enable_timing=True)
-            event.record()
+            event.record(torch.cuda.current_stream(self.device))  # not the current device's, which may be another
             self.marks.append(event)
         else:
             self.marks.append(time.perf_counter())
@@ -28,7 +28,7 @@ class Clock:
     def seconds(self) -> list[float]:
         """Return the time between each pair of neighbouring marks."""
         if self.on_gpu:
-            torch.cuda.synchronize()
+            torch.cuda.synchronize(self.device)
         return [_between(start, end) for start, end in zip(self.marks, self.marks[1:], strict=False)]
 
 

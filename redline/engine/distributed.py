@@ -95,7 +95,7 @@ class Ranks:
         if store is not None:
             own = own_store()
             self._lasting = lasting = PrefixStore("redline/job", own)
-            self._attempt = next_attempt(lasting) if rank == 0 else told_attempt(lasting, rank, limit_seconds)
+            self._attempt = next_attempt(lasting) if rank == 0 else ask_attempt(lasting, rank, limit_seconds)
             self._store = PrefixStore(f"redline/{self._attempt}", own)
         self._mark: tuple[int, int, str] = (0, 0, "getting ready")
         self._beats = 0
@@ -187,7 +187,7 @@ class Ranks:
             if time.monotonic() > until:
                 last = self._beat_of(here[0])
                 mark, lives = Mark(*json.loads(last)[1:]), last != beats[here[0]]
-                raise LostRankError(words_of_staying(here[0], mark, lives, self.limit_seconds))
+                raise LostRankError(describe_staying(here[0], mark, lives, self.limit_seconds))
             time.sleep(POLL_SECONDS)
 
     def _is_gone(self, rank: int) -> bool:
@@ -249,7 +249,7 @@ class Ranks:
                     raise UserError(*json.loads(store.get(f"mistake/{self._meetings}")))
                 if self._watches and time.monotonic() > until:
                     mark = Mark(*json.loads(self._beat_of(rank))[1:])
-                    raise LostRankError(words_of_missing(rank, mark, self.rank, self.limit_seconds))
+                    raise LostRankError(describe_missing(rank, mark, self.rank, self.limit_seconds))
                 time.sleep(POLL_SECONDS)
 
     def named(self, error: UserError) -> UserError:
@@ -267,13 +267,13 @@ class Ranks:
         known = self._lasting is not None and self._lasting.check([key])
         return json.loads(self._lasting.get(key)) if known else None
 
-    def tell_end(self, text: str, *, lost: bool = False) -> None:
+    def report_end(self, text: str, *, lost: bool = False) -> None:
         """Report the failure, and that this rank is leaving with nothing left to do."""
-        self.tell_failure(text, lost=lost)
+        self.report_failure(text, lost=lost)
         with suppress(dist.DistError):
             self.say(f"leaves/{self.rank}", True)
 
-    def tell_failure(self, text: str, *, lost: bool = False) -> None:
+    def report_failure(self, text: str, *, lost: bool = False) -> None:
         """Report how this rank ends to the others and to those that torchrun may start next. Only the first call
         counts. '' means that there is nothing to report; a killed rank reports nothing at all. `lost`: the text is
         about a rank that no longer answers."""
@@ -319,7 +319,7 @@ class Ranks:
         if count is None:
             return None
         ends = {rank: self.end_of(rank, before) for rank in range(count)}
-        return words_of_ends(ends, {rank: self.remembered(f"seen/{before}/{rank}") or 0.0 for rank in ends})
+        return describe_ends(ends, {rank: self.remembered(f"seen/{before}/{rank}") or 0.0 for rank in ends})
 
     # --- collectives --------------------------------------------------------------------------------------------------
 
@@ -445,7 +445,7 @@ class Ranks:
         if told and not any(end.text for end in told):
             leave_to_others()
         text = min(end for end in told if end.text).text if told else found
-        self.tell_end(text, lost=True)
+        self.report_end(text, lost=True)
         end_with(LostRankError(text))
 
     def _standing_still(self, limit: float, marks_since: float | None) -> str | None:
@@ -466,7 +466,7 @@ class Ranks:
         frozen = {rank: passed for rank, passed in beats.items() if passed > limit}
         if not frozen and (marks_since is None or not self.leads):
             return None
-        return words_of_standing(marks, {**seconds, **frozen}, list(frozen), limit)
+        return describe_straggler(marks, {**seconds, **frozen}, list(frozen), limit)
 
     def _unchanged_since(self, key: str, value: int, now: float) -> float:
         if self._seen.get(key, (-1, now))[0] != value:
@@ -501,7 +501,7 @@ class Mark(NamedTuple):
 NEVER_SEEN = Mark(0, 0, "getting ready", "")
 
 
-def words_of_standing(
+def describe_straggler(
     marks: Mapping[int, Mark], seconds: Mapping[int, float], frozen: Sequence[int], limit: float
 ) -> str | None:
     """Describe the rank that holds the others up; None if there is none. `seconds`: time since a rank's last mark, or
@@ -512,7 +512,7 @@ def words_of_standing(
     if behind in frozen and mark == NEVER_SEEN:
         return f"rank {behind} has not been seen in {ago}; its process gives no sign of life"
     if behind in frozen:
-        return f"rank {behind} was last seen {ago} ago {words_of_last(mark)}; its process gives no sign of life"
+        return f"rank {behind} was last seen {ago} ago {describe_last_mark(mark)}; its process gives no sign of life"
     if seconds[behind] <= limit:
         return None
     if any(other.number > mark.number for other in marks.values()):
@@ -526,19 +526,19 @@ def words_of_standing(
     )
 
 
-def words_of_missing(rank: int, mark: Mark, waiting: int, limit: float) -> str:
+def describe_missing(rank: int, mark: Mark, waiting: int, limit: float) -> str:
     """Describe a rank that the others wait for at the end of a meeting, which all began together."""
     return f"rank {rank} is {mark.doing} ({mark.frame}) {limit:.0f} s after rank {waiting} finished that"
 
 
-def words_of_last(mark: Mark) -> str:
+def describe_last_mark(mark: Mark) -> str:
     """Describe the last heartbeat of a process. What it did in the second after that is unknown, hence 'or later'."""
     return f"at step {mark.step:,} or later, {mark.doing} ({mark.frame})"
 
 
-def words_of_staying(rank: int, mark: Mark, lives: bool, seconds: float) -> str:
+def describe_staying(rank: int, mark: Mark, lives: bool, seconds: float) -> str:
     sign = "its process is still there" if lives else "its process gives no sign of life"
-    return f"rank {rank} has not ended {seconds:.0f} s after the training, last seen {words_of_last(mark)}; {sign}"
+    return f"rank {rank} has not ended {seconds:.0f} s after the training, last seen {describe_last_mark(mark)}; {sign}"
 
 
 def this_process() -> tuple[str, int]:
@@ -565,10 +565,10 @@ def main_frame() -> str:
     """Describe where the main thread is, such as 'mean, distributed.py, which calls all_reduce'."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     codes = [one.f_code for one, _ in traceback.walk_stack(frame)] if frame is not None else []  # innermost first
-    return words_of_place([(code.co_name, code.co_filename) for code in codes])
+    return describe_place([(code.co_name, code.co_filename) for code in codes])
 
 
-def words_of_place(stack: Sequence[tuple[str, str]]) -> str:
+def describe_place(stack: Sequence[tuple[str, str]]) -> str:
     """Describe the innermost function of redline's or the user's, and the library function that it calls. Frames deeper
     in a library, or the standard library waiting for a lock, would tell nobody much. `stack`: functions and their
     files, innermost first."""
@@ -659,7 +659,7 @@ def welcome(lasting: Any, attempt: int, count: int, ended: threading.Event) -> N
         return  # the store is gone, and so is the job
 
 
-def told_attempt(lasting: Any, rank: int, limit_seconds: float) -> int:
+def ask_attempt(lasting: Any, rank: int, limit_seconds: float) -> int:
     """Ask rank 0 for the number of the attempt, and return it."""
     name, until = uuid.uuid4().hex, time.monotonic() + limit_seconds
     lasting.set(f"hello/{rank}", name)
@@ -694,7 +694,7 @@ def recorded(ranks: Ranks) -> Iterator[None]:
             yield
         except UserError as error:
             words = " ".join(f"{error.problem.removeprefix(RANK_0)}: {error.why}".splitlines())
-            ranks.tell_end(f"rank {ranks.rank} failed: {words}")
+            ranks.report_end(f"rank {ranks.rank} failed: {words}")
             if ranks.leads and (named := ranks.named(error)) is not error:
                 raise named from error
             if ranks.leads:
@@ -707,7 +707,7 @@ def recorded(ranks: Ranks) -> Iterator[None]:
         except Exception as error:
             is_lost = isinstance(error, LostRankError)
             words = str(error) if is_lost else f"rank {ranks.rank} failed: {type(error).__name__}: {error}"
-            ranks.tell_end(words, lost=is_lost)
+            ranks.report_end(words, lost=is_lost)
             if not is_lost and ranks.follows():
                 traceback.print_exception(error, file=sys.__stderr__)  # a rank's log
                 ranks.wait_for_rank_0()  # otherwise the agent would end rank 0 while it still reports
@@ -715,10 +715,10 @@ def recorded(ranks: Ranks) -> Iterator[None]:
             record_failure(error)
             raise SystemExit(1) from error
         finally:
-            ranks.tell_end("")  # unless reported above: ended by the user, by the agent, or all done
+            ranks.report_end("")  # unless reported above: ended by the user, by the agent, or all done
 
 
-def words_of_ends(ends: Mapping[int, End | None], seen: Mapping[int, float]) -> str | None:
+def describe_ends(ends: Mapping[int, End | None], seen: Mapping[int, float]) -> str | None:
     """Describe why an attempt ended, from the ends of its ranks; None if nothing is known. A rank whose end is None
     reported nothing. If a watching rank reported a lost one, that is the cause: a lost rank may report nothing, and the
     agent may have killed others since. `seen`: time of each rank's last heartbeat. A silent rank that lived on after

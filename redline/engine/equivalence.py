@@ -89,7 +89,7 @@ def stands_out(gradient: torch.Tensor, noise: float) -> torch.Tensor:
     return (gradient.abs() <= STANDS_OUT * typical).logical_not_() | (gradient == 0)
 
 
-class Told(Mapping[str, torch.Tensor]):
+class FromRankZero(Mapping[str, torch.Tensor]):
     """Rank 0's tensors, broadcast one at a time on access: all ranks must access them together, in the same order."""
 
     def __init__(
@@ -111,7 +111,7 @@ class Told(Mapping[str, torch.Tensor]):
         return len(self._shapes)
 
 
-def told(expected: Expected | None, ranks: Ranks, device: torch.device) -> Expected:
+def share_expected(expected: Expected | None, ranks: Ranks, device: torch.device) -> Expected:
     """Return rank 0's `expected` on all ranks. The others wait for it as long as it takes."""
     if not ranks.joined:
         assert expected is not None
@@ -133,7 +133,7 @@ def told(expected: Expected | None, ranks: Ranks, device: torch.device) -> Expec
         )
     said = ranks.hear("expected")
     for name in ("gradients", "weights"):
-        said[name] = Told(ranks, said[name], {} if expected is None else getattr(expected, name), device)
+        said[name] = FromRankZero(ranks, said[name], {} if expected is None else getattr(expected, name), device)
     return Expected(**said)
 
 

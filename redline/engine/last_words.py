@@ -34,7 +34,7 @@ def last_words(words: Callable[[], UserError]) -> Iterator[None]:
         # abort() is called by the failing thread from ordinary code, so Python can run here as in any other callback.
         try:
             if not raised:
-                sys.stderr.write(words().told())
+                sys.stderr.write(words().text())
                 sys.stderr.flush()
         finally:
             os._exit(EXIT_FAILED)

@@ -26,7 +26,7 @@ from redline.engine import memory
 from redline.engine.build import Training, build
 from redline.engine.clock import Clock
 from redline.engine.distributed import Ranks, alone
-from redline.engine.equivalence import Expected, check_gradients, pair_is_bitwise, reference_gradients, told
+from redline.engine.equivalence import Expected, check_gradients, pair_is_bitwise, reference_gradients, share_expected
 from redline.engine.findings import compiler_log
 from redline.engine.fit import free_memory, in_pieces_that_fit
 from redline.engine.kept import kept_reference
@@ -63,7 +63,7 @@ def measure(bench: Bench) -> Measurement:
     plan = plan_of(job.recipe.rungs)
 
     bench.report("reference")
-    expected = told(expected_of(bench, plan) if ranks.leads else None, ranks, device)
+    expected = share_expected(expected_of(bench, plan) if ranks.leads else None, ranks, device)
     free_memory(device)
 
     bench.report("building")

@@ -2,7 +2,7 @@
 
     model = adapter.build_stage(plan, layers_of(stage, stages=2, layers=12))           # on 'meta'
     shared = Pipelined(adapter, model, loss_of, plan=plan, ranks=ranks, device=device, cuts={})
-    loss = shared.gradients(pieces, backward);  loss = shared.told(loss)               # the last stage knows the loss
+    loss = shared.gradients(pieces, backward);  loss = shared.share_figures(loss)  # the last stage knows the loss
 
 torch.distributed.pipelining transfers activations and gradients between stages and runs the schedule; a piece of the
 gradient accumulation is a micro batch of the pipeline. This module adds what torch leaves open. A tied head lies on the
@@ -125,7 +125,7 @@ class Pipelined(Shared):
         kind = DTYPES.get(self.plan.residual, torch.float32)
         return torch.empty((*size, self.model.shape.d_model), dtype=kind, device=device)
 
-    def told(self, figures: torch.Tensor) -> torch.Tensor:
+    def share_figures(self, figures: torch.Tensor) -> torch.Tensor:
         dist.broadcast(figures, group=self.group, group_src=self.count - 1)
         return figures
 
@@ -178,7 +178,7 @@ class Relay(nn.Module):
         if not self.model.last:
             self.pipelined.send(y)
             y = torch.empty((len(tokens), 1, self.rows), device=tokens.device)
-        return self.pipelined.told(y[:, -1:].float().contiguous())
+        return self.pipelined.share_figures(y[:, -1:].float().contiguous())
 
     @property
     def rows(self) -> int:

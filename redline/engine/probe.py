@@ -20,9 +20,10 @@ from redline.core.host import core_count, cpu_name, cpuinfo, installed_version
 from redline.core.values import to_json
 
 
-def probe(wanted: str | None = None) -> Hardware:
-    kind = wanted or ("cuda" if torch.cuda.is_available() else "cpu")
-    return _cuda() if kind == "cuda" else _cpu()
+def probe(wanted: str | torch.device | None = None) -> Hardware:
+    """Describe a device: 'cuda' is the first one, 'cuda:1' the second; None: a GPU if torch sees one."""
+    device = torch.device(wanted or ("cuda" if torch.cuda.is_available() else "cpu"))
+    return _cuda(device.index or 0) if device.type == "cuda" else _cpu()
 
 
 def versions() -> dict[str, str | None]:
@@ -38,10 +39,10 @@ def versions() -> dict[str, str | None]:
     }
 
 
-def _cuda() -> Hardware:
+def _cuda(index: int) -> Hardware:
     if not torch.cuda.is_available():
         raise SystemExit("torch sees no CUDA device")
-    device = torch.cuda.get_device_properties(0)
+    device = torch.cuda.get_device_properties(index)
     missing = {**_packages_missing(), **_cuda_missing((device.major, device.minor))}  # no package can fix a device
     return Hardware(
         kind="cuda",

@@ -68,7 +68,7 @@ def profile_job(bench: Bench, folder: Path) -> Profile:
 def profile_recipe(bench: Bench, folder: Path) -> Profile:
     job, plan = bench.job, plan_of(bench.job.recipe.rungs)
     bench.report("building")
-    tell_kernels_apart()
+    name_kernels()
     with compiler_log() as log:
         training = build(
             job.workload,
@@ -123,7 +123,7 @@ def look_at_modules(bench: Bench, micro_batch: int) -> Uncompiled:
     )
 
 
-def tell_kernels_apart() -> None:
+def name_kernels() -> None:
     """Make Inductor name its C++ kernels in the profile, and attach to Triton kernels the bytes that it counted for
     them. Call this before anything is compiled. Neither option changes the code that runs."""
     import torch._inductor.config as config

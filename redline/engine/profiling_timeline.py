@@ -343,11 +343,11 @@ def host_calls(host: Host, parameter_bytes: int | None) -> Iterator[Call]:
             continue  # on a CPU all of the loader's time in this process is waiting for data
         segment = Segment(start, end, node.phase, group, node.module)
         operator, work = known_work(node, parameter_bytes)
-        owner = operator if work is not None else telling_operator(node)
+        owner = operator if work is not None else outermost_operator(node)
         yield Call(owner.name if owner is not None else node.name, segment, segment.seconds, owner, work)
 
 
-def telling_operator(node: Node) -> Node | None:
+def outermost_operator(node: Node) -> Node | None:
     """Return the outermost operator of the same group: 'aten::masked_fill' rather than the copy inside it."""
     same = (each for each in node.chain() if each.category == "cpu_op" and each.group == node.group)
     return next((each for each in same if not each.name.startswith(NODE)), None)

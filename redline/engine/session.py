@@ -124,7 +124,7 @@ def train(order: TrainOrder, emit: Emit, ranks: Ranks | None = None) -> dict[str
         if ranks.count > 1 and ranks.leads:  # another rank's message already names it
             who = RANK_0
     if reason is not None:  # before it is shown, which may take a while: meanwhile other ranks fail because of it
-        ranks.tell_failure(f"rank {ranks.rank} failed: {reason}" if why == "failed" else f"training {why}: {reason}")
+        ranks.report_failure(f"rank {ranks.rank} failed: {reason}" if why == "failed" else f"training {why}: {reason}")
         reason = f"{who}{reason}"
     return {**summary_of(trainer, why), "reason": reason}
 
@@ -179,7 +179,7 @@ def notes_of_ranks(order: TrainOrder, plan: Plan, ranks: Ranks) -> Iterator[str]
     if ranks.count > 1:
         yield ranks.layout.words(plan.parallel)
     if ranks.layout.pipeline > 1:
-        yield ranks.layout.words_of_bubble(order.micro_batches)
+        yield ranks.layout.describe_bubble(order.micro_batches)
     way = next((name for name in order.recipe.rungs if name in WAYS), DDP)
     if ranks.joined and ranks.count == 1:
         yield "one rank: nothing is gathered or averaged"

@@ -78,7 +78,7 @@ class Shared:
     def finish(self) -> None:
         """Average the gradients that are not averaged yet, after the last backward pass of an update."""
 
-    def told(self, figures: torch.Tensor) -> torch.Tensor:
+    def share_figures(self, figures: torch.Tensor) -> torch.Tensor:
         """Return losses and norms as known to the ranks that computed them; once per cycle, as it may be collective."""
         return figures
 

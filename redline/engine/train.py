@@ -129,7 +129,7 @@ class Trainer:
         if self.saved_at == self.progress.updates:
             return
         self.store.wait()  # so that the previous save is reported, however long its writing took
-        self._tell_saves()
+        self._report_saves()
         state_tensors, state_values = optimizer_tensors(self.step.optimizer, self.step.model)
         if self.step.shared.elsewhere:
             state_values = with_all_states(self.ranks.gather(state_values))
@@ -158,7 +158,7 @@ class Trainer:
         )
         self.saved_at = self.progress.updates
 
-    def _tell_saves(self) -> None:
+    def _report_saves(self) -> None:
         """Report what has been saved since the last call, and what has failed: training continues, as earlier
         checkpoints are whole."""
         saved, failure = self.store.last_saved, self.store.last_error
@@ -187,7 +187,7 @@ class Trainer:
             self.ranks.mark(self.step.steps_taken, "saving")
             self.save()
             failure = self.store.wait()
-            self._tell_saves()
+            self._report_saves()
             if failure is not None:
                 raise NotSavedError(f"{failure.problem}: {failure.why}; free some space and continue with --resume")
         return why
@@ -210,7 +210,7 @@ class Trainer:
         if not losses:
             return False
         self.ranks.mark(self.step.steps_taken, "reading the losses")
-        known = self.step.shared.told(torch.stack([*losses, *norms]))
+        known = self.step.shared.share_figures(torch.stack([*losses, *norms]))
         figures = self.ranks.mean(known).tolist()  # the only wait of the cycle
         self.epoch = loader.epoch
         mine = Look(
@@ -310,7 +310,7 @@ class Trainer:
 
     def _between_cycles(self) -> None:
         settings, done = self.settings, self.progress.updates
-        self._tell_saves()
+        self._report_saves()
         if settings.eval_every is not None and done % settings.eval_every == 0:
             self._validate()
         if settings.sample_every is not None and done % settings.sample_every == 0 and self.sample is not None:
@@ -336,7 +336,7 @@ class Trainer:
                 progress.validation_tokens += self.step.adapter.items(batch)
         if not losses:
             return
-        known = self.step.shared.told(torch.stack(losses).mean())
+        known = self.step.shared.share_figures(torch.stack(losses).mean())
         loss = self.ranks.mean(known).item()  # one number for all ranks: it decides which checkpoint is best
         self.validation_loss = loss
         if math.isfinite(loss):
@@ -384,10 +384,10 @@ def agreed(looks: list[Look]) -> Look:
 
 
 @contextmanager
-def asked_to_stop(tell: Callable[[], None] | None = None) -> Iterator[Callable[[], str | None]]:
+def asked_to_stop(on_request: Callable[[], None] | None = None) -> Iterator[Callable[[], str | None]]:
     """Ctrl-C and SIGTERM end the cycle and save; a second Ctrl-C exits at once. Signals within a moment of the first
-    belong to the same request: GNU timeout and job managers signal a process and its group separately. `tell` is called
-    in the handler, so that the request is known even to code that runs after the block has failed."""
+    belong to the same request: GNU timeout and job managers signal a process and its group separately. `on_request` is
+    called in the handler, so that the request is known even to code that runs after the block has failed."""
     asked: list[float] = []
 
     def note(number: int, _: object) -> None:
@@ -395,8 +395,8 @@ def asked_to_stop(tell: Callable[[], None] | None = None) -> Iterator[Callable[[
         if asked and number == signal.SIGINT and now - asked[0] > ONE_REQUEST_SECONDS:
             raise KeyboardInterrupt
         asked.append(now)
-        if tell is not None:
-            tell()
+        if on_request is not None:
+            on_request()
 
     before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

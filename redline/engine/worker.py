@@ -162,15 +162,15 @@ def lead_ranks(job: Job, folder: Path) -> int:
 def failure_of_ranks(failures: Mapping[int, ProcessFailure], folder: Path) -> Failure:
     """Return one failure for all ranks. Ranks fail because one of them did: the cause is a rank that was killed, or
     that exited without recording a failure, or else the first that recorded one; torchrun's own order is by seconds."""
-    from redline.engine.agent import cause_of, words_of, words_of_leaving
+    from redline.engine.agent import cause_of, describe_exit, describe_failure
 
     written = {rank: folder / RANK_FAILURE_FILE.format(rank) for rank in failures}
     quiet = {rank for rank, failure in failures.items() if failure.exitcode >= 0 and not written[rank].exists()}
     rank, cause = cause_of(failures, quiet)
     if cause.exitcode < 0:
-        return Failure(kind="killed", reason=words_of(rank, cause) or f"rank {rank} was killed")
+        return Failure(kind="killed", reason=describe_failure(rank, cause) or f"rank {rank} was killed")
     if rank in quiet:
-        return Failure(kind="error", reason=words_of_leaving(rank, cause))
+        return Failure(kind="error", reason=describe_exit(rank, cause))
     first = min(
         (rank for rank, path in written.items() if path.exists()), key=lambda rank: written[rank].stat().st_mtime_ns
     )
@@ -186,13 +186,13 @@ def marking(report: Any, ranks: Ranks, folder: Path) -> Any:
         with contextlib.suppress(OSError):  # a full disk: the heartbeat must continue
             (folder / STANDING_FILE).write_text(words, encoding="utf-8")
 
-    def tell(phase: str, done: int | None = None, total: int | None = None, seconds: float | None = None) -> None:
+    def marked(phase: str, done: int | None = None, total: int | None = None, seconds: float | None = None) -> None:
         ranks.mark(done or 0, phase)
         if ranks.leads:
             report(phase, done, total, seconds)
 
     ranks.on_standing = write_standing if ranks.leads else None
-    return tell
+    return marked
 
 
 def leave_at_once() -> int:

@@ -2,7 +2,8 @@
 
 `..._whole_row` keeps a row of bf16 logits in the registers of one program, two numbers to a word, so that memory is
 read once and written once. `..._twice` accepts rows of any length and dtype and reads them twice; the second read comes
-from the cache only in part, since the rows in flight are larger than the cache.
+from the cache only in part, since the rows in flight are larger than the cache. A target that is not in the vocabulary
+gives its row a loss of NaN and a NaN in its gradient, and nothing outside the row is read or written.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+
+from redline.kernels.on_device import on_its_device
 
 # Each load of 8 warps reads 16 bytes per thread; four loads share one rescaling of the running sum.
 BLOCK, WARPS = 2048, 8
@@ -22,6 +25,7 @@ TWO_LOWEST = tl.constexpr(0xFF80FF80)  # -inf and -inf
 TWO_NANS = tl.constexpr(0x7E7E)  # of e5m2
 
 
+@on_its_device
 def launch(
     logits: torch.Tensor, targets: torch.Tensor, vocab: int, narrow: torch.Tensor | None = None, octaves: int = 0
 ) -> torch.Tensor:
@@ -132,10 +136,12 @@ def _cross_entropy_whole_row(  # type: ignore[no-untyped-def]
         out += row * columns
     else:
         out = logits
-    target = tl.load(targets + row).to(tl.int32)
+    target = tl.load(targets + row)
+    known = (target >= 0) & (target < vocab)
+    target = tl.where(known, target, 0).to(tl.int32)
     at_target = tl.load(logits + target // 2)
     is_low = target % 2 == 0
-    of_target = tl.where(is_low, _low(at_target), _high(at_target)) * LOG2E
+    of_target = tl.where(known, tl.where(is_low, _low(at_target), _high(at_target)) * LOG2E, float("nan"))
     lanes = tl.arange(0, TILE)
     kept = ()
     for i in tl.static_range(TILES):
@@ -156,7 +162,7 @@ def _cross_entropy_whole_row(  # type: ignore[no-untyped-def]
         total += tl.exp2(_low(word) * LOG2E - top) + tl.exp2(_high(word) * LOG2E - top)
     log_sum = top + tl.log2(tl.sum(total, axis=0))
     tl.store(losses + row, (log_sum - of_target) * LN2)
-    no_number = tl.where(log_sum == log_sum, 0, TWO_NANS)  # TWO_NANS | anything is NaN in e5m2
+    no_number = tl.where(known & (log_sum == log_sum), 0, TWO_NANS)  # TWO_NANS | anything is NaN in e5m2
     log_sum -= OCTAVES  # scales the probabilities at no cost
     for i in tl.static_range(TILES):
         at = i * TILE + lanes
@@ -195,7 +201,9 @@ def _cross_entropy_twice(  # type: ignore[no-untyped-def]
     else:
         out = logits
     target = tl.load(targets + row)
-    of_target = tl.load(logits + target).to(tl.float32)  # before the reductions below, which order it before any store
+    known = (target >= 0) & (target < vocab)
+    target, one = tl.where(known, target, 0), tl.where(known, 1.0, float("nan"))
+    of_target = one * tl.load(logits + target).to(tl.float32)  # before the reductions, which order it before any store
     lanes = tl.arange(0, BLOCK)
     highest = tl.full((BLOCK,), LOWEST, tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
@@ -215,7 +223,7 @@ def _cross_entropy_twice(  # type: ignore[no-untyped-def]
     for start in range(0, columns, BLOCK):
         at = start + lanes
         x = tl.load(logits + at, mask=at < vocab, other=-float("inf")).to(tl.float32)
-        gradient = tl.exp(x - log_sum) - tl.where(at == target, 1.0, 0.0)
+        gradient = tl.exp(x - log_sum) - tl.where(at == target, one, 0.0)
         if NARROW:
             gradient = gradient * (1 << OCTAVES)
         tl.store(out + at, gradient.to(out.dtype.element_ty), mask=at < columns)

@@ -1,8 +1,8 @@
 """Matmuls by cuBLASLt, with the algorithm that is fastest on this device, and with epilogues.
 
-    lt = library()                                      # None if torch has no CUDA, or another version of cuBLASLt
+    lt = library(a.device)                               # None if torch has no CUDA, or another version of cuBLASLt
     out = lt.product(a, b, out_dtype=torch.float32)      # a [M, K], b [K, N] in 16 bits; either may be transposed
-    lt.product(a, b, bias=bias, epilogue=GELU_AUX_BIAS, aux=hidden)
+    lt.product(a, b, bias=bias, epilogue=GELU_AUX_BIAS, aux=hidden)      # None if it has no algorithm for these
 
 torch asks cuBLASLt for one algorithm and uses it. Here the first call of a form (sizes, layouts, dtypes, epilogue)
 times the algorithms that cuBLASLt proposes, on the actual operands, and later calls use the fastest. The library is the
@@ -24,16 +24,19 @@ from typing import Any
 
 import torch
 
+from redline.kernels.on_device import on_its_device
+
 # From cublasLt.h and library_types.h; they have not changed between CUDA 11 and 13.
 COMPUTE_32F, REAL_32F, REAL_16F, REAL_16BF = 68, 0, 2, 14
 TRANSA, TRANSB, EPILOGUE, BIAS_POINTER, AUX_POINTER, AUX_LD = 3, 4, 7, 8, 11, 12
-MAX_WORKSPACE_BYTES = 1
+MAX_WORKSPACE_BYTES, REDUCTION_SCHEMES, IN_COMPUTE_TYPE = 1, 3, 2
 DEFAULT, BIAS, GELU, AUX = 1, 4, 32, 128
 GELU_AUX_BIAS = GELU | AUX | BIAS
 TYPES = {torch.bfloat16: REAL_16BF, torch.float16: REAL_16F, torch.float32: REAL_32F}
 
 WORKSPACE_BYTES = 32 * 2**20  # what NVIDIA recommends for Hopper
 PROPOSALS = 16
+MOST_FORMS = 256  # of a model with fixed sizes there are some dozens; texts of all lengths would be timed for ever
 LOOKS = 5
 BUSY_CYCLES = 400_000  # of the device's clock, about 0.2 ms
 ALIGNMENT = 16  # of rows, in bytes; below it no fast kernels are proposed, and torch's own choice is as good
@@ -84,8 +87,21 @@ class Form:
     device: torch.device
 
 
+STATUSES = {  # cublasStatus_t; engine/memory.py recognises the second by its name
+    1: "NOT_INITIALIZED",
+    3: "ALLOC_FAILED",
+    7: "INVALID_VALUE",
+    8: "ARCH_MISMATCH",
+    13: "EXECUTION_FAILED",
+    14: "INTERNAL_ERROR",
+    15: "NOT_SUPPORTED",
+}
+
+
 class LtError(RuntimeError):
-    pass
+    def __init__(self, what: str, status: int | None = None) -> None:
+        super().__init__(what if status is None else f"{what}: CUBLAS_STATUS_{STATUSES.get(status, status)}")
+        self.no_memory = STATUSES.get(status or 0) == "ALLOC_FAILED"
 
 
 POINTER, WORD, SIZE = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
@@ -96,7 +112,8 @@ OFTEN_CALLED = {  # with declared types, ctypes accepts plain integers as pointe
 
 
 class Library:
-    """A cuBLASLt handle and its plans. `lt`: the functions of cublasLt.h by name, as ctypes.CDLL provides them."""
+    """A cuBLASLt handle, which belongs to the current device, and its plans. `lt`: the functions of cublasLt.h by name,
+    as ctypes.CDLL provides them."""
 
     def __init__(self, lt: Any) -> None:
         self.lt = lt
@@ -105,14 +122,16 @@ class Library:
         self.matmul = lt.cublasLtMatmul
         self.handle = ctypes.c_void_p()
         self._call("cublasLtCreate", ctypes.byref(self.handle))
-        self.plans: dict[tuple[Any, ...], Plan] = {}
+        self.plans: dict[tuple[Any, ...], Plan | None] = {}
+        """By form; None where cuBLASLt has no algorithm."""
         self.workspaces: dict[torch.device, torch.Tensor] = {}
 
     def _call(self, name: str, *words: Any) -> None:
         status = getattr(self.lt, name)(*words)
         if status != 0:
-            raise LtError(f"{name}: status {status}")
+            raise LtError(name, status)
 
+    @on_its_device
     def product(
         self,
         a: torch.Tensor,
@@ -122,12 +141,15 @@ class Library:
         bias: torch.Tensor | None = None,
         epilogue: int = DEFAULT,
         aux: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Multiply a [M, K] by b [K, N]. `aux` [M, N], contiguous, is written by epilogues that have one."""
+    ) -> torch.Tensor | None:
+        """Multiply a [M, K] by b [K, N]. `aux` [M, N], contiguous, is written by epilogues that have one. None if there
+        is no algorithm for this form, or if it is one form too many: torch's own matmul has to do."""
         shape, other = a.shape, b.shape
-        out = a.new_empty((shape[0], other[1]), dtype=out_dtype)
         key = (shape, a.stride(), a.dtype, other, b.stride(), b.dtype, out_dtype, epilogue, a.get_device())
         plan = self.plans.get(key)
+        if plan is None and (key in self.plans or len(self.plans) >= MOST_FORMS):
+            return None
+        out = a.new_empty((shape[0], other[1]), dtype=out_dtype)
         if plan is None:
             form = Form(operand(b), operand(a), operand(out), epilogue, a.device)
             plan = self.plans[key] = Plan(self, form)
@@ -136,7 +158,14 @@ class Library:
         if aux is not None:
             plan.aux.point(aux.data_ptr())
         pointers = (b.data_ptr(), a.data_ptr(), out.data_ptr())
-        plan.run(pointers, plan.chosen or plan.choose(pointers))
+        try:
+            chosen = plan.chosen or plan.choose(pointers)
+        except LtError as error:
+            if error.no_memory:
+                raise
+            self.plans[key] = None
+            return None
+        plan.run(pointers, chosen)
         return out
 
     def workspace(self, device: torch.device) -> torch.Tensor:
@@ -203,6 +232,15 @@ class Plan:
                 ctypes.byref(most),
                 ctypes.c_size_t(ctypes.sizeof(most)),
             )
+            if not may_add_in_16_bits(self.form.first.dtype):
+                scheme = ctypes.c_uint32(IN_COMPUTE_TYPE)
+                call(
+                    "cublasLtMatmulPreferenceSetAttribute",
+                    preference,
+                    REDUCTION_SCHEMES,
+                    ctypes.byref(scheme),
+                    ctypes.c_size_t(ctypes.sizeof(scheme)),
+                )
             call(
                 "cublasLtMatmulAlgoGetHeuristic",
                 self.library.handle,
@@ -257,7 +295,7 @@ class Plan:
         where = (a, first, b, second, self.zero_at, d, out, d, out, by, self.space, WORKSPACE_BYTES)
         status = self.library.matmul(*self.begin, *where, stream_of(self.index))
         if status != 0:
-            raise LtError(f"cublasLtMatmul: status {status}")
+            raise LtError("cublasLtMatmul", status)
 
 
 class Attribute:
@@ -277,14 +315,28 @@ def stream_of(device: int) -> int:
     return torch._C._cuda_getCurrentRawStream(device)
 
 
+def may_add_in_16_bits(dtype: torch.dtype) -> bool:
+    """True unless the user has forbidden that parts of a sum are added up in the output's 16 bits, as torch's own
+    matmuls then leave out the algorithms that do."""
+    flags = torch.backends.cuda.matmul
+    if dtype == torch.bfloat16:
+        return bool(flags.allow_bf16_reduced_precision_reduction)
+    return bool(flags.allow_fp16_reduced_precision_reduction)
+
+
 @functools.cache
-def library() -> Library | None:
+def library(device: torch.device) -> Library | None:
     """Return the cuBLASLt that torch has loaded, found by its name; None if there is none."""
     if torch.version.cuda is None or not torch.cuda.is_available():
         return None
     try:
-        return Library(ctypes.CDLL(f"libcublasLt.so.{torch.version.cuda.split('.')[0]}"))
-    except (OSError, LtError):
+        with torch.cuda.device(device):
+            return Library(ctypes.CDLL(f"libcublasLt.so.{torch.version.cuda.split('.')[0]}"))
+    except OSError:
+        return None
+    except LtError as error:
+        if error.no_memory:  # nothing is remembered, so that a smaller batch may find it
+            raise
         return None
 
 

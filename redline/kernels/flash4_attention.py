@@ -23,6 +23,7 @@ import torch
 
 from redline.core.job import user_cache
 from redline.core.plan import FLASH4_HEADS
+from redline.kernels.on_device import on_its_device
 from redline.kernels.packed_attention import plain_packed_attention, plain_packed_attention_backward
 
 PACKAGE = "flash-attn-4"  # the distribution's name: older packages share its module's name
@@ -67,6 +68,7 @@ def by_cudnn(qkv: torch.Tensor, heads: int) -> tuple[torch.Tensor, torch.Tensor]
     return out.transpose(1, 2).flatten(2), stats  # torch lays it out like q: nothing is copied
 
 
+@on_its_device
 def by_flash4(
     above: torch.Tensor, qkv: torch.Tensor, out: torch.Tensor, stats: torch.Tensor, heads: int
 ) -> torch.Tensor:

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from redline.kernels import gelu_backward
+from redline.kernels.on_device import on_its_device
 
 SLOPE, CUBE = tl.constexpr(gelu_backward.SLOPE), tl.constexpr(gelu_backward.CUBE)
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -15,6 +16,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 HEIGHT, HIGH, WIDE, WARPS = 64, 4, 512, 4
 
 
+@on_its_device
 def launch(gradient: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     assert gradient.is_contiguous()
     assert x.is_contiguous()

@@ -18,6 +18,7 @@ from quack.gemm_config import GemmConfig
 
 from redline.kernels.cublaslt import BUSY_CYCLES, LOOKS
 from redline.kernels.gelu_backward import CUBE, SLOPE
+from redline.kernels.on_device import on_its_device
 
 
 def tile(rows: int, columns: int, *, in_turns: bool, cluster: tuple[int, int]) -> GemmConfig:
@@ -74,6 +75,7 @@ Key = tuple[Any, ...]
 FORWARD: dict[Key, Any] = {}
 
 
+@on_its_device
 def forward(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> Pair:
     slope, active = (rows.new_empty(rows.size(0), weight.size(0)) for _ in range(2))
     out = {"D": slope, "active": active}
@@ -114,6 +116,7 @@ class Backward:
 BACKWARD: dict[Key, Backward] = {}
 
 
+@on_its_device
 def backward(above: torch.Tensor, weight: torch.Tensor, slope: torch.Tensor) -> Pair:
     key = above.shape, weight.shape, slope.dtype, slope.device
     way = BACKWARD.get(key)

@@ -18,6 +18,7 @@ from quack.gemm_config import GemmConfig
 from quack.gemm_sm90 import GemmSm90
 
 from redline.kernels.gelu_products_quack import Key, fastest, slope_and_gelu, tile
+from redline.kernels.on_device import on_its_device
 
 TILES = (
     tile(128, 160, in_turns=True, cluster=(1, 2)),
@@ -114,6 +115,7 @@ class Forward:
 FORWARD: dict[Key, Forward] = {}
 
 
+@on_its_device
 def forward(*operands: torch.Tensor) -> Tensors:
     key = key_of(*operands)
     way = FORWARD.get(key)
@@ -175,6 +177,7 @@ class Backward:
 BACKWARD: dict[Key, Backward] = {}
 
 
+@on_its_device
 def backward(*operands: torch.Tensor) -> Tensors:
     key = key_of(*operands)
     way = BACKWARD.get(key)

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from redline.kernels.norm_backward import plain_norm_backward
+from redline.kernels.on_device import on_its_device
 
 # The fastest of 177 configurations on an H200, at 65,536 x 768: `PROGRAMS` on each multiprocessor, each of which goes
 # through its share of the rows, `HIGH` at a time, keeps its sums in registers and prefetches rows two iterations ahead.
@@ -17,6 +18,7 @@ SHARE = 0.85  # of a multiprocessor's shared memory, for prefetched rows
 LONGEST = 8192  # columns; beyond that, a program's sums do not fit in its registers
 
 
+@on_its_device
 def launch(
     gradient: torch.Tensor,
     stream: torch.Tensor,

@@ -50,7 +50,8 @@ def packed_attention_backward(
         return plain_packed_attention_backward(above, qkv, out, stats, heads)
     batch, sequence, width = qkv.shape
     gradient = torch.empty_like(qkv)
-    made = _graph("backward", batch, sequence, heads, width // 3 // heads, qkv.dtype, qkv.device)
+    repeatable = torch.are_deterministic_algorithms_enabled()  # otherwise the order of dq's sums is random
+    made = _graph("backward", batch, sequence, heads, width // 3 // heads, qkv.dtype, qkv.device, repeatable)
     pointers = {"o": out.data_ptr(), "dO": above.data_ptr(), "stats": stats.data_ptr()}
     made.run({**_thirds("qkv", qkv), **_thirds("dqkv", gradient), **pointers})
     return gradient
@@ -77,7 +78,7 @@ def _thirds(name: str, packed: torch.Tensor) -> dict[str, int]:
 
 
 class Graph:
-    """A cuDNN graph with its plan, its tensors by name, and a workspace."""
+    """A cuDNN graph with its plan and its tensors by name."""
 
     def __init__(self, cudnn: Any, graph: Any, tensors: dict[str, Any], device: torch.device) -> None:
         graph.validate()
@@ -86,13 +87,17 @@ class Graph:
         graph.check_support()
         graph.build_plans()
         self.cudnn, self.graph, self.tensors, self.device = cudnn, graph, tensors, device
-        self.workspace = torch.empty(graph.get_workspace_size(), dtype=torch.uint8, device=device)
+        self.workspace_bytes = graph.get_workspace_size()
 
     def run(self, pointers: dict[str, int]) -> None:
+        """The workspace is made for each call: one that outlived its call would belong to the memory of the CUDA graph
+        that is recorded during the first, and torch does not allow that."""
         handle = _handle(self.device)
-        self.cudnn.set_stream(handle=handle, stream=torch.cuda.current_stream(self.device).cuda_stream)
         named = {self.tensors[name]: pointer for name, pointer in pointers.items()}
-        self.graph.execute(named, self.workspace.data_ptr(), handle=handle)
+        with torch.cuda.device(self.device):
+            workspace = torch.empty(self.workspace_bytes, dtype=torch.uint8, device=self.device)
+            self.cudnn.set_stream(handle=handle, stream=torch.cuda.current_stream().cuda_stream)
+            self.graph.execute(named, workspace.data_ptr(), handle=handle)
 
 
 @functools.cache
@@ -105,7 +110,14 @@ def _handle(device: torch.device) -> Any:
 
 @functools.cache
 def _graph(
-    direction: str, batch: int, sequence: int, heads: int, head: int, dtype: torch.dtype, device: torch.device
+    direction: str,
+    batch: int,
+    sequence: int,
+    heads: int,
+    head: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    repeatable: bool = False,
 ) -> Graph:
     import cudnn
 
@@ -127,6 +139,7 @@ def _graph(
         return Graph(cudnn, graph, {**tensors, "o": out, "stats": stats}, device)
     given = {name: graph.tensor(name=name, dim=dim, stride=whole, data_type=narrow) for name in ("o", "dO")}
     given["stats"] = graph.tensor(name="stats", dim=sums, stride=apart, data_type=wide)
+    choices["use_deterministic_algorithm"] = repeatable
     gradients = graph.sdpa_backward(name="attention_backward", **tensors, **given, **choices)
     for gradient in gradients:
         gradient.set_output(True).set_dim(dim).set_stride(packed)

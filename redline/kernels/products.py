@@ -49,16 +49,16 @@ def _like_a_layers(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor)
 def product(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Multiply a [M, K] by b [K, N] into `dtype`, fp32 or the operands' own; either may be transposed."""
     lt = _chosen(a, b) if dtype in (a.dtype, torch.float32) else None
-    return (a @ b).to(dtype, copy=False) if lt is None else lt.product(a, b, out_dtype=dtype, epilogue=DEFAULT)
+    found = None if lt is None else lt.product(a, b, out_dtype=dtype, epilogue=DEFAULT)
+    return (a @ b).to(dtype, copy=False) if found is None else found
 
 
 @operator("product_and_bias(Tensor rows, Tensor weight, Tensor bias) -> Tensor", fake=_like_a_layers)
 def product_and_bias(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     """Apply a layer [N, K] to rows [M, K]."""
     lt = _chosen(rows, weight, bias)
-    if lt is None:
-        return torch.addmm(bias, rows, weight.t())
-    return lt.product(rows, weight.t(), bias=bias, epilogue=BIAS)
+    found = None if lt is None else lt.product(rows, weight.t(), bias=bias, epilogue=BIAS)
+    return torch.addmm(bias, rows, weight.t()) if found is None else found
 
 
 @operator(
@@ -69,16 +69,20 @@ def product_and_gelu(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tenso
     """Apply a layer [N, K] to rows [M, K]; return its output, and tanh GELU of it. cuBLASLt applies GELU before the
     output is rounded to 16 bits."""
     lt = _chosen(rows, weight, bias)
-    if lt is None:
-        hidden = torch.addmm(bias, rows, weight.t())
-        return hidden, F.gelu(hidden, approximate="tanh")
-    hidden = rows.new_empty(rows.size(0), weight.size(0))
-    return hidden, lt.product(rows, weight.t(), bias=bias, epilogue=GELU_AUX_BIAS, aux=hidden)
+    if lt is not None:
+        hidden = rows.new_empty(rows.size(0), weight.size(0))
+        active = lt.product(rows, weight.t(), bias=bias, epilogue=GELU_AUX_BIAS, aux=hidden)
+        if active is not None:
+            return hidden, active
+    hidden = torch.addmm(bias, rows, weight.t())
+    return hidden, F.gelu(hidden, approximate="tanh")
 
 
 def _chosen(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> Library | None:
-    if not a.is_cuda or torch.are_deterministic_algorithms_enabled() or not takes(a, b):
+    if not a.is_cuda or torch.are_deterministic_algorithms_enabled():
+        return None
+    if not (a.numel() and b.numel() and takes(a, b)):
         return None
     if bias is not None and (bias.dtype != a.dtype or bias.data_ptr() % 16):
         return None
-    return library()
+    return library(a.device)

@@ -6,11 +6,14 @@ import torch
 import triton
 import triton.language as tl
 
+from redline.kernels.on_device import on_its_device
+
 # A tile is read in rows of 128 bytes, transposed in shared memory and written in rows of 128 bytes: whole cache lines
 # either way.
 TILE, WARPS = 128, 8
 
 
+@on_its_device
 def launch(matrix: torch.Tensor) -> torch.Tensor:
     assert matrix.element_size() == 1
     assert matrix.stride(1) == 1

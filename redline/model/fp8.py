@@ -23,6 +23,7 @@ from torch import nn
 from redline.kernels.cross_entropy import GRADIENT_FACTOR, cross_entropy_narrow
 from redline.kernels.narrow_products import narrow_product
 from redline.kernels.transpose import transposed
+from redline.model.first_order import first_order
 from redline.model.tuned import exchange_layers
 
 E4M3 = torch.float8_e4m3fn
@@ -114,6 +115,7 @@ class Layer(torch.autograd.Function):
         return forward_product(rows, weight, None if bias is None else bias.to(dtype), dtype)
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, above: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         rows, weight = ctx.saved_tensors
         of_x, of_bias = ctx.dtypes

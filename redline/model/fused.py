@@ -34,6 +34,7 @@ from redline.kernels.norm_backward import norm_backward
 from redline.kernels.packed_attention import packed_attention, packed_attention_backward
 from redline.kernels.products import product, product_and_bias, product_and_gelu
 from redline.kernels.side_by_side import side_by_side
+from redline.model.first_order import first_order
 from redline.model.fp8 import (
     Fp8Linear,
     forward_product,
@@ -82,6 +83,7 @@ class Projection(torch.autograd.Function):
         return through(rows, narrow, cast(bias, dtype), by, is_narrow("qkv", "forward", by)).chunk(3, dim=1)
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, *above: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         rows, narrow = ctx.saved_tensors
         gradient, sums = side_by_side(*above)
@@ -110,6 +112,7 @@ class PackedProjection(torch.autograd.Function):
         return through(rows, narrow, cast(bias, dtype), by, is_narrow("qkv", "forward", by))
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         rows, narrow = ctx.saved_tensors
         of_x, of_weight, of_bias = ctx.dtypes
@@ -127,6 +130,7 @@ class PackedAttention(torch.autograd.Function):
         return out
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, above: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         backward = PACKED[ctx.kernels][1]
         return backward(above.contiguous(), *ctx.saved_tensors, ctx.heads), None, None
@@ -212,6 +216,7 @@ class AddNorm(torch.autograd.Function):
         return together, cast(normal, dtype)
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, beside: torch.Tensor, above: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         together, gain, mean, scale = ctx.saved_tensors
         of_stream, sums = norm_backward(above, together, beside, gain, mean, scale)
@@ -256,6 +261,7 @@ class Mlp(torch.autograd.Function):
         return y
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, above: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         rows, bend, active, up, down = ctx.saved_tensors
         of_x, of_up, of_bias, of_down = ctx.dtypes

@@ -176,9 +176,13 @@ class GPT(nn.Module):
         return logits
 
     def features(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the head's input: tokens [B, T] -> [B, T, C]."""
+        """Return the head's input: tokens [B, T] -> [B, T, C]. Without gradients there is no backward pass to fuse. A
+        text that grows token by token would also have kernels planned for every length, and the packed kernels take
+        no pinned backend (engine/sample.py)."""
         x = self.embedded(tokens)
-        normed: torch.Tensor = self.ln_f(self.through_blocks(x)) if self.fused is None else self.fused_blocks(x)
+        if self.fused is not None and torch.is_grad_enabled():
+            return self.fused_blocks(x)
+        normed: torch.Tensor = self.ln_f(self.through_blocks(x))
         return normed
 
     def embedded(self, tokens: torch.Tensor) -> torch.Tensor:

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from redline.kernels.cross_entropy import cross_entropy_
 from redline.kernels.products import product
 from redline.kernels.transpose import transposed
+from redline.model.first_order import first_order
 from redline.model.fp8 import head_gradients, narrowed
 
 
@@ -77,6 +78,7 @@ class HeadLoss(torch.autograd.Function):
         return total / targets.numel()
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, above: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         of_features, of_weight = ctx.saved_tensors
         scale = above / of_features.size(0)
@@ -97,6 +99,17 @@ Piece = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor,
 """Maps rows of the features and their targets to losses and the gradients of these rows and of the head's weight."""
 
 
+HEADROOM = 2.0**-6  # of fp16, whose range ends at 65,504; features of a norm stay far above its smallest numbers
+
+
+def of_head(gradient: torch.Tensor, rows: torch.Tensor, matmul: Callable[..., torch.Tensor]) -> torch.Tensor:
+    """Return the gradient of the head's weight, whose sum over all tokens comes before the 1/N of the mean. In fp16 it
+    may overflow, whatever the loss scale, which comes later too: 140,000 tokens were enough."""
+    if rows.dtype != torch.float16:
+        return matmul(gradient.t(), rows)
+    return matmul(gradient.t(), rows * HEADROOM).float() / HEADROOM
+
+
 def wide_head(
     features: torch.Tensor, weight: torch.Tensor, vocab: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, Piece]:
@@ -106,7 +119,7 @@ def wide_head(
     def piece(rows: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         gradient = rows @ narrow.t()  # the logits, until the next line
         losses = cross_entropy_(gradient, labels, vocab)
-        return losses, gradient @ narrow, gradient.t() @ rows
+        return losses, gradient @ narrow, of_head(gradient, rows, torch.mm)
 
     return features.to(dtype), piece
 
@@ -121,7 +134,7 @@ def tuned_head(
     def piece(rows: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         gradient = product(rows, narrow.t(), dtype)
         losses = cross_entropy_(gradient, labels, vocab)
-        return losses, product(gradient, narrow, dtype), product(gradient.t(), rows, of_weight)
+        return losses, product(gradient, narrow, dtype), of_head(gradient, rows, lambda a, b: product(a, b, of_weight))
 
     return features.to(dtype), piece
 

@@ -346,7 +346,7 @@ def find_loss(functions: Functions, model: nn.Module, batch: Any) -> str:
         return find_own_loss(functions, functions.loss, model, batch)
     given = "model(batch[0])" if is_pair(batch) and takes_inputs_only(model) else call_of(batch)
     with (
-        telling_call(functions, batch, given),
+        explaining_call(functions, batch, given),
         blaming(functions.file, f"the forward pass of {functions.words}", type(model).forward, given),
     ):
         if is_pair(batch) and takes_inputs_only(model):
@@ -363,7 +363,7 @@ def find_loss(functions: Functions, model: nn.Module, batch: Any) -> str:
 
 
 @contextlib.contextmanager
-def telling_call(functions: Functions, batch: Any, call: str) -> Iterator[None]:
+def explaining_call(functions: Functions, batch: Any, call: str) -> Iterator[None]:
     """Explain an error raised inside a torch layer that was called with the batch: how the model was called, and where
     the batch is made."""
     try:
@@ -394,7 +394,7 @@ def outlined(batch: Any) -> str:
 
 
 def find_own_loss(functions: Functions, own: Callable[[Any, Any], Any], model: nn.Module, batch: Any) -> str:
-    call, what = f"{functions.loss_name}(model, batch)", functions.loss_words
+    call, what = f"{functions.loss_name}(model, batch)", functions.loss_label
 
     def whose(error: BaseException) -> str:
         return f"the forward pass of {functions.words}" if ran_in(error, model) else what

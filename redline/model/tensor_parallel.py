@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from redline.core.cut import Cut
+from redline.model.first_order import first_order
 from redline.model.gpt import GPT, Block, Table, at_least_fp32
 
 # By the end of a parameter's name: the dimension that is cut, and how many matrices are stacked in it.
@@ -187,6 +188,7 @@ class VocabularyLoss(torch.autograd.Function):
         return (total.log() + largest - chosen).mean()
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, above: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         probabilities, own, mine = ctx.saved_tensors
         scale = above / own.numel()

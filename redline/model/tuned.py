@@ -9,9 +9,11 @@ from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from redline.kernels.products import product, product_and_bias
+from redline.model.first_order import first_order
 
 
 class Layer(torch.autograd.Function):
@@ -27,6 +29,7 @@ class Layer(torch.autograd.Function):
         return product_and_bias(rows, narrow, bias.to(dtype))
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, above: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         rows, narrow = ctx.saved_tensors
         of_x, of_weight, of_bias = ctx.dtypes
@@ -51,6 +54,9 @@ class TunedLinear(nn.Linear):
     """So do all matmuls of an MLP that begins with this layer, except for the weights' gradients (MLPS)."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not torch.is_grad_enabled():  # every length of a growing text would be a form with algorithms to time
+            bias = None if self.bias is None else self.bias.to(self.dtype)
+            return F.linear(x.to(self.dtype), self.weight.to(self.dtype), bias)
         return self.through(x, self.bias)
 
     def through(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

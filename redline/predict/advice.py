@@ -488,9 +488,9 @@ def group_bound(case: Case, group: str) -> Iterator[Advice]:
         return
     yield Advice(
         what=FASTER[group],
-        why=f"{group} takes {case.share(spent)}; {known_words(reach, spent)}{work_words(case, group, reach)} would "
-        f"take {human_seconds(reach.least_seconds)} at {rate_words(rates, reach)}"
-        f"{beaten_words(case.rates, rates, reach)}{other_kernels(case, group)}",
+        why=f"{group} takes {case.share(spent)}; {known_text(reach, spent)}{work_text(case, group, reach)} would "
+        f"take {human_seconds(reach.least_seconds)} at {rates_text(rates, reach)}"
+        f"{beaten_text(case.rates, rates, reach)}{other_kernels(case, group)}",
         gain_seconds=reach.gain_seconds,
         at_most=True,
     )
@@ -504,14 +504,14 @@ def limits(case: Case, rates: Rates) -> Rates:
     return replace(rates, matmul_tflops=tflops, bandwidth=max(rates.bandwidth, bandwidth))
 
 
-def beaten_words(stated: Rates, rates: Rates, reach: Reach) -> str:
+def beaten_text(stated: Rates, rates: Rates, reach: Reach) -> str:
     """If a kernel is faster than the stated rate, say that the rate is that kernel's."""
     faster = reach.by_bytes and rates.bandwidth > stated.bandwidth
     faster |= any(rate not in stated.matmul_tflops.values() for rate in reach.tflops)
     return ", as fast as the fastest kernel here" if faster else ""
 
 
-def known_words(reach: Reach, spent: float) -> str:
+def known_text(reach: Reach, spent: float) -> str:
     """If only part of the group can be judged, say how much."""
     if reach.seconds > 0.995 * spent:
         return ""
@@ -519,7 +519,7 @@ def known_words(reach: Reach, spent: float) -> str:
     return f"of {share} of that the work is known: {seconds}, where "
 
 
-def work_words(case: Case, group: str, reach: Reach) -> str:
+def work_text(case: Case, group: str, reach: Reach) -> str:
     """'its 4.33 TFLOP', 'its 35.1 GB'; for attention, also which scores are counted."""
     flops = f"{reach.flops / 1e12:.3g} TFLOP" if reach.flops >= 1e11 else f"{reach.flops / 1e9:.3g} GFLOP"
     size = f"{reach.bytes / 1e9:.3g} GB"
@@ -529,7 +529,7 @@ def work_words(case: Case, group: str, reach: Reach) -> str:
     return f"its {' and '.join(work)}" + (f" ({fused})" if group == ATTENTION and reach.tflops else "")
 
 
-def rate_words(rates: Rates, reach: Reach) -> str:
+def rates_text(rates: Rates, reach: Reach) -> str:
     bandwidth = rates.bandwidth / 1e9
     moved = f"{bandwidth / 1e3:.3g} TB/s" if bandwidth >= 1e3 else f"{bandwidth:.3g} GB/s"
     computed = [f"{' or '.join(f'{rate:.4g}' for rate in reach.tflops)} TFLOP/s"] * bool(reach.tflops)

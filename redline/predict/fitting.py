@@ -175,7 +175,7 @@ def _steps(options: list[Option], case: Case, micro_batch: int, memory_bytes: in
 def _options(case: Case) -> Iterator[Option]:
     """Yield the options, cheapest first: those that are faster anyway, then those that cost a little speed, then those
     that change the maths, then those that cost money."""
-    yield Option(what=_attention_words(case), cost=FASTER, apply=_fused_attention, free=True)
+    yield Option(what=_attention_text(case), cost=FASTER, apply=_fused_attention, free=True)
     if case.inference:
         yield Option(what="16-bit weights", cost="rounding", apply=_precision("half", ("fp32", "mixed")))
         yield Option(what="8-bit weights", cost="quality, to be checked", apply=_precision("int8", ("half",)))
@@ -208,7 +208,7 @@ def _planned(field: str, value: bool | str) -> Callable[[Case, int], Tried | Non
     return apply
 
 
-def _attention_words(case: Case) -> str:
+def _attention_text(case: Case) -> str:
     """The fused kernels accept only 16 bit."""
     return "flash" if case.plan.autocast else "bf16 and flash"
 

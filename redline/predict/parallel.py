@@ -319,12 +319,12 @@ def _cuts_near(shape: Shape | None, gpus: int, tp: int, pp: int, node: Node = No
     2'."""
     cuts = _ways_to_cut(shape, gpus, tp, pp, node, beside)
     if cuts:
-        return _cut_words(dict(list(cuts.items())[:2]), tp, pp)
+        return _cuts_text(dict(list(cuts.items())[:2]), tp, pp)
     for count in (*range(gpus - 1, 0, -1), *range(gpus + 1, 2 * gpus + 1)):  # fewer first: those exist
         ways = _ways_to_cut(shape, count, tp, pp, node, beside) if _node_takes(1, count, node) else {}
         as_said = [cut for cut, change in ways.items() if change == ""]
         if as_said:
-            return f"{counted(count, 'GPU')} with {_cut_words({as_said[0]: ''}, tp, pp)}"
+            return f"{counted(count, 'GPU')} with {_cuts_text({as_said[0]: ''}, tp, pp)}"
     return "another number of GPUs"
 
 
@@ -346,7 +346,7 @@ def _ways_to_cut(
     return changes
 
 
-def _cut_words(changes: dict[tuple[int, int], str], tp: int, pp: int) -> str:
+def _cuts_text(changes: dict[tuple[int, int], str], tp: int, pp: int) -> str:
     said = [(axis, name) for axis, name in enumerate(CUTS) if any(cut[axis] > 1 for cut in ((tp, pp), *changes))]
     words = [" ".join(f"{name} {cut[axis]}" for axis, name in said) for cut in changes]
     words = words if said else [f"neither {' nor '.join(CUTS)}"]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from redline.core.traced import Traced
-from redline.core.units import batch_words
+from redline.core.units import batch_text
 from redline.core.values import to_json
 from redline.predict.estimate import Target, batch_json, memory_detail, memory_json
 from redline.predict.fitting import TracedCase
@@ -72,7 +72,7 @@ def measured_by(subject: TracedSubject) -> str:
 def sentence(subject: TracedSubject) -> str:
     traced = subject.case.shape
     items = {"unit": traced.unit, "items_per_sample": traced.items_per_sample}
-    return f"{batch_words(subject.micro_batch, items)} in a step, on one GPU."
+    return f"{batch_text(subject.micro_batch, items)} in a step, on one GPU."
 
 
 def settings_json(subject: TracedSubject) -> dict[str, Any]:
@@ -138,6 +138,6 @@ def notes_of(traced: Traced) -> list[str]:
     ]
     if traced.why_no_flops is not None:
         found.append(f"FLOPs are unknown and nothing is derived from them: {traced.why_no_flops}")
-    if traced.left_out_words is not None:
-        found.append(traced.left_out_words)
+    if traced.left_out_text is not None:
+        found.append(traced.left_out_text)
     return found

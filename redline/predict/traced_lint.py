@@ -189,7 +189,7 @@ def quiet_sizes(traced: Traced, *, micro_batch: int, dtype: str, device: Device 
 def unjudged_products(traced: Traced, dtype: str) -> tuple[str, ...]:
     """Describe products that were not judged, and may be ugly."""
     bare = (_of_bare_weights(product, dtype) for product in traced.products if _matters(traced, [product]))
-    return tuple(dict.fromkeys(note for note in (*bare, traced.left_out_words) if note is not None))
+    return tuple(dict.fromkeys(note for note in (*bare, traced.left_out_text) if note is not None))
 
 
 def _of_bare_weights(product: Product, dtype: str) -> str | None:

@@ -20,7 +20,7 @@ from redline.core.units import (
     human_ratio,
     human_seconds,
     rate_unit,
-    rate_words,
+    spelled_rate_unit,
 )
 from redline.report import Row, is_dropped, one_line, reason_of, rung_name, shown_mfu, status_of, verdict_of
 from redline.report.svg import (
@@ -114,7 +114,7 @@ def ladder_chart(rows: Sequence[Row], width_px: int = WIDTH_PX) -> str:
     fastest = fastest_of(rows)
     scale = Scale(low=0.0, high=fastest or 1.0, start_px=left, end_px=max(left + 40.0, width_px - right))
     height = ROW_PX * max(1, len(rows)) + 40
-    parts = list(bottom_axis(scale, height - 34, rate_words(rows[0].get("unit")))) if fastest else []
+    parts = list(bottom_axis(scale, height - 34, spelled_rate_unit(rows[0].get("unit")))) if fastest else []
     marks = []
     for index, row in enumerate(rows):
         parts += _ladder_row(row, ROW_PX * index, scale, width_px)

@@ -33,7 +33,7 @@ from redline.report import (
     status_of,
     verdict_of,
 )
-from redline.report.compare_words import words_of
+from redline.report.compare_words import notes_of
 from redline.report.table import best_row, rows_of, unit_of
 
 KINDS = ("ladder", "tune", "train")
@@ -120,7 +120,7 @@ def compare(
         "recipe": recipe_json(*chosen(a, b, rung)),
         "rows": [pair_json(mine, theirs, a, b, why_not is None) for mine, theirs in pairs(a, b)],
     }
-    return {**found, "words": [dataclasses.asdict(note) for note in words_of(found)]}
+    return {**found, "words": [dataclasses.asdict(note) for note in notes_of(found)]}
 
 
 def check_share(share: float | None) -> None:
@@ -456,15 +456,15 @@ def differing(one: Document, other: Document, names: Iterable[str]) -> list[Docu
     return [
         {
             "name": one_line(name).replace("_", " "),
-            "a": told(one.get(name), other.get(name)),
-            "b": told(other.get(name), one.get(name)),
+            "a": value_text(one.get(name), other.get(name)),
+            "b": value_text(other.get(name), one.get(name)),
         }
         for name in names
         if one.get(name) != other.get(name)
     ]
 
 
-def told(value: Any, against: Any) -> str:
+def value_text(value: Any, against: Any) -> str:
     """Return the value as text; for two lists of strings, only the items that the other lacks."""
     if isinstance(value, list) and isinstance(against, list) and all(isinstance(item, str) for item in value):
         return plain([item for item in value if item not in against]) if value else plain(value)

@@ -15,7 +15,7 @@ from redline.core.units import UNKNOWN, human_percent, human_rate, human_ratio
 from redline.report import Document, one_line
 from redline.report.bars import Gain, gain_chart
 from redline.report.compare_table import column_names, legend_notes, row_cells
-from redline.report.compare_words import KIND_WORDS, noise_words
+from redline.report.compare_words import KIND_WORDS, noise_summary
 from redline.report.page import date_text, drawings, render, table_row
 from redline.report.table import machine_text, versions_text, workload_text
 
@@ -94,7 +94,7 @@ def headline_figures(document: Document) -> list[tuple[str, str, str]]:
         if entry is not None
     ]
     if figure["ratio"] is not None:
-        figures.append((f"{figure['ratio']:.3f}×", "B over A", noise_words(figure)))
+        figures.append((f"{figure['ratio']:.3f}×", "B over A", noise_summary(figure)))
     return figures
 
 
@@ -117,7 +117,7 @@ def gain_tip(row: Document, unit: str) -> str:
     rates = " -> ".join(human_rate(row[side]["tokens_per_second"]) for side in ("a", "b"))
     shares = " -> ".join(human_percent(row[side]["mfu"]) for side in ("a", "b"))
     return "\n".join(
-        [row["name"], f"{rates} {unit}s/s, {human_ratio(row['ratio'])}", noise_words(row), f"MFU {shares}"]
+        [row["name"], f"{rates} {unit}s/s, {human_ratio(row['ratio'])}", noise_summary(row), f"MFU {shares}"]
     )
 
 

@@ -1,6 +1,6 @@
 """A comparison in words: warnings, the speed and the gate, which rows changed, then everything that is not the same.
 
-    for note in words_of(document): print(note.about, note.text)
+    for note in notes_of(document): print(note.about, note.text)
 
 The document comes from `compare.compare`; this file only chooses what to say.
 """
@@ -19,7 +19,7 @@ MOST_NAMED = 4  # rungs in one sentence; the table has all
 KIND_WORDS = {"ladder": "ladder", "tune": "tune", "train": "training run"}
 
 
-def words_of(document: Document) -> list[Note]:
+def notes_of(document: Document) -> list[Note]:
     return [
         *loud_notes(document),
         Note(about="speed", text=speed_text(document)),
@@ -59,10 +59,10 @@ def speed_text(document: Document) -> str:
         return f"{what}: {rates} {unit}, no ratio"
     change = figure["ratio"] - 1
     word = "as fast" if abs(change) < SAME else f"{human_percent(abs(change))} {'faster' if change > 0 else 'slower'}"
-    return f"{what}: {rates} {unit}, B is {word} ({human_ratio(figure['ratio'])}), {noise_words(figure)}"
+    return f"{what}: {rates} {unit}, B is {word} ({human_ratio(figure['ratio'])}), {noise_summary(figure)}"
 
 
-def noise_words(compared: Document) -> str:
+def noise_summary(compared: Document) -> str:
     if compared["noise"] is None:
         return "the noise is not known: one of them has no spread"
     if compared["significant"]:

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from redline.core.units import UNKNOWN, batch_words, human_bytes, human_percent, human_rate, human_seconds, rate_unit
+from redline.core.units import UNKNOWN, batch_text, human_bytes, human_percent, human_rate, human_seconds, rate_unit
 from redline.predict.fitting import MOST_SEQUENCES
 from redline.report import Document, one_line
 from redline.report.parallel import print_parallel, train_text
@@ -84,8 +84,8 @@ def subject_text(document: Document) -> str:
     shape, settings = document["shape"], document["settings"]
     parts = [
         f"{one_line(document['name'])}: {document['parameters']:,} parameters",
-        *model_words(shape),
-        batch_words(settings["micro_batch"], {"sequence": settings["sequence"], **shape}),
+        *model_sizes(shape),
+        batch_text(settings["micro_batch"], {"sequence": settings["sequence"], **shape}),
         settings["precision"],
         "inference" if settings["inference"] else settings["optimizer"],
         one_line(document["hardware"]["name"] or "no device"),
@@ -93,7 +93,7 @@ def subject_text(document: Document) -> str:
     return ", ".join(parts)
 
 
-def model_words(shape: Document) -> Iterator[str]:
+def model_sizes(shape: Document) -> Iterator[str]:
     """Yield a decoder's sizes, or the number and kind of blocks of a user's own model."""
     if "heads" not in shape:
         if (blocks := shape.get("blocks")) is not None:

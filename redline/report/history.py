@@ -81,7 +81,7 @@ class TrainingHistory:
         self.cycles: list[Cycle] = []
 
     def __call__(self, kind: str, **fields: Any) -> None:
-        tell = {
+        record = {
             "cycle": self._cycle,
             "validation": self._validation,
             "sample": self._sample,
@@ -89,8 +89,8 @@ class TrainingHistory:
             "session": self._session,
             "end": self._end,
         }.get(kind)
-        if tell is not None:  # checkpoints are found in their folder; a later version may emit more kinds
-            tell(fields)
+        if record is not None:  # checkpoints are found in their folder; a later version may emit more kinds
+            record(fields)
 
     # --- events -------------------------------------------------------------------------------------------------------
 

@@ -15,9 +15,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from redline.core.units import UNKNOWN, batch_words
+from redline.core.units import UNKNOWN, batch_text
 from redline.report import Document, one_line
-from redline.report.estimate import model_words
+from redline.report.estimate import model_sizes
 from redline.report.table import Note, notes_grid
 
 KIND_STYLES = {"alignment": "yellow", "tile": "cyan", "wave": "blue", "rule-of-thumb": "magenta"}
@@ -40,8 +40,8 @@ def subject_text(document: Document) -> str:
     shape, settings, hardware = document["shape"], document["settings"], document["hardware"]
     traced = [f"{shape['parameters']:,} parameters"] if "parameters" in shape else []
     parts = [
-        f"{one_line(document['name'])}: {', '.join([*traced, *model_words(shape)])}",
-        *([] if settings["micro_batch"] is None else [batch_words(settings["micro_batch"], shape)]),
+        f"{one_line(document['name'])}: {', '.join([*traced, *model_sizes(shape)])}",
+        *([] if settings["micro_batch"] is None else [batch_text(settings["micro_batch"], shape)]),
         settings["dtype"],
         *([f"tp {settings['tp']}"] if "heads" in document["shape"] or settings["tp"] > 1 else []),
         one_line(hardware["name"] or "unknown device"),

@@ -51,19 +51,19 @@ class Phase:
 
     def share(self, now: float) -> float | None:
         """Return how much is done, from 0 to 1; None if unknown."""
-        if self._told_by_clock:
+        if self._shown_by_clock:
             return min(1.0, (now - self.started) / (self.seconds or 1.0))
         return min(1.0, (self.done or 0) / self.total) if self.total else None
 
     def progress_text(self, now: float) -> str:
         elapsed = now - self.started
-        if self._told_by_clock:
+        if self._shown_by_clock:
             what = f"{self.total} steps, " if self.total else ""
             return f"{what}{elapsed:.0f} of about {self.seconds:.0f} s"
         return f"{self.done or 0}/{self.total}" if self.total else f"{elapsed:.0f} s"
 
     @property
-    def _told_by_clock(self) -> bool:
+    def _shown_by_clock(self) -> bool:
         return self.done is None and bool(self.seconds)
 
 

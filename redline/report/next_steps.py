@@ -66,9 +66,9 @@ def command(document: Document, name: str, *more: str) -> str:
     return shlex.join(map(one_line, words))
 
 
-def text_words(document: Document) -> list[str]:
+def text_options(document: Document) -> list[str]:
     """Return the options that make any command use the same text on the same devices."""
-    workload, typed = document.get("workload") or {}, typed_words(document)
+    workload, typed = document.get("workload") or {}, typed_arguments(document)
     shape = workload.get("shape") or {}
     words = []
     if shape.get("max_positions") is not None and shape.get("sequence"):  # sequences shorter than the context
@@ -81,7 +81,7 @@ def text_words(document: Document) -> list[str]:
     return words
 
 
-def typed_words(document: Document) -> list[str]:
+def typed_arguments(document: Document) -> list[str]:
     """Return what was typed after `redline ladder` or `redline tune`; nothing for a resumed run or one from Python."""
     try:
         words = shlex.split(one_line(document.get("command") or ""))
@@ -101,12 +101,12 @@ def value_of(words: Sequence[str], option: str) -> str | None:
 
 def ladder_again(document: Document, *more: str) -> str:
     """Return the command for the same ladder with something changed, in a run directory of its own."""
-    typed = typed_words(document)
+    typed = typed_arguments(document)
     if not typed:
         start = (document.get("settings") or {}).get("start") or {}
         size = start.get("micro_batch") or (document.get("workload") or {}).get("micro_batch")
         fixed = [] if size is None else ["--micro-batch", str(size)]
-        return command(document, "ladder", *fixed, *text_words(document), *more)
+        return command(document, "ladder", *fixed, *text_options(document), *more)
     return shlex.join(["redline", "ladder", *without_options(typed, {*more, *NOT_AGAIN}), *more])
 
 
@@ -138,7 +138,7 @@ def resume_command(document: Document, name: str, *more: str) -> str:
 
 
 def profile_command(document: Document) -> str:
-    return command(document, "profile", "--recipe", file_in(document, BEST_FILE), *text_words(document))
+    return command(document, "profile", "--recipe", file_in(document, BEST_FILE), *text_options(document))
 
 
 def train_command(document: Document, recipe: str | None = None) -> str:
@@ -146,7 +146,7 @@ def train_command(document: Document, recipe: str | None = None) -> str:
     chosen = (document.get("best") or {}).get("global_batch") or (document.get("settings") or {}).get("global_batch")
     update = [] if chosen is None else ["--global-batch", str(chosen)]
     path = recipe or file_in(document, BEST_FILE)
-    return command(document, "train", "--recipe", path, *text_words(document), *update)
+    return command(document, "train", "--recipe", path, *text_options(document), *update)
 
 
 # --- a ladder ---------------------------------------------------------------------------------------------------------
@@ -164,7 +164,7 @@ def drop_what_is_wrong(document: Document) -> Iterator[Step]:
 
 def left_out(document: Document) -> list[str]:
     """Return what the user had already left out."""
-    typed = value_of(typed_words(document), "--without")
+    typed = value_of(typed_arguments(document), "--without")
     return [] if typed is None else [typed]
 
 
@@ -252,7 +252,7 @@ def search_on(document: Document) -> Iterator[Step]:
         yield Step(
             what="Search beyond the ladder",
             why="the ladder tries one order of one set; tune weighs rungs, kernels and micro batches together",
-            command=command(document, "tune", *text_words(document)),
+            command=command(document, "tune", *text_options(document)),
         )
 
 

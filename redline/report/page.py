@@ -25,7 +25,7 @@ from redline.core.units import (
     human_rate,
     human_seconds,
     rate_unit,
-    rate_words,
+    spelled_rate_unit,
 )
 from redline.core.workload import NO_TOKENIZER
 from redline.report import Document, Row, is_dropped, one_line, reason_of, rung_name, shown_mfu, status_of, verdict_of
@@ -33,7 +33,7 @@ from redline.report.bars import Bar, stacked_chart
 from redline.report.charts import ladder_chart, loss_chart
 from redline.report.groups import groups_chart, groups_table, has_groups
 from redline.report.next_steps import ladder_steps
-from redline.report.steps import limit_words, steps_chart, steps_key, tells_limits
+from redline.report.steps import limits_text, shows_limits, steps_chart, steps_key
 from redline.report.svg import STYLE, plain_tick
 from redline.report.table import (
     best_row,
@@ -142,8 +142,8 @@ def view_of(document: Document) -> dict[str, Any]:
         "alarms": alarms(document),
         "todo": ladder_steps(document),
         "key": steps_key(document, WIDE_PX),
-        "limit_words": limit_words(document),
-        "limits_drawn": tells_limits(document, WIDE_PX),
+        "limits_text": limits_text(document),
+        "limits_drawn": shows_limits(document, WIDE_PX),
         "charts": _charts(document),
         "memory_table": memory_table(rows),
         "groups_table": groups_table(rows),
@@ -204,7 +204,7 @@ def headline_figures(document: Document) -> list[tuple[str, str, str]]:
     if not best:
         return []
     row = best_row(document) or {}
-    figures = [(human_rate(best.get("tokens_per_second")), rate_words(unit_of(document)), _best_place(best))]
+    figures = [(human_rate(best.get("tokens_per_second")), spelled_rate_unit(unit_of(document)), _best_place(best))]
     if row.get("speedup_total") is not None:
         figures.append(
             (f"{row['speedup_total']:.2f}×", f"the {rung_name(rows_of(document)[0])}'s speed", _baseline_rate(document))

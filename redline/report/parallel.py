@@ -49,7 +49,7 @@ def shortage_text(shortage: Document) -> str:
     if other is None:
         return f"does not fit: {lacks}; no layout of these GPUs fits with these rungs and this global batch"
     size = f"micro batch {other['layout']['micro_batch']}"
-    fits = f"{layout_words(other['layout'])}, {size}, {human_bytes(other['memory_bytes'])}"
+    fits = f"{degrees_text(other['layout'])}, {size}, {human_bytes(other['memory_bytes'])}"
     return f"does not fit: {lacks}; what fits is {fits}"
 
 
@@ -86,10 +86,10 @@ def layout_text(parallel: Document) -> str:
     names = {place: UNKNOWN if links[place] is None else links[place]["name"] for place in ("inside", "between")}
     joined = f"{names['inside']} inside" + (f" and {names['between']} between them" if layout["nodes"] > 1 else "")
     nodes = f"{counted(layout['nodes'], 'node')} of {counted(layout['gpus_per_node'], 'GPU')}, {joined}"
-    return f"{layout_words(layout)}: {nodes}"
+    return f"{degrees_text(layout)}: {nodes}"
 
 
-def layout_words(layout: dict[str, Any]) -> str:
+def degrees_text(layout: dict[str, Any]) -> str:
     copies = f" in {layout['replicas']} copies" if layout["replicas"] > 1 else ""
     return f"DP {layout['dp']} x TP {layout['tp']} x PP {layout['pp']}, ZeRO {layout['zero']}{copies}"
 
@@ -136,7 +136,7 @@ def layouts_table(recommendation: Document) -> Table:
     for number, row in enumerate([recommendation["best"], *recommendation["others"]]):
         layout = row["layout"]
         table.add_row(
-            Text(layout_words(layout), style="" if number else "bold"),
+            Text(degrees_text(layout), style="" if number else "bold"),
             f"{layout['micro_batch']}",
             f"{layout['accumulation']}",
             human_bytes(row["memory_bytes"]),

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from redline.core.places import short
 from redline.core.profile import IDLE, RECIPE
-from redline.core.units import UNKNOWN, batch_words, human_bytes, human_percent, human_rate, human_seconds, rate_unit
+from redline.core.units import UNKNOWN, batch_text, human_bytes, human_percent, human_rate, human_seconds, rate_unit
 from redline.predict.advice import THINGS
 from redline.report import Document, one_line
 from redline.report.plain_table import plain_table
@@ -54,7 +54,7 @@ def parts_of(document: Document, width: int) -> Iterator[tuple[str, Table | Text
     yield "where the time goes", groups_table(document)
     yield "by phase", phases_table(document)
     if document.get("modules_without_compile"):  # documents of older runs have none
-        yield f"by module, {uncompiled_words(document)}", uncompiled_table(document)
+        yield f"by module, {uncompiled_text(document)}", uncompiled_table(document)
     else:
         yield "by module", modules_table(document)
     yield "kernels" if document["device"] == "cuda" else "operators", kernels_table(document)
@@ -70,7 +70,7 @@ def parts_of(document: Document, width: int) -> Iterator[tuple[str, Table | Text
 
 def header_lines(document: Document) -> Iterator[str]:
     recipe, shape = document["recipe"], document["workload"]["shape"]
-    sizes = "" if recipe is None else f", {batch_words(recipe['micro_batch'], shape)}"
+    sizes = "" if recipe is None else f", {batch_text(recipe['micro_batch'], shape)}"
     rungs = "" if recipe is None else f", {', '.join(recipe['rungs']) or 'no rungs'}"
     ranks = f" with {ranks_text(document)}" if ranks_of(document) > 1 else ""
     yield f"{one_line(document['workload']['name'])} on {one_line(document['hardware']['name'])}{ranks}{sizes}{rungs}"
@@ -141,7 +141,7 @@ def uncompiled_table(document: Document) -> Table:
     return table
 
 
-def uncompiled_words(document: Document) -> str:
+def uncompiled_text(document: Document) -> str:
     """Say which step was measured: 'of the same step without compile: 171 ms instead of 114 ms'."""
     found, recipe = document["modules_without_compile"], document["recipe"]
     took, micro_batch = human_seconds(found["step_seconds"]), found["micro_batch"]

@@ -14,7 +14,16 @@ from typing import Any
 
 from redline.core.places import short
 from redline.core.profile import DATA_WAIT, GROUPS, IDLE
-from redline.core.units import GIB, MIB, UNKNOWN, human_bytes, human_percent, human_rate, human_seconds, rate_words
+from redline.core.units import (
+    GIB,
+    MIB,
+    UNKNOWN,
+    human_bytes,
+    human_percent,
+    human_rate,
+    human_seconds,
+    spelled_rate_unit,
+)
 from redline.report import Document, Row, one_line
 from redline.report.bars import Bar, stacked_chart
 from redline.report.curves import Panel, curve_chart
@@ -31,7 +40,7 @@ from redline.report.profile import (
     plain_kernel,
     plain_rate,
     uncompiled_shares,
-    uncompiled_words,
+    uncompiled_text,
     unnamed_modules,
 )
 from redline.report.svg import plain_tick
@@ -125,7 +134,7 @@ def headline_figures(document: Document) -> list[tuple[str, str, str]]:
         (human_seconds(step["median"]), "a step", spread),
     ]
     if document["tokens_per_second"] is not None:
-        figures.append((human_rate(document["tokens_per_second"]), rate_words(unit_of(document)), ""))
+        figures.append((human_rate(document["tokens_per_second"]), spelled_rate_unit(unit_of(document)), ""))
     if roofline is not None:
         light = roofline["light_seconds"]
         share = human_percent(light / step["median"])
@@ -212,7 +221,7 @@ def _phase_seconds(document: Document, phase: str, group: str) -> float:
 
 
 def module_title(document: Document) -> str:
-    return f"By module, {uncompiled_words(document)}" if document.get("modules_without_compile") else "By module"
+    return f"By module, {uncompiled_text(document)}" if document.get("modules_without_compile") else "By module"
 
 
 def module_table(document: Document) -> dict[str, Any]:

@@ -149,14 +149,14 @@ def draws_lights(document: Document, width_px: int) -> bool:
     return has_steps(document, width_px) and any(has_place(light, rows) for light in lights_of(rows))
 
 
-def tells_limits(document: Document, width_px: int) -> bool:
+def shows_limits(document: Document, width_px: int) -> bool:
     """True if the chart of this width shows all known limits, as lines or in words of its own."""
     return has_steps(document, width_px) and (
         draws_lights(document, width_px) or not lights_of(document.get("rows") or [])
     )
 
 
-def limit_words(document: Document) -> str:
+def limits_text(document: Document) -> str:
     """Return the peaks and the speed of light of the fastest row in words, for charts without room for lines."""
     texts = [label for label, _ in limits_of(document)]
     lit = [row for row in document.get("rows") or [] if is_measured(row) and light_of(row) and not is_dropped(row)]

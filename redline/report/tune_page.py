@@ -20,7 +20,7 @@ from redline.core.units import (
     human_ratio,
     human_seconds,
     rate_unit,
-    rate_words,
+    spelled_rate_unit,
 )
 from redline.report import Document, Row, has_implausible_peak, one_line, shown_mfu
 from redline.report.bars import Gain, gain_chart
@@ -78,7 +78,7 @@ def view_of(document: Document) -> dict[str, Any]:
         "knob_table": knob_table(document),
         "trials": trial_table(document),
         "not_tried": not_tried_table(document),
-        "not_tried_words": not_tried_words(document),
+        "not_tried_text": not_tried_text(document),
         "notes": [
             *peak_notes(document),
             *tie_notes(document),
@@ -121,7 +121,7 @@ def headline_figures(document: Document) -> list[tuple[str, str, str]]:
     figures = [
         (
             human_rate(best["tokens_per_second"]),
-            rate_words(unit_of(document)),
+            spelled_rate_unit(unit_of(document)),
             f"the winner, at micro batch {best['micro_batch']}",
         )
     ]
@@ -248,7 +248,7 @@ def row_kind(row: Row, document: Document) -> str:
     return "failed" if row["status"] != "ok" else "lost" if verdict_of(row) == "lost" else ""
 
 
-def not_tried_words(document: Document) -> str:
+def not_tried_text(document: Document) -> str:
     count = len(document["not_tried"])
     more = f", the first {NOT_TRIED_SHOWN}" if count > NOT_TRIED_SHOWN else ""
     return counted(count, "neighbour") + more

@@ -1,6 +1,6 @@
 """Compile side by side what will be measured one by one.
 
-    took = compile_side_by_side(run, jobs, at_once=4, timeout_seconds=600, tell=print)     # {"graph-…": 41.2, …}
+    took = compile_side_by_side(run, jobs, at_once=4, timeout_seconds=600, on_progress=print)     # {"graph-…": 41.2, …}
 
 Compiling keeps one core busy and the device hardly at all, so a ladder of compiled rows spends most of its time waiting
 for a single core. Workers of kind 'compile' fill the caches of the coming rows, several at a time, before anything is
@@ -54,17 +54,22 @@ def graphs_of(jobs: Iterable[Job]) -> dict[str, Job]:
 
 
 def compile_side_by_side(
-    run: RunDirectory, jobs: Iterable[Job], *, at_once: int, timeout_seconds: float, tell: Callable[[int, int], None]
+    run: RunDirectory,
+    jobs: Iterable[Job],
+    *,
+    at_once: int,
+    timeout_seconds: float,
+    on_progress: Callable[[int, int], None],
 ) -> dict[str, float]:
     """Return the seconds that each compilation took beside the others, by the name of its cache. Progress goes to
-    `tell(done, total)`."""
+    `on_progress(done, total)`."""
     waiting, running, took = list(graphs_of(jobs).items()), list[Compiling](), dict[str, float]()
     total = len(waiting)
     try:
         while waiting or running:
             while waiting and len(running) < at_once:
                 running.append(start(run, *waiting.pop(0), at_once=at_once, timeout_seconds=timeout_seconds))
-            tell(total - len(waiting) - len(running), total)
+            on_progress(total - len(waiting) - len(running), total)
             time.sleep(POLL_SECONDS)
             for one in [one for one in running if one.is_over]:
                 running.remove(one)

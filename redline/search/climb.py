@@ -344,10 +344,10 @@ class Climb:
         rows = [row for row in self.finished if row.name != AGAIN and _runs_somewhere(row)]
         for number, row in enumerate(rows, start=1):
 
-            def tell(size: int, row: Row = row, number: int = number) -> None:
+            def on_size(size: int, row: Row = row, number: int = number) -> None:
                 on_start(row.name, f"micro batch {size}", number, len(rows))
 
-            row.rebatched = self._own_batch(row, tell)
+            row.rebatched = self._own_batch(row, on_size)
             yield row
 
     def _own_batch(self, row: Row, on_size: Callable[[int], None]) -> BatchChoice:

@@ -125,12 +125,12 @@ class LadderRun:
         if at_once is None or not graphs_of(jobs):
             return {}
 
-        def tell(done: int, total: int) -> None:
+        def on_progress(done: int, total: int) -> None:
             view.phase(f"compiling ahead, {min(at_once, total)} at a time", done=done, total=total, seconds=None)
 
         with self.directory.explaining():
             return compile_side_by_side(
-                self.directory, jobs, at_once=at_once, timeout_seconds=timeout_seconds, tell=tell
+                self.directory, jobs, at_once=at_once, timeout_seconds=timeout_seconds, on_progress=on_progress
             )
 
     def replay(self) -> dict[str, Any]:

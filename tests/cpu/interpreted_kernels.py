@@ -103,6 +103,23 @@ def narrow_loss(rows: int, columns: int, vocab: int, dtype: torch.dtype) -> dict
     }
 
 
+def strangers() -> dict[str, float]:
+    """Targets outside the vocabulary: a loss of NaN, a NaN in the row's gradient, and no other number touched."""
+    wrong = {}
+    for dtype, narrow in ((BF16, False), (FP32, False), (BF16, True), (FP32, True)):
+        whole = random(7, 300, seed=0, dtype=dtype)  # rows before, between and behind those of the loss
+        logits, before = whole[1:6], whole.clone()
+        targets = torch.tensor([3, -100, 299, 290, 700])  # 290 is padding
+        out = torch.zeros(5, 300).to(torch.float8_e5m2) if narrow else None
+        losses = cross_entropy_triton.launch(logits, targets, 290, out, OCTAVES if narrow else 0)
+        known = torch.tensor([True, False, False, False, False])
+        gradient = logits if out is None else out.float()
+        off = (losses.isnan() == known).sum() + (gradient.isnan().any(dim=1) == known).sum()
+        off += (whole[[0, 6]] != before[[0, 6]]).sum() + (~gradient[0].isfinite()).sum()
+        wrong[f"bytes of {dtype}{', narrow' if narrow else ''}"] = float(off)
+    return wrong
+
+
 @triton.jit
 def store_words(low, high, out, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
     at = tl.arange(0, SIZE)
@@ -175,6 +192,7 @@ def cases() -> Iterator[tuple[str, Callable[[], dict[str, float]]]]:
         yield f"narrow loss {sizes}", lambda s=sizes: narrow_loss(*s, BF16)
     yield "narrow words", narrow_words
     yield "narrow NaNs", narrow_nans
+    yield "targets outside the vocabulary", strangers
     for size in ((1, 1), (128, 128), (129, 300), (16, 5)):
         yield f"turned {size}", lambda s=size: turned(*s)
     for name, run in {"gelu": gelu, "beside": beside, "norm": norm}.items():

@@ -10,8 +10,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from redline.kernels import cublaslt
+from redline.engine.memory import is_out_of_memory
+from redline.kernels import cublaslt, products
 from redline.kernels.cublaslt import AUX_POINTER, BIAS, BIAS_POINTER, GELU_AUX_BIAS, Library, LtError, Plan
+from redline.kernels.products import product, product_and_bias, product_and_gelu
 
 M, K, N = 6, 4, 8
 
@@ -71,10 +73,69 @@ def test_pointers_are_told_when_they_change(fake: Any) -> None:
     assert AUX_POINTER in fake.told
 
 
+def test_a_form_without_an_algorithm_is_torchs(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    lt, asked = Library(fake), []
+
+    def none_proposed(*words: Any) -> int:
+        asked.append(words)
+        return 15
+
+    monkeypatch.setattr(fake, "cublasLtMatmulAlgoGetHeuristic", none_proposed)
+    for _ in range(2):
+        assert lt.product(drawn(M, K), drawn(K, N)) is None
+    assert len(asked) == 1, "it is remembered"
+    monkeypatch.setattr(products, "_chosen", lambda *_: lt)
+    rows, weight, bias = drawn(M, K), drawn(N, K), drawn(N)
+    wanted = torch.addmm(bias, rows, weight.t())
+    assert torch.equal(product_and_bias(rows, weight, bias), wanted)
+    assert torch.equal(product(rows, weight.t(), torch.float32), (rows @ weight.t()).float())
+    hidden, active = product_and_gelu(rows, weight, bias)
+    assert torch.equal(hidden, wanted)
+    assert torch.equal(active, F.gelu(wanted, approximate="tanh"))
+
+
+def test_texts_of_all_lengths_are_not_timed_for_ever(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cublaslt, "MOST_FORMS", 3)
+    lt = Library(fake)
+    found = [lt.product(drawn(length, K), drawn(K, N)) for length in (1, 2, 3, 4, 5, 2)]
+    assert [one is None for one in found] == [False, False, False, True, True, False]
+
+
+def test_a_full_device_is_out_of_memory(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    lt = Library(fake)
+    monkeypatch.setattr(fake, "cublasLtMatmulAlgoGetHeuristic", lambda *_: 3)
+    with pytest.raises(LtError, match="ALLOC_FAILED") as caught:
+        lt.product(drawn(M, K), drawn(K, N))
+    assert is_out_of_memory(caught.value)
+    assert not is_out_of_memory(LtError("cublasLtMatmul", 13))
+
+
+@pytest.mark.parametrize(("allowed", "masks"), [(True, []), (False, [2])])
+def test_what_the_user_forbids_is_not_proposed(
+    fake: Any, monkeypatch: pytest.MonkeyPatch, allowed: bool, masks: list[int]
+) -> None:
+    """cublasLt.h: preference 3 is the mask of reduction schemes, and 2 the one in the type of the computation."""
+    given: dict[int, int] = {}
+
+    def noted(preference: Any, name: int, value: Any, size: Any) -> int:
+        given[name] = value._obj.value
+        return 0
+
+    monkeypatch.setattr(fake, "cublasLtMatmulPreferenceSetAttribute", noted)
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = allowed
+    try:
+        Library(fake).product(drawn(M, K), drawn(K, N))
+    finally:
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = True
+    assert given.pop(cublaslt.MAX_WORKSPACE_BYTES) == cublaslt.WORKSPACE_BYTES
+    assert list(given.values()) == masks
+    assert set(given) <= {3}
+
+
 def test_a_call_that_fails_says_so(fake: Any) -> None:
     lt = Library(fake)
     lt.matmul = lambda *_: 13
-    with pytest.raises(LtError, match="cublasLtMatmul: status 13"):
+    with pytest.raises(LtError, match="cublasLtMatmul: CUBLAS_STATUS_EXECUTION_FAILED"):
         lt.product(drawn(M, K), drawn(K, N))
 
 

@@ -16,6 +16,7 @@ from redline.kernels.side_by_side import side_by_side
 from redline.model import fused as fused_module
 from redline.model.fused import PACKED, add_norm, mlp, output
 from redline.model.gpt import GPT, Block, initialise
+from redline.model.loss import head_loss
 from redline.model.tuned import tune_layers
 
 SHAPE = Shape(layers=2, heads=4, d_model=48, d_ff=144, vocab=257, sequence=32)  # d_ff is three times the width: no luck
@@ -194,3 +195,56 @@ def test_the_compiler_sees_one_graph(attention: str, fused: bool | None) -> None
 
 def assert_equal(found: torch.Tensor, wanted: torch.Tensor, name: str) -> None:
     torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12, msg=lambda text: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("attention", ["packed-cudnn", "packed-flash4"])
+def test_without_gradients_nothing_is_planned_for_each_length(attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text that is sampled grows token by token: packed kernels and timed matmuls would be chosen for every length,
+    and the packed ones ignore the backends that sampling pins."""
+
+    def refuse(*_: object) -> None:
+        pytest.fail("asked for without gradients")
+
+    model = GPT(SHAPE, attention=attention, fused=torch.float32)
+    initialise(model, seed=0)
+    tune_layers(model.h, torch.float32)
+    tokens = torch.arange(6).view(1, 6)
+    wanted = model(tokens).detach()
+    for name in PACKED:
+        monkeypatch.setitem(PACKED, name, (refuse, refuse))
+    for name in ("product", "product_and_bias", "product_and_gelu"):
+        monkeypatch.setattr(fused_module, name, refuse)
+    monkeypatch.setattr("redline.model.tuned.product", refuse)
+    monkeypatch.setattr("redline.model.tuned.product_and_bias", refuse)
+    with torch.no_grad():
+        torch.testing.assert_close(model(tokens), wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("pieces", "tuned"), [(1, False), (4, False), (1, True), (4, True)])
+def test_the_heads_gradient_does_not_overflow_in_fp16(pieces: int, tuned: bool) -> None:
+    """It is a sum over all tokens, before the mean divides it: here 107,000, and fp16 ends at 65,504."""
+    features = torch.full((1, 20_000, 4), 8.0, requires_grad=True)
+    head, targets = torch.zeros(3, 4, requires_grad=True), torch.ones(1, 20_000, dtype=torch.long)
+    loss = head_loss(features, head, targets, vocab=3, pieces=pieces, dtype=torch.float16, tuned=tuned)
+    (found,) = torch.autograd.grad(loss, head)
+    wanted = 8.0 * torch.tensor([1 / 3, -2 / 3, 1 / 3])
+    torch.testing.assert_close(found, wanted.unsqueeze(1).expand(3, 4), rtol=2e-3, atol=0.0)
+
+
+@pytest.mark.parametrize("part", ["head", "layer", "block"])
+def test_a_second_derivative_is_refused(part: str) -> None:
+    """It would be wrong without a word: what the forward pass saves knows nothing of the graph behind it."""
+    x = torch.randn(1, 6, SHAPE.d_model, requires_grad=True)
+    if part == "head":
+        loss = head_loss(x, torch.randn(257, SHAPE.d_model), torch.arange(6).view(1, 6), vocab=257, pieces=1)
+    elif part == "layer":
+        layers = torch.nn.Sequential(torch.nn.Linear(SHAPE.d_model, 8))
+        tune_layers(layers, torch.float32)
+        loss = layers(x).square().sum()
+    else:
+        block = Block(SHAPE, "naive", recompute_attention=False, gelu="tanh")
+        future = torch.ones(6, 6, dtype=torch.bool).triu(1)
+        loss = block.fused(x, None, None, future, torch.float32)[0].square().sum()
+    torch.autograd.grad(loss, x, retain_graph=True)
+    with pytest.raises(RuntimeError, match="cannot be differentiated again"):
+        torch.autograd.grad(loss, x, create_graph=True)

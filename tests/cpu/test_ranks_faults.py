@@ -35,7 +35,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
 from redline.cli import main
-from redline.commands.ranks import agent_words, train_along
+from redline.commands.ranks import agent_command, train_along
 from redline.core.checkpoints import list_checkpoints
 from redline.core.errors import FailedRunError, UserError
 from redline.core.layout import Layout
@@ -46,7 +46,7 @@ from redline.core.recipe import Recipe
 from redline.core.values import to_json
 from redline.engine import agent, distributed, rank_stores, session
 from redline.engine.checkpoint import load_from
-from redline.engine.distributed import NEVER_SEEN, End, Mark, MistakeOfRankError, Ranks, words_of_standing
+from redline.engine.distributed import NEVER_SEEN, End, Mark, MistakeOfRankError, Ranks, describe_straggler
 from redline.engine.worker import RANK_FAILURE_FILE, failure_of_ranks
 from redline.search.launch import probe_machine
 
@@ -86,7 +86,7 @@ def with_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Ca
     def run(kind: str, words: list[str], *agent: str, step: int = 3) -> subprocess.CompletedProcess[str]:
         fault = [str(HERE / "rank_fault.py"), kind, str(step), str(tmp_path / "flag")]
         if not agent:
-            monkeypatch.setattr("redline.commands.ranks.agent_words", partial(faulty, fault))
+            monkeypatch.setattr("redline.commands.ranks.agent_command", partial(faulty, fault))
             monkeypatch.setattr("redline.search.launch.probe_machine", asked_once)
             capfd.readouterr()
             code = main([*words, "--gpus", "2"])
@@ -105,7 +105,7 @@ def with_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Ca
 
 def faulty(fault: list[str], options: Any, logs: str) -> list[str]:
     """The agent's words with the fault's script in the place of `-m redline`."""
-    words = agent_words(options, logs)
+    words = agent_command(options, logs)
     at = words.index("redline") - 1
     return [*words[:at], *fault, *words[at + 2 :]]
 
@@ -260,18 +260,18 @@ def test_what_was_lost_is_told_by_those_that_go_on(
     ends: dict[int, End | None], seen: float, expected: str | None
 ) -> None:
     """`seen`: when those that have told nothing gave their last sign of life."""
-    found = distributed.words_of_ends(ends, dict.fromkeys(ends, seen))
+    found = distributed.describe_ends(ends, dict.fromkeys(ends, seen))
     assert found is None if expected is None else expected in (found or "")
 
 
 def test_of_ranks_that_all_were_killed_the_first_is_told() -> None:
     """By the agent, 30 s later, where they could say nothing: in the driver no signal reaches them."""
-    found = distributed.words_of_ends(dict.fromkeys(range(3)), {0: 130.0, 1: 100.0, 2: 130.5})
+    found = distributed.describe_ends(dict.fromkeys(range(3)), {0: 130.0, 1: 100.0, 2: 130.5})
     assert (
         found
         == "torchrun has started all ranks again: rank 1 ended without saying why (killed, or its machine is gone)"
     )
-    together = distributed.words_of_ends(dict.fromkeys(range(3)), {0: 100.5, 1: 100.0, 2: 101.0})
+    together = distributed.describe_ends(dict.fromkeys(range(3)), {0: 100.5, 1: 100.0, 2: 101.0})
     assert "rank 0, rank 1, rank 2 ended without saying why" in (together or "")
 
 
@@ -282,7 +282,7 @@ def test_those_that_go_on_know_when_a_rank_was_last_seen(monkeypatch: pytest.Mon
     for ranks in (killed, failed, after):
         ranks._store = ranks._lasting = store
     killed.remember("count/0", 2)
-    failed.tell_end("rank 1 failed: E: x")
+    failed.report_end("rank 1 failed: E: x")
     monkeypatch.setattr(distributed.time, "time", lambda: 80.0)
     killed._beat()  # in the driver still, half a minute later
     monkeypatch.setattr(Ranks, "attempt", 1)
@@ -311,9 +311,9 @@ def test_those_that_go_on_are_told_what_happened_in_a_sentence(
 ) -> None:
     ranks, remembered = Ranks(), {}
     monkeypatch.setattr(ranks, "remember", lambda key, value: remembered.update({key: value[1]}))
-    ranks.tell_end(text)
+    ranks.report_end(text)
     assert remembered == {"end/0/0": told}
-    ranks.tell_end("and so it failed")
+    ranks.report_end("and so it failed")
     assert remembered == {"end/0/0": told}, "what comes after it is of it"
 
 
@@ -380,7 +380,7 @@ def test_ranks_agree_on_the_attempt_whatever_their_nodes_have_counted(monkeypatc
             monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(expected // 2))  # rank 0's node has counted fewer
             attempt = distributed.next_attempt(lasting)
             answering = pool.submit(distributed.welcome, lasting, attempt, 3, ended)
-            asking = [pool.submit(distributed.told_attempt, lasting, rank, 20.0) for rank in (1, 2)]
+            asking = [pool.submit(distributed.ask_attempt, lasting, rank, 20.0) for rank in (1, 2)]
             assert [attempt, *(one.result(20) for one in asking)] == [expected] * 3
             answering.result(20)  # it ends when all have come
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "4")
@@ -388,7 +388,7 @@ def test_ranks_agree_on_the_attempt_whatever_their_nodes_have_counted(monkeypatc
     assert distributed.next_attempt(another) == 4, "a new store knows of no attempt before it"
     assert distributed.next_attempt(another) == 5, "though rank 0's node has counted no further"
     with pytest.raises(distributed.LostRankError, match="rank 0 gave no sign of life for 0 s"):
-        distributed.told_attempt(lasting, 1, 0.2)
+        distributed.ask_attempt(lasting, 1, 0.2)
 
 
 def listens(port: int) -> bool:
@@ -692,7 +692,7 @@ def test_the_cause_is_not_what_the_agent_did_afterwards(
         found[rank] = ProcessFailure(rank, 0, code, str(path))
         found[rank].timestamp = seconds
     rank, cause = agent.cause_of(found, agent.quiet_ranks(found))
-    words = agent.words_of(rank, cause) or ""
+    words = agent.describe_failure(rank, cause) or ""
     assert words.startswith(expected)
     assert bool(words) == bool(expected)
     assert words or rank == 0, "its exit code is the job's"
@@ -834,7 +834,7 @@ def test_what_cannot_be_is_refused_before_anything_starts(
     problem: str,
     fix: str,
 ) -> None:
-    monkeypatch.setattr("redline.commands.ranks.agent_words", lambda *_: pytest.fail("something was started"))
+    monkeypatch.setattr("redline.commands.ranks.agent_command", lambda *_: pytest.fail("something was started"))
     monkeypatch.setattr("redline.search.launch.probe_machine", asked_once)
     assert main([*words, "--out", str(tmp_path / "run"), *more]) == 2
     told = capfd.readouterr().err
@@ -1007,7 +1007,7 @@ def test_whoever_stops_in_order_is_not_taken_for_one_that_was_killed(
         if kind is not None:
             raise kind
     assert ends[0].text == ""
-    assert distributed.words_of_ends(ends, {0: 0.0}) is None
+    assert distributed.describe_ends(ends, {0: 0.0}) is None
 
 
 @pytest.mark.parametrize("agent_tells", [True, False])
@@ -1125,7 +1125,7 @@ ELSEWHERE = Mark(6, 2, "in the step", "sleep, user.py")
 def test_the_watch_names_whoever_is_behind(
     marks: dict[int, Mark], seconds: dict[int, float], frozen: list[int], text: str | None
 ) -> None:
-    found = words_of_standing(marks, seconds, frozen, 10)
+    found = describe_straggler(marks, seconds, frozen, 10)
     assert found is None if text is None else text in (found or "")
 
 
@@ -1345,7 +1345,7 @@ COMPILED = [("call", "/tmp/torchinductor_me/ei/ceiktq3vifii4ra4uztncp7jv5mcfz7wq
     ids=["ours", "users", "collective", "lock", "user-below-torch", "private", "nobodys", "compiled", "below", "none"],
 )
 def test_a_place_is_told_by_the_function_that_its_reader_knows(stack: list[tuple[str, str]], place: str) -> None:
-    assert distributed.words_of_place(stack) == place
+    assert distributed.describe_place(stack) == place
 
 
 @pytest.mark.parametrize("words", [["ladder", "tiny"], ["watch", "run"], ["train", "--stepz", "3"]], ids=lambda w: w[0])
@@ -1396,7 +1396,7 @@ def test_our_own_files_are_ours_in_site_packages_too(monkeypatch: pytest.MonkeyP
     ours = os.path.join("lib", "site-packages", "redline", "")
     monkeypatch.setattr(distributed, "PACKAGE", ours)
     stack = [*REPEAT, ("fetch", f"{ours}loader.py")]
-    assert distributed.words_of_place(stack) == "fetch, loader.py, which calls repeat"
+    assert distributed.describe_place(stack) == "fetch, loader.py, which calls repeat"
 
 
 @pytest.mark.parametrize("step", [0, 3])

@@ -452,7 +452,7 @@ def test_what_is_nobodys_mistake_ends_in_a_summary(
 
     monkeypatch.setattr(session_module, "build_step", failing)
     ranks, told = alone(), []
-    monkeypatch.setattr(ranks, "tell_failure", told.append)
+    monkeypatch.setattr(ranks, "report_failure", told.append)
     summary = train(order(), lambda *_, **__: None, ranks)
     assert summary["ended"] == "failed"
     assert words in summary["reason"]

@@ -32,7 +32,7 @@ def test_products_are_those_of_fp64(sizes: tuple[int, int, int], turned: str, dt
     a = drawn(k, m, dtype=dtype).t() if turned in ("left", "both") else drawn(m, k, dtype=dtype)
     b = drawn(n, k, dtype=dtype).t() if turned in ("right", "both") else drawn(k, n, dtype=dtype)
     wanted = a.double() @ b.double()
-    lt = cublaslt.library()
+    lt = cublaslt.library(torch.device("cuda:0"))
     assert lt is not None
     assert cublaslt.takes(a, b)
     lt.plans.clear()
@@ -59,7 +59,7 @@ def test_bias_and_gelu_on_the_way_out(sizes: tuple[int, int, int]) -> None:
 def test_the_fastest_of_the_proposals_is_taken() -> None:
     a, b = drawn(2048, 512, dtype=torch.bfloat16), drawn(512, 1024, dtype=torch.bfloat16)
     product(a, b, torch.bfloat16)
-    lt = cublaslt.library()
+    lt = cublaslt.library(torch.device("cuda:0"))
     assert lt is not None
     plan = list(lt.plans.values())[-1]
     assert len(plan.seconds) > 1
@@ -84,7 +84,7 @@ def test_a_graph_may_be_captured_and_nothing_waits() -> None:
 
 def test_the_first_call_of_all_may_warm_up_for_a_graph() -> None:
     a, b = drawn(256, 128, dtype=torch.bfloat16), drawn(128, 64, dtype=torch.bfloat16)
-    lt = cublaslt.library()
+    lt = cublaslt.library(torch.device("cuda:0"))
     assert lt is not None
     lt.plans.clear()
     lt.workspaces.clear()
@@ -108,7 +108,7 @@ def test_a_tuned_heads_gradients_are_those_of_fp64(pieces: int, compiled: bool) 
     wanted_loss = F.cross_entropy((x @ w[:vocab].t()).flatten(0, 1), targets.flatten())
     wanted = torch.autograd.grad(wanted_loss, (x, w))
     run: Callable[..., torch.Tensor] = torch.compile(head_loss, fullgraph=True) if compiled else head_loss
-    lt = cublaslt.library()
+    lt = cublaslt.library(torch.device("cuda:0"))
     assert lt is not None
     lt.plans.clear()
     loss = run(features, weight, targets, vocab=vocab, pieces=pieces, dtype=torch.bfloat16, tuned=True)

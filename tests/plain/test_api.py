@@ -15,7 +15,7 @@ import pytest
 import redline
 from redline.api.arguments import ARGUMENTS, COUNT, NUMBER, in_python
 from redline.api.document import SHOWN, Document
-from redline.api.factory import words_of
+from redline.api.factory import typed_workload
 from redline.core.errors import UserError
 from redline.report.hardware import known_lines, machine_lines
 from redline.report.notebook import render_prepared_page
@@ -53,12 +53,12 @@ def page_in(html: str) -> str:
 
 
 def test_a_function_of_a_file_becomes_its_words():
-    assert words_of(build, "redline.ladder") == f"{__file__}:build"
+    assert typed_workload(build, "redline.ladder") == f"{__file__}:build"
 
 
 @pytest.mark.parametrize("words", [None, "gpt2", "model.py:build"])
 def test_words_stay_as_they_are(words):
-    assert words_of(words, "redline.ladder") == words
+    assert typed_workload(words, "redline.ladder") == words
 
 
 def defined_in_a_notebook():
@@ -92,9 +92,9 @@ def test_a_function_that_no_other_process_can_find_is_refused(command, function,
 
 
 def test_a_function_whose_name_means_something_else_is_refused(monkeypatch):
-    monkeypatch.setattr(sys.modules[__name__], "build", words_of)
+    monkeypatch.setattr(sys.modules[__name__], "build", typed_workload)
     with pytest.raises(UserError, match="calls something else"):
-        words_of(REAL_BUILD, "redline.ladder")
+        typed_workload(REAL_BUILD, "redline.ladder")
 
 
 REAL_BUILD = build

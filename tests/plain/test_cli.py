@@ -804,8 +804,8 @@ def test_rows_share_code_that_was_compiled_ahead_and_no_other(redline_command, m
 def test_code_is_compiled_ahead_where_it_is_asked_for(redline_command, machine, workers, workplace, monkeypatch):
     asked = []
 
-    def ahead(run, jobs, *, at_once, timeout_seconds, tell):
-        tell(0, 2)
+    def ahead(run, jobs, *, at_once, timeout_seconds, on_progress):
+        on_progress(0, 2)
         asked.append(([job.recipe.rungs for job in jobs], at_once))
         assert workers.jobs == [], "before anything is measured"
         return {graph_key(job): 55.0 for job in jobs if "compile" in job.recipe.rungs}

@@ -318,7 +318,7 @@ def test_code_is_compiled_side_by_side_and_once(run, job, worker):
     jobs = compiling(job, "compile", "compile+fused-adamw", "bf16", "bf16+compile")
     told = []
     took = compile_side_by_side(
-        run, jobs, at_once=2, timeout_seconds=PATIENCE_SECONDS, tell=lambda *counts: told.append(counts)
+        run, jobs, at_once=2, timeout_seconds=PATIENCE_SECONDS, on_progress=lambda *counts: told.append(counts)
     )
     assert took == {graph_key(jobs[0]): 1.0, graph_key(jobs[3]): 2.0}
     assert graph_key(jobs[0]) == graph_key(jobs[1])
@@ -334,7 +334,7 @@ def test_code_that_does_not_compile_is_left_to_its_row(run, job, worker):
         sys.exit(3)
     """)
     jobs = compiling(job, "compile", "bf16+compile")
-    assert compile_side_by_side(run, jobs, at_once=2, timeout_seconds=1.5, tell=quietly) == {}
+    assert compile_side_by_side(run, jobs, at_once=2, timeout_seconds=1.5, on_progress=quietly) == {}
     for ahead in graphs_of(jobs).values():
         assert_gone(pids_in(run.job_folder(ahead)))
 
@@ -349,7 +349,7 @@ def test_an_interrupt_ends_what_compiles(run, job, worker):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        compile_side_by_side(run, jobs, at_once=2, timeout_seconds=PATIENCE_SECONDS, tell=interrupt)
+        compile_side_by_side(run, jobs, at_once=2, timeout_seconds=PATIENCE_SECONDS, on_progress=interrupt)
     for ahead in started:
         assert_gone(pids_in(run.job_folder(ahead)))
 

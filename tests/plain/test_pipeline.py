@@ -39,8 +39,8 @@ def test_the_bubble(stages: int, micro_batches: int, share: float) -> None:
 
 def test_the_bubble_in_words() -> None:
     layout = Layout(ranks=8, pipeline=4)
-    assert layout.words_of_bubble(16) == "16 micro batches per update through 4 stages: each idles 16% of the time"
-    assert layout.words_of_bubble(3).endswith("50% of the time (fewer than stages: a larger --global-batch idles less)")
+    assert layout.describe_bubble(16) == "16 micro batches per update through 4 stages: each idles 16% of the time"
+    assert layout.describe_bubble(3).endswith("50% of the time (fewer than stages: a larger --global-batch idles less)")
     told = pipeline_text({"stages": 4, "micro_batches": 1, "bubble": 0.75})
     assert told == "4 stages, 1 micro batch per update: a bubble of 75.0 %"
     assert pipeline_text(None) == ""

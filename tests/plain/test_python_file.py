@@ -33,7 +33,7 @@ from redline.core.traced import (
     Traced,
     Unlisted,
 )
-from redline.core.units import batch_words, rate_unit
+from redline.core.units import batch_text, rate_unit
 from redline.core.user_code import blaming, users_line
 from redline.core.values import from_json, to_json
 from redline.core.workload import Shape, Workload
@@ -800,5 +800,5 @@ def test_rates_and_batches_in_their_own_unit() -> None:
         "images/s",
     ]
     assert rate_unit("token", short=False) == "tokens/s"
-    assert batch_words(16, {"sequence": 1024}) == "16 x 1024 tokens"
-    assert batch_words(16, {"unit": "sample", "items_per_sample": 1}) == "16 samples"
+    assert batch_text(16, {"sequence": 1024}) == "16 x 1024 tokens"
+    assert batch_text(16, {"unit": "sample", "items_per_sample": 1}) == "16 samples"

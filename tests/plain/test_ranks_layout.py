@@ -26,7 +26,7 @@ from redline.predict.fitting import Case, case_of
 from redline.predict.layouts import expected_peaks, predict_parallel
 from redline.predict.memory import predict_memory
 from redline.predict.parallel import Layout as Cut
-from redline.report.next_steps import text_words
+from redline.report.next_steps import text_options
 from redline.report.table import layout_of, print_ladder, ranks_text, sharing_text, step_of_ranks
 from redline.rungs import find_rung, plan_of
 from redline.search.answers import graph_key
@@ -266,7 +266,7 @@ def test_the_header_has_the_layout_and_the_next_commands_too() -> None:
     assert "4 ranks: tensor 2 x data 2" in shown
     assert "a step is 2 micro batches, one on each group of 2 ranks: tok/s counts all of them" in shown
     assert max(map(len, screen.getvalue().splitlines())) <= 100
-    assert " ".join(text_words(document)).endswith("--gpus 4 --tensor 2")
+    assert " ".join(text_options(document)).endswith("--gpus 4 --tensor 2")
 
 
 @pytest.mark.parametrize(

@@ -165,7 +165,7 @@ def test_ranks_record_the_command_as_it_was_typed(tmp_path: Path, monkeypatch: p
     words = ["train", "tiny", "--data", "my text.txt", "--gpus=4", "--parallel", "fsdp"]
     monkeypatch.setattr("redline.commands.train_order.check_order", lambda *_, **__: (None, replace(EIGHT, kind="cpu")))
     agent = [sys.executable, "-c", record, str(tmp_path / "command")]
-    monkeypatch.setattr("redline.commands.ranks.agent_words", lambda *_: agent)
+    monkeypatch.setattr("redline.commands.ranks.agent_command", lambda *_: agent)
     assert start_ranks(argparse.Namespace(gpus=4, words=words)) == 0
     assert (tmp_path / "command").read_text() == "redline train tiny --data 'my text.txt' --gpus=4 --parallel fsdp"
 
@@ -186,7 +186,7 @@ def test_an_agent_that_is_asked_to_stop_is_an_interruption() -> None:
 def test_an_agent_that_is_killed_is_told_of(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     """It cannot say so itself, and its ranks leave without a word."""
     monkeypatch.setattr("redline.commands.train_order.check_order", lambda *_, **__: (None, EIGHT))
-    monkeypatch.setattr("redline.commands.ranks.agent_words", lambda *_: ["sh", "-c", "kill -KILL $$"])
+    monkeypatch.setattr("redline.commands.ranks.agent_command", lambda *_: ["sh", "-c", "kill -KILL $$"])
     assert start_ranks(argparse.Namespace(gpus=4, words=["train"])) == 1
     told = "training stopped: the process that holds the ranks together was killed by SIGKILL (the system may be out of"
     assert capfd.readouterr().err.startswith(told)

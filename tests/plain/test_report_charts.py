@@ -16,7 +16,7 @@ from redline.report.bars import Bar, Gain, Pair, gain_chart, pair_chart, stacked
 from redline.report.charts import ladder_chart, loss_chart
 from redline.report.groups import groups_chart, groups_table
 from redline.report.points import Point, front_of, points_chart
-from redline.report.steps import limit_words, steps_chart, steps_key, tells_limits
+from redline.report.steps import limits_text, shows_limits, steps_chart, steps_key
 from redline.report.svg import CHAR_PX, Scale, name_lines, short_number
 from redline.rungs import LADDER
 
@@ -395,8 +395,8 @@ def test_limits_far_above_are_told_in_words_and_leave_the_steps_their_room() -> 
     assert all((mark.text or "").startswith("above the chart: ") for mark in marks(chart, "limit"))
     assert marks(chart, "light") == [], "50 times 2.5"
     assert {kind for kind, _ in steps_key({**document, "rows": slow}, 960)} & {"light", "limit"} == set()
-    assert not tells_limits({**document, "rows": slow}, 960), "the page must"
-    assert tells_limits(document, 960)
+    assert not shows_limits({**document, "rows": slow}, 960), "the page must"
+    assert shows_limits(document, 960)
     tallest = max(
         sum(block["height"] for block in rects(group, "bar") + rects(group, "gain")) for group in rungs_of(chart)
     )
@@ -428,11 +428,11 @@ def test_a_legend_lists_what_its_chart_draws() -> None:
         assert len(marks(chart, "stair")) == stairs
         drawn = {kind for kind in ("stair", "light", "limit") if marks(chart, kind)}
         assert key & {"stair", "light", "limit"} == drawn == ({"stair", "light", "limit"} if stairs else set())
-    words = limit_words(long)
+    words = limits_text(long)
     rate = long["rows"][0]["tokens_per_second"]
     assert [f"{limit['tokens_per_second']:,.0f} tokens/s" in words for limit in long["limits"]] == [True, True]
     assert f"the recipe up to rung-0: {2.5 * rate:,.0f} tokens/s" in words
-    assert limit_words({"rows": full_document()["rows"]}) == ""
+    assert limits_text({"rows": full_document()["rows"]}) == ""
 
 
 def spans(path: ElementTree.Element) -> tuple[float, float]:
