@@ -45,8 +45,8 @@ NULL_BOUND, NULL_YARDSTICK_FACTOR = 100.0, 10.0
 NULL_NAMES = 2  # how many of them are named
 # Largest distance of a loss curve from the reference, in nats, over the first steps.
 CURVE_TOLERANCE = {"fp32": 0.002, "tf32": 0.01, "fp16": 0.03, "bf16": 0.03, "fp8": 0.06}
-# Where the loss moves by less than that, a model that never learns would be within it. So nothing further away than this
-# share of what the reference moves passes without a comparison with plain code (see DOUBT_FACTOR).
+# Where the loss moves by less than that, a model that never learns would be within it. So nothing further away than
+# this share of what the reference moves passes without a comparison with plain code (see DOUBT_FACTOR).
 MOVED_SHARE = 0.5
 # One step in ODD_STEPS may be further away, up to ODD_FACTOR times the tolerance, if it is not the last: some batches
 # swing, and the curve comes back. On a CPU, plain fp32 from weights moved by bf16's epsilon left the tiny model's curve

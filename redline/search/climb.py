@@ -10,7 +10,7 @@ it was added to; a row that is not kept stays in the table with its reason.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from redline.core.hardware import Hardware
@@ -28,6 +28,7 @@ from redline.search.noise import scatter_between, tolerated_noise
 from redline.search.ranks import not_measured, refused_beside
 
 COMPILE = "compile"
+CLEARLY_SLOWER = 0.88  # between this and what a row should reach, one unlucky process may have decided
 AGAIN = "a/a"  # the row that measures the finished recipe a second time
 TOKENS_FILE = "tokens.npy"
 
@@ -74,6 +75,8 @@ class Row:
     job: Job | None = None
     measurements: list[Measurement] = field(default_factory=list)
     """One per repeat."""
+    looks: int = 0
+    """How often it was measured again because a decision was close."""
     base: Row | None = None
     """The row that this one is compared with."""
     status: str = "ok"
@@ -89,6 +92,11 @@ class Row:
     @property
     def seconds(self) -> float:
         return statistics.median(statistics.median(one.step_seconds) for one in self.measurements)
+
+    @property
+    def least_seconds(self) -> float:
+        """The median of the quickest run."""
+        return min(statistics.median(one.step_seconds) for one in self.measurements)
 
     @property
     def quick_seconds(self) -> float:
@@ -202,6 +210,11 @@ class Climb:
         row.measurements.append(result)
         row.equivalence = self._judge(row, result)
         self._decide(row, rung)
+        if result.alloc_retries and row.reason is None:
+            row.reason = (
+                f"the allocator ran out of memory {result.alloc_retries} times while steps were timed, released its cache "
+                "and tried again: a smaller micro batch may be faster"
+            )
         return row
 
     def _judge(self, row: Row, measurement: Measurement) -> Equivalence:
@@ -228,8 +241,10 @@ class Climb:
         """Keep the rung, or record why the climb continues without it."""
         current = self.current if self.finished else None
         assert row.equivalence is not None
-        if row.name == AGAIN:
-            return  # it adds nothing to a recipe
+        if row.name == AGAIN:  # it adds nothing to a recipe
+            if row.equivalence.verdict == "different":
+                self._drop_what_contains(row)
+            return
         if row.equivalence.verdict == "different":
             row.kept, row.reason = False, row.equivalence.detail
         elif rung is not None and rung.name == COMPILE and (trouble := self._nothing_compiled(row)) is not None:
@@ -250,39 +265,68 @@ class Climb:
         return short(compiled.trouble or "") if compiled is not None and not compiled.graphs else None
 
     def _decide_by_speed(self, row: Row, current: Row, rung: Rung | None, replaces: bool) -> None:
-        """Keep the rung if its speed justifies it, and record what decided if that needs saying."""
-        winner = self._outrun_by(row, current, rung, replaces)
-        row.kept = winner is None or (self.settings.keep == "all" and not replaces)
-        rival = winner or current
-        ratio, so_far = rival.seconds / row.seconds, "" if rival is current else ", the fastest so far"
-        said = f"{ratio:.2f}x the speed of {rival.name}{so_far}"
+        """Keep the rung if its speed justifies it, and record what decided if that needs saying. A replacement must
+        win, or the rung it would replace stays. So must a rung that gives up speed for memory if timings scatter, or
+        one lucky row would keep it. Other additions must keep up."""
+        scatter = scatter_between(row.measurements, current.measurements)
+        must_win = replaces or (rung is not None and not rung.is_usual and scatter > 0)
+        if self.settings.keep == "all" and not replaces:
+            row.kept = True
+            return
+        margin = scatter if must_win else None
+        winner = self._outrun_by(row, current, margin)
+        if winner is not None and winner.seconds / row.seconds > CLEARLY_SLOWER:
+            if not self._look_again(row, winner):
+                return
+            winner = self._outrun_by(row, current, margin)
+        row.kept, rival = winner is None, winner or current
+        ratio, so_far = rival.least_seconds / row.least_seconds, "" if rival is current else ", the fastest so far"
+        said = f"{ratio:.2f}x the speed of {rival.name}{so_far}{self._when_decided(row)}"
         if not row.kept:
-            scatter = scatter_between(row.measurements, rival.measurements)
             doubt = "" if exceeds(ratio, scatter) else f", within the noise of ±{scatter:.0%}"
-            when = " in the first run, which decides" if self.settings.repeats > 1 else ""
-            row.reason = f"{said}{when}{doubt}"
-        elif winner is None and ratio < 1.0 - self._noise_between(row, rival):
+            row.reason = f"{said}{doubt}"
+        elif ratio < 1.0 - self._noise_between(row, rival):
             row.reason = f"{said}, kept: its quickest steps are at {rival.quick_seconds / row.quick_seconds:.2f}x"
 
-    def _outrun_by(self, row: Row, current: Row, rung: Rung | None, replaces: bool) -> Row | None:
-        """Return the row that this one had to match and did not, or None. A replacement must win, or the rung it would
-        replace stays. So must a rung that gives up speed for memory if timings scatter, or one lucky row would keep it.
-        Other additions may be slower by what noise could explain, than the current recipe and than the fastest so far:
-        small losses, each within the noise, must not add up."""
-        scatter = scatter_between(row.measurements, current.measurements)
-        if replaces or (rung is not None and not rung.is_usual and scatter > 0):
-            return None if current.seconds / row.seconds >= 1.0 + scatter else current
+    def _look_again(self, row: Row, winner: Row) -> bool:
+        """Measure both once more, one after the other: a process may have been unlucky, and a rung that is left out
+        never comes back. Return False if that decided it: one of them is wrong, or the row cannot be repeated."""
+        for one in (winner, row):
+            assert one.job is not None
+            one.looks += 1
+            # Repeats count upwards from 0: these count downwards, so that the two never share an answer.
+            self._add_repeat(one, self.ask(replace(one.job, repeat=-one.looks)), len(one.measurements) + 1)
+        if winner.kept is False and set(winner.recipe.rungs) <= set(row.recipe.rungs):
+            row.kept, row.reason = False, contains_wrong(winner)
+        elif len(row.measurements) == 1:  # its reason says why
+            row.kept = False
+        return row.kept is None
+
+    def _when_decided(self, row: Row) -> str:
+        """Say which runs decided, where the table shows the median of more than one."""
+        if len(row.measurements) > 1:
+            return ", by the quicker of two runs of each"
+        return " in the first run, which decides" if self.settings.repeats > 1 else ""
+
+    def _outrun_by(self, row: Row, current: Row, margin: float | None) -> Row | None:
+        """Return the row that this one had to match and did not, or None. With a margin it must be faster than the
+        current row by that share. Without one it must keep up with the current row and with the fastest so far: small
+        losses, each within the noise, must not add up."""
+        if margin is not None:
+            return None if current.least_seconds / row.least_seconds >= 1.0 + margin else current
         fastest = min((one for one in self.finished if one.kept), key=lambda one: one.seconds, default=current)
         return next((rival for rival in (current, fastest) if not self._keeps_up(row, rival)), None)
 
     def _keeps_up(self, row: Row, rival: Row) -> bool:
-        """True unless the row is slower by more than the noise. Disturbances only ever slow a step down, so a rung has
-        cost nothing if its quick steps keep up."""
-        faster = max(rival.seconds / row.seconds, rival.quick_seconds / row.quick_seconds)
+        """True unless the row is slower by more than the noise. Disturbances only ever slow steps down, so the quickest
+        run of each counts, and a rung has cost nothing if its quick steps keep up."""
+        faster = max(rival.least_seconds / row.least_seconds, rival.quick_seconds / row.quick_seconds)
         return faster >= 1.0 - self._noise_between(row, rival)
 
     def _noise_between(self, row: Row, rival: Row) -> float:
-        return tolerated_noise(row.measurements, rival.measurements, self.hardware.kind)
+        """Return the noise of single runs. Two medians say little about their own scatter, so a second look improves
+        the ratio and leaves what it may differ by."""
+        return tolerated_noise(row.measurements[:1], rival.measurements[:1], self.hardware.kind)
 
     def _reference_curve(self, recipe: Recipe) -> tuple[float, ...] | None:
         """Return the fp32 curve of the recipe's maths; None if it failed. Rows with unchanged maths share a job."""
@@ -330,14 +374,21 @@ class Climb:
                 yield row
 
     def _add_repeat(self, row: Row, result: Result, number: int) -> None:
-        """Add a repeat to its row. A failed repeat is noted as the row's reason; a wrong one makes the row wrong."""
+        """Add a repeat to its row. A failed repeat is added to the row's reason; a wrong one makes the row wrong, and
+        with it those that were built on it."""
         if isinstance(result, Failure):
-            row.reason = f"repeat {number} failed: {result.reason}"
+            row.reason = "; ".join(filter(None, (row.reason, f"run {number} failed: {result.reason}")))
             return
         row.measurements.append(result)
         again = self._judge(row, result)
         if again.verdict == "different":
-            row.equivalence, row.kept, row.reason = again, False, f"repeat {number}: {again.detail}"
+            row.equivalence, row.kept, row.reason = again, False, f"run {number}: {again.detail}"
+            self._drop_what_contains(row)
+
+    def _drop_what_contains(self, wrong: Row) -> None:
+        for row in self.finished:
+            if row is not wrong and row.kept and set(wrong.recipe.rungs) <= set(row.recipe.rungs):
+                row.kept, row.reason = False, contains_wrong(wrong)
 
     def _rebatch(self, on_start: Callable[[str, str, int, int], None]) -> Iterator[Row]:
         """Find the best micro batch for rows that are right, and for rows that only failed for lack of memory."""
@@ -352,7 +403,7 @@ class Climb:
 
     def _own_batch(self, row: Row, on_size: Callable[[int], None]) -> BatchChoice:
         fixed, settings = row.recipe.micro_batch, self.settings
-        answer = row.failure or row.measurements[0]
+        answer = row.failure or together(row.measurements)
         jobs = SizedJobs(
             ask=self.ask,
             job=self._job(row.recipe),
@@ -406,6 +457,16 @@ class Climb:
     def _done(self, row: Row) -> Row:
         self.finished.append(row)
         return row
+
+
+def contains_wrong(row: Row) -> str:
+    return f"contains {row.name}, which was different when it ran again"
+
+
+def together(measurements: Sequence[Measurement]) -> Measurement:
+    """Return the first one with the steps of all."""
+    steps = tuple(seconds for one in measurements for seconds in one.step_seconds)
+    return replace(measurements[0], step_seconds=steps)
 
 
 def _runs_somewhere(row: Row) -> bool:
