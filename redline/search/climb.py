@@ -212,7 +212,7 @@ class Climb:
         self._decide(row, rung)
         if result.alloc_retries and row.reason is None:
             row.reason = (
-                f"the allocator ran out of memory {result.alloc_retries} times while steps were timed, released its cache "
+                f"the allocator ran out of memory {result.alloc_retries} times while timing, released its cache "
                 "and tried again: a smaller micro batch may be faster"
             )
         return row
