@@ -124,6 +124,9 @@ class Measurement:
     """Losses of the first K steps from the initial weights, on the batches every rung sees; empty if unchecked."""
     step_seconds: tuple[float, ...] = ()
     """Time of every timed step; empty for jobs that time no steps, such as references."""
+    cores_missing: float | None = None
+    """On a CPU, how many cores that the step's threads needed were taken by other programs while it was timed; None on
+    other devices, with several ranks, and where the kernel does not say."""
     compile_seconds: float | None = None
     warmup_steps: int = 0
     peak_bytes: int | None = None

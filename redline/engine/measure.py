@@ -30,6 +30,7 @@ from redline.engine.equivalence import Expected, check_gradients, pair_is_bitwis
 from redline.engine.findings import compiler_log
 from redline.engine.fit import free_memory, in_pieces_that_fit
 from redline.engine.kept import kept_reference
+from redline.engine.neighbours import Neighbours
 from redline.engine.proof import Shares, prove
 from redline.rungs import plain_at_precision, plan_of, reference_plan
 
@@ -86,7 +87,9 @@ def measure(bench: Bench) -> Measurement:
     warm_seconds = warm_until_steady(bench, training, warm_seconds)
 
     training.restore()
+    neighbours = Neighbours(torch.get_num_threads()) if device.type == "cpu" and not ranks.joined else None
     step_seconds = time_steps(bench, training, statistics.median(warm_seconds[-BLOCK_STEPS:]))
+    cores_missing = None if neighbours is None else neighbours.cores_missing()
     evaluate(training)
     peak, outside, retries = fullest(bench, recorded=plan.cuda_graphs)
 
@@ -101,6 +104,7 @@ def measure(bench: Bench) -> Measurement:
     return Measurement(
         loss_curve=tuple(curve),
         step_seconds=tuple(step_seconds),
+        cores_missing=cores_missing,
         compile_seconds=max(first_seconds - statistics.median(step_seconds), 0.0) if plan.compile else None,
         warmup_steps=len(warm_seconds),
         peak_bytes=peak,
