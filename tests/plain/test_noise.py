@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import random
 import statistics
 
 import pytest
@@ -10,8 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from redline.core.measurement import Measurement
-from redline.predict.noise import UNSEEN_RUN_TO_RUN, exceeds
-from redline.search.noise import looks_of, noise_between, standard_error
+from redline.predict.noise import UNSEEN_RUN_TO_RUN, exceeds, seen_noise
+from redline.search.noise import (
+    MOST_NOISE,
+    looks_of,
+    median_to_mean,
+    noise_between,
+    standard_error,
+    tolerated_noise,
+)
 
 SECONDS = st.floats(min_value=1e-5, max_value=1e3)
 quick = settings(deadline=None, max_examples=50)  # another run on the same cores must not fail a test
@@ -54,8 +63,18 @@ def test_repeats_are_one_look_each():
 
 
 def test_the_standard_error_by_hand():
-    """Looks 0.9, 1.0, 1.1: deviation 0.1, mean 1, three looks."""
-    assert standard_error(repeats(0.9, 1.0, 1.1)) == pytest.approx(0.1 / math.sqrt(3))
+    """Looks 0.9, 1.0, 1.1: deviation 0.1, mean 1, three looks, whose median scatters 1.16 times as much as their
+    mean."""
+    assert standard_error(repeats(0.9, 1.0, 1.1)) == pytest.approx(1.16 * 0.1 / math.sqrt(3))
+    assert standard_error(repeats(0.9, 1.1)) == pytest.approx(0.1), "the median of two is their mean"
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5])
+def test_a_median_of_few_scatters_as_it_is_said_to(count):
+    dice = random.Random(count)
+    medians = [statistics.median(dice.gauss(0, 1) for _ in range(count)) for _ in range(20_000)]
+    assert median_to_mean(count) == pytest.approx(statistics.pstdev(medians) * math.sqrt(count), rel=0.02)
+    assert median_to_mean(count) <= median_to_mean(6), "more are taken for very many, whose median scatters most"
 
 
 @pytest.mark.parametrize("steps", [(), (0.1,)])
@@ -94,10 +113,79 @@ def test_repeats_without_scatter_still_have_a_floor_that_shrinks_with_their_numb
     assert noise_between(repeats(0.1, 0.1, 0.1, 0.1), repeats(*[0.2] * 4)) == pytest.approx(0.005)
 
 
-def test_noise_is_two_standard_errors_of_the_ratio():
+def test_noise_is_as_many_standard_errors_of_the_ratio_as_so_few_repeats_need():
+    """Three repeats each leave four degrees of freedom: t is 2.78."""
     one, other = repeats(0.9, 1.0, 1.1), repeats(4.9, 5.0, 5.1)
-    expected = 2 * math.hypot(0.1 / math.sqrt(3), 0.02 / math.sqrt(3))
+    expected = 2.78 * 1.16 * math.hypot(0.1 / math.sqrt(3), 0.02 / math.sqrt(3))
     assert noise_between(one, other) == pytest.approx(expected)
+
+
+def t_of(degrees):
+    return seen_noise(1.0, 0.0, degrees)
+
+
+def test_t_falls_towards_two():
+    """t itself falls to 1.96."""
+    assert t_of(math.inf) == 2.0
+    every = [t_of(degrees) for degrees in range(1, 100)]
+    assert every == sorted(every, reverse=True)
+    assert all(t > 2.0 for t in every)
+
+
+@pytest.mark.parametrize("degrees", [1, 2, 4, 8, 15, 40])
+def test_nineteen_of_twenty_means_are_within_t(degrees):
+    dice, count, draws = random.Random(degrees), degrees + 1, 8_000
+    values = [[dice.gauss(0, 1) for _ in range(count)] for _ in range(draws)]
+    errors = [statistics.stdev(each) / math.sqrt(count) for each in values]
+    inside = sum(
+        abs(statistics.fmean(each)) < t_of(degrees) * error for each, error in zip(values, errors, strict=True)
+    )
+    assert inside / draws == pytest.approx(0.95, abs=0.009)
+
+
+@pytest.mark.parametrize("count", [2, 3, 5])
+@pytest.mark.parametrize("alone", [False, True])
+def test_one_of_twenty_rungs_that_do_nothing_is_beyond_the_noise(count, alone):
+    """Rows of one speed, whose processes differ by 2 %: also where the rows of the run are not asked."""
+    dice, claimed, compared = random.Random(count), 0, 0
+    for _ in range(300):
+        rows = [repeats(*(math.exp(dice.gauss(0, 0.02)) for _ in range(count))) for _ in range(7)]
+        for one, other in itertools.pairwise(rows):
+            noise = noise_between(one, other, rows=() if alone else rows)
+            claimed += exceeds(figure(one) / figure(other), noise)
+            compared += 1
+    assert 0.02 < claimed / compared < 0.075
+
+
+def figure(runs):
+    return statistics.median(statistics.median(one.step_seconds) for one in runs)
+
+
+def test_rows_that_agree_make_the_repeats_of_two_worth_more():
+    """Two repeats of two rows leave two degrees of freedom, and t is 4.3; those of twenty rows leave twenty."""
+    rows = [repeats(0.995, 1.005)] * 20
+    alone, together = noise_between(*rows[:2]), noise_between(*rows[:2], rows=rows)
+    assert together / alone == pytest.approx(t_of(20) / t_of(2))
+
+
+def test_rows_that_swing_do_not_make_two_quiet_ones_noisier_nor_quiet_ones_two_that_swing_quiet():
+    quiet, loud = repeats(0.995, 1.005), repeats(0.9, 1.1)
+    assert noise_between(quiet, quiet, rows=[quiet, quiet, loud, loud]) == noise_between(quiet, quiet)
+    least = 2 * math.hypot(standard_error(loud), standard_error(loud))
+    assert noise_between(loud, loud, rows=[loud, loud, *[quiet] * 50]) == pytest.approx(least)
+
+
+def test_rows_without_repeats_say_nothing_about_repeats():
+    drifting = [run(*(0.1 + 0.002 * step for step in range(40)))]
+    assert noise_between(drifting, STEADY, rows=[drifting, STEADY]) == noise_between(drifting, STEADY)
+
+
+def test_decisions_take_two_standard_errors_and_a_bound():
+    """A claim about two repeats needs 4.3: for a decision, that would make rivals equal that are 4 % apart."""
+    one, other = repeats(0.99, 1.01), repeats(0.98, 1.02)
+    assert tolerated_noise(one, other, "cuda") == pytest.approx(2 * math.hypot(0.01, 0.02))
+    assert noise_between(one, other) > 2 * tolerated_noise(one, other, "cuda")
+    assert tolerated_noise(repeats(0.5, 1.5), other, "cuda") == MOST_NOISE
 
 
 def test_noisier_repeats_have_more_noise():
