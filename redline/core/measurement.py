@@ -16,12 +16,18 @@ class Spread:
     p10: float
     p90: float
     n: int
+    mean: float | None = None
+    """None in older records. Steps that stall now and then raise it, and not the median."""
 
 
 def spread_of(values: Sequence[float]) -> Spread:
     ordered = sorted(values)
     return Spread(
-        median=statistics.median(ordered), p10=quantile(ordered, 0.1), p90=quantile(ordered, 0.9), n=len(ordered)
+        median=statistics.median(ordered),
+        p10=quantile(ordered, 0.1),
+        p90=quantile(ordered, 0.9),
+        n=len(ordered),
+        mean=statistics.fmean(ordered),
     )
 
 

@@ -43,6 +43,8 @@ VERDICT_STYLES = {
     "different": "bold red",
     "not-checked": "dim",
 }
+MOST_NAMED = 4  # rows in one note
+MOST_UNEVEN = 1.05  # from here on, two ways to time a row's steps do not agree
 LOUD_NOISE = 0.1  # from a tenth on, a speed-up is printed with more digits than were measured
 ONE_PROCESS = ""  # a single process does not communicate: such a column is left out without a note
 STATUS_STYLES = {"skipped": "dim", "failed": "red"}
@@ -378,6 +380,7 @@ def _subject_notes(document: Document) -> Iterator[Note]:
     disturbed = [row for row in rows if swing_of(row) > MOST_SWING]
     if disturbed:
         yield Note(about="disturbed", text=disturbed_text(disturbed), kind="failed")
+    yield from uneven_notes(rows)
     yield from (Note(about="MFU", text=text) for text in mfu_texts(rows))
     yield from (Note(about="memory", text=text) for text in memory_texts(rows))
     yield from damage_notes(document)
@@ -459,6 +462,49 @@ def disturbed_text(rows: Sequence[Row], instead: str = ", or with --repeats") ->
         f"slow steps of {rung_name(worst)} took {swing_of(worst):.1f} times as long as its quick ones{others}: "
         f"speed-ups from and to such rows mean little; measure again on a quiet machine{instead}"
     )
+
+
+def uneven_notes(rows: Sequence[Row]) -> Iterator[Note]:
+    """Name the rows whose median is not what a reader takes it for. A few steps that wait for something leave it as it
+    is, while a long run takes as long as the mean says. And where something else slowed most steps of a row or of its
+    base, the quick steps of the two differ by another factor."""
+    stalled = sorted((row for row in rows if stall_of(row) > MOST_UNEVEN), key=stall_of, reverse=True)
+    if stalled:
+        text = "some steps take far longer, so a long run is slower than the row says"
+        yield Note(about="stalls", text=f"{named(stalled, stall_text)}: {text}", kind="failed")
+    slowed = [row for row in rows if not 1 / MOST_UNEVEN <= slowing_of(row) <= MOST_UNEVEN]
+    if slowed:
+        text = "something else slowed most steps of the row or of the one it was put onto"
+        yield Note(about="quick steps", text=f"{named(slowed, slowing_text)}: {text}", kind="failed")
+
+
+def named(rows: Sequence[Row], text: Callable[[Row], str]) -> str:
+    more = f"; and {counted(len(rows) - MOST_NAMED, 'row')} more" if len(rows) > MOST_NAMED else ""
+    return "; ".join(f"{rung_name(row)} {text(row)}" for row in rows[:MOST_NAMED]) + more
+
+
+def stall_text(row: Row) -> str:
+    mean, median = (milliseconds(row["step_seconds"][name]) for name in ("mean", "median"))
+    return f"takes {mean} ms a step on average and {median} in the median"
+
+
+def slowing_text(row: Row) -> str:
+    return (
+        f"is {human_ratio(row['speedup_step'])} by the medians and {human_ratio(row['speedup_quick'])} by quick steps"
+    )
+
+
+def stall_of(row: Row) -> float:
+    """Return the mean step over the median one: 1 is even. Older documents have no mean."""
+    spread = row.get("step_seconds") or {}
+    mean, median = spread.get("mean"), spread.get("median")
+    return float(mean / median) if mean and median else 1.0
+
+
+def slowing_of(row: Row) -> float:
+    """Return by which factor a row's step by the medians is above its step by quick ones (p10)."""
+    ratio, quick_ratio = row.get("speedup_step"), row.get("speedup_quick")
+    return float(ratio / quick_ratio) if ratio and quick_ratio else 1.0
 
 
 def noise_text(document: Document) -> str:

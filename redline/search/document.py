@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from redline.core.hardware import Hardware
@@ -21,6 +22,8 @@ from redline.rungs import LADDER, plan_of
 from redline.search.climb import AGAIN, Climb, Row
 from redline.search.limits import anatomy_json, limits_json, roofline_json
 from redline.search.noise import noise_between
+
+MOST_NAMED = 4  # rows in one sentence
 
 
 def ladder_document(climb: Climb, run: dict[str, Any], finished: bool) -> dict[str, Any]:
@@ -39,7 +42,7 @@ def ladder_document(climb: Climb, run: dict[str, Any], finished: bool) -> dict[s
             "ln_vocab": climb.workload.shape.ln_vocab,
             "loss_curve": losses_json(climb.plain_curve),
         },
-        "noise": noise_json(rows, climb.hardware.kind),
+        "noise": noise_json(climb),
         "limits": limits_json(climb.workload.shape, climb.hardware),
         "rows": [row_json(row, rows[0], climb) for row in rows],
         "best": best_json(climb),
@@ -73,6 +76,7 @@ def row_json(row: Row, first: Row, climb: Climb) -> dict[str, Any]:
         "unit": climb.workload.unit,
         "speedup_total": first.seconds / row.seconds if measurement and first.measurements else None,
         "speedup_step": base.seconds / row.seconds if measurement and base else None,
+        "speedup_quick": base.quick_seconds / row.quick_seconds if measurement and base else None,
         "within_noise": within_noise(row, base, climb) if measurement and base else None,
         "mfu": share.mfu if share else None,
         "mfu_convention": share.convention if share else None,
@@ -160,15 +164,25 @@ def share_of_peak(row: Row, climb: Climb, rate: float | None) -> Efficiency | No
 
 def step_spread(measurements: Sequence[Measurement]) -> Spread:
     """Return the spread over the steps of all repeats. Its median is that of the repeats' medians, which a single odd
-    repeat cannot pull."""
+    repeat cannot pull; its mean is that of their means."""
     pooled = spread_of([seconds for one in measurements for seconds in one.step_seconds])
     median = statistics.median(statistics.median(one.step_seconds) for one in measurements)
-    return Spread(median=median, p10=pooled.p10, p90=pooled.p90, n=pooled.n)
+    mean = statistics.median(statistics.fmean(one.step_seconds) for one in measurements)
+    return replace(pooled, median=median, mean=mean)
 
 
 def within_noise(row: Row, base: Row, climb: Climb) -> bool:
-    noise = noise_between(row.measurements, base.measurements, climb.hardware.kind)
-    return not exceeds(base.seconds / row.seconds, max(noise, again_floor(climb.finished) or 0.0))
+    """True unless the quick steps show the difference too, the same way: what only the medians show was done by
+    something else on the machine, to this row or to its base."""
+    noise = max(noise_of_row(row, base, climb), again_floor(climb.finished) or 0.0)
+    ratio, quick_ratio = base.seconds / row.seconds, base.quick_seconds / row.quick_seconds
+    same_way = (ratio > 1) == (quick_ratio > 1)
+    return not (same_way and exceeds(ratio, noise) and exceeds(quick_ratio, noise))
+
+
+def noise_of_row(row: Row, base: Row, climb: Climb) -> float:
+    rows = [one.measurements for one in climb.finished if one.measurements]
+    return noise_between(row.measurements, base.measurements, climb.hardware.kind, rows)
 
 
 def again_floor(rows: Sequence[Row]) -> float | None:
@@ -186,23 +200,32 @@ def equivalence_json(row: Row) -> dict[str, str]:
     return {"class": row.maths.value, "verdict": row.equivalence.verdict, "detail": row.equivalence.detail}
 
 
-def noise_json(rows: Sequence[Row], device: str) -> dict[str, Any]:
+def noise_json(climb: Climb) -> dict[str, Any]:
     """Return the typical noise of a comparison, and where the figure comes from."""
+    rows = climb.finished
     pairs = [(row, row.base) for row in rows if row.measurements and row.base is not None and row.base.measurements]
-    noises = [noise_between(row.measurements, base.measurements, device) for row, base in pairs]
-    typical = statistics.median(noises) if noises else None
-    floor = again_floor(rows)
-    if floor is not None:
-        return {
-            "fraction": max(floor, typical or 0.0),
-            "source": f"a/a: a recipe against itself differs by {floor:.1%}",
-        }
-    if typical is None:
+    if not pairs:
         return {"fraction": None, "source": "nothing to compare"}
-    if all(len(row.measurements) > 1 for row, _ in pairs):
-        return {"fraction": typical, "source": "repeats"}
-    least = f"{UNSEEN_RUN_TO_RUN[device]:.0%}"
-    return {"fraction": typical, "source": f"one run each: taken for at least {least}; --repeats or --aa measure it"}
+    typical, floor = statistics.median(noise_of_row(row, base, climb) for row, base in pairs), again_floor(rows)
+    source = noise_source(climb, floor)
+    if floor is None:
+        return {"fraction": typical, "source": source}
+    return {
+        "fraction": max(floor, typical),
+        "source": f"a/a: a recipe against itself differs by {floor:.1%}; {source}",
+    }
+
+
+def noise_source(climb: Climb, floor: float | None) -> str:
+    """Say which rows were run once only: their noise is an assumption."""
+    measured = [row for row in climb.finished if row.measurements]
+    single = [row.name for row in measured if len(row.measurements) == 1]
+    if not single:
+        return "repeats"
+    names = ", ".join(single) if len(single) <= MOST_NAMED else f"{len(single)} rows"
+    runs = "one run each" if len(single) == len(measured) else f"repeats, but one run of {names}"
+    more = "; --repeats or --aa measure it" if climb.settings.repeats == 1 and floor is None else ""
+    return f"{runs}: taken for at least {UNSEEN_RUN_TO_RUN[climb.hardware.kind]:.0%}{more}"
 
 
 def best_json(climb: Climb) -> dict[str, Any] | None:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from redline.core.measurement import Proof
 from redline.predict.memory import predict_memory
+from redline.report.table import notes_beside_rows, notes_of
 from redline.rungs import plan_of
 from redline.search.document import best_row, ladder_document, step_spread
 
@@ -56,7 +57,7 @@ ROW_KEYS = {
 }
 NUMBERS = ROW_KEYS - {"rung", "status", "reason", "micro_batch", "unit", "mfu_convention", "equivalence", "kernels"}
 OUR_ROW_KEYS = {"title", "kept", "recipe", "within_noise", "outside_bytes", "loss_curve", "reference_curve"}
-OUR_ROW_KEYS |= {"rebatched", "memory", "roofline", "sharing"}
+OUR_ROW_KEYS |= {"rebatched", "memory", "roofline", "sharing", "speedup_quick"}
 WRONG = tuple(loss + 1 for loss in CURVE)
 
 
@@ -126,9 +127,9 @@ def test_a_row_that_did_not_run_knows_no_number_but_its_reason(cpu):
 def test_a_measured_row_by_hand():
     """4 sequences of 16 tokens in 0.9 s."""
     row = row_of(document(rungs=("tf32",)), "tf32")
-    assert row["step_seconds"] == pytest.approx({"median": 0.9, "p10": 0.9, "p90": 0.9, "n": 8})
+    assert row["step_seconds"] == pytest.approx({"median": 0.9, "p10": 0.9, "p90": 0.9, "n": 8, "mean": 0.9})
     assert row["tokens_per_second"] == pytest.approx(64 / 0.9)
-    assert row["speedup_total"] == row["speedup_step"] == pytest.approx(1 / 0.9)
+    assert row["speedup_total"] == row["speedup_step"] == row["speedup_quick"] == pytest.approx(1 / 0.9)
     assert row["within_noise"] is False
     assert row["peak_bytes"] == 10**9
     assert row["loss_first"] == pytest.approx(5.6001)
@@ -284,7 +285,7 @@ def test_a_difference_inside_the_noise_is_marked(factor, inside):
 def test_repeats_pool_their_steps_and_the_median_is_of_medians():
     odd = [measurement(1.0), measurement(1.0), measurement(9.0)]
     spread = step_spread(odd)
-    assert (spread.median, spread.n) == (1.0, 24)
+    assert (spread.median, spread.mean, spread.n) == (1.0, 1.0, 24)
     assert spread.p90 == 9.0
 
 
@@ -308,6 +309,112 @@ def test_where_the_noise_comes_from(choices, fraction, source):
     noise = document(**choices)["noise"]
     assert noise["fraction"] == fraction
     assert noise["source"].startswith(source)
+    asks_for_more = "--repeats or --aa" in noise["source"]
+    assert asks_for_more == (choices == {"rungs": ("tf32",)}), "what was done is not proposed"
+
+
+class Unrepeatable(Machine):
+    """Recipes that end in one of `broken` run once."""
+
+    broken = ("tf32",)
+
+    def answer(self, job):
+        return OOM if job.repeat and job.recipe.rungs[-1:] in [(name,) for name in self.broken] else super().answer(job)
+
+
+def test_rows_without_their_repeats_are_named_beside_those_that_have_them():
+    source = document(Unrepeatable(), rungs=("tf32", "compile"), repeats=3)["noise"]["source"]
+    assert source == "repeats, but one run of tf32: taken for at least 2%"
+    many = Unrepeatable()
+    many.broken = ALL
+    source = document(many, repeats=3)["noise"]["source"]
+    measured = [row for row in document()["rows"][1:] if row["status"] == "ok"]
+    assert source.startswith(f"repeats, but one run of {len(measured)} rows: taken for at least 2%")
+
+
+def test_a_run_that_was_cut_short_before_its_repeats_does_not_ask_for_them():
+    climb = climb_with(Machine(), rungs=("tf32",), repeats=3)
+    rows = climb.rows()
+    next(rows), next(rows)
+    assert document_of(climb, finished=False)["noise"]["source"] == "one run each: taken for at least 2%"
+
+
+class Timed(Machine):
+    """Steps as they are told: by the last rung of the recipe, factors of the machine's step time."""
+
+    shapes: dict[str, tuple[float, ...]] = {}
+
+    def answer(self, job):
+        result = super().answer(job)
+        shape = self.shapes.get(job.recipe.rungs[-1] if job.recipe.rungs else "baseline")
+        if shape is None or job.kind != "measure":
+            return result
+        return replace(result, step_seconds=tuple(result.step_seconds[0] * factor for factor in shape))
+
+
+def timed(shapes, **choices):
+    machine = Timed(factors=choices.pop("factors", {}))
+    machine.shapes = shapes
+    return document(machine, **choices)
+
+
+SLOWED = (1.0,) * 4 + (1.12,) * 6  # most steps of this process were slowed by something else
+
+
+@pytest.mark.parametrize("slowed", ["baseline", "tf32"])
+def test_what_only_the_medians_show_is_inside_the_noise(slowed):
+    """A rung that does nothing, put onto a row that was disturbed, or disturbed itself."""
+    row = row_of(timed({slowed: SLOWED}, rungs=("tf32",), factors={"tf32": 1.0}), "tf32")
+    assert row["speedup_step"] == pytest.approx(1.12 if slowed == "baseline" else 1 / 1.12)
+    assert row["speedup_quick"] == pytest.approx(1.0)
+    assert row["within_noise"] is True
+
+
+def test_what_only_quick_steps_show_or_what_they_show_the_other_way_is_inside_the_noise_too():
+    lucky = (0.8, 0.8, *[1.0] * 8)
+    row = row_of(timed({"tf32": lucky}, rungs=("tf32",), factors={"tf32": 1.0}), "tf32")
+    assert row["speedup_quick"] > 1.02
+    assert row["within_noise"] is True
+    row = row_of(timed({"tf32": (0.8, 0.8, *[1.1] * 8)}, rungs=("tf32",), factors={"tf32": 1.0}), "tf32")
+    assert row["speedup_step"] < 1 < row["speedup_quick"]
+    assert row["within_noise"] is True
+
+
+def test_a_gain_that_both_show_counts_though_its_size_is_in_doubt():
+    row = row_of(timed({"baseline": SLOWED}, rungs=("tf32",), factors={"tf32": 0.9}), "tf32")
+    assert row["within_noise"] is False
+    assert row["speedup_step"] == pytest.approx(1.12 * row["speedup_quick"])
+    (note,) = [note for note in notes_of(timed({"baseline": SLOWED}, rungs=("tf32",))) if note.about == "quick steps"]
+    assert note.text.startswith("tf32 is 1.24x by the medians and 1.11x by quick steps")
+
+
+def test_steps_that_stall_now_and_then_are_said_with_both_figures():
+    """Every 11th step takes 8 times as long: p10, median and p90 do not move."""
+    stalling = ((1.0,) * 10 + (8.0,)) * 6
+    shown = timed({"loader-workers": stalling}, rungs=("tf32", "loader-workers"))
+    spread = row_of(shown, "loader-workers")["step_seconds"]
+    assert spread["p90"] == spread["median"]
+    assert spread["mean"] == pytest.approx(spread["median"] * 18 / 11)
+    (note,) = [note for note in notes_of(shown) if note.about == "stalls"]
+    assert note.text.startswith("loader-workers takes 1,325 ms a step on average and 810 in the median")
+    assert note in notes_beside_rows(shown), "the page has it too"
+    old = json.loads(json.dumps(shown))
+    for row in old["rows"]:
+        del row["step_seconds"]["mean"], row["speedup_quick"]
+    assert not [note for note in notes_of(old) if note.about in ("stalls", "quick steps")]
+
+
+def test_even_steps_are_no_note():
+    shown = timed({"tf32": (1.0, 1.02, 1.04, 1.0, 1.01)}, rungs=("tf32", "compile"))
+    assert not [note for note in notes_of(shown) if note.about in ("stalls", "quick steps")]
+
+
+def test_many_rows_that_stall_are_counted_and_the_worst_come_first():
+    shapes = {name: (1.0,) * 19 + (3.0 + place,) for place, name in enumerate(ALL)}
+    (note,) = [note for note in notes_of(timed(shapes)) if note.about == "stalls"]
+    stalled = [row for row in timed(shapes)["rows"] if row["step_seconds"] and row["rung"] != "baseline"]
+    assert f"; and {len(stalled) - 4} rows more: " in note.text
+    assert note.text.startswith(f"{stalled[-1]['rung']} takes ")
 
 
 def test_the_a_a_floor_marks_every_row_inside_it():
