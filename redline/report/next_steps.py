@@ -10,6 +10,7 @@ none: its recipe is on the page, to be saved as best.json.
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ SHOWN = 3
 ROOM = 0.5  # of the device's memory: below this, larger micro batches are worth trying
 WORTH = 1.02  # a gain that a run would notice
 SURER = ("--repeats", "3", "--aa")
+MINUTES = 30  # of a search that goes on: at least
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,13 +155,18 @@ def train_command(document: Document, recipe: str | None = None) -> str:
 
 
 def drop_what_is_wrong(document: Document) -> Iterator[Step]:
-    wrong = [rung_name(row) for row in rows_of(document) if verdict_of(row) == "different"]
+    wrong = [rung_name(row) for row in climbed_rows(document) if verdict_of(row) == "different"]
     if wrong:
         yield Step(
             what=f"Leave out {', '.join(wrong)}",
             why="it is not the same training any more, however fast it is; the detail is under the loss curves",
             command=ladder_again(document, "--without", ",".join([*left_out(document), *wrong])),
         )
+
+
+def climbed_rows(document: Document) -> list[Row]:
+    """Return the rows that a ladder can do without: not its first, and not the recipe that was measured again."""
+    return [row for row in rows_of(document)[1:] if row.get("rung") != "a/a"]
 
 
 def left_out(document: Document) -> list[str]:
@@ -238,11 +245,13 @@ def profile_the_gap(document: Document) -> Iterator[Step]:
 
 
 def settle_the_noise(document: Document) -> Iterator[Step]:
-    unsure = [rung_name(row) for row in rows_of(document) if row.get("within_noise") and row.get("kept") is not False]
+    kept = [row for row in climbed_rows(document) if row.get("kept") is not False]
+    unsure = [rung_name(row) for row in kept if row.get("within_noise")]
     if unsure and (document.get("settings") or {}).get("repeats") in (None, 1):
         yield Step(
             what=f"Find out whether {listed(unsure)} {'pays' if len(unsure) == 1 else 'pay'}",
-            why="what they changed is inside the noise of single runs; repeats make that smaller",
+            why="what they changed is inside the noise that single runs are taken for; repeats measure it on this "
+            "machine",
             command=ladder_again(document, *SURER),
         )
 
@@ -305,13 +314,20 @@ def train_the_winner(document: Document) -> Iterator[Step]:
 def search_longer(document: Document) -> Iterator[Step]:
     why, left = (document.get("stopped") or {}).get("why"), len(document.get("not_tried") or [])
     if why in ("minutes", "interrupted"):
-        ending = "the time was used up" if why == "minutes" else "it was interrupted"
+        used_up = why == "minutes"
+        ending = "the time was used up" if used_up else "it was interrupted"
         untried = f" with {counted(left, 'neighbour')} of the winner not tried" if left else ""
         yield Step(
             what="Search longer",
             why=f"{ending}{untried}; what was measured is remembered",
-            command=resume_command(document, "tune", "--minutes", "30"),
+            command=resume_command(document, "tune", "--minutes", str(more_minutes(document, used_up))),
         )
+
+
+def more_minutes(document: Document, used_up: bool) -> int:
+    """Return the --minutes of the whole search, in which what was used so far counts."""
+    given = ((document.get("budget") or {}).get("seconds") or 0.0) / 60
+    return max(MINUTES, math.ceil(2 * given if used_up else given))
 
 
 def settle_ties(document: Document) -> Iterator[Step]:

@@ -373,12 +373,26 @@ def test_the_gap_and_the_noise_are_named_with_their_figures() -> None:
     gap, noise, search = ladder_steps(document)
     assert "fused-adamw reaches 50 % of its recipe's speed of light (1,300,000 tokens/s)" in gap.why
     assert noise.what == "Find out whether no-sync pays"
+    assert "repeats measure it" in noise.why, "they need not make it smaller"
     assert search.what == "Search beyond the ladder"
     repeated = {**document, "settings": {"repeats": 3}}
     assert "no-sync" not in " ".join(words_of(repeated))
     slow = document["rows"][1]["step_seconds"]
     slow["p90"] = 3 * slow["p10"]
     assert words_of(document)[0] == "Measure again on a quiet machine"
+
+
+def test_neither_the_first_row_nor_a_second_measurement_is_a_rung_to_leave_out_or_to_doubt() -> None:
+    """`--without a/a` is a mistake, and `--without baseline` does nothing."""
+    document = right_rows({**rich_document(), "best_rebatched": None})
+    wrong = {"verdict": "different", "detail": "not the same"}
+    again = {**document["rows"][-1], "rung": "a/a", "kept": None, "within_noise": True}
+    document["rows"] = [row for row in document["rows"] if not row.get("within_noise")]
+    for changes in ({"within_noise": True}, {"equivalence": wrong}):
+        first, *others = document["rows"]
+        rows = [{**first, **changes}, *others, {**again, **changes}]
+        steps = [step for rule in LADDER_RULES for step in rule({**document, "rows": rows})]
+        assert not [step for step in steps if step.what.startswith(("Leave out", "Find out"))]
 
 
 def commands_of(document: dict[str, Any]) -> dict[str, str]:

@@ -151,7 +151,10 @@ def test_what_to_do_after_a_tune(tune_document: dict[str, Any]) -> None:
     stopped = {**tune_document, "stopped": {"why": "minutes", "detail": None}, "directory": "runs/t"}
     _, longer, *_ = tune_steps({**stopped, "not_tried": [{}] * 7})
     assert "7 neighbours of the winner not tried" in longer.why
-    assert longer.command == "redline tune --resume runs/t --minutes 30"
+    for why, seconds, minutes in (("minutes", 480, 30), ("minutes", 2400, 80), ("interrupted", 2400, 40)):
+        ended = {**stopped, "stopped": {"why": why}, "budget": {"seconds": seconds}}
+        longer = next(step for step in tune_steps(ended) if step.what == "Search longer")
+        assert longer.command == f"redline tune --resume runs/t --minutes {minutes}", "more than it had"
     assert "with 1 neighbour of the winner" in tune_steps({**stopped, "not_tried": [{}]})[1].why
     assert tune_steps(stopped)[0].command == "redline train gpt2 --recipe runs/t/best.json"
     one = [{"change": "x", "micro_batch": 1, "reason": "y"}]
