@@ -18,6 +18,7 @@ from typing import Any
 
 from redline.core.errors import UserError, unknown_name
 from redline.core.measurement import spread_of
+from redline.core.traced import TOKEN
 from redline.core.units import human_bytes
 from redline.core.values import to_json
 from redline.core.workload import Shape
@@ -34,11 +35,14 @@ from redline.report import (
     verdict_of,
 )
 from redline.report.compare_words import notes_of
-from redline.report.table import best_row, rows_of, unit_of
+from redline.report.table import best_row, layout_of, rows_of, unit_of
 
 KINDS = ("ladder", "tune", "train")
 MOST_SHARE = 2.0  # of --fail-below: a larger number was meant as a percentage
-MACHINE = ("name", "count", "memory_bytes", "capability", "driver", "cpu_name", "cpu_cores", "features")
+MACHINE = (
+    *("name", "count", "memory_bytes", "capability", "driver", "cpu_name", "cpu_cores", "features"),
+    *("ranks", "layout"),
+)
 MOST_SIZES = 6  # named in one sentence
 TRACED = ("unit", "items_per_sample", "parameters", "flops_forward", "flops_backward")
 NOT_SETTINGS = ("shape", "notes", "cannot", "words", "source")
@@ -56,7 +60,8 @@ class Entry:
     tokens_per_second: float | None
     error: float | None
     """The standard error of its median, as a fraction; None if the document has no spread."""
-    repeats: int
+    steps: int
+    """How many steps or cycles that error was computed from."""
     peak_bytes: int | None
     peak_trusted: bool
     """False if the peak is far below its prediction and must not be relied on."""
@@ -150,25 +155,23 @@ def side_of(label: str, source: str, document: Document) -> Side:
 
 
 def ladder_entries(document: Document) -> Iterator[Entry]:
-    repeats = (document.get("settings") or {}).get("repeats") or 1
     for row in rows_of(document):
-        yield row_entry(row, rung_name(row), row.get("recipe"), repeats, verdict_of(row))
+        yield row_entry(row, rung_name(row), row.get("recipe"), verdict_of(row))
 
 
 def tune_entries(document: Document) -> Iterator[Entry]:
     for row in rows_of(document):
-        verdict = verdict_of(row)
-        yield row_entry(row, f"#{row.get('number')}", row.get("rungs"), row.get("repeats") or 1, verdict)
+        yield row_entry(row, f"#{row.get('number')}", row.get("rungs"), verdict_of(row))
 
 
-def row_entry(row: Row, name: str, rungs: Any, repeats: int, verdict: str) -> Entry:
+def row_entry(row: Row, name: str, rungs: Any, verdict: str) -> Entry:
     return Entry(
         name=name,
         rungs=None if rungs is None else tuple(map(one_line, rungs)),
         micro_batch=row.get("micro_batch"),
         tokens_per_second=speed(row.get("tokens_per_second")),
         error=spread_error(row.get("step_seconds")),
-        repeats=repeats,
+        steps=(row.get("step_seconds") or {}).get("n") or 0,
         peak_bytes=row.get("peak_bytes"),
         peak_trusted=not has_implausible_peak(row),
         mfu=shown_mfu(row),
@@ -187,7 +190,7 @@ def training_entries(document: Document) -> Iterator[Entry]:
         micro_batch=settings.get("micro_batch", recipe.get("micro_batch")),
         tokens_per_second=speed(document.get("tokens_per_second")),
         error=spread_error(to_json(spread_of(rates))) if len(rates) > 1 else None,
-        repeats=1,
+        steps=len(rates),
         peak_bytes=document.get("peak_bytes"),
         peak_trusted=True,  # a training run has no predicted peak
         mfu=shown_mfu(document),
@@ -225,7 +228,7 @@ def best_entry(kind: str, document: Document) -> Entry | None:
     if row is not None:
         return next(entry for entry, one in zip(entries, rows, strict=True) if one is row)
     # Measured elsewhere, such as at a larger batch: a figure without a spread.
-    return row_entry(best, one_line(best.get("rung") or "best"), best.get("rungs"), 1, "not-checked")
+    return row_entry(best, one_line(best.get("rung") or "best"), best.get("rungs"), "not-checked")
 
 
 def side_json(side: Side) -> Document:
@@ -318,7 +321,7 @@ def figure_json(a: Side, b: Side, rung: str | None, fail_below: float | None, wh
 def check_known(
     a: Side, b: Side, mine: Entry | None, theirs: Entry | None, rung: str | None, why_not: str | None
 ) -> None:
-    """Raise unless both figures are known and comparable: a gate must not pass without them."""
+    """Raise unless both figures are known, final and comparable: a gate must not pass without them."""
     if why_not is not None:
         raise UserError(
             "--fail-below has nothing to compare", why_not, "compare runs of the same model at the same sequence length"
@@ -329,7 +332,14 @@ def check_known(
             f"its training is different: {mine.reason or 'no reason was given'}",
             "choose an A that trains right, or another --rung",
         )
+    check_ranks(a, b)
     for side, entry in ((a, mine), (b, theirs)):
+        if rung is None and not ended_well(side):
+            raise UserError(
+                f"{side.label} ({side.source}) did not come to its end",
+                "its best figure so far need not be its best",
+                "let it finish first (--resume continues it), or compare one row of two ladders: --rung",
+            )
         if entry is None or entry.tokens_per_second is None:
             what = "best figure" if rung is None else f"figure of {rung}"
             why = "no row was measured and found right" if entry is None else entry.reason or "its speed is not known"
@@ -338,6 +348,16 @@ def check_known(
                 why,
                 "--fail-below needs both: measure that run again, or choose another --rung",
             )
+
+
+def check_ranks(a: Side, b: Side) -> None:
+    mine, theirs = (machine_facts(side.document)["ranks"] for side in (a, b))
+    if mine != theirs:
+        raise UserError(
+            f"--fail-below cannot compare {mine} {'rank' if mine == 1 else 'ranks'} with {theirs}",
+            f"{unit_of(a.document) or TOKEN}s/s counts all ranks together, so more of them hide that each is slower",
+            "compare runs on the same number of ranks",
+        )
 
 
 def ratio_json(mine: Entry | None, theirs: Entry | None, a: Side, b: Side, comparable: bool) -> Document:
@@ -360,7 +380,9 @@ def noise_of(mine: Entry, theirs: Entry, one: Document, other: Document) -> floa
     kinds = [(document.get("hardware") or {}).get("kind") for document in (one, other)]
     known = [kind for kind in kinds if kind in UNSEEN_RUN_TO_RUN] or list(UNSEEN_RUN_TO_RUN)
     device = max(known, key=lambda kind: UNSEEN_RUN_TO_RUN[kind])  # the less steady of two machines
-    noise = noise_of_ratio(mine.error, theirs.error, device=device, repeats=min(mine.repeats, theirs.repeats))
+    degrees_of_freedom = mine.steps + theirs.steps - 2
+    # Repeats do not help: those of one session share its clocks, its temperature and its card.
+    noise = noise_of_ratio(mine.error, theirs.error, device=device, repeats=1, degrees_of_freedom=degrees_of_freedom)
     learned = [(document.get("noise") or {}).get("fraction") or 0.0 for document in (one, other)]
     return max(noise, *learned)
 
@@ -433,8 +455,15 @@ def stated(one: Document, other: Document) -> list[Document]:
 
 
 def machine_facts(document: Document) -> Document:
+    """Return what is known of the machine; a training run keeps its layout beside its hardware."""
     hardware = dict(document.get("hardware") or {})
-    return {**hardware, "memory_bytes": human_bytes(hardware.get("memory_bytes"))}
+    layout = layout_of({"hardware": {**hardware, "layout": document.get("layout") or hardware.get("layout")}})
+    return {
+        **hardware,
+        "memory_bytes": human_bytes(hardware.get("memory_bytes")),
+        "ranks": layout.ranks,
+        "layout": None if layout.is_plain else layout.words(),
+    }
 
 
 def workload_facts(document: Document) -> Document:

@@ -13,6 +13,7 @@ import random
 import re
 import runpy
 import statistics
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,10 @@ from rich.console import Console
 
 from redline.cli import main
 from redline.core.errors import UserError
+from redline.core.layout import Layout
 from redline.core.measurement import spread_of
 from redline.core.values import to_json
-from redline.predict.noise import noise_of_ratio, spread_error
+from redline.predict.noise import noise_of_ratio, seen_noise, spread_error
 from redline.report.compare import compare, kind_of
 from redline.report.compare_page import render_comparison
 from redline.report.compare_table import print_comparison, row_cells
@@ -42,9 +44,20 @@ SCRIPT = "<script>alert('x')</script>"
 WRONG = tuple(loss + 1 for loss in CLIMBS["CURVE"])
 
 
-def ladder(run: dict[str, Any] = RUN, micro_batch: int = 4, rungs: Any = ("bf16", "flash"), **machine: Any) -> Any:
+def ladder(
+    run: dict[str, Any] = RUN,
+    micro_batch: int = 4,
+    rungs: Any = ("bf16", "flash"),
+    ranks: int = 1,
+    layout: Layout | None = None,
+    repeats: int = 1,
+    **machine: Any,
+) -> Any:
     """Each rung makes a step 0.9 times as long unless `factors` say otherwise; all its steps take the same."""
-    climb = CLIMBS["climbed"](CLIMBS["Machine"](**machine), rungs=rungs, micro_batch=micro_batch)
+    hardware = replace(CLIMBS["H200"], ranks=ranks, layout=layout, count=8)
+    start = ("ddp",) if ranks > 1 else ()
+    choices = {"rungs": rungs, "micro_batch": micro_batch, "start": start, "repeats": repeats}
+    climb = CLIMBS["climbed"](CLIMBS["Machine"](**machine), hardware, **choices)
     return json.loads(json.dumps(ladder_document(climb, run, True)))
 
 
@@ -103,6 +116,8 @@ def test_noise_is_two_errors_and_at_least_what_was_seen_between_runs() -> None:
     assert noise_of_ratio(0.0, 0.0, device="cuda", repeats=1) == 0.02
     assert noise_of_ratio(0.0, 0.0, device="cuda", repeats=4) == 0.005
     assert noise_of_ratio(0.0, 0.0, device="cpu", repeats=1) == 0.10
+    few = noise_of_ratio(0.03, 0.04, device="cuda", repeats=1, degrees_of_freedom=3)
+    assert few == pytest.approx(3.18 * 0.05), "Student's t: errors that were computed from a few values are uncertain"
 
 
 # --- ratios -----------------------------------------------------------------------------------------------------------
@@ -138,8 +153,8 @@ def test_ratios_are_those_of_the_steps() -> None:
     [
         ({}, 0.02),
         ({"noise": {"fraction": 0.07}}, 0.07),
-        ({"settings": {"repeats": 4}, "noise": {"fraction": None}}, 0.005),
-        ({"settings": {"repeats": 4}, "noise": {"fraction": 0.01}}, 0.01),
+        ({"settings": {"repeats": 4}, "noise": {"fraction": None}}, 0.02),
+        ({"settings": {"repeats": 4}, "noise": {"fraction": 0.01}}, 0.02),
         ({"hardware": {"kind": "cpu", "name": "a CPU"}}, 0.10),
         ({"hardware": {"name": "nobody knows"}}, 0.10),
     ],
@@ -150,21 +165,31 @@ def test_noise_takes_what_the_documents_say(changes: dict[str, Any], noise: floa
     assert compare(document, document)["figure"]["noise"] == pytest.approx(noise)
 
 
-def test_of_two_machines_the_less_steady_counts_and_of_two_runs_the_fewer_repeats() -> None:
-    steady = {**ladder(), "noise": {"fraction": None}, "settings": {"repeats": 4}}
-    assert compare(steady, {**steady, "hardware": {"kind": "cpu"}})["figure"]["noise"] == pytest.approx(0.025)
-    assert compare(steady, {**steady, "settings": {"repeats": 1}})["figure"]["noise"] == pytest.approx(0.02)
+def test_of_two_machines_the_less_steady_counts() -> None:
+    steady = {**ladder(), "noise": {"fraction": None}}
+    assert compare(steady, {**steady, "hardware": {"kind": "cpu"}})["figure"]["noise"] == pytest.approx(0.10)
+
+
+@pytest.mark.parametrize("repeats", [2, 3, 5])
+def test_repeats_of_one_session_do_not_make_another_session_a_difference(repeats: int) -> None:
+    """B's clocks are 1.5 % slower, in all its repeats alike."""
+    run = {**RUN, "settings": {**RUN["settings"], "repeats": repeats}}
+    a, b = ladder(run, repeats=repeats), ladder(run, repeats=repeats, factors={"bf16": 0.9 * 1.015})
+    found = compare(a, b)
+    assert found["figure"]["ratio"] == pytest.approx(1 / 1.015)
+    assert not any(row["significant"] for row in found["rows"])
 
 
 def test_wide_steps_are_noise_by_hand() -> None:
-    """Both errors are 0.00978: twice the square root of the sum of their squares is 0.02766."""
+    """Both errors are 0.00978: the square root of the sum of their squares is 0.01383, and t a little above 2."""
     document = ladder()
     wide = with_spread(document, median=0.1, p10=0.095, p90=0.105, n=25)
     faster = copy.deepcopy(wide)
     for row in faster["rows"]:
         row["tokens_per_second"] *= 1.025  # beyond the 2 % between runs, inside this
     found = compare(wide, faster)["figure"]
-    assert found["noise"] == pytest.approx(0.02766, rel=1e-3)
+    assert found["noise"] == pytest.approx(seen_noise(0.00978, 0.00978, 48), rel=1e-3)
+    assert found["noise"] == pytest.approx(2.02 * 0.01383, rel=0.02)
     assert found["significant"] is False
     assert compare(document, faster | {"rows": [*document["rows"][:-1], faster["rows"][-1]]})["figure"]["significant"]
 
@@ -263,6 +288,22 @@ def test_the_page_has_commands_to_copy() -> None:
     assert {value[1:] for key, value in Outline(page).attributes if key == "href" and value} <= ids
 
 
+def test_the_number_of_ranks_and_their_layout_are_not_the_same_machine() -> None:
+    """Older documents have no layout, and those of one process no number either."""
+    found = compare(ladder(ranks=2), ladder(ranks=4))
+    assert words_of(found, "machine") == ["ranks 2 -> 4"]
+    assert "machine" not in words_of(found, "the same")[0]
+    cut = Layout(ranks=4, tensor=2)
+    assert words_of(compare(ladder(ranks=4), ladder(ranks=4, layout=cut)), "machine") == [
+        "layout none -> 4 ranks: tensor 2 x data 2"
+    ]
+    for document in (ladder(), ladder(ranks=4, layout=cut)):
+        assert "machine" in words_of(compare(document, document), "the same")[0]
+    old = ladder()
+    del old["hardware"]["ranks"], old["hardware"]["layout"]
+    assert "machine" in words_of(compare(old, ladder(), fail_below=0.5), "the same")[0]
+
+
 def test_an_unfinished_run_is_said_to_be_one() -> None:
     assert words_of(compare({**ladder(), "finished": False}, ladder()), "unfinished") == [
         "A did not come to its end: more may be missing"
@@ -352,6 +393,36 @@ def test_a_gate_without_its_figures_is_refused(a: Any, b: Any, rung: str | None,
     assert why in refused.value.why
 
 
+def test_a_gate_does_not_compare_totals_of_other_numbers_of_ranks() -> None:
+    """Each of B's ranks is half as fast as A's, and the total the same."""
+    two, four = ladder(ranks=2), ladder(ranks=4, factors={"ddp": 1.8})
+    assert compare(two, four)["figure"]["ratio"] == pytest.approx(1.0)
+    for rung in (None, "bf16"):
+        with pytest.raises(UserError, match="cannot compare 2 ranks with 4") as refused:
+            compare(two, four, rung=rung, fail_below=0.95)
+    assert "tokens/s counts all ranks together" in refused.value.why
+    assert compare(four, four, fail_below=0.95)["figure"]["passed"] is True
+    trained = training([1e3, 1e3])
+    with pytest.raises(UserError, match="cannot compare 2 ranks with 1"):
+        compare(two, trained, fail_below=0.95)
+    assert compare(two, {**trained, "layout": to_json(Layout(ranks=2))}, fail_below=0.95)["figure"]["passed"]
+
+
+@pytest.mark.parametrize("unfinished", ["A", "B"])
+def test_a_gate_does_not_take_the_best_so_far_for_the_best(unfinished: str) -> None:
+    """A stopped after bf16; B lost what bf16 had brought, and passed because of flash."""
+    runs = {"A": ladder(), "B": ladder()}
+    runs[unfinished] = {**ladder(rungs=("bf16",)), "finished": False}
+    with pytest.raises(UserError) as refused:
+        compare(runs["A"], runs["B"], fail_below=0.95)
+    assert refused.value.problem == f"{unfinished} ({unfinished}) did not come to its end"
+    assert "need not be its best" in refused.value.why
+    assert compare(runs["A"], runs["B"], rung="bf16", fail_below=0.95)["figure"]["passed"], "this row was measured"
+    ladders, killed = ladder(), training([1e5, 1e5], ended=None)
+    with pytest.raises(UserError, match="did not come to its end"):
+        compare(ladders, killed, fail_below=0.95)
+
+
 def test_without_a_gate_what_is_not_known_is_shown() -> None:
     found = compare(ladder(), no_best())
     assert found["figure"]["b"] is None
@@ -398,8 +469,10 @@ def test_two_tunes_are_compared_by_the_recipes_that_both_tried(repository: Path)
     assert {row["name"]: row["ratio"] for row in found["rows"]} == pytest.approx(pairs)
     assert found["figure"]["ratio"] == pytest.approx(0.5)
     assert found["figure"]["passed"] is True
-    repeats, error = 3, spread_error(a["rows"][0]["step_seconds"])
-    assert found["figure"]["noise"] == pytest.approx(max(2 * math.hypot(error, error), 0.02 / repeats))
+    error = spread_error(a["rows"][0]["step_seconds"])
+    assert error is not None
+    assert error < 0.005
+    assert found["figure"]["noise"] == 0.02, "its repeats do not show what differs between two sessions"
 
 
 def test_a_training_run_against_the_ladder_that_found_its_recipe() -> None:
@@ -411,7 +484,8 @@ def test_a_training_run_against_the_ladder_that_found_its_recipe() -> None:
     row = found["rows"][0]
     assert row["ratio"] == pytest.approx(0.98)
     cycles = spread_error(to_json(spread_of(rates)))
-    assert row["noise"] == pytest.approx(max(2 * cycles, 0.02))
+    steps = one["rows"][1]["step_seconds"]["n"]
+    assert row["noise"] == pytest.approx(max(seen_noise(cycles, 0.0, steps + len(rates) - 2), 0.02))
     assert "without evaluations and checkpoints" in words_of(found, "two kinds")[0]
     assert found["differences"]["settings"] is None, "those of two commands mean different things"
     assert words_of(compare(one, training(rates, ended=None)), "unfinished")
