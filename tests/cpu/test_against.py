@@ -201,7 +201,9 @@ def test_everybody_plays_at_their_best_and_is_first_in_turn(against: Any, order:
     assert record["sides"]["redline"]["rounds"] == [0.4, 0.5, 0.4, 0.5]
     assert record["ratios"]["nanogpt"]["median"] == pytest.approx((2.0 + 1.6) / 2)  # of the rounds: 2, 1.6, 2, 1.6
     # Sizes differ, so rates count and not times: 4 sequences in 0.4 or 0.5 s against 2 in 1.0 s.
-    assert record["ratios"]["transformers"] == pytest.approx({"median": 4.5, "p10": 4.0, "p90": 5.0, "n": 4})
+    assert record["ratios"]["transformers"] == pytest.approx(
+        {"median": 4.5, "p10": 4.0, "p90": 5.0, "n": 4, "mean": 4.5}
+    )
     assert [size["tokens_per_second"] for size in record["sides"]["transformers"]["sizes"]] == [256 / 3.0, 128.0]
 
 
@@ -232,7 +234,7 @@ def test_one_that_fails_in_its_turn_is_out_and_keeps_its_rows(against: Any, orde
     found, log = played(against, [order("nanogpt"), order()], times)
     assert log.count("redline-2") == 6
     record = against.results(found, probe.probe("cpu"))
-    assert record["ratios"]["nanogpt"] == {"median": 2.0, "p10": 2.0, "p90": 2.0, "n": 1}
+    assert record["ratios"]["nanogpt"] == {"median": 2.0, "p10": 2.0, "p90": 2.0, "n": 1, "mean": 2.0}
     assert record["sides"]["nanogpt"]["sizes"][0]["reason"] == "lost its device"
     assert not record["finished"]
 

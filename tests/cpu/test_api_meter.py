@@ -96,7 +96,7 @@ def test_a_loop_without_data_is_timed_from_its_first_step_on(clock) -> None:
         clock.now += seconds
         meter.step()
     found = meter.summary()
-    assert found["step_seconds"] == {"median": 2, "p10": 2, "p90": 2, "n": 3}
+    assert found["step_seconds"] == {"median": 2, "p10": 2, "p90": 2, "n": 3, "mean": 2}
     assert found["data_wait_share"] is None
     assert "loop over meter.data(loader)" in str(meter)
 

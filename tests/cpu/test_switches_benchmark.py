@@ -59,7 +59,9 @@ def test_a_ratio_is_of_one_round_and_to_the_rows_own_base(bench: Any) -> None:
     bench.take_turns(found, players, Namespace(rounds=3, block=2))
     rows = json.loads(json.dumps(bench.results(found, orders)))
     assert rows["recipe"]["ratio"] is rows["torch-matmuls"]["ratio"] is None
-    assert rows["early-launch"]["ratio"] == pytest.approx({"median": 1.25, "p10": 1.25, "p90": 1.25, "n": 3})
+    assert rows["early-launch"]["ratio"] == pytest.approx(
+        {"median": 1.25, "p10": 1.25, "p90": 1.25, "n": 3, "mean": 1.25}
+    )
     assert rows["tma-matmuls"]["ratio"]["median"] == pytest.approx(0.8)
     assert rows["recipe"]["tokens_per_second"] == pytest.approx(8 * 1024 / 0.121)
     record = {"workload": "gpt2", "hardware": {"name": "NVIDIA H200"}, "versions": {"torch": "2.11.0"}, "rows": rows}
