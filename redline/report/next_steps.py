@@ -20,9 +20,8 @@ from typing import Any
 from redline.core.job import BEST_FILE, REBATCHED_FILE
 from redline.core.units import counted, human_bytes, human_percent, human_rate, human_ratio, rate_unit
 from redline.core.workload import SAMPLE_CORPUS
-from redline.predict.noise import MOST_SWING
 from redline.report import Document, Row, has_implausible_peak, one_line, reason_of, rung_name, status_of, verdict_of
-from redline.report.table import best_row, layout_of, rows_of, swing_of, unit_of
+from redline.report.table import best_row, disturbance_of, disturbed_among, layout_of, most_disturbed, rows_of, unit_of
 
 SHOWN = 3
 ROOM = 0.5  # of the device's memory: below this, larger micro batches are worth trying
@@ -221,13 +220,11 @@ def _room_for_more(document: Document) -> Iterator[Step]:
 
 
 def measure_again(document: Document) -> Iterator[Step]:
-    disturbed = [row for row in rows_of(document) if swing_of(row) > MOST_SWING]
+    disturbed = disturbed_among(rows_of(document))
     if disturbed:
-        worst = max(disturbed, key=swing_of)
         yield Step(
             what="Measure again on a quiet machine",
-            why=f"slow steps of {rung_name(worst)} took {swing_of(worst):.1f} times as long as its quick ones: "
-            "something else ran",
+            why=f"{disturbance_of(most_disturbed(disturbed))}: something else ran",
             command=ladder_again(document, *SURER),
         )
 

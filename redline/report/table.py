@@ -32,7 +32,7 @@ from redline.core.units import (
 )
 from redline.core.values import from_json
 from redline.predict.efficiency import is_kept
-from redline.predict.noise import MOST_SWING
+from redline.predict.noise import MOST_SWING, MOST_TAKEN
 from redline.report import Document, Row, is_dropped, one_line, reason_of, rung_name, shown_mfu, status_of, verdict_of
 
 WIDTH_COLUMNS = 100
@@ -377,7 +377,7 @@ def _subject_notes(document: Document) -> Iterator[Note]:
         )
         yield Note(about="noise", text=noise_text(document))
     yield from rank_notes(document)
-    disturbed = [row for row in rows if swing_of(row) > MOST_SWING]
+    disturbed = disturbed_among(rows)
     if disturbed:
         yield Note(about="disturbed", text=disturbed_text(disturbed), kind="failed")
     yield from uneven_notes(rows)
@@ -453,15 +453,35 @@ def swing_of(row: Row) -> float:
     return float(slow / quick) if slow and quick else 1.0
 
 
+def disturbed_among(rows: Sequence[Row]) -> list[Row]:
+    """Return the rows beside which something else ran: by the kernel's accounts, or by steps that swing."""
+    return [row for row in rows if taken_from(row) > MOST_TAKEN or swing_of(row) > MOST_SWING]
+
+
+def taken_from(row: Row) -> float:
+    """Return how many cores that a row's step needed other programs had; 0 if that is not known."""
+    return float(row.get("cores_missing") or 0.0)
+
+
+def disturbance_of(row: Row) -> str:
+    """Say by what it shows that a row was disturbed."""
+    if taken_from(row) > MOST_TAKEN:
+        return f"other programs had {taken_from(row):.1f} of the cores that {rung_name(row)} needed"
+    return f"slow steps of {rung_name(row)} took {swing_of(row):.1f} times as long as its quick ones"
+
+
 def disturbed_text(rows: Sequence[Row], instead: str = ", or with --repeats") -> str:
     """Say that something else ran on the machine, so that these figures are shown but not to be relied on. `instead`
     is what else helps besides a quiet machine, or what another run does."""
-    worst = max(rows, key=swing_of)
-    others = f", and {counted(len(rows) - 1, 'row')} more did so" if len(rows) > 1 else ""
+    others = f", and {counted(len(rows) - 1, 'row')} more had such company" if len(rows) > 1 else ""
     return (
-        f"slow steps of {rung_name(worst)} took {swing_of(worst):.1f} times as long as its quick ones{others}: "
-        f"speed-ups from and to such rows mean little; measure again on a quiet machine{instead}"
+        f"{disturbance_of(most_disturbed(rows))}{others}: speed-ups from and to such rows mean little; measure again "
+        f"on a quiet machine{instead}"
     )
+
+
+def most_disturbed(rows: Sequence[Row]) -> Row:
+    return max(rows, key=lambda row: (taken_from(row), swing_of(row)))
 
 
 def uneven_notes(rows: Sequence[Row]) -> Iterator[Note]:

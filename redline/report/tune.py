@@ -25,7 +25,6 @@ from redline.core.units import (
     human_seconds,
     rate_unit,
 )
-from redline.predict.noise import MOST_SWING
 from redline.report import Document, Row, has_implausible_peak, one_line
 from redline.report.svg import clipped
 from redline.report.table import (
@@ -34,6 +33,7 @@ from redline.report.table import (
     WIDTH_COLUMNS,
     Note,
     damage_notes,
+    disturbed_among,
     disturbed_text,
     machine_text,
     milliseconds,
@@ -42,7 +42,6 @@ from redline.report.table import (
     print_bars,
     ranks_of,
     sharing_text,
-    swing_of,
     unit_of,
     versions_text,
     workload_text,
@@ -190,7 +189,7 @@ def sharing_notes(document: Document) -> Iterator[Note]:
 
 
 def disturbed_notes(document: Document) -> Iterator[Note]:
-    disturbed = [{**row, "rung": f"#{row['number']}"} for row in document["rows"] if swing_of(row) > MOST_SWING]
+    disturbed = disturbed_among([{**row, "rung": f"#{row['number']}"} for row in document["rows"]])
     if disturbed:
         text = disturbed_text(disturbed, instead=": another run takes none of them from memory")
         yield Note(about="disturbed", text=text, kind="failed")

@@ -88,6 +88,7 @@ def row_json(row: Row, first: Row, climb: Climb) -> dict[str, Any]:
         "roofline": roofline_json(shape, plan, size, climb.hardware) if predicts else None,
         "compile_seconds": measurement.compile_seconds if measurement else None,
         "compile_note": compile_note(measurement),
+        "cores_missing": most_missing(row.measurements),
         "loss_first": losses[0] if losses else None,
         "loss_last": losses[-1] if losses else None,
         "loss_curve": losses,
@@ -97,6 +98,11 @@ def row_json(row: Row, first: Row, climb: Climb) -> dict[str, Any]:
         "sharing": sharing_json(measurement.sharing) if measurement else None,
         "rebatched": rebatched_json(row, climb),
     }
+
+
+def most_missing(measurements: Sequence[Measurement]) -> float | None:
+    """Return how many cores other programs took from the run that lacked most; None if that is not known."""
+    return max((one.cores_missing for one in measurements if one.cores_missing is not None), default=None)
 
 
 def compile_note(measurement: Measurement | None) -> str | None:

@@ -14,7 +14,7 @@ import statistics
 from collections.abc import Sequence
 
 from redline.core.measurement import Measurement, spread_of
-from redline.predict.noise import MEDIAN_TO_MEAN, MOST_SWING, seen_noise, unseen_noise
+from redline.predict.noise import MEDIAN_TO_MEAN, MOST_SWING, MOST_TAKEN, seen_noise, unseen_noise
 
 Runs = Sequence[Measurement]
 """The runs of one recipe: one, or several repeats."""
@@ -91,8 +91,11 @@ def tolerated_noise(one: Runs, other: Runs, device: str) -> float:
 
 
 def is_disturbed(measurement: Measurement) -> bool:
-    """True if something else ran on the machine: the slow steps took more than twice as long as the quick ones."""
+    """True if something else ran on the machine: by the kernel's accounts, or because the slow steps took more than
+    twice as long as the quick ones."""
     if not measurement.step_seconds:  # a reference has only a loss curve
         return False
+    if (measurement.cores_missing or 0.0) > MOST_TAKEN:
+        return True
     spread = spread_of(measurement.step_seconds)
     return spread.p90 > MOST_SWING * spread.p10

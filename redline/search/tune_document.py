@@ -20,7 +20,7 @@ from redline.predict.efficiency import efficiency, trusted_hfu
 from redline.predict.fitting import case_of
 from redline.predict.noise import exceeds
 from redline.rungs import find_rung, plan_of
-from redline.search.document import hardware_json, losses_json, sharing_json, step_spread
+from redline.search.document import hardware_json, losses_json, most_missing, sharing_json, step_spread
 from redline.search.noise import noise_between
 from redline.search.space import Knob, compiled_part
 from redline.search.trials import Trial
@@ -103,6 +103,7 @@ def row_json(tuner: Tuner, trial: Trial) -> dict[str, Any]:
         "rungs": list(trial.recipe.rungs),
         "micro_batch": trial.recipe.micro_batch,
         "step_seconds": to_json(step_spread(trial.measurements)) if trial.ran else None,
+        "cores_missing": most_missing(trial.measurements),
         "repeats": len(trial.measurements),
         "tokens_per_second": rate,
         "unit": tuner.space.workload.unit,

@@ -57,7 +57,7 @@ ROW_KEYS = {
 }
 NUMBERS = ROW_KEYS - {"rung", "status", "reason", "micro_batch", "unit", "mfu_convention", "equivalence", "kernels"}
 OUR_ROW_KEYS = {"title", "kept", "recipe", "within_noise", "outside_bytes", "loss_curve", "reference_curve"}
-OUR_ROW_KEYS |= {"rebatched", "memory", "roofline", "sharing", "speedup_quick"}
+OUR_ROW_KEYS |= {"rebatched", "memory", "roofline", "sharing", "speedup_quick", "cores_missing"}
 WRONG = tuple(loss + 1 for loss in CURVE)
 
 

@@ -6,6 +6,7 @@ import itertools
 import math
 import random
 import statistics
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -15,6 +16,7 @@ from redline.core.measurement import Measurement
 from redline.predict.noise import UNSEEN_RUN_TO_RUN, exceeds, seen_noise
 from redline.search.noise import (
     MOST_NOISE,
+    is_disturbed,
     looks_of,
     median_to_mean,
     noise_between,
@@ -233,3 +235,11 @@ def test_a_slowdown_counts_on_a_machine_that_swings_by_more_than_its_speed():
     assert not exceeds(0.6, 1.1)
     assert exceeds(1.03, 0.02)
     assert not exceeds(0.99, 0.02)
+
+
+def test_a_measurement_beside_a_busy_program_is_disturbed_however_even_its_steps():
+    even = Measurement(loss_curve=(), step_seconds=(0.1,) * 8)
+    assert not is_disturbed(even)
+    assert not is_disturbed(replace(even, cores_missing=0.1))
+    assert is_disturbed(replace(even, cores_missing=0.9))
+    assert not is_disturbed(Measurement(loss_curve=(1.0,), cores_missing=0.9)), "nothing was timed"

@@ -165,6 +165,18 @@ def test_a_disturbed_row_is_warned_of() -> None:
     assert "slow steps of baseline took 6.2 times as long as its quick ones" in note.text
 
 
+@pytest.mark.parametrize(("taken", "warned"), [(None, False), (0.2, False), (0.9, True)])
+def test_a_row_whose_cores_others_had_is_warned_of_though_its_steps_are_even(taken: float | None, warned: bool) -> None:
+    """A program that is busy all the time slows all steps alike: by their spread nothing happened."""
+    rows = [
+        {**ok_row(name, 138.5, None), "cores_missing": cores} for name, cores in (("bf16", 0.0), ("compile", taken))
+    ]
+    notes = [note for note in notes_of({**full_document(), "rows": rows}) if note.about == "disturbed"]
+    assert bool(notes) is warned
+    if warned:
+        assert "other programs had 0.9 of the cores that compile needed" in notes[0].text
+
+
 def test_different_is_bold_red_and_comes_first() -> None:
     document = full_document()
     assert notes_of(document)[0].about == "tied-weights"
