@@ -24,7 +24,7 @@ from redline.predict.verdict import LEAST_LEARNING, Equivalence, is_in_doubt, ju
 from redline.rungs import LADDER, Maths, Rung, find_rung, group_of, own_rungs, plan_of, why_not, yardstick_rungs
 from redline.rungs.parallel import RANK_RUNGS
 from redline.search.batch_size import HEADROOM, MEMORY_KINDS, BatchChoice, SizedJobs, best_batch, range_of
-from redline.search.noise import scatter_between, tolerated_noise
+from redline.search.noise import is_crowded, scatter_between, tolerated_noise
 from redline.search.ranks import not_measured, refused_beside
 
 COMPILE = "compile"
@@ -275,7 +275,7 @@ class Climb:
             return
         margin = scatter if must_win else None
         winner = self._outrun_by(row, current, margin)
-        if winner is not None and winner.seconds / row.seconds > CLEARLY_SLOWER:
+        if winner is not None and (winner.seconds / row.seconds > CLEARLY_SLOWER or is_crowded(row.measurements[0])):
             if not self._look_again(row, winner):
                 return
             winner = self._outrun_by(row, current, margin)
@@ -284,13 +284,15 @@ class Climb:
         said = f"{ratio:.2f}x the speed of {rival.name}{so_far}{self._when_decided(row)}"
         if not row.kept:
             doubt = "" if exceeds(ratio, scatter) else f", within the noise of ±{scatter:.0%}"
-            row.reason = f"{said}{doubt}"
+            company = "; other programs were busy meanwhile" if all(map(is_crowded, row.measurements)) else ""
+            row.reason = f"{said}{doubt}{company}"
         elif ratio < 1.0 - self._noise_between(row, rival):
             row.reason = f"{said}, kept: its quickest steps are at {rival.quick_seconds / row.quick_seconds:.2f}x"
 
     def _look_again(self, row: Row, winner: Row) -> bool:
-        """Measure both once more, one after the other: a process may have been unlucky, and a rung that is left out
-        never comes back. Return False if that decided it: one of them is wrong, or the row cannot be repeated."""
+        """Measure both once more, one after the other: a process may have been unlucky, or other programs were busy,
+        and a rung that is left out never comes back. Return False if that decided it: one of them is wrong, or the row
+        cannot be repeated."""
         for one in (winner, row):
             assert one.job is not None
             one.looks += 1

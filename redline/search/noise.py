@@ -90,12 +90,17 @@ def tolerated_noise(one: Runs, other: Runs, device: str) -> float:
     return min(max(two_errors(one, other), unseen_noise(device, min(len(one), len(other)))), MOST_NOISE)
 
 
+def is_crowded(measurement: Measurement) -> bool:
+    """True if other programs had cores that the step needed."""
+    return (measurement.cores_missing or 0.0) > MOST_TAKEN
+
+
 def is_disturbed(measurement: Measurement) -> bool:
     """True if something else ran on the machine: by the kernel's accounts, or because the slow steps took more than
     twice as long as the quick ones."""
     if not measurement.step_seconds:  # a reference has only a loss curve
         return False
-    if (measurement.cores_missing or 0.0) > MOST_TAKEN:
+    if is_crowded(measurement):
         return True
     spread = spread_of(measurement.step_seconds)
     return spread.p90 > MOST_SWING * spread.p10

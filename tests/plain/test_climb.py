@@ -373,6 +373,22 @@ def test_one_unlucky_process_does_not_drop_a_rung():
     assert looks == ["bf16", "compile"]
 
 
+@pytest.mark.parametrize(("busy_for_ever", "stays"), [(False, True), (True, False)])
+def test_a_row_beside_which_others_were_busy_runs_again(busy_for_ever, stays):
+    """Less than half as fast, which is decided at once where nothing else ran."""
+
+    class Crowded(Machine):
+        def answer(self, job):
+            found, busy = super().answer(job), job.repeat == 0 or busy_for_ever
+            if job.kind != "measure" or job.recipe.rungs != ("compile",) or not busy:
+                return found
+            return replace(found, step_seconds=tuple(2.5 * s for s in found.step_seconds), cores_missing=1.0)
+
+    row = climbed(Crowded(), rungs=("compile",)).finished[1]
+    assert row.kept is stays
+    assert (row.reason or "").endswith("; other programs were busy meanwhile") is not stays
+
+
 def test_a_row_that_ran_out_of_memory_on_the_way_says_so():
     """The allocator released its cache and tried again, which costs many steps: a smaller batch may be faster."""
 
