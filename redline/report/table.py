@@ -380,7 +380,7 @@ def _subject_notes(document: Document) -> Iterator[Note]:
     disturbed = disturbed_among(rows)
     if disturbed:
         yield Note(about="disturbed", text=disturbed_text(disturbed), kind="failed")
-    yield from uneven_notes(rows)
+    yield from uneven_notes([row for row in rows if row not in disturbed])  # of those, that is said already
     yield from (Note(about="MFU", text=text) for text in mfu_texts(rows))
     yield from (Note(about="memory", text=text) for text in memory_texts(rows))
     yield from damage_notes(document)
