@@ -150,15 +150,15 @@ class Library:
         if plan is None and (key in self.plans or len(self.plans) >= MOST_FORMS):
             return None
         out = a.new_empty((shape[0], other[1]), dtype=out_dtype)
-        if plan is None:
-            form = Form(operand(b), operand(a), operand(out), epilogue, a.device)
-            plan = self.plans[key] = Plan(self, form)
-        if bias is not None:
-            plan.bias.point(bias.data_ptr())
-        if aux is not None:
-            plan.aux.point(aux.data_ptr())
         pointers = (b.data_ptr(), a.data_ptr(), out.data_ptr())
         try:
+            if plan is None:
+                form = Form(operand(b), operand(a), operand(out), epilogue, a.device)
+                plan = self.plans[key] = Plan(self, form)
+            if bias is not None:
+                plan.bias.point(bias.data_ptr())
+            if aux is not None:
+                plan.aux.point(aux.data_ptr())
             chosen = plan.chosen or plan.choose(pointers)
         except LtError as error:
             if error.no_memory:
@@ -317,7 +317,7 @@ def stream_of(device: int) -> int:
 
 def may_add_in_16_bits(dtype: torch.dtype) -> bool:
     """True unless the user has forbidden that parts of a sum are added up in the output's 16 bits, as torch's own
-    matmuls then leave out the algorithms that do."""
+    matmuls then leave out the algorithms that do. Asked when the first call of a form chooses its algorithm."""
     flags = torch.backends.cuda.matmul
     if dtype == torch.bfloat16:
         return bool(flags.allow_bf16_reduced_precision_reduction)

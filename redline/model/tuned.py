@@ -56,7 +56,8 @@ class TunedLinear(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not torch.is_grad_enabled():  # every length of a growing text would be a form with algorithms to time
             bias = None if self.bias is None else self.bias.to(self.dtype)
-            return F.linear(x.to(self.dtype), self.weight.to(self.dtype), bias)
+            with torch.autocast(x.device.type, enabled=False):
+                return F.linear(x.to(self.dtype), self.weight.to(self.dtype), bias)
         return self.through(x, self.bias)
 
     def through(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -75,8 +75,10 @@ class Row:
     job: Job | None = None
     measurements: list[Measurement] = field(default_factory=list)
     """One per repeat."""
-    looks: int = 0
-    """How often it was measured again because a decision was close."""
+    second_run: str | None = None
+    """Set if it ran again because a decision was close: what to say of that. `measurements` has the quicker run."""
+    tainted: bool = False
+    """A recipe that it contains, or its own, was wrong when it ran again."""
     base: Row | None = None
     """The row that this one is compared with."""
     status: str = "ok"
@@ -94,18 +96,14 @@ class Row:
         return statistics.median(statistics.median(one.step_seconds) for one in self.measurements)
 
     @property
-    def least_seconds(self) -> float:
-        """The median of the quickest run."""
-        return min(statistics.median(one.step_seconds) for one in self.measurements)
-
-    @property
     def quick_seconds(self) -> float:
         """The time of an undisturbed step: the p10, as the median over the repeats."""
         return statistics.median(spread_of(one.step_seconds).p10 for one in self.measurements)
 
     @property
     def trusted(self) -> bool:
-        return self.equivalence is not None and self.equivalence.verdict in ("same", "rounding", "changed")
+        right = self.equivalence is not None and self.equivalence.verdict in ("same", "rounding", "changed")
+        return right and not self.tainted
 
 
 class Climb:
@@ -243,7 +241,7 @@ class Climb:
         assert row.equivalence is not None
         if row.name == AGAIN:  # it adds nothing to a recipe
             if row.equivalence.verdict == "different":
-                self._drop_what_contains(row)
+                self._taint_what_contains(row)
             return
         if row.equivalence.verdict == "different":
             row.kept, row.reason = False, row.equivalence.detail
@@ -280,34 +278,59 @@ class Climb:
                 return
             winner = self._outrun_by(row, current, margin)
         row.kept, rival = winner is None, winner or current
-        ratio, so_far = rival.least_seconds / row.least_seconds, "" if rival is current else ", the fastest so far"
+        ratio, so_far = rival.seconds / row.seconds, "" if rival is current else ", the fastest so far"
         said = f"{ratio:.2f}x the speed of {rival.name}{so_far}{self._when_decided(row)}"
         if not row.kept:
             doubt = "" if exceeds(ratio, scatter) else f", within the noise of ±{scatter:.0%}"
-            company = "; other programs were busy meanwhile" if all(map(is_crowded, row.measurements)) else ""
+            company = "; other programs were busy meanwhile" if is_crowded(row.measurements[0]) else ""
             row.reason = f"{said}{doubt}{company}"
         elif ratio < 1.0 - self._noise_between(row, rival):
             row.reason = f"{said}, kept: its quickest steps are at {rival.quick_seconds / row.quick_seconds:.2f}x"
 
     def _look_again(self, row: Row, winner: Row) -> bool:
-        """Measure both once more, one after the other: a process may have been unlucky, or other programs were busy,
-        and a rung that is left out never comes back. Return False if that decided it: one of them is wrong, or the row
-        cannot be repeated."""
+        """Run both once more, one after the other, and take the quicker run of each: a process may have been unlucky,
+        or other programs were busy, and a rung that is left out never comes back. Return False if one of them was wrong
+        this time, which decides too."""
+        self.finished.append(row)  # it is measured: an interruption must not lose it
         for one in (winner, row):
-            assert one.job is not None
-            one.looks += 1
-            # Repeats count upwards from 0: these count downwards, so that the two never share an answer.
-            self._add_repeat(one, self.ask(replace(one.job, repeat=-one.looks)), len(one.measurements) + 1)
-        if winner.kept is False and set(winner.recipe.rungs) <= set(row.recipe.rungs):
-            row.kept, row.reason = False, contains_wrong(winner)
-        elif len(row.measurements) == 1:  # its reason says why
-            row.kept = False
+            if one.second_run is None:
+                self._run_again(one)
         return row.kept is None
 
+    def _run_again(self, row: Row) -> None:
+        assert row.job is not None
+        row.second_run = ", by the quicker of two runs"
+        # Repeats count upwards from 0: this number is none of theirs, so that the two never share an answer.
+        result = self.ask(replace(row.job, repeat=-1))
+        if isinstance(result, Failure):
+            row.second_run = f"; its second run failed: {result.reason}"
+            return
+        again = self._judge(row, result)
+        if again.verdict == "different":
+            self._is_wrong(row, again, "second run")
+        elif statistics.median(result.step_seconds) < row.seconds:
+            first = row.measurements[0]  # compiling took as long as it took the first time
+            row.measurements[0], row.equivalence = replace(result, compile_seconds=first.compile_seconds), again
+
+    def _is_wrong(self, row: Row, found: Equivalence, when: str) -> None:
+        """Note that a row was wrong in a later run. So is what contains its recipe; but what the first row has in it
+        all have, and each of them has a verdict of its own."""
+        row.equivalence, row.kept, row.reason = found, False, f"{when}: {found.detail}"
+        self._taint_what_contains(row)
+
+    def _taint_what_contains(self, wrong: Row) -> None:
+        if wrong.recipe.rungs == self.finished[0].recipe.rungs:
+            return
+        for row in self.finished:
+            if row is not wrong and row.kept is not False and set(wrong.recipe.rungs) <= set(row.recipe.rungs):
+                row.kept, row.tainted = False, True
+                own = wrong.recipe.rungs == row.recipe.rungs
+                row.reason = ("was" if own else f"contains {wrong.name}, which was") + " different when it ran again"
+
     def _when_decided(self, row: Row) -> str:
-        """Say which runs decided, where the table shows the median of more than one."""
-        if len(row.measurements) > 1:
-            return ", by the quicker of two runs of each"
+        """Say which runs decided, if not the only one."""
+        if row.second_run is not None:
+            return row.second_run
         return " in the first run, which decides" if self.settings.repeats > 1 else ""
 
     def _outrun_by(self, row: Row, current: Row, margin: float | None) -> Row | None:
@@ -315,20 +338,18 @@ class Climb:
         current row by that share. Without one it must keep up with the current row and with the fastest so far: small
         losses, each within the noise, must not add up."""
         if margin is not None:
-            return None if current.least_seconds / row.least_seconds >= 1.0 + margin else current
+            return None if current.seconds / row.seconds >= 1.0 + margin else current
         fastest = min((one for one in self.finished if one.kept), key=lambda one: one.seconds, default=current)
         return next((rival for rival in (current, fastest) if not self._keeps_up(row, rival)), None)
 
     def _keeps_up(self, row: Row, rival: Row) -> bool:
-        """True unless the row is slower by more than the noise. Disturbances only ever slow steps down, so the quickest
-        run of each counts, and a rung has cost nothing if its quick steps keep up."""
-        faster = max(rival.least_seconds / row.least_seconds, rival.quick_seconds / row.quick_seconds)
+        """True unless the row is slower by more than the noise. Disturbances only ever slow a step down, so a rung has
+        cost nothing if its quick steps keep up."""
+        faster = max(rival.seconds / row.seconds, rival.quick_seconds / row.quick_seconds)
         return faster >= 1.0 - self._noise_between(row, rival)
 
     def _noise_between(self, row: Row, rival: Row) -> float:
-        """Return the noise of single runs. Two medians say little about their own scatter, so a second look improves
-        the ratio and leaves what it may differ by."""
-        return tolerated_noise(row.measurements[:1], rival.measurements[:1], self.hardware.kind)
+        return tolerated_noise(row.measurements, rival.measurements, self.hardware.kind)
 
     def _reference_curve(self, recipe: Recipe) -> tuple[float, ...] | None:
         """Return the fp32 curve of the recipe's maths; None if it failed. Rows with unchanged maths share a job."""
@@ -376,21 +397,14 @@ class Climb:
                 yield row
 
     def _add_repeat(self, row: Row, result: Result, number: int) -> None:
-        """Add a repeat to its row. A failed repeat is added to the row's reason; a wrong one makes the row wrong, and
-        with it those that were built on it."""
+        """Add a repeat to its row. A failed repeat is added to the row's reason."""
         if isinstance(result, Failure):
             row.reason = "; ".join(filter(None, (row.reason, f"run {number} failed: {result.reason}")))
             return
         row.measurements.append(result)
         again = self._judge(row, result)
         if again.verdict == "different":
-            row.equivalence, row.kept, row.reason = again, False, f"run {number}: {again.detail}"
-            self._drop_what_contains(row)
-
-    def _drop_what_contains(self, wrong: Row) -> None:
-        for row in self.finished:
-            if row is not wrong and row.kept and set(wrong.recipe.rungs) <= set(row.recipe.rungs):
-                row.kept, row.reason = False, contains_wrong(wrong)
+            self._is_wrong(row, again, f"run {number}")
 
     def _rebatch(self, on_start: Callable[[str, str, int, int], None]) -> Iterator[Row]:
         """Find the best micro batch for rows that are right, and for rows that only failed for lack of memory."""
@@ -457,12 +471,9 @@ class Climb:
         return found.detail if found.verdict == "different" else None
 
     def _done(self, row: Row) -> Row:
-        self.finished.append(row)
+        if not (self.finished and self.finished[-1] is row):
+            self.finished.append(row)
         return row
-
-
-def contains_wrong(row: Row) -> str:
-    return f"contains {row.name}, which was different when it ran again"
 
 
 def together(measurements: Sequence[Measurement]) -> Measurement:
@@ -475,7 +486,7 @@ def _runs_somewhere(row: Row) -> bool:
     """True if the row is worth running at another micro batch: training that is wrong has no speed worth knowing."""
     if row.failure is not None:
         return row.failure.kind in MEMORY_KINDS
-    return row.equivalence is not None and row.equivalence.verdict != "different"
+    return row.equivalence is not None and row.equivalence.verdict != "different" and not row.tainted
 
 
 def least_learning(recipe: Recipe) -> float:

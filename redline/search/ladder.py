@@ -152,14 +152,18 @@ class LadderRun:
         return ladder_document(climb, self.directory.read_run(), finished)
 
     def _keep_best(self, rows: Sequence[Row]) -> None:
+        """Write the recipes to train with; none of an earlier state stays if nothing is right any more."""
         recipes = {}
         if (best := best_row(rows)) is not None:
             recipes[BEST_FILE] = best.recipe
         if (own := best_rebatched(rows)) is not None and own.rebatched is not None and own.rebatched.micro_batch:
             recipes[REBATCHED_FILE] = replace(own.recipe, micro_batch=own.rebatched.micro_batch)
-        for name, recipe in recipes.items():
+        for name in (BEST_FILE, REBATCHED_FILE):
             with self.directory.explaining():
-                self.directory.write(name, json.dumps(to_json(recipe), indent=2) + "\n")
+                if name in recipes:
+                    self.directory.write(name, json.dumps(to_json(recipes[name]), indent=2) + "\n")
+                else:
+                    (self.directory.path / name).unlink(missing_ok=True)
 
 
 def stop_at_a_mistake(result: object, directory: RunDirectory) -> None:

@@ -20,7 +20,7 @@ from redline.core.recipe import Recipe
 from redline.core.workload import Shape, Workload
 from redline.rungs import LADDER, find_rung, usual_rungs
 from redline.search.climb import AGAIN, Climb, LadderSettings
-from redline.search.document import compile_note
+from redline.search.document import best_rebatched, best_row, compile_note
 
 TINY = Workload(
     name="tiny",
@@ -296,7 +296,7 @@ def test_a_wrong_gradient_is_found_and_left_out_of_the_recipe_though_the_referen
 
 # what is kept
 
-TWICE = ", by the quicker of two runs of each"  # a close decision is taken again
+TWICE = ", by the quicker of two runs"  # a close decision is taken again
 
 
 def test_a_slower_rung_stays_in_the_table_and_leaves_the_recipe():
@@ -423,7 +423,7 @@ def test_a_second_look_that_fails_or_is_wrong_decides_with_its_reason():
     oom = Failure(kind="oom", reason="out of memory: 3 GiB")
     machine = Unlucky(factors={"compile": 1.05}, second={"compile": oom})
     row = climbed(machine, rungs=("compile",)).finished[1]
-    assert (row.kept, row.reason) == (False, "run 2 failed: out of memory: 3 GiB")
+    assert (row.kept, row.reason) == (False, "0.95x the speed of baseline; its second run failed: out of memory: 3 GiB")
     wrong = measurement(0.9, tuple(loss + 1 for loss in CURVE))
     climb = climbed(Unlucky(factors={"compile": 1.05}, second={"compile": wrong}), rungs=("compile",))
     assert climb.finished[1].equivalence.verdict == "different"
@@ -433,18 +433,61 @@ def test_a_second_look_that_fails_or_is_wrong_decides_with_its_reason():
     assert climb.finished[2].reason == "contains tf32, which was different when it ran again"
 
 
-def test_what_contains_a_row_that_was_wrong_once_is_not_the_best():
-    class WrongLater(Machine):
-        def answer(self, job):
-            found = super().answer(job)
-            wrong = job.recipe.rungs == ("bf16",) and job.repeat == 1
-            return replace(found, loss_curve=tuple(loss + 1 for loss in CURVE)) if wrong else found
+class WrongLater(Machine):
+    """bf16 alone is wrong when it runs again."""
 
+    def answer(self, job):
+        found = super().answer(job)
+        wrong = job.recipe.rungs == ("bf16",) and job.repeat != 0
+        return replace(found, loss_curve=tuple(loss + 1 for loss in CURVE)) if wrong else found
+
+
+def test_what_contains_a_row_that_was_wrong_once_is_not_the_best():
     climb = climbed(WrongLater(), rungs=("tf32", "bf16", "compile"), repeats=2)
     assert rows_of(climb)["bf16"].equivalence.verdict == "rounding", "tf32 and bf16 together are another recipe"
-    climb = climbed(WrongLater(), rungs=("bf16", "compile"), repeats=2)
+    climb = climbed(WrongLater(), rungs=("bf16", "compile"), repeats=2, rebatch=True)
     assert kept(climb) == ["baseline"]
-    assert rows_of(climb)["compile"].reason == "contains bf16, which was different when it ran again"
+    wrong = rows_of(climb)["compile"]
+    assert (wrong.reason, wrong.trusted) == ("contains bf16, which was different when it ran again", False)
+    assert wrong.rebatched is None, "no time is spent on it"
+    assert best_rebatched(climb.finished).name == "baseline"
+
+
+def test_rows_do_not_fall_with_the_first_one_which_all_contain():
+    climb = climbed(WrongLater(), start=("bf16",), rungs=("compile", "flash"), repeats=2)
+    assert climb.finished[0].equivalence.verdict == "different"
+    assert kept(climb) == ["compile", "flash"]
+
+
+def test_a_rung_that_a_second_run_saves_can_win():
+    machine = Unlucky(factors={"bf16": 0.5, "compile": 0.98}, unlucky={"compile": 1.1})
+    climb = climbed(machine, rungs=("bf16", "compile"))
+    assert best_row(climb.finished).name == "compile"
+    assert rows_of(climb)["compile"].seconds == pytest.approx(0.49)
+    assert all(len(row.measurements) == 1 for row in climb.finished), "the quicker run stands for both"
+
+
+def test_a_row_is_there_while_its_decision_is_open():
+    """A Ctrl-C during the second runs keeps it."""
+
+    class Interrupted(Machine):
+        def answer(self, job):
+            if job.repeat < 0:
+                raise KeyboardInterrupt
+            return super().answer(job)
+
+    climb = climb_with(Interrupted(factors={"compile": 1.05}), rungs=("compile",))
+    with pytest.raises(KeyboardInterrupt):
+        list(climb.rows())
+    assert [row.name for row in climb.finished] == ["baseline", "compile"]
+    assert climb.finished[1].kept is None
+
+
+def test_a_rival_runs_again_once_only():
+    machine = Machine(factors={"compile": 1.05, "tf32": 1.05, "bf16": 1.05})
+    climbed(machine, rungs=("tf32", "bf16", "compile"))
+    again = [last_of(job.recipe) for job in machine.jobs if job.repeat < 0]
+    assert again == ["baseline", "tf32", "bf16", "compile"]
 
 
 def test_an_a_a_row_that_is_wrong_condemns_the_recipe():
@@ -457,6 +500,7 @@ def test_an_a_a_row_that_is_wrong_condemns_the_recipe():
     climb = climbed(WrongAgain(), rungs=("bf16", "compile"), again=True)
     assert climb.finished[-1].equivalence.verdict == "different"
     assert kept(climb) == ["baseline", "bf16"]
+    assert rows_of(climb)["compile"].reason == "was different when it ran again"
 
 
 @dataclass

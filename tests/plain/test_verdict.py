@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from dataclasses import replace
 
 import pytest
@@ -479,6 +480,27 @@ def test_a_model_that_never_learns_is_found_where_the_loss_hardly_moves(first, l
     off_as_plain = tuple(loss + 0.02 for loss in falling)
     known["yardstick"] = tuple(loss + 0.011 for loss in falling)
     assert verdict_on(measured(off_as_plain), **known).verdict == "rounding", "plain code is as far away"
+
+
+@every_precision
+def test_rounding_beside_a_loss_that_stands_still_is_rounding(precision):
+    """A head of zeros, or a rate of almost nothing: what the loss moves by says nothing of what it rounds to."""
+    still = (2.302585,) * 20
+    off = tuple(loss * (1 + 0.1 * CURVE_TOLERANCE[precision] / 12) for loss in still)
+    known = {"reference": still, "plain": None, "yardstick": None}
+    assert verdict_on(measured(off), precision=precision, **known).verdict == "rounding"
+
+
+def test_plain_code_that_is_near_by_chance_in_one_step_accuses_nobody():
+    """Both round on their own: in some steps one is close and the other is not."""
+    draw = random.Random(0)
+    moves = tuple(0.7 - 0.001 * step for step in range(20))
+    wrong = 0
+    for _ in range(200):
+        one, other = (tuple(loss + draw.gauss(0, 0.006) for loss in moves) for _ in range(2))
+        known = {"reference": moves, "plain": moves, "yardstick": other}
+        wrong += verdict_on(measured(one), **known).verdict == "different"
+    assert wrong <= 10, "they were right all along, and the old tolerance has room for them"
 
 
 def test_a_reference_that_breaks_first_accuses_nobody():
