@@ -75,7 +75,7 @@ def test_a_trial_is_timed_for_half_as_long(bench: BenchOf, kind: str, count: int
 def test_retries_are_read_off_the_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both calls reset what the other leaves: peaks are no accumulated statistics."""
     calls: list[str] = []
-    monkeypatch.setattr(torch.cuda, "memory_stats", lambda: {"num_alloc_retries": 3})
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda _: {"num_alloc_retries": 3})
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: calls.append("peak"))
     monkeypatch.setattr(torch.cuda, "reset_accumulated_memory_stats", lambda: calls.append("accumulated"))
     cuda = torch.device("cuda")
