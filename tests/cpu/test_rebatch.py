@@ -76,8 +76,8 @@ def test_retries_are_read_off_the_allocator(monkeypatch: pytest.MonkeyPatch) -> 
     """Both calls reset what the other leaves: peaks are no accumulated statistics."""
     calls: list[str] = []
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda _: {"num_alloc_retries": 3})
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: calls.append("peak"))
-    monkeypatch.setattr(torch.cuda, "reset_accumulated_memory_stats", lambda: calls.append("accumulated"))
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: calls.append("peak"))
+    monkeypatch.setattr(torch.cuda, "reset_accumulated_memory_stats", lambda _: calls.append("accumulated"))
     cuda = torch.device("cuda")
     memory.reset_peak(cuda)
     assert calls == ["peak", "accumulated"]
