@@ -166,6 +166,17 @@ class Space:
                 if changed is not None and changed != recipe:
                     yield changed
 
+    def chosen(self, recipe: Recipe) -> tuple[str, ...]:
+        """Return the rungs that a recipe could do without, in ladder order."""
+        needed = {*self.published, *self.cuts, *self.ways}
+        return tuple(name for name in recipe.rungs if name not in needed)
+
+    def only(self, recipe: Recipe, chosen: Collection[str]) -> Recipe:
+        """Return the recipe with no more than these of its chosen rungs, at a smaller size if it would not fit."""
+        rungs = self._applying([name for name in recipe.rungs if name in chosen or name not in self.chosen(recipe)])
+        reduced = replace(recipe, rungs=rungs)
+        return replace(reduced, micro_batch=self._size_near(reduced, reduced.micro_batch))
+
     def recipes(self, micro_batch: int) -> list[Recipe]:
         """Return every possible recipe at this size."""
         every = itertools.product(*(knob.choices for knob in self.knobs))

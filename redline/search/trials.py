@@ -11,8 +11,11 @@ from typing import Protocol
 from redline.core.job import Job, Result
 from redline.core.measurement import Failure, Measurement
 from redline.core.recipe import Recipe
+from redline.predict.noise import UNSEEN_RUN_TO_RUN
 from redline.predict.verdict import Equivalence
 from redline.rungs import plan_of
+
+AGREE = 3.0  # times the spread between processes: two looks at a recipe that are further apart do not agree
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,8 +120,19 @@ class Trial:
         return self.ran and self.measurements[0].gradients is not None
 
     @property
+    def verdict(self) -> str | None:
+        return None if self.equivalence is None else self.equivalence.verdict
+
+    @property
+    def steady(self) -> list[Measurement]:
+        """The measurements that agree with the quickest one. Disturbances only slow steps down, so a slower one shows
+        what else ran on the machine, and would make the recipe look both slow and uncertain."""
+        slowest = (1 + AGREE * UNSEEN_RUN_TO_RUN[self.job.device]) * min(map(median_of, self.measurements))
+        return [one for one in self.measurements if median_of(one) <= slowest]
+
+    @property
     def step_seconds(self) -> float:
-        return statistics.median(statistics.median(one.step_seconds) for one in self.measurements)
+        return statistics.median(map(median_of, self.steady))
 
     @property
     def compiled(self) -> bool:
@@ -128,3 +142,7 @@ class Trial:
     def compile_seconds(self) -> float | None:
         """Compile time of the first process; later ones find the code compiled."""
         return self.measurements[0].compile_seconds if self.ran else None
+
+
+def median_of(measurement: Measurement) -> float:
+    return statistics.median(measurement.step_seconds)

@@ -4,17 +4,18 @@
     tuner.run()
     tuner.best, tuner.trials, tuner.stopped
 
-The search begins where the usual rungs and the predictions point. It turns one knob at a time, keeps what is faster,
-finds the micro batch, and repeats until nothing improves. Each trial starts as a look: if its steps cannot keep up with
-the fastest so far it is given up unproved, which is what happens to most. The others get the whole measurement with its
-check, and the leaders are timed again in turns. The effort per candidate thus rises by levels as their number falls, as
-in successive halving. `answers` answers jobs, from a worker or from memory. Decisions rest only on the answers and on
-the times they report, so a run that is repeated asks the same questions. Why no library does this: docs/tune.md.
+The search begins where the usual rungs and the predictions point; if these do not train right together, it first finds
+the rung that breaks them, by halves. It turns one knob at a time, keeps what is faster, finds the micro batch, and
+repeats until nothing improves. Each trial starts as a look: if its steps cannot keep up with the fastest so far it is
+given up unproved, which is what happens to most. The others get the whole measurement with its check, and the leaders
+are timed again in turns. The effort per candidate thus rises by levels as their number falls, as in successive
+halving. `answers` answers jobs, from a worker or from memory. Decisions rest only on the answers and on the times they
+report, so a run that is repeated asks the same questions. Why no library does this: docs/tune.md.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from enum import Enum
@@ -26,7 +27,7 @@ from redline.core.units import human_bytes
 from redline.predict.noise import UNSEEN_RUN_TO_RUN
 from redline.predict.verdict import is_in_doubt, judge
 from redline.rungs import Maths, find_rung, group_of, plan_of, yardstick_rungs
-from redline.search.batch_size import STEPPING_SECONDS, STEPS_PER_TRIAL, best_batch
+from redline.search.batch_size import MEMORY_KINDS, STEPPING_SECONDS, STEPS_PER_TRIAL, best_batch
 from redline.search.climb import TOKENS_FILE
 from redline.search.noise import tolerated_noise
 from redline.search.space import VERDICTS, Space, compiled_part
@@ -77,8 +78,8 @@ class Tuner:
         """Plain code at a precision, by a recipe of the micro batch and its `yardstick_rungs`."""
         self.reference_seconds: dict[int, float] = {}
         """Seconds that a reference took, by micro batch."""
-        self.ratios: dict[tuple[frozenset[str], frozenset[str]], float] = {}
-        """By the rungs removed and added: the speed after a change over the speed before it, when it was tried last."""
+        self.culprits: dict[str, Trial] = {}
+        """Rungs that broke the start, each with the trial that it broke."""
         self.resized: set[tuple[str, ...]] = set()
         self.asked = 0
         """Number of answers, including remembered ones."""
@@ -94,7 +95,7 @@ class Tuner:
         try:
             current = self._start()
             self._look_at_baseline(current)
-            current = self._compile_after_all(current)
+            current = self._compile_after_all(self._mend(current))
             while True:
                 asked = self.asked
                 current = self._search(current)
@@ -145,49 +146,95 @@ class Tuner:
 
     def keeps_up(self, trial: Trial, other: Trial) -> bool:
         """True if `trial` is not slower than `other` beyond the noise."""
-        noise = tolerated_noise(trial.measurements, other.measurements, self.kind)
+        noise = tolerated_noise(trial.steady, other.steady, self.kind)
         return self.rate(trial) >= (1 - noise) * self.rate(other)
 
     def is_sound(self, trial: Trial) -> bool:
-        """True if the trial was checked without finding a fault so far, and its memory is within the limit."""
-        wrong = trial.equivalence is not None and trial.equivalence.verdict == "different"
-        return trial.checked and not wrong and trial.over_limit is None
+        """True if the trial was checked without finding a fault so far, and its memory is within the limit. Until its
+        own curve was compared with fp32's, a fault of some of its rungs at this size or a smaller one is its own."""
+        if not trial.checked or trial.over_limit is not None:
+            return False
+        if trial.verdict == "not-checked":
+            return not self._has_fault_within(trial.recipe)
+        return trial.verdict != "different"
 
     def is_proved(self, trial: Trial) -> bool:
-        verdict = None if trial.equivalence is None else trial.equivalence.verdict
-        return self.is_sound(trial) and verdict in VERDICTS[self.settings.allow]
+        return self.is_sound(trial) and trial.verdict in VERDICTS[self.settings.allow]
+
+    def _has_fault_within(self, recipe: Recipe) -> bool:
+        return any(
+            trial.verdict == "different"
+            and trial.recipe.micro_batch <= recipe.micro_batch
+            and set(trial.recipe.rungs) <= set(recipe.rungs)
+            for trial in self.trials.values()
+        )
+
+    def _is_broken(self, trial: Trial) -> bool:
+        """True if the trial's rungs do not train right together; lack of memory is no such fault."""
+        if trial.failure is not None:
+            return trial.failure.kind not in MEMORY_KINDS
+        return trial.verdict == "different"
 
     # beginning
 
     def _start(self) -> Trial:
-        """Try the first recipe that can win. If it does not fit after all, shrink it. If compiling it would take a
-        large part of the time, leave compile out, so that there is something to show before anything is risked."""
+        """Try the first recipe that can win. If compiling it would take a large part of the time, leave compile out, so
+        that there is something to show before anything is risked."""
         recipe, label = self.space.start(), "the usual rungs, as predicted best"
         risky = self._expected(recipe) > LARGE_PART * self.budget.left and self._recall(self._job(recipe)) is None
         if risky and plan_of(recipe.rungs).compile:
             knob = next(knob for knob in self.space.knobs if knob.name == "compile")
             recipe, label = self.space.change(recipe, knob, None) or recipe, "the usual rungs, without compile"
-        trial = self._try(recipe, label, None)
-        while trial.failure is not None and trial.failure.kind == "oom" and self.space.micro_batch is None:
-            smaller = self.space.smaller(trial.recipe)
-            if smaller is None:
-                break
-            trial = self._try(smaller, f"micro batch {smaller.micro_batch}", trial)
+        return self._try_to_the_end(recipe, label, None)
+
+    def _try_to_the_end(self, recipe: Recipe, label: str, onto: Trial | None) -> Trial:
+        """Find out whether a recipe trains right, however slow it is, at a smaller size if it does not fit after all.
+        It is proved at once: a run that is cut short then has something to show."""
+        trial = self._try(recipe, label, onto, replace(self._job(recipe), give_up_seconds=None))
+        lacks_memory = trial.over_limit is not None or (trial.failure is not None and trial.failure.kind == "oom")
+        smaller = self.space.smaller(recipe) if lacks_memory and self.space.micro_batch is None else None
+        if smaller is not None:
+            return self._try_to_the_end(smaller, f"micro batch {smaller.micro_batch}", trial)
         with suppress(OutOfTimeError):
-            self._prove(trial)  # early: a run that is cut short has something to show
+            self._prove(trial)
         return trial
 
     def _look_at_baseline(self, start: Trial) -> None:
         """Time the baseline, which speed-ups are measured against; its time is enough, since nobody will choose it. It
         comes after the start, which matters more to a run that has no time for both. If the start is slower, it was
-        disturbed and is timed again; or else the baseline is the recipe to beat, and is measured like any other."""
+        disturbed and is timed again; or else the baseline is the recipe to beat, and is measured like any other. After
+        a start that cannot win it is, too: it may be all that there is to show."""
         recipe = self.space.baseline()
         if self.space.refuses(recipe) is not None:
             return
-        plain = self._try(recipe, "the plain way", None, kind="look")
-        if plain.ran and start.ran and not self.keeps_up(start, plain):
+        right = self.is_sound(start)
+        plain = self._try(recipe, "the plain way", None, self._job(recipe, kind="look" if right else "measure"))
+        if plain.ran and right and not self.keeps_up(start, plain):
             self._repeat(start, 1)
             self._check_baseline()
+
+    def _mend(self, start: Trial) -> Trial:
+        """Leave the rungs that break a start out of it, before anything is built on it. Each of them costs as many
+        trials as the rungs can be halved, and one of what is left."""
+        trial, right = start, 0
+        while self._is_broken(trial) and (rungs := self.space.chosen(trial.recipe)):
+            right = self._count_right(trial, rungs, right)
+            culprit = rungs[right]
+            self.culprits[culprit] = trial
+            rest = self.space.only(trial.recipe, [name for name in rungs if name != culprit])
+            trial = self._try_to_the_end(rest, f"without {culprit}", trial)
+        return trial
+
+    def _count_right(self, trial: Trial, rungs: Sequence[str], right: int) -> int:
+        """Return how many of a broken trial's rungs, in the ladder's order, train right together; the next one breaks
+        them. `right`: how many are known to be right."""
+        broken = len(rungs)
+        while broken - right > 1:
+            middle = (right + broken) // 2
+            recipe = self.space.only(trial.recipe, rungs[:middle])
+            part = self._try_to_the_end(recipe, f"the rungs up to {rungs[middle - 1]}", trial)
+            right, broken = (right, middle) if self._is_broken(part) else (middle, broken)
+        return broken - 1
 
     def _compile_after_all(self, current: Trial) -> Trial:
         """Try compiling if the start did without it, now that there is something to show."""
@@ -280,29 +327,42 @@ class Tuner:
     def _challenge(self, current: Trial, recipe: Recipe) -> Trial | None:
         """Return the trial of a neighbour, or None if it is not tried. `not_tried` then has the reason, unless the same
         change has lost on another base."""
-        went, came = set(current.recipe.rungs) - set(recipe.rungs), set(recipe.rungs) - set(current.recipe.rungs)
-        change = (frozenset(went), frozenset(came))
         ratio = self._predicted_ratio(current.recipe, recipe)
-        before = self.ratios.get(change, 1.0)
         if recipe in self.trials:
             return self.trials[recipe]
-        if (reason := self.space.refuses(recipe)) is not None:
+        if (reason := self.space.refuses(recipe) or self._culprit_in(recipe)) is not None:
             self.not_tried[recipe] = reason
             return None
         if ratio < HOPELESS:
             self.not_tried[recipe] = f"predicted to be {1 - ratio:.0%} slower"
             return None
-        if before < CLEAR_LOSS:
+        if self._has_lost(current.recipe, recipe):
             return None  # its trial on another base shows how it lost
         if not self._may_try(recipe):
             self.not_tried[recipe] = f"would take about {self._expected(recipe):.0f} s, and less was left"
             self.short_of_time = True
             return None
         self.not_tried.pop(recipe, None)
-        trial = self._try(recipe, difference(current.recipe, recipe), current)
-        if trial.ran and current.ran:
-            self.ratios[change] = self.rate(trial) / self.rate(current)
-        return trial
+        return self._try(recipe, difference(current.recipe, recipe), current)
+
+    def _culprit_in(self, recipe: Recipe) -> str | None:
+        found = next((name for name in recipe.rungs if name in self.culprits), None)
+        return None if found is None else f"{found} broke #{self.culprits[found].number}"
+
+    def _has_lost(self, before: Recipe, after: Recipe) -> bool:
+        """True if the same change lost clearly on another base, or broke it."""
+        change = change_between(before, after)
+        return any(
+            trial.onto is not None
+            and change_between(trial.onto.recipe, trial.recipe) == change
+            and self._lost_clearly(trial, trial.onto)
+            for trial in self.trials.values()
+        )
+
+    def _lost_clearly(self, trial: Trial, base: Trial) -> bool:
+        if self._is_broken(trial):
+            return not self._is_broken(base)
+        return trial.ran and base.ran and self.rate(trial) < CLEAR_LOSS * self.rate(base)
 
     def _is_better(self, trial: Trial, current: Trial) -> bool:
         """True if the trial is sound and faster. One that compiles for longer must win beyond the noise."""
@@ -327,6 +387,8 @@ class Tuner:
         def ask(size: int) -> Result:
             recipe = Recipe(rungs=rungs, micro_batch=size)
             trial = self._try(recipe, f"micro batch {size}", current)
+            if trial.verdict == "different":
+                return Failure(kind="different", reason="not the same training at this size")
             return trial.failure or trial.measurements[0]
 
         choice = best_batch(
@@ -408,6 +470,7 @@ class Tuner:
         trial.seconds.append(answer.seconds)
         if isinstance(answer.result, Measurement):
             trial.measurements.append(answer.result)
+            trial.over_limit = trial.over_limit or self._over_limit(answer.result)
         self.view.trial_finished(trial)
         self._check_device(answer.result)
 
@@ -416,7 +479,7 @@ class Tuner:
         best = self.best
         eager = None if best is None else self.eager_twin(best)
         if best is not None and eager is not None and self.space.refuses(eager) is None:
-            self._try(eager, difference(best.recipe, eager), best, kind="look")
+            self._try(eager, difference(best.recipe, eager), best, self._job(eager, kind="look"))
 
     def eager_twin(self, trial: Trial) -> Recipe | None:
         """Return the same recipe without compile and what needs it; None if it does not compile."""
@@ -425,13 +488,12 @@ class Tuner:
 
     # asking
 
-    def _try(self, recipe: Recipe, label: str, onto: Trial | None, kind: str = "measure") -> Trial:
+    def _try(self, recipe: Recipe, label: str, onto: Trial | None, job: Job | None = None) -> Trial:
         """Run a recipe, unless it has been run."""
         if recipe in self.trials:
             return self.trials[recipe]
-        trial = Trial(
-            number=len(self.trials) + 1, recipe=recipe, label=label, onto=onto, job=self._job(recipe, kind=kind)
-        )
+        number, job = len(self.trials) + 1, job or self._job(recipe)
+        trial = Trial(number=number, recipe=recipe, label=label, onto=onto, job=job)
         answer = self._answer(trial.job, self._expected(recipe), trial.label, trial.number, first=not self.trials)
         self.trials[recipe] = trial
         trial.seconds, trial.remembered = [answer.seconds], answer.remembered
@@ -546,6 +608,10 @@ class Tuner:
             self.failures_in_a_row = 0
 
     def _over_limit(self, measurement: Measurement) -> str | None:
+        """Return why a recipe's use of memory rules it out; None if it does not. Retries come and go with
+        fragmentation, so they are no reason if the user chose the size."""
+        if measurement.alloc_retries and self.space.micro_batch is None:
+            return f"the allocator ran out of memory and gave its cache back (retries: {measurement.alloc_retries})"
         limit = self.space.memory_limit
         if limit is None or measurement.peak_bytes is None:
             return None
@@ -656,6 +722,11 @@ def price_of(recipe: Recipe) -> tuple[float, int]:
 
 def is_usual(rung: str) -> bool:
     return find_rung(rung).is_usual
+
+
+def change_between(before: Recipe, after: Recipe) -> tuple[set[str], set[str]]:
+    """Return the rungs that went, and those that came."""
+    return set(before.rungs) - set(after.rungs), set(after.rungs) - set(before.rungs)
 
 
 def difference(before: Recipe, after: Recipe) -> str:

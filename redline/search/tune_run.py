@@ -404,7 +404,16 @@ def resume_tune(path: Path, choices: dict[str, Any], minutes: float | None, fres
             run.directory.write(RUN_FILE, json.dumps(document, indent=2) + "\n")
     budget = Budget(60 * settings.minutes)
     budget.started = started
-    return replace(run, settings=settings, budget=budget)
+    return replace(run, settings=settings, budget=budget, notes=notes_on_time(run.directory, settings.minutes))
+
+
+def notes_on_time(directory: RunDirectory, minutes: float) -> tuple[str, ...]:
+    """Say so if the run has used its minutes, and would only show again what it found. A ladder's answers cost none."""
+    given = answers_of(RunDirectory(directory.path / AFTER_FOLDER))
+    used = sum(seconds for key, (_, seconds) in directory.answers().items() if key not in given)
+    if used < 60 * minutes:
+        return ()
+    return (f"its answers took {used / 60:.1f} minutes: with --minutes {minutes:g} nothing new is measured",)
 
 
 def read_tune(path: Path) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from redline.core.workload import Shape, Workload
 from redline.report.tune import print_tune
 from redline.rungs import Maths, find_rung
 from redline.search.space import Space, open_space
-from redline.search.trials import Answer, Budget, TuneSettings
+from redline.search.trials import Answer, Budget, Trial, TuneSettings
 from redline.search.tune import Tuner, compile_factor, difference
 from redline.search.tune_document import break_even, tune_document
 
@@ -570,7 +570,229 @@ def test_the_winner_was_proved_and_repeated():
     assert len(rivals) == 1 or len(tuner.best.measurements) > 1
 
 
+@pytest.mark.parametrize(("factor", "disturbed"), [(0.87, "measure"), (0.97, "look")])
+def test_one_slow_look_does_not_make_rivals_equal(factor, disturbed):
+    """The first or the second of two looks at CUDA graphs was disturbed, and is as slow as the recipe without them or
+    slower."""
+    machine = Machine(noise=0.0, host_seconds=0.0, factors={**dict.fromkeys(KNOBS, 1.0), "cuda-graphs": factor})
+    calm = Machine.answer
+
+    def answer(job: Job) -> Measurement | Failure:
+        result = calm(machine, job)
+        if "cuda-graphs" in job.recipe.rungs and isinstance(result, Measurement) and job.kind == disturbed:
+            result = replace(result, step_seconds=tuple(1.149 * seconds for seconds in result.step_seconds))
+        return result
+
+    machine.answer = answer
+    tuner = tuned(machine, open_space(GPT2, H200, rungs=("bf16", "compile", "cuda-graphs"), micro_batch=64))
+    (graphs,) = (trial for trial in tuner.trials.values() if "cuda-graphs" in trial.recipe.rungs)
+    assert len(graphs.measurements) > len(graphs.steady) > 0
+    assert tuner.best is graphs
+
+
+@pytest.mark.parametrize(
+    ("looks", "steady"),
+    [
+        pytest.param((0.132, 0.113), (0.113,), id="the quickest decides"),
+        pytest.param((0.113, 0.132, 0.115), (0.113, 0.115), id="and what agrees with it"),
+        pytest.param((0.113, 0.115, 0.117), (0.113, 0.115, 0.117), id="noise stays in"),
+        pytest.param((0.113,), (0.113,), id="one"),
+    ],
+)
+def test_looks_that_were_disturbed_do_not_count(looks, steady):
+    job = Job(workload=GPT2, recipe=Recipe(micro_batch=1), device="cuda", tokens="tokens.npy")
+    trial = Trial(number=1, recipe=job.recipe, label="", onto=None, job=job)
+    trial.measurements = [Measurement(loss_curve=(), step_seconds=(seconds,) * 9) for seconds in looks]
+    assert tuple(one.step_seconds[0] for one in trial.steady) == steady
+    assert min(looks) <= trial.step_seconds <= max(steady)
+
+
+# a start that does not train right
+
+
+def breaking(how: str, rungs: tuple[str, ...]) -> dict:
+    """Keywords of a machine on which these rungs fail, have wrong gradients or bend the curve."""
+    if how != "failures":
+        return {how: rungs}
+    return {how: {name: Failure(kind="compile", reason="torch.compile failed: no luck") for name in rungs}}
+
+
+def fastest_without(machine: Machine, space: Space, rungs: tuple[str, ...]) -> float:
+    recipes = (recipe for size in SIZES for recipe in space.recipes(size))
+    right = (one for one in recipes if not set(rungs) & set(one.rungs) and space.refuses(one) is None)
+    return max(map(machine.rate, right))
+
+
+BREAKING = ("failures", "wrong", "bent")
+ATTENTION = ("flash", "cudnn-attention")
+
+
+@pytest.mark.parametrize("how", BREAKING)
+@pytest.mark.parametrize("hardware", [H200, UNKNOWN], ids=["predicted", "nothing predicted"])
+@pytest.mark.parametrize("rungs", [("bf16",), ("compile",), ATTENTION, ("padded-vocab",)], ids="+".join)
+def test_a_rung_that_breaks_the_start_costs_little(how, hardware, rungs):
+    """In the default eight minutes; without the rungs there is less time for the rest, so the bound is a wide one."""
+    machine = Machine(**breaking(how, rungs))
+    space = open_space(GPT2, hardware, rungs=KNOBS)
+    found = best_of(tuned(machine, space, 8))
+    assert not set(rungs) & set(found.rungs)
+    assert machine.rate(found) >= 0.93 * fastest_without(machine, space, rungs)
+
+
+@pytest.mark.parametrize("culprit", open_space(GPT2, H200).chosen(open_space(GPT2, H200).start()))
+def test_a_culprit_is_found_by_halves(culprit):
+    """After the start and the plain way: as often as the rungs can be halved, and what is left without the culprit."""
+    machine, space = Machine(noise=0.0, bent=(culprit,)), open_space(GPT2, H200, micro_batch=64)
+    start = space.start()
+    rungs = space.chosen(start)
+    tuner = tuned(machine, space, 60)
+    left = space.only(start, [name for name in rungs if name != culprit])
+    assert list(tuner.trials).index(left) <= 2 + math.ceil(math.log2(len(rungs)))
+    assert list(tuner.culprits) == [culprit]
+    with_it = [trial for trial in tuner.trials.values() if culprit in trial.recipe.rungs]
+    assert all(trial.number <= tuner.trials[left].number for trial in with_it), "nothing is built on it"
+
+
+@pytest.mark.parametrize("how", BREAKING)
+@pytest.mark.parametrize("rungs", [("compile", "fused-loss"), ("padded-vocab", "bf16-residual"), ("bf16", "compile")])
+def test_two_culprits_are_both_found(how, rungs):
+    machine = Machine(noise=0.0, **breaking(how, rungs))
+    tuner = tuned(machine, open_space(GPT2, H200, rungs=KNOBS, micro_batch=64), 60)
+    assert set(tuner.culprits) <= set(rungs)
+    assert not set(rungs) & set(best_of(tuner).rungs)
+
+
+def test_slow_parts_of_a_broken_start_are_checked_all_the_same():
+    """Parts slower than the plain way would be given up after a look, which shows no fault."""
+    machine = Machine(noise=0.0, factors={"bf16": 1.2, "compile": 1.2, "flash": 1.2}, bent=("compile",))
+    tuner = tuned(machine, open_space(GPT2, UNKNOWN, rungs=KNOBS, micro_batch=64), 60)
+    assert list(tuner.culprits) == ["compile"]
+
+
+@pytest.mark.parametrize("how", BREAKING)
+@pytest.mark.parametrize("minutes", [1, 2, 4])
+def test_a_broken_start_leaves_time_for_something_to_show(how, minutes):
+    machine = Machine(**breaking(how, ("bf16", "compile", "fused-adamw")))
+    tuner = tuned(machine, open_space(GPT2, H200), minutes)
+    assert machine.now <= 60 * minutes
+    assert tuner.best is not None
+
+
+def test_the_plain_way_wins_where_every_rung_is_wrong():
+    machine = Machine(noise=0.0, wrong=KNOBS)
+    tuner = tuned(machine, open_space(GPT2, H200, rungs=KNOBS), 8)
+    assert best_of(tuner).rungs == ("tied-weights",)
+    assert tuner.best.equivalence.verdict == "same"
+
+
+@pytest.mark.parametrize("rung", ["padded-vocab", "bf16-residual"])
+def test_what_was_different_is_not_sized(rung):
+    """By its curve, at the first size: at other sizes there is no curve yet that could show it."""
+    machine = Machine(bent=(rung,))
+    tuner = tuned(machine, open_space(GPT2, UNKNOWN, rungs=KNOBS), 60)
+    sizes = {trial.recipe.micro_batch for trial in tuner.trials.values() if rung in trial.recipe.rungs}
+    assert sizes == {GPT2.micro_batch}
+
+
+def test_a_fault_at_one_size_is_one_at_larger_sizes_until_they_are_proved():
+    tuner = tuned(Machine(), open_space(GPT2, UNKNOWN, rungs=KNOBS))
+    rungs = best_of(tuner).rungs
+    sized = sorted(
+        (one for one in tuner.trials.values() if one.recipe.rungs == rungs and tuner.is_sound(one)), key=size
+    )
+    small, *_, large = sized
+    unproved = replace(small.equivalence, verdict="not-checked")
+    different = replace(small.equivalence, verdict="different")
+    small.equivalence, large.equivalence = different, unproved
+    assert not tuner.is_sound(large)
+    large.equivalence = replace(unproved, verdict="rounding")
+    assert tuner.is_sound(large)
+    small.equivalence, large.equivalence = unproved, different
+    assert tuner.is_sound(small)
+
+
+def size(trial: Trial) -> int:
+    return trial.recipe.micro_batch
+
+
+def test_a_change_that_breaks_one_base_is_not_tried_on_another():
+    machine = Machine(**breaking("failures", ("cuda-graphs",)))
+    tuner = tuned(machine, open_space(GPT2, H200, rungs=KNOBS), 60)
+    tried = [trial for trial in tuner.trials.values() if "cuda-graphs" in trial.recipe.rungs]
+    assert len({trial.recipe.rungs for trial in tuner.trials.values()}) > 5
+    assert len(tried) == 1
+
+
+def test_what_goes_wrong_from_some_size_on_wins_below_it():
+    """Kernels with 32-bit indices: the size search sees the fault, and goes on below."""
+    machine, whole = Machine(host_seconds=0.1), Machine.answer
+
+    def answer(job: Job) -> Measurement | Failure:
+        result = whole(machine, job)
+        if job.recipe.micro_batch <= 60 or isinstance(result, Failure) or result.gradients is None:
+            return result
+        return replace(result, gradients=replace(result.gradients, error=0.5, tensor_errors={"wte": 0.5}))
+
+    machine.answer = answer
+    space = open_space(GPT2, UNKNOWN, rungs=KNOBS)
+    found = best_of(tuned(machine, space))
+    best = max(machine.rate(recipe) for size in range(1, 61) for recipe in space.recipes(size))
+    assert found.micro_batch <= 60
+    assert machine.rate(found) >= 0.96 * best
+
+
+def test_a_part_of_a_recipe_holds_what_every_recipe_needs():
+    space = open_space(GPT2, H200, memory_limit=24 * GIB)
+    start = space.start()
+    rungs = space.chosen(start)
+    assert space.refuses(replace(start, rungs=space.published)) is not None, "parts need more memory"
+    assert space.only(start, rungs) == start
+    assert space.only(start, ()).rungs == space.baseline().rungs
+    for count in range(len(rungs)):
+        part = space.only(start, rungs[:count])
+        assert set(space.chosen(part)) <= set(rungs[:count])
+        assert set(space.published) <= set(part.rungs)
+        assert space.refuses(part) is None
+
+
 # memory
+
+
+@pytest.mark.parametrize("kinds", [("measure", "look"), ("look",)], ids=["always", "in the second look"])
+@pytest.mark.parametrize("hardware", [H200, UNKNOWN], ids=["predicted", "nothing predicted"])
+@pytest.mark.parametrize("size", [None, 64])
+def test_a_size_at_which_the_allocator_retried_is_not_chosen(kinds, hardware, size):
+    """Beyond 40 sequences; a size that the user named is measured with them. No rung pays, so rivals are repeated."""
+    machine, roomy = Machine(host_seconds=0.1, factors=dict.fromkeys(KNOBS, 1.0)), Machine.answer
+
+    def answer(job: Job) -> Measurement | Failure:
+        result = roomy(machine, job)
+        full = isinstance(result, Measurement) and job.recipe.micro_batch > 40 and job.kind in kinds
+        return replace(result, alloc_retries=7) if full else result
+
+    machine.answer = answer
+    tuner = tuned(machine, open_space(GPT2, hardware, rungs=KNOBS, micro_batch=size))
+    assert any(one.alloc_retries for one in tuner.best.measurements) == (size == 64)
+    reasons = [row["reason"] for row in tune_document(tuner, RUN)["rows"] if row["micro_batch"] > 40]
+    told = "the allocator ran out of memory and gave its cache back (retries: 7)" in reasons
+    assert told == (size is None) or "measure" not in kinds
+
+
+def test_a_start_that_takes_too_much_memory_after_all_shrinks():
+    limit = 100 * GIB
+    machine, modest = Machine(noise=0.0), Machine.answer
+
+    def answer(job: Job) -> Measurement | Failure:
+        result = modest(machine, job)
+        measured = isinstance(result, Measurement)
+        return replace(result, peak_bytes=job.recipe.micro_batch * 8 * GIB) if measured else result
+
+    machine.answer = answer
+    tuner = tuned(machine, open_space(GPT2, H200, rungs=KNOBS, memory_limit=limit))
+    first, second, *_ = tuner.trials.values()
+    assert first.over_limit is not None
+    assert second.recipe == replace(first.recipe, micro_batch=first.recipe.micro_batch // 2)
+    assert best_of(tuner).micro_batch == 12
 
 
 def test_what_is_predicted_not_to_fit_is_not_run():

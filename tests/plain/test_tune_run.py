@@ -443,6 +443,21 @@ def test_more_minutes_may_be_given_to_a_resumed_run(workers, capsys):
     assert json.loads(Path("run/run.json").read_text())["settings"]["minutes"] == 20
 
 
+def test_a_run_that_has_used_its_minutes_says_so(workers, capsys, monkeypatch):
+    """It shows again what it found, and asks nothing."""
+    clock = iter(range(0, 10**6, 20))  # each answer takes 20 seconds
+    monkeypatch.setattr(answers_module.time, "monotonic", lambda: float(next(clock)))
+    _, first, _ = tune(capsys, *WORDS, "--out", "run", "--minutes", "20")
+    asked, answers = len(workers.asked), len(RunDirectory(Path("run")).answers())
+    code, again, stderr = tune(capsys, "tune", "--resume", "run", "--minutes", "1")
+    assert code == 0
+    assert len(workers.asked) == asked
+    assert again["best"] == first["best"]
+    assert f"its answers took {answers / 3:.1f} minutes: with --minutes 1 nothing new is measured" in stderr
+    *_, stderr = tune(capsys, "tune", "--resume", "run", "--minutes", "20")
+    assert "nothing new is measured" not in stderr
+
+
 @pytest.mark.parametrize(
     ("text", "count"), [("40", 40 * 1024**3), ("40GiB", 40 * 1024**3), ("1.5 gb", 1_500_000_000), ("512MiB", 2**29)]
 )
