@@ -42,6 +42,17 @@ def test_cross_entropy_is_that_of_fp64(rows: int, columns: int, vocab: int, dtyp
     assert error < {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 5e-3}[dtype]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_targets_outside_the_vocabulary_are_nan_and_touch_nothing_else(dtype: torch.dtype) -> None:
+    whole = random(7, 300, dtype=dtype)
+    logits, before = whole[1:6], whole.clone()
+    losses = cross_entropy_(logits, torch.tensor([3, -100, 299, 290, 700], device="cuda"), 290)
+    known = torch.tensor([True, False, False, False, False], device="cuda")
+    assert torch.equal(losses.isnan(), ~known)
+    assert torch.equal(logits.isnan().any(dim=1), ~known)
+    assert torch.equal(whole[[0, 6]], before[[0, 6]])
+
+
 def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((found.double() - wanted).norm() / wanted.norm())
 

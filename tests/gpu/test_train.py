@@ -19,6 +19,7 @@ from redline.data.text import sample_documents
 from redline.engine.checkpoint import latest_checkpoint
 from redline.engine.session import TrainOrder, train
 from redline.engine.train import Trainer
+from redline.kernels import flash4_attention
 
 pytestmark = pytest.mark.gpu
 
@@ -117,8 +118,14 @@ def test_stopping_and_going_on_is_never_having_stopped(shards: Path, tmp_path: P
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in one.tensors().items())
 
 
-def test_validation_samples_and_checkpoints_between_cycles_with_a_pinned_kernel(shards: Path, tmp_path: Path) -> None:
-    """Samples begin with one token, which the step's own attention kernel does not take."""
+@pytest.mark.parametrize("more", [(), ("tuned-matmuls", "flash4-backward")], ids=["pinned", "packed"])
+def test_validation_samples_and_checkpoints_between_cycles_with_kernels_for_the_step(
+    more: tuple[str, ...], shards: Path, tmp_path: Path
+) -> None:
+    """Samples begin with one token, which the step's own attention kernel does not take, and grow through lengths for
+    which nothing should be planned or timed."""
+    if "flash4-backward" in more and not flash4_attention.is_there():
+        pytest.skip("flash-attn-4 is not installed")
     told: list[tuple[str, int]] = []
 
     def note(kind: str, **fields: Any) -> None:
@@ -127,5 +134,5 @@ def test_validation_samples_and_checkpoints_between_cycles_with_a_pinned_kernel(
 
     rungs = tuple("cudnn-attention" if rung == "flash" else rung for rung in FAST)
     every = {"eval_every": 4, "sample_every": 4, "checkpoint_every": 4, "cycle_steps": 4}
-    train(order(shards, tmp_path / "run", *rungs, "bf16-residual", "fused-backward", steps=8, **every), note)
+    train(order(shards, tmp_path / "run", *rungs, "bf16-residual", "fused-backward", *more, steps=8, **every), note)
     assert sorted(told) == [(kind, updates) for kind in ("checkpoint", "sample", "validation") for updates in (4, 8)]
