@@ -102,7 +102,7 @@ def row_json(tuner: Tuner, trial: Trial) -> dict[str, Any]:
         "reason": reason_of(tuner, trial),
         "rungs": list(trial.recipe.rungs),
         "micro_batch": trial.recipe.micro_batch,
-        "step_seconds": to_json(step_spread(trial.measurements)) if trial.ran else None,
+        "step_seconds": to_json(step_spread(trial.steady)) if trial.ran else None,
         "cores_missing": most_missing(trial.measurements),
         "repeats": len(trial.measurements),
         "tokens_per_second": rate,
@@ -201,7 +201,7 @@ def knob_row(tuner: Tuner, best: Trial, knob: Knob, chosen: str | None, other: s
         return {**row, "gain": None, "noise": None, "significant": None, "seconds": None, "text": reason}
     mine, theirs = pair
     gain = tuner.rate(mine) / tuner.rate(theirs) - 1
-    noise = noise_between(mine.measurements, theirs.measurements, tuner.kind)
+    noise = noise_between(mine.steady, theirs.steady, tuner.kind)
     return {
         **row,
         "gain": gain,

@@ -588,6 +588,9 @@ def test_one_slow_look_does_not_make_rivals_equal(factor, disturbed):
     (graphs,) = (trial for trial in tuner.trials.values() if "cuda-graphs" in trial.recipe.rungs)
     assert len(graphs.measurements) > len(graphs.steady) > 0
     assert tuner.best is graphs
+    for row in tune_document(tuner, RUN)["rows"]:
+        shown = row["micro_batch"] * GPT2.shape.sequence / row["step_seconds"]["median"]
+        assert row["tokens_per_second"] == pytest.approx(shown), "a row's two figures are of the same looks"
 
 
 @pytest.mark.parametrize(
