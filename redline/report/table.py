@@ -380,7 +380,8 @@ def _subject_notes(document: Document) -> Iterator[Note]:
     disturbed = disturbed_among(rows)
     if disturbed:
         yield Note(about="disturbed", text=disturbed_text(disturbed), kind="failed")
-    yield from uneven_notes([row for row in rows if row not in disturbed])  # of those, that is said already
+    noise = (document.get("noise") or {}).get("fraction") or 0.0
+    yield from uneven_notes([row for row in rows if row not in disturbed], noise)  # of those, that is said already
     yield from (Note(about="MFU", text=text) for text in mfu_texts(rows))
     yield from (Note(about="memory", text=text) for text in memory_texts(rows))
     yield from damage_notes(document)
@@ -484,7 +485,7 @@ def most_disturbed(rows: Sequence[Row]) -> Row:
     return max(rows, key=lambda row: (taken_from(row), swing_of(row)))
 
 
-def uneven_notes(rows: Sequence[Row]) -> Iterator[Note]:
+def uneven_notes(rows: Sequence[Row], noise: float) -> Iterator[Note]:
     """Name the rows whose median is not what a reader takes it for. A few steps that wait for something leave it as it
     is, while a long run takes as long as the mean says. And where something else slowed most steps of a row or of its
     base, the quick steps of the two differ by another factor."""
@@ -492,7 +493,8 @@ def uneven_notes(rows: Sequence[Row]) -> Iterator[Note]:
     if stalled:
         text = "some steps take far longer, so a long run is slower than the row says"
         yield Note(about="stalls", text=f"{named(stalled, stall_text)}: {text}", kind="failed")
-    slowed = [row for row in rows if not 1 / MOST_UNEVEN <= slowing_of(row) <= MOST_UNEVEN]
+    most = max(MOST_UNEVEN, 1 + noise)
+    slowed = [row for row in rows if not 1 / most <= slowing_of(row) <= most]
     if slowed:
         text = "something else slowed most steps of the row or of the one it was put onto"
         yield Note(about="quick steps", text=f"{named(slowed, slowing_text)}: {text}", kind="failed")

@@ -28,7 +28,7 @@ from redline.search.noise import is_crowded, scatter_between, tolerated_noise
 from redline.search.ranks import not_measured, refused_beside
 
 COMPILE = "compile"
-CLEARLY_SLOWER = 0.88  # between this and what a row should reach, one unlucky process may have decided
+CLEARLY_SLOWER = 0.9  # of what a row should reach; between the two, one unlucky process may have decided
 AGAIN = "a/a"  # the row that measures the finished recipe a second time
 TOKENS_FILE = "tokens.npy"
 
@@ -273,7 +273,7 @@ class Climb:
             return
         margin = scatter if must_win else None
         winner = self._outrun_by(row, current, margin)
-        if winner is not None and (winner.seconds / row.seconds > CLEARLY_SLOWER or is_crowded(row.measurements[0])):
+        if winner is not None and self._is_close(row, winner):
             if not self._look_again(row, winner):
                 return
             winner = self._outrun_by(row, current, margin)
@@ -347,6 +347,11 @@ class Climb:
         cost nothing if its quick steps keep up."""
         faster = max(rival.seconds / row.seconds, rival.quick_seconds / row.quick_seconds)
         return faster >= 1.0 - self._noise_between(row, rival)
+
+    def _is_close(self, row: Row, winner: Row) -> bool:
+        """True if the decision should be taken again: an unlucky process, or other programs, may have made it."""
+        least = CLEARLY_SLOWER * (1.0 - self._noise_between(row, winner))
+        return winner.seconds / row.seconds > least or is_crowded(row.measurements[0])
 
     def _noise_between(self, row: Row, rival: Row) -> float:
         return tolerated_noise(row.measurements, rival.measurements, self.hardware.kind)

@@ -177,6 +177,13 @@ def test_a_row_whose_cores_others_had_is_warned_of_though_its_steps_are_even(tak
         assert "other programs had 0.9 of the cores that compile needed" in notes[0].text
 
 
+@pytest.mark.parametrize(("noise", "told"), [(0.02, True), (0.10, False), (None, True)])
+def test_quick_steps_that_differ_within_the_noise_are_not_told(noise: float | None, told: bool) -> None:
+    row = {**ok_row("compile", 138.5, None), "speedup_step": 1.25, "speedup_quick": 1.34}
+    document = {**full_document(), "rows": [row], "noise": {"fraction": noise, "source": "one run each"}}
+    assert any(note.about == "quick steps" for note in notes_of(document)) is told
+
+
 def test_different_is_bold_red_and_comes_first() -> None:
     document = full_document()
     assert notes_of(document)[0].about == "tied-weights"
