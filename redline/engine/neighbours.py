@@ -14,7 +14,7 @@ from pathlib import Path
 
 from redline.core.host import core_count
 
-LEAST_SECONDS = 0.5  # the accounts are kept in ticks of 10 ms: in 30 ms they are off by half a core
+LEAST_SECONDS = 0.5  # the accounts are kept in ticks of 10 ms: over 25 ms they once made 1.0 core 1.8
 TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100  # per second, of the figures in /proc
 IDLE = (3, 4, 8, 9)  # columns of /proc/stat: idle, waiting for disks, and guests, which count as user time already
 SESSION, OWN_TIMES = 3, slice(11, 15)  # in /proc/PID/stat behind the name: the session, and times with dead children's

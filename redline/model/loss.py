@@ -104,7 +104,8 @@ HEADROOM = 2.0**-6  # of fp16, whose range ends at 65,504; features of a norm st
 
 def of_head(gradient: torch.Tensor, rows: torch.Tensor, matmul: Callable[..., torch.Tensor]) -> torch.Tensor:
     """Return the gradient of the head's weight, whose sum over all tokens comes before the 1/N of the mean. In fp16 it
-    may overflow, whatever the loss scale, which comes later too: 140,000 tokens were enough."""
+    may overflow, whatever the loss scale, which comes later too: some 140,000 tokens of bytes suffice, by the mean
+    gradient of a GPT that begins."""
     if rows.dtype != torch.float16:
         return matmul(gradient.t(), rows)
     return matmul(gradient.t(), rows * HEADROOM).float() / HEADROOM

@@ -17,7 +17,7 @@ from typing import Any
 # Spread seen between processes: 1 to 3 % on an H200; on two shared CPU cores 10 % and more.
 UNSEEN_RUN_TO_RUN = {"cuda": 0.02, "cpu": 0.10}
 P90_SIGMAS = 1.2816  # the 90th percentile of a normal distribution, in standard deviations
-MOST_TAKEN = 0.25  # cores of a step's own that other programs may have: two threads on 1.75 cores are 15 % slower
+MOST_TAKEN = 0.25  # cores of a step's own that other programs may have: an eighth of what two threads need
 MOST_SWING = 2.0  # p90 over p10: on a quiet machine steps differ by some per cent, so above this something else ran
 MEDIAN_TO_MEAN = math.sqrt(math.pi / 2)  # by this factor the median of many normal values scatters more than their mean
 STUDENTS_T = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
